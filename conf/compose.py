@@ -1,0 +1,115 @@
+"""From YAML and overrides to a `RunConfig`: the only file besides `run.py` that knows Hydra."""
+
+import re
+from dataclasses import asdict
+from datetime import datetime
+from enum import Enum
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.errors import UserError
+from conf.schema import RunConfig
+
+CONF = Path(__file__).resolve().parent
+REPOSITORY = CONF.parent
+
+
+def _run_dir(task: Any, option: str, path: str) -> str:
+    """outputs/<task>/<model>/<date_time>; a model given by path alone goes by its folder's name, not by the default option's."""
+    file = CONF / "model" / f"{option}.yaml"
+    own_path = OmegaConf.select(OmegaConf.load(file), "path") if file.exists() else path
+    name = option if path == own_path else Path(path).name
+    moment = datetime.now().strftime(
+        "%Y-%m-%d_%H-%M-%S-%f"
+    )  # microseconds: two runs of one second do not share a folder
+    return str(REPOSITORY / "outputs" / getattr(task, "name", str(task)) / re.sub(r"[^\w.-]", "_", name) / moment)
+
+
+def register() -> None:
+    """Make the schema and the resolvers known to Hydra. Under `schema/` so that Tab completion offers only real options."""
+    ConfigStore.instance().store(group="schema", name="run", node=RunConfig, package="_global_")
+    OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
+    OmegaConf.register_new_resolver("run_dir", _run_dir, use_cache=True, replace=True)
+
+
+def options(group: str) -> list[str]:
+    """Names of a group's option files."""
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+def to_run_config(config: DictConfig) -> RunConfig:
+    """The typed, checked object. Raises UserError for a value that a check refuses."""
+    try:
+        run = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), config))
+    except OmegaConfBaseException as error:
+        raise UserError(str(error).splitlines()[0]) from error
+    return cast(RunConfig, run)
+
+
+def compose_run_config(overrides: list[str], model_path: str | None = None) -> RunConfig:
+    """What `python run.py OVERRIDES` would compose. `model_path` is set as it is, past the grammar of overrides."""
+    register()
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            config = compose("config", overrides=overrides)
+    except Exception as error:  # Hydra's exceptions have no common base
+        raise UserError(" ".join(str(error).split())) from error
+    if model_path is not None:
+        config.model.path = model_path
+    return to_run_config(config)
+
+
+def dump(run: RunConfig, output_dir: Path) -> str:
+    """The resolved config as a YAML file that `python run.py --config-path FOLDER` runs again, beside `output_dir`."""
+    composed = {
+        "defaults": [
+            "schema/run",
+            "_self_",
+            {"override hydra/job_logging": "none"},
+            {"override hydra/hydra_logging": "none"},
+        ],
+        "hydra": {
+            "run": {"dir": f"{output_dir.parent}/${{now:%Y-%m-%d_%H-%M-%S-%f}}"},
+            "output_subdir": None,
+            "job": {"chdir": False},
+        },
+    }
+    header = f"# Run again: python run.py --config-path {output_dir}\n"
+    return header + OmegaConf.to_yaml(OmegaConf.create({**composed, **_plain(asdict(run))}))
+
+
+def _plain(value: Any) -> Any:
+    """Enums by name, and text that looks like an interpolation escaped."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.name
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
+def quote_prompt(arguments: list[str]) -> list[str]:
+    """Let `predict.data=I love Beijing, because ...` be typed as it is: quoted for Hydra, whose grammar reads commas and brackets.
+
+    In a multirun (-m) the value stays as typed, because there a comma separates the jobs.
+    """
+    if {"-m", "--multirun"} & set(arguments):
+        return arguments
+    return [_quote(a) if a.startswith("predict.data=") else a for a in arguments]
+
+
+def _quote(argument: str) -> str:
+    key, value = argument.split("=", 1)
+    if value == "null" or (len(value) > 1 and value[0] == value[-1] and value[0] in "'\""):
+        return argument
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)  # a backslash before a quote is an escape, elsewhere it is itself
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped).replace("${", "\\${")
+    return f"{key}='{escaped}'"

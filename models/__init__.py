@@ -1,0 +1,1 @@
+"""Floor 2, the models: one file per architecture, shared layers, checkpoints, tokenizers. `tiny/` is the bundled model."""

@@ -1,0 +1,192 @@
+"""Reading checkpoints in Hugging Face layout: safetensors (or, where allowed, pickles), whole or sharded.
+
+Everything is compared before anything is read: names and shapes of all tensors against the model's, all differences in one error.
+Then the tensors are streamed, so that peak host memory is about the model plus one tensor.
+"""
+
+import json
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from conf.errors import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+RANDOM_STD = 0.02  # the initializer_range of nearly every family
+LISTED = 8  # tensors that an error names of each sort
+
+
+class WeightFile(Protocol):
+    path: Path
+    shapes: dict[str, tuple[int, ...]]
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class SafetensorsFile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with safe_open(path, framework="pt") as file:
+                self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is truncated or not a safetensors file: {error}") from error
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        with safe_open(self.path, framework="pt") as file:
+            for name in names:
+                yield name, file.get_tensor(name)
+
+
+class PickleFile:
+    """A `.bin` of torch.save, read with weights_only=True, so that it can hold tensors and nothing that runs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._load().items()}
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        tensors = self._load()
+        for name in names:
+            yield name, tensors[name]
+
+    def _load(self) -> dict[str, Tensor]:
+        try:
+            tensors = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+        except (pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
+            raise UserError(
+                f"{self.path} is truncated or holds more than tensors: {str(error).splitlines()[0]}"
+            ) from error
+        if not isinstance(tensors, dict) or not all(
+            isinstance(t, Tensor) and not t.is_sparse for t in tensors.values()
+        ):
+            raise UserError(f"{self.path} does not hold a dictionary of dense tensors")
+        return tensors
+
+
+def open_checkpoint(folder: Path, allow_pickle: bool) -> list[WeightFile]:
+    """The folder's weight files. Raises UserError where there are none, where one is missing or damaged, and for pickles not allowed."""
+    if names := _weight_names(folder, "model.safetensors"):
+        return [SafetensorsFile(folder / name) for name in names]
+    if names := _weight_names(folder, "pytorch_model.bin"):
+        if not allow_pickle:
+            raise UserError(
+                f"{folder} has only pickled weights ({names[0]}), which can hold code: convert them to safetensors, "
+                "or give model.allow_pickle=true to read them with weights_only=True"
+            )
+        return [PickleFile(folder / name) for name in names]
+    raise UserError(
+        f"{folder} has no weights: expected model.safetensors, or model.safetensors.index.json and its shards"
+    )
+
+
+def _weight_names(folder: Path, whole: str) -> list[str]:
+    if (folder / whole).is_file():
+        return [whole]
+    index = folder / f"{whole}.index.json"
+    if not index.is_file():
+        return []
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} cannot be read: {type(error).__name__}: {error}") from error
+    if not names:
+        raise UserError(f"{index} names no files")
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise UserError(f"{index} names {name!r}, which is not a file of its own folder")
+        if not (folder / name).is_file():
+            raise UserError(f"{index} names {name}, which is missing in {folder}")
+    return names
+
+
+def checkpoint_dtype(files: list[WeightFile]) -> torch.dtype:
+    """The dtype of the checkpoint's first tensor."""
+    name = next(iter(files[0].shapes), None)
+    if name is None:
+        raise UserError(f"{files[0].path} holds no tensors")
+    return next(iter(files[0].read([name])))[1].dtype
+
+
+def load_checkpoint(
+    model: nn.Module,
+    files: list[WeightFile],
+    ignored: tuple[str, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    on_bytes: Callable[[int, int], None],
+) -> None:
+    """Replace the model's (meta) parameters by the checkpoint's tensors, cast to `dtype` on `device`.
+
+    Tensors whose names end in one of `ignored` are left out. `on_bytes(done, total)` is called after every tensor.
+    Raises UserError that lists all missing, unexpected and wrong-shaped tensors.
+    """
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    _compare(expected, files, ignored)
+    total = sum(torch.Size(shape).numel() for shape in expected.values()) * dtype.itemsize
+    done = 0
+    for file in files:
+        for name, tensor in file.read(name for name in file.shapes if name in expected):
+            if not tensor.is_floating_point():
+                raise UserError(
+                    f"{file.path}: {name} is {tensor.dtype}, not a float: quantised checkpoints are not supported"
+                )
+            assign(
+                model, name, tensor.to(device, dtype, copy=True)
+            )  # a copy, because the source is a view of the mapped file
+            done += tensor.numel() * dtype.itemsize
+            on_bytes(done, total)
+
+
+def _compare(expected: dict[str, tuple[int, ...]], files: list[WeightFile], ignored: tuple[str, ...]) -> None:
+    found: dict[str, tuple[int, ...]] = {}
+    twice = []
+    for file in files:
+        twice += [name for name in file.shapes if name in found]
+        found |= file.shapes
+    # A head that is tied to the embedding may be in the checkpoint as a second copy.
+    tied = {"lm_head.weight"} - expected.keys()
+    faults = {
+        "missing": [name for name in expected if name not in found],
+        "unexpected": [
+            name
+            for name in found
+            if name not in expected and name not in tied and not name.endswith(ignored or ("\0",))
+        ],
+        "in two files": twice,
+        "wrong shape": [
+            f"{n} {list(found[n])}, expected {list(s)}" for n, s in expected.items() if n in found and found[n] != s
+        ],
+    }
+    texts = [
+        f"{sort}: {', '.join(names[:LISTED])}{f' and {len(names) - LISTED} more' if len(names) > LISTED else ''}"
+        for sort, names in faults.items()
+        if names
+    ]
+    if texts:
+        raise UserError(
+            f"{files[0].path.parent} does not hold the model that its config.json describes: {'; '.join(texts)}"
+        )
+
+
+def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make `tensor` the parameter called `name`."""
+    module, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
+
+
+def initialise_randomly(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Norms 1, biases 0, all else normal with a standard deviation of 0.02; always the same values on one kind of device."""
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in list(model.named_parameters()):
+        tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
+        if parameter.ndim == 1:
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            tensor.normal_(0, RANDOM_STD, generator=generator)
+        assign(model, name, tensor)

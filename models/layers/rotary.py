@@ -1,0 +1,162 @@
+"""Angles of the rotary position embedding, with the scalings that stretch a context.
+
+T tokens, D channels per head. Frequencies are float32, in the order of operations of the models' own code.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from models.config import ConfigReader
+
+
+@dataclass(frozen=True)
+class RotaryConfig:
+    """`rope_theta` and `rope_scaling` (in transformers 5: `rope_parameters`) of config.json, checked."""
+
+    head_dim: int
+    max_position_embeddings: int
+    theta: float = 10000.0
+    type: str = "default"
+    factor: float = 1.0
+    original_length: int = 0  # the context before stretching (llama3, yarn)
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    attention_factor: float = 1.0  # yarn: multiplies cos and sin
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that the stretched model takes. linear and dynamic stretch max_position_embeddings; the others count it in."""
+        if self.type in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * self.factor)
+        return max(self.max_position_embeddings, int(self.original_length * self.factor) if self.type == "yarn" else 0)
+
+
+def read_rotary_config(config: ConfigReader, head_dim: int, max_position_embeddings: int) -> RotaryConfig:
+    """Raises UserError for a scaling that is not one of linear, dynamic, llama3 and yarn."""
+    theta = config.get("rope_theta", float, 10000.0)
+    scaling = config.section("rope_parameters") or config.section("rope_scaling")
+    if scaling is None:
+        return RotaryConfig(head_dim, max_position_embeddings, theta)
+    theta = scaling.get("rope_theta", float, theta)
+    scaling.expect("partial_rotary_factor", (None, 1, 1.0), None)
+    old_name = scaling.raw("type")
+    kinds = ("default", "linear", "dynamic", "llama3", "yarn")
+    kind = (
+        scaling.expect("rope_type", kinds, None)
+        if scaling.raw("rope_type") is not None
+        else scaling.expect("type", kinds, old_name)
+    )
+    if kind == "default":
+        _refuse_unread(scaling)
+        return RotaryConfig(head_dim, max_position_embeddings, theta)
+    original = scaling.get("original_max_position_embeddings", int, 0)
+    if kind == "yarn" and scaling.raw("factor") is None and original:
+        factor = max_position_embeddings / original
+    else:
+        factor = scaling.require("factor", float)
+    if not 1.0 <= factor < math.inf:
+        raise UserError(f"config.json: rope_scaling factor={factor} is not a finite number from 1")
+    fields: dict[str, Any] = {}
+    if kind == "llama3":
+        fields = {name: scaling.require(name, float) for name in ("low_freq_factor", "high_freq_factor")}
+    elif kind == "yarn":
+        fields = {
+            name: scaling.get(name, float, default) for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
+        }
+        fields["truncate"] = scaling.get("truncate", bool, True)
+        fields["attention_factor"] = _yarn_attention_factor(scaling, factor)
+    _refuse_unread(scaling)
+    return RotaryConfig(
+        head_dim, max_position_embeddings, theta, kind, factor, original or max_position_embeddings, **fields
+    )
+
+
+def _refuse_unread(scaling: ConfigReader) -> None:
+    if unknown := scaling.unread():
+        raise UserError(f"config.json: rope_scaling has fields that are not supported: {', '.join(unknown)}")
+
+
+def _yarn_attention_factor(scaling: ConfigReader, factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    given = scaling.get("attention_factor", float, 0.0)
+    numerator, denominator = scaling.get("mscale", float, 0.0), scaling.get("mscale_all_dim", float, 0.0)
+    if given:
+        return given
+    return mscale(numerator) / mscale(denominator) if numerator and denominator else mscale(1.0)
+
+
+def _frequencies(theta: float | Tensor, head_dim: int) -> Tensor:
+    """theta^(-2i/D): [D/2], or [T, D/2] for theta [T, 1]. On the CPU, also where a model is being built without memory."""
+    return 1.0 / (theta ** (torch.arange(0, head_dim, 2, device="cpu").float() / head_dim))
+
+
+def _llama3(c: RotaryConfig) -> Tensor:
+    """Long wavelengths divided by the factor, short ones kept, a linear blend between (Llama 3.1's own code)."""
+    frequencies = _frequencies(c.theta, c.head_dim)
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (c.original_length / wavelengths - c.low_freq_factor) / (c.high_freq_factor - c.low_freq_factor)
+    blended = (1 - smooth) * frequencies / c.factor + smooth * frequencies
+    result = torch.where(wavelengths > c.original_length / c.low_freq_factor, frequencies / c.factor, blended)
+    return torch.where(wavelengths < c.original_length / c.high_freq_factor, frequencies, result)
+
+
+def _yarn(c: RotaryConfig) -> Tensor:
+    """Interpolate channels that turn less than beta_slow times over the original context, keep those above beta_fast (arXiv 2309.00071)."""
+
+    def channel(rotations: float) -> float:
+        return c.head_dim * math.log(c.original_length / (rotations * 2 * math.pi)) / (2 * math.log(c.theta))
+
+    low, high = channel(c.beta_fast), channel(c.beta_slow)
+    if c.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, c.head_dim - 1)
+    ramp = (torch.arange(c.head_dim // 2, device="cpu").float() - low) / (high - low if high > low else 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    frequencies = _frequencies(c.theta, c.head_dim)
+    return frequencies / c.factor * (1 - kept) + frequencies * kept
+
+
+class RotaryEmbedding:
+    """cos and sin of each token's angles. Not a module: it has no weights, and its table must not follow the model's dtype."""
+
+    def __init__(self, config: RotaryConfig) -> None:
+        self._config = config
+        if config.type == "llama3":
+            self._static = _llama3(config)
+        elif config.type == "yarn":
+            self._static = _yarn(config)
+        else:
+            self._static = _frequencies(config.theta, config.head_dim)
+            if config.type == "linear":
+                self._static = self._static / config.factor
+
+    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions and prompt_lengths [T] int64; returns cos and sin [T, D/2] in dtype."""
+        c = self._config
+        frequencies = self._static.to(positions.device)
+        if c.type == "dynamic":
+            frequencies = self._dynamic(torch.maximum(positions + 1, prompt_lengths)).to(positions.device)  # [T, D/2]
+        angles = positions[:, None].float() * frequencies
+        return (angles.cos() * c.attention_factor).to(dtype), (angles.sin() * c.attention_factor).to(dtype)
+
+    def _dynamic(self, lengths: Tensor) -> Tensor:
+        """NTK-aware scaling by the length so far: a prompt turns by its whole length, each new token by its own.
+
+        So a token's rotation does not depend on how the prompt was cut into steps or on its batch mates, and it equals what
+        transformers computes for one sequence with a cache. lengths [T]; returns [T, D/2].
+        """
+        c = self._config
+        stretch = c.factor * lengths.cpu().clamp(min=c.max_position_embeddings) / c.max_position_embeddings - (
+            c.factor - 1
+        )
+        return _frequencies((c.theta * stretch ** (c.head_dim / (c.head_dim - 2)))[:, None], c.head_dim)

@@ -1,0 +1,43 @@
+"""The plan of a step as tensors."""
+
+import itertools
+
+import torch
+
+from models.batch import Batch
+from pipelines.engine.kv_cache import BLOCK_SIZE
+from pipelines.engine.scheduler import StepPlan
+
+
+def build_batch(plan: StepPlan, device: torch.device) -> Batch:
+    """Flatten the plan's new tokens, without padding. The last token of each sequence gets logits."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    prompt_lengths: list[int] = []
+    context_lengths: list[int] = []
+    starts = [0]
+    for item in plan.scheduled:
+        sequence, first = item.sequence, item.sequence.num_computed_tokens
+        after = first + item.num_new_tokens
+        token_ids += sequence.token_ids[first:after]
+        positions += range(first, after)
+        slots += [sequence.block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(first, after)]
+        prompt_lengths += [sequence.num_prompt_tokens] * item.num_new_tokens
+        context_lengths.append(after)
+        starts.append(len(token_ids))
+    tables = itertools.zip_longest(*(item.sequence.block_table for item in plan.scheduled), fillvalue=0)
+
+    def tensor(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return Batch(
+        token_ids=tensor(token_ids),
+        positions=tensor(positions),
+        slots=tensor(slots),
+        block_tables=torch.tensor(list(tables), dtype=torch.int64, device=device).T,  # [S, M]
+        query_starts=tensor(starts),
+        context_lengths=tensor(context_lengths),
+        prompt_lengths=tensor(prompt_lengths),
+        logit_rows=tensor([end - 1 for end in starts[1:]]),
+    )

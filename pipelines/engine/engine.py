@@ -1,0 +1,173 @@
+"""The loop: plan, build, run, sample, commit."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from conf.schema import DecodeConfig
+from models.registry import CausalLM
+from models.tokenizer import Tokenizer
+from pipelines.engine.batch import build_batch
+from pipelines.engine.block_manager import BlockManager
+from pipelines.engine.detokenizer import Detokenizer
+from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
+from pipelines.engine.request import (
+    ContextLimit,
+    FinishReason,
+    Output,
+    Request,
+    Sequence,
+    check_max_length,
+    resolve_sampling_params,
+)
+from pipelines.engine.runner import Runner
+from pipelines.engine.sampler import sample, token_logprobs
+from pipelines.engine.scheduler import Scheduler, StepPlan
+
+
+class Engine:
+    """Runs requests over one model and one pool of KV blocks. Not for several threads at once.
+
+    >>> requests = [engine.request(0, [1, 403, 407], DecodeConfig(max_new_tokens=8))]
+    >>> [output.token_ids for output in engine.generate(requests)]
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: Tokenizer | None,
+        context: ContextLimit,
+        eos_token_ids: frozenset[int],
+        max_num_sequences: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_blocks: int | None = None,
+    ) -> None:
+        """`num_blocks`: size of the KV pool; None: enough for all sequences at full length, or what memory allows."""
+        shape = model.config
+        num_blocks = num_blocks or choose_num_blocks(shape, max_num_sequences, context.num_tokens, dtype, device)
+        self.context = context
+        self.tokenizer = tokenizer
+        self.scheduler = Scheduler(BlockManager(num_blocks, BLOCK_SIZE), max_num_sequences)
+        self._vocab_size = shape.vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._device = device
+        self._runner = Runner(model, allocate_kv_cache(shape, num_blocks, dtype, device))
+
+    def request(
+        self, id: int, prompt_token_ids: list[int], decode: DecodeConfig, sink: Callable[[str], None] | None = None
+    ) -> Request:
+        """A checked request. Raises UserError for ids outside the vocabulary and for lengths that do not fit."""
+        if not prompt_token_ids:
+            raise UserError("the prompt has no tokens, and the tokenizer no BOS to begin with")
+        if wrong := [token for token in prompt_token_ids if not 0 <= token < self._vocab_size]:
+            raise UserError(
+                f"prompt token id {wrong[0]} is not in the vocabulary: give ids from 0 to {self._vocab_size - 1}"
+            )
+        if decode.stop and self.tokenizer is None:
+            raise UserError(
+                f"decode.stop={decode.stop} needs a tokenizer: give decode.stop_token_ids, or model.tokenizer=PATH"
+            )
+        request = Request(
+            id,
+            prompt_token_ids,
+            resolve_sampling_params(decode, len(prompt_token_ids), self.context, self._eos_token_ids),
+            sink,
+        )
+        blocks = self.scheduler.block_manager
+        num_tokens = len(prompt_token_ids) + request.params.max_new_tokens
+        if blocks.num_blocks_for(num_tokens) > blocks.num_blocks:
+            raise UserError(
+                f"prompt and new tokens are {num_tokens}, but the KV cache holds {blocks.num_blocks * blocks.block_size}"
+            )
+        return request
+
+    def check(self, decode: DecodeConfig) -> None:
+        """Raises UserError for settings that no prompt could be run with."""
+        check_max_length(decode, self.context)
+
+    def generate(self, requests: Iterable[Request], max_num_sequences: int | None = None) -> Iterator[Output]:
+        """Outputs as they finish. Requests are taken from the iterable when a place is free; closing the iterator cancels the rest."""
+        limit = min(max_num_sequences or self.scheduler.max_num_sequences, self.scheduler.max_num_sequences)
+        source = iter(requests)
+        alive: list[Sequence] = []
+        try:
+            while True:
+                while len(alive) < limit and (request := next(source, None)) is not None:
+                    alive.append(self.add(request))
+                if not alive:
+                    return
+                self.step()
+                finished = [sequence for sequence in alive if sequence.finish_reason]
+                alive = [sequence for sequence in alive if not sequence.finish_reason]
+                yield from map(_output, finished)
+        finally:
+            for sequence in alive:
+                self.scheduler.remove(sequence)
+
+    def add(self, request: Request) -> Sequence:
+        sequence = Sequence(request, self._detokenizer(request), list(request.prompt_token_ids))
+        self.scheduler.add(sequence)
+        return sequence
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One forward pass over everything that runs; every sequence in it gets one new token."""
+        plan = self.scheduler.plan()
+        batch = build_batch(plan, self._device)
+        logits = self._runner.run(batch)
+        tokens = sample(logits, [item.sequence for item in plan.scheduled])
+        self._commit(plan, logits, tokens)
+
+    def _commit(self, plan: StepPlan, logits: Tensor, tokens: list[int]) -> None:
+        for row, (item, token) in enumerate(zip(plan.scheduled, tokens, strict=True)):
+            sequence, num_top = item.sequence, item.sequence.request.params.logprobs
+            sequence.num_computed_tokens += item.num_new_tokens
+            sequence.token_ids.append(token)
+            if num_top is not None:
+                sequence.logprobs.append(token_logprobs(logits[row], token, num_top))
+            sequence.finish_reason = _advance(sequence, token)
+            if sequence.finish_reason:
+                self.scheduler.remove(sequence)
+
+    def _detokenizer(self, request: Request) -> Detokenizer | None:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return None
+        skip = request.params.skip_special_tokens
+        return Detokenizer(lambda ids: tokenizer.decode(ids, skip), request.prompt_token_ids, request.params.stop)
+
+
+def _advance(sequence: Sequence, token: int) -> FinishReason | None:
+    """Turn the new token into text, hand it to the sink, and say whether the sequence ends here."""
+    params = sequence.request.params
+    may_stop = sequence.num_output_tokens >= params.min_new_tokens
+    piece, stopped = "", False
+    if (
+        sequence.detokenizer and token not in params.stop_token_ids
+    ):  # the text of a stop token, like a stop string's, is left out
+        piece, stopped = sequence.detokenizer.add(token, may_stop)
+    reason = None
+    if stopped or (may_stop and token in params.stop_token_ids | params.eos_token_ids):
+        reason = FinishReason.stop
+    elif sequence.num_output_tokens == params.max_new_tokens:
+        reason = FinishReason.length
+    if reason and sequence.detokenizer and not stopped:
+        piece += sequence.detokenizer.flush()
+    if piece and sequence.request.sink:
+        sequence.request.sink(piece)
+    return reason
+
+
+def _output(sequence: Sequence) -> Output:
+    assert sequence.finish_reason is not None
+    return Output(
+        request_id=sequence.request.id,
+        token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
+        text=sequence.detokenizer.text if sequence.detokenizer else None,
+        finish_reason=sequence.finish_reason,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        logprobs=sequence.logprobs if sequence.request.params.logprobs is not None else None,
+    )

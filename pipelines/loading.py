@@ -1,0 +1,129 @@
+"""From a RunConfig to an engine: the place where model, quantisation, tokenizer and device come together."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from conf.errors import UserError
+from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
+from models.checkpoint import (
+    DTYPES,
+    WeightFile,
+    checkpoint_dtype,
+    initialise_randomly,
+    load_checkpoint,
+    open_checkpoint,
+)
+from models.config import ConfigReader
+from models.hub import find_folder
+from models.registry import CausalLM, ModelShape, find_architecture
+from models.tokenizer import Tokenizer
+from pipelines.engine import Engine
+from pipelines.engine.request import ContextLimit
+
+log = logging.getLogger(__name__)
+
+
+def load_engine(run: RunConfig, on_bytes: Callable[[int, int], None] = lambda done, total: None) -> Engine:
+    """Load model and tokenizer and make an engine for `predict.batch_size` sequences. `on_bytes(done, total)` follows the weights.
+
+    Raises UserError for whatever is wrong with the checkpoint, the tokenizer or the device.
+    """
+    device = _device(run.device)
+    if run.device.threads is not None:
+        torch.set_num_threads(run.device.threads)
+    folder = find_folder(run.model.path, run.model.allow_pickle)
+    reader = ConfigReader.from_folder(folder)
+    architecture = find_architecture(reader)
+    shape: ModelShape = architecture.read_config(reader)
+    context = _context(run.model, shape)
+    tokenizer = _tokenizer(run.model, folder)
+    eos_token_ids = _eos_token_ids(folder, reader, tokenizer)
+    if unread := reader.unread():
+        log.warning("%s/config.json has keys that are not used: %s", folder, ", ".join(unread))
+    with torch.device("meta"):
+        model = architecture.build(shape).eval()
+    files = open_checkpoint(folder, run.model.allow_pickle) if run.model.weights is Weights.checkpoint else []
+    dtype = _dtype(run.model.dtype, reader, files)
+    if files:
+        load_checkpoint(model, files, architecture.ignored_tensors, dtype, device, on_bytes)
+    else:
+        initialise_randomly(model, dtype, device)
+    return Engine(cast(CausalLM, model), tokenizer, context, eos_token_ids, run.predict.batch_size, dtype, device)
+
+
+def _device(config: DeviceConfig) -> torch.device:
+    if config.type is DeviceType.cuda and not torch.cuda.is_available():
+        raise UserError(
+            "device=cuda, but torch sees no CUDA device: give device=cpu or device=auto, or check the driver with nvidia-smi"
+        )
+    if config.type is DeviceType.auto:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.type.name)
+
+
+def _context(config: ModelConfig, shape: ModelShape) -> ContextLimit:
+    if config.max_length is None:
+        return ContextLimit(shape.context_length, "max_position_embeddings")
+    if config.max_length > shape.context_length:
+        raise UserError(
+            f"model.max_length={config.max_length} is more than the model's max_position_embeddings={shape.context_length}: "
+            f"give at most {shape.context_length}"
+        )
+    return ContextLimit(config.max_length, "model.max_length")
+
+
+def _tokenizer(config: ModelConfig, folder: Path) -> Tokenizer | None:
+    if config.tokenizer is None:
+        return None
+    if not config.tokenizer:
+        return Tokenizer.load(folder)
+    own = Path(config.tokenizer).expanduser()
+    tokenizer = Tokenizer.load(own) if own.is_dir() else None
+    if tokenizer is None:
+        raise UserError(
+            f"model.tokenizer={config.tokenizer} is not a folder with tokenizer files: give such a folder, or null for none"
+        )
+    return tokenizer
+
+
+def _dtype(wanted: DType, reader: ConfigReader, files: list[WeightFile]) -> torch.dtype:
+    """auto: what config.json says, else what the checkpoint's first tensor is, else float32."""
+    if wanted is not DType.auto:
+        return DTYPES[wanted.name]
+    name = reader.raw("torch_dtype") or reader.raw("dtype")
+    if name is None:
+        name = str(checkpoint_dtype(files)).removeprefix("torch.") if files else "float32"
+    if name not in DTYPES:
+        raise UserError(f"the checkpoint's dtype {name!r} is not supported: give model.dtype={'|'.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _eos_token_ids(folder: Path, reader: ConfigReader, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """From generation_config.json, else config.json, else the tokenizer: an id, a list of ids, or none."""
+    value = _generation_config(folder).get("eos_token_id")
+    if value is None:
+        value = reader.raw("eos_token_id")
+    if value is None and tokenizer is not None:
+        value = tokenizer.eos_token_id
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
+        raise UserError(f"{folder}: eos_token_id={value!r} is neither an id nor a list of ids")
+    return frozenset(ids)
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{file} holds a {type(values).__name__}, not a JSON object")
+    return values

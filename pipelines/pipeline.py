@@ -1,0 +1,151 @@
+"""The Python face: the same composition and the same engine as `run.py`, without files."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from conf.schema import DecodeConfig, RunConfig
+from pipelines.engine import Engine, Request
+from pipelines.loading import load_engine
+from pipelines.prompts import EncodedPrompt, PromptEncoder, PromptRow, rows_from_python
+from pipelines.streamers import Streamer
+
+SAMPLING_TEMPERATURE = 1.0  # for do_sample=True over a greedy config
+
+
+def pipeline(
+    task: str,
+    model: str | Path = "tiny",
+    quant: str = "none",
+    decode: str = "greedy",
+    device: str = "auto",
+    parallel: str = "single",
+    overrides: list[str] | None = None,
+    **arguments: Any,
+) -> "TextGenerationPipeline":
+    """A pipeline by the names of the config's options.
+
+    >>> pipe = pipeline("text_generation", model="tiny", decode="greedy", device="cpu")
+    >>> pipe("Once upon a time", max_new_tokens=20)
+
+    `model` is an option of conf/model or a folder; `overrides` are as on the command line; `arguments` are defaults for every
+    call. Raises UserError, a ValueError, for an unknown task, option or argument, and for whatever is wrong with the model.
+    """
+    if task not in TASKS:
+        raise UserError(f"task {task!r} does not exist: there are {', '.join(TASKS)}")
+    from conf.compose import (  # here, so that an engine can be built where Hydra is not installed
+        compose_run_config,
+        options,
+    )
+
+    choices = {"quant": quant, "decode": decode, "device": device, "parallel": parallel}
+    for group, choice in choices.items():
+        if choice not in options(group):
+            raise UserError(f"{group}={choice} does not exist: there are {', '.join(options(group))}")
+    path = None if str(model) in options("model") else str(model)
+    if path is not None and "/" not in path and not Path(path).is_dir():
+        raise UserError(f"model={path} is neither a folder nor an option: there are {', '.join(options('model'))}")
+    names = [f"{group}={choice}" for group, choice in choices.items()] + ([] if path else [f"model={model}"])
+    return TASKS[task](compose_run_config([*names, *(overrides or [])], model_path=path), **arguments)
+
+
+class TextGenerationPipeline:
+    """Prompts in, one dictionary per prompt out: `{'text_generation_text': [prompt and continuation]}`.
+
+    `engine` runs token ids directly. Calls from several threads take turns.
+    """
+
+    def __init__(self, run: RunConfig, **arguments: Any) -> None:
+        self.run = run
+        self._defaults = _checked_arguments(arguments)
+        self.engine: Engine = load_engine(run)
+        self.tokenizer = self.engine.tokenizer
+        self._turn = threading.Lock()
+
+    def __call__(self, prompts: Any, **arguments: Any) -> list[dict[str, list[str]]]:
+        """`prompts`: a text, a row as in a .jsonl (a dictionary), or a list of these.
+
+        Arguments: every field of DecodeConfig; `do_sample`; `return_full_text` (False leaves the prompt out); `streamer`;
+        `batch_size` (most sequences at once); `add_special_tokens`; `chat_template`. They beat those given to the constructor.
+        Raises UserError for the first prompt that cannot be run, before any is.
+        """
+        given = {**self._defaults, **_checked_arguments(arguments)}
+        streamer: Streamer | None = given.get("streamer")
+        with self._turn:
+            try:
+                results = self._generate(list(rows_from_python(prompts)), given, streamer)
+            except BaseException as error:
+                if streamer:
+                    streamer.end(error)
+                raise
+        if streamer:
+            streamer.end(None)
+        return results
+
+    def _generate(
+        self, rows: list[PromptRow], given: dict[str, Any], streamer: Streamer | None
+    ) -> list[dict[str, list[str]]]:
+        settings = self.run.predict
+        encoder = PromptEncoder(
+            self.tokenizer,
+            given.get("add_special_tokens", settings.add_special_tokens),
+            given.get("chat_template", settings.chat_template),
+        )
+        decode = _decode(self.run.decode, given)
+        if self.tokenizer is None:
+            raise UserError(
+                "there is no tokenizer, so no text: use pipe.engine for token ids, or give model.tokenizer=PATH"
+            )
+        prepared = list(self._prepare(rows, encoder, decode, streamer))
+        full_text = given.get("return_full_text", True)
+        texts = {request.id: (prompt.text or "") if full_text else "" for prompt, request in prepared}
+        if streamer:
+            streamer.start(len(rows))
+            for row, text in texts.items():
+                if text and not streamer.skip_prompt:
+                    streamer.put(row, text)
+        for output in self.engine.generate((request for _, request in prepared), given.get("batch_size")):
+            texts[output.request_id] += output.text or ""
+            if streamer:
+                streamer.end_row(output.request_id)
+        return [{"text_generation_text": [texts[row.index]]} for row in rows]
+
+    def _prepare(
+        self, rows: list[PromptRow], encoder: PromptEncoder, decode: DecodeConfig, streamer: Streamer | None
+    ) -> Iterator[tuple[EncodedPrompt, Request]]:
+        for row in rows:
+            sink = (lambda text, index=row.index: streamer.put(index, text)) if streamer else None
+            try:
+                prompt = encoder.encode(row)
+                yield prompt, self.engine.request(row.index, prompt.token_ids, decode.replaced(row.decode), sink)
+            except UserError as error:
+                raise UserError(f"prompt {row.index}: {error}") from error
+
+
+TASKS = {"text_generation": TextGenerationPipeline}
+DECODE_ARGUMENTS = tuple(field.name for field in fields(DecodeConfig))
+OTHER_ARGUMENTS = ("do_sample", "return_full_text", "streamer", "batch_size", "add_special_tokens", "chat_template")
+
+
+def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    if unknown := [name for name in arguments if name not in DECODE_ARGUMENTS + OTHER_ARGUMENTS]:
+        raise UserError(
+            f"argument {unknown[0]} does not exist: there are {', '.join(DECODE_ARGUMENTS + OTHER_ARGUMENTS)}"
+        )
+    batch_size = arguments.get("batch_size", 1)
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise UserError(f"batch_size={batch_size!r} is not a number above 0")
+    return arguments
+
+
+def _decode(base: DecodeConfig, given: dict[str, Any]) -> DecodeConfig:
+    values = {name: value for name, value in given.items() if name in DECODE_ARGUMENTS}
+    do_sample = given.get("do_sample")
+    if do_sample is False:
+        values["temperature"] = 0.0
+    elif do_sample and not values.get("temperature", base.temperature):
+        values["temperature"] = SAMPLING_TEMPERATURE
+    return base.replaced(values)

@@ -1,0 +1,174 @@
+"""`task=predict`: every prompt of a job through the engine, and the files that it leaves."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from conf.schema import RunConfig
+from pipelines import report
+from pipelines.engine import Engine, Output, Request
+from pipelines.engine.request import TokenLogprobs
+from pipelines.loading import load_engine
+from pipelines.prompts import PromptEncoder, PromptRow, Prompts, read_prompts
+
+PRINTED = 8  # rows that are shown at the end; all are in the files
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A row of predictions.jsonl."""
+
+    index: int
+    id: str | int | None
+    prompt: str | None
+    text: str | None
+    token_ids: list[int]
+    finish_reason: str
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    logprobs: list[TokenLogprobs] | None
+    error: str | None
+
+    def to_json(self) -> str:
+        values: dict[str, Any] = dict(vars(self))
+        if self.logprobs is None:
+            del values["logprobs"]
+        else:
+            values["logprobs"] = [
+                {
+                    str(token): {"logprob": logprob, "rank": step.ranks[token]}
+                    for token, logprob in step.logprobs.items()
+                }
+                for step in self.logprobs
+            ]
+        return json.dumps(values, ensure_ascii=False)
+
+
+def run_predict(run: RunConfig, output_dir: Path, config_yaml: str) -> int:
+    """Returns the exit status: 0, or 1 if not a single row could be predicted. Raises UserError before anything is written."""
+    if run.predict.data is None:
+        raise UserError("predict.data is missing: give a prompt, a .txt, a .jsonl, or - for stdin")
+    prompts = read_prompts(run.predict.data)
+    with report.progress_bar() as progress:
+        start = time.perf_counter()
+        engine = load_engine(run, progress.loaded)
+        engine.check(run.decode)
+        job = PredictJob(run, engine)
+        loaded = time.perf_counter()
+        predictions: list[Prediction | None] = [None] * len(prompts.rows)
+        num_tokens = 0
+        for count, prediction in enumerate(job.predict(prompts.rows), 1):
+            predictions[prediction.index] = prediction
+            num_tokens += prediction.num_generated_tokens
+            progress.generated(count, len(predictions), num_tokens / (time.perf_counter() - loaded))
+        seconds = time.perf_counter() - loaded
+    rows = [prediction for prediction in predictions if prediction is not None]
+    metrics = _metrics(prompts, rows, loaded - start, seconds)
+    _write(output_dir, config_yaml, rows, metrics)
+    _print(rows, prompts, metrics, output_dir)
+    return 1 if metrics["num_errors"] == len(rows) else 0
+
+
+class PredictJob:
+    """Rows in, predictions out as they finish; a bad row becomes an error and does not stop the others."""
+
+    def __init__(self, run: RunConfig, engine: Engine) -> None:
+        self._run = run
+        self._engine = engine
+        self._encoder = PromptEncoder(engine.tokenizer, run.predict.add_special_tokens, run.predict.chat_template)
+
+    def predict(self, rows: list[PromptRow]) -> Iterator[Prediction]:
+        texts: dict[int, str | None] = {}
+        errors: list[Prediction] = []
+
+        def requests() -> Iterator[Request]:
+            for row in rows:
+                try:
+                    prompt = self._encoder.encode(row)
+                    texts[row.index] = prompt.text
+                    decode = self._run.decode.replaced(row.decode)
+                    yield self._engine.request(row.index, prompt.token_ids, decode)
+                except UserError as error:
+                    errors.append(_error_prediction(row, str(error)))
+
+        for output in self._engine.generate(requests()):
+            yield from errors
+            errors.clear()
+            yield _prediction(rows[output.request_id], texts.pop(output.request_id), output)
+        yield from errors
+
+
+def _prediction(row: PromptRow, prompt: str | None, output: Output) -> Prediction:
+    return Prediction(
+        index=row.index,
+        id=row.id,
+        prompt=prompt,
+        text=output.text,
+        token_ids=output.token_ids,
+        finish_reason=output.finish_reason.value,
+        num_prompt_tokens=output.num_prompt_tokens,
+        num_generated_tokens=len(output.token_ids),
+        logprobs=output.logprobs,
+        error=None,
+    )
+
+
+def _error_prediction(row: PromptRow, error: str) -> Prediction:
+    prompt = None if row.prompt is None else row.prompt.encode("utf-8", "replace").decode("utf-8")
+    return Prediction(row.index, row.id, prompt, "", [], "error", 0, 0, None, error)
+
+
+def _metrics(prompts: Prompts, rows: list[Prediction], load_s: float, generate_s: float) -> dict[str, Any]:
+    num_generated = sum(row.num_generated_tokens for row in rows)
+    return {
+        "num_prompts": len(rows),
+        "num_errors": sum(row.error is not None for row in rows),
+        "num_blank_lines": prompts.num_blank_lines,
+        "unused_fields": list(prompts.unused_fields),
+        "num_prompt_tokens": sum(row.num_prompt_tokens for row in rows),
+        "num_generated_tokens": num_generated,
+        "load_s": load_s,
+        "generate_s": generate_s,
+        "tokens_per_s": num_generated / generate_s,
+        "peak_memory_bytes": report.peak_memory_bytes(),
+    }
+
+
+def _write(output_dir: Path, config_yaml: str, rows: list[Prediction], metrics: dict[str, Any]) -> None:
+    output_dir.mkdir(parents=True, exist_ok=True)
+    texts = [{"text_generation_text": [(row.prompt or "") + (row.text or "")]} for row in rows]
+    report.write_atomically(output_dir / "config.yaml", config_yaml)
+    report.write_atomically(output_dir / "environment.json", json.dumps(report.environment(), indent=2) + "\n")
+    report.write_atomically(output_dir / "text_generation_result.txt", "".join(f"{text}\n" for text in texts))
+    report.write_atomically(output_dir / "metrics.json", json.dumps(metrics, indent=2) + "\n")
+    report.write_atomically(output_dir / "predictions.jsonl", "".join(row.to_json() + "\n" for row in rows))
+
+
+def _print(rows: list[Prediction], prompts: Prompts, metrics: dict[str, Any], output_dir: Path) -> None:
+    for row in rows[:PRINTED]:
+        print(f"[{row.index}] {row.prompt or ''}")
+        print(f" -> error: {row.error}" if row.error else f" -> {row.text if row.text is not None else row.token_ids}")
+    if len(rows) > PRINTED:
+        print(f"... and {len(rows) - PRINTED} more")
+    if prompts.unused_fields:
+        print(f"fields of the rows that are not used: {', '.join(prompts.unused_fields)}")
+    print()
+    report.print_table(
+        [
+            (
+                "prompts",
+                f"{metrics['num_prompts']} ({metrics['num_errors']} with errors, {metrics['num_blank_lines']} blank lines skipped)",
+            ),
+            ("prompt tokens", f"{metrics['num_prompt_tokens']:,}"),
+            ("generated tokens", f"{metrics['num_generated_tokens']:,}"),
+            ("load", f"{metrics['load_s']:.2f} s"),
+            ("generate", f"{metrics['generate_s']:.2f} s"),
+            ("speed", f"{metrics['tokens_per_s']:,.1f} tokens/s"),
+            ("peak memory", f"{metrics['peak_memory_bytes'] / 1e6:,.0f} MB"),
+        ]
+    )
+    print(f"output: {output_dir}")

@@ -1,0 +1,262 @@
+"""What `predict.data` means: from a prompt, a .txt, a .jsonl or standard input to rows, and from rows to token ids."""
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from models.tokenizer import Tokenizer
+
+SUFFIXES = (".txt", ".jsonl")
+INPUTS = ("prompt", "messages", "prompt_token_ids", "src")
+FIELDS = (*INPUTS, "tgt", "id", "decode")
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One row of a job: exactly one of prompt, messages and prompt_token_ids, or an error that says why not."""
+
+    index: int
+    id: str | int | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt_token_ids: list[int] | None = None
+    decode: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Prompts:
+    rows: list[PromptRow]
+    num_blank_lines: int = 0
+    unused_fields: tuple[str, ...] = ()
+    """Names of fields of JSON rows that mean nothing here, so that they are not ignored in silence."""
+
+
+def read_prompts(data: str) -> Prompts:
+    """Raises UserError for a file that is missing, unreadable or empty. A bad row becomes a row with an error."""
+    if data == "-":
+        lines = list(_lines(sys.stdin.buffer.read(), "standard input"))
+        return _parse(lines, _is_json_row(next((line for line in lines if line.strip()), "")), "standard input")
+    path = Path(data)
+    if not _names_a_file(data):
+        return Prompts([PromptRow(0, prompt=data)])
+    if path.suffix not in SUFFIXES:
+        raise UserError(
+            f"predict.data={data} looks like a path, but does not end in {' or '.join(SUFFIXES)}: "
+            "rename the file, or give a prompt with a path separator as a row of a .jsonl"
+        )
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"predict.data={data} cannot be read ({error.strerror}): give a prompt, a .txt, a .jsonl, or - for stdin"
+        ) from error
+    return _parse(list(_lines(content, data)), path.suffix == ".jsonl", data)
+
+
+def _names_a_file(data: str) -> bool:
+    """A known suffix or a path separator, and no white space; or a file with a known suffix that is there."""
+    path_like = data.endswith(SUFFIXES) or "/" in data
+    if path_like and not re.search(r"\s", data):
+        return True
+    try:
+        return data.endswith(SUFFIXES) and Path(data).is_file()
+    except (OSError, ValueError):  # too long, or not a name at all
+        return False
+
+
+def _lines(content: bytes, where: str) -> Iterator[str]:
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where} is not UTF-8 (byte {error.start} is 0x{content[error.start]:02x}): convert it first"
+        ) from error
+    return (line.removesuffix("\r") for line in text.split("\n"))
+
+
+def _is_json_row(line: str) -> bool:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return isinstance(row, dict) and any(name in row for name in INPUTS)
+
+
+def _parse(lines: list[str], as_json: bool, where: str) -> Prompts:
+    if lines and not lines[-1]:
+        lines = lines[:-1]  # what follows the last line's end is no line
+    kept = [line for line in lines if line.strip()]
+    if not kept:
+        raise UserError(f"{where} has no prompts")
+    if not as_json:
+        return Prompts(
+            [PromptRow(i, prompt=line.replace("\\n", "\n")) for i, line in enumerate(kept)], len(lines) - len(kept)
+        )
+    rows, unused = [], set()
+    for i, line in enumerate(kept):
+        try:
+            values = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            rows.append(PromptRow(i, error=f"not a JSON object: {error}"))
+            continue
+        rows.append(parse_row(i, values))
+        unused |= set(values) - set(FIELDS) if isinstance(values, dict) else set()
+    return Prompts(rows, len(lines) - len(kept), tuple(sorted(unused)))
+
+
+def parse_row(index: int, values: object) -> PromptRow:
+    """A row from a JSON object; never raises, a fault becomes the row's error."""
+    if not isinstance(values, dict):
+        return PromptRow(index, error=f"not a JSON object but {type(values).__name__}")
+    id = values.get("id")
+    if not isinstance(id, str | int | None) or isinstance(id, bool):
+        return PromptRow(index, error=f"id={id!r} is neither a text nor a number")
+    try:
+        return PromptRow(index, id, decode=_checked(values, "decode", dict, {}), **_input(values))
+    except UserError as error:
+        return PromptRow(index, id, error=str(error))
+
+
+def _input(values: dict[str, Any]) -> dict[str, Any]:
+    given = [name for name in INPUTS if values.get(name) is not None]
+    if len(given) != 1:
+        raise UserError(f"the row has {' and '.join(given) or 'none'} of {', '.join(INPUTS)}: give exactly one")
+    if given == ["src"]:
+        return _from_src_tgt(values["src"], values.get("tgt"))
+    if given == ["prompt"]:
+        return {"prompt": _checked(values, "prompt", str)}
+    if given == ["messages"]:
+        messages = _checked(values, "messages", list)
+        for message in messages:
+            if (
+                not isinstance(message, dict)
+                or not isinstance(message.get("role"), str)
+                or not isinstance(message.get("content"), str)
+            ):
+                raise UserError('messages must be objects with a text "role" and a text "content"')
+        if not messages:
+            raise UserError("messages is empty")
+        return {"messages": messages}
+    token_ids = _checked(values, "prompt_token_ids", list)
+    if not all(isinstance(id, int) and not isinstance(id, bool) for id in token_ids):
+        raise UserError("prompt_token_ids must be numbers")
+    return {"prompt_token_ids": token_ids}
+
+
+def _from_src_tgt(src: object, tgt: object) -> dict[str, Any]:
+    """PaddleNLP's rows: a text is a prompt; lists are the rounds of a conversation, of which the last is to be answered."""
+    if isinstance(src, str):
+        return {"prompt": src}
+    answers = [] if tgt is None else [tgt] if isinstance(tgt, str) else tgt
+    if (
+        not isinstance(src, list)
+        or not src
+        or not isinstance(answers, list)
+        or not all(isinstance(t, str) for t in [*src, *answers])
+    ):
+        raise UserError("src and tgt must be texts or lists of texts")
+    if len(answers) not in (len(src) - 1, len(src)):
+        raise UserError(f"src has {len(src)} rounds and tgt {len(answers)}: every round but the last needs its answer")
+    messages = []
+    for i, question in enumerate(src):
+        messages.append({"role": "user", "content": question})
+        if i < len(src) - 1:
+            messages.append({"role": "assistant", "content": answers[i]})
+    return {"messages": messages}
+
+
+def _checked(values: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
+    value = values.get(name)
+    value = default if value is None else value
+    if not isinstance(value, kind):
+        raise UserError(f"{name} is of type {type(value).__name__}, not {kind.__name__}")
+    return value
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    text: str | None
+    """What the model sees, as text; None without a tokenizer."""
+    token_ids: list[int]
+
+
+class PromptEncoder:
+    """Rows to token ids, by the rules of predict.add_special_tokens and predict.chat_template."""
+
+    def __init__(self, tokenizer: Tokenizer | None, add_special_tokens: bool, chat_template: str) -> None:
+        self._tokenizer = tokenizer
+        self._add_special_tokens = add_special_tokens
+        self._use_templates = chat_template != "none"
+        self._template = None if chat_template in ("auto", "none") else _read_template(Path(chat_template))
+
+    def encode(self, row: PromptRow) -> EncodedPrompt:
+        """Raises UserError for a row with an error, and for one that needs a tokenizer or a template that is not there."""
+        if row.error is not None:
+            raise UserError(row.error)
+        tokenizer = self._tokenizer
+        if row.prompt_token_ids is not None:
+            text = None if tokenizer is None else tokenizer.decode(row.prompt_token_ids, skip_special_tokens=True)
+            return EncodedPrompt(text, row.prompt_token_ids)
+        if tokenizer is None:
+            raise UserError("there is no tokenizer for this text: give prompt_token_ids, or model.tokenizer=PATH")
+        for text in [row.prompt or "", *(message["content"] for message in row.messages or [])]:
+            _check_unicode(text)
+        messages = row.messages
+        if messages is None and self._template is not None:
+            messages = [{"role": "user", "content": row.prompt}]
+        if messages is not None:
+            if not self._use_templates:
+                raise UserError("messages need a chat template, but predict.chat_template=none: give auto or a path")
+            text = tokenizer.apply_chat_template(messages, self._template)
+            return EncodedPrompt(
+                text, tokenizer.encode(text, add_special_tokens=False)
+            )  # the template has written any BOS
+        assert row.prompt is not None
+        token_ids = tokenizer.encode(row.prompt, self._add_special_tokens)
+        if not token_ids and self._add_special_tokens and tokenizer.bos_token_id is not None:
+            token_ids = [tokenizer.bos_token_id]  # something to begin with
+        return EncodedPrompt(row.prompt, token_ids)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the text has half a surrogate pair at character {error.start}, which no tokenizer takes"
+        ) from error
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"predict.chat_template={path} cannot be read ({error}): give auto, none or the path of a Jinja file"
+        ) from error
+
+
+def rows_from_python(prompts: object) -> Iterable[PromptRow]:
+    """Rows from what a caller of the pipeline gives: a text, a row as in a .jsonl, or a list of these."""
+    items = prompts if isinstance(prompts, list | tuple) else [prompts]
+    for i, item in enumerate(items):
+        if isinstance(item, str):
+            yield PromptRow(i, prompt=item)
+        elif isinstance(item, dict):
+            row = parse_row(i, item)
+            unknown = sorted(set(item) - set(FIELDS))
+            yield (
+                PromptRow(i, error=f"unknown fields {', '.join(unknown)}: there are {', '.join(FIELDS)}")
+                if unknown
+                else row
+            )
+        else:
+            yield PromptRow(
+                i, error=f"of type {type(item).__name__}: give a text or a dictionary with one of {', '.join(INPUTS)}"
+            )

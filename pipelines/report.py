@@ -1,0 +1,132 @@
+"""What a run leaves behind: files that appear complete or not at all, and what a person sees."""
+
+import importlib.metadata
+import os
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "hydra-core", "omegaconf")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write, fsync, rename: after a crash the file is there whole or not at all."""
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name itself
+    finally:
+        os.close(folder)
+
+
+def environment() -> dict[str, Any]:
+    """Versions, machine and revision, for environment.json."""
+    return {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "git_revision": _git("rev-parse", "HEAD"),
+        "git_modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+def peak_memory_bytes() -> int:
+    """Of the GPU where one was used, else of this process."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+class ProgressSink(Protocol):
+    """What the stages tell about how far they are."""
+
+    def loaded(self, done: int, total: int) -> None: ...
+    def generated(self, num_rows: int, total_rows: int, tokens_per_s: float) -> None: ...
+
+
+class _Bar:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._load = progress.add_task("load", total=None, note="")
+        self._generate = progress.add_task("generate", total=None, note="", visible=False)
+
+    def loaded(self, done: int, total: int) -> None:
+        self._progress.update(
+            self._load, completed=done, total=total, note=f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+        )
+
+    def generated(self, num_rows: int, total_rows: int, tokens_per_s: float) -> None:
+        note = f"{num_rows} of {total_rows} rows, {tokens_per_s:,.0f} tokens/s"
+        self._progress.update(self._generate, completed=num_rows, total=total_rows, note=note, visible=True)
+
+
+@contextmanager
+def progress_bar() -> Iterator[ProgressSink]:
+    """A bar on standard error; it draws only where that is a terminal."""
+    columns = (
+        TextColumn("{task.description:>8}"),
+        BarColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield _Bar(progress)
+
+
+def print_table(rows: list[tuple[str, str]]) -> None:
+    """A short table on standard output."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in rows:
+        table.add_row(name, value)
+    Console(highlight=False, markup=False).print(table)

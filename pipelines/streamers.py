@@ -1,0 +1,100 @@
+"""Text while it is generated. The pieces of a row, joined, are exactly the text that the call returns for it."""
+
+import queue
+import sys
+from typing import Any, Protocol, Self, TextIO
+
+
+class Streamer(Protocol):
+    """What the pipeline calls, from the thread that generates."""
+
+    skip_prompt: bool
+
+    def start(self, num_rows: int) -> None:
+        """A call of the pipeline begins."""
+
+    def put(self, row: int, text: str) -> None:
+        """The next piece of a row."""
+
+    def end_row(self, row: int) -> None:
+        """A row is complete."""
+
+    def end(self, error: BaseException | None) -> None:
+        """The call is over; `error` is what it raised."""
+
+
+class TextStreamer:
+    """Prints the text as it comes. With several rows each row is printed whole and in order, its next ones waiting."""
+
+    def __init__(self, tokenizer: object = None, skip_prompt: bool = False, file: TextIO | None = None) -> None:
+        """`tokenizer` is taken so that code for transformers or MindFormers runs as it is; the engine's text needs no decoding."""
+        self.skip_prompt = skip_prompt
+        self._file = file
+
+    def start(self, num_rows: int) -> None:
+        self._current = 0
+        self._waiting: dict[int, str] = dict.fromkeys(range(num_rows), "")
+        self._complete: set[int] = set()
+
+    def put(self, row: int, text: str) -> None:
+        if row == self._current:
+            print(text, end="", file=self._file or sys.stdout, flush=True)
+        else:
+            self._waiting[row] += text
+
+    def end_row(self, row: int) -> None:
+        self._complete.add(row)
+        while self._current in self._complete:
+            print(file=self._file or sys.stdout, flush=True)
+            self._current += 1
+            self.put(self._current, self._waiting.pop(self._current, "")) if self._current in self._waiting else None
+
+    def end(self, error: BaseException | None) -> None:
+        pass
+
+
+class StreamerTimeout(TimeoutError, queue.Empty):
+    """No piece came in time. Also a queue.Empty, which is what transformers raises."""
+
+
+class TextIteratorStreamer:
+    """An iterator over the pieces, for a consumer in another thread than the pipeline's call.
+
+    One prompt: the pieces. Several prompts: pairs (row, piece). At the end StopIteration; an exception of the call is raised here
+    too. The queue is unbounded, so a consumer that walks away blocks nobody.
+    """
+
+    def __init__(self, tokenizer: object = None, skip_prompt: bool = False, timeout: float | None = None) -> None:
+        """`timeout`: most seconds to wait for one piece. For `tokenizer` see TextStreamer."""
+        self.skip_prompt = skip_prompt
+        self._timeout = timeout
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._keyed = False
+        self._over = False
+
+    def start(self, num_rows: int) -> None:
+        self._keyed = num_rows > 1
+
+    def put(self, row: int, text: str) -> None:
+        self._queue.put((row, text) if self._keyed else text)
+
+    def end_row(self, row: int) -> None:
+        pass
+
+    def end(self, error: BaseException | None) -> None:
+        self._queue.put(error if error is not None else StopIteration())
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if self._over:
+            raise StopIteration
+        try:
+            item = self._queue.get(timeout=self._timeout)
+        except queue.Empty:
+            raise StreamerTimeout(f"no text for {self._timeout} seconds") from None
+        if isinstance(item, BaseException):
+            self._over = True
+            raise item
+        return item
