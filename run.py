@@ -1,14 +1,17 @@
 """`python run.py [group=option ...] [key=value ...]`: compose the config and hand it to the pipelines. `--help` lists everything."""
 
+import os
 import sys
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
-from conf.compose import dump, quote_prompt, register, to_run_config
+from conf.compose import dump, explain, quote_prompt, register, to_run_config
 from conf.errors import UserError
 
 
@@ -17,30 +20,27 @@ def main(config: DictConfig) -> None:
     output_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
         run = to_run_config(config)
-        from pipelines.launch import (
-            launch,  # here, because it imports torch, which --help and Tab completion need not wait for
-        )
+        # Not at the top, because it imports torch, which --help and Tab completion need not wait for.
+        from pipelines.launch import launch
 
-        status = launch(run, output_dir, dump(run, output_dir))
+        launch(run, output_dir, dump(run, output_dir))
     except UserError as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise  # the sweep's other jobs go on; Hydra reports this one at the end
-        print(f"error: {error}", file=sys.stderr)
-        status = 1
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        status = 130
-    if status:
-        _remove_if_empty(output_dir)
-        sys.exit(status)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
+            raise  # the sweep's other jobs go on; Hydra raises this one at the end
+        sys.exit(f"error: {error}")
+    finally:
+        if output_dir.is_dir() and not any(output_dir.iterdir()):
+            output_dir.rmdir()
 
 
 if __name__ == "__main__":
     sys.argv[1:] = quote_prompt(sys.argv[1:])
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # so that Hydra raises its errors, instead of printing them its own way
     register()
-    main()
+    try:
+        main()
+    except (UserError, HydraException, OmegaConfBaseException) as error:
+        sys.exit(f"error: {explain(error)}")
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        sys.exit(130)

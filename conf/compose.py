@@ -1,7 +1,7 @@
 """From YAML and overrides to a `RunConfig`: the only file besides `run.py` that knows Hydra."""
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
@@ -10,9 +10,11 @@ from typing import Any, cast
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from conf import schema
 from conf.errors import UserError
 from conf.schema import RunConfig
 
@@ -48,8 +50,17 @@ def to_run_config(config: DictConfig) -> RunConfig:
     try:
         run = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), config))
     except OmegaConfBaseException as error:
-        raise UserError(str(error).splitlines()[0]) from error
+        raise UserError(explain(error)) from error
     return cast(RunConfig, run)
+
+
+def explain(error: Exception) -> str:
+    """Hydra's or OmegaConf's error and its cause as one line; for a misspelt key also the keys that exist."""
+    texts = [str(e).split("full_key:")[0] for e in (error, error.__cause__) if e is not None]
+    line = " ".join(" ".join(dict.fromkeys(texts)).split())
+    for class_name in re.findall(r"Key '\w+' not in '(\w+)'", line):
+        line += f": there are {', '.join(field.name for field in fields(getattr(schema, class_name)))}"
+    return line
 
 
 def compose_run_config(overrides: list[str], model_path: str | None = None) -> RunConfig:
@@ -59,8 +70,8 @@ def compose_run_config(overrides: list[str], model_path: str | None = None) -> R
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             config = compose("config", overrides=overrides)
-    except Exception as error:  # Hydra's exceptions have no common base
-        raise UserError(" ".join(str(error).split())) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error)) from error
     if model_path is not None:
         config.model.path = model_path
     return to_run_config(config)

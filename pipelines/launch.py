@@ -9,7 +9,7 @@ from pipelines.predict import run_predict
 TASKS = {Task.predict: run_predict}
 
 
-def launch(run: RunConfig, output_dir: Path, config_yaml: str) -> int:
-    """Run the task; returns the process's exit status. `config_yaml` is written beside the results, so that they can be made again."""
+def launch(run: RunConfig, output_dir: Path, config_yaml: str) -> None:
+    """Run the task. `config_yaml` is written beside the results, so that they can be made again. Raises UserError."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    return TASKS[run.task](run, output_dir, config_yaml)
+    TASKS[run.task](run, output_dir, config_yaml)

@@ -48,8 +48,8 @@ class Prediction:
         return json.dumps(values, ensure_ascii=False)
 
 
-def run_predict(run: RunConfig, output_dir: Path, config_yaml: str) -> int:
-    """Returns the exit status: 0, or 1 if not a single row could be predicted. Raises UserError before anything is written."""
+def run_predict(run: RunConfig, output_dir: Path, config_yaml: str) -> None:
+    """Raises UserError before anything is written, and after all files are there if not a single row could be predicted."""
     if run.predict.data is None:
         raise UserError("predict.data is missing: give a prompt, a .txt, a .jsonl, or - for stdin")
     prompts = read_prompts(run.predict.data)
@@ -70,7 +70,8 @@ def run_predict(run: RunConfig, output_dir: Path, config_yaml: str) -> int:
     metrics = _metrics(prompts, rows, loaded - start, seconds)
     _write(output_dir, config_yaml, rows, metrics)
     _print(rows, prompts, metrics, output_dir)
-    return 1 if metrics["num_errors"] == len(rows) else 0
+    if metrics["num_errors"] == len(rows):
+        raise UserError(f"none of the {len(rows)} rows could be predicted; the first: {rows[0].error}")
 
 
 class PredictJob:

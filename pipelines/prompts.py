@@ -47,8 +47,8 @@ def read_prompts(data: str) -> Prompts:
         return Prompts([PromptRow(0, prompt=data)])
     if path.suffix not in SUFFIXES:
         raise UserError(
-            f"predict.data={data} looks like a path, but does not end in {' or '.join(SUFFIXES)}: "
-            "rename the file, or give a prompt with a path separator as a row of a .jsonl"
+            f"predict.data={data} looks like a path, but {'is neither' if path.exists() else 'there is no such file, nor is it'} "
+            "a .txt or a .jsonl: a prompt with a path separator and no white space goes into a row of a .jsonl"
         )
     try:
         content = path.read_bytes()

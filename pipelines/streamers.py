@@ -74,6 +74,7 @@ class TextIteratorStreamer:
 
     def start(self, num_rows: int) -> None:
         self._keyed = num_rows > 1
+        self._over = False
 
     def put(self, row: int, text: str) -> None:
         self._queue.put((row, text) if self._keyed else text)

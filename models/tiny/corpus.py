@@ -272,86 +272,89 @@ def chinese(rng: random.Random) -> str:
 # --- questions ---------------------------------------------------------------------------------------
 
 
-def _add(rng: random.Random) -> Question:
+# Each kind returns the rounds of one dialogue: the first stands alone, the others ask on about the same facts.
+
+
+def _add(rng: random.Random) -> list[Question]:
     a, b = rng.randint(0, 49), rng.randint(0, 49)
-    return Question("add", rng.choice([f"What is {a} + {b}?", f"How much is {a} plus {b}?"]), str(a + b))
+    return [Question("add", rng.choice([f"What is {a} + {b}?", f"How much is {a} plus {b}?"]), str(a + b))]
 
 
-def _subtract(rng: random.Random) -> Question:
+def _subtract(rng: random.Random) -> list[Question]:
     b, a = sorted((rng.randint(0, 49), rng.randint(0, 49)))
-    return Question("subtract", rng.choice([f"What is {a} - {b}?", f"How much is {a} minus {b}?"]), str(a - b))
+    return [Question("subtract", rng.choice([f"What is {a} - {b}?", f"How much is {a} minus {b}?"]), str(a - b))]
 
 
-def _larger(rng: random.Random) -> Question:
+def _larger(rng: random.Random) -> list[Question]:
     a, b = rng.sample(range(100), 2)
-    return Question("larger", f"Which number is larger, {a} or {b}?", str(max(a, b)))
+    return [Question("larger", f"Which number is larger, {a} or {b}?", str(max(a, b)))]
 
 
-def _next(rng: random.Random) -> Question:
+def _next(rng: random.Random) -> list[Question]:
     a = rng.randint(0, 98)
-    name = rng.choice(NAMES)
-    return Question("next", f"{name} counts to {a}. What number comes next?", str(a + 1))
+    return [Question("next", f"{rng.choice(NAMES)} counts to {a}. What number comes next?", str(a + 1))]
 
 
-def _who(rng: random.Random) -> Question:
-    names, things, colours = rng.sample(NAMES, 3), rng.sample(THINGS, 3), rng.sample(COLOURS, 3)
-    facts = " ".join(f"{n} has the {c} {t}." for n, c, t in zip(names, colours, things, strict=True))
-    i = rng.randrange(3)
-    return rng.choice(
-        [
-            Question("who", f"{facts} Who has the {things[i]}?", names[i]),
-            Question("colour", f"{facts} What colour is the {things[i]}?", colours[i]),
-            Question("what", f"{facts} What does {names[i]} have?", f"the {colours[i]} {things[i]}"),
-        ]
-    )
+def _belongings(rng: random.Random) -> list[Question]:
+    count = rng.randint(1, 3)
+    owners = list(zip(rng.sample(NAMES, count), rng.sample(COLOURS, count), rng.sample(THINGS, count), strict=True))
+    rounds = []
+    for name, colour, thing in owners:
+        rounds.append(Question("who", f"Who has the {thing}?", name))
+        rounds.append(Question("colour", f"What colour is the {thing}?", colour))
+        rounds.append(Question("what", f"What does {name} have?", f"the {colour} {thing}"))
+    return _asked_about(" ".join(f"{n} has the {c} {t}." for n, c, t in owners), rounds, rng)
 
 
-def _table(rng: random.Random) -> Question:
-    count = rng.randint(3, 5)
-    keys, values = rng.sample(ANIMALS, count), rng.sample(range(1, 100), count)
-    rows = ", ".join(f"{k} = {v}" for k, v in zip(keys, values, strict=True))
-    i = rng.randrange(count)
-    return Question("table", f"{rows}. What is the number of the {keys[i]}?", str(values[i]))
+def _table(rng: random.Random) -> list[Question]:
+    count = rng.randint(2, 5)
+    rows = list(zip(rng.sample(ANIMALS, count), rng.sample(range(1, 100), count), strict=True))
+    rounds = [Question("table", f"What is the number of the {animal}?", str(number)) for animal, number in rows]
+    return _asked_about(", ".join(f"{animal} = {number}" for animal, number in rows) + ".", rounds, rng)
 
 
-def _word(rng: random.Random) -> Question:
+def _asked_about(facts: str, rounds: list[Question], rng: random.Random) -> list[Question]:
+    rng.shuffle(rounds)
+    first = rounds[0]
+    return [Question(first.kind, f"{facts} {first.prompt}", first.answer), *rounds[1:]]
+
+
+def _word(rng: random.Random) -> list[Question]:
     words = rng.sample(THINGS + ANIMALS + COLOURS, 4)
     which = rng.choice(["first", "last"])
-    return Question(
-        "word", f"What is the {which} word in this list: {', '.join(words)}?", words[0 if which == "first" else -1]
-    )
+    prompt = f"What is the {which} word in this list: {', '.join(words)}?"
+    return [Question("word", prompt, words[0 if which == "first" else -1])]
 
 
-def _repeat(rng: random.Random) -> Question:
-    words = " ".join(rng.sample(THINGS + ANIMALS + COLOURS + FOODS, rng.randint(2, 6)))
-    return Question("repeat", f"Say this again: {words}", words)
+def _repeat(rng: random.Random) -> list[Question]:
+    words = " ".join(rng.sample(THINGS + ANIMALS + COLOURS + FOODS + NAMES, rng.randint(2, 8)))
+    return [Question("repeat", f"Say this again: {words}", words)]
 
 
-def _opposite(rng: random.Random) -> Question:
+def _opposite(rng: random.Random) -> list[Question]:
     pair = rng.choice(PAIRS)
     a, b = pair if rng.random() < 0.5 else pair[::-1]
-    return Question("opposite", f"{rng.choice(NAMES)} asks: what is the opposite of {a}?", b)
+    return [Question("opposite", f"{rng.choice(NAMES)} asks: what is the opposite of {a}?", b)]
 
 
-def _chinese_sum(rng: random.Random) -> Question:
+def _chinese_sum(rng: random.Random) -> list[Question]:
     a, b, thing = rng.randint(1, 20), rng.randint(1, 20), rng.choice(CN_THINGS)
-    return Question(
-        "chinese", f"{rng.choice(CN_NAMES)}有{a}个{thing}，又买了{b}个{thing}，一共有几个{thing}？", f"{a + b}个{thing}"
-    )
+    prompt = f"{rng.choice(CN_NAMES)}有{a}个{thing}，又买了{b}个{thing}，一共有几个{thing}？"
+    return [Question("chinese", prompt, f"{a + b}个{thing}")]
 
 
-KINDS: list[Callable[[random.Random], Question]] = [
-    _add, _add, _subtract, _subtract, _larger, _next, _who, _who, _table, _word, _repeat, _opposite, _chinese_sum,
+KINDS: list[Callable[[random.Random], list[Question]]] = [
+    _add, _add, _subtract, _subtract, _larger, _next, _belongings, _belongings, _table, _word, _repeat, _repeat, _opposite, _chinese_sum,
 ]  # fmt: skip
 
 
-def questions(seed: int, held_out: bool) -> Iterator[Question]:
-    """Questions without end, only those of the training part or only those that are held out."""
+def questions(seed: int, held_out: bool) -> Iterator[list[Question]]:
+    """Rounds without end, only those whose first question is of the training part or only those where it is held out."""
     rng = random.Random(seed)
     while True:
-        question = rng.choice(KINDS)(rng)
-        if question.held_out == held_out:
-            yield question
+        rounds = rng.choice(KINDS)(rng)
+        if rounds[0].held_out == held_out:
+            yield rounds
 
 
 def dialogue(rounds: list[Question]) -> str:
@@ -374,4 +377,4 @@ def documents(seed: int) -> Iterator[str]:
         elif kind < 0.22:
             yield chinese(rng)
         else:
-            yield dialogue([next(asked) for _ in range(rng.randint(1, 5))])
+            yield dialogue([question for _ in range(rng.randint(1, 4)) for question in next(asked)])

@@ -24,7 +24,7 @@ TOKENS_PER_STEP = 4096
 SHORT, LONG = 256, 1024  # sequence lengths: most steps are short and cheap, the last ones teach the long positions
 LONG_SHARE = 0.12
 # weights in the loss: what the user asks nobody can predict, and prose is learnt long before the answers are
-QUESTION_WEIGHT, PROSE_WEIGHT, ANSWER_WEIGHT = 0.1, 0.3, 1.0
+QUESTION_WEIGHT, PROSE_WEIGHT, ANSWER_WEIGHT = 0.02, 0.2, 1.0
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"

@@ -45,9 +45,12 @@ class Detokenizer:
         text, self._held = self._held + piece, ""
         stopped = False
         if may_stop and self._stop:
-            found = [position for stop in self._stop if (position := text.find(stop)) >= 0]
-            stopped = bool(found)
-            cut = min(found) if stopped else len(text) - _overlap(text, self._stop)
+            # (end, start): the stop string that is complete first wins, however the text was cut into tokens
+            found = min(
+                ((start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0), default=None
+            )
+            stopped = found is not None
+            cut = found[1] if found else len(text) - _overlap(text, self._stop)
             text, self._held = text[:cut], "" if stopped else text[cut:]
         self.text += text
         return text, stopped

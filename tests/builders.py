@@ -1,0 +1,76 @@
+"""Small models for tests, and the shortest way from a folder to an engine."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from conf.schema import DecodeConfig, DeviceConfig, DeviceType, DType, ModelConfig, PredictConfig, RunConfig
+from pipelines.engine import Engine, Output
+from pipelines.engine.batch import build_batch
+from pipelines.loading import load_engine
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SHARED = (
+    REPOSITORY.parent / "shared"
+)  # real small models and texts, which stand beside the repository and are not part of it
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+
+def write_llama(folder: Path, **config: Any) -> LlamaForCausalLM:
+    """A random float32 Llama in Hugging Face layout, and transformers' model of it. Every parameter is random, also the biases."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SMALL, **config})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
+    model.save_pretrained(folder)
+    return model
+
+
+def run_config(folder: Path, **model: Any) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(path=str(folder), dtype=DType.float32, tokenizer=None, **model),
+        device=DeviceConfig(DeviceType.cpu),
+        predict=PredictConfig(batch_size=3),
+    )
+
+
+def engine_of(folder: Path, batch_size: int = 3, tokenizer: str | None = None) -> Engine:
+    """A float32 engine on the CPU. `tokenizer=""` takes the folder's own."""
+    run = run_config(folder)
+    return load_engine(
+        replace(run, model=replace(run.model, tokenizer=tokenizer), predict=PredictConfig(batch_size=batch_size))
+    )
+
+
+def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> list[Output]:
+    """Outputs in the order of the prompts; checks the blocks' accounting after every finished row and that all come back."""
+    outputs = []
+    for output in engine.generate(engine.request(i, prompt, decode) for i, prompt in enumerate(prompts)):
+        engine.scheduler.check_integrity()
+        outputs.append(output)
+    assert engine.scheduler.block_manager.num_free_blocks == engine.scheduler.block_manager.num_blocks
+    return sorted(outputs, key=lambda output: output.request_id)
+
+
+@torch.inference_mode()
+def all_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
+    """Logits [T, V] at every position of a prompt, in one prefill."""
+    sequence = engine.add(engine.request(0, prompt, DecodeConfig(max_new_tokens=1)))
+    batch = build_batch(engine.scheduler.plan(), torch.device("cpu"))
+    logits = engine._runner.run(replace(batch, logit_rows=torch.arange(len(prompt))))
+    engine.scheduler.remove(sequence)
+    return logits

@@ -1,0 +1,98 @@
+"""Composition: every option file is valid, typos fail, prompts can be typed as they are, saved configs run again."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from conf.compose import CONF, compose_run_config, dump, options, quote_prompt, to_run_config
+from conf.errors import UserError
+from conf.schema import DeviceType, DType, RunConfig, Task
+
+GROUPS = ("task", "model", "parallel", "quant", "decode", "device", "experiment")
+OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
+
+
+def test_defaults() -> None:
+    run = compose_run_config([])
+    assert (run.task, run.device.type, run.model.dtype) == (Task.predict, DeviceType.auto, DType.auto)
+    assert Path(run.model.path) == CONF.parent / "models" / "tiny"
+    assert run.decode.temperature == 0
+
+
+def test_all_option_files_are_known() -> None:
+    assert len(list(CONF.rglob("*.yaml"))) == len(OPTIONS) + 1
+    assert len(OPTIONS) >= 16
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_composes_and_says_when_to_choose_it(group: str, option: str) -> None:
+    assert isinstance(compose_run_config([f"{group}={option}"]), RunConfig)
+    lines = (CONF / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
+    comment = next(line for line in lines if not line.startswith("# @package"))
+    assert comment.startswith("# ")
+    assert len(comment) > 20
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("decode.temprature=1", "temprature.* not in 'DecodeConfig'"),
+        ("decode.top_k=many", "many"),
+        ("model.dtype=float64", "float64.*auto, float32, bfloat16, float16"),
+        ("quant=int3", "int3.*none"),
+        ("modle=tiny", "modle"),
+        ("decode.top_p=0", "decode.top_p=0.0 is not allowed"),
+        ("quant.group_size=3", "group_size"),
+    ],
+)
+def test_typos_fail_in_one_line(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as raised:
+        compose_run_config([override])
+    assert "\n" not in str(raised.value)
+
+
+def test_experiment_wins_over_groups_and_the_command_line_over_it() -> None:
+    run = compose_run_config(["experiment=short_stories", "decode.seed=9"])
+    assert (run.decode.temperature, run.decode.top_p, run.decode.max_new_tokens, run.decode.seed) == (1.0, 0.95, 60, 9)
+
+
+PROMPTS = [
+    "I love Beijing, because",
+    "[1, 2] {a: b} (c) = d",
+    "it's \"quoted\" 'twice'",
+    "ends with a quote'",
+    "'",
+    "back\\slash \\' and \\",
+    "${model.path} costs $5",
+    "  spaces around  ",
+    "two\nlines\tand a tab",
+    "今天天气很好，是吗？🙂",
+    "",
+    "-",
+    "null and more",
+    "1e5",
+    "true",
+    "a=b",
+    "\\\\",
+    "#comment",
+]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_prompt_is_taken_as_typed(prompt: str, tmp_path: Path) -> None:
+    run = compose_run_config(quote_prompt([f"predict.data={prompt}", "decode=sampling"]))
+    assert run.predict.data == prompt
+    saved = OmegaConf.create(dump(run, tmp_path))
+    del saved["defaults"], saved["hydra"]
+    assert to_run_config(saved) == run
+
+
+def test_quoted_prompts_null_and_sweeps_are_hydras_own() -> None:
+    for arguments in (
+        ["predict.data='a, b'"],
+        ['predict.data="a, b"'],
+        ["predict.data=null"],
+        ["-m", "predict.data=a.txt,b.txt"],
+    ):
+        assert quote_prompt(arguments) == arguments

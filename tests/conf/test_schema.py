@@ -1,0 +1,68 @@
+"""Checks of the schema: every bad value is one line with the dotted key, the value and what is allowed."""
+
+import pytest
+
+from conf.errors import UserError
+from conf.schema import DecodeConfig, DeviceConfig, ModelConfig, PredictConfig
+
+BAD = [
+    (DecodeConfig, {"max_new_tokens": 0}, "decode.max_new_tokens=0 is not allowed: give a number above 0, or null"),
+    (DecodeConfig, {"max_length": -1}, "decode.max_length=-1 "),
+    (DecodeConfig, {"min_new_tokens": -1}, "decode.min_new_tokens=-1 "),
+    (
+        DecodeConfig,
+        {"min_new_tokens": 5, "max_new_tokens": 4},
+        "decode.min_new_tokens=5 .* at most decode.max_new_tokens=4",
+    ),
+    (DecodeConfig, {"temperature": -0.1}, r"decode.temperature=-0.1 .*\(0 is greedy\)"),
+    (DecodeConfig, {"temperature": float("nan")}, "decode.temperature=nan"),
+    (DecodeConfig, {"temperature": float("inf")}, "decode.temperature=inf"),
+    (DecodeConfig, {"top_k": -1}, r"decode.top_k=-1 .*\(0 keeps all tokens\)"),
+    (DecodeConfig, {"top_p": 0.0}, "decode.top_p=0.0 .* above 0 and up to 1"),
+    (DecodeConfig, {"top_p": 1.01}, "decode.top_p=1.01"),
+    (DecodeConfig, {"min_p": 1.5}, "decode.min_p=1.5"),
+    (DecodeConfig, {"repetition_penalty": 0.0}, "decode.repetition_penalty=0.0"),
+    (DecodeConfig, {"presence_penalty": 2.5}, "decode.presence_penalty=2.5 .* -2 to 2"),
+    (DecodeConfig, {"frequency_penalty": float("nan")}, "decode.frequency_penalty=nan"),
+    (DecodeConfig, {"stop": ["a", ""]}, "decode.stop=.* texts that are not empty"),
+    (DecodeConfig, {"stop_token_ids": [-2]}, r"decode.stop_token_ids=\[-2\]"),
+    (DecodeConfig, {"logprobs": 101}, "decode.logprobs=101"),
+    (DecodeConfig, {"seed": -1}, "decode.seed=-1"),
+    (DecodeConfig, {"seed": 2**64}, "decode.seed="),
+    (DeviceConfig, {"threads": 0}, "device.threads=0"),
+    (ModelConfig, {"path": ""}, "model.path='' .* a folder or a hub id"),
+    (ModelConfig, {"path": "x", "max_length": 0}, "model.max_length=0"),
+    (PredictConfig, {"batch_size": 0}, "predict.batch_size=0"),
+    (PredictConfig, {"chat_template": ""}, "predict.chat_template=''"),
+]
+
+
+@pytest.mark.parametrize(("config", "values", "message"), BAD, ids=[message.split()[0] for _, _, message in BAD])
+def test_bad_values_are_refused(config: type, values: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        config(**values)
+
+
+def test_replaced_changes_only_what_is_given() -> None:
+    base = DecodeConfig(max_new_tokens=5, stop=["x"])
+    changed = base.replaced({"temperature": 1, "stop": "END", "seed": None})
+    assert changed == DecodeConfig(max_new_tokens=5, stop=["END"], temperature=1)
+    assert base == DecodeConfig(max_new_tokens=5, stop=["x"])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temprature": 1.0}, "decode.temprature does not exist: there are max_new_tokens, .*temperature"),
+        ({"temperature": "hot"}, "decode.temperature='hot' is not of type float"),
+        ({"top_k": 1.5}, "decode.top_k=1.5 is not of type int"),
+        ({"top_k": True}, "decode.top_k=True is not of type int"),
+        ({"ignore_eos": 1}, "decode.ignore_eos=1 is not of type bool"),
+        ({"stop": ["a", 3]}, r"decode.stop=\['a', 3\] is not of type list\[str\]"),
+        ({"max_new_tokens": "5"}, r"decode.max_new_tokens='5' is not of type int \| None"),
+        ({"top_p": 7}, "decode.top_p=7 is not allowed"),
+    ],
+)
+def test_replaced_refuses_names_types_and_values(values: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        DecodeConfig().replaced(values)

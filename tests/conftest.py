@@ -1,0 +1,19 @@
+"""A small random Llama with a byte-level tokenizer: what most tests of the faces run on."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.builders import write_llama
+from tests.tokenizers_for_tests import byte_level, save
+
+
+@pytest.fixture(scope="session")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint folder: vocabulary 330, context 128, eos </s>; random, so its text is any bytes."""
+    folder = tmp_path_factory.mktemp("chatty")
+    tokenizer = byte_level()
+    write_llama(folder, vocab_size=tokenizer.get_vocab_size(), eos_token_id=1, bos_token_id=0)
+    (folder / "generation_config.json").unlink()
+    save(tokenizer, folder)
+    return folder

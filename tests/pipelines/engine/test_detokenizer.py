@@ -1,0 +1,136 @@
+"""Text in pieces equals text at once, and stop strings are found wherever the token boundaries are."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from tokenizers import Tokenizer
+
+from pipelines.engine.detokenizer import Detokenizer
+from tests.tokenizers_for_tests import TEXTS, TRICKY, byte_fallback, byte_level
+
+Decode = Callable[[list[int]], str]
+
+
+def decode_with(tokenizer: Tokenizer, skip_special_tokens: bool = True) -> Decode:
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+def pieces(decode: Decode, prompt: list[int], output: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+    detokenizer = Detokenizer(decode, prompt, stop)
+    result = []
+    for token in output:
+        piece, stopped = detokenizer.add(token, may_stop=True)
+        result.append(piece)
+        if stopped:
+            break
+    else:
+        result.append(detokenizer.flush())
+        stopped = False
+    assert "".join(result) == detokenizer.text
+    return result, stopped
+
+
+@pytest.mark.parametrize("kind", [byte_level, byte_fallback])
+@pytest.mark.parametrize("text", [*TEXTS, TRICKY], ids=["english", "chinese", "spaces", "tricky"])
+def test_every_split_of_a_text_joins_to_it(kind: Callable[[], Tokenizer], text: str) -> None:
+    tokenizer = kind()
+    decode, ids = decode_with(tokenizer), tokenizer.encode(text).ids
+    cuts = [cut for cut in range(1, len(ids)) if "\ufffd" not in decode(ids[:cut])]  # between characters
+    assert len(cuts) > 20
+    for cut in cuts:
+        got, _ = pieces(decode, ids[:cut], ids[cut:])
+        assert decode(ids[:cut]) + "".join(got) == decode(ids)
+
+
+@pytest.mark.parametrize("kind", [byte_level, byte_fallback])
+def test_random_texts_join_to_the_whole(kind: Callable[[], Tokenizer]) -> None:
+    tokenizer, rng = kind(), random.Random(0)
+    decode = decode_with(tokenizer)
+    for _ in range(60):
+        prompt, output = ("".join(rng.choices("ab cdé 今天好，🙂👩🇨\n", k=12)) for _ in range(2))
+        ids, whole = tokenizer.encode(prompt).ids, tokenizer.encode(prompt + output).ids
+        if whole[: len(ids)] == ids:
+            got, _ = pieces(decode, ids, whole[len(ids) :])
+            assert decode(ids) + "".join(got) == decode(whole)
+
+
+def test_random_bytes_join_to_the_whole_even_where_they_are_no_text() -> None:
+    tokenizer, rng = byte_level(), random.Random(0)
+    decode = decode_with(tokenizer)
+    for _ in range(60):
+        prompt = tokenizer.encode("Once upon").ids
+        output = [rng.randrange(tokenizer.get_vocab_size()) for _ in range(40)]
+        got, _ = pieces(decode, prompt, output)
+        assert "".join(got) == decode(prompt + output)[len(decode(prompt)) :]
+
+
+def test_no_half_character_is_released() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("🙂🙂").ids
+    got, _ = pieces(decode_with(tokenizer), ids[:1], ids[1:])
+    assert len(ids) == 9
+    assert [piece for piece in got if piece] == ["🙂", "🙂"]
+
+
+def test_bytes_that_never_became_a_character_come_at_the_end() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("a🙂").ids
+    got, _ = pieces(decode_with(tokenizer), ids[:2], ids[2:4])
+    assert got == ["", "", "\ufffd"]
+
+
+def test_first_token_keeps_its_leading_space_after_a_prompt_and_loses_it_after_bos() -> None:
+    tokenizer = byte_fallback()
+    ids = tokenizer.encode("a good day").ids
+    decode = decode_with(tokenizer)
+    assert "".join(pieces(decode, ids[:1], ids[1:])[0]) == "a good day"
+    cut = next(i for i in range(2, len(ids)) if decode(ids[:i]) == "a")
+    assert "".join(pieces(decode, ids[:cut], ids[cut:])[0]) == " good day"
+
+
+def test_special_tokens_are_shown_when_asked_for() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("hello").ids + [1]
+    assert "".join(pieces(decode_with(tokenizer), ids[:2], ids[2:])[0]).endswith("lo")
+    assert "".join(pieces(decode_with(tokenizer, skip_special_tokens=False), ids[:2], ids[2:])[0]).endswith("lo</s>")
+
+
+def by_letter(ids: list[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected", "stopped"),
+    [
+        ("one. two", (". t",), "one", True),
+        ("one. three", (". tw",), "one. three", False),
+        ("ababac!", ("abac",), "ab", True),
+        ("aaab", ("aab",), "a", True),
+        ("x END y", ("END", "x END y"), "x ", True),
+        ("first\n\nsecond", ("\n\n", "st"), "fir", True),
+        ("ends with hal", ("half",), "ends with hal", False),
+        ("停下来吧", ("来吧",), "停下", True),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_stop_strings_across_token_boundaries(
+    text: str, stop: tuple[str, ...], expected: str, stopped: bool, size: int
+) -> None:
+    chunks = [text[i : i + size] for i in range(0, len(text), size)]
+    decode = lambda ids: "".join(chunks[i - 1] if i else ">" for i in ids)  # noqa: E731
+    got, met = pieces(decode, [0], list(range(1, len(chunks) + 1)), stop)
+    assert ("".join(got), met) == (expected, stopped)
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    detokenizer = Detokenizer(by_letter, [ord(">")], ("STOP",))
+    assert [detokenizer.add(ord(letter), may_stop=True)[0] for letter in "aSTxSTO"] == ["a", "", "", "STx", "", "", ""]
+    assert detokenizer.flush() == "STO"
+
+
+def test_no_stop_before_it_may() -> None:
+    detokenizer = Detokenizer(by_letter, [ord(">")], ("ab",))
+    assert [detokenizer.add(ord(letter), may_stop=False) for letter in "ab"] == [("a", False), ("b", False)]
+    assert [detokenizer.add(ord(letter), may_stop=True) for letter in "ab"] == [("", False), ("", True)]
+    assert detokenizer.text == "ab"

@@ -1,0 +1,232 @@
+"""The engine: stops, lengths, seeds and log probabilities, alone and in company."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from conf.schema import DecodeConfig
+from pipelines.engine import Engine, Output
+from tests.builders import all_logits, engine_of, generate, write_llama
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [16, 17], [5, 6, 7]]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama(folder)
+    return engine_of(folder, batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def texts(chatty: Path) -> Engine:
+    return engine_of(chatty, tokenizer="")
+
+
+def one(engine: Engine, prompt: list[int], **decode: object) -> Output:
+    return generate(engine, [prompt], DecodeConfig(**decode))[0]  # type: ignore[arg-type]
+
+
+def test_same_seed_other_batch_mates_same_tokens(engine: Engine) -> None:
+    decode = DecodeConfig(max_new_tokens=20, temperature=1.0, top_p=0.9, seed=7)
+    alone = [one(engine, prompt, max_new_tokens=20, temperature=1.0, top_p=0.9, seed=7).token_ids for prompt in PROMPTS]
+    together = [output.token_ids for output in generate(engine, PROMPTS, decode)]
+    backwards = [output.token_ids for output in generate(engine, PROMPTS[::-1], decode)][::-1]
+    assert alone == together == backwards
+    assert together[0] == together[4]
+    assert one(engine, PROMPTS[0], max_new_tokens=20, temperature=1.0, seed=8).token_ids != alone[0]
+
+
+def test_no_seed_is_random(engine: Engine) -> None:
+    assert len({tuple(one(engine, [5], max_new_tokens=20, temperature=1.0).token_ids) for _ in range(4)}) == 4
+
+
+def test_low_temperature_and_top_k_1_are_greedy(engine: Engine) -> None:
+    greedy = one(engine, [5, 6], max_new_tokens=12).token_ids
+    assert one(engine, [5, 6], max_new_tokens=12, temperature=1e-3, seed=1).token_ids == greedy
+    assert one(engine, [5, 6], max_new_tokens=12, temperature=5.0, top_k=1, seed=1).token_ids == greedy
+
+
+def test_stop_token_ends_the_row_and_is_counted(engine: Engine) -> None:
+    free = one(engine, [5, 6], max_new_tokens=12).token_ids
+    stopped = one(engine, [5, 6], max_new_tokens=12, stop_token_ids=[free[4]])
+    first = free.index(free[4])
+    assert stopped.token_ids == free[: first + 1]
+    assert stopped.finish_reason.value == "stop"
+    assert one(engine, [5, 6], max_new_tokens=5).finish_reason.value == "length"
+
+
+def test_eos_from_the_config_ends_the_row_unless_ignored(tmp_path: Path, engine: Engine) -> None:
+    free = one(engine, [5, 6], max_new_tokens=12).token_ids
+    write_llama(tmp_path, eos_token_id=[95, free[3]])
+    ending = engine_of(tmp_path)
+    assert one(ending, [5, 6], max_new_tokens=12).token_ids == free[: free.index(free[3]) + 1]
+    assert one(ending, [5, 6], max_new_tokens=12, ignore_eos=True).token_ids == free
+    long = one(ending, [5, 6], max_new_tokens=12, min_new_tokens=9).token_ids
+    assert len(long) >= 9
+    assert not {95, free[3]} & set(long[:9])
+
+
+def test_finished_places_are_refilled_at_once(engine: Engine) -> None:
+    lengths, sizes = [2, 9, 2, 2, 2], []
+    requests = [engine.request(i, [5 + i], DecodeConfig(max_new_tokens=n)) for i, n in enumerate(lengths)]
+    order = []
+    run = engine._runner.run
+    engine._runner.run = lambda batch: (sizes.append(len(batch.context_lengths)), run(batch))[1]  # type: ignore[method-assign]
+    try:
+        order = [output.request_id for output in engine.generate(requests)]
+    finally:
+        engine._runner.run = run  # type: ignore[method-assign]
+    assert sizes == [3, 3, 3, 3, 1, 1, 1, 1, 1]
+    assert order == [0, 2, 3, 4, 1]
+
+
+def test_batch_size_caps_what_runs(engine: Engine) -> None:
+    requests = [engine.request(i, [5], DecodeConfig(max_new_tokens=3)) for i in range(4)]
+    seen = []
+    for _ in engine.generate(requests, max_num_sequences=1):
+        seen.append(len(engine.scheduler.running))
+    assert seen == [0, 0, 0, 0]
+
+
+def test_requests_are_taken_as_places_become_free(engine: Engine) -> None:
+    taken = []
+
+    def source():  # type: ignore[no-untyped-def]
+        for i in range(6):
+            taken.append(i)
+            yield engine.request(i, [5], DecodeConfig(max_new_tokens=2))
+
+    outputs = engine.generate(source())
+    next(outputs)
+    assert taken == [0, 1, 2]
+    outputs.close()
+
+
+def test_closing_the_iterator_gives_everything_back(engine: Engine) -> None:
+    requests = [engine.request(i, [5, 6], DecodeConfig(max_new_tokens=2 + 50 * i)) for i in range(3)]
+    outputs = engine.generate(requests)
+    next(outputs)
+    assert engine.scheduler.running
+    outputs.close()
+    assert not engine.scheduler.running
+    engine.scheduler.check_integrity()
+    assert one(engine, [5], max_new_tokens=2).token_ids
+
+
+def test_a_failing_sink_gives_everything_back(texts: Engine) -> None:
+    def fail(piece: str) -> None:
+        raise OSError("gone")
+
+    request = texts.request(0, [0, 70, 71], DecodeConfig(max_new_tokens=30), fail)
+    with pytest.raises(OSError, match="gone"):
+        list(texts.generate([request]))
+    texts.scheduler.check_integrity()
+    assert not texts.scheduler.running
+
+
+def test_logprobs_are_those_of_the_unmodified_distribution(engine: Engine) -> None:
+    prompt = [5, 6, 7]
+    output = one(engine, prompt, max_new_tokens=6, logprobs=3, temperature=3.0, repetition_penalty=1.8, seed=2)
+    expected = all_logits(engine, prompt + output.token_ids[:-1])[len(prompt) - 1 :].log_softmax(-1)
+    assert output.logprobs is not None
+    for step, row, token in zip(output.logprobs, expected, output.token_ids, strict=True):
+        assert set(step.logprobs) == {*row.topk(3).indices.tolist(), token}
+        assert step.ranks[token] == 1 + int((row > row[token]).sum())
+        for id, value in step.logprobs.items():
+            assert value == pytest.approx(row[id].item(), abs=1e-5)  # prefill and decode sum in another order
+    assert one(engine, prompt, max_new_tokens=2).logprobs is None
+
+
+def test_text_and_pieces_of_a_row_agree(texts: Engine) -> None:
+    pieces: list[str] = []
+    request = texts.request(0, [0, 70, 71], DecodeConfig(max_new_tokens=60, ignore_eos=True), pieces.append)
+    output = next(texts.generate([request]))
+    assert texts.tokenizer is not None
+    whole = texts.tokenizer.decode([0, 70, 71, *output.token_ids], skip_special_tokens=True)
+    assert "".join(pieces) == output.text == whole[len(texts.tokenizer.decode([0, 70, 71], skip_special_tokens=True)) :]
+    assert len(pieces) > 10
+
+
+def test_stop_string_is_left_out_of_the_text_and_ends_the_row(texts: Engine) -> None:
+    free = one(texts, [0, 70, 71], max_new_tokens=60, ignore_eos=True)
+    assert free.text is not None
+    stop = free.text[10:13]
+    at = free.text.index(stop)
+    stopped = one(texts, [0, 70, 71], max_new_tokens=60, ignore_eos=True, stop=[stop])
+    assert stopped.text == free.text[:at]
+    assert stopped.finish_reason.value == "stop"
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    late = one(texts, [0, 70, 71], max_new_tokens=60, ignore_eos=True, stop=[stop], min_new_tokens=60)
+    assert late.text == free.text
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "decode", "expected"),
+    [
+        (10, {"max_new_tokens": 5}, 5),
+        (10, {"max_length": 15}, 5),
+        (10, {"max_length": 15, "max_new_tokens": 3}, 3),
+        (10, {"max_length": 15, "max_new_tokens": 100}, 5),
+        (10, {"max_length": 128}, 118),
+        (10, {}, 118),
+        (127, {"max_new_tokens": 1}, 1),
+    ],
+)
+def test_lengths_count_as_they_say(engine: Engine, num_prompt: int, decode: dict[str, int], expected: int) -> None:
+    assert len(one(engine, [5] * num_prompt, **decode).token_ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "decode", "message"),
+    [
+        (
+            10,
+            {"max_length": 129},
+            r"decode.max_length=129 is more than the model takes \(max_position_embeddings=128\)",
+        ),
+        (10, {"max_new_tokens": 129}, r"decode.max_new_tokens=129 is more .*max_position_embeddings=128"),
+        (
+            10,
+            {"max_new_tokens": 119},
+            r"10 tokens and decode.max_new_tokens=119, .*max_position_embeddings=128: give at most 118",
+        ),
+        (128, {}, r"the prompt has 128 tokens, which leaves no room .*max_position_embeddings=128"),
+        (300, {}, r"the prompt has 300 tokens, which leaves no room"),
+        (10, {"max_length": 10}, r"the prompt has 10 tokens, which leaves no room .*decode.max_length=10"),
+        (
+            10,
+            {"max_length": 12, "min_new_tokens": 3},
+            r"decode.min_new_tokens=3 is more than the 2 new tokens that fit",
+        ),
+        (0, {}, "the prompt has no tokens"),
+        (1, {"stop": ["x"]}, "needs a tokenizer"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(
+    engine: Engine, num_prompt: int, decode: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        engine.request(0, [5] * num_prompt, DecodeConfig(**decode))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("token", [-1, 96, 10**9])
+def test_ids_outside_the_vocabulary_are_refused(engine: Engine, token: int) -> None:
+    with pytest.raises(UserError, match=f"prompt token id {token} is not in the vocabulary: give ids from 0 to 95"):
+        engine.request(0, [5, token], DecodeConfig())
+
+
+def test_a_small_pool_makes_rows_wait_and_changes_no_token(engine: Engine, tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    small = engine_of(tmp_path, batch_size=3)
+    small = Engine(
+        small._runner._model, None, small.context, frozenset(), 3, torch.float32, torch.device("cpu"), num_blocks=3
+    )
+    decode = DecodeConfig(max_new_tokens=20)
+    assert [o.token_ids for o in generate(small, PROMPTS, decode)] == [
+        o.token_ids for o in generate(engine, PROMPTS, decode)
+    ]
+    with pytest.raises(UserError, match="prompt and new tokens are 60, but the KV cache holds 48"):
+        small.request(0, [5] * 10, DecodeConfig(max_new_tokens=50))

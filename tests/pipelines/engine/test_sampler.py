@@ -1,0 +1,167 @@
+"""The sampler: each rule against its definition, and the whole against the exact distribution."""
+
+import math
+
+import pytest
+import torch
+
+from conf.schema import DecodeConfig
+from pipelines.engine.request import ContextLimit, Request, Sequence, resolve_sampling_params
+from pipelines.engine.sampler import (
+    draw,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    penalised,
+    sample,
+    token_logprobs,
+    uniform,
+)
+
+INF = math.inf
+
+
+def sequence(prompt: list[int], output: list[int], eos: frozenset[int] = frozenset(), **decode: object) -> Sequence:
+    config = DecodeConfig(**{"max_new_tokens": 50, **decode})  # type: ignore[arg-type]
+    params = resolve_sampling_params(config, len(prompt), ContextLimit(1000, "limit"), eos)
+    return Sequence(Request(0, prompt, params), None, prompt + output)
+
+
+def kept(logits: torch.Tensor) -> list[list[int]]:
+    return [row.isfinite().nonzero()[:, 0].tolist() for row in logits]
+
+
+def log(*probabilities: float) -> torch.Tensor:
+    return torch.tensor([probabilities]).log()
+
+
+def test_top_k_keeps_the_k_largest_and_their_equals() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0], [1.0, 3.0, 2.0, 0.0], [4.0, 3.0, 2.0, 1.0], [4.0, 3.0, 2.0, 1.0]])
+    assert kept(keep_top_k(logits, torch.tensor([[2], [1], [0], [9]]))) == [[1, 2, 3], [1], [0, 1, 2, 3], [0, 1, 2, 3]]
+
+
+def test_top_p_keeps_the_token_that_crosses_the_threshold() -> None:
+    assert kept(keep_top_p(log(0.5, 0.45, 0.05), torch.tensor([[0.9]]))) == [[0, 1]]
+    assert kept(keep_top_p(log(0.05, 0.5, 0.45), torch.tensor([[0.4]]))) == [[1]]
+    assert kept(keep_top_p(log(0.25, 0.25, 0.25, 0.25), torch.tensor([[0.6]]))) == [[0, 1, 2]]
+    assert kept(keep_top_p(log(0.2, 0.3, 0.5), torch.tensor([[1.0]]))) == [[0, 1, 2]]
+
+
+def test_min_p_is_a_share_of_the_most_likely() -> None:
+    assert kept(keep_min_p(log(0.6, 0.3, 0.07, 0.03), torch.tensor([[0.1]]))) == [[0, 1, 2]]
+
+
+def test_repetition_penalty_divides_positive_and_multiplies_negative() -> None:
+    logits = torch.tensor([2.0, -2.0, 4.0, -4.0])
+    assert penalised(logits, sequence([0, 1, 0], [3], repetition_penalty=2.0)).tolist() == [1.0, -4.0, 4.0, -8.0]
+    assert logits.tolist() == [2.0, -2.0, 4.0, -4.0]
+
+
+def test_presence_and_frequency_penalties_count_the_output_only() -> None:
+    row = penalised(torch.zeros(4), sequence([0, 0, 1], [1, 2, 2, 2], presence_penalty=0.5, frequency_penalty=0.25))
+    assert row.tolist() == [0.0, -0.75, -1.25, 0.0]
+
+
+def test_min_new_tokens_forbids_eos_and_stop_tokens() -> None:
+    eos = frozenset([1])
+    assert penalised(torch.zeros(4), sequence([0], [2], eos, min_new_tokens=2, stop_token_ids=[3])).tolist() == [
+        0.0,
+        -INF,
+        0.0,
+        -INF,
+    ]
+    assert sample(torch.tensor([[0.0, 9.0, 1.0]]), [sequence([0], [2, 2], eos, min_new_tokens=2)]) == [1]
+
+
+def test_order_is_penalties_temperature_top_k_top_p_min_p() -> None:
+    # After the penalty token 0 is no longer first; at temperature 2 top_p needs two tokens, at temperature 1 one would do.
+    row = torch.tensor([[5.0, 4.9, 3.0, -9.0]])
+    settings = {"temperature": 2.0, "top_p": 0.6, "presence_penalty": 2.0}
+    drawn = {sample(row, [sequence([3], [0], seed=seed, **settings)])[0] for seed in range(200)}
+    assert drawn == {1, 0}
+    settings["temperature"] = 1.0
+    assert {sample(row, [sequence([3], [0], seed=seed, **settings)])[0] for seed in range(200)} == {1}
+
+
+def test_greedy_takes_the_lowest_of_equals_and_ignores_the_rest() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0], [3.0, 2.0, 2.0]])
+    rows = [sequence([0], []), sequence([0], [], top_k=1, top_p=0.1, seed=3)]
+    assert sample(logits, rows) == [1, 0]
+
+
+def test_callers_logits_stay_unmodified() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0]])
+    sample(logits, [sequence([1], [2], repetition_penalty=1.5, temperature=0.5, seed=1)])
+    assert logits.tolist() == [[1.0, 2.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.02},
+    ],
+    ids=["plain", "temperature", "top_k", "top_p", "min_p", "all"],
+)
+def test_chi_square_against_the_exact_distribution(settings: dict[str, float]) -> None:
+    vocab_size, draws = 24, 20_000
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(5)) * 2
+    exact = exact_distribution(logits.tolist(), **settings)
+    rows = [sequence([0], [], seed=seed, **{"temperature": 1.0, **settings}) for seed in range(draws)]
+    counts = torch.bincount(torch.tensor(sample(logits.expand(draws, -1), rows)), minlength=vocab_size).tolist()
+    assert all(count == 0 for count, p in zip(counts, exact, strict=True) if p == 0)
+    statistic = sum((count - draws * p) ** 2 / (draws * p) for count, p in zip(counts, exact, strict=True) if p > 0)
+    freedom = sum(p > 0 for p in exact) - 1
+    p_value = torch.special.gammaincc(torch.tensor(freedom / 2), torch.tensor(statistic / 2)).item()
+    assert p_value > 1e-3  # the seeds are fixed, so this cannot fail by chance; a wrong distribution gives about 0
+
+
+def exact_distribution(
+    logits: list[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[float]:
+    """By the definitions, in plain Python."""
+    weights = {i: math.exp(x / temperature) for i, x in enumerate(logits)}
+    order = sorted(weights, key=lambda i: -weights[i])[: top_k or None]
+    total, before, keep = sum(weights[i] for i in order), 0.0, []
+    for i in order:
+        if before < top_p * total:
+            keep.append(i)
+        before += weights[i]
+    keep = [i for i in keep if weights[i] >= min_p * weights[keep[0]]]
+    total = sum(weights[i] for i in keep)
+    return [weights[i] / total if i in keep else 0.0 for i in range(len(logits))]
+
+
+def test_draw_inverts_the_distribution_function() -> None:
+    logits = log(0.25, 0.0, 0.5, 0.25).expand(5, -1)
+    uniforms = torch.tensor([0.0, 0.2499, 0.2501, 0.7501, 1 - 2**-52], dtype=torch.float64)
+    assert draw(logits, uniforms).tolist() == [0, 0, 2, 3, 3]
+
+
+def test_uniform_is_the_published_splitmix64_stream() -> None:
+    # First outputs of SplitMix64 from state 1234567 (the reference C code's well-known vector); our state is the mixed seed.
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    seed = unmix(1234567)
+    assert [uniform(seed, step) for step in range(3)] == [(value >> 12) / 2**52 for value in expected]
+
+
+def unmix(x: int) -> int:
+    """The inverse of the mixing function, so that a known state can be reached from a seed."""
+    mask = 2**64 - 1
+    x = x ^ (x >> 31) ^ (x >> 62)
+    x = x * pow(0x94D049BB133111EB, -1, 2**64) & mask
+    x = x ^ (x >> 27) ^ (x >> 54)
+    x = x * pow(0xBF58476D1CE4E5B9, -1, 2**64) & mask
+    return x ^ (x >> 30) ^ (x >> 60)
+
+
+def test_logprobs_hold_the_chosen_token_and_the_most_likely() -> None:
+    logits = log(0.1, 0.2, 0.3, 0.4)[0]
+    result = token_logprobs(logits + 7, 0, 2)
+    assert result.ranks == {3: 1, 2: 2, 0: 4}
+    assert {token: round(math.exp(value), 4) for token, value in result.logprobs.items()} == {3: 0.4, 2: 0.3, 0: 0.1}
+    assert token_logprobs(logits, 3, 0).ranks == {3: 1}

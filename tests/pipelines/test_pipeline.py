@@ -1,0 +1,131 @@
+"""The Python face: names, arguments, shapes of the result, errors that list what exists."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from conf.errors import UserError
+from conf.schema import DecodeConfig
+from pipelines import TextGenerationPipeline, pipeline
+
+OVERRIDES = ["model.dtype=float32", "predict.batch_size=3"]
+
+
+@pytest.fixture(scope="module")
+def pipe(chatty: Path) -> TextGenerationPipeline:
+    return pipeline("text_generation", model=chatty, device="cpu", overrides=OVERRIDES)
+
+
+def text(pipe: TextGenerationPipeline, prompt: object, **arguments: object) -> str:
+    (row,) = pipe(prompt, **arguments)
+    (result,) = row["text_generation_text"]
+    return result
+
+
+def test_one_dictionary_per_prompt_with_the_prompt_in_front(pipe: TextGenerationPipeline) -> None:
+    prompts = ["I love Beijing, because", "LLaMA is a"]
+    outputs = pipe(prompts, max_length=60, do_sample=False, top_k=3, top_p=1)
+    assert [list(row) for row in outputs] == [["text_generation_text"]] * 2
+    for prompt, row in zip(prompts, outputs, strict=True):
+        assert row["text_generation_text"][0].startswith(prompt)
+        assert row["text_generation_text"][0] == prompt + text(pipe, prompt, max_length=60, return_full_text=False)
+
+
+def test_call_arguments_beat_constructor_arguments(chatty: Path) -> None:
+    pipe = pipeline(
+        "text_generation", model=chatty, device="cpu", overrides=OVERRIDES, max_new_tokens=3, return_full_text=False
+    )
+    three, five = text(pipe, "Once"), text(pipe, "Once", max_new_tokens=5)
+    assert five.startswith(three.rstrip("\ufffd"))
+    assert text(pipe, "Once", return_full_text=True) == "Once" + three
+
+
+def test_do_sample_switches_sampling_on_and_off(chatty: Path, pipe: TextGenerationPipeline) -> None:
+    greedy = text(pipe, "Once", max_new_tokens=20)
+    assert text(pipe, "Once", max_new_tokens=20, do_sample=True, seed=1) != greedy
+    assert text(pipe, "Once", max_new_tokens=20, do_sample=True, temperature=1.0, seed=1) == text(
+        pipe, "Once", max_new_tokens=20, do_sample=True, seed=1
+    )
+    sampling = pipeline("text_generation", model=chatty, decode="sampling", device="cpu", overrides=OVERRIDES)
+    assert text(sampling, "Once", max_new_tokens=20, do_sample=False) == greedy
+    assert text(sampling, "Once", max_new_tokens=20, seed=3) != greedy
+
+
+def test_rows_may_be_dictionaries(pipe: TextGenerationPipeline) -> None:
+    assert pipe.tokenizer is not None
+    ids = pipe.tokenizer.encode("Once", add_special_tokens=True)
+    plain, by_ids = pipe(["Once", {"prompt_token_ids": ids}], max_new_tokens=8)
+    assert plain == by_ids
+    chat = text(pipe, {"messages": [{"role": "user", "content": "hi"}]}, max_new_tokens=1)
+    assert chat.startswith("<s>[user] hi\n[assistant] ")
+    assert len(text(pipe, {"prompt": "x", "decode": {"max_new_tokens": 1}}, return_full_text=False)) <= 8
+
+
+def test_engine_takes_token_ids(pipe: TextGenerationPipeline) -> None:
+    request = pipe.engine.request(0, [0, 70], DecodeConfig(max_new_tokens=4, ignore_eos=True))
+    assert len(next(pipe.engine.generate([request])).token_ids) == 4
+
+
+def test_no_prompts_give_no_results(pipe: TextGenerationPipeline) -> None:
+    assert pipe([]) == []
+
+
+def test_threads_take_turns(pipe: TextGenerationPipeline) -> None:
+    expected = [text(pipe, f"story {i}", max_new_tokens=12) for i in range(4)]
+    got: dict[int, str] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: got.update({i: text(pipe, f"story {i}", max_new_tokens=12)}))
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [got[i] for i in range(4)] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_tokens": 3}, "argument max_tokens does not exist: there are max_new_tokens, .*streamer"),
+        ({"top_p": 1.5}, "decode.top_p=1.5 is not allowed: give a number above 0 and up to 1"),
+        ({"top_k": "3"}, "decode.top_k='3' is not of type int"),
+        ({"batch_size": 0}, "batch_size=0 is not a number above 0"),
+        ({"max_length": 129}, "prompt 0: decode.max_length=129 is more than the model takes"),
+        ({"chat_template": "/nowhere.jinja"}, "predict.chat_template=/nowhere.jinja cannot be read"),
+    ],
+)
+def test_bad_arguments_are_refused(pipe: TextGenerationPipeline, arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        pipe("Once", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (["fine", {"promt": "x"}], "prompt 1: unknown fields promt: there are prompt, messages"),
+        (7, "prompt 0: of type int: give a text or a dictionary"),
+        ({"prompt": "x", "decode": {"seeds": 1}}, "prompt 0: decode.seeds does not exist: there are max_new_tokens"),
+    ],
+)
+def test_bad_prompts_are_refused_before_any_is_run(pipe: TextGenerationPipeline, prompts: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        pipe(prompts)
+
+
+@pytest.mark.parametrize(
+    ("task", "arguments", "message"),
+    [
+        ("translation", {}, "task 'translation' does not exist: there are text_generation"),
+        ("text_generation", {"model": "tinny"}, "model=tinny is neither a folder nor an option: there are .*tiny"),
+        ("text_generation", {"model": "./nowhere"}, "there is no folder ./nowhere"),
+        ("text_generation", {"decode": "greedyy"}, "decode=greedyy does not exist: there are greedy, sampling"),
+        ("text_generation", {"quant": "int3"}, "quant=int3 does not exist: there are none"),
+        ("text_generation", {"overrides": ["decode.temprature=1"]}, "temprature"),
+        ("text_generation", {"max_tokens": 1}, "argument max_tokens does not exist"),
+    ],
+)
+def test_bad_names_are_refused(chatty: Path, task: str, arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        pipeline(task, **{"model": chatty, "device": "cpu", **arguments})  # type: ignore[arg-type]

@@ -1,0 +1,398 @@
+"""What predict.data means, and how rows become token ids."""
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from conf.errors import UserError
+from models.tokenizer import Tokenizer
+from pipelines.prompts import PromptEncoder, PromptRow, Prompts, read_prompts, rows_from_python
+
+BOS, EOS = "<s>", "</s>"
+VOCABULARY = {text: i for i, text in enumerate([BOS, EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def write(folder: Path, name: str, content: str | bytes) -> str:
+    file = folder / name
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(file)
+
+
+def read_txt(folder: Path, content: str | bytes) -> Prompts:
+    return read_prompts(write(folder, "prompts.txt", content))
+
+
+def read_jsonl(folder: Path, *rows: object) -> Prompts:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    return read_prompts(write(folder, "prompts.jsonl", "".join(f"{line}\n" for line in lines)))
+
+
+def read_stdin(monkeypatch: pytest.MonkeyPatch, content: str | bytes) -> Prompts:
+    data = content.encode() if isinstance(content, str) else content
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    return read_prompts("-")
+
+
+def texts(prompts: Prompts) -> list[str | None]:
+    assert [row.index for row in prompts.rows] == list(range(len(prompts.rows)))
+    assert not [row.error for row in prompts.rows if row.error]
+    return [row.prompt for row in prompts.rows]
+
+
+def ids(text: str) -> list[int]:
+    """The tokens of a text that is ASCII without spaces: one per character."""
+    return [VOCABULARY[character] for character in text]
+
+
+def save_tokenizer(folder: Path, **settings: Any) -> Tokenizer:
+    """A byte-level tokenizer that begins what it encodes with a BOS."""
+    library = Library(models.BPE(vocab=VOCABULARY, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([BOS, EOS])
+    if settings.pop("writes_bos", True):
+        special = [(BOS, VOCABULARY[BOS])]
+        library.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=special)
+    library.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS} | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return save_tokenizer(tmp_path, chat_template=TEMPLATE)
+
+
+# Text files
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        pytest.param("a\nb\n", ["a", "b"], id="two lines"),
+        pytest.param("a\nb", ["a", "b"], id="no end of the last line"),
+        pytest.param("a\r\nb\r\n", ["a", "b"], id="CRLF"),
+        pytest.param("héllo 世界 🙂\n", ["héllo 世界 🙂"], id="UTF-8"),
+        pytest.param(b"\xef\xbb\xbfa\nb\n", ["a", "b"], id="BOM"),
+        pytest.param("a\\nb\\n\nc\n", ["a\nb\n", "c"], id="escaped line ends"),
+        pytest.param("  a \t\n", ["  a \t"], id="spaces are kept"),
+        pytest.param('{"prompt": "a"}\n', ['{"prompt": "a"}'], id="JSON is text"),
+        pytest.param("a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\rh\ni\n", ["a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\rh", "i"]),
+    ],
+)
+def test_txt(tmp_path: Path, content: str | bytes, expected: list[str]) -> None:
+    prompts = read_txt(tmp_path, content)
+    assert texts(prompts) == expected
+    assert prompts.num_blank_lines == 0
+
+
+def test_blank_lines_are_counted_and_left_out(tmp_path: Path) -> None:
+    prompts = read_txt(tmp_path, "\na\n\n \t\r\nb\n\n")
+    assert texts(prompts) == ["a", "b"]
+    assert prompts.num_blank_lines == 4
+
+
+@pytest.mark.parametrize("name", ["empty.txt", "empty.jsonl"])
+@pytest.mark.parametrize("content", [b"", b"\n", b" \r\n\n", b"\xef\xbb\xbf"], ids=repr)
+def test_file_without_prompts(tmp_path: Path, name: str, content: bytes) -> None:
+    with pytest.raises(UserError, match=rf"{name} has no prompts"):
+        read_prompts(write(tmp_path, name, content))
+
+
+@pytest.mark.parametrize("name", ["latin.txt", "latin.jsonl"])
+def test_file_that_is_not_utf8(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=rf"{name} is not UTF-8 \(byte 3 is 0xe9\): convert it first"):
+        read_prompts(write(tmp_path, name, b"caf\xe9\n"))
+
+
+# Rows of JSON
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        pytest.param({"prompt": "a\nb"}, {"prompt": "a\nb"}, id="prompt"),
+        pytest.param({"prompt": "a\\nb"}, {"prompt": "a\\nb"}, id="escapes are JSON's alone"),
+        pytest.param({"prompt": ""}, {"prompt": ""}, id="empty prompt"),
+        pytest.param({"prompt_token_ids": [1, 2, 2]}, {"prompt_token_ids": [1, 2, 2]}, id="ids"),
+        pytest.param({"messages": HELLO}, {"messages": HELLO}, id="messages"),
+        pytest.param({"src": "a", "tgt": "b"}, {"prompt": "a"}, id="src"),
+        pytest.param({"prompt": "a", "messages": None}, {"prompt": "a"}, id="null is absent"),
+        pytest.param({"prompt": "a", "id": "x"}, {"prompt": "a", "id": "x"}, id="text id"),
+        pytest.param({"prompt": "a", "id": 7}, {"prompt": "a", "id": 7}, id="number id"),
+        pytest.param({"prompt": "a", "decode": {"top_k": 3}}, {"prompt": "a", "decode": {"top_k": 3}}, id="decode"),
+    ],
+)
+def test_json_row(tmp_path: Path, row: object, expected: dict[str, Any]) -> None:
+    assert read_jsonl(tmp_path, row).rows == [PromptRow(0, **expected)]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "not a JSON object"),
+        ("[" * 100_000, "not a JSON object"),
+        ('{"prompt_token_ids": [' + "1" * 5000 + "]}", "not a JSON object"),
+        ([1], "not a JSON object but list"),
+        ("null", "not a JSON object but NoneType"),
+        ({}, "the row has none of prompt, messages, prompt_token_ids, src: give exactly one"),
+        ({"prompt": None}, "the row has none of"),
+        ({"prompt": "a", "src": "b"}, "the row has prompt and src of"),
+        ({"prompt": 3}, "prompt is of type int, not str"),
+        ({"prompt": "a", "decode": [1]}, "decode is of type list, not dict"),
+        ({"prompt": "a", "id": [1]}, "id=[1] is neither"),
+        ({"prompt": "a", "id": True}, "id=True is neither"),
+        ({"prompt_token_ids": "1 2"}, "prompt_token_ids is of type str, not list"),
+        ({"prompt_token_ids": [1, "2"]}, "prompt_token_ids must be numbers"),
+        ({"prompt_token_ids": [True]}, "prompt_token_ids must be numbers"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": {"role": "user", "content": "a"}}, "messages is of type dict, not list"),
+        ({"messages": ["a"]}, "messages must be objects"),
+        ({"messages": [{"content": "a"}]}, "messages must be objects"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages must be objects"),
+        ({"src": 3}, "src and tgt must be texts or lists of texts"),
+        ({"src": []}, "src and tgt must be"),
+        ({"src": ["a", 3], "tgt": ["b"]}, "src and tgt must be"),
+        ({"src": ["a", "b"]}, "src has 2 rounds and tgt 0: every round but the last needs its answer"),
+        ({"src": ["a"], "tgt": ["b", "c"]}, "src has 1 rounds and tgt 2"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_row_becomes_an_error_and_stops_no_other(tmp_path: Path, row: object, message: str) -> None:
+    first, bad, last = read_jsonl(tmp_path, {"prompt": "a"}, row, {"prompt": "b", "id": "last"}).rows
+    assert (first, last) == (PromptRow(0, prompt="a"), PromptRow(2, "last", prompt="b"))
+    assert (bad.index, bad.prompt, bad.messages, bad.prompt_token_ids) == (1, None, None, None)
+    assert bad.error is not None
+    assert bad.error.startswith(message)
+
+
+def test_bad_row_keeps_its_id(tmp_path: Path) -> None:
+    assert read_jsonl(tmp_path, {"id": "x"}).rows[0].id == "x"
+
+
+@pytest.mark.parametrize(
+    ("row", "rounds"),
+    [
+        pytest.param({"src": ["a"]}, ["a"], id="one round"),
+        pytest.param({"src": ["a"], "tgt": ["x"]}, ["a"], id="the last answer is left out"),
+        pytest.param({"src": ["a", "b"], "tgt": ["x"]}, ["a", "x", "b"], id="two rounds"),
+        pytest.param({"src": ["a", "b"], "tgt": "x"}, ["a", "x", "b"], id="one answer as a text"),
+        pytest.param({"src": ["a", "b", "c"], "tgt": ["x", "y", "z"]}, ["a", "x", "b", "y", "c"], id="three rounds"),
+    ],
+)
+def test_src_and_tgt_are_rounds(tmp_path: Path, row: object, rounds: list[str]) -> None:
+    expected = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(rounds)]
+    assert read_jsonl(tmp_path, row).rows == [PromptRow(0, messages=expected)]
+
+
+def test_unused_fields_are_reported(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "id": 1, "decode": {}, "zeta": 1}, {"src": "a", "tgt": "b", "alpha": 2, "zeta": 3}]
+    assert read_jsonl(tmp_path, *rows).unused_fields == ("alpha", "zeta")
+
+
+def test_jsonl_keeps_the_lines_of_txt(tmp_path: Path) -> None:
+    content = '\ufeff{"prompt": "a\u2028b"}\r\n\r\n{"prompt": "c"}'
+    prompts = read_prompts(write(tmp_path, "prompts.jsonl", content))
+    assert texts(prompts) == ["a\u2028b", "c"]
+    assert prompts.num_blank_lines == 1
+
+
+# A path or a prompt
+
+
+@pytest.mark.parametrize("data", ["nope.txt", "nope.jsonl", "nope/nope.txt", "/nope/nope.jsonl", "a\0b.txt"], ids=repr)
+def test_missing_file_is_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="cannot be read .*: give a prompt, a .txt, a .jsonl, or - for stdin"):
+        read_prompts(data)
+
+
+@pytest.mark.parametrize("data", ["prompts/all", "./prompts.csv", "/prompts"])
+def test_path_without_a_known_suffix_is_no_prompt(data: str) -> None:
+    with pytest.raises(UserError, match=r"looks like a path, but does not end in \.txt or \.jsonl"):
+        read_prompts(data)
+
+
+def test_folder_is_no_prompt(tmp_path: Path) -> None:
+    (tmp_path / "folder.txt").mkdir()
+    with pytest.raises(UserError, match=r"folder\.txt cannot be read"):
+        read_prompts(str(tmp_path / "folder.txt"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    ["hello", "What is 1/2?", "Summarise notes.txt", "a / b.jsonl", "notes.md", "", " ", "a\\nb", "x" * 5000 + " .txt"],
+    ids=lambda data: repr(data[:20]),
+)
+def test_everything_else_is_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_prompts(data) == Prompts([PromptRow(0, prompt=data)])
+
+
+def test_file_with_spaces_in_its_name_is_read(tmp_path: Path) -> None:
+    assert texts(read_prompts(write(tmp_path, "my prompts.txt", "a\n"))) == ["a"]
+
+
+# Standard input
+
+
+def test_stdin_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = read_stdin(monkeypatch, b"\xef\xbb\xbf\r\na\\nb\r\n[1]\n")
+    assert texts(prompts) == ["a\nb", "[1]"]
+    assert prompts.num_blank_lines == 1
+
+
+@pytest.mark.parametrize("first", ['{"prompt": "a"}', '\n{"prompt": "a"}', '{"src": "a"}'])
+def test_stdin_as_jsonl(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    rows = read_stdin(monkeypatch, f'{first}\n{{"id": 3, "prompt_token_ids": [1]}}\n{{\n').rows
+    assert rows[:2] == [PromptRow(0, prompt="a"), PromptRow(1, 3, prompt_token_ids=[1])]
+    assert rows[2].error is not None
+
+
+@pytest.mark.parametrize("line", ['{"a": 1}', "{", '"prompt"', "[" * 100_000, "1" * 5000], ids=lambda line: line[:10])
+def test_stdin_whose_first_line_is_no_row_is_text(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    assert texts(read_stdin(monkeypatch, f'{line}\n{{"prompt": "a"}}\n')) == [line, '{"prompt": "a"}']
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"", "standard input has no prompts"), (b"\xff", "standard input is not UTF-8")]
+)
+def test_bad_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_stdin(monkeypatch, content)
+
+
+# What a caller gives
+
+
+def rows(prompts: object) -> list[PromptRow]:
+    return list(rows_from_python(prompts))
+
+
+def test_python_prompts() -> None:
+    assert rows("nope.txt") == [PromptRow(0, prompt="nope.txt")]
+    assert rows(["a", {"prompt_token_ids": [1], "id": 2}]) == [
+        PromptRow(0, prompt="a"),
+        PromptRow(1, 2, prompt_token_ids=[1]),
+    ]
+
+
+def test_bad_python_prompts_become_errors() -> None:
+    errors = [row.error for row in rows([3, {"prompt": "a", "b": 1}, {}])]
+    assert [str(error)[:15] for error in errors] == ["of type int: gi", "unknown fields ", "the row has non"]
+
+
+# Token ids
+
+
+def test_text_prompt(tokenizer: Tokenizer) -> None:
+    encoded = PromptEncoder(tokenizer, True, "auto").encode(PromptRow(0, prompt="hi"))
+    assert (encoded.text, encoded.token_ids) == ("hi", [VOCABULARY[BOS], *ids("hi")])
+
+
+def test_text_prompt_without_special_tokens(tokenizer: Tokenizer) -> None:
+    assert PromptEncoder(tokenizer, False, "auto").encode(PromptRow(0, prompt="hi")).token_ids == ids("hi")
+
+
+@pytest.mark.parametrize("template", ["auto", "none"])
+def test_ids_are_taken_as_they_are(tokenizer: Tokenizer, template: str) -> None:
+    row = PromptRow(0, prompt_token_ids=[*ids("ab"), VOCABULARY[EOS]])
+    encoded = PromptEncoder(tokenizer, True, template).encode(row)
+    assert (encoded.text, encoded.token_ids) == ("ab", row.prompt_token_ids)
+    bare = PromptEncoder(None, True, template).encode(row)
+    assert (bare.text, bare.token_ids) == (None, row.prompt_token_ids)
+
+
+@pytest.mark.parametrize("token", [-1, 10**6, 2**40, 10**30])
+def test_ids_that_no_tokenizer_knows_are_a_fault_of_their_row_at_most(tmp_path: Path, token: int) -> None:
+    encoder = PromptEncoder(save_tokenizer(tmp_path), True, "auto")
+    row = read_jsonl(tmp_path, {"prompt_token_ids": [token]}).rows[0]
+    with contextlib.suppress(UserError):
+        assert encoder.encode(row).token_ids == [token]
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_template_writes_the_only_bos(tokenizer: Tokenizer, special: bool) -> None:
+    encoded = PromptEncoder(tokenizer, special, "auto").encode(PromptRow(0, messages=HELLO))
+    assert encoded.text == "<s>[user]hi[assistant]"
+    assert encoded.token_ids == [VOCABULARY[BOS], *ids("[user]hi[assistant]")]
+
+
+def test_template_of_a_file_serves_texts_and_messages(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = write(tmp_path, "template.jinja", "{% for m in messages %}({{ m.role }}){{ m.content }}{% endfor %}é")
+    encoder = PromptEncoder(tokenizer, True, path)
+    for row in (PromptRow(0, prompt="hi"), PromptRow(0, messages=HELLO)):
+        encoded = encoder.encode(row)
+        assert encoded.text == "(user)hié"
+        assert encoded.token_ids[:8] == ids("(user)hi")
+
+
+def test_no_templates(tokenizer: Tokenizer) -> None:
+    encoder = PromptEncoder(tokenizer, False, "none")
+    assert encoder.encode(PromptRow(0, prompt="hi")).token_ids == ids("hi")
+    with pytest.raises(UserError, match=r"predict\.chat_template=none: give auto or a path"):
+        encoder.encode(PromptRow(0, messages=HELLO))
+
+
+def test_tokenizer_without_a_template(tmp_path: Path) -> None:
+    encoder = PromptEncoder(save_tokenizer(tmp_path), False, "auto")
+    with pytest.raises(UserError, match=r"has no chat template: give predict\.chat_template=PATH"):
+        encoder.encode(PromptRow(0, messages=HELLO))
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"])
+def test_template_that_fails(tokenizer: Tokenizer, tmp_path: Path, template: str) -> None:
+    encoder = PromptEncoder(tokenizer, True, write(tmp_path, "template.jinja", template))
+    with pytest.raises(UserError, match="the chat template does not take these messages"):
+        encoder.encode(PromptRow(0, messages=HELLO))
+
+
+@pytest.mark.parametrize("content", [None, b"\xff"], ids=["missing", "not UTF-8"])
+def test_template_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+    path = str(tmp_path / "nope") if content is None else write(tmp_path, "template.jinja", content)
+    with pytest.raises(UserError, match=r"predict\.chat_template=.* cannot be read .*: give auto, none or the path"):
+        PromptEncoder(None, True, path)
+
+
+@pytest.mark.parametrize("row", [PromptRow(0, prompt="hi"), PromptRow(0, messages=HELLO)], ids=["text", "messages"])
+def test_no_tokenizer(row: PromptRow) -> None:
+    with pytest.raises(UserError, match=r"no tokenizer for this text: give prompt_token_ids, or model\.tokenizer=PATH"):
+        PromptEncoder(None, True, "auto").encode(row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param({"prompt": "ab\ud800"}, id="prompt"),
+        pytest.param({"messages": [*HELLO, {"role": "user", "content": "ab\ud800"}]}, id="content"),
+        pytest.param({"messages": [{"role": "ab\ud800", "content": "hi"}]}, id="role"),
+    ],
+)
+def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer, tmp_path: Path, row: object) -> None:
+    (read,) = read_jsonl(tmp_path, row).rows
+    with pytest.raises(UserError, match="half a surrogate pair"):
+        PromptEncoder(tokenizer, True, "auto").encode(read)
+
+
+def test_row_with_an_error_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match="^what is wrong$"):
+        PromptEncoder(tokenizer, True, "auto").encode(PromptRow(0, error="what is wrong"))
+
+
+@pytest.mark.parametrize(("special", "expected"), [(True, [VOCABULARY[BOS]]), (False, [])])
+def test_empty_prompt_becomes_the_bos(tmp_path: Path, special: bool, expected: list[int]) -> None:
+    encoder = PromptEncoder(save_tokenizer(tmp_path, writes_bos=False), special, "auto")
+    assert encoder.encode(PromptRow(0, prompt="")).token_ids == expected
+    assert encoder.encode(PromptRow(0, prompt="a")).token_ids == ids("a")

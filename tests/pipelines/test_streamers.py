@@ -1,0 +1,140 @@
+"""Streamers: the pieces of every row join to the returned text; ends, exceptions and timeouts reach the consumer."""
+
+import io
+import queue
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.errors import UserError
+from pipelines import TextGenerationPipeline, TextIteratorStreamer, TextStreamer, pipeline
+from tests.tokenizers_for_tests import TRICKY
+
+PROMPTS = ["Once upon a time", TRICKY, "今天天气", "x"]
+LENGTHS = {"max_new_tokens": 30, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def pipe(chatty: Path) -> TextGenerationPipeline:
+    return pipeline(
+        "text_generation", model=chatty, device="cpu", overrides=["model.dtype=float32", "predict.batch_size=3"]
+    )
+
+
+def in_thread(
+    pipe: TextGenerationPipeline, streamer: TextIteratorStreamer, prompts: Any, **arguments: Any
+) -> tuple[threading.Thread, list[Any]]:
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(pipe(prompts, streamer=streamer, **arguments))
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, results
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["english", "tricky", "chinese", "letter"])
+def test_pieces_of_one_prompt_join_to_its_text(pipe: TextGenerationPipeline, prompt: str, full: bool) -> None:
+    streamer = TextIteratorStreamer(timeout=60)
+    thread, results = in_thread(pipe, streamer, prompt, return_full_text=full, **LENGTHS)
+    pieces = list(streamer)
+    thread.join()
+    assert "".join(pieces) == results[0][0]["text_generation_text"][0]
+    assert len(pieces) > 3
+    assert next(streamer, "over") == "over"
+
+
+def test_pieces_of_several_prompts_are_keyed_and_never_mixed(pipe: TextGenerationPipeline) -> None:
+    streamer = TextIteratorStreamer(timeout=60)
+    thread, results = in_thread(pipe, streamer, PROMPTS, **LENGTHS)
+    rows = dict.fromkeys(range(len(PROMPTS)), "")
+    order = []
+    for row, piece in streamer:
+        rows[row] += piece
+        order.append(row)
+    thread.join()
+    assert list(rows.values()) == [row["text_generation_text"][0] for row in results[0]]
+    assert order != sorted(order)  # they did run side by side
+
+
+def test_skip_prompt_leaves_the_prompt_out(pipe: TextGenerationPipeline) -> None:
+    streamer = TextIteratorStreamer(pipe.tokenizer, skip_prompt=True, timeout=60)
+    thread, results = in_thread(pipe, streamer, "Once", **LENGTHS)
+    assert "Once" + "".join(streamer) == results_of(thread, results)
+
+
+def results_of(thread: threading.Thread, results: list[Any]) -> str:
+    thread.join()
+    text: str = results[0][0]["text_generation_text"][0]
+    return text
+
+
+def test_exceptions_reach_the_consumer_and_the_caller(pipe: TextGenerationPipeline) -> None:
+    streamer = TextIteratorStreamer(timeout=60)
+    thread, results = in_thread(pipe, streamer, "word " * 500, **LENGTHS)
+    with pytest.raises(UserError, match="prompt 0: the prompt has"):
+        next(streamer)
+    assert next(streamer, "over") == "over"
+    thread.join()
+    assert isinstance(results[0], UserError)
+
+
+def test_exception_in_the_middle_of_generation(pipe: TextGenerationPipeline) -> None:
+    class Broken(TextIteratorStreamer):
+        def put(self, row: int, text: str) -> None:
+            super().put(row, text)
+            if self._queue.qsize() > 3:
+                raise OSError("disk on fire")
+
+    streamer = Broken(timeout=60)
+    thread, _ = in_thread(pipe, streamer, "Once", **LENGTHS)
+    thread.join()
+    with pytest.raises(OSError, match="disk on fire"):
+        list(streamer)
+    assert pipe("Once", max_new_tokens=2)  # and the pipeline still works
+
+
+def test_timeout_is_honoured_and_is_also_queue_empty() -> None:
+    streamer = TextIteratorStreamer(timeout=0.01)
+    with pytest.raises(TimeoutError, match="no text for 0.01 seconds"):
+        next(streamer)
+    with pytest.raises(queue.Empty):
+        next(streamer)
+
+
+def test_no_thread_is_left_by_a_consumer_that_walks_away(pipe: TextGenerationPipeline) -> None:
+    before = threading.active_count()
+    streamer = TextIteratorStreamer(timeout=60)
+    thread, _ = in_thread(pipe, streamer, "Once", **LENGTHS)
+    next(streamer)
+    del streamer
+    thread.join(timeout=60)
+    assert threading.active_count() == before
+
+
+def test_a_streamer_serves_one_call_after_the_other(pipe: TextGenerationPipeline) -> None:
+    streamer = TextIteratorStreamer(timeout=60)
+    for prompt in PROMPTS[:2]:
+        thread, results = in_thread(pipe, streamer, prompt, **LENGTHS)
+        thread.join()
+        assert "".join(streamer) == results[0][0]["text_generation_text"][0]
+
+
+def test_text_streamer_prints_rows_whole_and_in_order(pipe: TextGenerationPipeline) -> None:
+    out = io.StringIO()
+    results = pipe(PROMPTS, streamer=TextStreamer(file=out), max_new_tokens=20)
+    assert out.getvalue() == "".join(row["text_generation_text"][0] + "\n" for row in results)
+
+
+def test_text_streamer_prints_to_standard_output(
+    pipe: TextGenerationPipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = pipe("Once", streamer=TextStreamer(pipe.tokenizer), max_new_tokens=5)
+    assert capsys.readouterr().out == results[0]["text_generation_text"][0] + "\n"

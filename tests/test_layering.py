@@ -1,0 +1,109 @@
+"""The house plan, enforced: imports go down only, there are no cycles, and some packages stay in their places. Standard library only."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+FLOORS = ["conf", "kernels", "models", "quantization", "pipelines.engine", "pipelines", "run"]  # lowest first
+TORCHLESS = {  # these decide, and compute nothing; neither do they import what does
+    "conf.schema",
+    "conf.errors",
+    "pipelines.engine.request",
+    "pipelines.engine.detokenizer",
+    "pipelines.engine.block_manager",
+    "pipelines.engine.scheduler",
+}
+ALLOWED = {  # third-party package -> modules that may import it; a trailing dot stands for the whole package
+    "hydra": ("run", "conf.compose"),
+    "omegaconf": ("run", "conf.compose"),
+    "triton": ("kernels.*.triton",),
+    "transformers": ("models.tokenizer", "models.tiny.train"),
+    "huggingface_hub": ("models.hub",),
+    "rich": ("pipelines.report",),
+}
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {
+    module_name(file): file
+    for top in ("conf", "kernels", "models", "quantization", "pipelines")
+    for file in sorted((REPOSITORY / top).rglob("*.py"))
+} | {"run": REPOSITORY / "run.py"}
+
+
+def imports(name: str) -> set[str]:
+    """Modules that `name` imports, also inside functions; a submodule by its own name where it is one of ours."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative import"
+            assert node.module is not None
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (inside & FILES.keys()) or {node.module}
+    return found
+
+
+def floor(name: str) -> int:
+    return max(i for i, prefix in enumerate(FLOORS) if name == prefix or name.startswith(prefix + "."))
+
+
+def test_every_file_was_found() -> None:
+    assert len(FILES) > 40
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_go_down(name: str) -> None:
+    upwards = [other for other in imports(name) & FILES.keys() if floor(other) > floor(name)]
+    assert not upwards, f"{name} imports from a floor above: {upwards}"
+
+
+def test_no_cycles() -> None:
+    graph = {name: imports(name) & FILES.keys() for name in FILES}
+    done: set[str] = set()
+    while ready := [name for name in graph if name not in done and graph[name] - {name} <= done]:
+        done.update(ready)
+    assert done == graph.keys(), f"in or behind a cycle: {sorted(graph.keys() - done)}"
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_packages_stay_in_their_places(package: str) -> None:
+    users = {name for name in FILES if any(used.split(".")[0] == package for used in imports(name))}
+    wrong = [name for name in users if not any(Path(name).match(pattern) for pattern in ALLOWED[package])]
+    assert not wrong, f"{package} is imported by {wrong}"
+
+
+@pytest.mark.parametrize("name", sorted(TORCHLESS))
+def test_what_decides_imports_no_torch(name: str) -> None:
+    reached, todo = set(), {name}
+    while todo:
+        module = todo.pop()
+        reached.add(module)
+        todo |= (imports(module) & FILES.keys()) - reached
+    assert not [module for module in reached if any(used.split(".")[0] == "torch" for used in imports(module))]
+
+
+def test_schema_needs_only_the_standard_library() -> None:
+    for name in ("conf.schema", "conf.errors"):
+        assert {used.split(".")[0] for used in imports(name)} <= sys.stdlib_module_names | {"conf"}
+
+
+def test_importing_the_door_loads_no_torch() -> None:
+    code = "import run, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
+
+
+def test_the_kernels_package_is_ours() -> None:
+    code = "import kernels, sys; print(kernels.__file__); sys.exit(hasattr(kernels, '__version__') or 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert Path(done.stdout.strip()) == REPOSITORY / "kernels" / "__init__.py"

@@ -1,0 +1,169 @@
+"""The command as its user types it: real processes, real files."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.builders import REPOSITORY
+
+FILES = {"config.yaml", "environment.json", "metrics.json", "predictions.jsonl", "text_generation_result.txt"}
+
+
+def run(*arguments: str, cwd: Path = REPOSITORY, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(REPOSITORY / "run.py"), *arguments]
+    return subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, text=True, encoding="utf-8")
+
+
+def rows(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_run_leaves_all_its_files_and_runs_again_from_its_config(chatty: Path, tmp_path: Path) -> None:
+    prompt = "I love Beijing, because [it's] 好 = ${x}"
+    arguments = ["decode=sampling", "decode.seed=5", "decode.max_new_tokens=9", "model.dtype=float32"]
+    first = tmp_path / "first"
+    done = run(
+        "device=cpu",
+        f"model.path={chatty}",
+        f"predict.data={prompt}",
+        *arguments,
+        f"hydra.run.dir={first}",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {file.name for file in first.iterdir()} == FILES
+    (row,) = rows(first)
+    assert list(row) == [
+        "index", "id", "prompt", "text", "token_ids", "finish_reason", "num_prompt_tokens", "num_generated_tokens", "error",
+    ]  # fmt: skip
+    assert (row["prompt"], row["error"]) == (prompt, None)
+    assert prompt in done.stdout
+    assert str(first) in done.stdout
+    assert "tokens/s" in done.stdout
+    assert "\x1b" not in done.stdout + done.stderr  # no colours and no progress bar where there is no terminal
+    metrics = json.loads((first / "metrics.json").read_text())
+    assert metrics["num_prompt_tokens"] == row["num_prompt_tokens"]
+    assert metrics["num_generated_tokens"] == row["num_generated_tokens"] == len(row["token_ids"])  # type: ignore[arg-type]
+    assert min(metrics[name] for name in ("load_s", "generate_s", "tokens_per_s", "peak_memory_bytes")) > 0
+    environment = json.loads((first / "environment.json").read_text())
+    assert environment["packages"]["torch"].startswith("2.")
+    assert environment["cpu"]
+    again = run("--config-path", str(first), f"hydra.run.dir={tmp_path / 'again'}", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert rows(tmp_path / "again") == rows(first)
+    changed = run("--config-path", str(first), "decode.max_new_tokens=2", cwd=tmp_path)
+    assert changed.returncode == 0, changed.stderr
+    (beside,) = [folder for folder in tmp_path.iterdir() if folder.name.startswith("20")]
+    assert rows(beside)[0]["num_generated_tokens"] == 2
+
+
+def test_batch_job_with_bad_rows(chatty: Path, tmp_path: Path) -> None:
+    data = tmp_path / "job.jsonl"
+    lines = [
+        '{"id": "a", "prompt": "Once"}', "", '{"prompt": "x", "answer": 4}', "not json", '{"prompt_token_ids": [0, 400]}',
+        '{"id": 7, "messages": [{"role": "user", "content": "hi"}], "decode": {"max_new_tokens": 2, "logprobs": 1}}',
+        '{"src": "Once", "tgt": "upon"}', '{"prompt": "Once", "decode": {"temprature": 1}}',
+    ]  # fmt: skip
+    data.write_text("\r\n".join(lines), encoding="utf-8")
+    out = tmp_path / "out"
+    done = run(
+        "device=cpu",
+        f"model.path={chatty}",
+        f"predict.data={data}",
+        "decode.max_new_tokens=5",
+        "predict.batch_size=2",
+        f"hydra.run.dir={out}",
+    )
+    assert done.returncode == 0, done.stderr
+    result = rows(out)
+    assert [row["index"] for row in result] == list(range(7))
+    assert [row["id"] for row in result] == ["a", None, None, None, 7, None, None]
+    assert [row["finish_reason"] == "error" for row in result] == [False, False, True, True, False, False, True]
+    assert "not a JSON object" in str(result[2]["error"])
+    assert "prompt token id 400 is not in the vocabulary" in str(result[3]["error"])
+    assert "decode.temprature does not exist" in str(result[6]["error"])
+    assert result[0]["token_ids"] == result[5]["token_ids"]
+    assert len(result[4]["logprobs"]) == result[4]["num_generated_tokens"]  # type: ignore[arg-type]
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert (metrics["num_prompts"], metrics["num_errors"], metrics["num_blank_lines"]) == (7, 3, 1)
+    assert metrics["unused_fields"] == ["answer"]
+    assert "answer" in done.stdout
+    texts = (out / "text_generation_result.txt").read_text(encoding="utf-8").splitlines()
+    assert texts[0] == str({"text_generation_text": ["Once" + str(result[0]["text"])]})
+    assert len(texts) == 7
+
+
+def test_standard_input_and_folder_of_the_run(chatty: Path, tmp_path: Path) -> None:
+    done = run("device=cpu", f"model.path={chatty}", "predict.data=-", "decode.max_new_tokens=3", stdin="one\n\n今天\n")
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.rsplit("output: ", 1)[1].strip())
+    assert folder.parent == REPOSITORY / "outputs" / "predict" / chatty.name
+    assert [row["prompt"] for row in rows(folder)] == ["one", "今天"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["decode.temprature=1"], "'temprature' not in 'DecodeConfig': there are max_new_tokens"),
+        (["model.path=/nowhere"], "there is no folder /nowhere"),
+        (["predict.data=nowhere.txt"], "predict.data=nowhere.txt cannot be read"),
+        (["decode.max_length=129"], "decode.max_length=129 is more than the model takes (max_position_embeddings=128)"),
+        (["model.max_length=129"], "model.max_length=129 is more than the model's max_position_embeddings=128"),
+        (["predict.data=" + "word " * 200], "the prompt has"),
+    ],
+    ids=["typo", "folder", "data", "max_length", "model_max_length", "long_prompt"],
+)
+def test_user_errors_are_one_line_and_exit_with_1(
+    chatty: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    out = tmp_path / "out"
+    done = run("device=cpu", f"model.path={chatty}", "predict.data=hello", f"hydra.run.dir={out}", *arguments)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    if "prompt has" not in message:  # that one is the error of a row, so its row is written
+        assert not out.exists()
+
+
+def test_ctrl_c_leaves_nothing(chatty: Path, tmp_path: Path) -> None:
+    out, data = tmp_path / "out", tmp_path / "many.txt"
+    data.write_text("Once upon a time\n" * 20_000)
+    command = [
+        sys.executable,
+        "run.py",
+        "device=cpu",
+        f"model.path={chatty}",
+        f"predict.data={data}",
+        f"hydra.run.dir={out}",
+    ]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():  # until the run itself has begun
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+    assert not out.exists()
+
+
+def test_sweep_runs_every_job(chatty: Path, tmp_path: Path) -> None:
+    done = run(
+        "-m", "device=cpu", f"model.path={chatty}", "predict.data=Once", "decode=greedy,sampling",
+        "decode.max_new_tokens=2,200", f"hydra.sweep.dir={tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 1  # two of the jobs ask for more than the context
+    assert [(tmp_path / job / "predictions.jsonl").exists() for job in "0123"] == [True, False, True, False]
+    assert "error: decode.max_new_tokens=200 is more than the model takes" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_lists_the_groups_without_torch() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for group in ("task", "model", "parallel", "quant", "decode", "device"):
+        assert f"{group}: " in done.stdout
