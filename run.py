@@ -1,6 +1,7 @@
 """`python run.py [group=option ...] [key=value ...]`: compose the config and hand it to the pipelines. `--help` lists everything."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -24,7 +25,10 @@ def main(config: DictConfig) -> None:
         from pipelines.launch import launch
 
         launch(run, output_dir, dump(run, output_dir))
-    except UserError as error:
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; all files are written. Nothing is left to flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (UserError, OSError) as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise  # the sweep's other jobs go on; Hydra raises this one at the end
         sys.exit(f"error: {error}")
@@ -35,12 +39,13 @@ def main(config: DictConfig) -> None:
 
 if __name__ == "__main__":
     sys.argv[1:] = quote_prompt(sys.argv[1:])
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # so that Hydra raises its errors, instead of printing them its own way
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra shall raise its errors, not print them its own way
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     register()
     try:
         main()
-    except (UserError, HydraException, OmegaConfBaseException) as error:
+    except (UserError, HydraException, OmegaConfBaseException, OSError) as error:
         sys.exit(f"error: {explain(error)}")
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(128 + signal.SIGINT)

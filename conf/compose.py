@@ -104,7 +104,12 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, Enum):
         return value.name
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    return _literal(value) if isinstance(value, str) else value
+
+
+def _literal(text: str) -> str:
+    """Escaped, so that OmegaConf reads no interpolation in it: a backslash counts only before `${`."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
 def quote_prompt(arguments: list[str]) -> list[str]:
@@ -119,8 +124,8 @@ def quote_prompt(arguments: list[str]) -> list[str]:
 
 def _quote(argument: str) -> str:
     key, value = argument.split("=", 1)
-    if value == "null" or (len(value) > 1 and value[0] == value[-1] and value[0] in "'\""):
+    if value == "null" or re.fullmatch(r"""(['"])((?!\1)[^\\]|\\.)*\1""", value, re.DOTALL):
         return argument
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)  # a backslash before a quote is an escape, elsewhere it is itself
-    escaped = re.sub(r"(\\+)$", r"\1\1", escaped).replace("${", "\\${")
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", _literal(value))  # Hydra, too, reads a backslash only before a quote
+    escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
     return f"{key}='{escaped}'"

@@ -117,7 +117,7 @@ class DecodeConfig:
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once per occurrence in the output."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end a row; the text before them is kept."""
+    """Texts that end a row; the text before them is kept. In a shell a line break is $'decode.stop=["\\n"]'."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a row, besides the model's eos."""
     ignore_eos: bool = False
@@ -141,7 +141,7 @@ class DecodeConfig:
             self.temperature,
             "a finite number from 0 (0 is greedy)",
         )
-        _check(self.top_k >= 0, "decode.top_k", self.top_k, "a number from 0 (0 keeps all tokens)")
+        _check(0 <= self.top_k < 2**31, "decode.top_k", self.top_k, "a number from 0 (0 keeps all tokens)")
         _check(0 < self.top_p <= 1, "decode.top_p", self.top_p, "a number above 0 and up to 1")
         _check(0 <= self.min_p <= 1, "decode.min_p", self.min_p, "a number from 0 to 1")
         _check(
@@ -192,7 +192,9 @@ def _is_of(value: object, hint: Any) -> bool:
         return any(_is_of(value, option) for option in get_args(hint))
     if isinstance(value, bool):
         return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
+    if hint is float:  # a whole number will do, but not one that no float can hold
+        return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**53)
+    return isinstance(value, hint)
 
 
 @dataclass

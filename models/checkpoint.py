@@ -5,7 +5,6 @@ Then the tensors are streamed, so that peak host memory is about the model plus 
 """
 
 import json
-import pickle
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -38,8 +37,9 @@ class SafetensorsFile:
             raise UserError(f"{path} is truncated or not a safetensors file: {error}") from error
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        with safe_open(self.path, framework="pt") as file:
-            for name in names:
+        for name in names:
+            # Opened for each tensor, because the pages of a mapping stay resident as long as it is open.
+            with safe_open(self.path, framework="pt") as file:
                 yield name, file.get_tensor(name)
 
 
@@ -57,14 +57,12 @@ class PickleFile:
 
     def _load(self) -> dict[str, Tensor]:
         try:
-            tensors = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
-        except (pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
-            raise UserError(
-                f"{self.path} is truncated or holds more than tensors: {str(error).splitlines()[0]}"
-            ) from error
-        if not isinstance(tensors, dict) or not all(
-            isinstance(t, Tensor) and not t.is_sparse for t in tensors.values()
-        ):
+            tensors: dict[str, Tensor] = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # a damaged pickle can raise anything
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise UserError(f"{self.path} is truncated, too old, or holds more than tensors ({reason})") from error
+        named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
+        if not named or not all(isinstance(tensor, Tensor) and not tensor.is_sparse for tensor in tensors.values()):
             raise UserError(f"{self.path} does not hold a dictionary of dense tensors")
         return tensors
 
@@ -93,7 +91,7 @@ def _weight_names(folder: Path, whole: str) -> list[str]:
         return []
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} cannot be read: {type(error).__name__}: {error}") from error
     if not names:
         raise UserError(f"{index} names no files")

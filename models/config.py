@@ -35,7 +35,7 @@ class ConfigReader:
             raise UserError(
                 f"{folder} has no config.json: model.path must be a folder in Hugging Face layout"
             ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, too long a number, too deep
             raise UserError(f"{file} cannot be read: {error}") from error
         if not isinstance(values, dict):
             raise UserError(f"{file} holds a {type(values).__name__}, not a JSON object")
@@ -85,7 +85,7 @@ class ConfigReader:
         )
 
     def _typed(self, key: str, value: Any, kind: type[T]) -> T:
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if kind is float and type(value) is int and abs(value) < 2**53:
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise UserError(f"{self._where}: {key}={value!r} is not of type {kind.__name__}")

@@ -1,6 +1,8 @@
 """From a composed RunConfig to the task that it names."""
 
+import io
 import logging
+import sys
 from pathlib import Path
 
 from conf.schema import RunConfig, Task
@@ -11,5 +13,7 @@ TASKS = {Task.predict: run_predict}
 
 def launch(run: RunConfig, output_dir: Path, config_yaml: str) -> None:
     """Run the task. `config_yaml` is written beside the results, so that they can be made again. Raises UserError."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # no text of a row may end a run while it is printed
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     TASKS[run.task](run, output_dir, config_yaml)

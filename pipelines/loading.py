@@ -98,7 +98,7 @@ def _dtype(wanted: DType, reader: ConfigReader, files: list[WeightFile]) -> torc
     name = reader.raw("torch_dtype") or reader.raw("dtype")
     if name is None:
         name = str(checkpoint_dtype(files)).removeprefix("torch.") if files else "float32"
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise UserError(f"the checkpoint's dtype {name!r} is not supported: give model.dtype={'|'.join(DTYPES)}")
     return DTYPES[name]
 
@@ -122,7 +122,7 @@ def _generation_config(folder: Path) -> dict[str, Any]:
         return {}
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{file} holds a {type(values).__name__}, not a JSON object")

@@ -41,6 +41,8 @@ def pipeline(
         options,
     )
 
+    if isinstance(overrides, str):
+        raise UserError(f"overrides={overrides!r} is one text: give a list of texts")
     choices = {"quant": quant, "decode": decode, "device": device, "parallel": parallel}
     for group, choice in choices.items():
         if choice not in options(group):
@@ -61,6 +63,7 @@ class TextGenerationPipeline:
     def __init__(self, run: RunConfig, **arguments: Any) -> None:
         self.run = run
         self._defaults = _checked_arguments(arguments)
+        _decode(run.decode, self._defaults)  # before the model is loaded
         self.engine: Engine = load_engine(run)
         self.tokenizer = self.engine.tokenizer
         self._turn = threading.Lock()
@@ -72,15 +75,15 @@ class TextGenerationPipeline:
         `batch_size` (most sequences at once); `add_special_tokens`; `chat_template`. They beat those given to the constructor.
         Raises UserError for the first prompt that cannot be run, before any is.
         """
-        given = {**self._defaults, **_checked_arguments(arguments)}
-        streamer: Streamer | None = given.get("streamer")
-        with self._turn:
-            try:
+        streamer: Streamer | None = _checked_streamer({**self._defaults, **arguments}.get("streamer"))
+        try:
+            given = {**self._defaults, **_checked_arguments(arguments)}
+            with self._turn:
                 results = self._generate(list(rows_from_python(prompts)), given, streamer)
-            except BaseException as error:
-                if streamer:
-                    streamer.end(error)
-                raise
+        except BaseException as error:
+            if streamer:
+                streamer.end(error)
+            raise
         if streamer:
             streamer.end(None)
         return results
@@ -135,10 +138,21 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"argument {unknown[0]} does not exist: there are {', '.join(DECODE_ARGUMENTS + OTHER_ARGUMENTS)}"
         )
+    for name in ("do_sample", "return_full_text", "add_special_tokens"):
+        if not isinstance(arguments.get(name, True), bool):
+            raise UserError(f"{name}={arguments[name]!r} is neither True nor False")
     batch_size = arguments.get("batch_size", 1)
-    if not isinstance(batch_size, int) or batch_size < 1:
+    if type(batch_size) is not int or batch_size < 1:
         raise UserError(f"batch_size={batch_size!r} is not a number above 0")
     return arguments
+
+
+def _checked_streamer(streamer: Any) -> Any:
+    if streamer is not None and (isinstance(streamer, type) or not hasattr(streamer, "end_row")):
+        raise UserError(
+            f"streamer={streamer!r} is no streamer: give TextStreamer(), TextIteratorStreamer() or one of your own"
+        )
+    return streamer
 
 
 def _decode(base: DecodeConfig, given: dict[str, Any]) -> DecodeConfig:
@@ -146,6 +160,8 @@ def _decode(base: DecodeConfig, given: dict[str, Any]) -> DecodeConfig:
     do_sample = given.get("do_sample")
     if do_sample is False:
         values["temperature"] = 0.0
-    elif do_sample and not values.get("temperature", base.temperature):
-        values["temperature"] = SAMPLING_TEMPERATURE
+    elif do_sample:
+        if values.get("temperature") == 0:
+            raise UserError("do_sample=True contradicts temperature=0, which is greedy: leave one of them out")
+        values.setdefault("temperature", base.temperature or SAMPLING_TEMPERATURE)
     return base.replaced(values)

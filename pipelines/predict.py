@@ -45,7 +45,8 @@ class Prediction:
                 }
                 for step in self.logprobs
             ]
-        return json.dumps(values, ensure_ascii=False)
+        # Half a surrogate pair, as an id or an error may quote one, becomes its JSON escape.
+        return json.dumps(values, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
 
 
 def run_predict(run: RunConfig, output_dir: Path, config_yaml: str) -> None:

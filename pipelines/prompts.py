@@ -13,6 +13,7 @@ from models.tokenizer import Tokenizer
 
 SUFFIXES = (".txt", ".jsonl")
 INPUTS = ("prompt", "messages", "prompt_token_ids", "src")
+MAX_TOKEN_ID = 2**31  # what a tokenizer can decode; the engine knows the real vocabulary
 FIELDS = (*INPUTS, "tgt", "id", "decode")
 
 
@@ -40,21 +41,25 @@ class Prompts:
 def read_prompts(data: str) -> Prompts:
     """Raises UserError for a file that is missing, unreadable or empty. A bad row becomes a row with an error."""
     if data == "-":
+        if sys.stdin is None:
+            raise UserError("predict.data=- reads standard input, which is closed")
         lines = list(_lines(sys.stdin.buffer.read(), "standard input"))
         return _parse(lines, _is_json_row(next((line for line in lines if line.strip()), "")), "standard input")
     path = Path(data)
     if not _names_a_file(data):
         return Prompts([PromptRow(0, prompt=data)])
     if path.suffix not in SUFFIXES:
+        fault = "does not end in" if path.exists() else "is not there, nor does it end in"
         raise UserError(
-            f"predict.data={data} looks like a path, but {'is neither' if path.exists() else 'there is no such file, nor is it'} "
-            "a .txt or a .jsonl: a prompt with a path separator and no white space goes into a row of a .jsonl"
+            f"predict.data={data} looks like a path, but {fault} {' or '.join(SUFFIXES)}: "
+            "a prompt with a path separator and no white space goes into a row of a .jsonl"
         )
     try:
         content = path.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"predict.data={data} cannot be read ({error.strerror}): give a prompt, a .txt, a .jsonl, or - for stdin"
+            f"predict.data={data} cannot be read ({reason}): give a prompt, a .txt, a .jsonl, or - for stdin"
         ) from error
     return _parse(list(_lines(content, data)), path.suffix == ".jsonl", data)
 
@@ -83,7 +88,7 @@ def _lines(content: bytes, where: str) -> Iterator[str]:
 def _is_json_row(line: str) -> bool:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(row, dict) and any(name in row for name in INPUTS)
 
@@ -102,7 +107,7 @@ def _parse(lines: list[str], as_json: bool, where: str) -> Prompts:
     for i, line in enumerate(kept):
         try:
             values = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # not JSON, a number too long, nested too deep
             rows.append(PromptRow(i, error=f"not a JSON object: {error}"))
             continue
         rows.append(parse_row(i, values))
@@ -144,8 +149,8 @@ def _input(values: dict[str, Any]) -> dict[str, Any]:
             raise UserError("messages is empty")
         return {"messages": messages}
     token_ids = _checked(values, "prompt_token_ids", list)
-    if not all(isinstance(id, int) and not isinstance(id, bool) for id in token_ids):
-        raise UserError("prompt_token_ids must be numbers")
+    if wrong := [id for id in token_ids if type(id) is not int or not 0 <= id < MAX_TOKEN_ID]:
+        raise UserError(f"prompt_token_ids must be numbers from 0, not {json.dumps(wrong[0])[:20]}")
     return {"prompt_token_ids": token_ids}
 
 
@@ -205,8 +210,6 @@ class PromptEncoder:
             return EncodedPrompt(text, row.prompt_token_ids)
         if tokenizer is None:
             raise UserError("there is no tokenizer for this text: give prompt_token_ids, or model.tokenizer=PATH")
-        for text in [row.prompt or "", *(message["content"] for message in row.messages or [])]:
-            _check_unicode(text)
         messages = row.messages
         if messages is None and self._template is not None:
             messages = [{"role": "user", "content": row.prompt}]
@@ -214,10 +217,10 @@ class PromptEncoder:
             if not self._use_templates:
                 raise UserError("messages need a chat template, but predict.chat_template=none: give auto or a path")
             text = tokenizer.apply_chat_template(messages, self._template)
-            return EncodedPrompt(
-                text, tokenizer.encode(text, add_special_tokens=False)
-            )  # the template has written any BOS
+            _check_unicode(text)
+            return EncodedPrompt(text, tokenizer.encode(text, add_special_tokens=False))  # the template wrote any BOS
         assert row.prompt is not None
+        _check_unicode(row.prompt)
         token_ids = tokenizer.encode(row.prompt, self._add_special_tokens)
         if not token_ids and self._add_special_tokens and tokenizer.bos_token_id is not None:
             token_ids = [tokenizer.bos_token_id]  # something to begin with

@@ -76,6 +76,10 @@ class Engine:
             resolve_sampling_params(decode, len(prompt_token_ids), self.context, self._eos_token_ids),
             sink,
         )
+        if wrong := [token for token in decode.stop_token_ids if token >= self._vocab_size]:
+            raise UserError(
+                f"decode.stop_token_ids: {wrong[0]} is not in the vocabulary: ids go up to {self._vocab_size - 1}"
+            )
         blocks = self.scheduler.block_manager
         num_tokens = len(prompt_token_ids) + request.params.max_new_tokens
         if blocks.num_blocks_for(num_tokens) > blocks.num_blocks:

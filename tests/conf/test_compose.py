@@ -74,6 +74,11 @@ PROMPTS = [
     "1e5",
     "true",
     "a=b",
+    "\\${x} and \\\\${y}",
+    '"Hi," she said. "Bye"',
+    "'a' and 'b'",
+    "'\\'",
+    "ends with a backslash\\\n",
     "\\\\",
     "#comment",
 ]

@@ -153,7 +153,6 @@ def test_keys_that_are_not_used_are_logged(tmp_path: Path, caplog: pytest.LogCap
     "damage",
     [
         pytest.param(lambda content: content[:-100], id="last bytes missing"),
-        pytest.param(lambda content: content[:40], id="header cut"),
         pytest.param(lambda content: b"", id="empty"),
         pytest.param(lambda content: b"\xff" * 64, id="garbage"),
         pytest.param(lambda content: content[:8] + b"?" * 64 + content[72:], id="header not JSON"),
@@ -317,7 +316,7 @@ def with_pickle_bytes(content: bytes, pickled: bytes) -> bytes:
 def test_damaged_pickle(tmp_path: Path, damage: Any) -> None:
     file = write_pickle(tmp_path, make_tensors()) / "pytorch_model.bin"
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(UserError, match=r"pytorch_model\.bin is truncated or holds more than tensors"):
+    with pytest.raises(UserError, match=r"pytorch_model\.bin is truncated, too old, or holds more than tensors"):
         load(tmp_path, allow_pickle=True)
 
 
@@ -382,20 +381,24 @@ print(peak() - before)
 """
 
 
-def test_peak_memory_is_the_model_and_one_shard(tmp_path: Path) -> None:
-    scale, small, large = 56, tmp_path / "small", tmp_path / "large"
+def test_peak_memory_is_the_model_and_one_tensor(tmp_path: Path) -> None:
+    small, large = tmp_path / "small", tmp_path / "large"
     small.mkdir()
     large.mkdir()
     write_whole(small, make_tensors())
-    shards = split(make_tensors(scale), 8)
-    sizes = {name: CONFIG[name] * scale for name in ("hidden_size", "intermediate_size", "vocab_size")}
-    write_shards(large, shards, **sizes)
-    shard_bytes = [sum(tensor.nbytes for tensor in shard.values()) for shard in shards]
+    tensors = make_tensors(56)
+    sizes = {name: CONFIG[name] * 56 for name in ("hidden_size", "intermediate_size", "vocab_size")}
+    write_whole(large, tensors, **sizes)
+    total, largest = (
+        sum(tensor.nbytes for tensor in tensors.values()),
+        max(tensor.nbytes for tensor in tensors.values()),
+    )
     command = [sys.executable, "-c", START, sys.executable, "-c", MEASURE, str(small), str(large)]
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     peak = int(subprocess.run(command, env=os.environ | path, stdout=subprocess.PIPE, check=True).stdout)
     for file in large.iterdir():
         file.unlink()  # folders of past tests are kept for a while
-    # Pages of a mapped file count as resident until it is closed: the bound is the model and the largest shard, and as much
-    # again for what the allocator holds back. A loader that keeps every shard, or reads all before it casts, takes two models.
-    assert sum(shard_bytes) * 0.9 < peak < sum(shard_bytes) + 2 * max(shard_bytes)
+    # The model, the tensor that is being copied, and as much again for what the allocator holds back. A loader that keeps
+    # the file mapped, or reads all before it casts, takes two models.
+    assert total * 0.9 < peak < total + 2 * largest
+    assert largest * 4 < total

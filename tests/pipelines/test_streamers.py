@@ -138,3 +138,11 @@ def test_text_streamer_prints_to_standard_output(
 ) -> None:
     results = pipe("Once", streamer=TextStreamer(pipe.tokenizer), max_new_tokens=5)
     assert capsys.readouterr().out == results[0]["text_generation_text"][0] + "\n"
+
+
+def test_a_bad_argument_reaches_the_consumer_too(pipe: TextGenerationPipeline) -> None:
+    streamer = TextIteratorStreamer(timeout=60)
+    thread, _ = in_thread(pipe, streamer, "Once", max_tokens=3)
+    with pytest.raises(UserError, match="argument max_tokens does not exist"):
+        next(streamer)
+    thread.join()
