@@ -1,0 +1,90 @@
+"""The tokenizer: exact text both ways, templates in a sandbox, damaged files refused, no code from a checkpoint."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+
+from conf.errors import UserError
+from models.tokenizer import Tokenizer
+from tests.tokenizers_for_tests import TEXTS, TRICKY, byte_fallback, byte_level, save
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def load(folder: Path) -> Tokenizer:
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save(byte_level(), folder)
+    return load(folder)
+
+
+@pytest.mark.parametrize("text", [*TEXTS, TRICKY, "a , b . c ! it 's"])
+def test_text_comes_back_exactly(tokenizer: Tokenizer, text: str, tmp_path: Path) -> None:
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True) == text
+    save(byte_fallback(), tmp_path)
+    llama_like = load(tmp_path)
+    assert llama_like.decode(llama_like.encode(text, add_special_tokens=True), skip_special_tokens=True) == text
+
+
+def test_special_tokens_only_where_asked_for(tokenizer: Tokenizer) -> None:
+    with_bos, without = (tokenizer.encode("Once", add_special_tokens=add) for add in (True, False))
+    assert with_bos == [tokenizer.bos_token_id, *without]
+    assert tokenizer.decode(with_bos, skip_special_tokens=False) == "<s>Once"
+    assert tokenizer.decode(with_bos, skip_special_tokens=True) == "Once"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
+
+
+def test_templates(tokenizer: Tokenizer) -> None:
+    assert tokenizer.apply_chat_template(MESSAGES, None) == "<s>[user] hi\n[assistant] "
+    assert tokenizer.apply_chat_template(MESSAGES, "{{ messages[0].content | upper }}") == "HI"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('no system role') }}",
+        "{{ messages[0].nope.nope }}",
+        "{% for %}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",  # out of the sandbox
+    ],
+)
+def test_a_template_that_fails_is_one_clear_error(tokenizer: Tokenizer, template: str) -> None:
+    with pytest.raises(UserError, match="the chat template does not take these messages"):
+        tokenizer.apply_chat_template(MESSAGES, template)
+
+
+def test_no_template_names_the_remedy(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(UserError, match="has no chat template: give predict.chat_template=PATH"):
+        load(tmp_path).apply_chat_template(MESSAGES, None)
+
+
+def test_a_folder_without_tokenizer_files_has_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert Tokenizer.load(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"model": 3}', "[]"])
+def test_damaged_files_are_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match="the tokenizer in .* cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+def test_code_in_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+    save(byte_level(), tmp_path)
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with contextlib.suppress(UserError):  # refused or read as a plain tokenizer, either will do
+        Tokenizer.load(tmp_path)
+    assert not (tmp_path / "ran").exists()

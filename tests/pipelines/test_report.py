@@ -1,0 +1,70 @@
+"""Files whole or not at all; a progress bar on terminals only."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelines.report import environment, peak_memory_bytes, write_atomically
+from tests.builders import REPOSITORY
+
+DRAW = """
+from pipelines.report import progress_bar
+with progress_bar() as bar:
+    bar.loaded(5_000_000, 10_000_000)
+    bar.loaded(10_000_000, 10_000_000)
+    bar.generated(1, 4, 123.4)
+    bar.generated(4, 4, 99.0)
+"""
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    file = tmp_path / "file.txt"
+    write_atomically(file, "one\n今天\n")
+    write_atomically(file, "two")
+    assert file.read_text(encoding="utf-8") == "two"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "file.txt"
+    write_atomically(file, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(file, "new \ud800")
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def draw(stderr: int) -> subprocess.CompletedProcess[bytes]:
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run([sys.executable, "-c", DRAW], stderr=stderr, stdout=subprocess.PIPE, env=environment)
+
+
+def test_progress_is_drawn_on_a_terminal() -> None:
+    ours, theirs = pty.openpty()
+    done = draw(theirs)
+    os.close(theirs)
+    drawn = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            drawn += chunk
+    except OSError:  # the other side is closed and all is read
+        pass
+    assert done.returncode == 0
+    assert b"load" in drawn
+    assert b"4 of 4 rows, 99 tokens/s" in drawn
+
+
+def test_nothing_is_drawn_elsewhere() -> None:
+    done = draw(subprocess.PIPE)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_environment_names_versions_and_machine() -> None:
+    values = environment()
+    assert values["packages"]["torch"] is not None
+    assert values["cpu_count"] == os.cpu_count()
+    assert peak_memory_bytes() > 50_000_000
