@@ -27,9 +27,8 @@ def _run_dir(task: Any, option: str, path: str) -> str:
     file = CONF / "model" / f"{option}.yaml"
     own_path = OmegaConf.select(OmegaConf.load(file), "path") if file.exists() else path
     name = option if path == own_path else Path(path).name
-    moment = datetime.now().strftime(
-        "%Y-%m-%d_%H-%M-%S-%f"
-    )  # microseconds: two runs of one second do not share a folder
+    # Microseconds, so that two runs of one second do not share a folder.
+    moment = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
     return str(REPOSITORY / "outputs" / getattr(task, "name", str(task)) / re.sub(r"[^\w.-]", "_", name) / moment)
 
 

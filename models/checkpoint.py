@@ -134,9 +134,8 @@ def load_checkpoint(
                 raise UserError(
                     f"{file.path}: {name} is {tensor.dtype}, not a float: quantised checkpoints are not supported"
                 )
-            assign(
-                model, name, tensor.to(device, dtype, copy=True)
-            )  # a copy, because the source is a view of the mapped file
+            # A copy, because the source is a view of the mapped file.
+            assign(model, name, tensor.to(device, dtype, copy=True))
             done += tensor.numel() * dtype.itemsize
             on_bytes(done, total)
 

@@ -32,9 +32,8 @@ def paged_attention(
         scores = (grouped @ keys).unflatten(1, (-1, q.shape[0])) * scale  # [G, H/G, Q, L]
         position = torch.arange(length - q.shape[0], length, device=q.device)[:, None]  # [Q, 1]
         hidden = torch.arange(length, device=q.device) > position  # [Q, L]
-        weights = (
-            scores.float().masked_fill(hidden, -torch.inf).softmax(-1).to(q.dtype).flatten(1, 2)
-        )  # [G, H/G * Q, L]
+        weights = scores.float().masked_fill(hidden, -torch.inf).softmax(-1)
+        weights = weights.to(q.dtype).flatten(1, 2)  # [G, H/G * Q, L]
         attended = (weights @ values).unflatten(1, (-1, q.shape[0]))  # [G, H/G, Q, D]
         output[starts[s] : starts[s + 1]] = attended.flatten(0, 1).transpose(0, 1)
     return output

@@ -62,31 +62,21 @@ class Engine:
         """A checked request. Raises UserError for ids outside the vocabulary and for lengths that do not fit."""
         if not prompt_token_ids:
             raise UserError("the prompt has no tokens, and the tokenizer no BOS to begin with")
-        if wrong := [token for token in prompt_token_ids if not 0 <= token < self._vocab_size]:
-            raise UserError(
-                f"prompt token id {wrong[0]} is not in the vocabulary: give ids from 0 to {self._vocab_size - 1}"
-            )
+        self._check_ids("prompt token id", prompt_token_ids)
+        self._check_ids("stop token id", decode.stop_token_ids)
         if decode.stop and self.tokenizer is None:
-            raise UserError(
-                f"decode.stop={decode.stop} needs a tokenizer: give decode.stop_token_ids, or model.tokenizer=PATH"
-            )
-        request = Request(
-            id,
-            prompt_token_ids,
-            resolve_sampling_params(decode, len(prompt_token_ids), self.context, self._eos_token_ids),
-            sink,
-        )
-        if wrong := [token for token in decode.stop_token_ids if token >= self._vocab_size]:
-            raise UserError(
-                f"decode.stop_token_ids: {wrong[0]} is not in the vocabulary: ids go up to {self._vocab_size - 1}"
-            )
-        blocks = self.scheduler.block_manager
-        num_tokens = len(prompt_token_ids) + request.params.max_new_tokens
+            remedy = "give decode.stop_token_ids, or model.tokenizer=PATH"
+            raise UserError(f"decode.stop={decode.stop} needs a tokenizer: {remedy}")
+        params = resolve_sampling_params(decode, len(prompt_token_ids), self.context, self._eos_token_ids)
+        blocks, num_tokens = self.scheduler.block_manager, len(prompt_token_ids) + params.max_new_tokens
         if blocks.num_blocks_for(num_tokens) > blocks.num_blocks:
-            raise UserError(
-                f"prompt and new tokens are {num_tokens}, but the KV cache holds {blocks.num_blocks * blocks.block_size}"
-            )
-        return request
+            capacity = blocks.num_blocks * blocks.block_size
+            raise UserError(f"prompt and new tokens are {num_tokens}, but the KV cache holds {capacity}")
+        return Request(id, prompt_token_ids, params, sink)
+
+    def _check_ids(self, what: str, ids: list[int]) -> None:
+        if wrong := [id for id in ids if not 0 <= id < self._vocab_size]:
+            raise UserError(f"{what} {wrong[0]} is not in the vocabulary: give ids from 0 to {self._vocab_size - 1}")
 
     def check(self, decode: DecodeConfig) -> None:
         """Raises UserError for settings that no prompt could be run with."""
@@ -109,7 +99,8 @@ class Engine:
                 yield from map(_output, finished)
         finally:
             for sequence in alive:
-                self.scheduler.remove(sequence)
+                if not sequence.finish_reason:  # some may have finished in the very step that failed
+                    self.scheduler.remove(sequence)
 
     def add(self, request: Request) -> Sequence:
         sequence = Sequence(request, self._detokenizer(request), list(request.prompt_token_ids))
@@ -149,9 +140,8 @@ def _advance(sequence: Sequence, token: int) -> FinishReason | None:
     params = sequence.request.params
     may_stop = sequence.num_output_tokens >= params.min_new_tokens
     piece, stopped = "", False
-    if (
-        sequence.detokenizer and token not in params.stop_token_ids
-    ):  # the text of a stop token, like a stop string's, is left out
+    # The text of a stop token, like that of a stop string, is left out.
+    if sequence.detokenizer and token not in params.stop_token_ids:
         piece, stopped = sequence.detokenizer.add(token, may_stop)
     reason = None
     if stopped or (may_stop and token in params.stop_token_ids | params.eos_token_ids):

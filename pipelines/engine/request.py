@@ -130,7 +130,7 @@ class TokenLogprobs:
     """Token id to rank, 1 for the most likely."""
 
 
-@dataclass
+@dataclass(eq=False)  # a sequence is itself, not its contents
 class Sequence:
     """A request on its way. The scheduler writes `block_table`, the engine the rest."""
 

@@ -10,7 +10,7 @@ from conf.errors import UserError
 from models.config import ConfigReader
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
 from models.llama import LlamaConfig, read_config
-from models.registry import find_architecture
+from models.registry import ARCHITECTURES, find_architecture
 
 CONFIG = {
     "model_type": "llama",
@@ -189,7 +189,7 @@ def test_quantised_checkpoint_is_refused(value: object) -> None:
 
 
 def test_null_quantisation_is_none() -> None:
-    find_architecture(reader(model_type="llama", quantization_config=None))
+    assert find_architecture(reader(model_type="llama", quantization_config=None)) is ARCHITECTURES["llama"]
 
 
 # Llama

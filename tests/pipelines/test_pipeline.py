@@ -96,7 +96,7 @@ def test_threads_take_turns(pipe: TextGenerationPipeline) -> None:
         ({"do_sample": "no"}, "do_sample='no' is neither True nor False"),
         ({"do_sample": True, "temperature": 0}, "do_sample=True contradicts temperature=0"),
         ({"streamer": 5}, "streamer=5 is no streamer"),
-        ({"stop_token_ids": [330]}, "prompt 0: decode.stop_token_ids: 330 is not in the vocabulary: ids go up to 329"),
+        ({"stop_token_ids": [330]}, "prompt 0: stop token id 330 is not in the vocabulary: give ids from 0 to 329"),
         ({"max_length": 129}, "prompt 0: decode.max_length=129 is more than the model takes"),
         ({"chat_template": "/nowhere.jinja"}, "predict.chat_template=/nowhere.jinja cannot be read"),
     ],

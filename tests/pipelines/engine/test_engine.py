@@ -120,9 +120,10 @@ def test_a_failing_sink_gives_everything_back(texts: Engine) -> None:
     def fail(piece: str) -> None:
         raise OSError("gone")
 
-    request = texts.request(0, [0, 70, 71], DecodeConfig(max_new_tokens=30), fail)
+    finishing = texts.request(0, [0, 70, 71], DecodeConfig(max_new_tokens=1))  # in the same step
+    failing = texts.request(1, [0, 70, 71], DecodeConfig(max_new_tokens=1, ignore_eos=True), fail)
     with pytest.raises(OSError, match="gone"):
-        list(texts.generate([request]))
+        list(texts.generate([finishing, failing, texts.request(2, [0], DecodeConfig(max_new_tokens=30))]))
     texts.scheduler.check_integrity()
     assert not texts.scheduler.running
 
