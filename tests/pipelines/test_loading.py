@@ -1,0 +1,108 @@
+"""From a RunConfig to an engine: threads, dtypes, eos, tokenizers, contexts."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from conf.schema import DecodeConfig, DeviceConfig, DeviceType, DType
+from pipelines.loading import load_engine
+from tests.builders import all_logits, engine_of, generate, run_config, write_llama
+
+
+def test_threads_are_set(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    before = torch.get_num_threads()
+    try:
+        load_engine(replace(run_config(tmp_path), device=DeviceConfig(DeviceType.cpu, threads=1)))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_the_model_rounded(tmp_path: Path, dtype: str) -> None:
+    write_llama(tmp_path)
+    prompt = list(range(5, 30))
+    exact = all_logits(engine_of(tmp_path), prompt)
+    run = run_config(tmp_path)
+    half = all_logits(load_engine(replace(run, model=replace(run.model, dtype=DType[dtype]))), prompt)
+    assert half.dtype == getattr(torch, dtype)
+    # Rounding errors of one unit in the last place each, a few dozen of them along the two layers, seldom all of one sign.
+    tolerance = 16 * torch.finfo(half.dtype).eps * exact.abs().max().item()
+    torch.testing.assert_close(half.float(), exact, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        (5, None, {5}),
+        ([5, 6], None, {5, 6}),
+        (5, {"eos_token_id": [7, 8]}, {7, 8}),
+        (5, {"eos_token_id": 9}, {9}),
+        (5, {"temperature": 0.5}, {5}),
+        (None, None, set()),
+    ],
+)
+def test_eos_comes_from_generation_config_before_config(
+    tmp_path: Path, config: object, generation: dict[str, object] | None, expected: set[int]
+) -> None:
+    write_llama(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, "eos_token_id": config}))
+    (tmp_path / "generation_config.json").unlink()
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    request = engine_of(tmp_path).request(0, [5], DecodeConfig())
+    assert request.params.eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"eos_token_id": "end"}', "eos_token_id='end' is neither an id nor a list of ids"),
+        ('{"eos_token_id": [1, true]}', r"eos_token_id=\[1, True\] is neither"),
+        ("{", "generation_config.json cannot be read"),
+        ("[]", "generation_config.json holds a list, not a JSON object"),
+    ],
+)
+def test_bad_generation_config_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    write_llama(tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        engine_of(tmp_path)
+
+
+def test_keys_of_the_config_that_nobody_read_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_llama(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, "logit_softcap": 30.0}))
+    with caplog.at_level(logging.WARNING):
+        engine_of(tmp_path)
+    assert "has keys that are not used: logit_softcap" in caplog.text
+
+
+def test_tokenizer_from_another_folder(tmp_path: Path, chatty: Path) -> None:
+    write_llama(tmp_path / "model", vocab_size=330)
+    assert engine_of(tmp_path / "model", tokenizer="").tokenizer is None
+    assert engine_of(tmp_path / "model", tokenizer=str(chatty)).tokenizer is not None
+    for wrong in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(UserError, match=f"model.tokenizer={wrong} is not a folder with tokenizer files"):
+            engine_of(tmp_path / "model", tokenizer=str(wrong))
+
+
+def test_model_max_length_limits_every_sequence(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    engine = load_engine(run_config(tmp_path, max_length=20))
+    assert len(generate(engine, [[5] * 15], DecodeConfig())[0].token_ids) == 5
+    with pytest.raises(UserError, match="decode.max_length=21 is more than the model takes .model.max_length=20"):
+        engine.check(DecodeConfig(max_length=21))
+
+
+def test_stretched_context_counts(tmp_path: Path) -> None:
+    write_llama(tmp_path, rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=32)
+    assert engine_of(tmp_path).context.num_tokens == 64

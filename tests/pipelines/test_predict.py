@@ -1,0 +1,84 @@
+"""The predict job in one process: batch sizes, models without a tokenizer, jobs in which nothing works."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conf.errors import UserError
+from conf.schema import DecodeConfig, PredictConfig, RunConfig
+from pipelines.predict import run_predict
+from tests.builders import run_config
+
+PROMPTS = [
+    "Once upon a time",
+    "x",
+    "今天天气很好",
+    "  two  spaces",
+    "hello, world!",
+    "a",
+    "The dog said: it was a good day",
+]
+
+
+def job(chatty: Path, data: Path | str, batch_size: int = 3, tokenizer: str | None = "", **decode: object) -> RunConfig:
+    run = run_config(chatty)
+    return replace(
+        run,
+        model=replace(run.model, tokenizer=tokenizer),
+        decode=DecodeConfig(**{"max_new_tokens": 12, **decode}),  # type: ignore[arg-type]
+        predict=PredictConfig(data=str(data), batch_size=batch_size),
+    )
+
+
+def rows(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(
+    "decode", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 3, "repetition_penalty": 1.2}], ids=["greedy", "seeded"]
+)
+def test_any_batch_size_gives_the_same_rows_in_order(chatty: Path, tmp_path: Path, decode: dict[str, object]) -> None:
+    data = tmp_path / "prompts.txt"
+    data.write_text("\n".join(PROMPTS), encoding="utf-8")
+    for batch_size in (1, 3, 100):
+        run_predict(job(chatty, data, batch_size, **decode), tmp_path / str(batch_size), "# config\n")
+    first = rows(tmp_path / "1")
+    assert [row["prompt"] for row in first] == PROMPTS
+    assert rows(tmp_path / "3") == rows(tmp_path / "100") == first
+
+
+def test_without_a_tokenizer_token_ids_still_work(chatty: Path, tmp_path: Path) -> None:
+    data = tmp_path / "ids.jsonl"
+    data.write_text('{"prompt_token_ids": [0, 70]}\n{"prompt": "Once"}\n')
+    run_predict(job(chatty, data, tokenizer=None), tmp_path / "out", "")
+    ids, text = rows(tmp_path / "out")
+    assert (ids["prompt"], ids["text"], ids["num_generated_tokens"]) == (None, None, 12)
+    assert "there is no tokenizer for this text: give prompt_token_ids" in str(text["error"])
+
+
+def test_if_nothing_works_the_rows_say_why_and_the_job_fails(chatty: Path, tmp_path: Path) -> None:
+    data = tmp_path / "bad.jsonl"
+    data.write_text('{"id": "\\ud800", "promt": 1}\nnope\n')
+    with pytest.raises(UserError, match="none of the 2 rows could be predicted; the first: the row has none of prompt"):
+        run_predict(job(chatty, data), tmp_path / "out", "")
+    assert [row["finish_reason"] for row in rows(tmp_path / "out")] == ["error", "error"]
+    assert rows(tmp_path / "out")[0]["id"] == "\ud800"
+
+
+def test_what_no_prompt_could_be_run_with_fails_before_anything_is_written(chatty: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="decode.max_length=1000 is more than the model takes"):
+        run_predict(job(chatty, "hello", max_new_tokens=None, max_length=1000), tmp_path / "out", "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_data_is_named(chatty: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="predict.data is missing: give a prompt"):
+        run_predict(replace(job(chatty, "x"), predict=PredictConfig()), tmp_path / "out", "")
+
+
+def test_a_folder_that_cannot_be_written_leaves_nothing(chatty: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        run_predict(job(chatty, "hello"), tmp_path / "file" / "out", "")
