@@ -47,6 +47,13 @@ def _check(holds: bool, key: str, value: object, allowed: str) -> None:
         raise UserError(f"{key}={value} is not allowed: give {allowed}")
 
 
+def _is_memory(text: str) -> bool:
+    try:
+        return text == "auto" or 0 < float(text) < math.inf
+    except ValueError:
+        return False
+
+
 @dataclass
 class ModelConfig:
     """Where a model is and how to hold it. Its architecture comes from the checkpoint's config.json."""
@@ -87,8 +94,23 @@ class DeviceConfig:
     type: DeviceType = DeviceType.auto
     threads: int | None = None
     """Threads of the CPU operators; null: torch's choice."""
+    max_batched_tokens: int = 2048
+    """Most tokens in one step. Longer prompts are computed in chunks, beside the rows that generate."""
+    block_size: int | None = None
+    """Tokens in a block of the KV cache; null: 16 on a CPU, 64 on a GPU."""
+    kv_cache_memory: str = "auto"
+    """Bytes of the KV cache, or a fraction (below 1) of the memory that is free; auto: half of it, or what all rows need."""
 
     def __post_init__(self) -> None:
+        _check(self.max_batched_tokens > 0, "device.max_batched_tokens", self.max_batched_tokens, "a number above 0")
+        _check(
+            self.block_size is None or self.block_size > 0,
+            "device.block_size",
+            self.block_size,
+            "a number above 0, or null",
+        )
+        allowed = "auto, a number of bytes, or a fraction between 0 and 1"
+        _check(_is_memory(self.kv_cache_memory), "device.kv_cache_memory", self.kv_cache_memory, allowed)
         _check(self.threads is None or self.threads > 0, "device.threads", self.threads, "a number above 0, or null")
 
 
@@ -126,6 +148,8 @@ class DecodeConfig:
     logprobs: int | None = None
     """Log probabilities of this many most likely tokens, from the unmodified distribution, besides the chosen one's."""
     skip_special_tokens: bool = True
+    prefix_cache: bool = True
+    """Take over the keys and values of a prompt's beginning from an earlier row that began the same way."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_length"):

@@ -40,6 +40,10 @@ class LlamaConfig:
     def context_length(self) -> int:
         return self.rotary.context_length
 
+    @property
+    def keys_depend_on_length(self) -> bool:
+        return self.rotary.type == "dynamic"
+
 
 def read_config(config: ConfigReader) -> LlamaConfig:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""

@@ -25,6 +25,9 @@ class ModelShape(Protocol):
     def head_dim(self) -> int: ...
     @property
     def context_length(self) -> int: ...
+    @property
+    def keys_depend_on_length(self) -> bool:
+        """Whether a token's key is another one in a longer prompt, so that prompts cannot share their beginnings."""
 
 
 class CausalLM(Protocol):

@@ -10,6 +10,7 @@ import torch
 
 from conf.errors import UserError
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
+from models.batch import KVCache
 from models.checkpoint import (
     DTYPES,
     WeightFile,
@@ -23,6 +24,7 @@ from models.hub import find_folder
 from models.registry import CausalLM, ModelShape, find_architecture
 from models.tokenizer import Tokenizer
 from pipelines.engine import Engine
+from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
 from pipelines.engine.request import ContextLimit
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,11 @@ def load_engine(run: RunConfig, on_bytes: Callable[[int, int], None] = lambda do
 
     Raises UserError for whatever is wrong with the checkpoint, the tokenizer or the device.
     """
+    if run.predict.batch_size > run.device.max_batched_tokens:
+        raise UserError(
+            f"predict.batch_size={run.predict.batch_size} is more than device.max_batched_tokens="
+            f"{run.device.max_batched_tokens}: every sequence that runs needs a token of each step"
+        )
     device = _device(run.device)
     if run.device.threads is not None:
         torch.set_num_threads(run.device.threads)
@@ -53,7 +60,18 @@ def load_engine(run: RunConfig, on_bytes: Callable[[int, int], None] = lambda do
         load_checkpoint(model, files, architecture.ignored_tensors, dtype, device, on_bytes)
     else:
         initialise_randomly(model, dtype, device)
-    return Engine(cast(CausalLM, model), tokenizer, context, eos_token_ids, run.predict.batch_size, dtype, device)
+    cache = _kv_cache(run, shape, context, dtype, device)
+    sizes = run.predict.batch_size, run.device.max_batched_tokens
+    return Engine(cast(CausalLM, model), cache, tokenizer, context, eos_token_ids, *sizes)
+
+
+def _kv_cache(
+    run: RunConfig, shape: ModelShape, context: ContextLimit, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    block_size = run.device.block_size or BLOCK_SIZE[device.type]
+    num_tokens = run.predict.batch_size * context.num_tokens
+    num_blocks = choose_num_blocks(shape, num_tokens, block_size, run.device.kv_cache_memory, dtype, device)
+    return allocate_kv_cache(shape, num_blocks, block_size, dtype, device)
 
 
 def _device(config: DeviceConfig) -> torch.device:

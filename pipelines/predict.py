@@ -68,7 +68,7 @@ def run_predict(run: RunConfig, output_dir: Path, config_yaml: str) -> None:
             progress.generated(count, len(predictions), num_tokens / (time.perf_counter() - loaded))
         seconds = time.perf_counter() - loaded
     rows = [prediction for prediction in predictions if prediction is not None]
-    metrics = _metrics(prompts, rows, loaded - start, seconds)
+    metrics = _metrics(prompts, rows, job.num_cached_tokens, loaded - start, seconds)
     _write(output_dir, config_yaml, rows, metrics)
     _print(rows, prompts, metrics, output_dir)
     if metrics["num_errors"] == len(rows):
@@ -81,6 +81,7 @@ class PredictJob:
     def __init__(self, run: RunConfig, engine: Engine) -> None:
         self._run = run
         self._engine = engine
+        self.num_cached_tokens = 0  # prompt tokens that the prefix cache spared so far
         self._encoder = PromptEncoder(engine.tokenizer, run.predict.add_special_tokens, run.predict.chat_template)
 
     def predict(self, rows: list[PromptRow]) -> Iterator[Prediction]:
@@ -100,6 +101,7 @@ class PredictJob:
         for output in self._engine.generate(requests()):
             yield from errors
             errors.clear()
+            self.num_cached_tokens += output.num_cached_tokens
             yield _prediction(rows[output.request_id], texts.pop(output.request_id), output)
         yield from errors
 
@@ -124,7 +126,9 @@ def _error_prediction(row: PromptRow, error: str) -> Prediction:
     return Prediction(row.index, row.id, prompt, "", [], "error", 0, 0, None, error)
 
 
-def _metrics(prompts: Prompts, rows: list[Prediction], load_s: float, generate_s: float) -> dict[str, Any]:
+def _metrics(
+    prompts: Prompts, rows: list[Prediction], num_cached_tokens: int, load_s: float, generate_s: float
+) -> dict[str, Any]:
     num_generated = sum(row.num_generated_tokens for row in rows)
     return {
         "num_prompts": len(rows),
@@ -132,6 +136,7 @@ def _metrics(prompts: Prompts, rows: list[Prediction], load_s: float, generate_s
         "num_blank_lines": prompts.num_blank_lines,
         "unused_fields": list(prompts.unused_fields),
         "num_prompt_tokens": sum(row.num_prompt_tokens for row in rows),
+        "num_cached_tokens": num_cached_tokens,
         "num_generated_tokens": num_generated,
         "load_s": load_s,
         "generate_s": generate_s,
@@ -165,7 +170,10 @@ def _print(rows: list[Prediction], prompts: Prompts, metrics: dict[str, Any], ou
                 "prompts",
                 f"{metrics['num_prompts']} ({metrics['num_errors']} with errors, {metrics['num_blank_lines']} blank lines skipped)",
             ),
-            ("prompt tokens", f"{metrics['num_prompt_tokens']:,}"),
+            (
+                "prompt tokens",
+                f"{metrics['num_prompt_tokens']:,} ({metrics['num_cached_tokens']:,} from the prefix cache)",
+            ),
             ("generated tokens", f"{metrics['num_generated_tokens']:,}"),
             ("load", f"{metrics['load_s']:.2f} s"),
             ("generate", f"{metrics['generate_s']:.2f} s"),

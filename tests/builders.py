@@ -48,12 +48,12 @@ def run_config(folder: Path, **model: Any) -> RunConfig:
     )
 
 
-def engine_of(folder: Path, batch_size: int = 3, tokenizer: str | None = None) -> Engine:
-    """A float32 engine on the CPU. `tokenizer=""` takes the folder's own."""
+def engine_of(folder: Path, batch_size: int = 3, tokenizer: str | None = None, **device: Any) -> Engine:
+    """A float32 engine on the CPU. `tokenizer=""` takes the folder's own; `device` are fields of DeviceConfig."""
     run = run_config(folder)
-    return load_engine(
-        replace(run, model=replace(run.model, tokenizer=tokenizer), predict=PredictConfig(batch_size=batch_size))
-    )
+    model = replace(run.model, tokenizer=tokenizer)
+    config = DeviceConfig(DeviceType.cpu, **device)
+    return load_engine(replace(run, model=model, device=config, predict=PredictConfig(batch_size=batch_size)))
 
 
 def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> list[Output]:
@@ -69,8 +69,8 @@ def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> 
 @torch.inference_mode()
 def all_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
     """Logits [T, V] at every position of a prompt, in one prefill."""
-    sequence = engine.add(engine.request(0, prompt, DecodeConfig(max_new_tokens=1)))
-    batch = build_batch(engine.scheduler.plan(), torch.device("cpu"))
+    sequence = engine.add(engine.request(0, prompt, DecodeConfig(max_new_tokens=1, prefix_cache=False)))
+    batch = build_batch(engine.scheduler.plan(), engine._block_size, torch.device("cpu"))
     logits = engine._runner.run(replace(batch, logit_rows=torch.arange(len(prompt))))
     engine.scheduler.remove(sequence)
     return logits

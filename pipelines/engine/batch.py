@@ -5,12 +5,11 @@ import itertools
 import torch
 
 from models.batch import Batch
-from pipelines.engine.kv_cache import BLOCK_SIZE
 from pipelines.engine.scheduler import StepPlan
 
 
-def build_batch(plan: StepPlan, device: torch.device) -> Batch:
-    """Flatten the plan's new tokens, without padding. The last token of each sequence gets logits."""
+def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
+    """Flatten the plan's new tokens, without padding. A sequence's last token gets logits, once it is reached."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -22,7 +21,7 @@ def build_batch(plan: StepPlan, device: torch.device) -> Batch:
         after = first + item.num_new_tokens
         token_ids += sequence.token_ids[first:after]
         positions += range(first, after)
-        slots += [sequence.block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(first, after)]
+        slots += [sequence.block_table[p // block_size] * block_size + p % block_size for p in range(first, after)]
         prompt_lengths += [sequence.num_prompt_tokens] * item.num_new_tokens
         context_lengths.append(after)
         starts.append(len(token_ids))
@@ -39,5 +38,5 @@ def build_batch(plan: StepPlan, device: torch.device) -> Batch:
         query_starts=tensor(starts),
         context_lengths=tensor(context_lengths),
         prompt_lengths=tensor(prompt_lengths),
-        logit_rows=tensor([end - 1 for end in starts[1:]]),
+        logit_rows=tensor([end - 1 for item, end in zip(plan.scheduled, starts[1:], strict=True) if item.samples]),
     )

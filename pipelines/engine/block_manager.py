@@ -1,35 +1,97 @@
-"""Who owns which block of the KV cache."""
+"""Who owns which block of the KV cache, and which blocks hold what a later prompt may begin with.
 
+A block is in one of three states: free (holds nothing), cached (owned by nobody, but full and found by its hash), used (owned by one
+or more sequences). Invariant: free + cached + used == all.
+"""
+
+import hashlib
+from array import array
+from collections import Counter
 from collections.abc import Iterable
 
 
+def extend_hashes(hashes: list[bytes], token_ids: list[int], num_blocks: int, block_size: int) -> None:
+    """Extend the sha256 of each full block, over the one before it and the block's tokens, to the first `num_blocks` blocks.
+
+    Two hashes are equal only where everything up to the end of the block is equal.
+    """
+    for i in range(len(hashes), num_blocks):
+        block = array("q", token_ids[i * block_size : (i + 1) * block_size]).tobytes()
+        hashes.append(hashlib.sha256((hashes[-1] if hashes else b"") + block).digest())
+
+
 class BlockManager:
-    """A free list over `num_blocks` blocks of `block_size` token slots. Invariant: free + owned == all, no block owned twice."""
+    """Blocks with reference counts; cached ones are evicted least recently used first."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest and the last freed go first
+        self._references = [0] * num_blocks
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._cached: dict[int, None] = {}  # in the order of their last use
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free)
+        """Blocks that `allocate` could give: the free ones and the cached ones, which it would evict."""
+        return len(self._free) + len(self._cached)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Blocks that now belong to the caller. The caller has checked num_free_blocks."""
-        assert num_blocks <= len(self._free)
-        return [self._free.pop() for _ in range(num_blocks)]
+        """Blocks that now belong to the caller alone. The caller has checked num_free_blocks."""
+        assert num_blocks <= self.num_free_blocks
+        blocks = [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def find_prefix(self, hashes: list[bytes]) -> list[int]:
+        """The blocks that hold the longest known beginning of a chain of hashes. They are not owned yet."""
+        blocks = []
+        for value in hashes:
+            if value not in self._block_of:
+                break
+            blocks.append(self._block_of[value])
+        return blocks
+
+    def share(self, blocks: list[int]) -> None:
+        """Make the caller an owner of blocks that `find_prefix` found."""
+        for block in blocks:
+            self._references[block] += 1
+            self._cached.pop(block, None)
+
+    def remember(self, block: int, value: bytes) -> None:
+        """The block is full and computed: later prompts may find it by its hash. The first block of a hash stays the known one."""
+        if value not in self._block_of and block not in self._hash_of:
+            self._hash_of[block] = value
+            self._block_of[value] = block
 
     def free(self, blocks: list[int]) -> None:
-        self._free.extend(reversed(blocks))
+        """The caller gives its blocks up. The last ones are evicted first, because a prompt is more likely to share its beginning."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if block in self._hash_of:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def _evict(self) -> int:
+        block = next(iter(self._cached))
+        del self._cached[block]
+        del self._block_of[self._hash_of.pop(block)]
+        return block
 
     def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
-        """Raises RuntimeError unless free blocks and `block_tables` together are every block exactly once."""
-        blocks = self._free + [block for table in block_tables for block in table]
-        if sorted(blocks) != list(range(self.num_blocks)):
-            raise RuntimeError(
-                f"blocks do not add up: {len(self._free)} free, {len(blocks) - len(self._free)} owned, {self.num_blocks} in all"
-            )
+        """Raises RuntimeError unless the tables own what is counted and free, cached and used blocks are every block exactly once."""
+        owned = Counter(block for table in block_tables for block in table)
+        if any(self._references[block] != owned[block] for block in range(self.num_blocks)):
+            raise RuntimeError("reference counts differ from what the sequences own")
+        if sorted([*self._free, *self._cached, *owned]) != list(range(self.num_blocks)):
+            counts = f"{len(self._free)} free, {len(self._cached)} cached, {len(owned)} used, {self.num_blocks} in all"
+            raise RuntimeError(f"blocks do not add up: {counts}")
+        if {block: value for value, block in self._block_of.items()} != self._hash_of:
+            raise RuntimeError("hashes and blocks do not match")

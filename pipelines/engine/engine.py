@@ -1,18 +1,19 @@
 """The loop: plan, build, run, sample, commit."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from conf.errors import UserError
 from conf.schema import DecodeConfig
+from models.batch import KVCache
 from models.registry import CausalLM
 from models.tokenizer import Tokenizer
 from pipelines.engine.batch import build_batch
 from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.detokenizer import Detokenizer
-from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
 from pipelines.engine.request import (
     ContextLimit,
     FinishReason,
@@ -37,24 +38,21 @@ class Engine:
     def __init__(
         self,
         model: CausalLM,
+        cache: KVCache,
         tokenizer: Tokenizer | None,
         context: ContextLimit,
         eos_token_ids: frozenset[int],
         max_num_sequences: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        num_blocks: int | None = None,
+        max_batched_tokens: int,
     ) -> None:
-        """`num_blocks`: size of the KV pool; None: enough for all sequences at full length, or what memory allows."""
-        shape = model.config
-        num_blocks = num_blocks or choose_num_blocks(shape, max_num_sequences, context.num_tokens, dtype, device)
+        num_blocks, self._block_size = cache.keys[0].shape[:2]
+        self._device = cache.keys[0].device
         self.context = context
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(BlockManager(num_blocks, BLOCK_SIZE), max_num_sequences)
-        self._vocab_size = shape.vocab_size
+        self.scheduler = Scheduler(BlockManager(num_blocks, self._block_size), max_num_sequences, max_batched_tokens)
+        self._shape = model.config
         self._eos_token_ids = eos_token_ids
-        self._device = device
-        self._runner = Runner(model, allocate_kv_cache(shape, num_blocks, dtype, device))
+        self._runner = Runner(model, cache)
 
     def request(
         self, id: int, prompt_token_ids: list[int], decode: DecodeConfig, sink: Callable[[str], None] | None = None
@@ -67,6 +65,8 @@ class Engine:
         if decode.stop and self.tokenizer is None:
             remedy = "give decode.stop_token_ids, or model.tokenizer=PATH"
             raise UserError(f"decode.stop={decode.stop} needs a tokenizer: {remedy}")
+        if self._shape.keys_depend_on_length:  # then the same tokens have other keys in a longer prompt
+            decode = replace(decode, prefix_cache=False)
         params = resolve_sampling_params(decode, len(prompt_token_ids), self.context, self._eos_token_ids)
         blocks, num_tokens = self.scheduler.block_manager, len(prompt_token_ids) + params.max_new_tokens
         if blocks.num_blocks_for(num_tokens) > blocks.num_blocks:
@@ -75,8 +75,10 @@ class Engine:
         return Request(id, prompt_token_ids, params, sink)
 
     def _check_ids(self, what: str, ids: list[int]) -> None:
-        if wrong := [id for id in ids if not 0 <= id < self._vocab_size]:
-            raise UserError(f"{what} {wrong[0]} is not in the vocabulary: give ids from 0 to {self._vocab_size - 1}")
+        if wrong := [id for id in ids if not 0 <= id < self._shape.vocab_size]:
+            raise UserError(
+                f"{what} {wrong[0]} is not in the vocabulary: give ids from 0 to {self._shape.vocab_size - 1}"
+            )
 
     def check(self, decode: DecodeConfig) -> None:
         """Raises UserError for settings that no prompt could be run with."""
@@ -109,19 +111,20 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One forward pass over everything that runs; every sequence in it gets one new token."""
+        """One forward pass over everything that runs; every sequence whose last token is in it gets a new one."""
         plan = self.scheduler.plan()
-        batch = build_batch(plan, self._device)
+        batch = build_batch(plan, self._block_size, self._device)
         logits = self._runner.run(batch)
-        tokens = sample(logits, [item.sequence for item in plan.scheduled])
-        self._commit(plan, logits, tokens)
+        sampled = [item.sequence for item in plan.scheduled if item.samples]
+        tokens = sample(logits, sampled)
+        self._commit(plan, sampled, logits, tokens)
 
-    def _commit(self, plan: StepPlan, logits: Tensor, tokens: list[int]) -> None:
-        for row, (item, token) in enumerate(zip(plan.scheduled, tokens, strict=True)):
-            sequence, num_top = item.sequence, item.sequence.request.params.logprobs
-            sequence.num_computed_tokens += item.num_new_tokens
+    def _commit(self, plan: StepPlan, sampled: list[Sequence], logits: Tensor, tokens: list[int]) -> None:
+        for item in plan.scheduled:
+            self.scheduler.commit(item)
+        for row, (sequence, token) in enumerate(zip(sampled, tokens, strict=True)):
             sequence.token_ids.append(token)
-            if num_top is not None:
+            if (num_top := sequence.request.params.logprobs) is not None:
                 sequence.logprobs.append(token_logprobs(logits[row], token, num_top))
             sequence.finish_reason = _advance(sequence, token)
             if sequence.finish_reason:
@@ -163,5 +166,6 @@ def _output(sequence: Sequence) -> Output:
         text=sequence.detokenizer.text if sequence.detokenizer else None,
         finish_reason=sequence.finish_reason,
         num_prompt_tokens=sequence.num_prompt_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
         logprobs=sequence.logprobs if sequence.request.params.logprobs is not None else None,
     )

@@ -4,16 +4,19 @@ import os
 
 import torch
 
+from conf.errors import UserError
 from models.batch import KVCache
 from models.registry import ModelShape
 
-BLOCK_SIZE = 16  # token slots in a block
-MEMORY_SHARE = 0.5  # of the memory that is free when the pool is made, at most
+BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # token slots in a block, by kind of device
+AUTO_SHARE = 0.5  # of the memory that is free when the pool is made, at most
 
 
-def allocate_kv_cache(shape: ModelShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> KVCache:
+def allocate_kv_cache(
+    shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
     """Zeroed, but on a CPU no page is taken before it is written."""
-    size = (num_blocks, BLOCK_SIZE, shape.num_key_value_heads, shape.head_dim)
+    size = (num_blocks, block_size, shape.num_key_value_heads, shape.head_dim)
     keys, values = (
         [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_hidden_layers)] for _ in range(2)
     )
@@ -21,12 +24,16 @@ def allocate_kv_cache(shape: ModelShape, num_blocks: int, dtype: torch.dtype, de
 
 
 def choose_num_blocks(
-    shape: ModelShape, max_num_sequences: int, context_length: int, dtype: torch.dtype, device: torch.device
+    shape: ModelShape, num_tokens: int, block_size: int, memory: str, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Enough for `max_num_sequences` sequences of full length, or as many as half of the free memory holds."""
-    wanted = max_num_sequences * -(-context_length // BLOCK_SIZE)
-    block_bytes = 2 * shape.num_hidden_layers * BLOCK_SIZE * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
-    return max(1, min(wanted, int(MEMORY_SHARE * _free_memory(device)) // block_bytes))
+    """How many blocks `device.kv_cache_memory` holds; with auto no more than `num_tokens` tokens need. Raises UserError for none."""
+    block_bytes = 2 * shape.num_hidden_layers * block_size * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
+    if memory == "auto":
+        return max(1, min(-(-num_tokens // block_size), int(AUTO_SHARE * _free_memory(device)) // block_bytes))
+    wanted = float(memory) if float(memory) >= 1 else float(memory) * _free_memory(device)
+    if wanted < block_bytes:
+        raise UserError(f"device.kv_cache_memory={memory} is less than one block of {block_bytes} bytes: give more")
+    return int(wanted) // block_bytes
 
 
 def _free_memory(device: torch.device) -> int:

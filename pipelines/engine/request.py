@@ -49,6 +49,7 @@ class SamplingParams:
     seed: int
     logprobs: int | None
     skip_special_tokens: bool
+    prefix_cache: bool
 
 
 def resolve_sampling_params(
@@ -71,6 +72,7 @@ def resolve_sampling_params(
         seed=random.getrandbits(64) if decode.seed is None else decode.seed,
         logprobs=decode.logprobs,
         skip_special_tokens=decode.skip_special_tokens,
+        prefix_cache=decode.prefix_cache,
     )
 
 
@@ -132,7 +134,7 @@ class TokenLogprobs:
 
 @dataclass(eq=False)  # a sequence is itself, not its contents
 class Sequence:
-    """A request on its way. The scheduler writes `block_table`, the engine the rest."""
+    """A request on its way. The scheduler writes the counts and blocks, the engine the rest."""
 
     request: Request
     detokenizer: Detokenizer | None
@@ -140,7 +142,11 @@ class Sequence:
     """Prompt and output."""
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that another sequence had computed before."""
     block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Of the first full blocks; filled as far as anybody needed them."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
@@ -153,8 +159,8 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def max_num_tokens(self) -> int:
-        return self.num_prompt_tokens + self.request.params.max_new_tokens
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
 
 
 @dataclass(frozen=True)
@@ -167,4 +173,6 @@ class Output:
     text: str | None
     finish_reason: FinishReason
     num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens that the prefix cache spared."""
     logprobs: list[TokenLogprobs] | None

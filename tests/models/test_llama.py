@@ -81,6 +81,8 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     together = [output.token_ids for output in generate(engine, prompts, decode)]
     assert alone == expected_ids
     assert together == expected_ids
+    chunked = engine_of(tmp_path, batch_size=3, max_batched_tokens=5, block_size=4)
+    assert [output.token_ids for output in generate(chunked, prompts, decode)] == expected_ids
 
 
 @pytest.mark.parametrize("family", ["llama3", "llama_tied_bias"])

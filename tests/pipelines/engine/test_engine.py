@@ -1,9 +1,9 @@
 """The engine: stops, lengths, seeds and log probabilities, alone and in company."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from conf.errors import UserError
 from conf.schema import DecodeConfig
@@ -219,15 +219,53 @@ def test_ids_outside_the_vocabulary_are_refused(engine: Engine, token: int) -> N
         engine.request(0, [5, token], DecodeConfig())
 
 
-def test_a_small_pool_makes_rows_wait_and_changes_no_token(engine: Engine, tmp_path: Path) -> None:
+KEY_VALUE_BYTES = 2 * 2 * 2 * 16 * 4  # of a token in `tests.builders.SMALL`: K and V, layers, heads, channels, float32
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        {"max_batched_tokens": 3},
+        {"max_batched_tokens": 5, "block_size": 1},
+        {"block_size": 4, "kv_cache_memory": str(11 * 4 * KEY_VALUE_BYTES)},
+        {"block_size": 4, "kv_cache_memory": str(11 * 4 * KEY_VALUE_BYTES), "max_batched_tokens": 4},
+        {"block_size": 64},
+    ],
+    ids=["chunks", "chunks of single-token blocks", "preemption", "preemption and chunks", "large blocks"],
+)
+@pytest.mark.parametrize("prefix_cache", [True, False], ids=["cached", "uncached"])
+def test_chunks_blocks_preemption_and_prefix_cache_change_no_token(
+    engine: Engine, tmp_path: Path, device: dict[str, object], prefix_cache: bool
+) -> None:
     write_llama(tmp_path)
-    small = engine_of(tmp_path, batch_size=3)
-    small = Engine(
-        small._runner._model, None, small.context, frozenset(), 3, torch.float32, torch.device("cpu"), num_blocks=3
-    )
-    decode = DecodeConfig(max_new_tokens=20)
-    assert [o.token_ids for o in generate(small, PROMPTS, decode)] == [
-        o.token_ids for o in generate(engine, PROMPTS, decode)
-    ]
-    with pytest.raises(UserError, match="prompt and new tokens are 60, but the KV cache holds 48"):
+    prompts = [[*range(5, 25), last] for last in (3, 4, 3)] + PROMPTS
+    decode = DecodeConfig(max_new_tokens=20, prefix_cache=False)
+    expected = [one(engine, prompt, max_new_tokens=20, prefix_cache=False).token_ids for prompt in prompts]
+    other = engine_of(tmp_path, batch_size=3, **device)
+    had_blocks = []
+    grow = other.scheduler._grow
+    other.scheduler._grow = lambda: had_blocks.append(grow()) or had_blocks[-1]  # type: ignore[func-returns-value, method-assign]
+    outputs = generate(other, prompts, replace(decode, prefix_cache=prefix_cache))
+    assert [output.token_ids for output in outputs] == expected
+    assert all(had_blocks) == ("kv_cache_memory" not in device)
+    again = generate(other, prompts, replace(decode, prefix_cache=prefix_cache))
+    assert [output.token_ids for output in again] == expected
+    hits = sum(output.num_cached_tokens for output in again)
+    assert (hits > 0) == (prefix_cache and device.get("block_size") != 64)
+
+
+def test_what_can_never_fit_fails_alone_and_at_once(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    small = engine_of(tmp_path, block_size=4, kv_cache_memory=str(11 * 4 * KEY_VALUE_BYTES))
+    with pytest.raises(UserError, match="prompt and new tokens are 60, but the KV cache holds 44"):
         small.request(0, [5] * 10, DecodeConfig(max_new_tokens=50))
+    assert len(one(small, [5] * 10, max_new_tokens=34).token_ids) == 34
+
+
+def test_dynamic_rotary_scaling_shares_no_beginnings(tmp_path: Path) -> None:
+    write_llama(tmp_path, rope_scaling={"rope_type": "dynamic", "factor": 4.0}, max_position_embeddings=16)
+    engine = engine_of(tmp_path, block_size=4)
+    prompts = [list(range(5, 25)), list(range(5, 45))]
+    outputs = [generate(engine, [prompt], DecodeConfig(max_new_tokens=3))[0] for prompt in prompts * 2]
+    assert [output.num_cached_tokens for output in outputs] == [0] * 4
+    assert outputs[0].token_ids == outputs[2].token_ids
