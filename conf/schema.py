@@ -14,6 +14,7 @@ from conf.errors import UserError
 
 class Task(Enum):
     predict = "predict"
+    bench = "bench"
 
 
 class DType(Enum):
@@ -244,6 +245,22 @@ class PredictConfig:
 
 
 @dataclass
+class BenchConfig:
+    """A batch of random prompts, of exact lengths."""
+
+    prompt_tokens: int = 512
+    new_tokens: int = 64
+    batch_size: int = 1
+    repeats: int = 3
+    warmup: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "new_tokens", "batch_size", "repeats"):
+            _check(getattr(self, name) > 0, f"bench.{name}", getattr(self, name), "a number above 0")
+        _check(self.warmup >= 0, "bench.warmup", self.warmup, "a number from 0")
+
+
+@dataclass
 class RunConfig:
     task: Task = Task.predict
     model: ModelConfig = field(default_factory=lambda: ModelConfig(path="?"))
@@ -252,3 +269,4 @@ class RunConfig:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     predict: PredictConfig = field(default_factory=PredictConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)

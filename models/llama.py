@@ -151,6 +151,12 @@ class Llama(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
+    @property
+    def step_weight_bytes(self) -> int:
+        """Bytes of weights that a decode step reads: all but an embedding that is no head, of which it reads a few rows."""
+        embedding = 0 if self.config.tie_word_embeddings else self.model.embed_tokens.weight.nbytes
+        return sum(parameter.nbytes for parameter in self.parameters()) - embedding
+
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Logits [R, V] of the batch's logit rows; writes the batch's keys and values into the cache."""

@@ -1,6 +1,6 @@
 """Architectures by the `model_type` of config.json."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +35,9 @@ class CausalLM(Protocol):
 
     config: ModelShape
 
+    @property
+    def step_weight_bytes(self) -> int: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
     def __call__(self, batch: Batch, cache: KVCache) -> Tensor: ...
 
 

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 from conf.schema import RunConfig, Task
+from pipelines.bench import run_bench
 from pipelines.predict import run_predict
 
-TASKS = {Task.predict: run_predict}
+TASKS = {Task.predict: run_predict, Task.bench: run_bench}
 
 
 def launch(run: RunConfig, output_dir: Path, config_yaml: str) -> None:

@@ -30,15 +30,17 @@ from pipelines.engine.request import ContextLimit
 log = logging.getLogger(__name__)
 
 
-def load_engine(run: RunConfig, on_bytes: Callable[[int, int], None] = lambda done, total: None) -> Engine:
-    """Load model and tokenizer and make an engine for `predict.batch_size` sequences. `on_bytes(done, total)` follows the weights.
+def load_engine(
+    run: RunConfig, max_num_sequences: int, on_bytes: Callable[[int, int], None] = lambda done, total: None
+) -> Engine:
+    """Load model and tokenizer and make an engine for so many sequences at once. `on_bytes(done, total)` follows the weights.
 
     Raises UserError for whatever is wrong with the checkpoint, the tokenizer or the device.
     """
-    if run.predict.batch_size > run.device.max_batched_tokens:
+    if max_num_sequences > run.device.max_batched_tokens:
         raise UserError(
-            f"predict.batch_size={run.predict.batch_size} is more than device.max_batched_tokens="
-            f"{run.device.max_batched_tokens}: every sequence that runs needs a token of each step"
+            f"batch_size={max_num_sequences} is more than device.max_batched_tokens={run.device.max_batched_tokens}: "
+            "every sequence that runs needs a token of each step"
         )
     device = _device(run.device)
     if run.device.threads is not None:
@@ -60,17 +62,16 @@ def load_engine(run: RunConfig, on_bytes: Callable[[int, int], None] = lambda do
         load_checkpoint(model, files, architecture.ignored_tensors, dtype, device, on_bytes)
     else:
         initialise_randomly(model, dtype, device)
-    cache = _kv_cache(run, shape, context, dtype, device)
-    sizes = run.predict.batch_size, run.device.max_batched_tokens
+    cache = _kv_cache(run.device, shape, max_num_sequences * context.num_tokens, dtype, device)
+    sizes = max_num_sequences, run.device.max_batched_tokens
     return Engine(cast(CausalLM, model), cache, tokenizer, context, eos_token_ids, *sizes)
 
 
 def _kv_cache(
-    run: RunConfig, shape: ModelShape, context: ContextLimit, dtype: torch.dtype, device: torch.device
+    config: DeviceConfig, shape: ModelShape, num_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
-    block_size = run.device.block_size or BLOCK_SIZE[device.type]
-    num_tokens = run.predict.batch_size * context.num_tokens
-    num_blocks = choose_num_blocks(shape, num_tokens, block_size, run.device.kv_cache_memory, dtype, device)
+    block_size = config.block_size or BLOCK_SIZE[device.type]
+    num_blocks = choose_num_blocks(shape, num_tokens, block_size, config.kv_cache_memory, dtype, device)
     return allocate_kv_cache(shape, num_blocks, block_size, dtype, device)
 
 

@@ -64,7 +64,7 @@ class TextGenerationPipeline:
         self.run = run
         self._defaults = _checked_arguments(arguments)
         _decode(run.decode, self._defaults)  # before the model is loaded
-        self.engine: Engine = load_engine(run)
+        self.engine: Engine = load_engine(run, run.predict.batch_size)
         self.tokenizer = self.engine.tokenizer
         self._turn = threading.Lock()
 

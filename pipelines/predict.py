@@ -56,7 +56,7 @@ def run_predict(run: RunConfig, output_dir: Path, config_yaml: str) -> None:
     prompts = read_prompts(run.predict.data)
     with report.progress_bar() as progress:
         start = time.perf_counter()
-        engine = load_engine(run, progress.loaded)
+        engine = load_engine(run, run.predict.batch_size, progress.loaded)
         engine.check(run.decode)
         job = PredictJob(run, engine)
         loaded = time.perf_counter()
@@ -146,13 +146,13 @@ def _metrics(
 
 
 def _write(output_dir: Path, config_yaml: str, rows: list[Prediction], metrics: dict[str, Any]) -> None:
-    output_dir.mkdir(parents=True, exist_ok=True)
     texts = [{"text_generation_text": [(row.prompt or "") + (row.text or "")]} for row in rows]
-    report.write_atomically(output_dir / "config.yaml", config_yaml)
-    report.write_atomically(output_dir / "environment.json", json.dumps(report.environment(), indent=2) + "\n")
-    report.write_atomically(output_dir / "text_generation_result.txt", "".join(f"{text}\n" for text in texts))
-    report.write_atomically(output_dir / "metrics.json", json.dumps(metrics, indent=2) + "\n")
-    report.write_atomically(output_dir / "predictions.jsonl", "".join(row.to_json() + "\n" for row in rows))
+    files = {
+        "text_generation_result.txt": "".join(f"{text}\n" for text in texts),
+        "metrics.json": json.dumps(metrics, indent=2) + "\n",
+        "predictions.jsonl": "".join(row.to_json() + "\n" for row in rows),
+    }
+    report.write_run(output_dir, config_yaml, files)
 
 
 def _print(rows: list[Prediction], prompts: Prompts, metrics: dict[str, Any], output_dir: Path) -> None:

@@ -1,6 +1,7 @@
 """What a run leaves behind: files that appear complete or not at all, and what a person sees."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import resource
@@ -36,6 +37,15 @@ def write_atomically(path: Path, text: str) -> None:
         os.fsync(folder)  # the new name itself
     finally:
         os.close(folder)
+
+
+def write_run(output_dir: Path, config_yaml: str, files: dict[str, str]) -> None:
+    """The resolved config, the environment and a task's own files, by name."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    write_atomically(output_dir / "config.yaml", config_yaml)
+    write_atomically(output_dir / "environment.json", json.dumps(environment(), indent=2) + "\n")
+    for name, text in files.items():
+        write_atomically(output_dir / name, text)
 
 
 def environment() -> dict[str, Any]:

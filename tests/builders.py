@@ -53,7 +53,7 @@ def engine_of(folder: Path, batch_size: int = 3, tokenizer: str | None = None, *
     run = run_config(folder)
     model = replace(run.model, tokenizer=tokenizer)
     config = DeviceConfig(DeviceType.cpu, **device)
-    return load_engine(replace(run, model=model, device=config, predict=PredictConfig(batch_size=batch_size)))
+    return load_engine(replace(run, model=model, device=config), batch_size)
 
 
 def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> list[Output]:
@@ -71,6 +71,6 @@ def all_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
     """Logits [T, V] at every position of a prompt, in one prefill."""
     sequence = engine.add(engine.request(0, prompt, DecodeConfig(max_new_tokens=1, prefix_cache=False)))
     batch = build_batch(engine.scheduler.plan(), engine._block_size, torch.device("cpu"))
-    logits = engine._runner.run(replace(batch, logit_rows=torch.arange(len(prompt))))
+    logits = engine.runner.run(replace(batch, logit_rows=torch.arange(len(prompt))))
     engine.scheduler.remove(sequence)
     return logits

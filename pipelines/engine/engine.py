@@ -46,13 +46,14 @@ class Engine:
         max_batched_tokens: int,
     ) -> None:
         num_blocks, self._block_size = cache.keys[0].shape[:2]
-        self._device = cache.keys[0].device
+        self.device = cache.keys[0].device
         self.context = context
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(BlockManager(num_blocks, self._block_size), max_num_sequences, max_batched_tokens)
         self._shape = model.config
+        self.vocab_size = model.config.vocab_size
         self._eos_token_ids = eos_token_ids
-        self._runner = Runner(model, cache)
+        self.runner = Runner(model, cache)
 
     def request(
         self, id: int, prompt_token_ids: list[int], decode: DecodeConfig, sink: Callable[[str], None] | None = None
@@ -75,10 +76,8 @@ class Engine:
         return Request(id, prompt_token_ids, params, sink)
 
     def _check_ids(self, what: str, ids: list[int]) -> None:
-        if wrong := [id for id in ids if not 0 <= id < self._shape.vocab_size]:
-            raise UserError(
-                f"{what} {wrong[0]} is not in the vocabulary: give ids from 0 to {self._shape.vocab_size - 1}"
-            )
+        if wrong := [id for id in ids if not 0 <= id < self.vocab_size]:
+            raise UserError(f"{what} {wrong[0]} is not in the vocabulary: give ids from 0 to {self.vocab_size - 1}")
 
     def check(self, decode: DecodeConfig) -> None:
         """Raises UserError for settings that no prompt could be run with."""
@@ -113,8 +112,8 @@ class Engine:
     def step(self) -> None:
         """One forward pass over everything that runs; every sequence whose last token is in it gets a new one."""
         plan = self.scheduler.plan()
-        batch = build_batch(plan, self._block_size, self._device)
-        logits = self._runner.run(batch)
+        batch = build_batch(plan, self._block_size, self.device)
+        logits = self.runner.run(batch)
         sampled = [item.sequence for item in plan.scheduled if item.samples]
         tokens = sample(logits, sampled)
         self._commit(plan, sampled, logits, tokens)

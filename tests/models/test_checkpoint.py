@@ -89,7 +89,7 @@ def make_run(folder: Path, device: DeviceType = DeviceType.cpu, **model: Any) ->
 
 def load(folder: Path, **model: Any) -> dict[str, Tensor]:
     """The parameters of the model that a run gets."""
-    loaded: nn.Module = load_engine(make_run(folder, **model))._runner._model  # type: ignore[assignment]
+    loaded: nn.Module = load_engine(make_run(folder, **model), 1).runner._model  # type: ignore[assignment]
     return dict(loaded.named_parameters())
 
 
@@ -135,7 +135,7 @@ def test_inverse_frequencies_are_left_out(tmp_path: Path) -> None:
 def test_progress_ends_at_the_size_of_the_model(tmp_path: Path) -> None:
     tensors = make_tensors()
     calls: list[tuple[int, int]] = []
-    load_engine(make_run(write_whole(tmp_path, tensors)), lambda *call: calls.append(call))
+    load_engine(make_run(write_whole(tmp_path, tensors)), 1, lambda *call: calls.append(call))
     size = sum(tensor.nbytes for tensor in tensors.values())
     assert len(calls) == len(tensors)
     assert {total for _, total in calls} == {size}
@@ -354,7 +354,7 @@ def test_unknown_dtype_is_refused(tmp_path: Path, dtype: object) -> None:
 def test_cuda_without_a_gpu_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"device=cuda, but torch sees no CUDA device: give device=cpu"):
-        load_engine(make_run(write_whole(tmp_path, make_tensors()), DeviceType.cuda))
+        load_engine(make_run(write_whole(tmp_path, make_tensors()), DeviceType.cuda), 1)
 
 
 def test_max_length_above_the_context_names_both(tmp_path: Path) -> None:
@@ -366,14 +366,14 @@ def test_max_length_above_the_context_names_both(tmp_path: Path) -> None:
 START = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
 MEASURE = """
 import resource, sys
-from conf.schema import DeviceConfig, DeviceType, ModelConfig, PredictConfig, RunConfig
+from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig
 from pipelines.loading import load_engine
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 def load(folder):
     model, device = ModelConfig(path=folder, tokenizer=None), DeviceConfig(DeviceType.cpu)
-    return load_engine(RunConfig(model=model, device=device, predict=PredictConfig(batch_size=1)))
+    return load_engine(RunConfig(model=model, device=device), 1)
 
 load(sys.argv[1])  # so that what the libraries take at their first use is not counted
 before, engine = peak(), load(sys.argv[2])

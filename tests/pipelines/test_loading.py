@@ -18,7 +18,7 @@ def test_threads_are_set(tmp_path: Path) -> None:
     write_llama(tmp_path)
     before = torch.get_num_threads()
     try:
-        load_engine(replace(run_config(tmp_path), device=DeviceConfig(DeviceType.cpu, threads=1)))
+        load_engine(replace(run_config(tmp_path), device=DeviceConfig(DeviceType.cpu, threads=1)), 1)
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
@@ -30,7 +30,7 @@ def test_half_precision_is_the_model_rounded(tmp_path: Path, dtype: str) -> None
     prompt = list(range(5, 30))
     exact = all_logits(engine_of(tmp_path), prompt)
     run = run_config(tmp_path)
-    half = all_logits(load_engine(replace(run, model=replace(run.model, dtype=DType[dtype]))), prompt)
+    half = all_logits(load_engine(replace(run, model=replace(run.model, dtype=DType[dtype])), 1), prompt)
     assert half.dtype == getattr(torch, dtype)
     # Rounding errors of one unit in the last place each, a few dozen of them along the two layers, seldom all of one sign.
     tolerance = 16 * torch.finfo(half.dtype).eps * exact.abs().max().item()
@@ -97,7 +97,7 @@ def test_tokenizer_from_another_folder(tmp_path: Path, chatty: Path) -> None:
 
 def test_model_max_length_limits_every_sequence(tmp_path: Path) -> None:
     write_llama(tmp_path)
-    engine = load_engine(run_config(tmp_path, max_length=20))
+    engine = load_engine(run_config(tmp_path, max_length=20), 1)
     assert len(generate(engine, [[5] * 15], DecodeConfig())[0].token_ids) == 5
     with pytest.raises(UserError, match="decode.max_length=21 is more than the model takes .model.max_length=20"):
         engine.check(DecodeConfig(max_length=21))

@@ -73,12 +73,12 @@ def test_finished_places_are_refilled_at_once(engine: Engine) -> None:
     lengths, sizes = [2, 9, 2, 2, 2], []
     requests = [engine.request(i, [5 + i], DecodeConfig(max_new_tokens=n)) for i, n in enumerate(lengths)]
     order = []
-    run = engine._runner.run
-    engine._runner.run = lambda batch: (sizes.append(len(batch.context_lengths)), run(batch))[1]  # type: ignore[method-assign]
+    run = engine.runner.run
+    engine.runner.run = lambda batch: (sizes.append(len(batch.context_lengths)), run(batch))[1]  # type: ignore[method-assign]
     try:
         order = [output.request_id for output in engine.generate(requests)]
     finally:
-        engine._runner.run = run  # type: ignore[method-assign]
+        engine.runner.run = run  # type: ignore[method-assign]
     assert sizes == [3, 3, 3, 3, 1, 1, 1, 1, 1]
     assert order == [0, 2, 3, 4, 1]
 
