@@ -26,7 +26,7 @@ def main(config: DictConfig) -> None:
 
         launch(run, output_dir, dump(run, output_dir))
     except BrokenPipeError:
-        # Whoever read the output has seen enough; all files are written. Nothing is left to flush at exit.
+        # Whoever read the output has seen enough, and the files come before the output. Nothing is left to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UserError, OSError) as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -47,5 +47,5 @@ if __name__ == "__main__":
     except (UserError, HydraException, OmegaConfBaseException, OSError) as error:
         sys.exit(f"error: {explain(error)}")
     except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

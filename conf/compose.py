@@ -1,6 +1,8 @@
 """From YAML and overrides to a `RunConfig`: the only file besides `run.py` that knows Hydra."""
 
+import os
 import re
+import threading
 from dataclasses import asdict, fields
 from datetime import datetime
 from enum import Enum
@@ -20,13 +22,14 @@ from conf.schema import RunConfig
 
 CONF = Path(__file__).resolve().parent
 REPOSITORY = CONF.parent
+_COMPOSING = threading.Lock()  # Hydra has one state for the whole process
 
 
 def _run_dir(task: Any, option: str, path: str) -> str:
     """outputs/<task>/<model>/<date_time>; a model given by path alone goes by its folder's name, not by the default option's."""
     file = CONF / "model" / f"{option}.yaml"
     own_path = OmegaConf.select(OmegaConf.load(file), "path") if file.exists() else path
-    name = option if path == own_path else Path(path).name
+    name = option if path == own_path else Path(path).resolve().name
     # Microseconds, so that two runs of one second do not share a folder.
     moment = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
     return str(REPOSITORY / "outputs" / getattr(task, "name", str(task)) / re.sub(r"[^\w.-]", "_", name) / moment)
@@ -58,21 +61,26 @@ def explain(error: Exception) -> str:
     texts = [str(e).split("full_key:")[0] for e in (error, error.__cause__) if e is not None]
     line = " ".join(" ".join(dict.fromkeys(texts)).split())
     for class_name in re.findall(r"Key '\w+' not in '(\w+)'", line):
-        line += f": there are {', '.join(field.name for field in fields(getattr(schema, class_name)))}"
+        if config := getattr(schema, class_name, None):  # Hydra's own are not ours to list
+            line += f": there are {', '.join(field.name for field in fields(config))}"
     return line
 
 
 def compose_run_config(overrides: list[str], model_path: str | None = None) -> RunConfig:
     """What `python run.py OVERRIDES` would compose. `model_path` is set as it is, past the grammar of overrides."""
     register()
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            config = compose("config", overrides=overrides)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error)) from error
+    with _COMPOSING:
+        outer = GlobalHydra.instance().hydra  # of a caller that uses Hydra itself
+        GlobalHydra.instance().hydra = None
+        try:
+            with initialize_config_dir(str(CONF), version_base="1.3"):
+                config = compose("config", overrides=overrides)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise UserError(explain(error)) from error
+        finally:
+            GlobalHydra.instance().hydra = outer
     if model_path is not None:
-        config.model.path = model_path
+        config.model.path = _literal(model_path)
     return to_run_config(config)
 
 
@@ -91,8 +99,13 @@ def dump(run: RunConfig, output_dir: Path) -> str:
             "job": {"chdir": False},
         },
     }
+    plain = _plain(asdict(run))
+    for section, key in (("model", "path"), ("model", "tokenizer"), ("predict", "data"), ("predict", "chat_template")):
+        value = getattr(getattr(run, section), key)
+        if value and os.path.exists(value):
+            plain[section][key] = _literal(os.path.abspath(value))  # so that it can be run again from any folder
     header = f"# Run again: python run.py --config-path {output_dir}\n"
-    return header + OmegaConf.to_yaml(OmegaConf.create({**composed, **_plain(asdict(run))}))
+    return header + OmegaConf.to_yaml(OmegaConf.create({**composed, **plain}))
 
 
 def _plain(value: Any) -> Any:

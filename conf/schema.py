@@ -170,10 +170,10 @@ class DecodeConfig:
         _check(0 < self.top_p <= 1, "decode.top_p", self.top_p, "a number above 0 and up to 1")
         _check(0 <= self.min_p <= 1, "decode.min_p", self.min_p, "a number from 0 to 1")
         _check(
-            0 < self.repetition_penalty < math.inf,
+            0.01 <= self.repetition_penalty <= 100,
             "decode.repetition_penalty",
             self.repetition_penalty,
-            "a finite number above 0",
+            "a number from 0.01 to 100",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)

@@ -71,7 +71,7 @@ def open_checkpoint(folder: Path, allow_pickle: bool) -> list[WeightFile]:
     """The folder's weight files. Raises UserError where there are none, where one is missing or damaged, and for pickles not allowed."""
     if names := _weight_names(folder, "model.safetensors"):
         return [SafetensorsFile(folder / name) for name in names]
-    if names := _weight_names(folder, "pytorch_model.bin"):
+    if names := _weight_names(folder, "pytorch_model.bin") or _lone_pickle(folder):
         if not allow_pickle:
             raise UserError(
                 f"{folder} has only pickled weights ({names[0]}), which can hold code: convert them to safetensors, "
@@ -81,6 +81,12 @@ def open_checkpoint(folder: Path, allow_pickle: bool) -> list[WeightFile]:
     raise UserError(
         f"{folder} has no weights: expected model.safetensors, or model.safetensors.index.json and its shards"
     )
+
+
+def _lone_pickle(folder: Path) -> list[str]:
+    """A `.bin` or `.pt` of another name, if it is the only one."""
+    names = [file.name for file in sorted(folder.iterdir()) if file.suffix in (".bin", ".pt", ".pth")]
+    return names if len(names) == 1 else []
 
 
 def _weight_names(folder: Path, whole: str) -> list[str]:
@@ -151,9 +157,7 @@ def _compare(expected: dict[str, tuple[int, ...]], files: list[WeightFile], igno
     faults = {
         "missing": [name for name in expected if name not in found],
         "unexpected": [
-            name
-            for name in found
-            if name not in expected and name not in tied and not name.endswith(ignored or ("\0",))
+            name for name in found if name not in expected and name not in tied and not name.endswith(ignored)
         ],
         "in two files": twice,
         "wrong shape": [

@@ -1,6 +1,7 @@
 """Typed reading of a checkpoint's config.json, which is untrusted input: wrong types and unsupported values are refused by name."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,10 +56,17 @@ class ConfigReader:
         return self._typed(key, value, kind)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A number above 0, as sizes are."""
+        """A number above 0 and below 2**31, as sizes are."""
         value = self.require(key, int) if default is None else self.get(key, int, default)
-        if value <= 0:
-            raise UserError(f"{self._where}: {key}={value} is not a number above 0")
+        if not 0 < value < 2**31:
+            raise UserError(f"{self._where}: {key}={str(value)[:40]} is not a number above 0 and below 2**31")
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self.require(key, float) if default is None else self.get(key, float, default)
+        if not 0 < value < math.inf:
+            raise UserError(f"{self._where}: {key}={value} is not a finite number above 0")
         return value
 
     def expect(self, key: str, supported: tuple[Any, ...], default: Any) -> Any:

@@ -4,16 +4,16 @@ import re
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from conf.errors import UserError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-WANTED = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt", "*.tiktoken"]
-PICKLES = ["*.bin"]
+WANTED = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+WEIGHTS = ["*.safetensors"]
+PICKLES = ["*.bin", "*.pt"]
 
 
-def find_folder(path: str, allow_pickle: bool) -> Path:
+def find_folder(path: str, with_weights: bool, allow_pickle: bool) -> Path:
     """The folder itself, or the hub's files in the local cache (downloaded where needed). Raises UserError."""
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -25,8 +25,9 @@ def find_folder(path: str, allow_pickle: bool) -> Path:
             f"there is no folder {path}: model.path must be a folder in Hugging Face layout, or a hub id such as org/name"
         )
     try:
-        return Path(snapshot_download(path, allow_patterns=WANTED + PICKLES * allow_pickle, etag_timeout=10))
-    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        patterns = WANTED + WEIGHTS * with_weights + PICKLES * (with_weights and allow_pickle)
+        return Path(snapshot_download(path, allow_patterns=patterns, etag_timeout=10))
+    except Exception as error:  # the client's own errors and those of the network library below it
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"there is no folder {path}, and as a hub id it cannot be downloaded ({type(error).__name__}: {reason}): "

@@ -65,7 +65,7 @@ def read_config(config: ConfigReader) -> LlamaConfig:
         num_attention_heads=heads,
         num_key_value_heads=groups,
         head_dim=head_dim,
-        rms_norm_eps=config.get("rms_norm_eps", float, 1e-6),
+        rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
         attention_bias=config.get("attention_bias", bool, False),
         mlp_bias=config.get("mlp_bias", bool, False),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, False),

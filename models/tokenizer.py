@@ -16,7 +16,6 @@ class Tokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         self._tokenizer = tokenizer
         self.folder = folder
-        self.special_ids = frozenset(tokenizer.all_special_ids)
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer | None":

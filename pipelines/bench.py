@@ -44,7 +44,7 @@ def run_bench(run: RunConfig, output_dir: Path, config_yaml: str) -> None:
         "time_to_first_token_s": _percentiles([s for r in rounds for s in r.first_token_s]),
         "time_per_output_token_s": _percentiles([s for r in rounds for s in r.step_s]),
         "load_s": load_s,
-        "peak_memory_bytes": report.peak_memory_bytes(),
+        "peak_memory_bytes": report.peak_memory_bytes(engine.device),
         **_memory(engine, bench, rounds),
     }
     report.write_run(output_dir, config_yaml, {"metrics.json": json.dumps(metrics, indent=2) + "\n"})

@@ -29,6 +29,8 @@ from pipelines.engine.request import ContextLimit
 
 log = logging.getLogger(__name__)
 
+DEFAULT_THREADS = torch.get_num_threads()  # torch's choice, before anybody set another number
+
 
 def load_engine(
     run: RunConfig, max_num_sequences: int, on_bytes: Callable[[int, int], None] = lambda done, total: None
@@ -43,13 +45,14 @@ def load_engine(
             "every sequence that runs needs a token of each step"
         )
     device = _device(run.device)
-    if run.device.threads is not None:
-        torch.set_num_threads(run.device.threads)
-    folder = find_folder(run.model.path, run.model.allow_pickle)
+    torch.set_num_threads(run.device.threads or DEFAULT_THREADS)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    folder = find_folder(run.model.path, run.model.weights is Weights.checkpoint, run.model.allow_pickle)
     reader = ConfigReader.from_folder(folder)
     architecture = find_architecture(reader)
     shape: ModelShape = architecture.read_config(reader)
-    context = _context(run.model, shape)
+    context = _context(run.model, shape, reader)
     tokenizer = _tokenizer(run.model, folder)
     eos_token_ids = _eos_token_ids(folder, reader, tokenizer)
     if unread := reader.unread():
@@ -62,16 +65,22 @@ def load_engine(
         load_checkpoint(model, files, architecture.ignored_tensors, dtype, device, on_bytes)
     else:
         initialise_randomly(model, dtype, device)
-    cache = _kv_cache(run.device, shape, max_num_sequences * context.num_tokens, dtype, device)
+    cache = _kv_cache(run.device, shape, max_num_sequences, context, dtype, device)
     sizes = max_num_sequences, run.device.max_batched_tokens
     return Engine(cast(CausalLM, model), cache, tokenizer, context, eos_token_ids, *sizes)
 
 
 def _kv_cache(
-    config: DeviceConfig, shape: ModelShape, num_tokens: int, dtype: torch.dtype, device: torch.device
+    config: DeviceConfig,
+    shape: ModelShape,
+    max_num_sequences: int,
+    context: ContextLimit,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> KVCache:
     block_size = config.block_size or BLOCK_SIZE[device.type]
-    num_blocks = choose_num_blocks(shape, num_tokens, block_size, config.kv_cache_memory, dtype, device)
+    wanted_blocks = max_num_sequences * -(-context.num_tokens // block_size)
+    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, dtype, device)
     return allocate_kv_cache(shape, num_blocks, block_size, dtype, device)
 
 
@@ -85,13 +94,15 @@ def _device(config: DeviceConfig) -> torch.device:
     return torch.device(config.type.name)
 
 
-def _context(config: ModelConfig, shape: ModelShape) -> ContextLimit:
+def _context(config: ModelConfig, shape: ModelShape, reader: ConfigReader) -> ContextLimit:
+    own = reader.raw("max_position_embeddings")
+    stretched = own is not None and own != shape.context_length
+    limit = ContextLimit(shape.context_length, f"{'stretched ' if stretched else ''}max_position_embeddings")
     if config.max_length is None:
-        return ContextLimit(shape.context_length, "max_position_embeddings")
-    if config.max_length > shape.context_length:
+        return limit
+    if config.max_length > limit.num_tokens:
         raise UserError(
-            f"model.max_length={config.max_length} is more than the model's max_position_embeddings={shape.context_length}: "
-            f"give at most {shape.context_length}"
+            f"model.max_length={config.max_length} is more than the model's {limit}: give at most {limit.num_tokens}"
         )
     return ContextLimit(config.max_length, "model.max_length")
 
@@ -130,7 +141,7 @@ def _eos_token_ids(folder: Path, reader: ConfigReader, tokenizer: Tokenizer | No
     if value is None and tokenizer is not None:
         value = tokenizer.eos_token_id
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
+    if not all(type(id) is int and id >= 0 for id in ids):
         raise UserError(f"{folder}: eos_token_id={value!r} is neither an id nor a list of ids")
     return frozenset(ids)
 

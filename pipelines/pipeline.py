@@ -63,8 +63,8 @@ class TextGenerationPipeline:
     def __init__(self, run: RunConfig, **arguments: Any) -> None:
         self.run = run
         self._defaults = _checked_arguments(arguments)
-        _decode(run.decode, self._defaults)  # before the model is loaded
-        self.engine: Engine = load_engine(run, run.predict.batch_size)
+        self._decode = _decode(run.decode, self._defaults)
+        self.engine: Engine = load_engine(run, self._defaults.get("batch_size", run.predict.batch_size))
         self.tokenizer = self.engine.tokenizer
         self._turn = threading.Lock()
 
@@ -78,8 +78,9 @@ class TextGenerationPipeline:
         streamer: Streamer | None = _checked_streamer({**self._defaults, **arguments}.get("streamer"))
         try:
             given = {**self._defaults, **_checked_arguments(arguments)}
+            decode = _decode(self._decode, arguments)
             with self._turn:
-                results = self._generate(list(rows_from_python(prompts)), given, streamer)
+                results = self._generate(list(rows_from_python(prompts)), decode, given, streamer)
         except BaseException as error:
             if streamer:
                 streamer.end(error)
@@ -89,15 +90,17 @@ class TextGenerationPipeline:
         return results
 
     def _generate(
-        self, rows: list[PromptRow], given: dict[str, Any], streamer: Streamer | None
+        self, rows: list[PromptRow], decode: DecodeConfig, given: dict[str, Any], streamer: Streamer | None
     ) -> list[dict[str, list[str]]]:
         settings = self.run.predict
         encoder = PromptEncoder(
             self.tokenizer,
             given.get("add_special_tokens", settings.add_special_tokens),
-            given.get("chat_template", settings.chat_template),
+            str(given.get("chat_template", settings.chat_template)),
         )
-        decode = _decode(self.run.decode, given)
+        batch_size, most = given.get("batch_size"), self.engine.scheduler.max_num_sequences
+        if batch_size is not None and batch_size > most:
+            raise UserError(f"batch_size={batch_size} is more than the {most} that this pipeline was made for")
         if self.tokenizer is None:
             raise UserError(
                 "there is no tokenizer, so no text: use pipe.engine for token ids, or give model.tokenizer=PATH"
@@ -110,7 +113,7 @@ class TextGenerationPipeline:
             for row, text in texts.items():
                 if text and not streamer.skip_prompt:
                     streamer.put(row, text)
-        for output in self.engine.generate((request for _, request in prepared), given.get("batch_size")):
+        for output in self.engine.generate((request for _, request in prepared), batch_size):
             texts[output.request_id] += output.text or ""
             if streamer:
                 streamer.end_row(output.request_id)
@@ -141,6 +144,8 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for name in ("do_sample", "return_full_text", "add_special_tokens"):
         if not isinstance(arguments.get(name, True), bool):
             raise UserError(f"{name}={arguments[name]!r} is neither True nor False")
+    if not isinstance(arguments.get("chat_template", ""), str | Path):
+        raise UserError(f"chat_template={arguments['chat_template']!r} is neither auto nor none nor a path")
     batch_size = arguments.get("batch_size", 1)
     if type(batch_size) is not int or batch_size < 1:
         raise UserError(f"batch_size={batch_size!r} is not a number above 0")

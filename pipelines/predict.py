@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from conf.errors import UserError
 from conf.schema import RunConfig
 from pipelines import report
 from pipelines.engine import Engine, Output, Request
-from pipelines.engine.request import TokenLogprobs
+from pipelines.engine.request import FinishReason, TokenLogprobs
 from pipelines.loading import load_engine
 from pipelines.prompts import PromptEncoder, PromptRow, Prompts, read_prompts
 
@@ -61,14 +61,18 @@ def run_predict(run: RunConfig, output_dir: Path, config_yaml: str) -> None:
         job = PredictJob(run, engine)
         loaded = time.perf_counter()
         predictions: list[Prediction | None] = [None] * len(prompts.rows)
-        num_tokens = 0
-        for count, prediction in enumerate(job.predict(prompts.rows), 1):
+
+        def show_progress() -> None:
+            speed = engine.num_generated_tokens / (time.perf_counter() - loaded)
+            progress.generated(job.num_predicted, len(predictions), speed)
+
+        for prediction in job.predict(prompts.rows, show_progress):
             predictions[prediction.index] = prediction
-            num_tokens += prediction.num_generated_tokens
-            progress.generated(count, len(predictions), num_tokens / (time.perf_counter() - loaded))
         seconds = time.perf_counter() - loaded
     rows = [prediction for prediction in predictions if prediction is not None]
-    metrics = _metrics(prompts, rows, job.num_cached_tokens, loaded - start, seconds)
+    metrics = _metrics(
+        prompts, rows, job.num_cached_tokens, report.peak_memory_bytes(engine.device), loaded - start, seconds
+    )
     _write(output_dir, config_yaml, rows, metrics)
     _print(rows, prompts, metrics, output_dir)
     if metrics["num_errors"] == len(rows):
@@ -81,10 +85,11 @@ class PredictJob:
     def __init__(self, run: RunConfig, engine: Engine) -> None:
         self._run = run
         self._engine = engine
+        self.num_predicted = 0
         self.num_cached_tokens = 0  # prompt tokens that the prefix cache spared so far
         self._encoder = PromptEncoder(engine.tokenizer, run.predict.add_special_tokens, run.predict.chat_template)
 
-    def predict(self, rows: list[PromptRow]) -> Iterator[Prediction]:
+    def predict(self, rows: list[PromptRow], on_step: Callable[[], None]) -> Iterator[Prediction]:
         texts: dict[int, str | None] = {}
         errors: list[Prediction] = []
 
@@ -98,9 +103,10 @@ class PredictJob:
                 except UserError as error:
                     errors.append(_error_prediction(row, str(error)))
 
-        for output in self._engine.generate(requests()):
+        for output in self._engine.generate(requests(), on_step=on_step):
             yield from errors
             errors.clear()
+            self.num_predicted += 1
             self.num_cached_tokens += output.num_cached_tokens
             yield _prediction(rows[output.request_id], texts.pop(output.request_id), output)
         yield from errors
@@ -123,11 +129,11 @@ def _prediction(row: PromptRow, prompt: str | None, output: Output) -> Predictio
 
 def _error_prediction(row: PromptRow, error: str) -> Prediction:
     prompt = None if row.prompt is None else row.prompt.encode("utf-8", "replace").decode("utf-8")
-    return Prediction(row.index, row.id, prompt, "", [], "error", 0, 0, None, error)
+    return Prediction(row.index, row.id, prompt, "", [], FinishReason.error.value, 0, 0, None, error)
 
 
 def _metrics(
-    prompts: Prompts, rows: list[Prediction], num_cached_tokens: int, load_s: float, generate_s: float
+    prompts: Prompts, rows: list[Prediction], num_cached_tokens: int, peak_memory: int, load_s: float, generate_s: float
 ) -> dict[str, Any]:
     num_generated = sum(row.num_generated_tokens for row in rows)
     return {
@@ -141,7 +147,7 @@ def _metrics(
         "load_s": load_s,
         "generate_s": generate_s,
         "tokens_per_s": num_generated / generate_s,
-        "peak_memory_bytes": report.peak_memory_bytes(),
+        "peak_memory_bytes": peak_memory,
     }
 
 

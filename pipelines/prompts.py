@@ -111,7 +111,9 @@ def _parse(lines: list[str], as_json: bool, where: str) -> Prompts:
             rows.append(PromptRow(i, error=f"not a JSON object: {error}"))
             continue
         rows.append(parse_row(i, values))
-        unused |= set(values) - set(FIELDS) if isinstance(values, dict) else set()
+        if isinstance(values, dict):
+            answered = isinstance(values.get("src"), list)  # only then is tgt part of the conversation
+            unused |= set(values) - (set(FIELDS) if answered else set(FIELDS) - {"tgt"})
     return Prompts(rows, len(lines) - len(kept), tuple(sorted(unused)))
 
 

@@ -60,14 +60,16 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "git_revision": _git("rev-parse", "HEAD"),
-        "git_modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "git_modified": None
+        if (status := _git("status", "--porcelain", "--untracked-files=no")) is None
+        else bool(status),
     }
 
 
-def peak_memory_bytes() -> int:
-    """Of the GPU where one was used, else of this process."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
+def peak_memory_bytes(device: torch.device) -> int:
+    """Of the GPU since the model was loaded, or of this process (in a sweep: of all its jobs so far)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -4,6 +4,8 @@ import queue
 import sys
 from typing import Any, Protocol, Self, TextIO
 
+from conf.errors import UserError
+
 
 class Streamer(Protocol):
     """What the pipeline calls, from the thread that generates."""
@@ -47,7 +49,7 @@ class TextStreamer:
         while self._current in self._complete:
             print(file=self._file or sys.stdout, flush=True)
             self._current += 1
-            self.put(self._current, self._waiting.pop(self._current, "")) if self._current in self._waiting else None
+            self.put(self._current, self._waiting.pop(self._current, ""))
 
     def end(self, error: BaseException | None) -> None:
         pass
@@ -61,7 +63,7 @@ class TextIteratorStreamer:
     """An iterator over the pieces, for a consumer in another thread than the pipeline's call.
 
     One prompt: the pieces. Several prompts: pairs (row, piece). At the end StopIteration; an exception of the call is raised here
-    too. The queue is unbounded, so a consumer that walks away blocks nobody.
+    too. The queue is unbounded, so a consumer that walks away blocks nobody. One streamer serves one call.
     """
 
     def __init__(self, tokenizer: object = None, skip_prompt: bool = False, timeout: float | None = None) -> None:
@@ -70,11 +72,14 @@ class TextIteratorStreamer:
         self._timeout = timeout
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._keyed = False
-        self._over = False
+        self._served = False  # the one call, as the producer sees it
+        self._over = False  # as the consumer sees it
 
     def start(self, num_rows: int) -> None:
+        if self._served:
+            raise UserError("this TextIteratorStreamer has served a call already: make a new one for each call")
+        self._served = True
         self._keyed = num_rows > 1
-        self._over = False
 
     def put(self, row: int, text: str) -> None:
         self._queue.put((row, text) if self._keyed else text)
@@ -83,6 +88,7 @@ class TextIteratorStreamer:
         pass
 
     def end(self, error: BaseException | None) -> None:
+        self._served = True
         self._queue.put(error if error is not None else StopIteration())
 
     def __iter__(self) -> Self:

@@ -90,7 +90,7 @@ def test_batch_job_with_bad_rows(chatty: Path, tmp_path: Path) -> None:
     assert len(result[4]["logprobs"]) == result[4]["num_generated_tokens"]  # type: ignore[arg-type]
     metrics = json.loads((out / "metrics.json").read_text())
     assert (metrics["num_prompts"], metrics["num_errors"], metrics["num_blank_lines"]) == (7, 3, 1)
-    assert metrics["unused_fields"] == ["answer"]
+    assert metrics["unused_fields"] == ["answer", "tgt"]
     assert "answer" in done.stdout
     texts = (out / "text_generation_result.txt").read_text(encoding="utf-8").splitlines()
     assert texts[0] == str({"text_generation_text": ["Once" + str(result[0]["text"])]})
@@ -129,26 +129,44 @@ def test_user_errors_are_one_line_and_exit_with_1(
         assert not out.exists()
 
 
-def test_ctrl_c_leaves_nothing(chatty: Path, tmp_path: Path) -> None:
-    out, data = tmp_path / "out", tmp_path / "many.txt"
+def start_long_job(chatty: Path, folder: Path) -> subprocess.Popen[str]:
+    data = folder / "many.txt"
     data.write_text("Once upon a time\n" * 20_000)
-    command = [
-        sys.executable,
-        "run.py",
-        "device=cpu",
-        f"model.path={chatty}",
-        f"predict.data={data}",
-        f"hydra.run.dir={out}",
-    ]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    overrides = ["device=cpu", f"model.path={chatty}", f"predict.data={data}", f"hydra.run.dir={folder / 'out'}"]
+    process = subprocess.Popen(
+        [sys.executable, "run.py", *overrides], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
+    )
     while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():  # until the run itself has begun
         assert process.poll() is None
+    return process
+
+
+def test_ctrl_c_leaves_nothing(chatty: Path, tmp_path: Path) -> None:
+    process = start_long_job(chatty, tmp_path)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "interrupted" in errors
-    assert "Traceback" not in errors
-    assert not out.exists()
+    assert process.returncode == 128 + signal.SIGINT
+    assert errors == "interrupted\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_sigterm_leaves_nothing(chatty: Path, tmp_path: Path) -> None:
+    process = start_long_job(chatty, tmp_path)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(chatty: Path, tmp_path: Path) -> None:
+    command = (
+        f"{sys.executable} run.py device=cpu model.path={chatty} predict.data=Once hydra.run.dir={tmp_path / 'out'}"
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | true"], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == FILES
 
 
 def test_sweep_runs_every_job(chatty: Path, tmp_path: Path) -> None:

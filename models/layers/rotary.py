@@ -41,11 +41,11 @@ class RotaryConfig:
 
 def read_rotary_config(config: ConfigReader, head_dim: int, max_position_embeddings: int) -> RotaryConfig:
     """Raises UserError for a scaling that is not one of linear, dynamic, llama3 and yarn."""
-    theta = _positive(config, "rope_theta", 10000.0)
+    theta = config.positive("rope_theta", 10000.0)
     scaling = config.section("rope_parameters") or config.section("rope_scaling")
     if scaling is None:
         return RotaryConfig(head_dim, max_position_embeddings, theta)
-    theta = _positive(scaling, "rope_theta", theta)
+    theta = scaling.positive("rope_theta", theta)
     scaling.expect("partial_rotary_factor", (None, 1), None)
     is_old = scaling.raw("type") is not None and scaling.raw("rope_type") is None  # older files say type
     kind = scaling.expect(
@@ -55,18 +55,16 @@ def read_rotary_config(config: ConfigReader, head_dim: int, max_position_embeddi
     if kind != "default":
         original = scaling.count("original_max_position_embeddings", max_position_embeddings)
         implied = max_position_embeddings / original if kind == "yarn" and scaling.raw("factor") is None else None
-        fields = {"factor": implied or _positive(scaling, "factor"), "original_length": original}
+        fields = {"factor": implied or scaling.positive("factor"), "original_length": original}
         if fields["factor"] < 1:
             raise UserError(f"config.json: rope_scaling: factor={fields['factor']} is less than 1")
     if kind == "llama3":
-        low, high = (_positive(scaling, name) for name in ("low_freq_factor", "high_freq_factor"))
+        low, high = (scaling.positive(name) for name in ("low_freq_factor", "high_freq_factor"))
         if low >= high:
             raise UserError(f"config.json: rope_scaling: low_freq_factor={low} is not below high_freq_factor={high}")
         fields |= {"low_freq_factor": low, "high_freq_factor": high}
     elif kind == "yarn":
-        fields |= {
-            name: _positive(scaling, name, default) for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
-        }
+        fields |= {name: scaling.positive(name, default) for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))}
         fields["truncate"] = scaling.get("truncate", bool, True)
         fields["attention_factor"] = _yarn_attention_factor(scaling, fields["factor"])
         if theta == 1:
@@ -76,13 +74,6 @@ def read_rotary_config(config: ConfigReader, head_dim: int, max_position_embeddi
     if unknown := scaling.unread():
         raise UserError(f"config.json: rope_scaling has fields that are not supported: {', '.join(unknown)}")
     return RotaryConfig(head_dim, max_position_embeddings, theta, kind, **fields)
-
-
-def _positive(config: ConfigReader, key: str, default: float | None = None) -> float:
-    value = config.require(key, float) if default is None else config.get(key, float, default)
-    if not 0 < value < math.inf:
-        raise UserError(f"config.json: {key}={value} is not a finite number above 0")
-    return value
 
 
 def _yarn_attention_factor(scaling: ConfigReader, factor: float) -> float:

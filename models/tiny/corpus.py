@@ -343,8 +343,9 @@ def _chinese_sum(rng: random.Random) -> list[Question]:
     return [Question("chinese", prompt, f"{a + b}个{thing}")]
 
 
-KINDS: list[Callable[[random.Random], list[Question]]] = [
-    _add, _add, _subtract, _subtract, _larger, _next, _belongings, _belongings, _table, _word, _repeat, _repeat, _opposite, _chinese_sum,
+KINDS: list[Callable[[random.Random], list[Question]]] = [  # what is hard comes often
+    _belongings, _belongings, _belongings, _table, _table, _table, _repeat, _repeat,
+    _add, _subtract, _larger, _next, _word, _opposite, _chinese_sum,
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -211,12 +211,18 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate of Adam; Muon's is ten times that")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", type=Path, help="folder of a checkpoint to go on from, with a schedule of its own")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     options.output.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(options.seed)
+    tokenizer = (
+        Tokenizer.from_file(str(options.resume / "tokenizer.json")) if options.resume else train_tokenizer(options.seed)
+    )
     save_tokenizer(tokenizer, options.output)
     model = build_model(tokenizer.get_vocab_size())
+    if options.resume:
+        weights = load_file(options.resume / "model.safetensors")
+        model.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     for step in train(model, token_stream(tokenizer, options.seed + 1), options.minutes, options.rate):
         if step % 500 == 0:

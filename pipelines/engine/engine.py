@@ -54,6 +54,7 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         self._eos_token_ids = eos_token_ids
         self.runner = Runner(model, cache)
+        self.num_generated_tokens = 0  # by all requests so far
 
     def request(
         self, id: int, prompt_token_ids: list[int], decode: DecodeConfig, sink: Callable[[str], None] | None = None
@@ -62,17 +63,15 @@ class Engine:
         if not prompt_token_ids:
             raise UserError("the prompt has no tokens, and the tokenizer no BOS to begin with")
         self._check_ids("prompt token id", prompt_token_ids)
-        self._check_ids("stop token id", decode.stop_token_ids)
-        if decode.stop and self.tokenizer is None:
-            remedy = "give decode.stop_token_ids, or model.tokenizer=PATH"
-            raise UserError(f"decode.stop={decode.stop} needs a tokenizer: {remedy}")
+        self.check(decode)
         if self._shape.keys_depend_on_length:  # then the same tokens have other keys in a longer prompt
             decode = replace(decode, prefix_cache=False)
         params = resolve_sampling_params(decode, len(prompt_token_ids), self.context, self._eos_token_ids)
         blocks, num_tokens = self.scheduler.block_manager, len(prompt_token_ids) + params.max_new_tokens
         if blocks.num_blocks_for(num_tokens) > blocks.num_blocks:
             capacity = blocks.num_blocks * blocks.block_size
-            raise UserError(f"prompt and new tokens are {num_tokens}, but the KV cache holds {capacity}")
+            remedy = "raise device.kv_cache_memory, or ask for fewer new tokens"
+            raise UserError(f"prompt and new tokens are {num_tokens}, but the KV cache holds {capacity}: {remedy}")
         return Request(id, prompt_token_ids, params, sink)
 
     def _check_ids(self, what: str, ids: list[int]) -> None:
@@ -82,8 +81,17 @@ class Engine:
     def check(self, decode: DecodeConfig) -> None:
         """Raises UserError for settings that no prompt could be run with."""
         check_max_length(decode, self.context)
+        self._check_ids("stop token id", decode.stop_token_ids)
+        if decode.stop and self.tokenizer is None:
+            remedy = "give decode.stop_token_ids, or model.tokenizer=PATH"
+            raise UserError(f"decode.stop={decode.stop} needs a tokenizer: {remedy}")
 
-    def generate(self, requests: Iterable[Request], max_num_sequences: int | None = None) -> Iterator[Output]:
+    def generate(
+        self,
+        requests: Iterable[Request],
+        max_num_sequences: int | None = None,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> Iterator[Output]:
         """Outputs as they finish. Requests are taken from the iterable when a place is free; closing the iterator cancels the rest."""
         limit = min(max_num_sequences or self.scheduler.max_num_sequences, self.scheduler.max_num_sequences)
         source = iter(requests)
@@ -95,6 +103,7 @@ class Engine:
                 if not alive:
                     return
                 self.step()
+                on_step()
                 finished = [sequence for sequence in alive if sequence.finish_reason]
                 alive = [sequence for sequence in alive if not sequence.finish_reason]
                 yield from map(_output, finished)
@@ -121,8 +130,12 @@ class Engine:
     def _commit(self, plan: StepPlan, sampled: list[Sequence], logits: Tensor, tokens: list[int]) -> None:
         for item in plan.scheduled:
             self.scheduler.commit(item)
-        for row, (sequence, token) in enumerate(zip(sampled, tokens, strict=True)):
+        for sequence, token in zip(
+            sampled, tokens, strict=True
+        ):  # all of them before any sink is called, which may raise
             sequence.token_ids.append(token)
+        self.num_generated_tokens += len(tokens)
+        for row, (sequence, token) in enumerate(zip(sampled, tokens, strict=True)):
             if (num_top := sequence.request.params.logprobs) is not None:
                 sequence.logprobs.append(token_logprobs(logits[row], token, num_top))
             sequence.finish_reason = _advance(sequence, token)
@@ -165,6 +178,6 @@ def _output(sequence: Sequence) -> Output:
         text=sequence.detokenizer.text if sequence.detokenizer else None,
         finish_reason=sequence.finish_reason,
         num_prompt_tokens=sequence.num_prompt_tokens,
-        num_cached_tokens=sequence.num_cached_tokens,
+        num_cached_tokens=sequence.num_cached_tokens or 0,
         logprobs=sequence.logprobs if sequence.request.params.logprobs is not None else None,
     )

@@ -24,15 +24,17 @@ def allocate_kv_cache(
 
 
 def choose_num_blocks(
-    shape: ModelShape, num_tokens: int, block_size: int, memory: str, dtype: torch.dtype, device: torch.device
+    shape: ModelShape, wanted_blocks: int, block_size: int, memory: str, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """How many blocks `device.kv_cache_memory` holds; with auto no more than `num_tokens` tokens need. Raises UserError for none."""
+    """How many blocks `device.kv_cache_memory` holds; with auto no more than `wanted_blocks`. Raises UserError for none or too many."""
     block_bytes = 2 * shape.num_hidden_layers * block_size * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
+    free = _free_memory(device)
     if memory == "auto":
-        return max(1, min(-(-num_tokens // block_size), int(AUTO_SHARE * _free_memory(device)) // block_bytes))
-    wanted = float(memory) if float(memory) >= 1 else float(memory) * _free_memory(device)
-    if wanted < block_bytes:
-        raise UserError(f"device.kv_cache_memory={memory} is less than one block of {block_bytes} bytes: give more")
+        return max(1, min(wanted_blocks, int(AUTO_SHARE * free) // block_bytes))
+    wanted = float(memory) if float(memory) >= 1 else float(memory) * free
+    if not block_bytes <= wanted <= free:
+        limits = f"from {block_bytes} (one block) to {free} (what is free) bytes"
+        raise UserError(f"device.kv_cache_memory={memory} is not possible here: give {limits}, a fraction, or auto")
     return int(wanted) // block_bytes
 
 

@@ -142,8 +142,8 @@ class Sequence:
     """Prompt and output."""
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache."""
-    num_cached_tokens: int = 0
-    """Prompt tokens that another sequence had computed before."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that another sequence had computed before; None until the sequence is admitted."""
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     """Of the first full blocks; filled as far as anybody needed them."""

@@ -1,12 +1,13 @@
 """From logits to token ids: small pure functions, composed in `sample`.
 
-R rows (one per sequence), V tokens in the vocabulary. Logits are float32; a token that may not be chosen has -inf.
+R rows (one per sequence), V tokens in the vocabulary. Logits are float32 (float64 for drawing); a token that may not be chosen has -inf.
 Order: penalties, temperature, top_k, top_p, min_p.
 """
 
 import torch
 from torch import Tensor
 
+from conf.errors import UserError
 from pipelines.engine.request import Sequence, TokenLogprobs
 
 MASK64 = 2**64 - 1
@@ -15,6 +16,9 @@ MASK64 = 2**64 - 1
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
     """One token id per row of logits [R, V]. Temperature 0 takes the most likely token, the lowest id among equals."""
     logits = logits.float()
+    if not logits.amax(-1).isfinite().all():
+        remedy = "the weights are damaged, or model.dtype=float16 is too small for them: try model.dtype=float32"
+        raise UserError(f"the model's logits are not finite: {remedy}")
     changed = [row for row, sequence in enumerate(sequences) if _changes_logits(sequence)]
     if changed:
         logits = logits.clone()  # the caller's stay unmodified, for the log probabilities
@@ -30,10 +34,11 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
 def _draw_rows(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     params = [sequence.request.params for sequence in sequences]
 
-    def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    def column(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=logits.device)[:, None]  # [R, 1]
 
-    logits = logits / column("temperature")
+    logits = logits.double()
+    logits = (logits - logits.amax(-1, keepdim=True)) / column("temperature")  # the largest stays 0, however cold
     if any(p.top_k for p in params):
         logits = keep_top_k(logits, column("top_k", torch.int64))
     if any(p.top_p < 1 for p in params):

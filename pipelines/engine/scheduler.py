@@ -106,9 +106,8 @@ class Scheduler:
             self._release(sequence)
             return False
         sequence.num_computed_tokens = len(sequence.block_table) * blocks.block_size
-        sequence.num_cached_tokens = max(
-            sequence.num_cached_tokens, min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-        )
+        if sequence.num_cached_tokens is None:  # what is found after a preemption, it had computed itself
+            sequence.num_cached_tokens = sequence.num_computed_tokens
         sequence.block_table += blocks.allocate(missing)
         return True
 

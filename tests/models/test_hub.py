@@ -17,7 +17,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
-    assert find_folder(str(tmp_path), allow_pickle=False) == tmp_path
+    assert find_folder(str(tmp_path), with_weights=True, allow_pickle=False) == tmp_path
 
 
 def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
     (entry / "refs" / "main").write_text("0" * 40)
     (entry / "snapshots" / ("0" * 40)).mkdir(parents=True)
     (entry / "snapshots" / ("0" * 40) / "config.json").write_text("{}")
-    assert (find_folder("org/name", allow_pickle=False) / "config.json").is_file()
+    assert (find_folder("org/name", with_weights=True, allow_pickle=False) / "config.json").is_file()
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
 )
 def test_nothing_there_is_one_clear_error(path: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as raised:
-        find_folder(path, allow_pickle=False)
+        find_folder(path, with_weights=True, allow_pickle=False)
     assert "\n" not in str(raised.value)
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     with pytest.raises(UserError, match="model.gguf is a file: model.path must be a folder"):
-        find_folder(str(tmp_path / "model.gguf"), allow_pickle=False)
+        find_folder(str(tmp_path / "model.gguf"), with_weights=True, allow_pickle=False)

@@ -52,6 +52,37 @@ def test_do_sample_switches_sampling_on_and_off(chatty: Path, pipe: TextGenerati
     assert text(sampling, "Once", max_new_tokens=20, seed=3) != greedy
 
 
+def test_a_call_wins_over_a_constructor_that_says_the_opposite(chatty: Path) -> None:
+    greedy = pipeline(
+        "text_generation", model=chatty, device="cpu", overrides=OVERRIDES, do_sample=False, max_new_tokens=20
+    )
+    cold = pipeline(
+        "text_generation", model=chatty, device="cpu", overrides=OVERRIDES, temperature=0.0, max_new_tokens=20
+    )
+    expected = text(greedy, "Once", temperature=0.9, seed=4)
+    assert expected != text(greedy, "Once")
+    assert text(cold, "Once", do_sample=True, temperature=0.9, seed=4) == expected
+    assert text(cold, "Once", do_sample=True, seed=4) != text(cold, "Once")
+
+
+def test_batch_size_of_the_constructor_bounds_that_of_the_call(chatty: Path) -> None:
+    pipe = pipeline("text_generation", model=chatty, device="cpu", overrides=OVERRIDES, batch_size=2)
+    with pytest.raises(UserError, match="batch_size=3 is more than the 2 that this pipeline was made for"):
+        pipe("Once", batch_size=3)
+    assert pipe(["a", "b", "c"], batch_size=1, max_new_tokens=3) == pipe(["a", "b", "c"], max_new_tokens=3)
+
+
+def test_tokens_and_templates_reach_the_prompt(pipe: TextGenerationPipeline, tmp_path: Path) -> None:
+    template = tmp_path / "shout.jinja"
+    template.write_text("{{ messages[0].content | upper }}!")
+    short = {"max_new_tokens": 6, "ignore_eos": True}
+    shouted = text(pipe, "hello", chat_template=template, **short)
+    assert shouted == text(pipe, "HELLO!", add_special_tokens=False, **short)
+    assert shouted != text(pipe, "HELLO!", **short)  # with a BOS in front
+    with pytest.raises(UserError, match="messages need a chat template, but predict.chat_template=none"):
+        pipe({"messages": [{"role": "user", "content": "hi"}]}, chat_template="none")
+
+
 def test_rows_may_be_dictionaries(pipe: TextGenerationPipeline) -> None:
     assert pipe.tokenizer is not None
     ids = pipe.tokenizer.encode("Once", add_special_tokens=True)
@@ -96,7 +127,8 @@ def test_threads_take_turns(pipe: TextGenerationPipeline) -> None:
         ({"do_sample": "no"}, "do_sample='no' is neither True nor False"),
         ({"do_sample": True, "temperature": 0}, "do_sample=True contradicts temperature=0"),
         ({"streamer": 5}, "streamer=5 is no streamer"),
-        ({"stop_token_ids": [330]}, "prompt 0: stop token id 330 is not in the vocabulary: give ids from 0 to 329"),
+        ({"chat_template": 5}, "chat_template=5 is neither auto nor none nor a path"),
+        ({"stop_token_ids": [330]}, "stop token id 330 is not in the vocabulary: give ids from 0 to 329"),
         ({"max_length": 129}, "prompt 0: decode.max_length=129 is more than the model takes"),
         ({"chat_template": "/nowhere.jinja"}, "predict.chat_template=/nowhere.jinja cannot be read"),
     ],

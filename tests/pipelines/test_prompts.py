@@ -199,7 +199,7 @@ def test_src_and_tgt_are_rounds(tmp_path: Path, row: object, rounds: list[str]) 
 
 def test_unused_fields_are_reported(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "id": 1, "decode": {}, "zeta": 1}, {"src": "a", "tgt": "b", "alpha": 2, "zeta": 3}]
-    assert read_jsonl(tmp_path, *rows).unused_fields == ("alpha", "zeta")
+    assert read_jsonl(tmp_path, *rows).unused_fields == ("alpha", "tgt", "zeta")  # tgt is used where src is a list
 
 
 def test_jsonl_keeps_the_lines_of_txt(tmp_path: Path) -> None:

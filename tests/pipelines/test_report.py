@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipelines.report import environment, peak_memory_bytes, write_atomically
 from tests.builders import REPOSITORY
@@ -67,4 +68,4 @@ def test_environment_names_versions_and_machine() -> None:
     values = environment()
     assert values["packages"]["torch"] is not None
     assert values["cpu_count"] == os.cpu_count()
-    assert peak_memory_bytes() > 50_000_000
+    assert peak_memory_bytes(torch.device("cpu")) > 50_000_000

@@ -119,12 +119,13 @@ def test_no_thread_is_left_by_a_consumer_that_walks_away(pipe: TextGenerationPip
     assert threading.active_count() == before
 
 
-def test_a_streamer_serves_one_call_after_the_other(pipe: TextGenerationPipeline) -> None:
+def test_a_streamer_serves_one_call_only(pipe: TextGenerationPipeline) -> None:
     streamer = TextIteratorStreamer(timeout=60)
-    for prompt in PROMPTS[:2]:
-        thread, results = in_thread(pipe, streamer, prompt, **LENGTHS)
-        thread.join()
-        assert "".join(streamer) == results[0][0]["text_generation_text"][0]
+    thread, results = in_thread(pipe, streamer, "Once", **LENGTHS)
+    assert "".join(streamer) == results_of(thread, results)
+    with pytest.raises(UserError, match="has served a call already: make a new one"):
+        pipe("Once", streamer=streamer, **LENGTHS)
+    assert next(streamer, "over") == "over"
 
 
 def test_text_streamer_prints_rows_whole_and_in_order(pipe: TextGenerationPipeline) -> None:

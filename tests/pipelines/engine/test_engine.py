@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from conf.errors import UserError
 from conf.schema import DecodeConfig
@@ -162,6 +163,31 @@ def test_stop_string_is_left_out_of_the_text_and_ends_the_row(texts: Engine) -> 
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
     late = one(texts, [0, 70, 71], max_new_tokens=60, ignore_eos=True, stop=[stop], min_new_tokens=60)
     assert late.text == free.text
+
+
+def test_text_of_a_stop_token_is_left_out_and_special_tokens_are_shown_on_request(texts: Engine) -> None:
+    free = one(texts, [0, 70, 71], max_new_tokens=30, ignore_eos=True)
+    assert texts.tokenizer is not None
+    i = next(i for i in range(5, 30) if len(texts.tokenizer.decode([free.token_ids[i]], True)) > 1)
+    first = free.token_ids.index(free.token_ids[i])
+    stopped = one(texts, [0, 70, 71], max_new_tokens=30, ignore_eos=True, stop_token_ids=[free.token_ids[i]])
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert stopped.text == one(texts, [0, 70, 71], max_new_tokens=first, ignore_eos=True).text
+    assert one(texts, [0, 70, 71, 1], max_new_tokens=3, ignore_eos=True, skip_special_tokens=False).text is not None
+
+
+def test_the_coldest_temperature_is_still_a_distribution(engine: Engine) -> None:
+    greedy = one(engine, [5, 6], max_new_tokens=12).token_ids
+    assert one(engine, [5, 6], max_new_tokens=12, temperature=1e-300, seed=1).token_ids == greedy
+
+
+def test_damaged_weights_end_in_one_clear_error(tmp_path: Path) -> None:
+    model = write_llama(tmp_path)
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="the model's logits are not finite: the weights are damaged"):
+        one(engine_of(tmp_path), [5, 6], max_new_tokens=2)
 
 
 @pytest.mark.parametrize(
