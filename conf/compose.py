@@ -3,7 +3,7 @@
 import os
 import re
 import threading
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
@@ -99,13 +99,23 @@ def dump(run: RunConfig, output_dir: Path) -> str:
             "job": {"chdir": False},
         },
     }
-    plain = _plain(asdict(run))
-    for section, key in (("model", "path"), ("model", "tokenizer"), ("predict", "data"), ("predict", "chat_template")):
-        value = getattr(getattr(run, section), key)
-        if value and os.path.exists(value):
-            plain[section][key] = _literal(os.path.abspath(value))  # so that it can be run again from any folder
+    plain = _plain(asdict(_with_absolute_paths(run)))
     header = f"# Run again: python run.py --config-path {output_dir}\n"
     return header + OmegaConf.to_yaml(OmegaConf.create({**composed, **plain}))
+
+
+def _with_absolute_paths(run: RunConfig) -> RunConfig:
+    """So that it can be run again from any folder. Hub ids and prompts stay as they are."""
+    model, predict = run.model, run.predict
+    folders = {
+        key: os.path.abspath(v) for key in ("path", "tokenizer") if (v := getattr(model, key)) and os.path.isdir(v)
+    }
+    files = {}
+    if predict.data and predict.data.endswith((".txt", ".jsonl")) and os.path.isfile(predict.data):
+        files["data"] = os.path.abspath(predict.data)
+    if predict.chat_template not in ("auto", "none"):
+        files["chat_template"] = os.path.abspath(predict.chat_template)
+    return replace(run, model=replace(model, **folders), predict=replace(predict, **files))
 
 
 def _plain(value: Any) -> Any:

@@ -94,6 +94,20 @@ def test_a_prompt_is_taken_as_typed(prompt: str, tmp_path: Path) -> None:
     assert to_run_config(saved) == run
 
 
+def test_a_saved_config_runs_again_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "conf"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "rows.jsonl").touch()
+    overrides = ["model.path=model", "predict.data=rows.jsonl", "predict.chat_template=chat.jinja"]
+    saved = OmegaConf.create(dump(compose_run_config(overrides), tmp_path))
+    assert saved.model.path == str(tmp_path / "model")
+    assert saved.predict.data == str(tmp_path / "rows.jsonl")
+    assert saved.predict.chat_template == str(tmp_path / "chat.jinja")
+    saved = OmegaConf.create(dump(compose_run_config(["model.path=org/name", "predict.data=conf"]), tmp_path))
+    assert (saved.model.path, saved.predict.data, saved.predict.chat_template) == ("org/name", "conf", "auto")
+
+
 def test_quoted_prompts_null_and_sweeps_are_hydras_own() -> None:
     for arguments in (
         ["predict.data='a, b'"],
