@@ -295,28 +295,24 @@ def _next(rng: random.Random) -> list[Question]:
     return [Question("next", f"{rng.choice(NAMES)} counts to {a}. What number comes next?", str(a + 1))]
 
 
-def _belongings(rng: random.Random) -> list[Question]:
-    count = rng.randint(1, 3)
-    owners = list(zip(rng.sample(NAMES, count), rng.sample(COLOURS, count), rng.sample(THINGS, count), strict=True))
-    rounds = []
-    for name, colour, thing in owners:
-        rounds.append(Question("who", f"Who has the {thing}?", name))
-        rounds.append(Question("colour", f"What colour is the {thing}?", colour))
-        rounds.append(Question("what", f"What does {name} have?", f"the {colour} {thing}"))
-    return _asked_about(" ".join(f"{n} has the {c} {t}." for n, c, t in owners), rounds, rng)
+def _pairs(rng: random.Random) -> list[Question]:
+    count = rng.randint(2, 4)
+    return _looked_up("pair", rng.sample(THINGS + ANIMALS, count), rng.sample(COLOURS + FOODS, count), rng)
 
 
-def _table(rng: random.Random) -> list[Question]:
-    count = rng.randint(2, 5)
-    rows = list(zip(rng.sample(ANIMALS, count), rng.sample(range(1, 100), count), strict=True))
-    rounds = [Question("table", f"What is the number of the {animal}?", str(number)) for animal, number in rows]
-    return _asked_about(", ".join(f"{animal} = {number}" for animal, number in rows) + ".", rounds, rng)
+def _teams(rng: random.Random) -> list[Question]:
+    names = rng.sample(NAMES, 2 * rng.randint(2, 4))
+    return _looked_up("team", names[0::2], names[1::2], rng)
 
 
-def _asked_about(facts: str, rounds: list[Question], rng: random.Random) -> list[Question]:
+def _looked_up(kind: str, keys: list[str], values: list[str], rng: random.Random) -> list[Question]:
+    """Look-up by a word that stands right before what is wanted; the answer repeats the word, so that it can be found by it."""
+    rows = [f"{key} {value}" for key, value in zip(keys, values, strict=True)]
+    rounds = [Question(kind, f"Which {kind} has {key}?", row) for key, row in zip(keys, rows, strict=True)]
     rng.shuffle(rounds)
     first = rounds[0]
-    return [Question(first.kind, f"{facts} {first.prompt}", first.answer), *rounds[1:]]
+    prompt = f"{kind.title()}s: {', '.join(rows)}. {first.prompt}"
+    return [Question(kind, prompt, first.answer), *rounds[1:]]
 
 
 def _word(rng: random.Random) -> list[Question]:
@@ -343,9 +339,8 @@ def _chinese_sum(rng: random.Random) -> list[Question]:
     return [Question("chinese", prompt, f"{a + b}个{thing}")]
 
 
-KINDS: list[Callable[[random.Random], list[Question]]] = [  # what is hard comes often
-    _belongings, _belongings, _belongings, _table, _table, _table, _repeat, _repeat,
-    _add, _subtract, _larger, _next, _word, _opposite, _chinese_sum,
+KINDS: list[Callable[[random.Random], list[Question]]] = [
+    _pairs, _pairs, _teams, _teams, _repeat, _add, _add, _subtract, _subtract, _larger, _next, _word, _opposite, _chinese_sum,
 ]  # fmt: skip
 
 
