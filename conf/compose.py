@@ -110,12 +110,12 @@ def _with_absolute_paths(run: RunConfig) -> RunConfig:
     folders = {
         key: os.path.abspath(v) for key in ("path", "tokenizer") if (v := getattr(model, key)) and os.path.isdir(v)
     }
-    files = {}
-    if predict.data and predict.data.endswith((".txt", ".jsonl")) and os.path.isfile(predict.data):
-        files["data"] = os.path.abspath(predict.data)
-    if predict.chat_template not in ("auto", "none"):
-        files["chat_template"] = os.path.abspath(predict.chat_template)
-    return replace(run, model=replace(model, **folders), predict=replace(predict, **files))
+    data, template = predict.data, predict.chat_template
+    if data and data.endswith((".txt", ".jsonl")) and os.path.isfile(data):
+        data = os.path.abspath(data)
+    if template not in ("auto", "none"):
+        template = os.path.abspath(template)
+    return replace(run, model=replace(model, **folders), predict=replace(predict, data=data, chat_template=template))
 
 
 def _plain(value: Any) -> Any:
