@@ -3,13 +3,14 @@
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from conf.errors import UserError
-from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
+from conf.schema import DecodeConfig, DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
 from models.batch import KVCache
 from models.checkpoint import (
     DTYPES,
@@ -55,6 +56,8 @@ def load_engine(
     context = _context(run.model, shape, reader)
     tokenizer = _tokenizer(run.model, folder)
     eos_token_ids = _eos_token_ids(folder, reader, tokenizer)
+    if unread := sorted(_generation_config(folder).keys() & {field.name for field in fields(DecodeConfig)}):
+        log.warning("%s/generation_config.json suggests %s, which only decode= sets", folder, ", ".join(unread))
     if unread := reader.unread():
         log.warning("%s/config.json has keys that are not used: %s", folder, ", ".join(unread))
     with torch.device("meta"):

@@ -86,6 +86,16 @@ def test_keys_of_the_config_that_nobody_read_are_named(tmp_path: Path, caplog: p
     assert "has keys that are not used: logit_softcap" in caplog.text
 
 
+def test_settings_of_generation_config_that_are_not_taken_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_llama(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}')
+    with caplog.at_level(logging.WARNING):
+        engine_of(tmp_path)
+    assert "generation_config.json suggests temperature, top_p, which only decode= sets" in caplog.text
+
+
 def test_tokenizer_from_another_folder(tmp_path: Path, chatty: Path) -> None:
     write_llama(tmp_path / "model", vocab_size=330)
     assert engine_of(tmp_path / "model", tokenizer="").tokenizer is None
