@@ -105,6 +105,8 @@ class TextGenerationPipeline:
             raise UserError(
                 "there is no tokenizer, so no text: use pipe.engine for token ids, or give model.tokenizer=PATH"
             )
+        if decode.logprobs is not None:
+            raise UserError(f"logprobs={decode.logprobs} has no place in this result: use pipe.engine, or task=predict")
         prepared = list(self._prepare(rows, encoder, decode, streamer))
         full_text = given.get("return_full_text", True)
         texts = {request.id: (prompt.text or "") if full_text else "" for prompt, request in prepared}

@@ -127,6 +127,7 @@ def test_threads_take_turns(pipe: TextGenerationPipeline) -> None:
         ({"do_sample": "no"}, "do_sample='no' is neither True nor False"),
         ({"do_sample": True, "temperature": 0}, "do_sample=True contradicts temperature=0"),
         ({"streamer": 5}, "streamer=5 is no streamer"),
+        ({"logprobs": 3}, "logprobs=3 has no place in this result: use pipe.engine"),
         ({"chat_template": 5}, "chat_template=5 is neither auto nor none nor a path"),
         ({"stop_token_ids": [330]}, "stop token id 330 is not in the vocabulary: give ids from 0 to 329"),
         ({"max_length": 129}, "prompt 0: decode.max_length=129 is more than the model takes"),
