@@ -24,7 +24,7 @@ def main(config: DictConfig) -> None:
         # Not at the top, because it imports torch, which --help and Tab completion need not wait for.
         from pipelines.launch import launch
 
-        launch(run, output_dir, dump(run, output_dir))
+        launch(run, output_dir, dump)
     except BrokenPipeError:
         # Whoever read the output has seen enough, and the files come before the output. Nothing is left to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

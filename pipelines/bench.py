@@ -26,7 +26,7 @@ BANDWIDTH_BYTES = 2**29  # far beyond any cache
 LOW_SHARE = 0.3  # of the bandwidth; a decode step below it has a cause that can be put right
 
 
-def run_bench(run: RunConfig, output_dir: Path, config_yaml: str) -> None:
+def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Raises UserError, before anything is written, for a batch that the model does not take."""
     bench = run.bench
     with report.progress_bar() as progress:
@@ -47,7 +47,7 @@ def run_bench(run: RunConfig, output_dir: Path, config_yaml: str) -> None:
         "peak_memory_bytes": report.peak_memory_bytes(engine.device),
         **_memory(engine, bench, rounds),
     }
-    report.write_run(output_dir, config_yaml, {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
+    report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
     _print(metrics, bench, output_dir)
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from conf.schema import RunConfig, Task
 from pipelines.bench import run_bench
 from pipelines.predict import run_predict
+from pipelines.report import Dump
 
 TASKS = {Task.predict: run_predict, Task.bench: run_bench}
 
 
-def launch(run: RunConfig, output_dir: Path, config_yaml: str) -> None:
-    """Run the task. `config_yaml` is written beside the results, so that they can be made again. Raises UserError."""
+def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
+    """Run the task. What `dump` gives is written beside the results, so that they can be made again. Raises UserError."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # no text of a row may end a run while it is printed
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    TASKS[run.task](run, output_dir, config_yaml)
+    TASKS[run.task](run, output_dir, dump)

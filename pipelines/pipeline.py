@@ -116,7 +116,7 @@ class TextGenerationPipeline:
                 if text and not streamer.skip_prompt:
                     streamer.put(row, text)
         for output in self.engine.generate((request for _, request in prepared), batch_size):
-            texts[output.request_id] += output.text or ""
+            texts[output.request_id] += output.completions[0].text or ""
             if streamer:
                 streamer.end_row(output.request_id)
         return [{"text_generation_text": [texts[row.index]]} for row in rows]

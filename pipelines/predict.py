@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Prediction:
         return json.dumps(values, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
 
 
-def run_predict(run: RunConfig, output_dir: Path, config_yaml: str) -> None:
+def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Raises UserError before anything is written, and after all files are there if not a single row could be predicted."""
     if run.predict.data is None:
         raise UserError("predict.data is missing: give a prompt, a .txt, a .jsonl, or - for stdin")
@@ -57,6 +57,7 @@ def run_predict(run: RunConfig, output_dir: Path, config_yaml: str) -> None:
     with report.progress_bar() as progress:
         start = time.perf_counter()
         engine = load_engine(run, run.predict.batch_size, progress.loaded)
+        run = replace(run, decode=engine.resolve(run.decode))
         engine.check(run.decode)
         job = PredictJob(run, engine)
         loaded = time.perf_counter()
@@ -73,7 +74,7 @@ def run_predict(run: RunConfig, output_dir: Path, config_yaml: str) -> None:
     metrics = _metrics(
         prompts, rows, job.num_cached_tokens, report.peak_memory_bytes(engine.device), loaded - start, seconds
     )
-    _write(output_dir, config_yaml, rows, metrics)
+    _write(output_dir, dump(run, output_dir), rows, metrics)
     _print(rows, prompts, metrics, output_dir)
     if metrics["num_errors"] == len(rows):
         raise UserError(f"none of the {len(rows)} rows could be predicted; the first: {rows[0].error}")
@@ -113,16 +114,17 @@ class PredictJob:
 
 
 def _prediction(row: PromptRow, prompt: str | None, output: Output) -> Prediction:
+    completion = output.completions[0]
     return Prediction(
         index=row.index,
         id=row.id,
         prompt=prompt,
-        text=output.text,
-        token_ids=output.token_ids,
-        finish_reason=output.finish_reason.value,
+        text=completion.text,
+        token_ids=completion.token_ids,
+        finish_reason=completion.finish_reason.value,
         num_prompt_tokens=output.num_prompt_tokens,
-        num_generated_tokens=len(output.token_ids),
-        logprobs=output.logprobs,
+        num_generated_tokens=len(completion.token_ids),
+        logprobs=completion.logprobs,
         error=None,
     )
 

@@ -7,7 +7,7 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from conf.schema import RunConfig
+
+Dump = Callable[[RunConfig, Path], str]
+"""From a run and its output folder to the config.yaml that runs it again."""
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "hydra-core", "omegaconf")

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from conf.schema import DecodeConfig, DeviceConfig, DeviceType, DType, ModelConfig, PredictConfig, RunConfig
-from pipelines.engine import Engine, Output
+from pipelines.engine import Completion, Engine, Output
 from pipelines.engine.batch import build_batch
 from pipelines.loading import load_engine
 
@@ -64,6 +64,11 @@ def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> 
         outputs.append(output)
     assert engine.scheduler.block_manager.num_free_blocks == engine.scheduler.block_manager.num_blocks
     return sorted(outputs, key=lambda output: output.request_id)
+
+
+def complete(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> list[Completion]:
+    """The first completion of each prompt."""
+    return [output.completions[0] for output in generate(engine, prompts, decode)]
 
 
 @torch.inference_mode()

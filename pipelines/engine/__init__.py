@@ -4,6 +4,6 @@
 """
 
 from pipelines.engine.engine import Engine
-from pipelines.engine.request import Output, Request, SamplingParams
+from pipelines.engine.request import Completion, Output, Request, SamplingParams
 
-__all__ = ["Engine", "Output", "Request", "SamplingParams"]
+__all__ = ["Completion", "Engine", "Output", "Request", "SamplingParams"]

@@ -15,6 +15,7 @@ from pipelines.engine.batch import build_batch
 from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.detokenizer import Detokenizer
 from pipelines.engine.request import (
+    Completion,
     ContextLimit,
     FinishReason,
     Output,
@@ -55,6 +56,10 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self.runner = Runner(model, cache)
         self.num_generated_tokens = 0  # by all requests so far
+
+    def resolve(self, decode: DecodeConfig) -> DecodeConfig:
+        """The settings with what the checkpoint's generation_config.json says where they say nothing."""
+        return decode
 
     def request(
         self, id: int, prompt_token_ids: list[int], decode: DecodeConfig, sink: Callable[[str], None] | None = None
@@ -172,12 +177,10 @@ def _advance(sequence: Sequence, token: int) -> FinishReason | None:
 
 def _output(sequence: Sequence) -> Output:
     assert sequence.finish_reason is not None
-    return Output(
-        request_id=sequence.request.id,
+    completion = Completion(
         token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
         text=sequence.detokenizer.text if sequence.detokenizer else None,
         finish_reason=sequence.finish_reason,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        num_cached_tokens=sequence.num_cached_tokens or 0,
         logprobs=sequence.logprobs if sequence.request.params.logprobs is not None else None,
     )
+    return Output(sequence.request.id, [completion], sequence.num_prompt_tokens, sequence.num_cached_tokens or 0)

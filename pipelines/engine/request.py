@@ -164,15 +164,22 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class Output:
-    """A finished request. `text` is None where the engine has no tokenizer."""
+class Completion:
+    """One continuation of a prompt. `text` is None where the engine has no tokenizer."""
 
-    request_id: int
     token_ids: list[int]
     """New tokens, with the stop token if one ended the row."""
     text: str | None
     finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None
+
+
+@dataclass(frozen=True)
+class Output:
+    """A finished request."""
+
+    request_id: int
+    completions: list[Completion]
     num_prompt_tokens: int
     num_cached_tokens: int
     """Prompt tokens that the prefix cache spared."""
-    logprobs: list[TokenLogprobs] | None

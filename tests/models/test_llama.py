@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from conf.schema import DecodeConfig
-from tests.builders import REPOSITORY, SHARED, all_logits, engine_of, generate, write_llama
+from tests.builders import REPOSITORY, SHARED, all_logits, complete, engine_of, write_llama
 
 GOLDENS = REPOSITORY / "tests" / "goldens"
 NEW_TOKENS = 64
@@ -77,12 +77,12 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(all_logits(engine, prompt), expected, atol=1e-4, rtol=0)
     decode = DecodeConfig(max_new_tokens=NEW_TOKENS)
     expected_ids = [reference_greedy(reference, prompt) for prompt in prompts]
-    alone = [generate(engine, [prompt], decode)[0].token_ids for prompt in prompts]
-    together = [output.token_ids for output in generate(engine, prompts, decode)]
+    alone = [complete(engine, [prompt], decode)[0].token_ids for prompt in prompts]
+    together = [output.token_ids for output in complete(engine, prompts, decode)]
     assert alone == expected_ids
     assert together == expected_ids
     chunked = engine_of(tmp_path, batch_size=3, max_batched_tokens=5, block_size=4)
-    assert [output.token_ids for output in generate(chunked, prompts, decode)] == expected_ids
+    assert [output.token_ids for output in complete(chunked, prompts, decode)] == expected_ids
 
 
 @pytest.mark.parametrize("family", ["llama3", "llama_tied_bias"])
@@ -97,12 +97,12 @@ def test_equals_golden(family: str, spelling: str, tmp_path: Path) -> None:
     torch.testing.assert_close(all_logits(engine, prompt), golden["logits"][0], atol=3e-5, rtol=0)
     expected = golden["greedy_ids"][0].tolist()
     decode = DecodeConfig(max_new_tokens=len(expected), ignore_eos=True)
-    assert generate(engine, [prompt], decode)[0].token_ids == expected
+    assert complete(engine, [prompt], decode)[0].token_ids == expected
     lengths = golden["batch_attention_mask"].sum(-1).tolist()
     prompts = [row[-length:].tolist() for row, length in zip(golden["batch_input_ids"], lengths, strict=True)]
     expected_batch = golden["batch_greedy_ids"].tolist()
     decode = DecodeConfig(max_new_tokens=len(expected_batch[0]), ignore_eos=True)
-    assert [output.token_ids for output in generate(engine, prompts, decode)] == expected_batch
+    assert [output.token_ids for output in complete(engine, prompts, decode)] == expected_batch
 
 
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the real small models stand beside the repository")
@@ -113,7 +113,7 @@ def test_stories260k_tells_its_published_story() -> None:
     folder = SHARED / "data" / "models" / "stories260K"
     engine = engine_of(folder, tokenizer="")
     assert engine.tokenizer is not None
-    output = generate(engine, [[1]], DecodeConfig(max_new_tokens=200))[0]
+    output = complete(engine, [[1]], DecodeConfig(max_new_tokens=200))[0]
     assert output.text == (folder / "expected_200_steps.txt").read_text(encoding="utf-8")
     assert len(output.token_ids) == 200
 
@@ -132,5 +132,5 @@ def test_real_model_equals_its_golden_ids(name: str) -> None:
         assert top.indices.tolist() == case["top5_ids"]
         # 2e-4: the golden values are printed with five decimals, computed elsewhere in float32
         torch.testing.assert_close(top.values, torch.tensor(case["top5_logits"]), atol=2e-4, rtol=0)
-        output = generate(engine, [case["prompt_ids"]], DecodeConfig(max_new_tokens=len(case["greedy_ids"])))[0]
+        output = complete(engine, [case["prompt_ids"]], DecodeConfig(max_new_tokens=len(case["greedy_ids"])))[0]
         assert output.token_ids == case["greedy_ids"]

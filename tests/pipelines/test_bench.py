@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from conf.compose import dump
 from conf.errors import UserError
 from conf.schema import BenchConfig, RunConfig, Task
 from pipelines import bench
@@ -46,7 +47,7 @@ def test_rates_follow_their_definitions() -> None:
 def test_a_run_leaves_its_metrics(tmp_path: Path) -> None:
     write_llama(tmp_path / "model")
     out = tmp_path / "out"
-    bench.run_bench(job(tmp_path / "model", prompt_tokens=9, new_tokens=4, batch_size=2, repeats=2), out, "# config\n")
+    bench.run_bench(job(tmp_path / "model", prompt_tokens=9, new_tokens=4, batch_size=2, repeats=2), out, dump)
     assert {file.name for file in out.iterdir()} == {"config.yaml", "environment.json", "metrics.json"}
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["prefill_tokens_per_s"] > 0
@@ -64,7 +65,7 @@ def test_a_run_leaves_its_metrics(tmp_path: Path) -> None:
 def test_what_the_context_does_not_take_is_refused_with_nothing_written(tmp_path: Path) -> None:
     write_llama(tmp_path / "model")
     with pytest.raises(UserError, match="decode.max_new_tokens=64, together more than max_position_embeddings=128"):
-        bench.run_bench(job(tmp_path / "model", prompt_tokens=100, new_tokens=64), tmp_path / "out", "")
+        bench.run_bench(job(tmp_path / "model", prompt_tokens=100, new_tokens=64), tmp_path / "out", dump)
     assert not (tmp_path / "out").exists()
 
 

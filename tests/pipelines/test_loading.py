@@ -11,7 +11,7 @@ import torch
 from conf.errors import UserError
 from conf.schema import DecodeConfig, DeviceConfig, DeviceType, DType
 from pipelines.loading import load_engine
-from tests.builders import all_logits, engine_of, generate, run_config, write_llama
+from tests.builders import all_logits, complete, engine_of, run_config, write_llama
 
 
 def test_threads_are_set(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_tokenizer_from_another_folder(tmp_path: Path, chatty: Path) -> None:
 def test_model_max_length_limits_every_sequence(tmp_path: Path) -> None:
     write_llama(tmp_path)
     engine = load_engine(run_config(tmp_path, max_length=20), 1)
-    assert len(generate(engine, [[5] * 15], DecodeConfig())[0].token_ids) == 5
+    assert len(complete(engine, [[5] * 15], DecodeConfig())[0].token_ids) == 5
     with pytest.raises(UserError, match="decode.max_length=21 is more than the model takes .model.max_length=20"):
         engine.check(DecodeConfig(max_length=21))
 

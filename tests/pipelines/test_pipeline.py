@@ -95,7 +95,7 @@ def test_rows_may_be_dictionaries(pipe: TextGenerationPipeline) -> None:
 
 def test_engine_takes_token_ids(pipe: TextGenerationPipeline) -> None:
     request = pipe.engine.request(0, [0, 70], DecodeConfig(max_new_tokens=4, ignore_eos=True))
-    assert len(next(pipe.engine.generate([request])).token_ids) == 4
+    assert len(next(pipe.engine.generate([request])).completions[0].token_ids) == 4
 
 
 def test_no_prompts_give_no_results(pipe: TextGenerationPipeline) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from conf.compose import dump
 from conf.errors import UserError
 from conf.schema import DecodeConfig, PredictConfig, RunConfig
 from pipelines.predict import run_predict
@@ -43,7 +44,7 @@ def test_any_batch_size_gives_the_same_rows_in_order(chatty: Path, tmp_path: Pat
     data = tmp_path / "prompts.txt"
     data.write_text("\n".join(PROMPTS), encoding="utf-8")
     for batch_size in (1, 3, 100):
-        run_predict(job(chatty, data, batch_size, **decode), tmp_path / str(batch_size), "# config\n")
+        run_predict(job(chatty, data, batch_size, **decode), tmp_path / str(batch_size), dump)
     first = rows(tmp_path / "1")
     assert [row["prompt"] for row in first] == PROMPTS
     assert rows(tmp_path / "3") == rows(tmp_path / "100") == first
@@ -52,7 +53,7 @@ def test_any_batch_size_gives_the_same_rows_in_order(chatty: Path, tmp_path: Pat
 def test_without_a_tokenizer_token_ids_still_work(chatty: Path, tmp_path: Path) -> None:
     data = tmp_path / "ids.jsonl"
     data.write_text('{"prompt_token_ids": [0, 70]}\n{"prompt": "Once"}\n')
-    run_predict(job(chatty, data, tokenizer=None), tmp_path / "out", "")
+    run_predict(job(chatty, data, tokenizer=None), tmp_path / "out", dump)
     ids, text = rows(tmp_path / "out")
     assert (ids["prompt"], ids["text"], ids["num_generated_tokens"]) == (None, None, 12)
     assert "there is no tokenizer for this text: give prompt_token_ids" in str(text["error"])
@@ -62,23 +63,23 @@ def test_if_nothing_works_the_rows_say_why_and_the_job_fails(chatty: Path, tmp_p
     data = tmp_path / "bad.jsonl"
     data.write_text('{"id": "\\ud800", "promt": 1}\nnope\n')
     with pytest.raises(UserError, match="none of the 2 rows could be predicted; the first: the row has none of prompt"):
-        run_predict(job(chatty, data), tmp_path / "out", "")
+        run_predict(job(chatty, data), tmp_path / "out", dump)
     assert [row["finish_reason"] for row in rows(tmp_path / "out")] == ["error", "error"]
     assert rows(tmp_path / "out")[0]["id"] == "\ud800"
 
 
 def test_what_no_prompt_could_be_run_with_fails_before_anything_is_written(chatty: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="decode.max_length=1000 is more than the model takes"):
-        run_predict(job(chatty, "hello", max_new_tokens=None, max_length=1000), tmp_path / "out", "")
+        run_predict(job(chatty, "hello", max_new_tokens=None, max_length=1000), tmp_path / "out", dump)
     assert not (tmp_path / "out").exists()
 
 
 def test_missing_data_is_named(chatty: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="predict.data is missing: give a prompt"):
-        run_predict(replace(job(chatty, "x"), predict=PredictConfig()), tmp_path / "out", "")
+        run_predict(replace(job(chatty, "x"), predict=PredictConfig()), tmp_path / "out", dump)
 
 
 def test_a_folder_that_cannot_be_written_leaves_nothing(chatty: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
-        run_predict(job(chatty, "hello"), tmp_path / "file" / "out", "")
+        run_predict(job(chatty, "hello"), tmp_path / "file" / "out", dump)

@@ -8,8 +8,8 @@ import torch
 
 from conf.errors import UserError
 from conf.schema import DecodeConfig
-from pipelines.engine import Engine, Output
-from tests.builders import all_logits, engine_of, generate, write_llama
+from pipelines.engine import Completion, Engine
+from tests.builders import all_logits, complete, engine_of, generate, write_llama
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [16, 17], [5, 6, 7]]
 
@@ -26,15 +26,15 @@ def texts(chatty: Path) -> Engine:
     return engine_of(chatty, tokenizer="")
 
 
-def one(engine: Engine, prompt: list[int], **decode: object) -> Output:
-    return generate(engine, [prompt], DecodeConfig(**decode))[0]  # type: ignore[arg-type]
+def one(engine: Engine, prompt: list[int], **decode: object) -> Completion:
+    return complete(engine, [prompt], DecodeConfig(**decode))[0]  # type: ignore[arg-type]
 
 
 def test_same_seed_other_batch_mates_same_tokens(engine: Engine) -> None:
     decode = DecodeConfig(max_new_tokens=20, temperature=1.0, top_p=0.9, seed=7)
     alone = [one(engine, prompt, max_new_tokens=20, temperature=1.0, top_p=0.9, seed=7).token_ids for prompt in PROMPTS]
-    together = [output.token_ids for output in generate(engine, PROMPTS, decode)]
-    backwards = [output.token_ids for output in generate(engine, PROMPTS[::-1], decode)][::-1]
+    together = [output.token_ids for output in complete(engine, PROMPTS, decode)]
+    backwards = [output.token_ids for output in complete(engine, PROMPTS[::-1], decode)][::-1]
     assert alone == together == backwards
     assert together[0] == together[4]
     assert one(engine, PROMPTS[0], max_new_tokens=20, temperature=1.0, seed=8).token_ids != alone[0]
@@ -145,7 +145,7 @@ def test_logprobs_are_those_of_the_unmodified_distribution(engine: Engine) -> No
 def test_text_and_pieces_of_a_row_agree(texts: Engine) -> None:
     pieces: list[str] = []
     request = texts.request(0, [0, 70, 71], DecodeConfig(max_new_tokens=60, ignore_eos=True), pieces.append)
-    output = next(texts.generate([request]))
+    output = next(texts.generate([request])).completions[0]
     assert texts.tokenizer is not None
     whole = texts.tokenizer.decode([0, 70, 71, *output.token_ids], skip_special_tokens=True)
     assert "".join(pieces) == output.text == whole[len(texts.tokenizer.decode([0, 70, 71], skip_special_tokens=True)) :]
@@ -272,10 +272,10 @@ def test_chunks_blocks_preemption_and_prefix_cache_change_no_token(
     grow = other.scheduler._grow
     other.scheduler._grow = lambda: had_blocks.append(grow()) or had_blocks[-1]  # type: ignore[func-returns-value, method-assign]
     outputs = generate(other, prompts, replace(decode, prefix_cache=prefix_cache))
-    assert [output.token_ids for output in outputs] == expected
+    assert [output.completions[0].token_ids for output in outputs] == expected
     assert all(had_blocks) == ("kv_cache_memory" not in device)
     again = generate(other, prompts, replace(decode, prefix_cache=prefix_cache))
-    assert [output.token_ids for output in again] == expected
+    assert [output.completions[0].token_ids for output in again] == expected
     hits = sum(output.num_cached_tokens for output in again)
     assert (hits > 0) == (prefix_cache and device.get("block_size") != 64)
 
@@ -294,4 +294,4 @@ def test_dynamic_rotary_scaling_shares_no_beginnings(tmp_path: Path) -> None:
     prompts = [list(range(5, 25)), list(range(5, 45))]
     outputs = [generate(engine, [prompt], DecodeConfig(max_new_tokens=3))[0] for prompt in prompts * 2]
     assert [output.num_cached_tokens for output in outputs] == [0] * 4
-    assert outputs[0].token_ids == outputs[2].token_ids
+    assert outputs[0].completions == outputs[2].completions
