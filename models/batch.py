@@ -19,7 +19,7 @@ class Batch:
     query_starts: Tensor  # [S+1]
     context_lengths: Tensor  # [S] tokens in the cache after this step
     prompt_lengths: Tensor  # [T] length of the token's own prompt: dynamic rotary scaling depends on it
-    logit_rows: Tensor  # [R] rows of the tokens whose next token is wanted
+    output_rows: Tensor  # [R] rows of the tokens whose hidden states and logits are wanted
 
 
 @dataclass(frozen=True)

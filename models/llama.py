@@ -1,6 +1,6 @@
 """Llama 1, 2, 3, 3.1, 3.2, TinyLlama and their kin, from config.json.
 
-T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, F feed-forward channels, V vocabulary, R logit rows.
+T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, F feed-forward channels, V vocabulary, R output rows.
 Modules are named as the checkpoint's tensors are, so no map of names is needed.
 """
 
@@ -140,7 +140,7 @@ class Decoder(nn.Module):
         cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
         for layer, key_cache, value_cache in zip(self.layers, cache.keys, cache.values, strict=True):
             x = layer(x, cos, sin, batch, key_cache, value_cache)
-        return self.norm(x[batch.logit_rows])  # type: ignore[no-any-return]
+        return self.norm(x[batch.output_rows])  # type: ignore[no-any-return]
 
 
 class Llama(nn.Module):
@@ -159,6 +159,11 @@ class Llama(nn.Module):
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        """Logits [R, V] of the batch's logit rows; writes the batch's keys and values into the cache."""
+        """Hidden states [R, E] of the batch's output rows, normed; writes the batch's keys and values into the cache."""
+        return self.model(batch, cache)  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] from hidden states [R, E]."""
         head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return linear(self.model(batch, cache), head.weight)
+        return linear(hidden, head.weight)

@@ -38,7 +38,11 @@ class CausalLM(Protocol):
     @property
     def step_weight_bytes(self) -> int: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
-    def __call__(self, batch: Batch, cache: KVCache) -> Tensor: ...
+    def __call__(self, batch: Batch, cache: KVCache) -> Tensor:
+        """Hidden states [R, E] of the batch's output rows; fills the cache."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] from hidden states [R, E]."""
 
 
 @dataclass(frozen=True)

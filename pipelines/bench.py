@@ -70,15 +70,15 @@ def measure(engine: Engine, bench: BenchConfig, seed: int) -> Round:
     )
     requests = [engine.request(i, prompt, decode) for i, prompt in enumerate(prompts)]
     start = time.perf_counter()
-    sequences = [engine.add(request) for request in requests]
+    groups = [engine.add(request) for request in requests]
     first_token_s: dict[int, float] = {}
     step_s, before = [], start
-    while not all(sequence.finish_reason for sequence in sequences):
-        generating = len(first_token_s) == len(sequences)
+    while any(group.sequences for group in groups):
+        generating = len(first_token_s) == len(groups)
         engine.step()
         now = time.perf_counter()
-        for i, sequence in enumerate(sequences):
-            if sequence.num_output_tokens:
+        for i, group in enumerate(groups):
+            if group.num_output_tokens:
                 first_token_s.setdefault(i, now - start)
         if generating:
             step_s.append(now - before)

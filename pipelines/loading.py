@@ -1,16 +1,14 @@
 """From a RunConfig to an engine: the place where model, quantisation, tokenizer and device come together."""
 
-import json
 import logging
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from conf.errors import UserError
-from conf.schema import DecodeConfig, DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
+from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
 from models.batch import KVCache
 from models.checkpoint import (
     DTYPES,
@@ -27,6 +25,7 @@ from models.tokenizer import Tokenizer
 from pipelines.engine import Engine
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
 from pipelines.engine.request import ContextLimit
+from pipelines.generation_config import decode_defaults, eos_token_ids, read_generation_config
 
 log = logging.getLogger(__name__)
 
@@ -34,16 +33,16 @@ DEFAULT_THREADS = torch.get_num_threads()  # torch's choice, before anybody set 
 
 
 def load_engine(
-    run: RunConfig, max_num_sequences: int, on_bytes: Callable[[int, int], None] = lambda done, total: None
+    run: RunConfig, max_num_requests: int, on_bytes: Callable[[int, int], None] = lambda done, total: None
 ) -> Engine:
-    """Load model and tokenizer and make an engine for so many sequences at once. `on_bytes(done, total)` follows the weights.
+    """Load model and tokenizer and make an engine for so many requests at once. `on_bytes(done, total)` follows the weights.
 
     Raises UserError for whatever is wrong with the checkpoint, the tokenizer or the device.
     """
-    if max_num_sequences > run.device.max_batched_tokens:
+    if max_num_requests > run.device.max_batched_tokens:
         raise UserError(
-            f"batch_size={max_num_sequences} is more than device.max_batched_tokens={run.device.max_batched_tokens}: "
-            "every sequence that runs needs a token of each step"
+            f"batch_size={max_num_requests} is more than device.max_batched_tokens={run.device.max_batched_tokens}: "
+            "every row that runs needs a token of each step"
         )
     device = _device(run.device)
     torch.set_num_threads(run.device.threads or DEFAULT_THREADS)
@@ -55,9 +54,9 @@ def load_engine(
     shape: ModelShape = architecture.read_config(reader)
     context = _context(run.model, shape, reader)
     tokenizer = _tokenizer(run.model, folder)
-    eos_token_ids = _eos_token_ids(folder, reader, tokenizer)
-    if unread := sorted(_generation_config(folder).keys() & {field.name for field in fields(DecodeConfig)}):
-        log.warning("%s/generation_config.json suggests %s, which only decode= sets", folder, ", ".join(unread))
+    generation_config = read_generation_config(folder)
+    eos = eos_token_ids(generation_config, reader, tokenizer)
+    decode = decode_defaults(generation_config, context.num_tokens)
     if unread := reader.unread():
         log.warning("%s/config.json has keys that are not used: %s", folder, ", ".join(unread))
     with torch.device("meta"):
@@ -68,9 +67,10 @@ def load_engine(
         load_checkpoint(model, files, architecture.ignored_tensors, dtype, device, on_bytes)
     else:
         initialise_randomly(model, dtype, device)
-    cache = _kv_cache(run.device, shape, max_num_sequences, context, dtype, device)
-    sizes = max_num_sequences, run.device.max_batched_tokens
-    return Engine(cast(CausalLM, model), cache, tokenizer, context, eos_token_ids, *sizes)
+    sequences = max_num_requests * (run.decode.num_beams or run.decode.n)
+    cache = _kv_cache(run.device, shape, sequences, context, dtype, device)
+    sizes = max_num_requests, run.device.max_batched_tokens
+    return Engine(cast(CausalLM, model), cache, tokenizer, context, eos, decode, *sizes)
 
 
 def _kv_cache(
@@ -134,29 +134,3 @@ def _dtype(wanted: DType, reader: ConfigReader, files: list[WeightFile]) -> torc
     if not isinstance(name, str) or name not in DTYPES:
         raise UserError(f"the checkpoint's dtype {name!r} is not supported: give model.dtype={'|'.join(DTYPES)}")
     return DTYPES[name]
-
-
-def _eos_token_ids(folder: Path, reader: ConfigReader, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """From generation_config.json, else config.json, else the tokenizer: an id, a list of ids, or none."""
-    value = _generation_config(folder).get("eos_token_id")
-    if value is None:
-        value = reader.raw("eos_token_id")
-    if value is None and tokenizer is not None:
-        value = tokenizer.eos_token_id
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(id) is int and id >= 0 for id in ids):
-        raise UserError(f"{folder}: eos_token_id={value!r} is neither an id nor a list of ids")
-    return frozenset(ids)
-
-
-def _generation_config(folder: Path) -> dict[str, Any]:
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{file} holds a {type(values).__name__}, not a JSON object")
-    return values

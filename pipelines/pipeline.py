@@ -98,7 +98,7 @@ class TextGenerationPipeline:
             given.get("add_special_tokens", settings.add_special_tokens),
             str(given.get("chat_template", settings.chat_template)),
         )
-        batch_size, most = given.get("batch_size"), self.engine.scheduler.max_num_sequences
+        batch_size, most = given.get("batch_size"), self.engine.scheduler.max_num_requests
         if batch_size is not None and batch_size > most:
             raise UserError(f"batch_size={batch_size} is more than the {most} that this pipeline was made for")
         if self.tokenizer is None:

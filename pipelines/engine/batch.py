@@ -9,12 +9,13 @@ from pipelines.engine.scheduler import StepPlan
 
 
 def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
-    """Flatten the plan's new tokens, without padding. A sequence's last token gets logits, once it is reached."""
+    """Flatten the plan's new tokens, without padding."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     prompt_lengths: list[int] = []
     context_lengths: list[int] = []
+    output_rows: list[int] = []
     starts = [0]
     for item in plan.scheduled:
         sequence, first = item.sequence, item.sequence.num_computed_tokens
@@ -25,6 +26,7 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
         prompt_lengths += [sequence.num_prompt_tokens] * item.num_new_tokens
         context_lengths.append(after)
         starts.append(len(token_ids))
+        output_rows += range(starts[-1] - item.num_outputs, starts[-1])
     tables = itertools.zip_longest(*(item.sequence.block_table for item in plan.scheduled), fillvalue=0)
 
     def tensor(values: list[int]) -> torch.Tensor:
@@ -38,5 +40,5 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
         query_starts=tensor(starts),
         context_lengths=tensor(context_lengths),
         prompt_lengths=tensor(prompt_lengths),
-        logit_rows=tensor([end - 1 for item, end in zip(plan.scheduled, starts[1:], strict=True) if item.samples]),
+        output_rows=tensor(output_rows),
     )

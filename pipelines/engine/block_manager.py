@@ -10,14 +10,21 @@ from collections import Counter
 from collections.abc import Iterable
 
 
-def extend_hashes(hashes: list[bytes], token_ids: list[int], num_blocks: int, block_size: int) -> None:
+def extend_hashes(
+    hashes: list[bytes], token_ids: list[int], num_blocks: int, block_size: int, salt: str | None
+) -> None:
     """Extend the sha256 of each full block, over the one before it and the block's tokens, to the first `num_blocks` blocks.
 
-    Two hashes are equal only where everything up to the end of the block is equal.
+    Two hashes are equal only where the salt and everything up to the end of the block are equal.
     """
     for i in range(len(hashes), num_blocks):
         block = array("q", token_ids[i * block_size : (i + 1) * block_size]).tobytes()
-        hashes.append(hashlib.sha256((hashes[-1] if hashes else b"") + block).digest())
+        hashes.append(hashlib.sha256((hashes[-1] if hashes else _salt_bytes(salt)) + block).digest())
+
+
+def _salt_bytes(salt: str | None) -> bytes:
+    # The word in front is no token id, so that no salt can pass for a block of tokens.
+    return b"" if salt is None else hashlib.sha256(b"salt:" + salt.encode("utf-8", "surrogatepass")).digest()
 
 
 class BlockManager:
@@ -58,10 +65,13 @@ class BlockManager:
         return blocks
 
     def share(self, blocks: list[int]) -> None:
-        """Make the caller an owner of blocks that `find_prefix` found."""
+        """Add an owner to blocks that `find_prefix` found or that a sequence to fork has."""
         for block in blocks:
             self._references[block] += 1
             self._cached.pop(block, None)
+
+    def num_owners(self, block: int) -> int:
+        return self._references[block]
 
     def remember(self, block: int, value: bytes) -> None:
         """The block is full and computed: later prompts may find it by its hash. The first block of a hash stays the known one."""

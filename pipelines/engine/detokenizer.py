@@ -1,5 +1,6 @@
 """Token ids to text, piece by piece: no half characters, no half stop strings, nothing decoded twice over."""
 
+import copy
 from collections.abc import Callable
 
 REPLACEMENT = "\ufffd"  # what a decoder puts for bytes that are no whole character yet
@@ -13,14 +14,26 @@ class Detokenizer:
     step decodes a short window that starts at the last token whose text was complete, and holds back what is not certain yet.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], prompt_token_ids: list[int], stop: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        prompt_token_ids: list[int],
+        stop: tuple[str, ...],
+        include_stop: bool = False,
+    ) -> None:
         self._decode = decode
         self._stop = stop
+        self._include_stop = include_stop
         self._window = _clean_tail(decode, prompt_token_ids)
         self._window_text = decode(self._window).rstrip(REPLACEMENT)
         self._num_known = len(self._window)  # tokens of the window whose text is in _window_text
         self._held = ""  # text that may be the start of a stop string
         self.text = ""  # all that was released
+
+    def copy(self) -> "Detokenizer":
+        other = copy.copy(self)
+        other._window = list(self._window)
+        return other
 
     def add(self, token_id: int, may_stop: bool) -> tuple[str, bool]:
         """The text that `token_id` makes certain, and whether a stop string was met. `may_stop` is False before min_new_tokens."""
@@ -50,7 +63,7 @@ class Detokenizer:
                 ((start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0), default=None
             )
             stopped = found is not None
-            cut = found[1] if found else len(text) - _overlap(text, self._stop)
+            cut = found[not self._include_stop] if found else len(text) - _overlap(text, self._stop)
             text, self._held = text[:cut], "" if stopped else text[cut:]
         self.text += text
         return text, stopped

@@ -1,7 +1,8 @@
-"""The loop: plan, build, run, sample, commit."""
+"""The loop: plan, build, run, choose, commit."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,28 +13,35 @@ from models.batch import KVCache
 from models.registry import CausalLM
 from models.tokenizer import Tokenizer
 from pipelines.engine.batch import build_batch
+from pipelines.engine.beam_search import BeamSearch
 from pipelines.engine.block_manager import BlockManager
+from pipelines.engine.contrastive_search import ContrastiveSearch
 from pipelines.engine.detokenizer import Detokenizer
 from pipelines.engine.request import (
-    Completion,
     ContextLimit,
     FinishReason,
     Output,
     Request,
+    SamplingParams,
+    Search,
     Sequence,
+    SequenceGroup,
     check_max_length,
     resolve_sampling_params,
 )
 from pipelines.engine.runner import Runner
 from pipelines.engine.sampler import sample, token_logprobs
 from pipelines.engine.scheduler import Scheduler, StepPlan
+from pipelines.engine.stopping import completion_of, extend_text
+
+LOGPROB_ROWS = 256  # rows of prompt log probabilities at a time: float32 copies of them stay small
 
 
 class Engine:
     """Runs requests over one model and one pool of KV blocks. Not for several threads at once.
 
     >>> requests = [engine.request(0, [1, 403, 407], DecodeConfig(max_new_tokens=8))]
-    >>> [output.token_ids for output in engine.generate(requests)]
+    >>> [output.completions[0].token_ids for output in engine.generate(requests)]
     """
 
     def __init__(
@@ -43,23 +51,26 @@ class Engine:
         tokenizer: Tokenizer | None,
         context: ContextLimit,
         eos_token_ids: frozenset[int],
-        max_num_sequences: int,
+        decode_defaults: dict[str, Any],
+        max_num_requests: int,
         max_batched_tokens: int,
     ) -> None:
+        """`decode_defaults`: settings of DecodeConfig that hold where a request says nothing."""
         num_blocks, self._block_size = cache.keys[0].shape[:2]
         self.device = cache.keys[0].device
         self.context = context
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(BlockManager(num_blocks, self._block_size), max_num_sequences, max_batched_tokens)
+        self.scheduler = Scheduler(BlockManager(num_blocks, self._block_size), max_num_requests, max_batched_tokens)
         self._shape = model.config
         self.vocab_size = model.config.vocab_size
         self._eos_token_ids = eos_token_ids
+        self._decode_defaults = decode_defaults
         self.runner = Runner(model, cache)
         self.num_generated_tokens = 0  # by all requests so far
 
     def resolve(self, decode: DecodeConfig) -> DecodeConfig:
-        """The settings with what the checkpoint's generation_config.json says where they say nothing."""
-        return decode
+        """The settings, complete: what the checkpoint suggests, or a neutral value, where they say nothing."""
+        return decode.resolved(self._decode_defaults)
 
     def request(
         self, id: int, prompt_token_ids: list[int], decode: DecodeConfig, sink: Callable[[str], None] | None = None
@@ -68,39 +79,69 @@ class Engine:
         if not prompt_token_ids:
             raise UserError("the prompt has no tokens, and the tokenizer no BOS to begin with")
         self._check_ids("prompt token id", prompt_token_ids)
+        decode = self.resolve(decode)
         self.check(decode)
         if self._shape.keys_depend_on_length:  # then the same tokens have other keys in a longer prompt
             decode = replace(decode, prefix_cache=False)
-        params = resolve_sampling_params(decode, len(prompt_token_ids), self.context, self._eos_token_ids)
-        blocks, num_tokens = self.scheduler.block_manager, len(prompt_token_ids) + params.max_new_tokens
-        if blocks.num_blocks_for(num_tokens) > blocks.num_blocks:
-            capacity = blocks.num_blocks * blocks.block_size
-            remedy = "raise device.kv_cache_memory, or ask for fewer new tokens"
-            raise UserError(f"prompt and new tokens are {num_tokens}, but the KV cache holds {capacity}: {remedy}")
+        num_prompt, bad_words = len(prompt_token_ids), self._bad_words(decode.bad_words)
+        params = resolve_sampling_params(decode, num_prompt, self.context, self._eos_token_ids, bad_words)
+        if sink is not None and (params.num_beams > 1 or params.n > 1):
+            which = f"num_beams={params.num_beams}" if params.num_beams > 1 else f"n={params.n}"
+            raise UserError(
+                f"decode.{which} cannot be streamed, because it has no single text that grows: give no streamer"
+            )
+        self._check_size(params, num_prompt)
         return Request(id, prompt_token_ids, params, sink)
 
-    def _check_ids(self, what: str, ids: list[int]) -> None:
+    def _check_ids(self, what: str, ids: Iterable[int]) -> None:
         if wrong := [id for id in ids if not 0 <= id < self.vocab_size]:
             raise UserError(f"{what} {wrong[0]} is not in the vocabulary: give ids from 0 to {self.vocab_size - 1}")
+
+    def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as the tokenizer writes it, alone and after a space."""
+        if not words:
+            return ()
+        assert self.tokenizer is not None
+        written = [self.tokenizer.encode(text, False) for word in words for text in (word, f" {word}")]
+        return tuple(dict.fromkeys(tuple(ids) for ids in written if ids))
+
+    def _check_size(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        """Raises UserError for a request that could never run, because the pool or a step is too small for it."""
+        blocks, width = self.scheduler.block_manager, params.num_sequences
+        num_tokens = num_prompt_tokens + params.max_new_tokens
+        # Each of several sequences owns its blocks but for those of the prompt, or, of a candidate, all but the last.
+        shared = (num_tokens if params.penalty_alpha else num_prompt_tokens) // blocks.block_size
+        needed = shared + width * (blocks.num_blocks_for(num_tokens) - shared + bool(params.penalty_alpha))
+        if needed > blocks.num_blocks:
+            what = f"prompt and new tokens are {num_tokens}" + (f", in {width} sequences" if width > 1 else "")
+            capacity = blocks.num_blocks * blocks.block_size
+            remedy = "raise device.kv_cache_memory, or ask for fewer new tokens"
+            raise UserError(f"{what}, but the KV cache holds {capacity}: {remedy}")
+        if width > self.scheduler.max_batched_tokens:
+            limit = f"device.max_batched_tokens={self.scheduler.max_batched_tokens}"
+            raise UserError(f"the request has {width} sequences, but {limit}: every one needs a token of each step")
 
     def check(self, decode: DecodeConfig) -> None:
         """Raises UserError for settings that no prompt could be run with."""
         check_max_length(decode, self.context)
         self._check_ids("stop token id", decode.stop_token_ids)
-        if decode.stop and self.tokenizer is None:
-            remedy = "give decode.stop_token_ids, or model.tokenizer=PATH"
-            raise UserError(f"decode.stop={decode.stop} needs a tokenizer: {remedy}")
+        self._check_ids("allowed token id", decode.allowed_token_ids)
+        self._check_ids("logit_bias token id", decode.logit_bias or {})
+        for name in ("stop", "bad_words"):
+            if getattr(decode, name) and self.tokenizer is None:
+                remedy = "give token ids instead, or model.tokenizer=PATH"
+                raise UserError(f"decode.{name}={getattr(decode, name)} needs a tokenizer: {remedy}")
 
     def generate(
         self,
         requests: Iterable[Request],
-        max_num_sequences: int | None = None,
+        max_num_requests: int | None = None,
         on_step: Callable[[], None] = lambda: None,
     ) -> Iterator[Output]:
         """Outputs as they finish. Requests are taken from the iterable when a place is free; closing the iterator cancels the rest."""
-        limit = min(max_num_sequences or self.scheduler.max_num_sequences, self.scheduler.max_num_sequences)
+        limit = min(max_num_requests or self.scheduler.max_num_requests, self.scheduler.max_num_requests)
         source = iter(requests)
-        alive: list[Sequence] = []
+        alive: list[SequenceGroup] = []
         try:
             while True:
                 while len(alive) < limit and (request := next(source, None)) is not None:
@@ -109,78 +150,127 @@ class Engine:
                     return
                 self.step()
                 on_step()
-                finished = [sequence for sequence in alive if sequence.finish_reason]
-                alive = [sequence for sequence in alive if not sequence.finish_reason]
+                finished = [group for group in alive if not group.sequences]
+                alive = [group for group in alive if group.sequences]
                 yield from map(_output, finished)
         finally:
-            for sequence in alive:
-                if not sequence.finish_reason:  # some may have finished in the very step that failed
-                    self.scheduler.remove(sequence)
+            for group in alive:
+                if group.sequences:  # some may have finished in the very step that failed
+                    self.scheduler.cancel(group)
 
-    def add(self, request: Request) -> Sequence:
-        sequence = Sequence(request, self._detokenizer(request), list(request.prompt_token_ids))
-        self.scheduler.add(sequence)
-        return sequence
+    def add(self, request: Request) -> SequenceGroup:
+        """Queue a request: `step` until its `sequences` are none, then its `completions` are all there; or `scheduler.cancel` it."""
+        params = request.params
+        search: Search | None = None
+        wants_prompt = params.prompt_logprobs is not None or params.penalty_alpha > 0
+        origin = Sequence(
+            request,
+            self._detokenizer(request),
+            list(request.prompt_token_ids),
+            first_wanted=0 if wants_prompt else None,
+        )
+        if params.num_beams > 1:
+            search = BeamSearch(params, origin.detokenizer)
+        elif params.penalty_alpha > 0:
+            search = ContrastiveSearch()
+        group = SequenceGroup(request, origin, search)
+        self.scheduler.add(group)
+        return group
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One forward pass over everything that runs; every sequence whose last token is in it gets a new one."""
+        """One forward pass over everything that runs; the groups that are computed to their last tokens get new ones."""
         plan = self.scheduler.plan()
-        batch = build_batch(plan, self._block_size, self.device)
-        logits = self.runner.run(batch)
-        sampled = [item.sequence for item in plan.scheduled if item.samples]
-        tokens = sample(logits, sampled)
-        self._commit(plan, sampled, logits, tokens)
+        self.runner.copy_blocks(plan.copies)
+        hidden, logits = self.runner.run(build_batch(plan, self._block_size, self.device))  # [R, E], [R, V]
+        if not logits.isfinite().all():
+            remedy = "the weights are damaged, or model.dtype=float16 is too small for them: try model.dtype=float32"
+            raise UserError(f"the model's logits are not finite: {remedy}")
+        self.scheduler.commit(plan)
+        rows = _observe(plan, hidden, logits)
+        self._sample([group for group in plan.ready if not group.search], rows, logits)
+        for group in plan.ready:
+            if group.search:
+                continuations = group.search.advance(group, logits[[rows[sequence] for sequence in group.sequences]])
+                self.scheduler.branch(group, continuations)
+                self.num_generated_tokens += 1
 
-    def _commit(self, plan: StepPlan, sampled: list[Sequence], logits: Tensor, tokens: list[int]) -> None:
-        for item in plan.scheduled:
-            self.scheduler.commit(item)
-        for sequence, token in zip(
-            sampled, tokens, strict=True
-        ):  # all of them before any sink is called, which may raise
-            sequence.token_ids.append(token)
+    def _sample(self, groups: list[SequenceGroup], rows: dict[Sequence, int], logits: Tensor) -> None:
+        """A token for each sequence of groups that do not search; those that end leave their group."""
+        chosen = []
+        for group in groups:
+            if group.request.params.n > 1 and group.num_output_tokens == 0:
+                self._fork_samples(group, rows)
+            chosen += [(group, sequence) for sequence in group.sequences]
+        if not chosen:
+            return
+        indices = [rows[sequence] for _, sequence in chosen]
+        wanted = logits if indices == list(range(len(logits))) else logits[indices]
+        tokens = sample(wanted, [sequence for _, sequence in chosen])
+        for (_, sequence), token in zip(chosen, tokens, strict=True):
+            if token is not None:  # all of them before any sink is called, which may raise
+                sequence.token_ids.append(token)
         self.num_generated_tokens += len(tokens)
-        for row, (sequence, token) in enumerate(zip(sampled, tokens, strict=True)):
-            if (num_top := sequence.request.params.logprobs) is not None:
-                sequence.logprobs.append(token_logprobs(logits[row], token, num_top))
-            sequence.finish_reason = _advance(sequence, token)
-            if sequence.finish_reason:
-                self.scheduler.remove(sequence)
+        for row, ((group, sequence), token) in enumerate(zip(chosen, tokens, strict=True)):
+            reason: FinishReason | None = FinishReason.no_token
+            if token is not None:
+                if (num_top := sequence.request.params.logprobs) is not None:
+                    sequence.logprobs += token_logprobs(wanted[row : row + 1], [token], num_top)
+                reason = extend_text(sequence)
+            if reason:
+                group.completions[sequence.sample] = completion_of(sequence, reason)
+                self.scheduler.finish(group, sequence)
+
+    def _fork_samples(self, group: SequenceGroup, rows: dict[Sequence, int]) -> None:
+        """The prompt is computed: from here each sample goes its own way, from the same logits."""
+        (first,) = group.sequences
+        for i in range(1, group.request.params.n):
+            fork = self.scheduler.fork(first)
+            fork.sample = i
+            rows[fork] = rows[first]
+            group.sequences.append(fork)
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
-        tokenizer = self.tokenizer
+        tokenizer, params = self.tokenizer, request.params
         if tokenizer is None:
             return None
-        skip = request.params.skip_special_tokens
-        return Detokenizer(lambda ids: tokenizer.decode(ids, skip), request.prompt_token_ids, request.params.stop)
+        skip = params.skip_special_tokens
+        return Detokenizer(
+            lambda ids: tokenizer.decode(ids, skip), request.prompt_token_ids, params.stop, params.include_stop
+        )
 
 
-def _advance(sequence: Sequence, token: int) -> FinishReason | None:
-    """Turn the new token into text, hand it to the sink, and say whether the sequence ends here."""
-    params = sequence.request.params
-    may_stop = sequence.num_output_tokens >= params.min_new_tokens
-    piece, stopped = "", False
-    # The text of a stop token, like that of a stop string, is left out.
-    if sequence.detokenizer and token not in params.stop_token_ids:
-        piece, stopped = sequence.detokenizer.add(token, may_stop)
-    reason = None
-    if stopped or (may_stop and token in params.stop_token_ids | params.eos_token_ids):
-        reason = FinishReason.stop
-    elif sequence.num_output_tokens == params.max_new_tokens:
-        reason = FinishReason.length
-    if reason and sequence.detokenizer and not stopped:
-        piece += sequence.detokenizer.flush()
-    if piece and sequence.request.sink:
-        sequence.request.sink(piece)
-    return reason
+def _observe(plan: StepPlan, hidden: Tensor, logits: Tensor) -> dict[Sequence, int]:
+    """Keep what a request wants of its prompt. Returns the row of each sequence's last token."""
+    rows, end = {}, 0
+    for item in plan.scheduled:
+        begin, end = end, end + item.num_outputs
+        rows[item.sequence] = end - 1
+        group = item.group
+        if group.search:
+            group.search.observe(hidden[begin:end])
+        if group.request.params.prompt_logprobs is not None:
+            _add_prompt_logprobs(group, item.sequence, logits[begin:end])
+    return rows
 
 
-def _output(sequence: Sequence) -> Output:
-    assert sequence.finish_reason is not None
-    completion = Completion(
-        token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
-        text=sequence.detokenizer.text if sequence.detokenizer else None,
-        finish_reason=sequence.finish_reason,
-        logprobs=sequence.logprobs if sequence.request.params.logprobs is not None else None,
+def _add_prompt_logprobs(group: SequenceGroup, sequence: Sequence, logits: Tensor) -> None:
+    """From logits [P, V] of the sequence's P tokens that were computed last."""
+    prompt, known = group.request.prompt_token_ids, group.prompt_logprobs
+    first = sequence.num_computed_tokens - len(logits)
+    if first == len(known):  # not computed a second time, after a preemption
+        targets = prompt[first + 1 : first + 1 + len(logits)]
+        for start in range(0, len(targets), LOGPROB_ROWS):
+            chunk = targets[start : start + LOGPROB_ROWS]
+            rows = logits[start : start + len(chunk)]
+            known += token_logprobs(rows, chunk, group.request.params.prompt_logprobs or 0)
+
+
+def _output(group: SequenceGroup) -> Output:
+    return Output(
+        request_id=group.request.id,
+        completions=[completion for _, completion in sorted(group.completions.items())],
+        num_prompt_tokens=len(group.request.prompt_token_ids),
+        num_cached_tokens=group.num_cached_tokens or 0,
+        prompt_logprobs=group.prompt_logprobs if group.request.params.prompt_logprobs is not None else None,
     )
-    return Output(sequence.request.id, [completion], sequence.num_prompt_tokens, sequence.num_cached_tokens or 0)

@@ -2,8 +2,9 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from typing import Any, Protocol
 
 from conf.errors import UserError
 from conf.schema import DecodeConfig
@@ -15,6 +16,7 @@ DEFAULT_MAX_NEW_TOKENS = 256
 class FinishReason(Enum):
     stop = "stop"  # eos, a stop token or a stop string
     length = "length"
+    no_token = "no_token"  # every token was banned
     error = "error"  # the request was refused before it reached the engine
 
 
@@ -39,41 +41,58 @@ class SamplingParams:
     top_k: int
     top_p: float
     min_p: float
+    n: int
+    num_beams: int
+    length_penalty: float
+    early_stopping: bool | str
+    num_return_sequences: int
+    penalty_alpha: float
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
+    no_repeat_ngram_size: int
+    logit_bias: dict[int, float]
+    bad_words: tuple[tuple[int, ...], ...]
+    """Token ids, as the tokenizer writes each word."""
+    allowed_token_ids: list[int]
     stop: tuple[str, ...]
     stop_token_ids: frozenset[int]
-    eos_token_ids: frozenset[int]
-    """Empty with ignore_eos."""
+    end_token_ids: frozenset[int]
+    """The stop tokens and, unless it is ignored, the model's eos."""
+    include_stop: bool
     seed: int
     logprobs: int | None
+    prompt_logprobs: int | None
     skip_special_tokens: bool
     prefix_cache: bool
+    cache_salt: str | None
+
+    @property
+    def num_sequences(self) -> int:
+        """The most sequences that the request has at once."""
+        return max(self.n, self.num_beams, self.top_k if self.penalty_alpha else 1)
 
 
 def resolve_sampling_params(
-    decode: DecodeConfig, num_prompt_tokens: int, context: ContextLimit, eos_token_ids: frozenset[int]
+    decode: DecodeConfig,
+    num_prompt_tokens: int,
+    context: ContextLimit,
+    eos_token_ids: frozenset[int],
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
-    """Raises UserError where the prompt and the tokens asked for do not fit."""
-    return SamplingParams(
-        max_new_tokens=_resolve_max_new_tokens(decode, num_prompt_tokens, context),
-        min_new_tokens=decode.min_new_tokens,
-        temperature=decode.temperature,
-        top_k=decode.top_k,
-        top_p=decode.top_p,
-        min_p=decode.min_p,
-        repetition_penalty=decode.repetition_penalty,
-        presence_penalty=decode.presence_penalty,
-        frequency_penalty=decode.frequency_penalty,
-        stop=tuple(decode.stop),
-        stop_token_ids=frozenset(decode.stop_token_ids),
-        eos_token_ids=frozenset() if decode.ignore_eos else eos_token_ids,
-        seed=random.getrandbits(64) if decode.seed is None else decode.seed,
-        logprobs=decode.logprobs,
-        skip_special_tokens=decode.skip_special_tokens,
-        prefix_cache=decode.prefix_cache,
-    )
+    """From resolved settings. Raises UserError where the prompt and the tokens asked for do not fit."""
+    stop_token_ids = frozenset(decode.stop_token_ids)
+    values: dict[str, Any] = {
+        **{field.name: getattr(decode, field.name, None) for field in fields(SamplingParams)},
+        "max_new_tokens": _resolve_max_new_tokens(decode, num_prompt_tokens, context),
+        "logit_bias": decode.logit_bias or {},
+        "bad_words": bad_words,
+        "stop": tuple(decode.stop),
+        "stop_token_ids": stop_token_ids,
+        "end_token_ids": stop_token_ids if decode.ignore_eos else stop_token_ids | eos_token_ids,
+        "seed": random.getrandbits(64) if decode.seed is None else decode.seed,
+    }
+    return SamplingParams(**values)
 
 
 def check_max_length(decode: DecodeConfig, context: ContextLimit) -> None:
@@ -104,7 +123,7 @@ def _resolve_max_new_tokens(decode: DecodeConfig, num_prompt_tokens: int, contex
             f"the prompt has {num_prompt_tokens} tokens and decode.max_new_tokens={max_new_tokens}, together more than {context}: "
             f"give at most {room} new tokens"
         )
-    if decode.min_new_tokens > max_new_tokens:
+    if (decode.min_new_tokens or 0) > max_new_tokens:
         raise UserError(
             f"decode.min_new_tokens={decode.min_new_tokens} is more than the {max_new_tokens} new tokens that fit"
         )
@@ -134,21 +153,22 @@ class TokenLogprobs:
 
 @dataclass(eq=False)  # a sequence is itself, not its contents
 class Sequence:
-    """A request on its way. The scheduler writes the counts and blocks, the engine the rest."""
+    """One continuation of a prompt on its way. The scheduler writes the counts and blocks, the engine the rest."""
 
     request: Request
     detokenizer: Detokenizer | None
     token_ids: list[int]
     """Prompt and output."""
+    sample: int = 0
+    """Which of the request's n samples it is."""
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache."""
-    num_cached_tokens: int | None = None
-    """Prompt tokens that another sequence had computed before; None until the sequence is admitted."""
+    first_wanted: int | None = None
+    """Position of the first token whose output (logits and hidden state) is wanted; None: only the last token's is."""
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     """Of the first full blocks; filled as far as anybody needed them."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -159,8 +179,80 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    def fork(self) -> "Sequence":
+        """A copy that goes its own way. It shares no lists, but its block table names the same blocks: the scheduler counts them."""
+        return replace(
+            self,
+            detokenizer=self.detokenizer and self.detokenizer.copy(),
+            token_ids=list(self.token_ids),
+            block_table=list(self.block_table),
+            block_hashes=list(self.block_hashes),
+            logprobs=list(self.logprobs),
+        )
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A sequence and the token that follows it."""
+
+    parent: Sequence
+    token_id: int
+
+
+class Search(Protocol):
+    """How the next tokens are chosen where a group's sequences compete for them. Its tensors are Any, for this file imports no torch."""
+
+    def observe(self, hidden: Any) -> None:
+        """Hidden states [P, E] of tokens that were just computed: the prompt's, then those of the group's sequences."""
+
+    def advance(self, group: "SequenceGroup", logits: Any) -> list[Continuation]:
+        """The sequences that go on, from logits [S, V] of the group's S sequences; at the end none, and the group has completions."""
+
+    def restart(self, group: "SequenceGroup") -> Sequence:
+        """After a preemption: the one sequence to begin with again."""
+
+
+@dataclass(eq=False)
+class SequenceGroup:
+    """A request on its way. Its sequences run, wait and give way together; it is finished when none is left."""
+
+    request: Request
+    origin: Sequence
+    """The prompt, as it was before anything was computed."""
+    search: Search | None
+    """None for greedy tokens and samples, which do not compete."""
+    sequences: list[Sequence] = field(default_factory=list)
+    """Those that still grow."""
+    completions: dict[int, "Completion"] = field(default_factory=dict)
+    """By sample, or by rank in a search."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that another request had computed before; None until the group is admitted."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sequences = [self.origin.fork()]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of the longest sequence so far, without a candidate that may still be rejected."""
+        candidate = 1 if self.request.params.penalty_alpha else 0
+        growing = [sequence.num_output_tokens - candidate for sequence in self.sequences]
+        return max(0, *growing, *(len(completion.token_ids) for completion in self.completions.values()))
+
+    def restart(self) -> None:
+        """After a preemption. A single sequence goes on where it was; several began with blocks that they shared, so they begin again."""
+        if self.search:
+            self.sequences = [self.search.restart(self)]
+        elif self.request.params.n > 1:
+            self.sequences = [self.origin.fork()]
+            self.completions.clear()
 
 
 @dataclass(frozen=True)
@@ -172,6 +264,8 @@ class Completion:
     text: str | None
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None
+    score: float | None = None
+    """Of a beam: the sum of its tokens' log probabilities over its length to the power of length_penalty."""
 
 
 @dataclass(frozen=True)
@@ -183,3 +277,5 @@ class Output:
     num_prompt_tokens: int
     num_cached_tokens: int
     """Prompt tokens that the prefix cache spared."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens from the second on."""

@@ -2,6 +2,7 @@
 
 import torch
 
+from kernels.copy_blocks import copy_blocks
 from models.batch import Batch, KVCache
 from models.registry import CausalLM
 
@@ -25,6 +26,14 @@ class Runner:
         """Bytes of a token's keys and values in all layers."""
         return sum(layer[0, 0].nbytes for layer in [*self._cache.keys, *self._cache.values])
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        """Logits [R, V] of the batch's logit rows, in the model's dtype."""
-        return self._model(batch, self._cache)
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy blocks of the cache in all layers, from and to."""
+        if copies:
+            sources, targets = torch.tensor(copies, device=self._cache.keys[0].device).T
+            for keys, values in zip(self._cache.keys, self._cache.values, strict=True):
+                copy_blocks(keys, values, sources, targets)
+
+    def run(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [R, E] and logits [R, V] of the batch's output rows, in the model's dtype."""
+        hidden = self._model(batch, self._cache)
+        return hidden, self._model.logits(hidden)

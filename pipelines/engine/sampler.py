@@ -1,34 +1,36 @@
 """From logits to token ids: small pure functions, composed in `sample`.
 
 R rows (one per sequence), V tokens in the vocabulary. Logits are float32 (float64 for drawing); a token that may not be chosen has -inf.
-Order: penalties, temperature, top_k, top_p, min_p.
+Order: logit_bias, penalties, bans, temperature, top_k, top_p, min_p.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
 from pipelines.engine.request import Sequence, TokenLogprobs
 
 MASK64 = 2**64 - 1
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
-    """One token id per row of logits [R, V]. Temperature 0 takes the most likely token, the lowest id among equals."""
+def sample(logits: Tensor, sequences: list[Sequence]) -> list[int | None]:
+    """A token id per row of logits [R, V], None where all are banned. Temperature 0 takes the most likely, the lowest id of equals."""
     logits = logits.float()
-    if not logits.amax(-1).isfinite().all():
-        remedy = "the weights are damaged, or model.dtype=float16 is too small for them: try model.dtype=float32"
-        raise UserError(f"the model's logits are not finite: {remedy}")
     changed = [row for row, sequence in enumerate(sequences) if _changes_logits(sequence)]
     if changed:
         logits = logits.clone()  # the caller's stay unmodified, for the log probabilities
         for row in changed:
-            logits[row] = penalised(logits[row], sequences[row])
+            logits[row] = process_logits(logits[row], sequences[row])
     tokens = logits.argmax(-1)
     rows = [row for row, sequence in enumerate(sequences) if sequence.request.params.temperature > 0]
     if rows:
         tokens[rows] = _draw_rows(logits[rows], [sequences[row] for row in rows])
-    return tokens.tolist()  # type: ignore[no-any-return]
+    chosen: list[int | None] = tokens.tolist()
+    for row in changed:
+        if logits[row].amax() == -torch.inf:
+            chosen[row] = None
+    return chosen
 
 
 def _draw_rows(logits: Tensor, sequences: list[Sequence]) -> Tensor:
@@ -45,36 +47,65 @@ def _draw_rows(logits: Tensor, sequences: list[Sequence]) -> Tensor:
         logits = keep_top_p(logits, column("top_p"))
     if any(p.min_p for p in params):
         logits = keep_min_p(logits, column("min_p"))
-    uniforms = [uniform(s.request.params.seed, s.num_output_tokens) for s in sequences]
+    uniforms = [uniform(_sample_seed(s), s.num_output_tokens) for s in sequences]
     return draw(logits, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
 
 
 def _changes_logits(sequence: Sequence) -> bool:
     p = sequence.request.params
-    return (
+    return bool(
         p.repetition_penalty != 1
-        or p.presence_penalty != 0
-        or p.frequency_penalty != 0
+        or p.presence_penalty
+        or p.frequency_penalty
+        or p.logit_bias
+        or p.no_repeat_ngram_size
+        or p.bad_words
+        or p.allowed_token_ids
         or sequence.num_output_tokens < p.min_new_tokens
     )
 
 
-def penalised(logits: Tensor, sequence: Sequence) -> Tensor:
-    """One row [V] after repetition penalty (prompt and output), presence and frequency penalties (output), and the minimum length."""
+def process_logits(logits: Tensor, sequence: Sequence) -> Tensor:
+    """One row [V], float32, after logit_bias, the penalties for what was said, and the bans."""
     p = sequence.request.params
+
+    def ids(values: Iterable[int]) -> Tensor:
+        known = [value for value in values if value < logits.shape[0]]
+        return torch.tensor(known, dtype=torch.int64, device=logits.device)
+
     logits = logits.clone()
+    if p.logit_bias:
+        logits[ids(p.logit_bias)] += torch.tensor(list(p.logit_bias.values()), device=logits.device)
     if p.repetition_penalty != 1:
-        seen = torch.tensor(sequence.token_ids, device=logits.device).unique()
+        seen = ids(set(sequence.token_ids))
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
-    output = sequence.token_ids[sequence.num_prompt_tokens :]
-    if output and (p.presence_penalty or p.frequency_penalty):
-        tokens, counts = torch.tensor(output, device=logits.device).unique(return_counts=True)
+    if p.presence_penalty or p.frequency_penalty:
+        tokens, counts = ids(sequence.output_token_ids).unique(return_counts=True)
         logits[tokens] -= p.presence_penalty + p.frequency_penalty * counts
-    if sequence.num_output_tokens < p.min_new_tokens:
-        ends = [token for token in p.stop_token_ids | p.eos_token_ids if token < logits.shape[0]]
-        logits[torch.tensor(ends, dtype=torch.int64, device=logits.device)] = -torch.inf
+    if p.allowed_token_ids:
+        allowed = ids(p.allowed_token_ids)
+        logits = torch.full_like(logits, -torch.inf).index_copy(0, allowed, logits[allowed])
+    logits[ids(_banned(sequence))] = -torch.inf
     return logits
+
+
+def _banned(sequence: Sequence) -> set[int]:
+    """Tokens that may not follow: ends before the minimum length, repeated n-grams, last tokens of bad words."""
+    p, token_ids = sequence.request.params, sequence.token_ids
+    banned = set(p.end_token_ids) if sequence.num_output_tokens < p.min_new_tokens else set()
+    for word in p.bad_words:
+        if _ends_with(token_ids, word[:-1]):
+            banned.add(word[-1])
+    if size := p.no_repeat_ngram_size:
+        before = token_ids[len(token_ids) - size + 1 :]
+        starts = range(len(token_ids) - size + 1)
+        banned |= {token_ids[i + size - 1] for i in starts if token_ids[i : i + size - 1] == before}
+    return banned
+
+
+def _ends_with(token_ids: list[int], end: tuple[int, ...]) -> bool:
+    return not end or tuple(token_ids[-len(end) :]) == end
 
 
 def keep_top_k(logits: Tensor, k: Tensor) -> Tensor:
@@ -116,6 +147,12 @@ def uniform(seed: int, step: int) -> float:
     return (_mix(start + (step + 1) * 0x9E3779B97F4A7C15) >> 12) / 2**52
 
 
+def _sample_seed(sequence: Sequence) -> int:
+    """Each of a request's n samples has its own stream; the first one's is that of a request for one sample."""
+    seed = sequence.request.params.seed
+    return _mix(_mix(seed) ^ sequence.sample) if sequence.sample else seed
+
+
 def _mix(x: int) -> int:
     x &= MASK64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK64
@@ -123,13 +160,16 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def token_logprobs(logits: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """From one row [V] of the model's own logits: the chosen token's log probability and those of the `num_top` most likely."""
+def token_logprobs(logits: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+    """From rows [R, V] of the model's own logits: log probabilities of each row's own token and of its `num_top` most likely ones."""
     logprobs = logits.float().log_softmax(-1)
-    top = logprobs.topk(min(num_top, logprobs.shape[0]))
-    values = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-    ranks = {token: rank for rank, token in enumerate(values, 1)}
-    if token_id not in values:
-        values[token_id] = logprobs[token_id].item()
-        ranks[token_id] = int((logprobs > logprobs[token_id]).sum()) + 1
-    return TokenLogprobs(values, ranks)
+    own = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])  # [R, 1]
+    ranks = (logprobs > own).sum(-1) + 1
+    top = logprobs.topk(min(num_top, logprobs.shape[-1]))
+    result = []
+    for token, value, rank, tokens, values in zip(
+        token_ids, own[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+    ):
+        known = {token: rank} | {t: r for r, t in enumerate(tokens, 1)}
+        result.append(TokenLogprobs({token: value} | dict(zip(tokens, values, strict=True)), known))
+    return result

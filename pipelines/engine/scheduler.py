@@ -1,120 +1,213 @@
-"""Which sequences run in the next step, and with how many tokens: first come, first served, continuously batched, prompts in chunks."""
+"""Which requests run in the next step, and with how many tokens: first come, first served, continuously batched, prompts in chunks."""
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from pipelines.engine.block_manager import BlockManager, extend_hashes
-from pipelines.engine.request import Sequence
+from pipelines.engine.request import Continuation, Sequence, SequenceGroup
 
 
 @dataclass(frozen=True)
 class Scheduled:
+    group: SequenceGroup
     sequence: Sequence
     num_new_tokens: int
     """The next tokens of the sequence that are not in the cache yet."""
-
-    @property
-    def samples(self) -> bool:
-        """Whether the sequence's last token is among them, so that a new one follows."""
-        return self.sequence.num_computed_tokens + self.num_new_tokens == len(self.sequence.token_ids)
+    num_outputs: int
+    """How many of them, the last ones, have outputs that are wanted."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
     scheduled: list[Scheduled]
+    ready: list[SequenceGroup]
+    """The groups that are computed to their last tokens, so that new ones follow."""
+    copies: list[tuple[int, int]]
+    """Blocks to copy first, from and to: of sequences that are about to write into a block which others share."""
 
 
 class Scheduler:
-    """Plans steps of at most `max_batched_tokens` tokens over at most `max_num_sequences` sequences.
+    """Plans steps of at most `max_batched_tokens` tokens over at most `max_num_requests` requests.
 
     Every sequence that generates gets its one token; the rest of the budget is shared evenly by the prompts, so that a long one
-    stalls nobody. A sequence is admitted when the pool holds all it has so far; when it grows and no block is left, the
+    stalls nobody. A request is admitted when the pool holds all it has so far; when it grows and no block is left, the
     last admitted one gives its blocks up and starts again later (preemption by recomputation).
     """
 
-    def __init__(self, block_manager: BlockManager, max_num_sequences: int, max_batched_tokens: int) -> None:
-        assert max_num_sequences <= max_batched_tokens  # so that everyone who runs gets at least a token
+    def __init__(self, block_manager: BlockManager, max_num_requests: int, max_batched_tokens: int) -> None:
         self.block_manager = block_manager
-        self.max_num_sequences = max_num_sequences
+        self.max_num_requests = max_num_requests
         self.max_batched_tokens = max_batched_tokens
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in the order of admission
+        self.waiting: deque[SequenceGroup] = deque()
+        self.running: list[SequenceGroup] = []  # in the order of admission
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+    def add(self, group: SequenceGroup) -> None:
+        assert group.request.params.num_sequences <= self.max_batched_tokens  # so that everyone who runs gets a token
+        self.waiting.append(group)
 
     def plan(self) -> StepPlan:
-        if self._grow():
-            while self.waiting and len(self.running) < self.max_num_sequences and self._admit(self.waiting[0]):
+        copies: list[tuple[int, int]] = []
+        if self._grow(copies):
+            while self.waiting and self._has_room(self.waiting[0]) and self._admit(self.waiting[0]):
                 self.running.append(self.waiting.popleft())
-        budget = self.max_batched_tokens
-        num_new_tokens = {}
-        by_need = sorted(self.running, key=lambda sequence: sequence.num_uncomputed_tokens)
-        for i, sequence in enumerate(by_need):
-            share = budget // (len(by_need) - i)
-            num_new_tokens[sequence] = min(sequence.num_uncomputed_tokens, share)
-            budget -= num_new_tokens[sequence]
-        return StepPlan([Scheduled(sequence, num_new_tokens[sequence]) for sequence in self.running])
+        num_new_tokens = self._share_budget([sequence for group in self.running for sequence in group.sequences])
+        scheduled = [
+            Scheduled(group, sequence, num_new_tokens[sequence], _num_outputs(sequence, num_new_tokens[sequence]))
+            for group in self.running
+            for sequence in group.sequences
+        ]
+        # Only a group's first sequence, its prompt, may need more than one step.
+        ready = [g for g in self.running if num_new_tokens[g.sequences[0]] == g.sequences[0].num_uncomputed_tokens]
+        return StepPlan(scheduled, ready, copies)
 
-    def commit(self, item: Scheduled) -> None:
-        """The item's tokens are in the cache now: blocks that became full can be found by later prompts."""
-        sequence, blocks = item.sequence, self.block_manager
-        before = sequence.num_computed_tokens // blocks.block_size
-        sequence.num_computed_tokens += item.num_new_tokens
-        if sequence.request.params.prefix_cache:
+    def commit(self, plan: StepPlan) -> None:
+        """The plan's tokens are in the cache now: blocks that became full can be found by later prompts."""
+        blocks = self.block_manager
+        for item in plan.scheduled:
+            sequence = item.sequence
+            before = sequence.num_computed_tokens // blocks.block_size
+            sequence.num_computed_tokens += item.num_new_tokens
             full = sequence.num_computed_tokens // blocks.block_size
-            extend_hashes(sequence.block_hashes, sequence.token_ids, full, blocks.block_size)
-            for i in range(before, full):
-                blocks.remember(sequence.block_table[i], sequence.block_hashes[i])
+            if full > before and sequence.request.params.prefix_cache:
+                self._extend_hashes(sequence, full)
+                for i in range(before, full):
+                    blocks.remember(sequence.block_table[i], sequence.block_hashes[i])
+            if sequence.first_wanted is not None:
+                sequence.first_wanted = sequence.num_computed_tokens if sequence.num_uncomputed_tokens else None
 
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that finished or was cancelled, and take its blocks back."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-            self._release(sequence)
+    def branch(self, group: SequenceGroup, continuations: list[Continuation]) -> None:
+        """Let the group go on with these: a sequence that several follow is forked, one that none follows ends here."""
+        sequences, taken = [], set()
+        for continuation in continuations:
+            sequence = continuation.parent
+            if sequence in taken:
+                sequence = self.fork(sequence)
+            else:
+                taken.add(sequence)
+            sequences.append(sequence)
+        for sequence, continuation in zip(sequences, continuations, strict=True):
+            sequence.token_ids.append(continuation.token_id)
+        for sequence in list(group.sequences):
+            if sequence not in taken:
+                self.finish(group, sequence)
+        group.sequences = sequences
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A copy that shares the sequence's blocks; the first to write into one of them gets a copy of it."""
+        self.block_manager.share(sequence.block_table)
+        return sequence.fork()
+
+    def finish(self, group: SequenceGroup, sequence: Sequence) -> None:
+        """The sequence grows no more, and with its last one the group is done."""
+        group.sequences.remove(sequence)
+        self._release(sequence)
+        if not group.sequences:
+            self.running.remove(group)
+
+    def cancel(self, group: SequenceGroup) -> None:
+        """Forget a group that has not finished, and take its blocks back."""
+        if group in self.running:
+            self.running.remove(group)
+            for sequence in group.sequences:
+                self._release(sequence)
         else:
-            self.waiting.remove(sequence)
+            self.waiting.remove(group)
+        group.sequences = []
 
     def check_integrity(self) -> None:
-        self.block_manager.check_integrity(sequence.block_table for sequence in self.running)
+        """Raises RuntimeError unless every block is free, cached, or owned by just the sequences that are counted."""
+        self.block_manager.check_integrity(
+            sequence.block_table for group in [*self.running, *self.waiting] for sequence in group.sequences
+        )
 
-    def _grow(self) -> bool:
-        """Give every running sequence the blocks for its tokens. False if some had to give up theirs."""
+    def _share_budget(self, sequences: list[Sequence]) -> dict[Sequence, int]:
+        """New tokens for each sequence: what it needs, or an even share of what those who need less leave."""
+        budget = self.max_batched_tokens
+        num_new_tokens = {}
+        for i, sequence in enumerate(sorted(sequences, key=lambda sequence: sequence.num_uncomputed_tokens)):
+            num_new_tokens[sequence] = min(sequence.num_uncomputed_tokens, budget // (len(sequences) - i))
+            budget -= num_new_tokens[sequence]
+        return num_new_tokens
+
+    def _has_room(self, group: SequenceGroup) -> bool:
+        """Whether the group may run beside the others, even when it has all its sequences."""
+        num_sequences = sum(g.request.params.num_sequences for g in [*self.running, group])
+        return len(self.running) < self.max_num_requests and num_sequences <= self.max_batched_tokens
+
+    def _grow(self, copies: list[tuple[int, int]]) -> bool:
+        """Give every running sequence the blocks for its tokens, and one of its own to write into. False if some had to give way."""
         preempted = False
-        for sequence in list(self.running):
-            while sequence in self.running and (missing := self._num_missing_blocks(sequence)):
-                if missing <= self.block_manager.num_free_blocks:
-                    sequence.block_table += self.block_manager.allocate(missing)
-                else:
-                    victim = self.running.pop()
-                    self._release(victim)
-                    self.waiting.appendleft(victim)
-                    preempted = True
+        for group in list(self.running):
+            while group in self.running and self._num_missing_blocks(group) > self.block_manager.num_free_blocks:
+                self._preempt(self.running[-1])
+                preempted = True
+            if group in self.running:
+                for sequence in group.sequences:
+                    self._allocate(sequence, copies)
         return not preempted
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Take over what the cache knows of the sequence's beginning and allocate the rest; False if the pool cannot hold it."""
-        blocks = self.block_manager
-        if sequence.request.params.prefix_cache:
+    def _admit(self, group: SequenceGroup) -> bool:
+        """Take over what the cache knows of the group's one sequence and allocate the rest; False if the pool cannot hold it."""
+        blocks, sequence = self.block_manager, group.sequences[0]
+        if sequence.request.params.prefix_cache and sequence.first_wanted is None:
             # At least one token is computed again, because its logits are wanted.
             num_blocks = (len(sequence.token_ids) - 1) // blocks.block_size
-            extend_hashes(sequence.block_hashes, sequence.token_ids, num_blocks, blocks.block_size)
+            self._extend_hashes(sequence, num_blocks)
             sequence.block_table = blocks.find_prefix(sequence.block_hashes[:num_blocks])
             blocks.share(sequence.block_table)
-        missing = self._num_missing_blocks(sequence)
-        if missing > blocks.num_free_blocks:
+        if self._num_missing_blocks(group) > blocks.num_free_blocks:
             self._release(sequence)
             return False
         sequence.num_computed_tokens = len(sequence.block_table) * blocks.block_size
-        if sequence.num_cached_tokens is None:  # what is found after a preemption, it had computed itself
-            sequence.num_cached_tokens = sequence.num_computed_tokens
-        sequence.block_table += blocks.allocate(missing)
+        if group.num_cached_tokens is None:  # what is found after a preemption, it had computed itself
+            group.num_cached_tokens = sequence.num_computed_tokens
+        self._allocate(sequence, [])
         return True
 
-    def _num_missing_blocks(self, sequence: Sequence) -> int:
-        return self.block_manager.num_blocks_for(len(sequence.token_ids)) - len(sequence.block_table)
+    def _preempt(self, group: SequenceGroup) -> None:
+        self.running.remove(group)
+        for sequence in group.sequences:
+            self._release(sequence)
+        group.restart()
+        self.waiting.appendleft(group)
+
+    def _num_missing_blocks(self, group: SequenceGroup) -> int:
+        """Blocks for the tokens that have none, and copies of blocks that several of the group are about to write into."""
+        blocks = self.block_manager
+        missing = sum(blocks.num_blocks_for(len(s.token_ids)) - len(s.block_table) for s in group.sequences)
+        if len(group.sequences) == 1:
+            return missing
+        written = Counter(block for s in group.sequences if (block := self._written_block(s)) is not None)
+        return missing + sum(owners - 1 for owners in written.values())
+
+    def _written_block(self, sequence: Sequence) -> int | None:
+        """The block that the sequence's next token goes to, if it has earlier ones too. Only such a block is shared and written."""
+        index, offset = divmod(sequence.num_computed_tokens, self.block_manager.block_size)
+        return sequence.block_table[index] if offset else None
+
+    def _allocate(self, sequence: Sequence, copies: list[tuple[int, int]]) -> None:
+        blocks = self.block_manager
+        shared = self._written_block(sequence)
+        if shared is not None and blocks.num_owners(shared) > 1:
+            (own,) = blocks.allocate(1)
+            blocks.free([shared])
+            sequence.block_table[sequence.num_computed_tokens // blocks.block_size] = own
+            copies.append((shared, own))
+        missing = blocks.num_blocks_for(len(sequence.token_ids)) - len(sequence.block_table)
+        if missing:
+            sequence.block_table += blocks.allocate(missing)
+
+    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
+        salt = sequence.request.params.cache_salt
+        extend_hashes(sequence.block_hashes, sequence.token_ids, num_blocks, self.block_manager.block_size, salt)
 
     def _release(self, sequence: Sequence) -> None:
         self.block_manager.free(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed_tokens = 0
+
+
+def _num_outputs(sequence: Sequence, num_new_tokens: int) -> int:
+    after = sequence.num_computed_tokens + num_new_tokens
+    first = len(sequence.token_ids) - 1 if sequence.first_wanted is None else sequence.first_wanted
+    return max(0, after - max(first, sequence.num_computed_tokens))

@@ -22,7 +22,7 @@ def test_lengths_are_exact_and_every_step_of_decode_is_timed(tmp_path: Path) -> 
     engine = engine_of(tmp_path, batch_size=3, max_batched_tokens=16)
     sizes: list[tuple[int, int]] = []
     run = engine.runner.run
-    engine.runner.run = lambda batch: (sizes.append((len(batch.token_ids), len(batch.logit_rows))), run(batch))[1]  # type: ignore[method-assign]
+    engine.runner.run = lambda batch: (sizes.append((len(batch.token_ids), len(batch.output_rows))), run(batch))[1]  # type: ignore[method-assign]
     result = bench.measure(engine, BenchConfig(prompt_tokens=20, new_tokens=5, batch_size=3), seed=1)
     assert sum(tokens for tokens, _ in sizes) == 3 * (20 + 5 - 1)
     assert sum(rows for _, rows in sizes) == 3 * 5

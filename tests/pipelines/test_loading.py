@@ -58,14 +58,14 @@ def test_eos_comes_from_generation_config_before_config(
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     request = engine_of(tmp_path).request(0, [5], DecodeConfig())
-    assert request.params.eos_token_ids == expected
+    assert request.params.end_token_ids == expected
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"eos_token_id": "end"}', "eos_token_id='end' is neither an id nor a list of ids"),
-        ('{"eos_token_id": [1, true]}', r"eos_token_id=\[1, True\] is neither"),
+        ('{"eos_token_id": "end"}', "eos_token_id='end' of the checkpoint is neither an id nor a list of ids"),
+        ('{"eos_token_id": [1, true]}', r"eos_token_id=\[1, True\] of the checkpoint is neither"),
         ("{", "generation_config.json cannot be read"),
         ("[]", "generation_config.json holds a list, not a JSON object"),
     ],
@@ -84,16 +84,6 @@ def test_keys_of_the_config_that_nobody_read_are_named(tmp_path: Path, caplog: p
     with caplog.at_level(logging.WARNING):
         engine_of(tmp_path)
     assert "has keys that are not used: logit_softcap" in caplog.text
-
-
-def test_settings_of_generation_config_that_are_not_taken_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_llama(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}')
-    with caplog.at_level(logging.WARNING):
-        engine_of(tmp_path)
-    assert "generation_config.json suggests temperature, top_p, which only decode= sets" in caplog.text
 
 
 def test_tokenizer_from_another_folder(tmp_path: Path, chatty: Path) -> None:

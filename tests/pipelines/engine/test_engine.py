@@ -87,7 +87,7 @@ def test_finished_places_are_refilled_at_once(engine: Engine) -> None:
 def test_batch_size_caps_what_runs(engine: Engine) -> None:
     requests = [engine.request(i, [5], DecodeConfig(max_new_tokens=3)) for i in range(4)]
     seen = []
-    for _ in engine.generate(requests, max_num_sequences=1):
+    for _ in engine.generate(requests, max_num_requests=1):
         seen.append(len(engine.scheduler.running))
     assert seen == [0, 0, 0, 0]
 
@@ -270,7 +270,7 @@ def test_chunks_blocks_preemption_and_prefix_cache_change_no_token(
     other = engine_of(tmp_path, batch_size=3, **device)
     had_blocks = []
     grow = other.scheduler._grow
-    other.scheduler._grow = lambda: had_blocks.append(grow()) or had_blocks[-1]  # type: ignore[func-returns-value, method-assign]
+    other.scheduler._grow = lambda copies: had_blocks.append(grow(copies)) or had_blocks[-1]  # type: ignore[func-returns-value, method-assign]
     outputs = generate(other, prompts, replace(decode, prefix_cache=prefix_cache))
     assert [output.completions[0].token_ids for output in outputs] == expected
     assert all(had_blocks) == ("kv_cache_memory" not in device)

@@ -1,44 +1,102 @@
 """Scheduler: first come, first served; prompts in chunks that stall nobody; preemption; blocks that add up after every step."""
 
-import random
+from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from conf.schema import DecodeConfig
 from pipelines.engine.block_manager import BlockManager
-from pipelines.engine.request import ContextLimit, Request, Sequence, resolve_sampling_params
+from pipelines.engine.request import (
+    Completion,
+    ContextLimit,
+    Continuation,
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceGroup,
+    resolve_sampling_params,
+)
 from pipelines.engine.scheduler import Scheduler
 
 
-def sequence(id: int, prompt: list[int] | int, max_new_tokens: int = 5, prefix_cache: bool = True) -> Sequence:
+class FakeBeams:
+    """A search whose beams are a function of the tokens so far: the first parent goes on twice, the last one ends."""
+
+    def observe(self, hidden: Any) -> None: ...
+
+    def restart(self, group: SequenceGroup) -> Sequence:
+        return group.origin.fork()
+
+    def advance(self, group: SequenceGroup, logits: Any) -> list[Continuation]:
+        params, sequences = group.request.params, group.sequences
+        if sequences[0].num_output_tokens + 1 == params.max_new_tokens:
+            tokens = [*sequences[0].output_token_ids, next_token(sequences[0].token_ids)]
+            group.completions[0] = Completion(tokens, None, FinishReason.length, None)
+            return []
+        parents = [sequences[0], *sequences][: params.num_beams]
+        return [Continuation(parent, next_token(parent.token_ids) + i) for i, parent in enumerate(parents)]
+
+
+def next_token(token_ids: list[int]) -> int:
+    return (sum(token_ids) * 31 + len(token_ids)) % 997
+
+
+def sequence(
+    id: int, prompt: list[int] | int, max_new_tokens: int = 5, prefix_cache: bool = True, **decode: Any
+) -> SequenceGroup:
     tokens = [id * 1000 + i for i in range(prompt)] if isinstance(prompt, int) else prompt
-    decode = DecodeConfig(max_new_tokens=max_new_tokens, prefix_cache=prefix_cache)
-    params = resolve_sampling_params(decode, len(tokens), ContextLimit(10**6, "limit"), frozenset())
-    return Sequence(Request(id, tokens, params), None, list(tokens))
+    config = DecodeConfig(max_new_tokens=max_new_tokens, prefix_cache=prefix_cache, **decode).resolved({})
+    params = resolve_sampling_params(config, len(tokens), ContextLimit(10**6, "limit"), frozenset())
+    request = Request(id, tokens, params)
+    search = FakeBeams() if params.num_beams > 1 else None
+    return SequenceGroup(request, Sequence(request, None, list(tokens)), search)
 
 
-def scheduler_of(num_blocks: int = 100, block_size: int = 4, max_num_sequences: int = 4, budget: int = 64) -> Scheduler:
-    return Scheduler(BlockManager(num_blocks, block_size), max_num_sequences, budget)
+def scheduler_of(num_blocks: int = 100, block_size: int = 4, max_num_requests: int = 4, budget: int = 64) -> Scheduler:
+    return Scheduler(BlockManager(num_blocks, block_size), max_num_requests, budget)
 
 
 def step(scheduler: Scheduler) -> dict[int, int]:
-    """Plan and commit with a fake model whose next token is a function of the tokens so far; finish what is full."""
+    """Plan and commit with a fake model whose next token is a function of the tokens so far; the tokens that each request computed."""
     plan = scheduler.plan()
     scheduler.check_integrity()
-    sampled = [item.sequence for item in plan.scheduled if item.samples]
-    result = {item.sequence.request.id: item.num_new_tokens for item in plan.scheduled}
+    check_writable(scheduler)
+    result: dict[int, int] = {}
     for item in plan.scheduled:
-        scheduler.commit(item)
-    for s in sampled:
-        s.token_ids.append((sum(s.token_ids) * 31 + len(s.token_ids)) % 997)
-        if s.num_output_tokens == s.request.params.max_new_tokens:
-            scheduler.remove(s)
+        result[item.group.request.id] = result.get(item.group.request.id, 0) + item.num_new_tokens
+    scheduler.commit(plan)
+    for group in plan.ready:
+        if group.search:
+            scheduler.branch(group, group.search.advance(group, None))
+            continue
+        if group.num_output_tokens == 0:
+            for i in range(1, group.request.params.n):
+                fork = scheduler.fork(group.sequences[0])
+                fork.sample = i
+                group.sequences.append(fork)
+        for s in list(group.sequences):
+            s.token_ids.append(next_token(s.token_ids) + s.sample)
+            if s.num_output_tokens == s.request.params.max_new_tokens:
+                group.completions[s.sample] = Completion(s.output_token_ids, None, FinishReason.length, None)
+                scheduler.finish(group, s)
     scheduler.check_integrity()
     return result
 
 
+def check_writable(scheduler: Scheduler) -> None:
+    """Every sequence has blocks for its tokens, and owns alone those that it is about to write."""
+    blocks = scheduler.block_manager
+    for group in scheduler.running:
+        for s in group.sequences:
+            assert len(s.block_table) == blocks.num_blocks_for(len(s.token_ids))
+            assert all(blocks.num_owners(b) == 1 for b in s.block_table[s.num_computed_tokens // blocks.block_size :])
+
+
 def test_first_come_first_served_and_refilled_at_once() -> None:
-    scheduler = scheduler_of(max_num_sequences=2)
+    scheduler = scheduler_of(max_num_requests=2)
     for i, new in enumerate((1, 3, 2, 2)):
         scheduler.add(sequence(i, 3, new))
     assert [list(step(scheduler)) for _ in range(5)] == [[0, 1], [1, 2], [1, 2], [3], [3]]
@@ -77,8 +135,8 @@ def test_shared_beginnings_are_computed_once() -> None:
     scheduler.add(third)
     assert step(scheduler) == {0: 1, 1: 3, 2: 10}
     assert (first.num_cached_tokens, second.num_cached_tokens, third.num_cached_tokens) == (0, 8, 0)
-    assert second.block_table[:2] == first.block_table[:2]
-    assert second.block_table[2] != first.block_table[2]
+    assert second.sequences[0].block_table[:2] == first.sequences[0].block_table[:2]
+    assert second.sequences[0].block_table[2] != first.sequences[0].block_table[2]
 
 
 def test_a_prompt_that_is_known_whole_still_computes_its_last_token() -> None:
@@ -96,7 +154,7 @@ def test_the_cache_outlives_its_sequence_and_can_be_switched_off() -> None:
 
 
 def test_least_recently_used_blocks_are_evicted_first() -> None:
-    scheduler = scheduler_of(num_blocks=6, block_size=4, max_num_sequences=1)
+    scheduler = scheduler_of(num_blocks=6, block_size=4, max_num_requests=1)
     old, new = [1] * 9, [2] * 9
     for i, prompt in enumerate((old, new, old)):
         scheduler.add(sequence(i, prompt, 1))
@@ -126,49 +184,132 @@ def test_the_last_admitted_gives_way_and_starts_again() -> None:
 
 
 def test_removing_one_that_waits() -> None:
-    scheduler = scheduler_of(max_num_sequences=1)
+    scheduler = scheduler_of(max_num_requests=1)
     first, second = sequence(0, 4), sequence(1, 4)
     scheduler.add(first)
     scheduler.add(second)
     scheduler.plan()
-    scheduler.remove(second)
+    scheduler.cancel(second)
     assert not scheduler.waiting
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_any_order_of_events_gives_the_same_tokens_and_gives_all_back(seed: int) -> None:
-    rng = random.Random(seed)
-    block_size, max_num_sequences = rng.choice([1, 3, 4, 16]), rng.randint(1, 5)
-    scheduler = scheduler_of(
-        rng.randint(40 // block_size + 2, 60), block_size, max_num_sequences, max_num_sequences + rng.randint(0, 20)
-    )
-    prefixes = [[p] * rng.randint(0, 12) for p in range(3)]
-    alive: dict[int, Sequence] = {}
-    done: list[Sequence] = []
-    for id in range(150):
-        if rng.random() < 0.4:
-            prompt = [*rng.choice(prefixes), *rng.choices(range(5), k=rng.randint(1, 15))]
-            alive[id] = sequence(id, prompt, rng.randint(1, 12), prefix_cache=rng.random() < 0.8)
-            scheduler.add(alive[id])
-        planned = step(scheduler)
-        assert sum(planned.values()) <= scheduler.max_batched_tokens
-        assert all(planned.values())
-        assert bool(planned) == bool(alive)
-        for s in list(alive.values()):
-            if s.num_output_tokens == s.request.params.max_new_tokens:
-                done.append(alive.pop(s.request.id))
-            elif rng.random() < 0.02:
-                scheduler.remove(alive.pop(s.request.id))
-    for s in alive.values():
-        scheduler.remove(s)
+def test_samples_share_the_prompt_and_copy_what_they_write() -> None:
+    scheduler = scheduler_of(block_size=4)
+    group = sequence(0, 6, 3, n=3, temperature=1.0)
+    scheduler.add(group)
+    assert step(scheduler) == {0: 6}
+    tables = [s.block_table for s in group.sequences]
+    assert tables[0] == tables[1] == tables[2]
+    plan = scheduler.plan()
+    tables = [s.block_table for s in group.sequences]
+    assert len({table[0] for table in tables}) == 1
+    assert len({table[1] for table in tables}) == 3
+    assert plan.copies == [
+        (tables[2][1], tables[0][1]),
+        (tables[2][1], tables[1][1]),
+    ]  # the last one keeps the original
+    scheduler.commit(plan)
+    scheduler.cancel(group)
     scheduler.check_integrity()
-    assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
-    assert len(done) > 5
-    for s in done:
-        tokens = list(s.request.prompt_token_ids)
-        for _ in range(s.request.params.max_new_tokens):
-            tokens.append((sum(tokens) * 31 + len(tokens)) % 997)
-        assert s.token_ids == tokens
+    assert scheduler.block_manager.num_free_blocks == 100
+
+
+def test_several_sequences_count_as_one_request_and_as_many_tokens() -> None:
+    scheduler = scheduler_of(max_num_requests=2, budget=5)
+    for i in range(3):
+        scheduler.add(sequence(i, 2, 4, num_beams=3))
+    step(scheduler)
+    assert [group.request.id for group in scheduler.running] == [0]  # two would need six tokens of each step
+
+
+def test_beginnings_are_shared_only_under_the_same_salt() -> None:
+    scheduler = scheduler_of(block_size=4)
+    hits = []
+    for i, salt in enumerate((None, "a", "a", "b", None, "\ud800", "\ud800")):
+        group = sequence(i, list(range(9)), 1, cache_salt=salt)
+        scheduler.add(group)
+        step(scheduler)
+        hits.append(group.num_cached_tokens)
+    assert hits == [0, 0, 8, 0, 8, 0, 8]
+
+
+class AnyOrderOfEvents(RuleBasedStateMachine):
+    """Arrivals, steps and cancellations in any order and pools of any size: nothing is lost, and every token is as if alone."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 3, 4, 16]),
+        max_num_requests=st.integers(1, 5),
+        spare_tokens=st.integers(0, 20),
+        spare_blocks=st.integers(0, 40),
+    )
+    def start(self, block_size: int, max_num_requests: int, spare_tokens: int, spare_blocks: int) -> None:
+        most = 27 + 12  # tokens of one request
+        num_blocks = 4 * (-(-most // block_size)) + spare_blocks
+        self.scheduler = scheduler_of(num_blocks, block_size, max_num_requests, max_num_requests + 4 + spare_tokens)
+        self.alive: list[SequenceGroup] = []
+        self.num_added = 0
+
+    @rule(
+        prefix=st.sampled_from([(0, 0), (1, 5), (1, 12), (2, 12)]),
+        rest=st.lists(st.integers(0, 4), min_size=1, max_size=15),
+        max_new_tokens=st.integers(1, 12),
+        prefix_cache=st.booleans(),
+        decode=st.sampled_from([{}, {}, {"n": 3, "temperature": 1.0}, {"num_beams": 2}, {"num_beams": 4}]),
+    )
+    def add(
+        self, prefix: tuple[int, int], rest: list[int], max_new_tokens: int, prefix_cache: bool, decode: dict[str, Any]
+    ) -> None:
+        prompt = [prefix[0]] * prefix[1] + rest
+        group = sequence(self.num_added, prompt, max_new_tokens, prefix_cache, **decode)
+        self.num_added += 1
+        self.alive.append(group)
+        self.scheduler.add(group)
+
+    @rule(steps=st.integers(1, 10))
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            planned = step(self.scheduler)
+            assert sum(planned.values()) <= self.scheduler.max_batched_tokens
+            assert bool(planned) == bool(self.alive)
+            for group in [group for group in self.alive if not group.sequences]:
+                self.alive.remove(group)
+                check_tokens(group)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        group = self.alive.pop(data.draw(st.integers(0, len(self.alive) - 1)))
+        self.scheduler.cancel(group)
+
+    @invariant()
+    def blocks_add_up(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(5000):
+            if not self.alive:
+                break
+            self.run(1)
+        assert not self.alive
+        blocks = self.scheduler.block_manager
+        assert blocks.num_free_blocks == blocks.num_blocks
+
+
+def check_tokens(group: SequenceGroup) -> None:
+    params = group.request.params
+    assert len(group.completions) == (1 if group.search else params.n)
+    for sample, completion in group.completions.items():
+        tokens = list(group.request.prompt_token_ids)
+        for _ in range(params.max_new_tokens):  # the first beam's parent is always the first beam
+            tokens.append(next_token(tokens) + sample)
+        assert completion.token_ids == tokens[len(group.request.prompt_token_ids) :]
+
+
+AnyOrderOfEvents.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
 
 
 def test_integrity_check_sees_lost_doubled_and_miscounted_blocks() -> None:

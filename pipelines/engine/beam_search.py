@@ -1,0 +1,103 @@
+"""Beam search, as transformers defines it: length penalty, early stopping, one list of finished beams per prompt.
+
+B beams at most (num_beams), S of them running, C candidates in a step, V tokens in the vocabulary. Scores are float32 sums of log
+probabilities, in transformers' order of operations, so that ties and rounding fall the same way.
+"""
+
+import torch
+from torch import Tensor
+
+from pipelines.engine.detokenizer import Detokenizer
+from pipelines.engine.request import Completion, Continuation, FinishReason, SamplingParams, Sequence, SequenceGroup
+from pipelines.engine.sampler import process_logits
+from pipelines.engine.stopping import completion_of, extend_text
+
+OUT = -1e9  # what transformers adds to the score of a beam that is out of the race
+
+
+class BeamSearch:
+    """The beams of one request: the scores of those that run and the best that finished."""
+
+    def __init__(self, params: SamplingParams, detokenizer: Detokenizer | None) -> None:
+        self._params = params
+        # Enough candidates that num_beams of them go on even if every end token is among the best.
+        self._num_candidates = max(2, 1 + len(params.end_token_ids)) * params.num_beams
+        self._detokenizer = detokenizer if params.stop else None  # stop strings are found in text
+        self._begin()
+
+    def _begin(self) -> None:
+        self._scores = torch.zeros(1)  # [S]
+        self._detokenizers = [self._detokenizer]  # of the running beams
+        self._finished: list[list[int] | None] = [None] * self._params.num_beams  # output token ids, best first
+        self._finished_scores = torch.full((self._params.num_beams,), OUT)  # [B]
+        self._can_improve = True
+
+    def observe(self, hidden: Tensor) -> None:
+        """Beams are compared by their probabilities alone."""
+
+    def restart(self, group: SequenceGroup) -> Sequence:
+        self._begin()
+        return group.origin.fork()
+
+    def advance(self, group: SequenceGroup, logits: Tensor) -> list[Continuation]:
+        sequences, num_beams = group.sequences, self._params.num_beams
+        logprobs = logits.float().log_softmax(-1)
+        logprobs = torch.stack([process_logits(row, s) for row, s in zip(logprobs, sequences, strict=True)])
+        total = (logprobs + self._scores.to(logprobs.device)[:, None]).flatten()  # [S * V]
+        scores, index = (t.cpu() for t in total.topk(min(self._num_candidates, len(total))))  # [C]
+        candidates = [(i // logits.shape[1], i % logits.shape[1]) for i in index.tolist()]
+        length = sequences[0].num_output_tokens + 1
+        detokenizers = [d.copy() if (d := self._detokenizers[parent]) else None for parent, _ in candidates]
+        ends = torch.tensor(
+            [self._ends(token, length, d) for (_, token), d in zip(candidates, detokenizers, strict=True)]
+        )
+        running, chosen = (scores + ends * OUT).topk(min(num_beams, len(candidates)))
+        outputs = [[*sequences[parent].output_token_ids, token] for parent, token in candidates[:num_beams]]
+        self._finish(outputs, scores[:num_beams], ends[:num_beams], length)
+        self._scores = running
+        self._detokenizers = [detokenizers[i] for i in chosen.tolist()]
+        if self._is_over(length, bool(ends.all())):
+            group.completions = dict(enumerate(self._completions(group.origin)))
+            return []
+        return [Continuation(sequences[candidates[i][0]], candidates[i][1]) for i in chosen.tolist()]
+
+    def _ends(self, token: int, length: int, detokenizer: Detokenizer | None) -> bool:
+        params = self._params
+        may_stop = length >= params.min_new_tokens
+        if detokenizer and token not in params.stop_token_ids and detokenizer.add(token, may_stop)[1]:
+            return True
+        return length == params.max_new_tokens or (may_stop and token in params.end_token_ids)
+
+    def _finish(self, outputs: list[list[int]], scores: Tensor, ends: Tensor, length: int) -> None:
+        """Merge the candidates that end here into the finished beams, of which the best num_beams stay."""
+        full = all(self._finished) and self._params.early_stopping is True
+        scores = scores / length**self._params.length_penalty
+        scores += (full + (not self._can_improve) + ~ends) * OUT
+        merged = torch.cat([self._finished_scores, scores])
+        everyone = [
+            *self._finished,
+            *(output if end else None for output, end in zip(outputs, ends.tolist(), strict=True)),
+        ]
+        self._finished_scores, best = merged.topk(self._params.num_beams)
+        self._finished = [everyone[i] for i in best.tolist()]
+
+    def _is_over(self, length: int, all_end: bool) -> bool:
+        params = self._params
+        longest = params.early_stopping == "never" and params.length_penalty > 0
+        possible = self._scores[0] / (params.max_new_tokens if longest else length) ** params.length_penalty
+        worst = torch.where(torch.tensor([f is not None for f in self._finished]), self._finished_scores.min(), OUT)
+        self._can_improve = self._can_improve and bool((possible > worst).any())
+        hopeless = bool(self._scores[0] == -torch.inf)  # every token is banned
+        return hopeless or not self._can_improve or all_end or (all(self._finished) and params.early_stopping is True)
+
+    def _completions(self, origin: Sequence) -> list[Completion]:
+        completions: list[Completion] = []
+        for output, score in zip(self._finished, self._finished_scores.tolist(), strict=True):
+            if output is not None and len(completions) < self._params.num_return_sequences:
+                sequence, reason = origin.fork(), None
+                for token in output:
+                    sequence.token_ids.append(token)
+                    reason = extend_text(sequence)
+                assert reason is not None
+                completions.append(completion_of(sequence, reason, score))
+        return completions or [completion_of(origin.fork(), FinishReason.no_token)]

@@ -1,0 +1,65 @@
+"""Contrastive search (Su et al. 2022, arXiv 2202.06417): of the k most likely tokens the one that is likely and unlike what was said.
+
+score = (1 - alpha) * probability - alpha * (largest cosine similarity of its hidden state to an earlier token's)
+
+The hidden state of a candidate is known only once it is computed, so the candidates run as k forks of the sequence, one of which stays.
+L tokens so far, k candidates, E hidden channels, V tokens in the vocabulary.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from pipelines.engine.request import Continuation, FinishReason, Sequence, SequenceGroup
+from pipelines.engine.sampler import process_logits, token_logprobs
+from pipelines.engine.stopping import completion_of, extend_text
+
+
+class ContrastiveSearch:
+    def __init__(self) -> None:
+        self._observed: list[Tensor] = []  # hidden states since the last choice
+        self._context: Tensor | None = None  # [L, E] directions of the hidden states so far
+        self._probabilities: Tensor | None = None  # [k] of the candidates; None while there are none
+        self._logits: Tensor | None = None  # [V] that the candidates were taken from
+
+    def observe(self, hidden: Tensor) -> None:
+        self._observed.append(hidden)
+
+    def restart(self, group: SequenceGroup) -> Sequence:
+        """What is certain goes on; hidden states and candidates are computed again."""
+        sequence = group.sequences[0].fork()
+        if self._probabilities is not None:
+            sequence.token_ids.pop()
+        sequence.block_hashes.clear()
+        sequence.first_wanted = 0
+        self.__init__()  # type: ignore[misc]
+        return sequence
+
+    def advance(self, group: SequenceGroup, logits: Tensor) -> list[Continuation]:
+        directions = normalize(torch.cat(self._observed).float(), dim=-1)
+        self._observed.clear()
+        chosen = 0
+        if self._context is None or self._probabilities is None:
+            self._context = directions
+        else:
+            alpha = group.request.params.penalty_alpha
+            similarity = (directions @ self._context.T).amax(-1)  # [k]
+            chosen = int(((1 - alpha) * self._probabilities - alpha * similarity).argmax())
+            self._context = torch.cat([self._context, directions[chosen : chosen + 1]])
+            if reason := self._accept(group.sequences[chosen]):
+                group.completions[0] = completion_of(group.sequences[chosen], reason)
+                return []
+        sequence = group.sequences[chosen]
+        processed = process_logits(logits[chosen].float(), sequence)
+        if processed.amax() == -torch.inf:
+            group.completions[0] = completion_of(sequence, FinishReason.no_token)
+            return []
+        self._logits = logits[chosen]
+        self._probabilities, candidates = processed.softmax(-1).topk(min(group.request.params.top_k, len(processed)))
+        return [Continuation(sequence, token) for token in candidates.tolist()]
+
+    def _accept(self, sequence: Sequence) -> FinishReason | None:
+        if (num_top := sequence.request.params.logprobs) is not None:
+            assert self._logits is not None
+            sequence.logprobs += token_logprobs(self._logits[None], sequence.token_ids[-1:], num_top)
+        return extend_text(sequence)

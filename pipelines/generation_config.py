@@ -1,0 +1,75 @@
+"""generation_config.json: what a checkpoint suggests for decoding, in transformers' terms."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from conf.schema import NEUTRAL, DecodeConfig
+from models.config import ConfigReader
+from models.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+FILE = "generation_config.json"
+SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
+SEARCH = {"num_beams", "penalty_alpha"}
+SETTINGS = {*NEUTRAL, "max_new_tokens", "max_length"}  # these may come from the file
+OTHER = {
+    "do_sample",
+    "eos_token_id",
+    "bos_token_id",
+    "pad_token_id",
+    "use_cache",
+    "transformers_version",
+    "_from_model_config",
+}
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Empty where the folder has none. Raises UserError for a file that is no JSON object."""
+    file = folder / FILE
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{file} holds a {type(values).__name__}, not a JSON object")
+    return values
+
+
+def decode_defaults(values: dict[str, Any], context_length: int) -> dict[str, Any]:
+    """The suggested decode settings. Warns of those that are not taken. Raises UserError for values of a wrong type or size."""
+    sampling = values.get("do_sample") is True
+    given = {name: value for name, value in values.items() if value is not None}
+    # As in transformers, sampling settings count with do_sample alone, except the number of contrastive candidates.
+    unused = SEARCH if sampling else SAMPLING if not given.get("penalty_alpha") else SAMPLING - {"top_k"}
+    taken = {name: value for name, value in given.items() if name in SETTINGS - unused}
+    if sampling:
+        taken.setdefault("temperature", 1.0)
+    if isinstance(taken.get("max_length"), int):
+        taken["max_length"] = min(taken["max_length"], context_length)
+    switched_on = {name for name, value in given.items() if value not in (False, 0, 1, [], {})}
+    if unread := switched_on - taken.keys() - OTHER:
+        log.warning("%s has settings that are not used: %s", FILE, ", ".join(sorted(unread)))
+    try:
+        DecodeConfig().replaced(taken)
+    except UserError as error:
+        raise UserError(f"{FILE}: {error}") from error
+    return taken
+
+
+def eos_token_ids(values: dict[str, Any], reader: ConfigReader, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """From generation_config.json, else config.json, else the tokenizer: an id, a list of ids, or none."""
+    value = values.get("eos_token_id")
+    if value is None:
+        value = reader.raw("eos_token_id")
+    if value is None and tokenizer is not None:
+        value = tokenizer.eos_token_id
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(id) is int and id >= 0 for id in ids):
+        raise UserError(f"eos_token_id={value!r} of the checkpoint is neither an id nor a list of ids")
+    return frozenset(ids)

@@ -1,0 +1,75 @@
+"""What a checkpoint suggests for decoding, against what transformers would do with it."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.errors import UserError
+from conf.schema import NEUTRAL, DecodeConfig
+from pipelines.generation_config import decode_defaults
+from tests.builders import complete, engine_of, write_llama
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, {}),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
+        ({"do_sample": True, "top_k": 20}, {"temperature": 1.0, "top_k": 20}),
+        ({"repetition_penalty": 1.05, "num_beams": 3}, {"repetition_penalty": 1.05, "num_beams": 3}),
+        ({"penalty_alpha": 0.6, "top_k": 4}, {"penalty_alpha": 0.6, "top_k": 4}),
+        ({"max_length": 4096}, {"max_length": 128}),
+        ({"max_length": 20, "max_new_tokens": None}, {"max_length": 20}),
+    ],
+)
+def test_settings_mean_what_they_mean_in_transformers(values: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert decode_defaults(values, context_length=128) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "unread"),
+    [
+        ({"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}, "temperature, top_p"),
+        ({"do_sample": True, "num_beams": 4, "typical_p": 0.9}, "num_beams, typical_p"),
+        ({"suppress_tokens": [5], "diversity_penalty": 0.0, "num_beam_groups": 1}, "suppress_tokens"),
+    ],
+)
+def test_settings_that_are_not_taken_are_named(
+    values: dict[str, Any], unread: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode_defaults(values, 128)
+    assert f"generation_config.json has settings that are not used: {unread}" in caplog.text.splitlines()[0]
+    assert caplog.text.rstrip().endswith(unread)
+
+
+def test_what_is_off_is_not_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        decode_defaults({"typical_p": 1.0, "remove_invalid_values": False, "transformers_version": "4.31.0"}, 128)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("values", [{"top_k": "many", "do_sample": True}, {"num_beams": 0}, {"repetition_penalty": -1}])
+def test_bad_values_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="generation_config.json: decode.*"):
+        decode_defaults(values, 128)
+
+
+def test_explicit_settings_win_and_the_rest_is_filled(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    suggested = {"do_sample": True, "temperature": 0.6, "top_k": 7, "repetition_penalty": 1.3, "max_length": 9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(suggested))
+    engine = engine_of(tmp_path)
+    resolved = engine.resolve(DecodeConfig(temperature=0.0, top_k=0))
+    assert (resolved.temperature, resolved.top_k, resolved.repetition_penalty) == (0.0, 0, 1.3)
+    assert (resolved.max_length, resolved.max_new_tokens) == (9, None)
+    assert engine.resolve(DecodeConfig(max_new_tokens=30)).max_length is None  # a length that is set is not cut short
+    assert engine.resolve(DecodeConfig(max_length=30)).max_length == 30
+    assert all(getattr(resolved, name) is not None for name in NEUTRAL)
+    assert engine.resolve(resolved) == resolved
+    plain = engine.resolve(DecodeConfig())
+    assert (plain.temperature, plain.top_k, plain.top_p) == (0.6, 7, 1.0)
+    assert len(complete(engine, [[5, 6]], DecodeConfig())[0].token_ids) == 7
+    assert len(complete(engine, [[5, 6]], DecodeConfig(max_new_tokens=8))[0].token_ids) == 8
