@@ -55,7 +55,8 @@ def pipeline(
 
 
 class TextGenerationPipeline:
-    """Prompts in, one dictionary per prompt out: `{'text_generation_text': [prompt and continuation]}`.
+    """Prompts in, one dictionary per prompt out: `{'text_generation_text': [prompt and continuation]}`, with n or
+    num_return_sequences several of them.
 
     `engine` runs token ids directly. Calls from several threads take turns.
     """
@@ -63,8 +64,10 @@ class TextGenerationPipeline:
     def __init__(self, run: RunConfig, **arguments: Any) -> None:
         self.run = run
         self._defaults = _checked_arguments(arguments)
-        self._decode = _decode(run.decode, self._defaults)
+        _decode(run.decode, self._defaults, None)  # before the long wait
         self.engine: Engine = load_engine(run, self._defaults.get("batch_size", run.predict.batch_size))
+        self._suggested = self.engine.resolve(DecodeConfig()).temperature
+        self._decode = _decode(run.decode, self._defaults, self._suggested)
         self.tokenizer = self.engine.tokenizer
         self._turn = threading.Lock()
 
@@ -78,7 +81,7 @@ class TextGenerationPipeline:
         streamer: Streamer | None = _checked_streamer({**self._defaults, **arguments}.get("streamer"))
         try:
             given = {**self._defaults, **_checked_arguments(arguments)}
-            decode = _decode(self._decode, arguments)
+            decode = _decode(self._decode, arguments, self._suggested)
             with self._turn:
                 results = self._generate(list(rows_from_python(prompts)), decode, given, streamer)
         except BaseException as error:
@@ -105,21 +108,24 @@ class TextGenerationPipeline:
             raise UserError(
                 "there is no tokenizer, so no text: use pipe.engine for token ids, or give model.tokenizer=PATH"
             )
-        if decode.logprobs is not None:
-            raise UserError(f"logprobs={decode.logprobs} has no place in this result: use pipe.engine, or task=predict")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(decode, name)) is not None:
+                raise UserError(f"{name}={value} has no place in this result: use pipe.engine, or task=predict")
         prepared = list(self._prepare(rows, encoder, decode, streamer))
         full_text = given.get("return_full_text", True)
-        texts = {request.id: (prompt.text or "") if full_text else "" for prompt, request in prepared}
+        prefixes = {request.id: (prompt.text or "") if full_text else "" for prompt, request in prepared}
         if streamer:
             streamer.start(len(rows))
-            for row, text in texts.items():
+            for row, text in prefixes.items():
                 if text and not streamer.skip_prompt:
                     streamer.put(row, text)
+        texts: dict[int, list[str]] = {}
         for output in self.engine.generate((request for _, request in prepared), batch_size):
-            texts[output.request_id] += output.completions[0].text or ""
+            row = output.request_id
+            texts[row] = [prefixes[row] + (completion.text or "") for completion in output.completions]
             if streamer:
-                streamer.end_row(output.request_id)
-        return [{"text_generation_text": [texts[row.index]]} for row in rows]
+                streamer.end_row(row)
+        return [{"text_generation_text": texts[row]} for row in range(len(rows))]
 
     def _prepare(
         self, rows: list[PromptRow], encoder: PromptEncoder, decode: DecodeConfig, streamer: Streamer | None
@@ -162,7 +168,8 @@ def _checked_streamer(streamer: Any) -> Any:
     return streamer
 
 
-def _decode(base: DecodeConfig, given: dict[str, Any]) -> DecodeConfig:
+def _decode(base: DecodeConfig, given: dict[str, Any], suggested: float | None) -> DecodeConfig:
+    """`suggested`: the temperature that the checkpoint samples with, if it says so."""
     values = {name: value for name, value in given.items() if name in DECODE_ARGUMENTS}
     do_sample = given.get("do_sample")
     if do_sample is False:
@@ -170,5 +177,5 @@ def _decode(base: DecodeConfig, given: dict[str, Any]) -> DecodeConfig:
     elif do_sample:
         if values.get("temperature") == 0:
             raise UserError("do_sample=True contradicts temperature=0, which is greedy: leave one of them out")
-        values.setdefault("temperature", base.temperature or SAMPLING_TEMPERATURE)
+        values.setdefault("temperature", base.temperature or suggested or SAMPLING_TEMPERATURE)
     return base.replaced(values)

@@ -1,11 +1,15 @@
 """A small random Llama with a byte-level tokenizer: what most tests of the faces run on."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.builders import write_llama
-from tests.tokenizers_for_tests import byte_level, save
+# Before torch is imported: a second thread has nothing to do in models of this size, and on a busy machine it keeps the first waiting.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.builders import write_llama  # noqa: E402
+from tests.tokenizers_for_tests import byte_level, save  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -108,11 +108,8 @@ class Engine:
     def _check_size(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         """Raises UserError for a request that could never run, because the pool or a step is too small for it."""
         blocks, width = self.scheduler.block_manager, params.num_sequences
-        num_tokens = num_prompt_tokens + params.max_new_tokens
-        # Each of several sequences owns its blocks but for those of the prompt, or, of a candidate, all but the last.
-        shared = (num_tokens if params.penalty_alpha else num_prompt_tokens) // blocks.block_size
-        needed = shared + width * (blocks.num_blocks_for(num_tokens) - shared + bool(params.penalty_alpha))
-        if needed > blocks.num_blocks:
+        if self.scheduler.most_blocks(params, num_prompt_tokens) > blocks.num_blocks:
+            num_tokens = num_prompt_tokens + params.max_new_tokens
             what = f"prompt and new tokens are {num_tokens}" + (f", in {width} sequences" if width > 1 else "")
             capacity = blocks.num_blocks * blocks.block_size
             remedy = "raise device.kv_cache_memory, or ask for fewer new tokens"

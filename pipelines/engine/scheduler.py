@@ -4,7 +4,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from pipelines.engine.block_manager import BlockManager, extend_hashes
-from pipelines.engine.request import Continuation, Sequence, SequenceGroup
+from pipelines.engine.request import Continuation, SamplingParams, Sequence, SequenceGroup
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,13 @@ class Scheduler:
         self.max_batched_tokens = max_batched_tokens
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[SequenceGroup] = []  # in the order of admission
+
+    def most_blocks(self, params: SamplingParams, num_prompt_tokens: int) -> int:
+        """The most blocks that a request may own: one that needs more than there are could wait for ever."""
+        num_tokens, size = num_prompt_tokens + params.max_new_tokens, self.block_manager.block_size
+        # Sequences share the prompt's full blocks. Candidates share all but the block that their one token is in.
+        shared = (num_tokens - 1 if params.penalty_alpha else num_prompt_tokens) // size
+        return shared + params.num_sequences * (self.block_manager.num_blocks_for(num_tokens) - shared)
 
     def add(self, group: SequenceGroup) -> None:
         assert group.request.params.num_sequences <= self.max_batched_tokens  # so that everyone who runs gets a token

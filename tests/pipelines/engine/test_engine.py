@@ -142,6 +142,117 @@ def test_logprobs_are_those_of_the_unmodified_distribution(engine: Engine) -> No
     assert one(engine, prompt, max_new_tokens=2).logprobs is None
 
 
+def test_prompt_logprobs_are_those_of_the_next_prompt_token(engine: Engine, tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    prompt = list(range(5, 45))
+    expected = all_logits(engine, prompt)[:-1].log_softmax(-1)
+    small = engine_of(tmp_path, max_batched_tokens=7, block_size=4)
+    for other in (engine, small, small):  # at once, in chunks, and over a cache that knows the prompt
+        output = next(other.generate([other.request(0, prompt, DecodeConfig(max_new_tokens=3, prompt_logprobs=2))]))
+        assert output.prompt_logprobs is not None
+        for step, row, token in zip(output.prompt_logprobs, expected, prompt[1:], strict=True):
+            assert set(step.logprobs) == {*row.topk(2).indices.tolist(), token}
+            assert step.ranks[token] == 1 + int((row > row[token]).sum())
+            assert step.logprobs[token] == pytest.approx(row[token].item(), abs=1e-5)  # chunks sum in another order
+        assert output.num_cached_tokens == 0
+    (single,) = engine.generate([engine.request(0, [5], DecodeConfig(max_new_tokens=1, prompt_logprobs=2))])
+    assert single.prompt_logprobs == []
+
+
+def test_samples_are_those_of_the_seed_and_the_first_is_that_of_one_alone(engine: Engine) -> None:
+    decode = {"max_new_tokens": 15, "temperature": 1.0, "seed": 7}
+    single = [one(engine, prompt, **decode).token_ids for prompt in PROMPTS]
+    outputs = generate(engine, PROMPTS, DecodeConfig(n=4, **decode))  # type: ignore[arg-type]
+    assert [output.completions[0].token_ids for output in outputs] == single
+    for output in outputs:
+        assert len({tuple(completion.token_ids) for completion in output.completions}) == 4
+    again = generate(engine, PROMPTS[1:2], DecodeConfig(n=2, **decode))[0]  # type: ignore[arg-type]
+    assert [c.token_ids for c in again.completions] == [c.token_ids for c in outputs[1].completions[:2]]
+
+
+def test_samples_with_preemption_and_single_token_blocks(engine: Engine, tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    decode = DecodeConfig(max_new_tokens=15, temperature=1.0, seed=7, n=3, prefix_cache=False)
+    expected = [[c.token_ids for c in output.completions] for output in generate(engine, PROMPTS, decode)]
+    small = engine_of(tmp_path, block_size=1, kv_cache_memory=str(62 * KEY_VALUE_BYTES))
+    preempted = []
+    preempt = small.scheduler._preempt
+    small.scheduler._preempt = lambda group: (preempted.append(group), preempt(group))  # type: ignore[assignment, method-assign, func-returns-value]
+    assert [[c.token_ids for c in output.completions] for output in generate(small, PROMPTS, decode)] == expected
+    assert preempted
+
+
+def test_samples_of_one_text_or_streamed_are_refused(engine: Engine) -> None:
+    with pytest.raises(UserError, match="decode.n=2 is not allowed: give 1 with decode.temperature=0"):
+        engine.request(0, [5], DecodeConfig(n=2))
+    with pytest.raises(UserError, match="decode.n=2 cannot be streamed"):
+        engine.request(0, [5], DecodeConfig(n=2, temperature=1.0), print)
+
+
+def test_bans_and_biases_by_text_and_id(texts: Engine) -> None:
+    prompt = [0, 70, 71]
+    free = one(texts, prompt, max_new_tokens=20, ignore_eos=True)
+    assert free.text is not None
+    assert texts.tokenizer is not None
+    token = next(token for token in free.token_ids if texts.tokenizer.decode([token], True).isascii())
+    word = texts.tokenizer.decode([token], True)
+    assert token not in one(texts, prompt, max_new_tokens=20, ignore_eos=True, bad_words=[word]).token_ids
+    phrase = texts.tokenizer.decode(free.token_ids[:2], True)
+    assert (
+        one(texts, prompt, max_new_tokens=20, ignore_eos=True, bad_words=[phrase]).token_ids[:2] != free.token_ids[:2]
+    )
+    allowed = one(texts, prompt, max_new_tokens=20, ignore_eos=True, allowed_token_ids=[80, 90])
+    assert set(allowed.token_ids) <= {80, 90}
+    assert set(one(texts, prompt, max_new_tokens=5, ignore_eos=True, logit_bias={90: 100.0}).token_ids) == {90}
+    with pytest.raises(UserError, match="allowed token id 330 is not in the vocabulary: give ids from 0 to 329"):
+        texts.request(0, prompt, DecodeConfig(allowed_token_ids=[330]))
+    with pytest.raises(UserError, match="logit_bias token id 999 is not in the vocabulary"):
+        texts.request(0, prompt, DecodeConfig(logit_bias={999: 1.0}))
+
+
+def test_a_row_whose_tokens_are_all_banned_ends_alone(engine: Engine) -> None:
+    nothing = DecodeConfig(max_new_tokens=5, allowed_token_ids=[7], no_repeat_ngram_size=1)
+    requests = [engine.request(0, [5, 6], nothing), engine.request(1, [5, 6], DecodeConfig(max_new_tokens=5))]
+    outputs = {output.request_id: output.completions[0] for output in engine.generate(requests)}
+    assert (outputs[0].token_ids, outputs[0].finish_reason.value) == ([7], "no_token")
+    assert outputs[1].token_ids == one(engine, [5, 6], max_new_tokens=5).token_ids
+
+
+def test_included_stops_end_the_text(texts: Engine) -> None:
+    prompt, decode = [0, 70, 71], {"max_new_tokens": 60, "ignore_eos": True}
+    free = one(texts, prompt, **decode)
+    assert free.text is not None
+    stop = free.text[10:13]
+    at = free.text.index(stop)
+    assert one(texts, prompt, **decode, stop=[stop], include_stop=True).text == free.text[: at + 3]
+    stopped = one(texts, prompt, **decode, stop_token_ids=[free.token_ids[9]], include_stop=True)
+    last = free.token_ids.index(free.token_ids[9])
+    assert stopped.text == one(texts, prompt, max_new_tokens=last + 1, ignore_eos=True).text
+
+
+def test_cancelling_one_of_several(engine: Engine) -> None:
+    keep = engine.add(engine.request(0, [5, 6, 7], DecodeConfig(max_new_tokens=9)))
+    settings: list[dict[str, object]] = [
+        {},
+        {"n": 3, "temperature": 1.0},
+        {"num_beams": 3},
+        {"penalty_alpha": 0.5, "top_k": 3},
+    ]
+    for decode in settings:
+        for steps in (0, 1, 2):
+            other = engine.add(engine.request(1, [8, 9], DecodeConfig(max_new_tokens=9, **decode)))  # type: ignore[arg-type]
+            for _ in range(steps):
+                if keep.sequences:
+                    engine.step()
+            engine.scheduler.cancel(other)
+            engine.scheduler.check_integrity()
+    while keep.sequences:
+        engine.step()
+    assert keep.completions[0].token_ids == one(engine, [5, 6, 7], max_new_tokens=9).token_ids
+    blocks = engine.scheduler.block_manager
+    assert blocks.num_free_blocks == blocks.num_blocks
+
+
 def test_text_and_pieces_of_a_row_agree(texts: Engine) -> None:
     pieces: list[str] = []
     request = texts.request(0, [0, 70, 71], DecodeConfig(max_new_tokens=60, ignore_eos=True), pieces.append)

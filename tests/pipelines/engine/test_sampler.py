@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from transformers import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from conf.schema import DecodeConfig
 from pipelines.engine.request import ContextLimit, Request, Sequence, resolve_sampling_params
@@ -12,7 +13,7 @@ from pipelines.engine.sampler import (
     keep_min_p,
     keep_top_k,
     keep_top_p,
-    penalised,
+    process_logits,
     sample,
     token_logprobs,
     uniform,
@@ -22,8 +23,9 @@ INF = math.inf
 
 
 def sequence(prompt: list[int], output: list[int], eos: frozenset[int] = frozenset(), **decode: object) -> Sequence:
-    config = DecodeConfig(**{"max_new_tokens": 50, **decode})  # type: ignore[arg-type]
-    params = resolve_sampling_params(config, len(prompt), ContextLimit(1000, "limit"), eos)
+    bad_words = decode.pop("bad_words", ())
+    config = DecodeConfig(**{"max_new_tokens": 50, **decode}).resolved({})  # type: ignore[arg-type]
+    params = resolve_sampling_params(config, len(prompt), ContextLimit(1000, "limit"), eos, bad_words)  # type: ignore[arg-type]
     return Sequence(Request(0, prompt, params), None, prompt + output)
 
 
@@ -53,24 +55,59 @@ def test_min_p_is_a_share_of_the_most_likely() -> None:
 
 def test_repetition_penalty_divides_positive_and_multiplies_negative() -> None:
     logits = torch.tensor([2.0, -2.0, 4.0, -4.0])
-    assert penalised(logits, sequence([0, 1, 0], [3], repetition_penalty=2.0)).tolist() == [1.0, -4.0, 4.0, -8.0]
+    assert process_logits(logits, sequence([0, 1, 0], [3], repetition_penalty=2.0)).tolist() == [1.0, -4.0, 4.0, -8.0]
     assert logits.tolist() == [2.0, -2.0, 4.0, -4.0]
 
 
 def test_presence_and_frequency_penalties_count_the_output_only() -> None:
-    row = penalised(torch.zeros(4), sequence([0, 0, 1], [1, 2, 2, 2], presence_penalty=0.5, frequency_penalty=0.25))
+    row = process_logits(
+        torch.zeros(4), sequence([0, 0, 1], [1, 2, 2, 2], presence_penalty=0.5, frequency_penalty=0.25)
+    )
     assert row.tolist() == [0.0, -0.75, -1.25, 0.0]
 
 
 def test_min_new_tokens_forbids_eos_and_stop_tokens() -> None:
     eos = frozenset([1])
-    assert penalised(torch.zeros(4), sequence([0], [2], eos, min_new_tokens=2, stop_token_ids=[3])).tolist() == [
+    assert process_logits(torch.zeros(4), sequence([0], [2], eos, min_new_tokens=2, stop_token_ids=[3])).tolist() == [
         0.0,
         -INF,
         0.0,
         -INF,
     ]
     assert sample(torch.tensor([[0.0, 9.0, 1.0]]), [sequence([0], [2, 2], eos, min_new_tokens=2)]) == [1]
+
+
+TOKENS = [3, 5, 7, 5, 3, 5, 7, 2, 3, 5]  # prompt and output
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 20])
+def test_no_repeat_ngram_equals_transformers(size: int) -> None:
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(1))
+    expected = NoRepeatNGramLogitsProcessor(size)(torch.tensor([TOKENS]), logits[None].clone())[0]
+    assert process_logits(logits, sequence(TOKENS[:6], TOKENS[6:], no_repeat_ngram_size=size)).equal(expected)
+
+
+def test_bad_words_equal_transformers() -> None:
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(1))
+    words = ((9,), (5, 7), (3, 5, 8), (7, 5, 4), (2, 3, 5, 7))
+    processor = NoBadWordsLogitsProcessor([list(word) for word in words], eos_token_id=11)
+    expected = processor(torch.tensor([TOKENS]), logits[None].clone())[0]
+    assert process_logits(logits, sequence(TOKENS[:6], TOKENS[6:], bad_words=words)).equal(expected)
+    assert kept(expected[None]) == [[0, 1, 2, 3, 4, 5, 6, 10, 11]]
+
+
+def test_bias_and_allowed_tokens() -> None:
+    logits = torch.arange(5.0)
+    assert process_logits(logits, sequence([0], [], logit_bias={1: 10.0, 3: -2.5})).tolist() == [0, 11, 2, 0.5, 4]
+    assert process_logits(logits, sequence([0], [], allowed_token_ids=[3, 1])).tolist() == [-INF, 1, -INF, 3, -INF]
+
+
+def test_if_every_token_is_banned_there_is_none() -> None:
+    rows = [
+        sequence([0], [], allowed_token_ids=[1], bad_words=((1,),), temperature=temperature)
+        for temperature in (0.0, 1.0)
+    ]
+    assert sample(torch.zeros(3, 4), [*rows, sequence([0], [])]) == [None, None, 0]
 
 
 def test_order_is_penalties_temperature_top_k_top_p_min_p() -> None:
@@ -161,7 +198,7 @@ def unmix(x: int) -> int:
 
 def test_logprobs_hold_the_chosen_token_and_the_most_likely() -> None:
     logits = log(0.1, 0.2, 0.3, 0.4)[0]
-    result = token_logprobs(logits + 7, 0, 2)
+    (result,) = token_logprobs(logits[None] + 7, [0], 2)
     assert result.ranks == {3: 1, 2: 2, 0: 4}
     assert {token: round(math.exp(value), 4) for token, value in result.logprobs.items()} == {3: 0.4, 2: 0.3, 0: 0.1}
-    assert token_logprobs(logits, 3, 0).ranks == {3: 1}
+    assert [step.ranks for step in token_logprobs(logits.expand(2, -1), [3, 1], 0)] == [{3: 1}, {1: 3}]

@@ -240,11 +240,10 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 3, 4, 16]),
         max_num_requests=st.integers(1, 5),
         spare_tokens=st.integers(0, 20),
-        spare_blocks=st.integers(0, 40),
+        pool_tokens=st.integers(30, 90),
     )
-    def start(self, block_size: int, max_num_requests: int, spare_tokens: int, spare_blocks: int) -> None:
-        most = 27 + 12  # tokens of one request
-        num_blocks = 4 * (-(-most // block_size)) + spare_blocks
+    def start(self, block_size: int, max_num_requests: int, spare_tokens: int, pool_tokens: int) -> None:
+        num_blocks = -(-pool_tokens // block_size)
         self.scheduler = scheduler_of(num_blocks, block_size, max_num_requests, max_num_requests + 4 + spare_tokens)
         self.alive: list[SequenceGroup] = []
         self.num_added = 0
@@ -252,7 +251,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     @rule(
         prefix=st.sampled_from([(0, 0), (1, 5), (1, 12), (2, 12)]),
         rest=st.lists(st.integers(0, 4), min_size=1, max_size=15),
-        max_new_tokens=st.integers(1, 12),
+        max_new_tokens=st.integers(1, 20),
         prefix_cache=st.booleans(),
         decode=st.sampled_from([{}, {}, {"n": 3, "temperature": 1.0}, {"num_beams": 2}, {"num_beams": 4}]),
     )
@@ -261,9 +260,10 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     ) -> None:
         prompt = [prefix[0]] * prefix[1] + rest
         group = sequence(self.num_added, prompt, max_new_tokens, prefix_cache, **decode)
-        self.num_added += 1
-        self.alive.append(group)
-        self.scheduler.add(group)
+        if self.scheduler.most_blocks(group.request.params, len(prompt)) <= self.scheduler.block_manager.num_blocks:
+            self.num_added += 1
+            self.alive.append(group)
+            self.scheduler.add(group)
 
     @rule(steps=st.integers(1, 10))
     def run(self, steps: int) -> None:
