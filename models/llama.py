@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from conf.errors import UserError
 from kernels.kv_store import kv_store
@@ -17,6 +16,7 @@ from kernels.rope import rope
 from kernels.swiglu import swiglu
 from models.batch import Batch, KVCache
 from models.config import ConfigReader
+from models.layers.linear import Linear, linear
 from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
 
@@ -77,10 +77,10 @@ class Attention(nn.Module):
     def __init__(self, c: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = c.head_dim
-        self.q_proj = nn.Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=c.attention_bias)
-        self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.attention_bias)
-        self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.attention_bias)
-        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=c.attention_bias)
+        self.q_proj = Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=c.attention_bias)
+        self.k_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.attention_bias)
+        self.v_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.attention_bias)
+        self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=c.attention_bias)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, key_cache: Tensor, value_cache: Tensor
@@ -104,9 +104,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c: LlamaConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
@@ -149,7 +149,7 @@ class Llama(nn.Module):
         self.config = config
         self.model = Decoder(config)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
     def step_weight_bytes(self) -> int:
