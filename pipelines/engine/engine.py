@@ -47,7 +47,7 @@ class Engine:
         max_batched_tokens: int,
     ) -> None:
         num_blocks, self._block_size = cache.keys[0].shape[:2]
-        self.device = cache.keys[0].device
+        self.device, self.dtype = cache.keys[0].device, cache.keys[0].dtype
         self.context = context
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(BlockManager(num_blocks, self._block_size), max_num_sequences, max_batched_tokens)
@@ -108,10 +108,10 @@ class Engine:
                 if not alive:
                     return
                 self.step()
-                on_step()
                 finished = [sequence for sequence in alive if sequence.finish_reason]
                 alive = [sequence for sequence in alive if not sequence.finish_reason]
                 yield from map(_output, finished)
+                on_step()  # after the outputs, so that nothing is lost if it raises
         finally:
             for sequence in alive:
                 if not sequence.finish_reason:  # some may have finished in the very step that failed
