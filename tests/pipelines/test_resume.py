@@ -196,6 +196,15 @@ def test_other_batches_threads_and_places_are_the_same_job(chatty: Path, tmp_pat
     assert not (tmp_path / "new").exists()
 
 
+def test_the_same_command_again_goes_on_beside(chatty: Path, tmp_path: Path, data: Path) -> None:
+    first, second = (tmp_path / f"2026-11-21_10-00-00-00000{i}" for i in range(2))
+    unfinished(chatty, data, first)
+    run_predict(job(chatty, data, temperature=1.0), second, dump)  # another job, which begins anew
+    run_predict(job(chatty, data), tmp_path / "2026-11-21_10-00-00-000002", dump)
+    assert len(results(first)[0].splitlines()) == NUM_ROWS
+    assert sorted(file.name for file in tmp_path.iterdir()) == [first.name, second.name, data.name]
+
+
 def feed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     reader, writer = os.pipe()
     os.write(writer, text.encode())
@@ -276,7 +285,7 @@ def test_a_disk_that_is_full_keeps_what_is_done(chatty: Path, tmp_path: Path) ->
     data = tmp_path / "rows.txt"
     data.write_text("Once upon a time\n" * 60)
     command = [sys.executable, "-B", "run.py", "device=cpu", f"model.path={chatty}", f"predict.data={data}"]
-    command += ["model.dtype=float32", "decode.max_new_tokens=6"]
+    command += ["model.dtype=float32", "decode.max_new_tokens=6", "device.threads=1"]
 
     def run(arguments: list[str], limit: str) -> subprocess.CompletedProcess[str]:
         limited = (
@@ -299,3 +308,32 @@ def test_a_disk_that_is_full_keeps_what_is_done(chatty: Path, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert run([*command, f"hydra.run.dir={tmp_path / 'whole'}"], "unlimited").returncode == 0
     assert results(out) == results(tmp_path / "whole")
+
+
+MEMORY = """
+import contextlib, sys
+from pathlib import Path
+from conf.compose import dump
+from conf.schema import DecodeConfig, DeviceConfig, DeviceType, ModelConfig, PredictConfig, RunConfig
+from pipelines.predict import run_predict
+
+model, data = sys.argv[1:]
+decode, device = DecodeConfig(max_new_tokens=1), DeviceConfig(DeviceType.cpu, threads=1)
+run = RunConfig(model=ModelConfig(path=model), decode=decode, device=device, predict=PredictConfig(data=data, batch_size=64))
+with contextlib.redirect_stdout(None):
+    run_predict(run, Path(data).with_suffix(""), dump)
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+def peak_memory_mb(chatty: Path, data: Path, num_rows: int) -> float:
+    data.write_text("".join(json.dumps({"prompt": "a", "id": "x" * 2000}) + "\n" for _ in range(num_rows)))
+    command = [sys.executable, "-c", MEMORY, str(chatty), str(data)]
+    return int(subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, check=True).stdout) / 1000
+
+
+def test_memory_does_not_grow_with_the_rows(chatty: Path, tmp_path: Path) -> None:
+    few, many = (peak_memory_mb(chatty, tmp_path / f"{num_rows}.jsonl", num_rows) for num_rows in (200, 8_000))
+    assert (
+        many - few < 12
+    )  # measured: below 1. The rows of the second job are 16 MB as they come, and as much as they go
