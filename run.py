@@ -5,6 +5,9 @@ import signal
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":  # no traceback where an interrupt comes during the imports
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -12,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.compose import dump, explain, quote_prompt, register, to_run_config
+from conf.compose import dump, explain, quote_prompt, register, saved_config, to_run_config
 from conf.errors import UserError
 
 
@@ -38,11 +41,12 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = quote_prompt(sys.argv[1:])
+    sys.argv[1:] = quote_prompt(saved_config(sys.argv[1:]))
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra shall raise its errors, not print them its own way
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     register()
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
     except (UserError, HydraException, OmegaConfBaseException, OSError) as error:
         sys.exit(f"error: {explain(error)}")

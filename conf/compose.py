@@ -22,6 +22,7 @@ from conf.schema import RunConfig
 
 CONF = Path(__file__).resolve().parent
 REPOSITORY = CONF.parent
+RESUME = "predict.resume="
 _COMPOSING = threading.Lock()  # Hydra has one state for the whole process
 
 
@@ -99,13 +100,13 @@ def dump(run: RunConfig, output_dir: Path) -> str:
             "job": {"chdir": False},
         },
     }
-    plain = _plain(asdict(_with_absolute_paths(run)))
+    plain = _plain(asdict(_as_saved(run)))
     header = f"# Run again: python run.py --config-path {output_dir}\n"
     return header + OmegaConf.to_yaml(OmegaConf.create({**composed, **plain}))
 
 
-def _with_absolute_paths(run: RunConfig) -> RunConfig:
-    """So that it can be run again from any folder. Hub ids and prompts stay as they are."""
+def _as_saved(run: RunConfig) -> RunConfig:
+    """To be run again from any folder, and not only as what it resumed. Hub ids and prompts stay as they are."""
     model, predict = run.model, run.predict
     folders = {
         key: os.path.abspath(v) for key in ("path", "tokenizer") if (v := getattr(model, key)) and os.path.isdir(v)
@@ -115,7 +116,9 @@ def _with_absolute_paths(run: RunConfig) -> RunConfig:
         data = os.path.abspath(data)
     if template not in ("auto", "none"):
         template = os.path.abspath(template)
-    return replace(run, model=replace(model, **folders), predict=replace(predict, data=data, chat_template=template))
+    resume = "none" if predict.resume == "none" else "auto"
+    saved = replace(predict, data=data, chat_template=template, resume=resume)
+    return replace(run, model=replace(model, **folders), predict=saved)
 
 
 def _plain(value: Any) -> Any:
@@ -135,13 +138,23 @@ def _literal(text: str) -> str:
 
 
 def quote_prompt(arguments: list[str]) -> list[str]:
-    """Let `predict.data=I love Beijing, because ...` be typed as it is: quoted for Hydra, whose grammar reads commas and brackets.
+    """Let `predict.data=I love Beijing, because ...` be typed as it is, and any folder: quoted for Hydra, whose grammar reads commas.
 
     In a multirun (-m) the value stays as typed, because there a comma separates the jobs.
     """
     if {"-m", "--multirun"} & set(arguments):
         return arguments
-    return [_quote(a) if a.startswith("predict.data=") else a for a in arguments]
+    return [_quote(a) if a.startswith(("predict.data=", RESUME)) else a for a in arguments]
+
+
+def saved_config(arguments: list[str]) -> list[str]:
+    """`predict.resume=FOLDER` alone stands for the config that the folder holds."""
+    folder = arguments[0].removeprefix(RESUME) if len(arguments) == 1 and arguments[0].startswith(RESUME) else "auto"
+    return (
+        arguments
+        if folder in ("auto", "none")
+        else ["--config-path", str(Path(folder).expanduser().absolute()), *arguments]
+    )
 
 
 def _quote(argument: str) -> str:

@@ -341,8 +341,20 @@ class PredictConfig:
     chat_template: str = "auto"
     """auto: `messages` rows use the tokenizer's template, text prompts none; none: no template at all;
     a path: a Jinja file, used for `messages` rows and for text prompts (as one user message)."""
+    resume: str = "auto"
+    """auto: go on with an unfinished job of the same input, model and decode settings, in the run's own folder or beside it;
+    none: begin anew; a folder: go on with the job in it, which must be the same. From standard input only in a folder named."""
+    max_errors: int | None = None
+    """Most rows that may fail before the job ends early, counted anew when it is resumed; null: any number."""
 
     def __post_init__(self) -> None:
+        _check(bool(self.resume), "predict.resume", repr(self.resume), "auto, none or the folder of an unfinished job")
+        _check(
+            self.max_errors is None or self.max_errors >= 0,
+            "predict.max_errors",
+            self.max_errors,
+            "a number from 0, or null",
+        )
         _check(self.batch_size > 0, "predict.batch_size", self.batch_size, "a number above 0")
         _check(
             bool(self.chat_template),

@@ -1,176 +1,246 @@
 """`task=predict`: every prompt of a job through the engine, and the files that it leaves."""
 
 import json
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
 from conf.schema import RunConfig
 from pipelines import report
-from pipelines.engine import Engine, Output, Request
-from pipelines.engine.request import FinishReason, TokenLogprobs
+from pipelines.engine import Completion, Engine, Output, Request
+from pipelines.engine.request import FinishReason
+from pipelines.fingerprint import fingerprint
+from pipelines.interrupt import Interrupted, Interruption, interruption
+from pipelines.journal import ANEW, Journal, dumps, named_folder, open_journal
 from pipelines.loading import load_engine
 from pipelines.prompts import PromptEncoder, PromptRow, Prompts, read_prompts
 
 PRINTED = 8  # rows that are shown at the end; all are in the files
 
-
-@dataclass(frozen=True)
-class Prediction:
-    """A row of predictions.jsonl."""
-
-    index: int
-    id: str | int | None
-    prompt: str | None
-    text: str | None
-    token_ids: list[int]
-    finish_reason: str
-    num_prompt_tokens: int
-    num_generated_tokens: int
-    logprobs: list[TokenLogprobs] | None
-    error: str | None
-
-    def to_json(self) -> str:
-        values: dict[str, Any] = dict(vars(self))
-        if self.logprobs is None:
-            del values["logprobs"]
-        else:
-            values["logprobs"] = [
-                {
-                    str(token): {"logprob": logprob, "rank": step.ranks[token]}
-                    for token, logprob in step.logprobs.items()
-                }
-                for step in self.logprobs
-            ]
-        # Half a surrogate pair, as an id or an error may quote one, becomes its JSON escape.
-        return json.dumps(values, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+Row = dict[str, Any]
+"""A row of predictions.jsonl."""
 
 
 def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Raises UserError before anything is written, and after all files are there if not a single row could be predicted."""
+    """Raises UserError before anything is written, with all finished rows kept where the job cannot go on, and after all files
+    are there if not a single row could be predicted."""
     if run.predict.data is None:
         raise UserError("predict.data is missing: give a prompt, a .txt, a .jsonl, or - for stdin")
+    if run.predict.resume not in ("auto", "none"):
+        named_folder(run.predict.resume)
     prompts = read_prompts(run.predict.data)
+    start = time.perf_counter()
     with report.progress_bar() as progress:
-        start = time.perf_counter()
         engine = load_engine(run, run.predict.batch_size, progress.loaded)
-        run = replace(run, decode=engine.resolve(run.decode))
-        engine.check(run.decode)
-        job = PredictJob(run, engine)
-        loaded = time.perf_counter()
-        predictions: list[Prediction | None] = [None] * len(prompts.rows)
-
-        def show_progress() -> None:
-            speed = engine.num_generated_tokens / (time.perf_counter() - loaded)
-            progress.generated(job.num_predicted, len(predictions), speed)
-
-        for prediction in job.predict(prompts.rows, show_progress):
-            predictions[prediction.index] = prediction
-        seconds = time.perf_counter() - loaded
-    rows = [prediction for prediction in predictions if prediction is not None]
-    metrics = _metrics(
-        prompts, rows, job.num_cached_tokens, report.peak_memory_bytes(engine.device), loaded - start, seconds
-    )
-    _write(output_dir, dump(run, output_dir), rows, metrics)
-    _print(rows, prompts, metrics, output_dir)
-    if metrics["num_errors"] == len(rows):
-        raise UserError(f"none of the {len(rows)} rows could be predicted; the first: {rows[0].error}")
+    run = replace(run, decode=engine.resolve(run.decode))
+    engine.check(run.decode)
+    encoder = PromptEncoder(engine.tokenizer, run.predict.add_special_tokens, run.predict.chat_template)
+    load_s = time.perf_counter() - start
+    with closing(open_journal(run.predict.resume, output_dir, fingerprint(run, engine, prompts))) as journal:
+        job = PredictJob(run, engine, encoder, journal)
+        if journal.num_rows:
+            print(f"resuming {journal.folder}: {journal.num_rows} rows are done", file=sys.stderr)
+        try:
+            with journal.writing():
+                report.write_run(journal.folder, dump(run, journal.folder), {})
+            with interruption() as signals:
+                generate_s = _generate(job, prompts, signals)
+                metrics = _metrics(job, prompts, load_s, generate_s, report.peak_memory_bytes(engine.device))
+                _write(journal, metrics, signals)
+        except Interrupted:
+            journal.sync()
+            print(f"interrupted: {journal.kept}", file=sys.stderr)
+            raise
+        first = [record["row"] for record in islice(journal.records(), PRINTED)]
+        journal.remove()
+    _print(first, metrics, journal.folder)
+    if metrics["num_errors"] == metrics["num_prompts"]:
+        raise UserError(f"none of the {metrics['num_prompts']} rows could be predicted; the first: {first[0]['error']}")
 
 
 class PredictJob:
-    """Rows in, predictions out as they finish; a bad row becomes an error and does not stop the others."""
+    """Rows in, predictions into the journal as they finish. A bad row becomes an error and does not stop the others.
 
-    def __init__(self, run: RunConfig, engine: Engine) -> None:
+    Of the rows it holds only those that run.
+    """
+
+    def __init__(self, run: RunConfig, engine: Engine, encoder: PromptEncoder, journal: Journal) -> None:
         self._run = run
-        self._engine = engine
-        self.num_predicted = 0
-        self.num_cached_tokens = 0  # prompt tokens that the prefix cache spared so far
-        self._encoder = PromptEncoder(engine.tokenizer, run.predict.add_special_tokens, run.predict.chat_template)
+        self.engine = engine
+        self._encoder = encoder
+        self._journal = journal
+        self._running: dict[int, tuple[PromptRow, str | None]] = {}
+        self._num_errors, self._first_error = 0, ""
+        self.totals: Counter[str] = Counter()
+        for record in journal.read():  # what an earlier process did
+            self.totals.update(_counts(record))
+        self.resumed = self.totals.copy()
 
-    def predict(self, rows: list[PromptRow], on_step: Callable[[], None]) -> Iterator[Prediction]:
-        texts: dict[int, str | None] = {}
-        errors: list[Prediction] = []
+    def run(self, prompts: Prompts, signals: Interruption, on_step: Callable[[], None]) -> None:
+        """Every row that the journal does not have. Raises Interrupted after a step, and UserError where the job cannot go on."""
 
-        def requests() -> Iterator[Request]:
-            for row in rows:
-                try:
-                    prompt = self._encoder.encode(row)
-                    texts[row.index] = prompt.text
-                    decode = self._run.decode.replaced(row.decode)
-                    yield self._engine.request(row.index, prompt.token_ids, decode)
-                except UserError as error:
-                    errors.append(_error_prediction(row, str(error)))
+        def after_step() -> None:
+            on_step()
+            signals.check()
 
-        for output in self._engine.generate(requests(), on_step=on_step):
-            yield from errors
-            errors.clear()
-            self.num_predicted += 1
-            self.num_cached_tokens += output.num_cached_tokens
-            yield _prediction(rows[output.request_id], texts.pop(output.request_id), output)
-        yield from errors
+        for output in self.engine.generate(self._requests(signals.checked(prompts)), on_step=after_step):
+            row, prompt = self._running.pop(output.request_id)
+            self._finish(row, _prediction(row, prompt, output), output.num_cached_tokens)
+        if self._journal.num_rows > prompts.num_read:
+            have = f"{self._journal.folder} has {self._journal.num_rows} rows that are done"
+            raise UserError(f"the input has {prompts.num_read} rows, but {have}: give the same input, or {ANEW}")
+        self._journal.sync()
+
+    def _requests(self, rows: Iterator[PromptRow]) -> Iterator[Request]:
+        for row in rows:
+            if self._journal.has(row.index, row.digest):
+                continue
+            try:
+                prompt = self._encoder.encode(row)
+                request = self.engine.request(row.index, prompt.token_ids, self._run.decode.replaced(row.decode))
+            except UserError as error:
+                self._finish(row, _error_prediction(row, str(error)))
+                continue
+            self._running[row.index] = row, prompt.text
+            yield request
+
+    def _finish(self, row: PromptRow, prediction: Row, num_cached_tokens: int = 0) -> None:
+        record = {"digest": row.digest, "num_cached_tokens": num_cached_tokens, "row": prediction}
+        self._journal.append(record)
+        self.totals.update(_counts(record))
+        if prediction["error"] is None:
+            return
+        self._num_errors += 1
+        self._first_error = self._first_error or f"row {row.index}: {prediction['error']}"
+        most = self._run.predict.max_errors
+        if most is not None and self._num_errors > most:
+            self._journal.sync()
+            what = f"more than predict.max_errors={most} rows failed; the first is {self._first_error}"
+            raise UserError(f"{what}; {self._journal.kept}")
 
 
-def _prediction(row: PromptRow, prompt: str | None, output: Output) -> Prediction:
-    completion = output.completions[0]
-    return Prediction(
-        index=row.index,
-        id=row.id,
-        prompt=prompt,
-        text=completion.text,
-        token_ids=completion.token_ids,
-        finish_reason=completion.finish_reason.value,
-        num_prompt_tokens=output.num_prompt_tokens,
-        num_generated_tokens=len(completion.token_ids),
-        logprobs=completion.logprobs,
-        error=None,
-    )
-
-
-def _error_prediction(row: PromptRow, error: str) -> Prediction:
-    prompt = None if row.prompt is None else row.prompt.encode("utf-8", "replace").decode("utf-8")
-    return Prediction(row.index, row.id, prompt, "", [], FinishReason.error.value, 0, 0, None, error)
-
-
-def _metrics(
-    prompts: Prompts, rows: list[Prediction], num_cached_tokens: int, peak_memory: int, load_s: float, generate_s: float
-) -> dict[str, Any]:
-    num_generated = sum(row.num_generated_tokens for row in rows)
+def _prediction(row: PromptRow, prompt: str | None, output: Output) -> Row:
+    completions = [_completion(completion) for completion in output.completions]
+    first = dict(completions[0])
+    logprobs = {"logprobs": first.pop("logprobs")} if "logprobs" in first else {}
     return {
-        "num_prompts": len(rows),
-        "num_errors": sum(row.error is not None for row in rows),
+        "index": row.index,
+        "id": row.id,
+        "prompt": prompt,
+        **first,
+        "num_prompt_tokens": output.num_prompt_tokens,
+        "num_generated_tokens": sum(len(completion.token_ids) for completion in output.completions),
+        **logprobs,
+        **({"completions": completions} if len(completions) > 1 else {}),
+        "error": None,
+    }
+
+
+def _completion(completion: Completion) -> Row:
+    values = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason.value,
+    }
+    if completion.logprobs is None:
+        return values
+    steps = [
+        {str(token): {"logprob": logprob, "rank": step.ranks[token]} for token, logprob in step.logprobs.items()}
+        for step in completion.logprobs
+    ]
+    return {**values, "logprobs": steps}
+
+
+def _error_prediction(row: PromptRow, error: str) -> Row:
+    return {
+        "index": row.index,
+        "id": row.id,
+        "prompt": None if row.prompt is None else row.prompt.encode("utf-8", "replace").decode("utf-8"),
+        "text": "",
+        "token_ids": [],
+        "finish_reason": FinishReason.error.value,
+        "num_prompt_tokens": 0,
+        "num_generated_tokens": 0,
+        "error": error,
+    }
+
+
+def _counts(record: dict[str, Any]) -> dict[str, int]:
+    row = record["row"]
+    return {
+        "num_prompts": 1,
+        "num_errors": int(row["error"] is not None),
+        "num_prompt_tokens": row["num_prompt_tokens"],
+        "num_cached_tokens": record["num_cached_tokens"],
+        "num_generated_tokens": row["num_generated_tokens"],
+    }
+
+
+def _generate(job: PredictJob, prompts: Prompts, signals: Interruption) -> float:
+    """All rows, with a progress bar; seconds."""
+    start = time.perf_counter()
+    with report.progress_bar() as progress:
+
+        def show_progress() -> None:
+            speed = job.engine.num_generated_tokens / (time.perf_counter() - start)
+            progress.generated(job.totals["num_prompts"], prompts.num_rows, speed)
+
+        job.run(prompts, signals, show_progress)
+    return time.perf_counter() - start
+
+
+def _metrics(job: PredictJob, prompts: Prompts, load_s: float, generate_s: float, peak_memory: int) -> dict[str, Any]:
+    """Of all rows, also of those that were done before; times and speed of this process alone."""
+    totals, resumed = job.totals, job.resumed
+    return {
+        "num_prompts": totals["num_prompts"],
+        "num_resumed_rows": resumed["num_prompts"],
+        "num_errors": totals["num_errors"],
         "num_blank_lines": prompts.num_blank_lines,
-        "unused_fields": list(prompts.unused_fields),
-        "num_prompt_tokens": sum(row.num_prompt_tokens for row in rows),
-        "num_cached_tokens": num_cached_tokens,
-        "num_generated_tokens": num_generated,
+        "unused_fields": prompts.unused_fields,
+        "num_prompt_tokens": totals["num_prompt_tokens"],
+        "num_cached_tokens": totals["num_cached_tokens"],
+        "num_generated_tokens": totals["num_generated_tokens"],
         "load_s": load_s,
         "generate_s": generate_s,
-        "tokens_per_s": num_generated / generate_s,
+        "tokens_per_s": (totals["num_generated_tokens"] - resumed["num_generated_tokens"]) / generate_s,
         "peak_memory_bytes": peak_memory,
     }
 
 
-def _write(output_dir: Path, config_yaml: str, rows: list[Prediction], metrics: dict[str, Any]) -> None:
-    texts = [{"text_generation_text": [(row.prompt or "") + (row.text or "")]} for row in rows]
-    files = {
-        "text_generation_result.txt": "".join(f"{text}\n" for text in texts),
-        "metrics.json": json.dumps(metrics, indent=2) + "\n",
-        "predictions.jsonl": "".join(row.to_json() + "\n" for row in rows),
+def _write(journal: Journal, metrics: dict[str, Any], signals: Interruption) -> None:
+    def rows() -> Iterator[Row]:
+        return (record["row"] for record in signals.checked(journal.records()))
+
+    folder = journal.folder
+    with journal.writing():
+        report.write_atomically(folder / "predictions.jsonl", (f"{dumps(row)}\n" for row in rows()))
+        report.write_atomically(folder / "text_generation_result.txt", (f"{_texts(row)}\n" for row in rows()))
+        report.write_atomically(folder / "metrics.json", [json.dumps(metrics, indent=2) + "\n"])
+
+
+def _texts(row: Row) -> dict[str, list[str]]:
+    return {
+        "text_generation_text": [(row["prompt"] or "") + (one["text"] or "") for one in row.get("completions", [row])]
     }
-    report.write_run(output_dir, config_yaml, files)
 
 
-def _print(rows: list[Prediction], prompts: Prompts, metrics: dict[str, Any], output_dir: Path) -> None:
-    for row in rows[:PRINTED]:
-        print(f"[{row.index}] {row.prompt or ''}")
-        print(f" -> error: {row.error}" if row.error else f" -> {row.text if row.text is not None else row.token_ids}")
-    if len(rows) > PRINTED:
-        print(f"... and {len(rows) - PRINTED} more")
-    if prompts.unused_fields:
-        print(f"fields of the rows that are not used: {', '.join(prompts.unused_fields)}")
+def _print(rows: list[Row], metrics: dict[str, Any], output_dir: Path) -> None:
+    for row in rows:
+        print(f"[{row['index']}] {row['prompt'] or ''}")
+        result = row["text"] if row["text"] is not None else row["token_ids"]
+        print(f" -> error: {row['error']}" if row["error"] else f" -> {result}")
+    if metrics["num_prompts"] > len(rows):
+        print(f"... and {metrics['num_prompts'] - len(rows)} more")
+    if metrics["unused_fields"]:
+        print(f"fields of the rows that are not used: {', '.join(metrics['unused_fields'])}")
     print()
     report.print_table(
         [

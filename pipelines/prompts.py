@@ -1,12 +1,16 @@
 """What `predict.data` means: from a prompt, a .txt, a .jsonl or standard input to rows, and from rows to token ids."""
 
+import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from conf.errors import UserError
 from models.tokenizer import Tokenizer
@@ -28,26 +32,116 @@ class PromptRow:
     prompt_token_ids: list[int] | None = None
     decode: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+    digest: str = field(default="", compare=False)
+    """Of the line that it came from."""
 
 
-@dataclass(frozen=True)
+class Lines:
+    """The lines of a UTF-8 stream that are not blank, one at a time: a job may have more of them than memory holds."""
+
+    def __init__(self, stream: BinaryIO, where: str) -> None:
+        self._stream = stream
+        self.where = where
+        self._sha256 = hashlib.sha256()
+        self.num_kept = 0
+        self.num_blank = 0
+
+    @property
+    def sha256(self) -> str:
+        """Of what was read so far."""
+        return self._sha256.hexdigest()
+
+    def __iter__(self) -> Iterator[str]:
+        """Raises UserError where the stream is not UTF-8, and at its end if it had nothing but blank lines."""
+        offset = 0
+        for content in self._stream:  # up to the next \n: no other character ends a line
+            line = self._decode(content, offset).removesuffix("\n").removesuffix("\r")
+            self._sha256.update(content)
+            offset += len(content)
+            if line.strip():
+                self.num_kept += 1
+                yield line
+            else:
+                self.num_blank += 1
+        if not self.num_kept:
+            raise UserError(f"{self.where} has no prompts")
+
+    def _decode(self, content: bytes, offset: int) -> str:
+        try:
+            return content.decode("utf-8").removeprefix("" if offset else "\ufeff")
+        except UnicodeDecodeError as error:
+            at = f"byte {offset + error.start} is 0x{content[error.start]:02x}"
+            raise UserError(f"{self.where} is not UTF-8 ({at}): convert it first") from error
+
+
 class Prompts:
-    rows: list[PromptRow]
-    num_blank_lines: int = 0
-    unused_fields: tuple[str, ...] = ()
-    """Names of fields of JSON rows that mean nothing here, so that they are not ignored in silence."""
+    """The rows of a job, made as they are taken, once. A bad row becomes a row with an error. Counts are of what was read so far."""
+
+    def __init__(self, lines: Lines, as_json: bool | None, whole: Lines | None = None) -> None:
+        """`as_json` None: the first line decides. `whole`: the same lines, all read before, for what is known beforehand."""
+        self._lines = lines
+        self._whole = whole
+        self._rest = iter(lines)
+        if whole is None:
+            first = next(self._rest)  # an error here comes before anything is loaded or written
+            as_json = _is_json_row(first) if as_json is None else as_json
+            self._rest = chain([first], self._rest)
+        self._as_json = as_json
+        self._unused: set[str] = set()
+
+    @property
+    def sha256(self) -> str | None:
+        """Of the rows as they were given; None for what can be read only once."""
+        return f"{self._whole.sha256} {'json' if self._as_json else 'text'}" if self._whole else None
+
+    @property
+    def num_rows(self) -> int | None:
+        """None for what can be read only once."""
+        return self._whole.num_kept if self._whole else None
+
+    @property
+    def num_read(self) -> int:
+        return self._lines.num_kept
+
+    @property
+    def num_blank_lines(self) -> int:
+        return self._lines.num_blank
+
+    @property
+    def unused_fields(self) -> list[str]:
+        """Names of fields of JSON rows that mean nothing here, so that they are not ignored in silence."""
+        return sorted(self._unused)
+
+    def __iter__(self) -> Iterator[PromptRow]:
+        for index, line in enumerate(self._rest):
+            digest = hashlib.blake2b(line.encode(), digest_size=8).hexdigest()
+            yield replace(self._parse(index, line), digest=digest)
+        if self._whole and self._lines.sha256 != self._whole.sha256:
+            raise UserError(f"{self._lines.where} changed while it was read: run it again")
+
+    def _parse(self, index: int, line: str) -> PromptRow:
+        if not self._as_json:
+            return PromptRow(index, prompt=line.replace("\\n", "\n"))
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:  # not JSON, a number too long, nested too deep
+            return PromptRow(index, error=f"not a JSON object: {error}")
+        if isinstance(values, dict):
+            answered = isinstance(values.get("src"), list)  # only then is tgt part of the conversation
+            self._unused |= set(values) - (set(FIELDS) if answered else set(FIELDS) - {"tgt"})
+        return parse_row(index, values)
 
 
 def read_prompts(data: str) -> Prompts:
-    """Raises UserError for a file that is missing, unreadable or empty. A bad row becomes a row with an error."""
+    """Raises UserError for a file that is missing, unreadable or empty; a file is read through once before its first row."""
     if data == "-":
         if sys.stdin is None:
             raise UserError("predict.data=- reads standard input, which is closed")
-        lines = list(_lines(sys.stdin.buffer.read(), "standard input"))
-        return _parse(lines, _is_json_row(next((line for line in lines if line.strip()), "")), "standard input")
+        return Prompts(Lines(sys.stdin.buffer, "standard input"), as_json=None)
     path = Path(data)
     if not _names_a_file(data):
-        return Prompts([PromptRow(0, prompt=data)])
+        content = json.dumps({"prompt": data}).encode()
+        return _read_twice(lambda: BytesIO(content), "the prompt", as_json=True)
     if path.suffix not in SUFFIXES:
         fault = "does not end in" if path.exists() else "is not there, nor does it end in"
         raise UserError(
@@ -55,13 +149,24 @@ def read_prompts(data: str) -> Prompts:
             "a prompt with a path separator and no white space goes into a row of a .jsonl"
         )
     try:
-        content = path.read_bytes()
+        if path.is_fifo():
+            return Prompts(Lines(path.open("rb"), data), path.suffix == ".jsonl")
+        return _read_twice(lambda: path.open("rb"), data, path.suffix == ".jsonl")
+    except UserError:  # of what is in the file
+        raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             f"predict.data={data} cannot be read ({reason}): give a prompt, a .txt, a .jsonl, or - for stdin"
         ) from error
-    return _parse(list(_lines(content, data)), path.suffix == ".jsonl", data)
+
+
+def _read_twice(open_stream: Callable[[], BinaryIO], where: str, as_json: bool) -> Prompts:
+    """The first time only to see that all of it can be read, and what it is."""
+    with open_stream() as stream:
+        whole = Lines(stream, where)
+        deque(whole, maxlen=0)
+    return Prompts(Lines(open_stream(), where), as_json, whole)
 
 
 def _names_a_file(data: str) -> bool:
@@ -75,46 +180,12 @@ def _names_a_file(data: str) -> bool:
         return False
 
 
-def _lines(content: bytes, where: str) -> Iterator[str]:
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{where} is not UTF-8 (byte {error.start} is 0x{content[error.start]:02x}): convert it first"
-        ) from error
-    return (line.removesuffix("\r") for line in text.split("\n"))
-
-
 def _is_json_row(line: str) -> bool:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return False
     return isinstance(row, dict) and any(name in row for name in INPUTS)
-
-
-def _parse(lines: list[str], as_json: bool, where: str) -> Prompts:
-    if lines and not lines[-1]:
-        lines = lines[:-1]  # what follows the last line's end is no line
-    kept = [line for line in lines if line.strip()]
-    if not kept:
-        raise UserError(f"{where} has no prompts")
-    if not as_json:
-        return Prompts(
-            [PromptRow(i, prompt=line.replace("\\n", "\n")) for i, line in enumerate(kept)], len(lines) - len(kept)
-        )
-    rows, unused = [], set()
-    for i, line in enumerate(kept):
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:  # not JSON, a number too long, nested too deep
-            rows.append(PromptRow(i, error=f"not a JSON object: {error}"))
-            continue
-        rows.append(parse_row(i, values))
-        if isinstance(values, dict):
-            answered = isinstance(values.get("src"), list)  # only then is tgt part of the conversation
-            unused |= set(values) - (set(FIELDS) if answered else set(FIELDS) - {"tgt"})
-    return Prompts(rows, len(lines) - len(kept), tuple(sorted(unused)))
 
 
 def parse_row(index: int, values: object) -> PromptRow:

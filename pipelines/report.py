@@ -7,7 +7,7 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,12 +26,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "hydra-core", "omegaconf")
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, lines: Iterable[str]) -> None:
     """Write, fsync, rename: after a crash the file is there whole or not at all."""
     temporary = path.with_name(f".{path.name}.partial")
     try:
         with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+            file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -47,10 +47,10 @@ def write_atomically(path: Path, text: str) -> None:
 def write_run(output_dir: Path, config_yaml: str, files: dict[str, str]) -> None:
     """The resolved config, the environment and a task's own files, by name."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    write_atomically(output_dir / "config.yaml", config_yaml)
-    write_atomically(output_dir / "environment.json", json.dumps(environment(), indent=2) + "\n")
+    write_atomically(output_dir / "config.yaml", [config_yaml])
+    write_atomically(output_dir / "environment.json", [json.dumps(environment(), indent=2) + "\n"])
     for name, text in files.items():
-        write_atomically(output_dir / name, text)
+        write_atomically(output_dir / name, [text])
 
 
 def environment() -> dict[str, Any]:
@@ -108,22 +108,22 @@ class ProgressSink(Protocol):
     """What the stages tell about how far they are."""
 
     def loaded(self, done: int, total: int) -> None: ...
-    def generated(self, num_rows: int, total_rows: int, tokens_per_s: float) -> None: ...
+    def generated(self, num_rows: int, total_rows: int | None, tokens_per_s: float) -> None: ...
 
 
 class _Bar:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._load = progress.add_task("load", total=None, note="")
+        self._load = progress.add_task("load", total=None, note="", visible=False)
         self._generate = progress.add_task("generate", total=None, note="", visible=False)
 
     def loaded(self, done: int, total: int) -> None:
-        self._progress.update(
-            self._load, completed=done, total=total, note=f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
-        )
+        note = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+        self._progress.update(self._load, completed=done, total=total, note=note, visible=True)
 
-    def generated(self, num_rows: int, total_rows: int, tokens_per_s: float) -> None:
-        note = f"{num_rows} of {total_rows} rows, {tokens_per_s:,.0f} tokens/s"
+    def generated(self, num_rows: int, total_rows: int | None, tokens_per_s: float) -> None:
+        of_all = "" if total_rows is None else f" of {total_rows}"
+        note = f"{num_rows}{of_all} rows, {tokens_per_s:,.0f} tokens/s"
         self._progress.update(self._generate, completed=num_rows, total=total_rows, note=note, visible=True)
 
 

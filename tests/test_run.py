@@ -1,9 +1,12 @@
 """The command as its user types it: real processes, real files."""
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -131,31 +134,79 @@ def test_user_errors_are_one_line_and_exit_with_1(
 
 def start_long_job(chatty: Path, folder: Path) -> subprocess.Popen[str]:
     data = folder / "many.txt"
-    data.write_text("Once upon a time\n" * 20_000)
-    overrides = ["device=cpu", f"model.path={chatty}", f"predict.data={data}", f"hydra.run.dir={folder / 'out'}"]
-    process = subprocess.Popen(
-        [sys.executable, "run.py", *overrides], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
-    )
-    while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():  # until the run itself has begun
+    data.write_text("Once upon a time\n" * 40)
+    overrides = [
+        "device=cpu",
+        f"model.path={chatty}",
+        f"predict.data={data}",
+        "hydra.run.dir=" + quoted(folder / "out"),
+    ]
+    overrides += ["predict.batch_size=1", "model.dtype=float32", "decode.ignore_eos=true", "decode.max_new_tokens=100"]
+    return subprocess.Popen([sys.executable, "run.py", *overrides], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+
+
+def quoted(folder: Path) -> str:
+    """For Hydra."""
+    return "'" + str(folder).replace("'", "\\'") + "'"
+
+
+def wait_until(process: subprocess.Popen[str], holds: Callable[[], bool]) -> None:
+    while not holds():
         assert process.poll() is None
-    return process
+        time.sleep(0.01)
 
 
-def test_ctrl_c_leaves_nothing(chatty: Path, tmp_path: Path) -> None:
+def has_mapped(process: subprocess.Popen[str], library: str) -> bool:
+    return library in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+@pytest.mark.parametrize(
+    ("library", "ends"), [("_yaml", [(-2, ""), (130, "interrupted\n")]), ("libtorch_cpu", [(130, "interrupted\n")])]
+)
+def test_ctrl_c_before_the_first_row_leaves_nothing(
+    chatty: Path, tmp_path: Path, library: str, ends: list[tuple[int, str]]
+) -> None:
     process = start_long_job(chatty, tmp_path)
+    wait_until(process, lambda: has_mapped(process, library))  # that of the imports, or of the run itself
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
-    assert errors == "interrupted\n"
+    assert (process.returncode, errors) in ends
     assert not (tmp_path / "out").exists()
 
 
-def test_sigterm_leaves_nothing(chatty: Path, tmp_path: Path) -> None:
+def test_sigterm_before_the_first_row_leaves_nothing(chatty: Path, tmp_path: Path) -> None:
     process = start_long_job(chatty, tmp_path)
+    wait_until(process, lambda: has_mapped(process, "libtorch_cpu"))
     process.terminate()
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_job_that_was_interrupted_prints_the_command_that_ends_it(
+    chatty: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    folder = tmp_path / "it's here, {a b}"
+    folder.mkdir()
+    process = start_long_job(chatty, folder)
+    journal = folder / "out" / "journal.jsonl"
+    wait_until(process, lambda: journal.exists() and journal.read_bytes().count(b"\n") > 2)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert not (folder / "out" / "predictions.jsonl").exists()
+    num_done = journal.read_bytes().count(b"\n") - 1
+    begin = f"interrupted: {num_done} rows are done and kept, go on with: python "
+    assert errors.startswith(begin)
+    done = run(*shlex.split(errors.removeprefix(begin))[1:], cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, f"resuming {folder / 'out'}: {num_done} rows are done\n")
+    assert [row["index"] for row in rows(folder / "out")] == list(range(40))
+    assert {file.name for file in (folder / "out").iterdir()} == FILES
+    assert {file.name for file in folder.iterdir()} == {"out", "many.txt"}
+    again = run("predict.resume=" + str(folder / "out"))
+    assert again.returncode == 1
+    assert "has no journal.jsonl (its job is finished)" in again.stderr
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(chatty: Path, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class Engine:
     ) -> None:
         """`decode_defaults`: settings of DecodeConfig that hold where a request says nothing."""
         num_blocks, self._block_size = cache.keys[0].shape[:2]
-        self.device = cache.keys[0].device
+        self.device, self.dtype = cache.keys[0].device, cache.keys[0].dtype
         self.context = context
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(BlockManager(num_blocks, self._block_size), max_num_requests, max_batched_tokens)
@@ -146,10 +146,10 @@ class Engine:
                 if not alive:
                     return
                 self.step()
-                on_step()
                 finished = [group for group in alive if not group.sequences]
                 alive = [group for group in alive if group.sequences]
                 yield from map(_output, finished)
+                on_step()  # after the outputs, so that nothing is lost if it raises
         finally:
             for group in alive:
                 if group.sequences:  # some may have finished in the very step that failed

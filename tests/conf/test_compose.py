@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from conf.compose import CONF, compose_run_config, dump, options, quote_prompt, to_run_config
+from conf.compose import CONF, compose_run_config, dump, options, quote_prompt, saved_config, to_run_config
 from conf.errors import UserError
 from conf.schema import DeviceType, DType, RunConfig, Task
 
@@ -116,3 +116,23 @@ def test_quoted_prompts_null_and_sweeps_are_hydras_own() -> None:
         ["-m", "predict.data=a.txt,b.txt"],
     ):
         assert quote_prompt(arguments) == arguments
+
+
+def test_a_folder_to_resume_stands_for_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert saved_config(["predict.resume=a b"]) == ["--config-path", str(tmp_path / "a b"), "predict.resume=a b"]
+    for arguments in (
+        [],
+        ["predict.resume=auto"],
+        ["predict.resume=none"],
+        ["predict.resume=a", "decode.seed=1"],
+        ["a"],
+    ):
+        assert saved_config(arguments) == arguments
+    assert quote_prompt(["predict.resume=a, {b}"]) == ["predict.resume='a, {b}'"]
+
+
+@pytest.mark.parametrize(("resume", "saved"), [("auto", "auto"), ("none", "none"), ("/a/folder", "auto")])
+def test_a_saved_config_does_not_resume_what_its_run_resumed(tmp_path: Path, resume: str, saved: str) -> None:
+    run = compose_run_config([f"predict.resume={resume}"])
+    assert OmegaConf.create(dump(run, tmp_path)).predict.resume == saved

@@ -34,6 +34,8 @@ BAD = [
     (ModelConfig, {"path": "x", "max_length": 0}, "model.max_length=0"),
     (PredictConfig, {"batch_size": 0}, "predict.batch_size=0"),
     (PredictConfig, {"chat_template": ""}, "predict.chat_template=''"),
+    (PredictConfig, {"resume": ""}, "predict.resume='' .* auto, none or the folder of an unfinished job"),
+    (PredictConfig, {"max_errors": -1}, "predict.max_errors=-1 .* from 0, or null"),
 ]
 
 

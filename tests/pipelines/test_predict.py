@@ -1,14 +1,17 @@
 """The predict job in one process: batch sizes, models without a tokenizer, jobs in which nothing works."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conf.compose import dump
 from conf.errors import UserError
 from conf.schema import DecodeConfig, PredictConfig, RunConfig
+from pipelines.engine import Engine, Output
 from pipelines.predict import run_predict
 from tests.builders import run_config
 
@@ -57,6 +60,28 @@ def test_without_a_tokenizer_token_ids_still_work(chatty: Path, tmp_path: Path) 
     ids, text = rows(tmp_path / "out")
     assert (ids["prompt"], ids["text"], ids["num_generated_tokens"]) == (None, None, 12)
     assert "there is no tokenizer for this text: give prompt_token_ids" in str(text["error"])
+
+
+def test_several_completions_are_all_in_the_row_and_the_first_is_its_own(
+    chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = Engine.generate
+
+    def twice(self: Engine, *arguments: Any, **named: Any) -> Iterator[Output]:
+        for output in generate(self, *arguments, **named):
+            yield replace(
+                output, completions=[output.completions[0], replace(output.completions[0], text="!", token_ids=[5])]
+            )
+
+    monkeypatch.setattr(Engine, "generate", twice)
+    run_predict(job(chatty, "Once", logprobs=0), tmp_path / "out", dump)
+    (row,) = rows(tmp_path / "out")
+    assert list(row)[-4:] == ["num_generated_tokens", "logprobs", "completions", "error"]
+    first, second = row["completions"]  # type: ignore[misc]
+    assert first == {name: row[name] for name in ("text", "token_ids", "finish_reason", "logprobs")}
+    assert (second["text"], second["token_ids"], row["num_generated_tokens"]) == ("!", [5], 12 + 1)
+    texts = (tmp_path / "out" / "text_generation_result.txt").read_text(encoding="utf-8")
+    assert texts == str({"text_generation_text": [f"Once{row['text']}", "Once!"]}) + "\n"
 
 
 def test_if_nothing_works_the_rows_say_why_and_the_job_fails(chatty: Path, tmp_path: Path) -> None:

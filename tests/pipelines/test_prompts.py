@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,9 +45,11 @@ def read_stdin(monkeypatch: pytest.MonkeyPatch, content: str | bytes) -> Prompts
 
 
 def texts(prompts: Prompts) -> list[str | None]:
-    assert [row.index for row in prompts.rows] == list(range(len(prompts.rows)))
-    assert not [row.error for row in prompts.rows if row.error]
-    return [row.prompt for row in prompts.rows]
+    rows = list(prompts)
+    assert [row.index for row in rows] == list(range(len(rows)))
+    assert prompts.num_read == len(rows)
+    assert not [row.error for row in rows if row.error]
+    return [row.prompt for row in rows]
 
 
 def ids(text: str) -> list[int]:
@@ -136,7 +140,7 @@ def test_file_that_is_not_utf8(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_json_row(tmp_path: Path, row: object, expected: dict[str, Any]) -> None:
-    assert read_jsonl(tmp_path, row).rows == [PromptRow(0, **expected)]
+    assert list(read_jsonl(tmp_path, row)) == [PromptRow(0, **expected)]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +175,7 @@ def test_json_row(tmp_path: Path, row: object, expected: dict[str, Any]) -> None
     ids=lambda value: str(value)[:40],
 )
 def test_bad_row_becomes_an_error_and_stops_no_other(tmp_path: Path, row: object, message: str) -> None:
-    first, bad, last = read_jsonl(tmp_path, {"prompt": "a"}, row, {"prompt": "b", "id": "last"}).rows
+    first, bad, last = read_jsonl(tmp_path, {"prompt": "a"}, row, {"prompt": "b", "id": "last"})
     assert (first, last) == (PromptRow(0, prompt="a"), PromptRow(2, "last", prompt="b"))
     assert (bad.index, bad.prompt, bad.messages, bad.prompt_token_ids) == (1, None, None, None)
     assert bad.error is not None
@@ -179,7 +183,8 @@ def test_bad_row_becomes_an_error_and_stops_no_other(tmp_path: Path, row: object
 
 
 def test_bad_row_keeps_its_id(tmp_path: Path) -> None:
-    assert read_jsonl(tmp_path, {"id": "x"}).rows[0].id == "x"
+    (row,) = read_jsonl(tmp_path, {"id": "x"})
+    assert row.id == "x"
 
 
 @pytest.mark.parametrize(
@@ -194,12 +199,14 @@ def test_bad_row_keeps_its_id(tmp_path: Path) -> None:
 )
 def test_src_and_tgt_are_rounds(tmp_path: Path, row: object, rounds: list[str]) -> None:
     expected = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(rounds)]
-    assert read_jsonl(tmp_path, row).rows == [PromptRow(0, messages=expected)]
+    assert list(read_jsonl(tmp_path, row)) == [PromptRow(0, messages=expected)]
 
 
 def test_unused_fields_are_reported(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "id": 1, "decode": {}, "zeta": 1}, {"src": "a", "tgt": "b", "alpha": 2, "zeta": 3}]
-    assert read_jsonl(tmp_path, *rows).unused_fields == ("alpha", "tgt", "zeta")  # tgt is used where src is a list
+    prompts = read_jsonl(tmp_path, *rows)
+    assert len(list(prompts)) == 2
+    assert prompts.unused_fields == ["alpha", "tgt", "zeta"]  # tgt is used where src is a list
 
 
 def test_jsonl_keeps_the_lines_of_txt(tmp_path: Path) -> None:
@@ -207,6 +214,54 @@ def test_jsonl_keeps_the_lines_of_txt(tmp_path: Path) -> None:
     prompts = read_prompts(write(tmp_path, "prompts.jsonl", content))
     assert texts(prompts) == ["a\u2028b", "c"]
     assert prompts.num_blank_lines == 1
+
+
+# A row at a time
+
+
+def test_the_counts_of_a_file_are_known_before_its_first_row(tmp_path: Path) -> None:
+    prompts = read_txt(tmp_path, "a\n\nb\n")
+    assert prompts.num_rows == 2
+    assert next(iter(prompts)).prompt == "a"
+    assert prompts.num_read == 1
+
+
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    prompts = read_txt(tmp_path, "a\nb\n")
+    read_txt(tmp_path, "a\nc\n")
+    with pytest.raises(UserError, match=r"prompts\.txt changed while it was read: run it again"):
+        list(prompts)
+
+
+def test_equal_rows_have_equal_digests_and_equal_files_equal_sums(tmp_path: Path) -> None:
+    first, second, third = read_txt(tmp_path, "a\nb\r\nb")
+    assert first.digest != second.digest == third.digest
+    contents = ["a\n", "a\nb\n", "b\n"]
+    sums = {read(tmp_path, content).sha256 for content in contents for read in (read_txt, read_jsonl, read_txt)}
+    assert len(sums) == 6  # the same lines are other rows in another format
+
+
+def test_a_fault_is_placed_in_the_whole_stream(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is not UTF-8 \(byte 9 is 0xff\)"):
+        read_txt(tmp_path, b"\xef\xbb\xbfa\n\xe4\xbb\x8a\n\xff\n")
+
+
+def test_standard_input_is_read_no_further_than_the_rows_that_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = read_stdin(monkeypatch, b"a\nb\n\xff\n")
+    assert (prompts.num_rows, prompts.sha256, prompts.num_read) == (None, None, 1)
+    rows = iter(prompts)
+    assert [next(rows).prompt, next(rows).prompt] == ["a", "b"]
+    with pytest.raises(UserError, match=r"standard input is not UTF-8 \(byte 4 is 0xff\)"):
+        next(rows)
+
+
+def test_a_pipe_with_a_name_is_read_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.txt"
+    os.mkfifo(pipe)
+    writer = subprocess.Popen(["bash", "-c", f"printf 'a\\n[1]\\n' > {pipe}"])
+    prompts = read_prompts(str(pipe))
+    assert (prompts.sha256, texts(prompts)) == (None, ["a", "[1]"])
+    assert writer.wait() == 0
 
 
 # A path or a prompt
@@ -238,7 +293,8 @@ def test_folder_is_no_prompt(tmp_path: Path) -> None:
 )
 def test_everything_else_is_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     monkeypatch.chdir(tmp_path)
-    assert read_prompts(data) == Prompts([PromptRow(0, prompt=data)])
+    prompts = read_prompts(data)
+    assert (prompts.num_rows, list(prompts), prompts.num_blank_lines) == (1, [PromptRow(0, prompt=data)], 0)
 
 
 def test_file_with_spaces_in_its_name_is_read(tmp_path: Path) -> None:
@@ -256,7 +312,7 @@ def test_stdin_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("first", ['{"prompt": "a"}', '\n{"prompt": "a"}', '{"src": "a"}'])
 def test_stdin_as_jsonl(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
-    rows = read_stdin(monkeypatch, f'{first}\n{{"id": 3, "prompt_token_ids": [1]}}\n{{\n').rows
+    rows = list(read_stdin(monkeypatch, f'{first}\n{{"id": 3, "prompt_token_ids": [1]}}\n{{\n'))
     assert rows[:2] == [PromptRow(0, prompt="a"), PromptRow(1, 3, prompt_token_ids=[1])]
     assert rows[2].error is not None
 
@@ -318,7 +374,7 @@ def test_ids_are_taken_as_they_are(tokenizer: Tokenizer, template: str) -> None:
 @pytest.mark.parametrize("token", [-1, 10**6, 2**40, 10**30])
 def test_ids_that_no_tokenizer_knows_are_a_fault_of_their_row_at_most(tmp_path: Path, token: int) -> None:
     encoder = PromptEncoder(save_tokenizer(tmp_path), True, "auto")
-    row = read_jsonl(tmp_path, {"prompt_token_ids": [token]}).rows[0]
+    (row,) = read_jsonl(tmp_path, {"prompt_token_ids": [token]})
     with contextlib.suppress(UserError):
         assert encoder.encode(row).token_ids == [token]
 
@@ -381,7 +437,7 @@ def test_no_tokenizer(row: PromptRow) -> None:
     ],
 )
 def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer, tmp_path: Path, row: object) -> None:
-    (read,) = read_jsonl(tmp_path, row).rows
+    (read,) = read_jsonl(tmp_path, row)
     with pytest.raises(UserError, match="half a surrogate pair"):
         PromptEncoder(tokenizer, True, "auto").encode(read)
 

@@ -24,17 +24,17 @@ with progress_bar() as bar:
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     file = tmp_path / "file.txt"
-    write_atomically(file, "one\n今天\n")
-    write_atomically(file, "two")
+    write_atomically(file, ["one\n", "今天\n"])
+    write_atomically(file, ["two"])
     assert file.read_text(encoding="utf-8") == "two"
     assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "file.txt"
-    write_atomically(file, "old")
+    write_atomically(file, ["old"])
     with pytest.raises(UnicodeEncodeError):
-        write_atomically(file, "new \ud800")
+        write_atomically(file, ["new ", "\ud800"])
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
 

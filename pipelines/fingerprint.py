@@ -1,0 +1,52 @@
+"""What decides the rows of a job, by name, so that a job is continued only as what it was, and what has changed can be said."""
+
+import hashlib
+from dataclasses import asdict
+from pathlib import Path
+
+from conf.schema import RunConfig, Weights
+from models.hub import find_folder
+from pipelines.engine import Engine
+from pipelines.journal import Fingerprint
+from pipelines.prompts import Prompts
+
+READ = ("*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt")  # config and tokenizer, by content
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # too long to read again: by size and time
+
+
+def fingerprint(run: RunConfig, engine: Engine, prompts: Prompts) -> Fingerprint:
+    """`run` with the resolved decode settings. Where input and model lie, and how the work is divided, is no part of it."""
+    model = find_folder(run.model.path, run.model.weights is Weights.checkpoint, run.model.allow_pickle)
+    tokenizer = engine.tokenizer.folder if engine.tokenizer else None
+    parts: Fingerprint = {
+        "input": prompts.sha256,
+        "model.dtype": str(engine.dtype).removeprefix("torch."),
+        "model.weights": run.model.weights.name,
+        "model.max_length": run.model.max_length,
+        "model.tokenizer": tokenizer is not None,
+        "device.type": engine.device.type,
+        "quant.scheme": run.quant.scheme.name,
+        "predict.add_special_tokens": run.predict.add_special_tokens,
+        "predict.chat_template": _chat_template(run.predict.chat_template),
+    }
+    parts |= {f"decode.{name}": value for name, value in asdict(run.decode).items()}
+    parts |= _files(model, "model")
+    if tokenizer and not tokenizer.samefile(model):
+        parts |= _files(tokenizer, "tokenizer")
+    return parts
+
+
+def _chat_template(chat_template: str) -> str:
+    return chat_template if chat_template in ("auto", "none") else _sha256(Path(chat_template))
+
+
+def _files(folder: Path, name: str) -> Fingerprint:
+    contents = {file.name: _sha256(file) for pattern in READ for file in folder.glob(pattern)}
+    stats = {file.name: file.stat() for pattern in WEIGHTS for file in folder.glob(pattern)}
+    times = {file: f"{stat.st_size} bytes of {stat.st_mtime_ns}" for file, stat in stats.items()}
+    return {f"{name}/{file}": value for file, value in sorted((contents | times).items())}
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

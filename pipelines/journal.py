@@ -1,0 +1,265 @@
+"""The finished rows of a job that may be killed at any moment: a file of lines, of which all but a torn last one are whole.
+
+The first line is the job's fingerprint; then comes a line for each row, in the order in which they finished. A row's line is written by
+one call and synced to the disk within about a second. In memory is where each line begins, 16 bytes a row with its digest.
+"""
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+
+NAME = "journal.jsonl"
+UNNAMED = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d{6}")  # folders whose name nobody chose
+SYNC_S = 1.0  # what a power failure may cost
+ANEW = "begin anew with predict.resume=none"
+
+Fingerprint = dict[str, Any]
+"""By the name of a part that decides what the rows become: its value, or a digest of it."""
+
+
+class Journal:
+    """One job's journal, locked: two runs never write the same. Index by index, so that no row is done twice."""
+
+    def __init__(self, folder: Path, fd: int, fingerprint: Fingerprint) -> None:
+        self.folder = folder
+        self.fingerprint = fingerprint
+        self.num_rows = 0
+        self._fd = fd
+        self._size = 0  # of all whole lines
+        self._offsets = array("Q")  # by index; 0, where the fingerprint is: not done
+        self._digests = array("Q")
+        self._synced_at = time.monotonic()
+
+    @property
+    def path(self) -> Path:
+        return self.folder / NAME
+
+    @property
+    def kept(self) -> str:
+        """What a job that ends early has done, and the command that goes on from there."""
+        same_input = "" if self.fingerprint["input"] else " < THE SAME INPUT"
+        command = f"python run.py {shlex.quote(f'predict.resume={self.folder}')}{same_input}"
+        return f"{self.num_rows} rows are done and kept, go on with: {command}"
+
+    def has(self, index: int, digest: str) -> bool:
+        """Raises UserError where the row that is done came from another line of the input."""
+        done = index < len(self._offsets) and self._offsets[index] > 0
+        if done and self._digests[index] != int(digest, 16):
+            raise UserError(f"row {index} is not the one that {self.folder} has done: give the same input, or {ANEW}")
+        return done
+
+    def append(self, record: dict[str, Any]) -> None:
+        """`record` has the row of predictions.jsonl as `row` and its input's `digest`."""
+        line = dumps(record).encode() + b"\n"
+        with self.writing():
+            self._write(line)
+            self._note(record, self._size)
+            self._size += len(line)
+            if time.monotonic() - self._synced_at > SYNC_S:
+                self.sync()
+
+    def sync(self) -> None:
+        with self.writing():
+            os.fsync(self._fd)
+        self._synced_at = time.monotonic()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A disk that is full, or gone, becomes a UserError that says what is left."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"{self.folder} cannot be written ({error.strerror or error}): {self.kept}") from error
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """In the order of the index."""
+        with open(self.path, "rb") as file:
+            for offset in self._offsets:
+                assert offset, "a row is missing"
+                file.seek(offset)
+                yield json.loads(file.readline())
+
+    def remove(self) -> None:
+        """The job is done: its files are there."""
+        with self.writing():
+            self.path.unlink()
+
+    def close(self) -> None:
+        os.close(self._fd)  # and with it the lock
+
+    def begin(self) -> None:
+        """Throw away whatever the file holds, and write the fingerprint."""
+        os.ftruncate(self._fd, 0)
+        self._size = 0
+        header = dumps(self.fingerprint).encode() + b"\n"
+        self._write(header)
+        self._size = len(header)
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The records that are there, in the order of the file. Cuts off a torn last line; raises UserError for a broken one elsewhere."""
+        with open(self.path, "rb") as file:
+            self._size = len(file.readline())
+            for number, line in enumerate(file, 2):
+                record = _parse(line)
+                if record is None and file.read(1):
+                    raise UserError(f"line {number} of {self.path} is broken: delete that file, or {ANEW}")
+                if record is None:
+                    break
+                if self._note(record, self._size):
+                    yield record
+                self._size += len(line)
+        os.ftruncate(self._fd, self._size)
+
+    def _write(self, line: bytes) -> None:
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError:
+            os.ftruncate(self._fd, self._size)  # half a line
+            raise
+
+    def _note(self, record: dict[str, Any], offset: int) -> bool:
+        """Whether the row is new."""
+        index = record["row"]["index"]
+        missing = index + 1 - len(self._offsets)
+        if missing > 0:
+            self._offsets.frombytes(bytes(8 * missing))
+            self._digests.frombytes(bytes(8 * missing))
+        elif self._offsets[index]:
+            return False
+        self._offsets[index] = offset
+        self._digests[index] = int(record["digest"], 16)
+        self.num_rows += 1
+        return True
+
+
+def open_journal(resume: str, output_dir: Path, fingerprint: Fingerprint) -> Journal:
+    """The journal that `predict.resume` asks for, to be read if it has rows: `read()`. Raises UserError if it cannot be continued."""
+    if resume not in ("auto", "none"):
+        return _continued(named_folder(resume), fingerprint)
+    if resume == "auto":
+        if (output_dir / NAME).exists():
+            return _continued(output_dir, fingerprint)
+        if fingerprint["input"] and UNNAMED.fullmatch(output_dir.name):
+            for folder in _unfinished(output_dir.parent, fingerprint):
+                if journal := _lock(folder, fingerprint):
+                    return journal
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / NAME).touch()
+    journal = _lock(output_dir, fingerprint)
+    if journal is None:
+        raise _in_use(output_dir)
+    try:
+        journal.begin()
+    except OSError:
+        journal.path.unlink()
+        journal.close()
+        raise
+    return journal
+
+
+def named_folder(resume: str) -> Path:
+    """Raises UserError where there is nothing to continue."""
+    folder = Path(resume).expanduser().absolute()
+    if not (folder / NAME).is_file():
+        finished = " (its job is finished)" if (folder / "predictions.jsonl").is_file() else ""
+        raise UserError(
+            f"predict.resume={resume} has no {NAME}{finished}: give the folder of an unfinished job, auto or none"
+        )
+    return folder
+
+
+def _continued(folder: Path, fingerprint: Fingerprint) -> Journal:
+    journal = _lock(folder, fingerprint)
+    if journal is None:
+        raise _in_use(folder)
+    before = _fingerprint(folder)
+    changes = [] if before is None else _changes(before, fingerprint)
+    if changes:
+        journal.close()
+        raise UserError(f"{folder} cannot be resumed, this changed: {', '.join(changes)}. Give what it had, or {ANEW}")
+    if before is None:  # killed while it was written, so there are no rows
+        journal.begin()
+    return journal
+
+
+def _in_use(folder: Path) -> UserError:
+    return UserError(f"another run is writing {folder}: wait until it ends, or give another hydra.run.dir")
+
+
+def _unfinished(parent: Path, fingerprint: Fingerprint) -> list[Path]:
+    """Folders beside each other whose job is the same, newest first."""
+    folders = sorted((path.parent for path in parent.glob(f"*/{NAME}") if os.access(path, os.W_OK)), reverse=True)
+    return [folder for folder in folders if UNNAMED.fullmatch(folder.name) and _is_of(folder, fingerprint)]
+
+
+def _is_of(folder: Path, fingerprint: Fingerprint) -> bool:
+    try:
+        return _fingerprint(folder) == fingerprint
+    except (OSError, UserError):  # just removed, or broken: not ours to judge
+        return False
+
+
+def _lock(folder: Path, fingerprint: Fingerprint) -> Journal | None:
+    """None where another process has the lock, or has just removed the file."""
+    try:
+        fd = os.open(folder / NAME, os.O_RDWR | os.O_APPEND)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    if not os.fstat(fd).st_nlink:
+        os.close(fd)
+        return None
+    return Journal(folder, fd, fingerprint)
+
+
+def _fingerprint(folder: Path) -> Fingerprint | None:
+    """Of the folder's journal; None if its first line is not whole."""
+    with open(folder / NAME, "rb") as file:
+        line = file.readline()
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"line 1 of {folder / NAME} is broken: delete that file, or {ANEW}") from error
+
+
+def _changes(before: Fingerprint, now: Fingerprint) -> list[str]:
+    names = [name for name in before | now if before.get(name) != now.get(name)]
+    return [f"{name} ({_short(before.get(name))} -> {_short(now.get(name))})" for name in names]
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else f"{text[:12]}..."
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """None for what was not written whole."""
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+        whole = isinstance(record, dict) and record["row"]["index"] >= 0 and int(record["digest"], 16) >= 0
+    except (ValueError, KeyError, TypeError):
+        return None
+    return record if whole else None
+
+
+def dumps(value: object) -> str:
+    """One line of JSON. Half a surrogate pair, as an id or an error may quote one, becomes its JSON escape."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
