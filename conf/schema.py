@@ -366,8 +366,10 @@ class PredictConfig:
 
 @dataclass
 class BenchConfig:
-    """A batch of random prompts, of exact lengths."""
+    """A batch of random prompts, of exact lengths, or of a file's."""
 
+    data: str | None = None
+    """A `.jsonl` whose prompts, or first turns, are replayed instead of random ones of `prompt_tokens`."""
     prompt_tokens: int = 512
     new_tokens: int = 64
     batch_size: int = 1

@@ -1,24 +1,29 @@
 """`task=bench`: how fast the engine is, counted in real tokens, beside what the machine's memory could give.
 
 With t(n) = seconds from submitting a batch of B prompts of P tokens until every row has n new tokens:
-prefill = B * P / t(1), decode = B * (N - 1) / (t(N) - t(1)). Token ids are random, no beginnings are shared, lengths are exact; loading
-and warm-up are outside.
+prefill = B * P / t(1), decode = B * (N - 1) / (t(N) - t(1)). Token ids are random, or the prompts those of a file with their own lengths;
+no beginnings are shared, the number of new tokens is exact; loading and warm-up are outside. Tokens are chosen as decode= says.
 """
 
+import itertools
 import json
 import logging
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from conf.errors import UserError
 from conf.schema import BenchConfig, DecodeConfig, RunConfig
+from models.tokenizer import Tokenizer
 from pipelines import report
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
+from pipelines.prompts import Lines, PromptEncoder, parse_row
 
 log = logging.getLogger(__name__)
 
@@ -29,15 +34,20 @@ LOW_SHARE = 0.3  # of the bandwidth; a decode step below it has a cause that can
 def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Raises UserError, before anything is written, for a batch that the model does not take."""
     bench = run.bench
+    decode = _decode(run)
+    if bench.data is not None and not Path(bench.data).is_file():
+        raise UserError(f"bench.data={bench.data} is not a file: give a .jsonl, or leave it out for random prompts")
     with report.progress_bar() as progress:
         start = time.perf_counter()
         engine = load_engine(run, bench.batch_size, progress.loaded)
         load_s = time.perf_counter() - start
+        run = replace(run, decode=engine.resolve(run.decode))
+        prompts = _prompts(bench, engine)
         for _ in range(bench.warmup):
-            measure(engine, bench, seed=0)
+            measure(engine, next(prompts), decode)
         rounds = []
         for i in range(bench.repeats):
-            rounds.append(measure(engine, bench, seed=i + 1))
+            rounds.append(measure(engine, next(prompts), decode))
             progress.generated(i + 1, bench.repeats, _rates(rounds, bench)["decode_tokens_per_s"] or 0.0)
     metrics = {
         **_rates(rounds, bench),
@@ -51,23 +61,60 @@ def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     _print(metrics, bench, output_dir)
 
 
+def _decode(run: RunConfig) -> DecodeConfig:
+    """The run's way of choosing tokens, with exact lengths. Raises UserError for settings that lengths and stops of a bench override."""
+    for name in ("max_new_tokens", "min_new_tokens", "max_length", "stop", "stop_token_ids"):
+        if value := getattr(run.decode, name):
+            raise UserError(
+                f"decode.{name}={value} is not used by task=bench: leave it out, bench.new_tokens is the length"
+            )
+    if run.decode.n > 1:
+        raise UserError(
+            f"decode.n={run.decode.n} is not used by task=bench: leave it out, bench.batch_size is the number of rows"
+        )
+    size = run.bench.new_tokens
+    return replace(run.decode, max_new_tokens=size, min_new_tokens=size, ignore_eos=True, prefix_cache=False)
+
+
+def _prompts(bench: BenchConfig, engine: Engine) -> Iterator[list[list[int]]]:
+    """A batch of token ids for each round: random ones, or the file's rows from the first on, over and over."""
+    if bench.data is not None:
+        rows = itertools.cycle(_replayed(Path(bench.data), engine.tokenizer))
+        while True:
+            yield list(itertools.islice(rows, bench.batch_size))
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield torch.randint(0, engine.vocab_size, (bench.batch_size, bench.prompt_tokens), generator=generator).tolist()
+
+
+def _replayed(path: Path, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Token ids of a .jsonl file's rows: as of a predict job, or the first of `turns`, as question sets have them."""
+    encoder = PromptEncoder(tokenizer, add_special_tokens=True, chat_template="auto")
+    token_ids = []
+    with open(path, "rb") as file:
+        for index, line in enumerate(Lines(file, str(path))):
+            try:
+                values = json.loads(line)
+                if isinstance(values, dict) and isinstance(values.get("turns"), list):
+                    values = {"prompt": next(iter(values["turns"]), None)}
+                token_ids.append(encoder.encode(parse_row(index, values)).token_ids)
+            except (ValueError, RecursionError) as error:  # a UserError is a ValueError
+                raise UserError(f"row {index} of bench.data={path} cannot be replayed: {error}") from error
+    return token_ids
+
+
 @dataclass(frozen=True)
 class Round:
     """One batch from submission to its last token. Seconds."""
 
+    num_prompt_tokens: int  # of all rows
     first_token_s: list[float]  # per row
     step_s: list[float]  # of each step in which every row gets a token
     total_s: float
 
 
-def measure(engine: Engine, bench: BenchConfig, seed: int) -> Round:
-    """Submit a batch of random prompts and step until every row has all its tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    size = (bench.batch_size, bench.prompt_tokens)
-    prompts = torch.randint(0, engine.vocab_size, size, generator=generator).tolist()
-    decode = DecodeConfig(
-        max_new_tokens=bench.new_tokens, min_new_tokens=bench.new_tokens, ignore_eos=True, prefix_cache=False
-    )
+def measure(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> Round:
+    """Submit a batch of prompts and step until every row has all its tokens."""
     requests = [engine.request(i, prompt, decode) for i, prompt in enumerate(prompts)]
     start = time.perf_counter()
     groups = [engine.add(request) for request in requests]
@@ -83,7 +130,7 @@ def measure(engine: Engine, bench: BenchConfig, seed: int) -> Round:
         if generating:
             step_s.append(now - before)
         before = now
-    return Round(list(first_token_s.values()), step_s, before - start)
+    return Round(sum(map(len, prompts)), list(first_token_s.values()), step_s, before - start)
 
 
 def read_bandwidth() -> float:
@@ -106,7 +153,9 @@ def _rates(rounds: list[Round], bench: BenchConfig) -> dict[str, float | None]:
         if r.step_s
     ]
     return {
-        "prefill_tokens_per_s": statistics.median(bench.batch_size * bench.prompt_tokens / t1 for t1 in first),
+        "prefill_tokens_per_s": statistics.median(
+            r.num_prompt_tokens / t1 for r, t1 in zip(rounds, first, strict=True)
+        ),
         "decode_tokens_per_s": statistics.median(decode) if decode else None,
     }
 
@@ -120,7 +169,8 @@ def _percentiles(seconds: list[float]) -> dict[str, float] | None:
 
 def _memory(engine: Engine, bench: BenchConfig, rounds: list[Round]) -> dict[str, Any]:
     """Bytes of weights and of the rows' keys and values, and how much of the bandwidth reading both in every step is."""
-    kv_bytes = engine.runner.kv_bytes_per_token * bench.batch_size * (bench.prompt_tokens + bench.new_tokens // 2)
+    prompt_tokens = sum(r.num_prompt_tokens for r in rounds) // len(rounds)
+    kv_bytes = engine.runner.kv_bytes_per_token * (prompt_tokens + bench.batch_size * (bench.new_tokens // 2))
     steps = [s for r in rounds for s in r.step_s]
     bandwidth = read_bandwidth() if engine.device.type == "cpu" else None
     share = None
@@ -149,7 +199,7 @@ def _print(metrics: dict[str, Any], bench: BenchConfig, output_dir: Path) -> Non
         [
             (
                 "batch",
-                f"{bench.batch_size} x ({bench.prompt_tokens} + {bench.new_tokens}) tokens, {bench.repeats} times",
+                f"{bench.batch_size} x ({bench.data or bench.prompt_tokens} + {bench.new_tokens}) tokens, {bench.repeats} times",
             ),
             ("prefill", shown("prefill_tokens_per_s", "tokens/s")),
             ("decode", shown("decode_tokens_per_s", "tokens/s")),

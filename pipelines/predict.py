@@ -15,7 +15,7 @@ from conf.errors import UserError
 from conf.schema import RunConfig
 from pipelines import report
 from pipelines.engine import Completion, Engine, Output, Request
-from pipelines.engine.request import FinishReason
+from pipelines.engine.request import FinishReason, TokenLogprobs
 from pipelines.fingerprint import fingerprint
 from pipelines.interrupt import Interrupted, Interruption, interruption
 from pipelines.journal import ANEW, Journal, dumps, named_folder, open_journal
@@ -139,23 +139,29 @@ def _prediction(row: PromptRow, prompt: str | None, output: Output) -> Row:
         "num_generated_tokens": sum(len(completion.token_ids) for completion in output.completions),
         **logprobs,
         **({"completions": completions} if len(completions) > 1 else {}),
+        **({} if output.prompt_logprobs is None else {"prompt_logprobs": _logprobs(output.prompt_logprobs)}),
         "error": None,
     }
 
 
 def _completion(completion: Completion) -> Row:
-    values = {
+    values: Row = {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason.value,
     }
-    if completion.logprobs is None:
-        return values
-    steps = [
+    if completion.score is not None:
+        values["score"] = completion.score
+    if completion.logprobs is not None:
+        values["logprobs"] = _logprobs(completion.logprobs)
+    return values
+
+
+def _logprobs(steps: list[TokenLogprobs]) -> list[dict[str, dict[str, float]]]:
+    return [
         {str(token): {"logprob": logprob, "rank": step.ranks[token]} for token, logprob in step.logprobs.items()}
-        for step in completion.logprobs
+        for step in steps
     ]
-    return {**values, "logprobs": steps}
 
 
 def _error_prediction(row: PromptRow, error: str) -> Row:

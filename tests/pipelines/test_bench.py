@@ -3,18 +3,20 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conf.compose import dump
 from conf.errors import UserError
-from conf.schema import BenchConfig, RunConfig, Task
+from conf.schema import BenchConfig, DecodeConfig, PredictConfig, RunConfig, Task
 from pipelines import bench
 from tests.builders import engine_of, run_config, write_llama
 
 
-def job(folder: Path, **sizes: int) -> RunConfig:
-    return replace(run_config(folder), task=Task.bench, bench=BenchConfig(**sizes))
+def job(folder: Path, decode: DecodeConfig | None = None, **sizes: Any) -> RunConfig:
+    run = replace(run_config(folder), predict=PredictConfig())
+    return replace(run, task=Task.bench, bench=BenchConfig(**sizes), decode=decode or DecodeConfig())
 
 
 def test_lengths_are_exact_and_every_step_of_decode_is_timed(tmp_path: Path) -> None:
@@ -23,7 +25,9 @@ def test_lengths_are_exact_and_every_step_of_decode_is_timed(tmp_path: Path) -> 
     sizes: list[tuple[int, int]] = []
     run = engine.runner.run
     engine.runner.run = lambda batch: (sizes.append((len(batch.token_ids), len(batch.output_rows))), run(batch))[1]  # type: ignore[method-assign]
-    result = bench.measure(engine, BenchConfig(prompt_tokens=20, new_tokens=5, batch_size=3), seed=1)
+    run_of = job(tmp_path, prompt_tokens=20, new_tokens=5, batch_size=3)
+    prompts = next(bench._prompts(run_of.bench, engine))
+    result = bench.measure(engine, prompts, bench._decode(run_of))
     assert sum(tokens for tokens, _ in sizes) == 3 * (20 + 5 - 1)
     assert sum(rows for _, rows in sizes) == 3 * 5
     assert len(result.first_token_s) == 3
@@ -34,13 +38,13 @@ def test_lengths_are_exact_and_every_step_of_decode_is_timed(tmp_path: Path) -> 
 
 def test_rates_follow_their_definitions() -> None:
     rounds = [
-        bench.Round([1.0, 2.0], [0.5, 1.5], 4.0),
-        bench.Round([1.0, 4.0], [1.0, 1.0], 6.0),
-        bench.Round([0.5, 1.0], [1.0, 3.0], 5.0),
+        bench.Round(20, [1.0, 2.0], [0.5, 1.5], 4.0),
+        bench.Round(20, [1.0, 4.0], [1.0, 1.0], 6.0),
+        bench.Round(20, [0.5, 1.0], [1.0, 3.0], 5.0),
     ]
     rates = bench._rates(rounds, BenchConfig(prompt_tokens=10, new_tokens=3, batch_size=2))
     assert rates == {"prefill_tokens_per_s": 10.0, "decode_tokens_per_s": 2.0}
-    only_first = bench._rates([bench.Round([2.0], [], 2.0)], BenchConfig(prompt_tokens=10, new_tokens=1))
+    only_first = bench._rates([bench.Round(10, [2.0], [], 2.0)], BenchConfig(prompt_tokens=10, new_tokens=1))
     assert only_first == {"prefill_tokens_per_s": 5.0, "decode_tokens_per_s": None}
 
 
@@ -60,6 +64,79 @@ def test_a_run_leaves_its_metrics(tmp_path: Path) -> None:
     assert (
         metrics["kv_bytes"] == 2 * (9 + 2) * 2 * 2 * 2 * 16 * 4
     )  # rows, tokens, K and V, layers, heads, channels, float32
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [
+        DecodeConfig(temperature=0.8, top_p=0.9),
+        DecodeConfig(num_beams=3, early_stopping=True),
+        DecodeConfig(penalty_alpha=0.6, top_k=3),
+    ],
+    ids=["sampling", "beam", "contrastive"],
+)
+def test_every_way_to_choose_tokens_has_exact_lengths(tmp_path: Path, decode: DecodeConfig) -> None:
+    write_llama(tmp_path, eos_token_id=list(range(96)))
+    run = job(tmp_path, decode, prompt_tokens=9, new_tokens=6, batch_size=2)
+    engine = engine_of(tmp_path, batch_size=2)
+    result = bench.measure(engine, next(bench._prompts(run.bench, engine)), bench._decode(run))
+    assert len(result.first_token_s) == 2
+    # A contrastive candidate is a token only once the step after it has chosen it.
+    assert len(result.step_s) == 5
+
+
+@pytest.mark.parametrize(
+    ("decode", "message"),
+    [
+        (DecodeConfig(max_new_tokens=5), "decode.max_new_tokens=5 is not used by task=bench: .* bench.new_tokens"),
+        (DecodeConfig(stop=["x"]), r"decode.stop=\['x'\] is not used by task=bench"),
+        (DecodeConfig(n=2), "decode.n=2 is not used by task=bench"),
+    ],
+)
+def test_settings_that_a_bench_overrides_are_refused(tmp_path: Path, decode: DecodeConfig, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        bench.run_bench(job(tmp_path, decode), tmp_path / "out", dump)
+
+
+def test_prompts_of_a_file_are_replayed_with_their_lengths(chatty: Path, tmp_path: Path) -> None:
+    data = tmp_path / "questions.jsonl"
+    rows = [
+        {"question_id": 1, "category": "writing", "turns": ["Write a story.", "Now a poem."]},
+        {"prompt": "Hello"},
+        {"messages": [{"role": "user", "content": "今天天气很好"}]},
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    engine = engine_of(chatty, tokenizer="")
+    assert engine.tokenizer is not None
+    batches = bench._prompts(BenchConfig(data=str(data), batch_size=2), engine)
+    first, second, third = next(batches), next(batches), next(batches)
+    assert first[0] == engine.tokenizer.encode("Write a story.", True)
+    assert second[1] == first[0]  # after the last row the first one again
+    assert third == [first[1], second[0]]
+    run = job(chatty, data=str(data), new_tokens=3, batch_size=2, repeats=2)
+    run = replace(run, model=replace(run.model, tokenizer=""))
+    bench.run_bench(run, tmp_path / "out", dump)
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["decode_tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"turns": []}', "row 0 of bench.data=.* cannot be replayed: the row has none of prompt"),
+        ('{"prompt": "x"}\nnope', "row 1 of bench.data=.* cannot be replayed: Expecting value"),
+        ("", "questions.jsonl has no prompts"),
+    ],
+)
+def test_a_file_that_cannot_be_replayed_is_refused(chatty: Path, tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "questions.jsonl").write_text(content)
+    engine = engine_of(chatty, tokenizer="")
+    with pytest.raises(UserError, match=message):
+        next(bench._prompts(BenchConfig(data=str(tmp_path / "questions.jsonl")), engine))
+
+
+def test_a_file_that_is_not_there_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="bench.data=nowhere.jsonl is not a file: give a .jsonl"):
+        bench.run_bench(job(tmp_path, data="nowhere.jsonl"), tmp_path / "out", dump)
 
 
 def test_what_the_context_does_not_take_is_refused_with_nothing_written(tmp_path: Path) -> None:
