@@ -149,12 +149,10 @@ def quote_prompt(arguments: list[str]) -> list[str]:
 
 def saved_config(arguments: list[str]) -> list[str]:
     """`predict.resume=FOLDER` alone stands for the config that the folder holds."""
-    folder = arguments[0].removeprefix(RESUME) if len(arguments) == 1 and arguments[0].startswith(RESUME) else "auto"
-    return (
-        arguments
-        if folder in ("auto", "none")
-        else ["--config-path", str(Path(folder).expanduser().absolute()), *arguments]
-    )
+    if len(arguments) != 1 or not arguments[0].startswith(RESUME) or arguments[0] in (f"{RESUME}auto", f"{RESUME}none"):
+        return arguments
+    folder = Path(arguments[0].removeprefix(RESUME)).expanduser().absolute()
+    return ["--config-path", str(folder), *arguments] if (folder / "config.yaml").is_file() else arguments
 
 
 def _quote(argument: str) -> str:

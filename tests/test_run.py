@@ -132,9 +132,12 @@ def test_user_errors_are_one_line_and_exit_with_1(
         assert not out.exists()
 
 
+NUM_ROWS = 25
+
+
 def start_long_job(chatty: Path, folder: Path) -> subprocess.Popen[str]:
     data = folder / "many.txt"
-    data.write_text("Once upon a time\n" * 40)
+    data.write_text("Once upon a time\n" * NUM_ROWS)
     overrides = [
         "device=cpu",
         f"model.path={chatty}",
@@ -201,7 +204,7 @@ def test_a_job_that_was_interrupted_prints_the_command_that_ends_it(
     assert errors.startswith(begin)
     done = run(*shlex.split(errors.removeprefix(begin))[1:], cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, f"resuming {folder / 'out'}: {num_done} rows are done\n")
-    assert [row["index"] for row in rows(folder / "out")] == list(range(40))
+    assert [row["index"] for row in rows(folder / "out")] == list(range(NUM_ROWS))
     assert {file.name for file in (folder / "out").iterdir()} == FILES
     assert {file.name for file in folder.iterdir()} == {"out", "many.txt"}
     again = run("predict.resume=" + str(folder / "out"))

@@ -120,6 +120,10 @@ def test_quoted_prompts_null_and_sweeps_are_hydras_own() -> None:
 
 def test_a_folder_to_resume_stands_for_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    assert saved_config(["predict.resume=a b"]) == ["predict.resume=a b"]  # which says what is missing
+    for name in ("a b", "auto"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").touch()
     assert saved_config(["predict.resume=a b"]) == ["--config-path", str(tmp_path / "a b"), "predict.resume=a b"]
     for arguments in (
         [],

@@ -1,0 +1,55 @@
+"""What a job is: contents, not places; and nothing that leaves its rows as they are."""
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from conf.schema import RunConfig
+from pipelines.fingerprint import fingerprint
+from pipelines.loading import load_engine
+from pipelines.prompts import read_prompts
+from tests.builders import run_config
+
+
+def of(run: RunConfig, data: str = "Once") -> dict[str, Any]:
+    return fingerprint(run, load_engine(run, 2), read_prompts(data))
+
+
+def test_parts_have_the_names_of_the_config_and_of_the_files(chatty: Path) -> None:
+    parts = of(run_config(chatty))
+    assert parts["model.dtype"] == "float32"
+    assert parts["device.type"] == "cpu"
+    assert (parts["decode.seed"], parts["decode.stop"]) == (None, [])
+    assert parts["model/model.safetensors"].startswith(f"{(chatty / 'model.safetensors').stat().st_size} bytes of ")
+    assert {"model/config.json", "model/tokenizer.json", "model/tokenizer_config.json"} <= parts.keys()
+    assert not [name for name in parts if "batch" in name or "threads" in name or "resume" in name]
+
+
+def test_a_template_is_what_it_says(chatty: Path, tmp_path: Path) -> None:
+    sums = []
+    for name, content in (("a", "x"), ("b", "x"), ("c", "y")):
+        (tmp_path / name).write_text(content)
+        run = run_config(chatty)
+        parts = of(replace(run, predict=replace(run.predict, chat_template=str(tmp_path / name))))
+        sums.append(parts["predict.chat_template"])
+    assert sums[0] == sums[1] != sums[2]
+
+
+def test_a_tokenizer_of_its_own_is_a_part(chatty: Path, tmp_path: Path) -> None:
+    run = run_config(chatty)
+    subprocess.run(["cp", "-a", str(chatty), str(tmp_path / "other")], check=True)
+    own, other, none = (
+        of(replace(run, model=replace(run.model, tokenizer=tokenizer)))
+        for tokenizer in ("", str(tmp_path / "other"), None)
+    )
+    assert "tokenizer/tokenizer.json" in other.keys() - own.keys()
+    assert [parts["model.tokenizer"] for parts in (own, other, none)] == [True, True, False]
+
+
+def test_equal_prompts_are_equal_input(chatty: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.txt"
+    file.write_text("Once\n")
+    run = run_config(chatty)
+    assert of(run, str(file))["input"] == of(run, str(file.rename(tmp_path / "moved.txt")))["input"]
+    assert of(run, "Once")["input"] != of(run, "Twice")["input"]
