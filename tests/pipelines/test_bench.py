@@ -8,13 +8,13 @@ import pytest
 
 from conf.compose import dump
 from conf.errors import UserError
-from conf.schema import BenchConfig, RunConfig, Task
+from conf.schema import BenchConfig, PredictConfig, RunConfig, Task
 from pipelines import bench
 from tests.builders import engine_of, run_config, write_llama
 
 
 def job(folder: Path, **sizes: int) -> RunConfig:
-    return replace(run_config(folder), task=Task.bench, bench=BenchConfig(**sizes))
+    return replace(run_config(folder), task=Task.bench, predict=PredictConfig(), bench=BenchConfig(**sizes))
 
 
 def test_lengths_are_exact_and_every_step_of_decode_is_timed(tmp_path: Path) -> None:
