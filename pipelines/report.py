@@ -1,14 +1,17 @@
 """What a run leaves behind: files that appear complete or not at all, and what a person sees."""
 
+import ctypes
+import gc
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,14 +27,17 @@ Dump = Callable[[RunConfig, Path], str]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "hydra-core", "omegaconf")
+CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: proc(5)
+STATUS = Path("/proc/self/status")
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write, fsync, rename: after a crash the file is there whole or not at all."""
+    data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.partial")
     try:
-        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -71,11 +77,25 @@ def environment() -> dict[str, Any]:
     }
 
 
+def reset_peak_memory() -> None:
+    """Let the peak begin anew, so that a sweep's job does not inherit its predecessors'; where the system cannot, it does."""
+    gc.collect()
+    if not CLEAR_REFS.exists():
+        return
+    # glibc keeps what is freed beside a small piece that lives on: all of 400 MB in tensors of 256 KB.
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError):
+        CLEAR_REFS.write_text("5")
+
+
 def peak_memory_bytes(device: torch.device) -> int:
-    """Of the GPU since the model was loaded, or of this process (in a sweep: of all its jobs so far)."""
+    """Of the GPU since the model was loaded, or of this process since `reset_peak_memory`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if STATUS.exists() and (peak_kib := re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE)):
+        return int(peak_kib[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of the process's whole life
     return peak if sys.platform == "darwin" else peak * 1024
 
 
