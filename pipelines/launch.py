@@ -8,7 +8,7 @@ from pathlib import Path
 from conf.schema import RunConfig, Task
 from pipelines.bench import run_bench
 from pipelines.predict import run_predict
-from pipelines.report import Dump, reset_peak_memory
+from pipelines.report import Dump, reader_may_leave, reset_peak_memory
 
 TASKS = {Task.predict: run_predict, Task.bench: run_bench}
 
@@ -19,4 +19,5 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # no text of a row may end a run while it is printed
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     reset_peak_memory()
-    TASKS[run.task](run, output_dir, dump)
+    with reader_may_leave():
+        TASKS[run.task](run, output_dir, dump)

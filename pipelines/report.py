@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -167,3 +168,26 @@ def print_table(rows: list[tuple[str, str]]) -> None:
     for name, value in rows:
         table.add_row(name, value)
     Console(highlight=False, markup=False).print(table)
+
+
+def print_columns(table: dict[str, list[str]]) -> None:
+    """A table with headings on standard output, which is as wide as it needs to be where that is no terminal."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 10_000
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for heading, cells in table.items():
+        numbers = all(re.fullmatch(r"-?[\d.,]*(e-?\d+)?", cell) for cell in cells)
+        shown.add_column(heading, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
+    for row in zip(*table.values(), strict=True):
+        shown.add_row(*row)
+    console.print(shown)
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Whoever reads standard output may have seen enough before all of it is written: no error, because the files come first."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is left to flush at exit
