@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 if __name__ == "__main__":  # no traceback where an interrupt comes during the imports
@@ -15,33 +16,47 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.compose import dump, explain, quote_prompt, register, saved_config, to_run_config
+from conf.compose import dump, explain, flags_first, quote_prompt, register, saved_config, to_run_config
 from conf.errors import UserError
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def main(config: DictConfig) -> None:
-    output_dir = Path(HydraConfig.get().runtime.output_dir)
-    try:
-        run = to_run_config(config)
-        # Not at the top, because it imports torch, which --help and Tab completion need not wait for.
-        from pipelines.launch import launch
+def main() -> None:
+    """One run, or with -m a sweep: its jobs, then their table. Raises UserError if jobs of a sweep failed."""
+    jobs: list[Path] = []  # folders of a sweep's jobs
 
-        launch(run, output_dir, dump)
-    except BrokenPipeError:
-        # Whoever read the output has seen enough, and the files come before the output. Nothing is left to flush at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (UserError, OSError) as error:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise  # the sweep's other jobs go on; Hydra raises this one at the end
-        sys.exit(f"error: {error}")
-    finally:
-        if output_dir.is_dir() and not any(output_dir.iterdir()):
-            output_dir.rmdir()
+    @hydra.main(version_base="1.3", config_path="conf", config_name="config")
+    def run_job(config: DictConfig) -> None:
+        job = HydraConfig.get()
+        output_dir = Path(job.runtime.output_dir)
+        errors_end_here: AbstractContextManager[None] = nullcontext()
+        if job.mode == RunMode.MULTIRUN:
+            from pipelines.sweep import recorded_job
+
+            errors_end_here = recorded_job(output_dir, list(job.overrides.task), jobs)
+        try:
+            with errors_end_here:
+                run = to_run_config(config)
+                # Not at the top, because it imports torch, which --help and Tab completion need not wait for.
+                from pipelines.launch import launch
+
+                launch(run, output_dir, dump)
+        except (UserError, OSError) as error:
+            sys.exit(f"error: {error}")
+        finally:
+            if output_dir.is_dir() and not any(output_dir.iterdir()):
+                output_dir.rmdir()
+
+    try:
+        run_job()
+    finally:  # also where the sweep was interrupted
+        if jobs:
+            from pipelines.sweep import write_sweep
+
+            write_sweep(jobs)
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = quote_prompt(saved_config(sys.argv[1:]))
+    sys.argv[1:] = flags_first(quote_prompt(saved_config(sys.argv[1:])))
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra shall raise its errors, not print them its own way
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     register()

@@ -155,6 +155,11 @@ def saved_config(arguments: list[str]) -> list[str]:
     return ["--config-path", str(folder), *arguments] if (folder / "config.yaml").is_file() else arguments
 
 
+def flags_first(arguments: list[str]) -> list[str]:
+    """Hydra's command line takes -m before or after the overrides, but not between them."""
+    return sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
+
+
 def _quote(argument: str) -> str:
     key, value = argument.split("=", 1)
     if value == "null" or re.fullmatch(r"""(['"])((?!\1)[^\\]|\\.)*\1""", value, re.DOTALL):

@@ -392,3 +392,16 @@ class RunConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     predict: PredictConfig = field(default_factory=PredictConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+
+    def __post_init__(self) -> None:
+        """A task has a section of its own name; what is set in another task's section nobody would read."""
+        for other in [task for task in Task if task is not self.task]:
+            section = getattr(self, other.name)
+            unchanged = type(section)()
+            for name, value in vars(section).items():
+                default = getattr(unchanged, name)
+                if value != default:
+                    raise UserError(
+                        f"{other.name}.{name}={value} is not used by task={self.task.name}: "
+                        f"leave it at {'null' if default is None else default}, or give task={other.name}"
+                    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from conf.schema import RunConfig, Task
 from pipelines.bench import run_bench
 from pipelines.predict import run_predict
-from pipelines.report import Dump
+from pipelines.report import Dump, reader_may_leave, reset_peak_memory
 
 TASKS = {Task.predict: run_predict, Task.bench: run_bench}
 
@@ -18,4 +18,6 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # no text of a row may end a run while it is printed
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    TASKS[run.task](run, output_dir, dump)
+    reset_peak_memory()
+    with reader_may_leave():
+        TASKS[run.task](run, output_dir, dump)

@@ -1,18 +1,22 @@
 """What a run leaves behind: files that appear complete or not at all, and what a person sees."""
 
+import ctypes
+import gc
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -24,14 +28,16 @@ Dump = Callable[[RunConfig, Path], str]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "hydra-core", "omegaconf")
+CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: proc(5)
+STATUS = Path("/proc/self/status")
 
 
-def write_atomically(path: Path, lines: Iterable[str]) -> None:
+def write_atomically(path: Path, content: Iterable[str] | bytes) -> None:
     """Write, fsync, rename: after a crash the file is there whole or not at all."""
     temporary = path.with_name(f".{path.name}.partial")
     try:
-        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-            file.writelines(lines)
+        with open(temporary, "wb") as file:
+            file.writelines([content] if isinstance(content, bytes) else (line.encode() for line in content))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -71,11 +77,25 @@ def environment() -> dict[str, Any]:
     }
 
 
+def reset_peak_memory() -> None:
+    """Let the peak begin anew, so that a sweep's job does not inherit its predecessors'; where the system cannot, it does."""
+    gc.collect()
+    if not CLEAR_REFS.exists():
+        return
+    # glibc keeps what is freed beside a small piece that lives on: all of 400 MB in tensors of 256 KB.
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError):
+        CLEAR_REFS.write_text("5")
+
+
 def peak_memory_bytes(device: torch.device) -> int:
-    """Of the GPU since the model was loaded, or of this process (in a sweep: of all its jobs so far)."""
+    """Of the GPU since the model was loaded, or of this process since `reset_peak_memory`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if STATUS.exists() and (peak_kib := re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE)):
+        return int(peak_kib[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of the process's whole life
     return peak if sys.platform == "darwin" else peak * 1024
 
 
@@ -147,3 +167,26 @@ def print_table(rows: list[tuple[str, str]]) -> None:
     for name, value in rows:
         table.add_row(name, value)
     Console(highlight=False, markup=False).print(table)
+
+
+def print_columns(table: dict[str, list[str]]) -> None:
+    """A table with headings on standard output, which is as wide as it needs to be where that is no terminal."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 10_000
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for heading, cells in table.items():
+        numbers = all(re.fullmatch(r"-?[\d.,]*(e-?\d+)?", cell) for cell in cells)
+        shown.add_column(heading, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
+    for row in zip(*table.values(), strict=True):
+        shown.add_row(*row)
+    console.print(shown)
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Whoever reads standard output may have seen enough before all of it is written: no error, because the files come first."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is left to flush at exit

@@ -24,6 +24,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "transformers": ("models.tokenizer", "models.tiny.train"),
     "huggingface_hub": ("models.hub",),
     "rich": ("pipelines.report",),
+    "matplotlib": ("pipelines.sweep",),
 }
 
 

@@ -1,5 +1,6 @@
 """The command as its user types it: real processes, real files."""
 
+import csv
 import json
 import shlex
 import signal
@@ -225,13 +226,27 @@ def test_a_reader_that_has_seen_enough_is_no_error(chatty: Path, tmp_path: Path)
 
 def test_sweep_runs_every_job(chatty: Path, tmp_path: Path) -> None:
     done = run(
-        "-m", "device=cpu", f"model.path={chatty}", "predict.data=Once", "decode=greedy,sampling",
+        "device=cpu", f"model.path={chatty}", "predict.data=Once", "-m", "decode=greedy,sampling",
         "decode.max_new_tokens=2,200", f"hydra.sweep.dir={tmp_path}",
     )  # fmt: skip
     assert done.returncode == 1  # two of the jobs ask for more than the context
     assert [(tmp_path / job / "predictions.jsonl").exists() for job in "0123"] == [True, False, True, False]
     assert "error: decode.max_new_tokens=200 is more than the model takes" in done.stderr
+    assert done.stderr.splitlines()[-1] == f"error: 2 of 4 jobs failed: see {tmp_path}/sweep.md"
     assert "Traceback" not in done.stderr
+    table = list(csv.DictReader((tmp_path / "sweep.csv").open(newline="")))
+    assert [(row["decode"], row["decode.max_new_tokens"]) for row in table] == [
+        ("greedy", "2"), ("greedy", "200"), ("sampling", "2"), ("sampling", "200"),
+    ]  # fmt: skip
+    assert [bool(row["error"]) for row in table] == [not row["tokens_per_s"] for row in table] == [False, True] * 2
+    assert {"sweep.csv", "sweep.md", "sweep.png"} < {file.name for file in tmp_path.iterdir()}
+
+
+def test_a_value_of_one_job_that_is_refused_is_a_row(tmp_path: Path) -> None:
+    done = run("-m", "task=bench", "decode.top_p=7", f"hydra.sweep.dir={tmp_path}")
+    assert done.returncode == 1
+    assert "decode.top_p=7.0 is not allowed: give a number above 0 and up to 1" in (tmp_path / "sweep.md").read_text()
+    assert done.stderr.splitlines()[-1] == f"error: 1 of 1 jobs failed: see {tmp_path}/sweep.md"
 
 
 def test_help_lists_the_groups_without_torch() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from conf.errors import UserError
-from conf.schema import DecodeConfig, DeviceConfig, ModelConfig, PredictConfig
+from conf.schema import BenchConfig, DecodeConfig, DeviceConfig, ModelConfig, PredictConfig, RunConfig, Task
 
 BAD = [
     (DecodeConfig, {"max_new_tokens": 0}, "decode.max_new_tokens=0 is not allowed: give a number above 0, or null"),
@@ -68,3 +68,17 @@ def test_replaced_changes_only_what_is_given() -> None:
 def test_replaced_refuses_names_types_and_values(values: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         DecodeConfig().replaced(values)
+
+
+def test_settings_of_another_task_are_refused() -> None:
+    message = "predict.batch_size=3 is not used by task=bench: leave it at 16, or give task=predict"
+    with pytest.raises(UserError, match=message):
+        RunConfig(task=Task.bench, predict=PredictConfig(batch_size=3))
+    with pytest.raises(UserError, match="predict.data=x is not used by task=bench: leave it at null"):
+        RunConfig(task=Task.bench, predict=PredictConfig(data="x"))
+    with pytest.raises(
+        UserError, match="bench.new_tokens=2 is not used by task=predict: leave it at 64, or give task=bench"
+    ):
+        RunConfig(task=Task.predict, bench=BenchConfig(new_tokens=2))
+    RunConfig(task=Task.bench, bench=BenchConfig(new_tokens=2))
+    RunConfig(task=Task.predict, predict=PredictConfig(batch_size=3, data="x"))

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelines.report import environment, peak_memory_bytes, write_atomically
+from pipelines import report
+from pipelines.report import environment, peak_memory_bytes, reset_peak_memory, write_atomically
 from tests.builders import REPOSITORY
 
 DRAW = """
@@ -37,6 +38,11 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
         write_atomically(file, ["new ", "\ud800"])
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_bytes_are_written_as_they_are(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "file.png", b"\x89PNG\r\n")
+    assert (tmp_path / "file.png").read_bytes() == b"\x89PNG\r\n"
 
 
 def draw(stderr: int) -> subprocess.CompletedProcess[bytes]:
@@ -68,4 +74,29 @@ def test_environment_names_versions_and_machine() -> None:
     values = environment()
     assert values["packages"]["torch"] is not None
     assert values["cpu_count"] == os.cpu_count()
+    assert peak_memory_bytes(torch.device("cpu")) > 50_000_000
+
+
+@pytest.mark.skipif(not report.CLEAR_REFS.exists(), reason="only Linux lets the peak of a process begin anew")
+@pytest.mark.parametrize("tensor_bytes", [2**18, 2**28], ids=["from_the_heap", "mapped"])
+def test_the_peak_is_since_the_last_reset(tensor_bytes: int) -> None:
+    survivors = []  # between the tensors, so that the heap does not shrink by itself
+
+    def peak_of(num_bytes: int) -> int:
+        reset_peak_memory()
+        held = []
+        for _ in range(0, num_bytes, tensor_bytes):
+            held.append(torch.ones(tensor_bytes // 4))
+            survivors.append(torch.ones(2**12))
+        return peak_memory_bytes(torch.device("cpu"))
+
+    nothing, much, again = peak_of(0), peak_of(2**28), peak_of(0)
+    assert much > nothing + 2**28 * 0.9
+    assert again < nothing + 2**28 * 0.2  # room for the survivors and what the allocators keep
+
+
+def test_without_proc_the_peak_is_of_the_whole_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(report, "CLEAR_REFS", tmp_path / "none")
+    monkeypatch.setattr(report, "STATUS", tmp_path / "none")
+    reset_peak_memory()
     assert peak_memory_bytes(torch.device("cpu")) > 50_000_000

@@ -1,0 +1,237 @@
+"""A sweep: what each job leaves of itself, and at the end all jobs side by side in a table and a picture.
+
+A job's row is made from the files in its folder alone: `job.json` (its overrides and its error) and `metrics.json`.
+"""
+
+import csv
+import io
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from conf.errors import UserError
+from pipelines import report
+
+Value = str | int | float | None
+Table = dict[str, list[str]]
+"""Cells by heading."""
+
+# What the printed table, sweep.md and the picture show of the metrics, where a job has them; sweep.csv has all.
+MAIN = {  # metric: name, unit, factor
+    "accuracy": ("accuracy", "%", 100),
+    "perplexity": ("perplexity", "", 1),
+    "prefill_tokens_per_s": ("prefill", "tokens/s", 1),
+    "decode_tokens_per_s": ("decode", "tokens/s", 1),
+    "tokens_per_s": ("speed", "tokens/s", 1),
+    "time_to_first_token_s.p50": ("first token p50", "ms", 1e3),
+    "time_per_output_token_s.p50": ("next token p50", "ms", 1e3),
+    "peak_memory_bytes": ("peak memory", "MB", 1e-6),
+    "decode_share_of_bandwidth": ("share of bandwidth", "%", 100),
+    "num_errors": ("rows with errors", "", 1),
+}
+SPEED = (
+    "decode_tokens_per_s",
+    "tokens_per_s",
+    "prefill_tokens_per_s",
+)  # the picture has the first that a job has, over these:
+OVER = ("peak_memory_bytes", "accuracy", "perplexity")
+LABEL = 60  # most characters of a job's label in the picture
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row. `metrics` are flat: a percentile is `time_to_first_token_s.p50`."""
+
+    name: str
+    overrides: dict[str, str]
+    metrics: dict[str, Value]
+    error: str | None
+
+
+@contextmanager
+def recorded_job(folder: Path, overrides: list[str], folders: list[Path]) -> Iterator[None]:
+    """Leaves `job.json` in the folder and adds it to the sweep's. An error inside ends this job alone, an interrupt the sweep."""
+    if folder in folders:
+        remedy = "give hydra.sweep.subdir=${hydra:job.num}"
+        raise UserError(f"two jobs of the sweep would write {folder}: {remedy}")
+    folders.append(folder)
+
+    def record(error: str | None) -> None:
+        text = json.dumps({"overrides": overrides, "error": error}, indent=2)
+        report.write_atomically(folder / "job.json", [text + "\n"])
+
+    record("did not finish")  # what stays there if the process is killed
+    error = None
+    try:
+        yield
+    except (UserError, OSError) as caught:
+        error = " ".join(str(caught).split())
+    except Exception as caught:
+        traceback.print_exc()
+        error = " ".join(f"{type(caught).__name__}: {caught}".split())
+    if error:
+        print(f"error: {error}", file=sys.stderr)
+    record(error)
+
+
+def write_sweep(folders: list[Path]) -> None:
+    """Write the table of the jobs in these folders beside them, and print it. Raises UserError if some of them failed."""
+    sweep_dir = Path(os.path.commonpath([folder.parent for folder in folders]))
+    jobs = [_read_job(folder, os.path.relpath(folder, sweep_dir)) for folder in folders]
+    keys = _varied(jobs)
+    table = _table(jobs, keys, _main_metrics(jobs))
+    report.write_atomically(sweep_dir / "sweep.csv", [_csv(_table(jobs, keys, _all_metrics(jobs)))])
+    report.write_atomically(sweep_dir / "sweep.md", [_markdown(table)])
+    if picture := _picture(jobs, keys):
+        report.write_atomically(sweep_dir / "sweep.png", picture)
+    else:
+        (sweep_dir / "sweep.png").unlink(missing_ok=True)  # of an earlier sweep into the same folder
+    with report.reader_may_leave():
+        print()
+        report.print_columns(table)
+        print(f"output: {sweep_dir}")
+    if num_failed := sum(job.error is not None for job in jobs):
+        raise UserError(f"{num_failed} of {len(jobs)} jobs failed: see {sweep_dir / 'sweep.md'}")
+
+
+def _read_job(folder: Path, name: str) -> Job:
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    pairs = [override.partition("=") for override in job["overrides"]]
+    metrics: dict[str, Value] = {}
+    # A job that failed may have found the metrics of an earlier sweep in its folder.
+    if job["error"] is None and (file := folder / "metrics.json").exists():
+        metrics = dict(_flat(json.loads(file.read_text(encoding="utf-8"))))
+    error = job["error"] and _writable(job["error"])
+    return Job(name, {key: _writable(_unquoted(value)) for key, _, value in pairs}, metrics, error)
+
+
+def _flat(metrics: dict[str, object], prefix: str = "") -> Iterator[tuple[str, Value]]:
+    for key, value in metrics.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif value is None or isinstance(value, int | float):
+            yield prefix + key, value
+        elif isinstance(value, str):
+            yield prefix + key, _writable(value)
+
+
+def _unquoted(value: str) -> str:
+    """Without the quotes or backslashes that Hydra's grammar needs around it."""
+    if quoted := re.fullmatch(r"""(['"])(.*)\1""", value, re.DOTALL):
+        return quoted[2].replace("\\" + quoted[1], quoted[1])
+    return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", value)
+
+
+def _writable(text: str) -> str:
+    """Half a surrogate pair, as an argument or an error may hold one, as its escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _varied(jobs: list[Job]) -> list[str]:
+    """The overrides that tell the jobs apart; where nothing does, as in a sweep of one job, all of them."""
+    keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
+    return [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1] or keys
+
+
+def _table(jobs: list[Job], keys: list[str], metrics: Table) -> Table:
+    table = {"job": [job.name for job in jobs]} | {key: [job.overrides.get(key, "") for job in jobs] for key in keys}
+    errors = {"error": [job.error or "" for job in jobs]} if any(job.error for job in jobs) else {}
+    return table | metrics | errors
+
+
+def _all_metrics(jobs: list[Job]) -> Table:
+    """As they were measured, in the units of their names."""
+    names = dict.fromkeys(name for job in jobs for name in job.metrics)
+    return {name: ["" if (v := job.metrics.get(name)) is None else str(v) for job in jobs] for name in names}
+
+
+def _main_metrics(jobs: list[Job]) -> Table:
+    """For people: three digits, or all that stand before the point."""
+
+    def shown(job: Job, metric: str) -> str:
+        value = _scaled(job, metric)
+        if value is None:
+            return "-"
+        return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 99.95 else f"{value:#.3g}"
+
+    return {
+        _heading(metric): [shown(job, metric) for job in jobs]
+        for metric in MAIN
+        if any(_scaled(job, metric) is not None for job in jobs)
+    }
+
+
+def _heading(metric: str) -> str:
+    name, unit, _ = MAIN[metric]
+    return f"{name} ({unit})" if unit else name
+
+
+def _scaled(job: Job, metric: str) -> float | None:
+    value = job.metrics.get(metric)
+    return value * MAIN[metric][2] if isinstance(value, int | float) else None
+
+
+def _csv(table: Table) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([table.keys(), *zip(*table.values(), strict=True)])
+    return text.getvalue()
+
+
+def _markdown(table: Table) -> str:
+    def line(cells: Iterable[str]) -> str:
+        escaped = (re.sub(r"([\\|<*`])", r"\\\1", cell) for cell in cells)
+        return f"| {' | '.join('<br>'.join(cell.splitlines()) for cell in escaped)} |\n"
+
+    rows = zip(*table.values(), strict=True)
+    return "".join([line(table), line("---" for _ in table), *map(line, rows)])
+
+
+def _picture(jobs: list[Job], keys: list[str]) -> bytes | None:
+    """Speed over memory, and over accuracy where that was measured, as a PNG. None where no job has both values of a point."""
+    from matplotlib.figure import Figure  # not at the top: a sweep's jobs need not load it
+
+    panels = [(x, y) for y in SPEED for x in OVER if any(_point(job, x, y) for job in jobs)]
+    panels = [(x, y) for x, y in panels if y == panels[0][1]][:2]
+    if not panels:
+        return None
+    labels = [_label(i, job, keys) for i, job in enumerate(jobs)]
+    size = 5 * len(panels) + 0.09 * max(map(len, labels)), max(4, 0.25 * len(jobs))
+    figure = Figure(figsize=size, layout="constrained")
+    handles = {}
+    for (x, y), axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        for i, job in enumerate(jobs):
+            if point := _point(job, x, y):
+                handles[labels[i]] = axes.scatter(*point, s=220, color=f"C{i % 10}", alpha=0.8, linewidths=0)
+                axes.annotate(str(i), point, ha="center", va="center", color="white", weight="bold", size=9)
+        axes.set(xlabel=_heading(x), ylabel=_heading(y))
+        axes.xaxis.set_major_formatter("{x:,g}")
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.margins(0.12)
+        axes.grid(alpha=0.3)
+    legend = figure.legend(handles.values(), handles, loc="outside right upper", frameon=False, markerscale=0.6)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=150)
+    return file.getvalue()
+
+
+def _point(job: Job, x: str, y: str) -> tuple[float, float] | None:
+    values = _scaled(job, x), _scaled(job, y)
+    return None if values[0] is None or values[1] is None else (values[0], values[1])
+
+
+def _label(i: int, job: Job, keys: list[str]) -> str:
+    """One line of at most LABEL characters, of which the picture's font has every one."""
+    from matplotlib.font_manager import findfont, get_font
+
+    glyphs = get_font(findfont("DejaVu Sans")).get_charmap()
+    line = f"{i}  " + " ".join(f"{key}={job.overrides.get(key, '')}" for key in keys)
+    line = line if len(line) <= LABEL else line[: LABEL - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    return "".join(c if ord(c) in glyphs else "\N{WHITE SQUARE}" for c in line)
