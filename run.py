@@ -46,13 +46,16 @@ def main() -> None:
             if output_dir.is_dir() and not any(output_dir.iterdir()):
                 output_dir.rmdir()
 
+    failure = None
     try:
         run_job()
     finally:  # also where the sweep was interrupted
         if jobs:
             from pipelines.sweep import write_sweep
 
-            write_sweep(jobs)
+            failure = write_sweep(jobs)
+    if failure:
+        raise UserError(failure)
 
 
 if __name__ == "__main__":

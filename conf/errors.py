@@ -3,3 +3,8 @@
 
 class UserError(ValueError):
     """What was given, what is allowed, and what to do, in one line."""
+
+
+def check(holds: bool, key: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise UserError(f"{key}={value} is not allowed: give {allowed}")

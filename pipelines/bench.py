@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import BenchConfig, DecodeConfig, RunConfig
+from conf.schema import BenchConfig, RunConfig
 from models.tokenizer import Tokenizer
 from pipelines import report
 from pipelines.engine import Engine

@@ -5,8 +5,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError
-from conf.schema import NEUTRAL, DecodeConfig
 from models.config import ConfigReader
 from models.tokenizer import Tokenizer
 

@@ -6,8 +6,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import DecodeConfig, RunConfig
+from conf.schema import RunConfig
 from pipelines.engine import Engine, Request
 from pipelines.loading import load_engine
 from pipelines.prompts import EncodedPrompt, PromptEncoder, PromptRow, rows_from_python

@@ -80,8 +80,8 @@ def recorded_job(folder: Path, overrides: list[str], folders: list[Path]) -> Ite
     record(error)
 
 
-def write_sweep(folders: list[Path]) -> None:
-    """Write the table of the jobs in these folders beside them, and print it. Raises UserError if some of them failed."""
+def write_sweep(folders: list[Path]) -> str | None:
+    """Write the table of the jobs in these folders beside them, and print it. Returns how many of them failed, as a line, if any did."""
     sweep_dir = Path(os.path.commonpath([folder.parent for folder in folders]))
     jobs = [_read_job(folder, os.path.relpath(folder, sweep_dir)) for folder in folders]
     keys = _varied(jobs)
@@ -97,7 +97,8 @@ def write_sweep(folders: list[Path]) -> None:
         report.print_columns(table)
         print(f"output: {sweep_dir}")
     if num_failed := sum(job.error is not None for job in jobs):
-        raise UserError(f"{num_failed} of {len(jobs)} jobs failed: see {sweep_dir / 'sweep.md'}")
+        return f"{num_failed} of {len(jobs)} jobs failed: see {sweep_dir / 'sweep.md'}"
+    return None
 
 
 def _read_job(folder: Path, name: str) -> Job:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conf.schema import DecodeConfig, DeviceConfig, DeviceType, DType, ModelConfig, PredictConfig, RunConfig
+from conf.decoding import DecodeConfig
+from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, PredictConfig, RunConfig
 from pipelines.engine import Completion, Engine, Output
 from pipelines.engine.batch import build_batch
 from pipelines.loading import load_engine

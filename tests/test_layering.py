@@ -11,9 +11,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 FLOORS = ["conf", "kernels", "models", "quantization", "pipelines.engine", "pipelines", "run"]  # lowest first
 TORCHLESS = {  # these decide, and compute nothing; neither do they import what does
     "conf.schema",
+    "conf.decoding",
     "conf.errors",
     "pipelines.engine.request",
     "pipelines.engine.detokenizer",
+    "pipelines.engine.stopping",
     "pipelines.engine.block_manager",
     "pipelines.engine.scheduler",
 }

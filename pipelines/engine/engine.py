@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import DecodeConfig
 from models.batch import KVCache
 from models.registry import CausalLM
 from models.tokenizer import Tokenizer

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Protocol
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import DecodeConfig
 from pipelines.engine.detokenizer import Detokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 256

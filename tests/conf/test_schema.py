@@ -2,8 +2,9 @@
 
 import pytest
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import BenchConfig, DecodeConfig, DeviceConfig, ModelConfig, PredictConfig, RunConfig, Task
+from conf.schema import BenchConfig, DeviceConfig, ModelConfig, PredictConfig, RunConfig, Task
 
 BAD = [
     (DecodeConfig, {"max_new_tokens": 0}, "decode.max_new_tokens=0 is not allowed: give a number above 0, or null"),

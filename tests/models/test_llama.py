@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from conf.schema import DecodeConfig
+from conf.decoding import DecodeConfig
 from tests.builders import REPOSITORY, SHARED, all_logits, complete, engine_of, write_llama
 
 GOLDENS = REPOSITORY / "tests" / "goldens"

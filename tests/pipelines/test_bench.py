@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from conf.compose import dump
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import BenchConfig, DecodeConfig, PredictConfig, RunConfig, Task
+from conf.schema import BenchConfig, PredictConfig, RunConfig, Task
 from pipelines import bench
 from tests.builders import engine_of, run_config, write_llama
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError
-from conf.schema import NEUTRAL, DecodeConfig
 from pipelines.generation_config import decode_defaults
 from tests.builders import complete, engine_of, write_llama
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import DecodeConfig, DeviceConfig, DeviceType, DType
+from conf.schema import DeviceConfig, DeviceType, DType
 from pipelines.loading import load_engine
 from tests.builders import all_logits, complete, engine_of, run_config, write_llama
 

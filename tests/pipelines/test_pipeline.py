@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import DecodeConfig
 from pipelines import TextGenerationPipeline, pipeline
 
 OVERRIDES = ["model.dtype=float32", "predict.batch_size=3"]

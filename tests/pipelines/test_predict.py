@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from conf.compose import dump
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import DecodeConfig, PredictConfig, RunConfig
+from conf.schema import PredictConfig, RunConfig
 from pipelines.engine import Engine, Output
 from pipelines.predict import run_predict
 from tests.builders import run_config

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from conf.compose import dump
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import DecodeConfig, PredictConfig, RunConfig
+from conf.schema import PredictConfig, RunConfig
 from pipelines import journal
 from pipelines.predict import run_predict
 from tests.builders import REPOSITORY, run_config

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import DecodeConfig
 from pipelines.engine import Engine, Output
 from tests.builders import engine_of, generate, write_llama
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import DecodeConfig
 from pipelines.engine import Completion, Engine
 from tests.builders import all_logits, complete, engine_of, generate, write_llama
 

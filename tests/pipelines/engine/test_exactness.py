@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.schema import DecodeConfig, DType
+from conf.decoding import DecodeConfig
+from conf.schema import DType
 from pipelines.engine import Completion, Engine
 from pipelines.loading import load_engine
 from tests.builders import complete, run_config, write_llama

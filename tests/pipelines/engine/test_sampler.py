@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from conf.schema import DecodeConfig
+from conf.decoding import DecodeConfig
 from pipelines.engine.request import ContextLimit, Request, Sequence, resolve_sampling_params
 from pipelines.engine.sampler import (
     draw,

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from conf.schema import DecodeConfig
+from conf.decoding import DecodeConfig
 from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.request import (
     Completion,
