@@ -1,9 +1,12 @@
 """What the engine hands to a model: the tokens of one step and the cache they read and write.
 
-T tokens of S sequences, M blocks in the longest block table, N blocks of B slots, G key/value heads, D channels per head.
+T tokens of S sequences, M blocks in the longest block table, N blocks of B slots, G key/value heads, D channels per key head,
+E per value head.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -19,7 +22,12 @@ class Batch:
     query_starts: Tensor  # [S+1]
     context_lengths: Tensor  # [S] tokens in the cache after this step
     prompt_lengths: Tensor  # [T] length of the token's own prompt: dynamic rotary scaling depends on it
+    prompt_marks: Tensor  # [S, K] what the model's `mark_prompt` said of each sequence's prompt
     output_rows: Tensor  # [R] rows of the tokens whose hidden states and logits are wanted
+
+
+LayerCache: TypeAlias = tuple[Tensor, Tensor]
+"""One layer's keys [N, B, G, D] and values [N, B, G, E]."""
 
 
 @dataclass(frozen=True)
@@ -27,4 +35,8 @@ class KVCache:
     """Keys and values of all sequences, one pair of paged tensors per layer. Allocated by the engine, filled by the model."""
 
     keys: list[Tensor]  # per layer [N, B, G, D]
-    values: list[Tensor]  # per layer [N, B, G, D]
+    values: list[Tensor]  # per layer [N, B, G, E]
+
+    @property
+    def layers(self) -> Iterator[LayerCache]:
+        return zip(self.keys, self.values, strict=True)

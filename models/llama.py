@@ -6,23 +6,22 @@ Modules are named as the checkpoint's tensors are, so no map of names is needed.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from kernels.kv_store import kv_store
-from kernels.paged_attention import paged_attention
 from kernels.rope import rope
 from kernels.swiglu import swiglu
-from models.batch import Batch, KVCache
+from models.batch import Batch, KVCache, LayerCache
+from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
-from models.layers.linear import Linear, linear
+from models.layers.attention import attend
+from models.layers.linear import Linear
 from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(ModelShape):
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -82,23 +81,12 @@ class Attention(nn.Module):
         self.v_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.attention_bias)
         self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=c.attention_bias)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, key_cache: Tensor, value_cache: Tensor
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         query = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H, D]
         key = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, G, D]
         value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, G, D]
-        kv_store(rope(key, cos, sin), value, key_cache, value_cache, batch.slots)
-        attended = paged_attention(
-            rope(query, cos, sin),
-            key_cache,
-            value_cache,
-            batch.block_tables,
-            batch.query_starts,
-            batch.context_lengths,
-            self.head_dim**-0.5,
-        )
-        return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
+        query, key = rope(query, cos, sin), rope(key, cos, sin)
+        return self.o_proj(attend(query, key, value, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
@@ -120,10 +108,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MLP(c)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, key_cache: Tensor, value_cache: Tensor
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, batch, key_cache, value_cache)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, batch, cache)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
@@ -138,12 +124,14 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         x = self.embed_tokens(batch.token_ids)  # [T, E]
         cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
-        for layer, key_cache, value_cache in zip(self.layers, cache.keys, cache.values, strict=True):
-            x = layer(x, cos, sin, batch, key_cache, value_cache)
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x = layer(x, cos, sin, batch, layer_cache)
         return self.norm(x[batch.output_rows])  # type: ignore[no-any-return]
 
 
-class Llama(nn.Module):
+class Llama(CausalLM):
+    config: LlamaConfig
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
@@ -152,18 +140,8 @@ class Llama(nn.Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
-    def step_weight_bytes(self) -> int:
-        """Bytes of weights that a decode step reads: all but an embedding that is no head, of which it reads a few rows."""
-        embedding = 0 if self.config.tie_word_embeddings else self.model.embed_tokens.weight.nbytes
-        return sum(parameter.nbytes for parameter in self.parameters()) - embedding
+    def head(self) -> Tensor:
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        """Hidden states [R, E] of the batch's output rows, normed; writes the batch's keys and values into the cache."""
         return self.model(batch, cache)  # type: ignore[no-any-return]
-
-    @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, V] from hidden states [R, E]."""
-        head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return linear(hidden, head.weight)

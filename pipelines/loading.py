@@ -3,13 +3,13 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import torch
 
 from conf.errors import UserError
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
 from models.batch import KVCache
+from models.causal_lm import ModelShape
 from models.checkpoint import (
     DTYPES,
     WeightFile,
@@ -20,7 +20,7 @@ from models.checkpoint import (
 )
 from models.config import ConfigReader
 from models.hub import find_folder
-from models.registry import CausalLM, ModelShape, find_architecture
+from models.registry import find_architecture
 from models.tokenizer import Tokenizer
 from pipelines.engine import Engine
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
@@ -70,7 +70,7 @@ def load_engine(
     sequences = max_num_requests * (run.decode.num_beams or run.decode.n)
     cache = _kv_cache(run.device, shape, sequences, context, dtype, device)
     sizes = max_num_requests, run.device.max_batched_tokens
-    return Engine(cast(CausalLM, model), cache, tokenizer, context, eos, decode, *sizes)
+    return Engine(model, cache, tokenizer, context, eos, decode, *sizes)
 
 
 def _kv_cache(

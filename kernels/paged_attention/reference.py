@@ -1,5 +1,5 @@
 """T new tokens of S sequences, M blocks in the longest table, N blocks of B slots in the cache,
-H query heads in G groups (one key/value head each), D channels per head; for one sequence: Q new tokens, L tokens in all."""
+H query heads in G groups (one key/value head each), D channels per key head, E per value head; for one sequence: Q new tokens, L in all."""
 
 import torch
 from torch import Tensor
@@ -13,27 +13,46 @@ def paged_attention(
     query_starts: Tensor,
     context_lengths: Tensor,
     scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T) v for every new token over its own sequence, up to and including itself.
 
     query [T, H, D]: sequence s owns rows query_starts[s] to query_starts[s+1], the last of its context_lengths[s] tokens,
-    whose keys and values are in the cache already. Caches [N, B, G, D]; block_tables [S, M] int64, of which sequence s uses the
-    first ceil(L / B); query_starts [S+1], context_lengths [S] int64. Returns [T, H, D] in query's dtype; the softmax is float32.
+    whose keys and values are in the cache already. Caches [N, B, G, D] and [N, B, G, E]; block_tables [S, M] int64, of which
+    sequence s uses the first ceil(L / B); query_starts [S+1], context_lengths [S] int64.
+
+    soft_cap c: scores become c * tanh(score / c) (Gemma 2). window w: a token sees itself and the w - 1 before it (arXiv 2310.06825).
+    alibi_slopes [H] float32: slope * (key's position - query's position) is added to the scores (arXiv 2108.12409).
+    prefix_lengths [S] int64: the first so many tokens of a sequence are seen by all of it, also by those before them.
+
+    Returns [T, H, E] in query's dtype; the softmax is float32.
     """
-    output = torch.empty_like(query)
+    output = query.new_empty(*query.shape[:2], value_cache.shape[-1])
     block_size, groups = key_cache.shape[1], key_cache.shape[2]
     starts = query_starts.tolist()
     for s, length in enumerate(context_lengths.tolist()):
         blocks = block_tables[s, : -(-length // block_size)]
         keys = key_cache[blocks].flatten(0, 1)[:length].permute(1, 2, 0)  # [G, D, L]
-        values = value_cache[blocks].flatten(0, 1)[:length].transpose(0, 1)  # [G, L, D]
+        values = value_cache[blocks].flatten(0, 1)[:length].transpose(0, 1)  # [G, L, E]
         q = query[starts[s] : starts[s + 1]]  # [Q, H, D]
         grouped = q.unflatten(1, (groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [G, H/G * Q, D]
-        scores = (grouped @ keys).unflatten(1, (-1, q.shape[0])) * scale  # [G, H/G, Q, L]
+        scores = (grouped @ keys).unflatten(1, (-1, q.shape[0])).float() * scale  # [G, H/G, Q, L]
+        if soft_cap is not None:
+            scores = soft_cap * (scores / soft_cap).tanh()
         position = torch.arange(length - q.shape[0], length, device=q.device)[:, None]  # [Q, 1]
-        hidden = torch.arange(length, device=q.device) > position  # [Q, L]
-        weights = scores.float().masked_fill(hidden, -torch.inf).softmax(-1)
+        distance = torch.arange(length, device=q.device) - position  # [Q, L], above 0 for what comes later
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes.unflatten(0, (groups, -1))[:, :, None, None] * distance
+        hidden = distance > 0
+        if prefix_lengths is not None:
+            hidden &= torch.arange(length, device=q.device) >= prefix_lengths[s]
+        if window is not None:
+            hidden |= distance <= -window
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         weights = weights.to(q.dtype).flatten(1, 2)  # [G, H/G * Q, L]
-        attended = (weights @ values).unflatten(1, (-1, q.shape[0]))  # [G, H/G, Q, D]
+        attended = (weights @ values).unflatten(1, (-1, q.shape[0]))  # [G, H/G, Q, E]
         output[starts[s] : starts[s + 1]] = attended.flatten(0, 1).transpose(0, 1)
     return output

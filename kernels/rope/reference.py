@@ -1,14 +1,19 @@
-"""T tokens, H heads, D channels per head."""
+"""T tokens, H heads, D channels per head, of which R turn."""
 
 import torch
 from torch import Tensor
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x[i], x[i + D/2]) of every head by the token's angles (arXiv 2104.09864, half-split order).
+def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate pairs among the first R channels of every head by the token's angles; the other channels stay (arXiv 2104.09864).
 
-    x [T, H, D]; cos and sin [T, D/2] in x's dtype; returns [T, H, D] in x's dtype.
+    Pairs are (x[i], x[i + R/2]), or (x[2i], x[2i + 1]) if interleaved. x [T, H, D]; cos and sin [T, R/2] in x's dtype;
+    returns [T, H, D] in x's dtype.
     """
-    first, second = x.chunk(2, dim=-1)  # [T, H, D/2]
-    cos, sin = cos[:, None], sin[:, None]  # [T, 1, D/2]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    size = 2 * cos.shape[-1]
+    turned, rest = x[..., :size], x[..., size:]
+    cos, sin = cos[:, None], sin[:, None]  # [T, 1, R/2]
+    first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)  # [T, H, R/2]
+    pairs = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, dim=-1)
+    return torch.cat((turned, rest), dim=-1)

@@ -40,5 +40,8 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
         query_starts=tensor(starts),
         context_lengths=tensor(context_lengths),
         prompt_lengths=tensor(prompt_lengths),
+        prompt_marks=torch.tensor(
+            [item.sequence.request.prompt_marks for item in plan.scheduled], dtype=torch.int64, device=device
+        ),
         output_rows=tensor(output_rows),
     )

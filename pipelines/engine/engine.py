@@ -10,7 +10,7 @@ from torch import Tensor
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from models.batch import KVCache
-from models.registry import CausalLM
+from models.causal_lm import CausalLM
 from models.tokenizer import Tokenizer
 from pipelines.engine.batch import build_batch
 from pipelines.engine.beam_search import BeamSearch
@@ -60,8 +60,13 @@ class Engine:
         self.device, self.dtype = cache.keys[0].device, cache.keys[0].dtype
         self.context = context
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(BlockManager(num_blocks, self._block_size), max_num_requests, max_batched_tokens)
         self._shape = model.config
+        self.scheduler = Scheduler(
+            BlockManager(num_blocks, self._block_size),
+            max_num_requests,
+            max_batched_tokens,
+            self._shape.needs_whole_prompt,
+        )
         self.vocab_size = model.config.vocab_size
         self._eos_token_ids = eos_token_ids
         self._decode_defaults = decode_defaults
@@ -81,8 +86,8 @@ class Engine:
         self._check_ids("prompt token id", prompt_token_ids)
         decode = self.resolve(decode)
         self.check(decode)
-        if self._shape.keys_depend_on_length:  # then the same tokens have other keys in a longer prompt
-            decode = replace(decode, prefix_cache=False)
+        if self._shape.keys_depend_on_length or self._shape.needs_whole_prompt:
+            decode = replace(decode, prefix_cache=False)  # the same tokens have other keys in a longer prompt
         num_prompt, bad_words = len(prompt_token_ids), self._bad_words(decode.bad_words)
         params = resolve_sampling_params(decode, num_prompt, self.context, self._eos_token_ids, bad_words)
         if sink is not None and (params.num_beams > 1 or params.n > 1):
@@ -91,7 +96,7 @@ class Engine:
                 f"decode.{which} cannot be streamed, because it has no single text that grows: give no streamer"
             )
         self._check_size(params, num_prompt)
-        return Request(id, prompt_token_ids, params, sink)
+        return Request(id, prompt_token_ids, params, sink, self.runner.mark_prompt(prompt_token_ids))
 
     def _check_ids(self, what: str, ids: Iterable[int]) -> None:
         if wrong := [id for id in ids if not 0 <= id < self.vocab_size]:
@@ -114,7 +119,13 @@ class Engine:
             capacity = blocks.num_blocks * blocks.block_size
             remedy = "raise device.kv_cache_memory, or ask for fewer new tokens"
             raise UserError(f"{what}, but the KV cache holds {capacity}: {remedy}")
-        if width > self.scheduler.max_batched_tokens:
+        most = self.scheduler.max_batched_tokens
+        if self._shape.needs_whole_prompt and num_prompt_tokens + params.max_new_tokens > most:
+            raise UserError(
+                f"prompt and new tokens are {num_prompt_tokens + params.max_new_tokens}, but this model's prompts cannot be cut "
+                f"and device.max_batched_tokens={most}: raise it, or ask for fewer new tokens"
+            )
+        if width > most:
             limit = f"device.max_batched_tokens={self.scheduler.max_batched_tokens}"
             raise UserError(f"the request has {width} sequences, but {limit}: every one needs a token of each step")
 

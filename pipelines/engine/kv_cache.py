@@ -6,7 +6,7 @@ import torch
 
 from conf.errors import UserError
 from models.batch import KVCache
-from models.registry import ModelShape
+from models.causal_lm import ModelShape
 
 BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # token slots in a block, by kind of device
 AUTO_SHARE = 0.5  # of the memory that is free when the pool is made, at most
@@ -16,9 +16,10 @@ def allocate_kv_cache(
     shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
     """Zeroed, but on a CPU no page is taken before it is written."""
-    size = (num_blocks, block_size, shape.num_key_value_heads, shape.head_dim)
+    size = (num_blocks, block_size, shape.num_key_value_heads)
     keys, values = (
-        [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_hidden_layers)] for _ in range(2)
+        [torch.zeros((*size, channels), dtype=dtype, device=device) for _ in range(shape.num_hidden_layers)]
+        for channels in (shape.head_dim, shape.value_head_dim)
     )
     return KVCache(keys, values)
 
@@ -27,7 +28,8 @@ def choose_num_blocks(
     shape: ModelShape, wanted_blocks: int, block_size: int, memory: str, dtype: torch.dtype, device: torch.device
 ) -> int:
     """How many blocks `device.kv_cache_memory` holds; with auto no more than `wanted_blocks`. Raises UserError for none or too many."""
-    block_bytes = 2 * shape.num_hidden_layers * block_size * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
+    channels = shape.num_key_value_heads * (shape.head_dim + shape.value_head_dim)
+    block_bytes = shape.num_hidden_layers * block_size * channels * dtype.itemsize
     free = _free_memory(device)
     if memory == "auto":
         return max(1, min(wanted_blocks, int(AUTO_SHARE * free) // block_bytes))

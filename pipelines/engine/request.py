@@ -139,6 +139,8 @@ class Request:
     params: SamplingParams
     sink: Callable[[str], None] | None = None
     """Called with each piece of new text, as soon as it is certain."""
+    prompt_marks: tuple[int, ...] = ()
+    """What the model wants to know of the prompt in every step."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import torch
 
 from kernels.copy_blocks import copy_blocks
 from models.batch import Batch, KVCache
-from models.registry import CausalLM
+from models.causal_lm import CausalLM
 
 
 class Runner:
@@ -25,6 +25,9 @@ class Runner:
     def kv_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values in all layers."""
         return sum(layer[0, 0].nbytes for layer in [*self._cache.keys, *self._cache.values])
+
+    def mark_prompt(self, token_ids: list[int]) -> tuple[int, ...]:
+        return self._model.mark_prompt(token_ids)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks of the cache in all layers, from and to."""

@@ -34,10 +34,18 @@ class Scheduler:
     last admitted one gives its blocks up and starts again later (preemption by recomputation).
     """
 
-    def __init__(self, block_manager: BlockManager, max_num_requests: int, max_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        max_num_requests: int,
+        max_batched_tokens: int,
+        whole_prompts: bool = False,
+    ) -> None:
+        """`whole_prompts`: a request is admitted only to a step that has room for all of its tokens."""
         self.block_manager = block_manager
         self.max_num_requests = max_num_requests
         self.max_batched_tokens = max_batched_tokens
+        self._whole_prompts = whole_prompts
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[SequenceGroup] = []  # in the order of admission
 
@@ -138,8 +146,11 @@ class Scheduler:
 
     def _has_room(self, group: SequenceGroup) -> bool:
         """Whether the group may run beside the others, even when it has all its sequences."""
-        num_sequences = sum(g.request.params.num_sequences for g in [*self.running, group])
-        return len(self.running) < self.max_num_requests and num_sequences <= self.max_batched_tokens
+        groups = [*self.running, group]
+        num_tokens = sum(g.request.params.num_sequences for g in groups)
+        if self._whole_prompts:
+            num_tokens = sum(max(g.request.params.num_sequences, g.sequences[0].num_uncomputed_tokens) for g in groups)
+        return len(self.running) < self.max_num_requests and num_tokens <= self.max_batched_tokens
 
     def _grow(self, copies: list[tuple[int, int]]) -> bool:
         """Give every running sequence the blocks for its tokens, and one of its own to write into. False if some had to give way."""

@@ -1,6 +1,7 @@
 """paged_attention against attention written out token by token in float64, over a cache full of NaN where nothing was written."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,40 +11,51 @@ from kernels.paged_attention import paged_attention
 BLOCK_SIZE = 4
 
 
-def written_out(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """query [Q, H, D] are the last of the L tokens of keys and values [L, G, D]."""
-    result = torch.zeros(query.shape, dtype=torch.float64)
+Options = dict[str, Any]
+
+
+def written_out(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, s: int, options: Options
+) -> torch.Tensor:
+    """query [Q, H, D] are the last of the L tokens of keys [L, G, D] and values [L, G, E], of sequence s."""
+    result = torch.zeros(*query.shape[:2], values.shape[-1], dtype=torch.float64)
     first, heads_per_group = len(keys) - len(query), query.shape[1] // keys.shape[1]
+    cap, window, slopes = options.get("soft_cap"), options.get("window"), options.get("alibi_slopes")
+    prefix = int(options["prefix_lengths"][s]) if "prefix_lengths" in options else 0
     for i in range(len(query)):
+        position = first + i
+        seen = [j for j in range(len(keys)) if j <= position or j < prefix]
+        seen = [j for j in seen if window is None or j > position - window]
         for h in range(query.shape[1]):
-            seen = slice(0, first + i + 1)
             scores = keys[seen, h // heads_per_group].double() @ query[i, h].double() * scale
+            if cap is not None:
+                scores = cap * (scores / cap).tanh()
+            if slopes is not None:
+                scores = scores + slopes[h].double() * torch.tensor([j - position for j in seen])
             weights = (scores - scores.max()).exp()
             result[i, h] = (weights / weights.sum()) @ values[seen, h // heads_per_group].double()
     return result
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 80, 128])
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 1), (8, 1), (6, 2)], ids=["gqa1", "gqa4", "gqa8", "gqa3"])
-@pytest.mark.parametrize(
-    "lengths",
-    [[(1, 1)], [(63, 63)], [(1, 64), (5, 5), (1, 1), (7, 29), (4, 8)]],  # (new tokens, all tokens) per sequence
-    ids=["T1", "T63", "ragged"],
-)
-def test_equals_attention_written_out(head_dim: int, heads: int, groups: int, lengths: list[tuple[int, int]]) -> None:
+def check(
+    lengths: list[tuple[int, int]], heads: int, groups: int, head_dim: int, value_dim: int, options: Options
+) -> None:
+    """`lengths`: (new tokens, all tokens) per sequence."""
     generator = torch.Generator().manual_seed(0)
     num_blocks = sum(math.ceil(total / BLOCK_SIZE) for _, total in lengths) + 3
     free = torch.randperm(num_blocks, generator=generator).tolist()  # any permutation of blocks must give the same
-    key_cache, value_cache = torch.full((2, num_blocks, BLOCK_SIZE, groups, head_dim), torch.nan)
+    key_cache = torch.full((num_blocks, BLOCK_SIZE, groups, head_dim), torch.nan)
+    value_cache = torch.full((num_blocks, BLOCK_SIZE, groups, value_dim), torch.nan)
     scale, queries, expected, tables = head_dim**-0.5, [], [], []
-    for new, total in lengths:
-        keys, values = torch.randn(2, total, groups, head_dim, generator=generator)
+    for s, (new, total) in enumerate(lengths):
+        keys = torch.randn(total, groups, head_dim, generator=generator)
+        values = torch.randn(total, groups, value_dim, generator=generator)
         query = torch.randn(new, heads, head_dim, generator=generator)
         table = [free.pop() for _ in range(math.ceil(total / BLOCK_SIZE))]
         slots = torch.tensor([table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(total)])
         key_cache.flatten(0, 1)[slots], value_cache.flatten(0, 1)[slots] = keys, values
         queries.append(query)
-        expected.append(written_out(query, keys, values, scale))
+        expected.append(written_out(query, keys, values, scale, s, options))
         tables.append(table)
     width = max(map(len, tables))
     result = paged_attention(
@@ -54,7 +66,38 @@ def test_equals_attention_written_out(head_dim: int, heads: int, groups: int, le
         torch.tensor([0, *torch.tensor([new for new, _ in lengths]).cumsum(0).tolist()]),
         torch.tensor([total for _, total in lengths]),
         scale,
+        **options,
     )
-    torch.testing.assert_close(
-        result.double(), torch.cat(expected), rtol=0, atol=2e-6
-    )  # float32 sums of at most 128 terms
+    # float32 sums of at most 128 terms
+    torch.testing.assert_close(result.double(), torch.cat(expected), rtol=0, atol=2e-6)
+
+
+RAGGED = [(1, 64), (5, 5), (1, 1), (7, 29), (4, 8)]
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 128])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 1), (8, 1), (6, 2)], ids=["gqa1", "gqa4", "gqa8", "gqa3"])
+@pytest.mark.parametrize("lengths", [[(1, 1)], [(63, 63)], RAGGED], ids=["T1", "T63", "ragged"])
+def test_equals_attention_written_out(head_dim: int, heads: int, groups: int, lengths: list[tuple[int, int]]) -> None:
+    check(lengths, heads, groups, head_dim, head_dim, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"soft_cap": 0.7},
+        {"window": 1},
+        {"window": 6},
+        {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},
+        {"prefix_lengths": torch.tensor([10, 3, 1, 29, 0])},
+        {"soft_cap": 2.0, "window": 9, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},
+    ],
+    ids=lambda options: "+".join(options),
+)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_options_equal_attention_written_out(options: Options, groups: int) -> None:
+    check(RAGGED, 4, groups, 16, 16, options)
+
+
+def test_values_may_have_fewer_channels_than_keys() -> None:
+    check(RAGGED, 4, 1, 24, 10, {})

@@ -19,3 +19,15 @@ def test_equals_complex_rotation(head_dim: int, num_tokens: int) -> None:
     torch.testing.assert_close(
         rope(x, angles.cos(), angles.sin()).double(), expected, rtol=0, atol=1e-5
     )  # cos in float32
+
+
+def test_neighbours_may_be_the_pairs_and_channels_may_stay() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(7, 3, 24, generator=generator)
+    angles = torch.rand(7, 5, generator=generator) * 100  # 10 of the 24 channels turn
+    pairs = torch.complex(x[..., 0:10:2].double(), x[..., 1:10:2].double())
+    turned = pairs * torch.polar(torch.ones_like(angles).double(), angles.double())[:, None]
+    expected = torch.cat((torch.view_as_real(turned).flatten(-2), x[..., 10:].double()), -1)
+    result = rope(x, angles.cos(), angles.sin(), interleaved=True)
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=1e-5)  # cos in float32
+    assert result[..., 10:].equal(x[..., 10:])

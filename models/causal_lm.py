@@ -1,0 +1,74 @@
+"""What the engine needs to know of any architecture: its shape, and a model that gives hidden states and logits.
+
+T tokens, S sequences, E hidden channels, V vocabulary, R output rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from models.batch import Batch, KVCache
+from models.layers.linear import linear
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The base of every architecture's config."""
+
+    vocab_size: int
+    num_hidden_layers: int
+    num_key_value_heads: int
+    head_dim: int
+    """Channels of a key head."""
+
+    @property
+    def value_head_dim(self) -> int:
+        """Channels of a value head; 0 where values are not kept beside the keys."""
+        return self.head_dim
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a sequence."""
+        raise NotImplementedError
+
+    @property
+    def keys_depend_on_length(self) -> bool:
+        """Whether a token's key is another one in a longer prompt, so that prompts cannot share their beginnings."""
+        return False
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether a prompt's tokens see later ones, so that it must be computed in one step and cannot share its beginning."""
+        return False
+
+
+class CausalLM(nn.Module):
+    """The base of every architecture's model. Modules are named as the checkpoint's tensors are, so no map of names is needed."""
+
+    config: ModelShape
+
+    @property
+    def head(self) -> Tensor:
+        """The weight [V, E] that turns hidden states into logits."""
+        raise NotImplementedError
+
+    @property
+    def step_weight_bytes(self) -> int:
+        """Bytes of weights that a decode step reads: all but embeddings that are no head, of which it reads a few rows."""
+        embeddings = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
+        skipped = sum(weight.nbytes for weight in embeddings if weight is not self.head)
+        return sum(parameter.nbytes for parameter in self.parameters()) - skipped
+
+    def mark_prompt(self, token_ids: list[int]) -> tuple[int, ...]:
+        """What the model wants to know of each sequence's prompt in every step: numbers, as many for every prompt (`prompt_marks`)."""
+        return ()
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """Hidden states [R, E] of the batch's output rows, normed; writes the batch's keys and values into the cache."""
+        raise NotImplementedError
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] from hidden states [R, E]."""
+        return linear(hidden, self.head)

@@ -1,0 +1,55 @@
+"""What every attention layer does once it has queries, keys and values.
+
+T tokens, S sequences, H query heads, G key/value heads, D channels per key head, E per value head.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from kernels.kv_store import kv_store
+from kernels.paged_attention import paged_attention
+from models.batch import Batch, LayerCache
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: LayerCache,
+    batch: Batch,
+    scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+) -> Tensor:
+    """Keep the new keys [T, G, D] and values [T, G, E]; every query [T, H, D] sees its sequence. Returns [T, H * E].
+
+    What the options mean is said at kernels/paged_attention.
+    """
+    keys, values = cache
+    kv_store(key, value, keys, values, batch.slots)
+    attended = paged_attention(
+        query,
+        keys,
+        values,
+        batch.block_tables,
+        batch.query_starts,
+        batch.context_lengths,
+        scale,
+        soft_cap,
+        window,
+        alibi_slopes,
+        prefix_lengths,
+    )
+    return attended.flatten(1)
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """float32 [H]: 2^(-8i/H); for H no power of two those of the power below it, then every other one of twice that (arXiv 2108.12409)."""
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    slopes += [2 ** (-4 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
+    return torch.tensor(slopes, dtype=torch.float32)

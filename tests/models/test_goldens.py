@@ -1,0 +1,56 @@
+"""Every family against logits and greedy tokens of its original code (tests/goldens: random weights). A new family is a new row."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conf.decoding import DecodeConfig
+from pipelines.engine import Engine
+from tests.builders import REPOSITORY, all_logits, complete, engine_of
+
+GOLDENS = REPOSITORY / "tests" / "goldens"
+FAMILIES = ["llama3", "llama_tied_bias"]
+TOLERANCE = 3e-5  # the sets' own: five times the noise seen between two correct float32 builds
+
+
+def link(family: str, folder: Path, spelling: str = "config.json") -> Path:
+    """The family's checkpoint alone, with one of the spellings of its config."""
+    for file in (GOLDENS / family).iterdir():
+        if file.suffix in (".safetensors", ".bin", ".index.json") and not file.name.startswith("golden"):
+            (folder / file.name).symlink_to(file)
+    (folder / "config.json").symlink_to(GOLDENS / family / spelling)
+    return folder
+
+
+def greedy(engine: Engine, prompts: list[list[int]], count: int, **decode: Any) -> list[list[int]]:
+    config = DecodeConfig(max_new_tokens=count, ignore_eos=True, **decode)
+    return [completion.token_ids for completion in complete(engine, prompts, config)]
+
+
+def spellings(family: str) -> list[str]:
+    return [file.name for file in sorted((GOLDENS / family).glob("config*.json"))]
+
+
+@pytest.mark.parametrize(
+    ("family", "spelling"), [(family, spelling) for family in FAMILIES for spelling in spellings(family)]
+)
+def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path) -> None:
+    golden = load_file(GOLDENS / family / "golden.safetensors")
+    folder = link(family, tmp_path, spelling)
+    engine = engine_of(folder)
+    prompt = golden["input_ids"][0].tolist()
+    torch.testing.assert_close(all_logits(engine, prompt), golden["logits"][0], atol=TOLERANCE, rtol=0)
+    expected = golden["greedy_ids"][0].tolist()
+    assert greedy(engine, [prompt], len(expected)) == [expected]
+    lengths = golden["batch_attention_mask"].sum(-1).tolist()
+    prompts = [row[-length:].tolist() for row, length in zip(golden["batch_input_ids"], lengths, strict=True)]
+    expected_batch = golden["batch_greedy_ids"].tolist()
+    assert greedy(engine, prompts, len(expected_batch[0])) == expected_batch
+    for _ in range(2):  # the second time over a cache that knows the prompts
+        assert greedy(engine_of(folder, block_size=4), [prompt] * 2, len(expected)) == [expected] * 2
+    chunked = engine_of(folder, max_batched_tokens=5)
+    assert greedy(chunked, [prompt], len(expected)) == [expected]
+    assert greedy(chunked, prompts, len(expected_batch[0])) == expected_batch
