@@ -20,7 +20,7 @@ import torch
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import BenchConfig, RunConfig
-from models.tokenizer import Tokenizer
+from models.tokenizers import Tokenizer
 from pipelines import report
 from pipelines.engine import Engine
 from pipelines.loading import load_engine

@@ -8,7 +8,7 @@ from typing import Any
 from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError
 from models.config import ConfigReader
-from models.tokenizer import Tokenizer
+from models.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def decode_defaults(values: dict[str, Any], context_length: int) -> dict[str, An
 
 
 def eos_token_ids(values: dict[str, Any], reader: ConfigReader, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """From generation_config.json, else config.json, else the tokenizer: an id, a list of ids, or none."""
+    """From generation_config.json, else config.json, else the tokenizer: an id, a list of ids, or none; and what ends a turn of a chat."""
     value = values.get("eos_token_id")
     if value is None:
         value = reader.raw("eos_token_id")
@@ -72,4 +72,4 @@ def eos_token_ids(values: dict[str, Any], reader: ConfigReader, tokenizer: Token
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(id) is int and id >= 0 for id in ids):
         raise UserError(f"eos_token_id={value!r} of the checkpoint is neither an id nor a list of ids")
-    return frozenset(ids)
+    return frozenset([*ids, *(tokenizer.turn_end_ids if tokenizer else ())])

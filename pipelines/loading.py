@@ -21,7 +21,7 @@ from models.checkpoint import (
 from models.config import ConfigReader
 from models.hub import find_folder
 from models.registry import find_architecture
-from models.tokenizer import Tokenizer
+from models.tokenizers import Tokenizer, load_tokenizer
 from pipelines.engine import Engine
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
 from pipelines.engine.request import ContextLimit
@@ -114,9 +114,9 @@ def _tokenizer(config: ModelConfig, folder: Path) -> Tokenizer | None:
     if config.tokenizer is None:
         return None
     if not config.tokenizer:
-        return Tokenizer.load(folder)
+        return load_tokenizer(folder)
     own = Path(config.tokenizer).expanduser()
-    tokenizer = Tokenizer.load(own) if own.is_dir() else None
+    tokenizer = load_tokenizer(own) if own.is_dir() else None
     if tokenizer is None:
         raise UserError(
             f"model.tokenizer={config.tokenizer} is not a folder with tokenizer files: give such a folder, or null for none"

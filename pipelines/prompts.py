@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from conf.errors import UserError
-from models.tokenizer import Tokenizer
+from models.tokenizers import Tokenizer
 
 SUFFIXES = (".txt", ".jsonl")
 INPUTS = ("prompt", "messages", "prompt_token_ids", "src")
@@ -289,9 +289,9 @@ class PromptEncoder:
         if messages is not None:
             if not self._use_templates:
                 raise UserError("messages need a chat template, but predict.chat_template=none: give auto or a path")
-            text = tokenizer.apply_chat_template(messages, self._template)
-            _check_unicode(text)
-            return EncodedPrompt(text, tokenizer.encode(text, add_special_tokens=False))  # the template wrote any BOS
+            for message in messages:
+                _check_unicode(message["content"])
+            return EncodedPrompt(*tokenizer.encode_messages(messages, self._template))
         assert row.prompt is not None
         _check_unicode(row.prompt)
         token_ids = tokenizer.encode(row.prompt, self._add_special_tokens)

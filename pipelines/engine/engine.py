@@ -11,7 +11,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from models.batch import KVCache
 from models.causal_lm import CausalLM
-from models.tokenizer import Tokenizer
+from models.tokenizers import Tokenizer
 from pipelines.engine.batch import build_batch
 from pipelines.engine.beam_search import BeamSearch
 from pipelines.engine.block_manager import BlockManager

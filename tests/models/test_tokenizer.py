@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from conf.errors import UserError
-from models.tokenizer import Tokenizer
+from models.tokenizers import Tokenizer, load_tokenizer
 from tests.tokenizers_for_tests import TEXTS, TRICKY, byte_fallback, byte_level, save
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def load(folder: Path) -> Tokenizer:
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
     return tokenizer
 
@@ -43,8 +43,8 @@ def test_special_tokens_only_where_asked_for(tokenizer: Tokenizer) -> None:
 
 
 def test_templates(tokenizer: Tokenizer) -> None:
-    assert tokenizer.apply_chat_template(MESSAGES, None) == "<s>[user] hi\n[assistant] "
-    assert tokenizer.apply_chat_template(MESSAGES, "{{ messages[0].content | upper }}") == "HI"
+    assert tokenizer.encode_messages(MESSAGES, None)[0] == "<s>[user] hi\n[assistant] "
+    assert tokenizer.encode_messages(MESSAGES, "{{ messages[0].content | upper }}")[0] == "HI"
 
 
 @pytest.mark.parametrize(
@@ -58,26 +58,26 @@ def test_templates(tokenizer: Tokenizer) -> None:
 )
 def test_a_template_that_fails_is_one_clear_error(tokenizer: Tokenizer, template: str) -> None:
     with pytest.raises(UserError, match="the chat template does not take these messages"):
-        tokenizer.apply_chat_template(MESSAGES, template)
+        tokenizer.encode_messages(MESSAGES, template)
 
 
 def test_no_template_names_the_remedy(tmp_path: Path) -> None:
     byte_level().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(UserError, match="has no chat template: give predict.chat_template=PATH"):
-        load(tmp_path).apply_chat_template(MESSAGES, None)
+        load(tmp_path).encode_messages(MESSAGES, None)
 
 
 def test_a_folder_without_tokenizer_files_has_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert Tokenizer.load(tmp_path) is None
+    assert load_tokenizer(tmp_path) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"model": 3}', "[]"])
 def test_damaged_files_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match="the tokenizer in .* cannot be read"):
-        Tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_code_in_a_checkpoint_is_never_run(tmp_path: Path) -> None:
@@ -86,5 +86,5 @@ def test_code_in_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with contextlib.suppress(UserError):  # refused or read as a plain tokenizer, either will do
-        Tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()

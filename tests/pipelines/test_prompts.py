@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from conf.errors import UserError
-from models.tokenizer import Tokenizer
+from models.tokenizers import Tokenizer, load_tokenizer
 from pipelines.prompts import PromptEncoder, PromptRow, Prompts, read_prompts, rows_from_python
 
 BOS, EOS = "<s>", "</s>"
@@ -69,7 +69,7 @@ def save_tokenizer(folder: Path, **settings: Any) -> Tokenizer:
     library.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS} | settings
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
     return tokenizer
 

@@ -30,14 +30,14 @@ import json, os, signal, sys
 from pathlib import Path
 from conf.compose import dump
 from conf.schema import DecodeConfig, DeviceConfig, DeviceType, ModelConfig, PredictConfig, RunConfig
-from models.tokenizer import Tokenizer
+from models.tokenizers import Tokenizer, load_tokenizer
 from pipelines.journal import Journal
 from pipelines.predict import run_predict
 
 model, data, base, decode, moments = json.loads(sys.argv[1])
 device = DeviceConfig(DeviceType.cpu, threads=1)
 config = RunConfig(model=ModelConfig(path=model), decode=DecodeConfig(**decode), device=device)
-Tokenizer.load(Path(model))  # for all that this imports
+load_tokenizer(Path(model))  # for all that this imports
 
 
 def before(owner, name, moment, half=False):

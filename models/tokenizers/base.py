@@ -1,0 +1,51 @@
+"""What the pipelines need of any tokenizer, with the same rules for every family."""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from conf.errors import UserError
+
+Message = dict[str, Any]
+"""A text "role" and a text "content"."""
+
+
+class Tokenizer(ABC):
+    folder: Path
+    bos_token_id: int | None
+    eos_token_id: int | None
+    turn_end_ids: tuple[int, ...] = ()
+    """Tokens besides eos that end an answer in this family's conversations."""
+
+    @abstractmethod
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    @abstractmethod
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        """Exactly the tokens' text: no clean-up of spaces, whatever the tokenizer's settings say."""
+
+    def encode_messages(self, messages: list[Message], template: str | None) -> tuple[str, list[int]]:
+        """The conversation as text and as token ids, ready for the assistant's turn. `template` is Jinja source; None: the family's own.
+
+        Raises UserError where there is no template and where the template refuses the messages.
+        """
+        if template is None:
+            token_ids = self._own_format(messages)
+            return self.decode(token_ids, skip_special_tokens=False), token_ids
+        try:
+            rendered, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True)
+        except Exception as error:  # the template's own raise_exception, or any fault of its Jinja
+            raise UserError(f"the chat template does not take these messages: {error}") from error
+        return rendered[0], self.encode(rendered[0], add_special_tokens=False)  # the template wrote any BOS
+
+    def _own_format(self, messages: list[Message]) -> list[int]:
+        """Token ids of a conversation as the family's own code writes them. Raises UserError for a role that it does not know."""
+        raise UserError(
+            f"the tokenizer in {self.folder} has no chat template: give predict.chat_template=PATH, or prompts instead of messages"
+        )
+
+
+def refuse_role(message: Message, known: str) -> UserError:
+    return UserError(f"the chat template does not take these messages: role {message['role']!r} is none of {known}")

@@ -1,0 +1,54 @@
+"""Tokenizer files that transformers reads: tokenizer.json, or vocab.json with merges.txt. No remote code."""
+
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
+
+from conf.errors import UserError
+from models.tokenizers.base import Message, Tokenizer
+from models.tokenizers.chat import LLAMA2
+
+SETTINGS = ("tokenizer_config.json", "config.json", "tokenizer.json")  # without one of them it can only be GPT-2's
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError if the files cannot be read."""
+        self.folder = folder
+        try:
+            self._tokenizer: PreTrainedTokenizerBase = _read(folder)
+        except Exception as error:  # whatever a damaged file makes the library raise
+            raise UserError(
+                f"the tokenizer in {folder} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            ) from error
+        self.bos_token_id = cast(int | None, self._tokenizer.bos_token_id)
+        self.eos_token_id = cast(int | None, self._tokenizer.eos_token_id)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return cast(list[int], self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        text = self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return cast(str, text)
+
+    def encode_messages(self, messages: list[Message], template: str | None) -> tuple[str, list[int]]:
+        if template is None and not self._tokenizer.chat_template:
+            if self._tokenizer.bos_token != "<s>" or "[INST]" in self._tokenizer.get_vocab():
+                self._own_format(messages)  # raises
+            template = LLAMA2  # Llama 2's files hold none, because it was code
+        try:
+            text: Any = self._tokenizer.apply_chat_template(
+                messages, chat_template=template, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # the template's own raise_exception, or any fault of its Jinja
+            raise UserError(f"the chat template does not take these messages: {error}") from error
+        return text, self.encode(text, add_special_tokens=False)
+
+
+def _read(folder: Path) -> PreTrainedTokenizerBase:
+    if not any((folder / name).is_file() for name in SETTINGS):
+        return GPT2Tokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

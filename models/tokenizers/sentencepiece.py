@@ -1,0 +1,161 @@
+"""SentencePiece vocabularies read directly: Llama, Baichuan, ChatGLM. Pieces are the library's; what stands around them is the family's."""
+
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from sentencepiece import SentencePieceProcessor
+
+from conf.errors import UserError
+from models.tokenizers.base import Message, Tokenizer, refuse_role
+from models.tokenizers.chat import LLAMA2
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """Llama's: BOS before a text, and special tokens where a text names them."""
+
+    def __init__(self, file: Path, specials: Mapping[str, int] | None = None) -> None:
+        """`specials`: tokens beyond the vocabulary's own, by name. Raises UserError if the file cannot be read."""
+        self.folder = file.parent
+        try:
+            self._pieces = SentencePieceProcessor(model_file=str(file))
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"the tokenizer in {file.parent} cannot be read: {file.name}: {error}") from error
+        control = range(self._pieces.get_piece_size())
+        own = {self._pieces.id_to_piece(id): id for id in control if self._pieces.is_control(id)}
+        self._specials = own | dict(specials or {})
+        self._special_names = {id: name for name, id in self._specials.items()}
+        self.bos_token_id = self._pieces.bos_id() if self._pieces.bos_id() >= 0 else None
+        self.eos_token_id = self._pieces.eos_id() if self._pieces.eos_id() >= 0 else None
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        begin = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
+        named = "|".join(re.escape(name) for name in sorted(self._specials, key=len, reverse=True))
+        parts = re.split(f"({named})", text)  # every second part is a special token
+        ids = [[self._specials[part]] if i % 2 else self._encode_pieces(part) for i, part in enumerate(parts)]
+        return begin + list(itertools.chain.from_iterable(ids))
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        text = []
+        for is_special, run in itertools.groupby(token_ids, self._is_special):
+            if not is_special:
+                text.append(self._decode_pieces(list(run)))
+            elif not skip_special_tokens:
+                text += [self._special_names.get(id, "") for id in run]
+        return "".join(text)
+
+    def _is_special(self, id: int) -> bool:
+        return id in self._special_names or id >= self._pieces.get_piece_size()
+
+    def _encode_pieces(self, text: str) -> list[int]:
+        ids: list[int] = self._pieces.encode(text)
+        return ids
+
+    def _decode_pieces(self, ids: list[int]) -> str:
+        text: str = self._pieces.decode(ids)
+        return text
+
+    def _own_format(self, messages: list[Message]) -> list[int]:
+        return self.encode_messages(messages, LLAMA2)[1]
+
+
+class BaichuanTokenizer(SentencePieceTokenizer):
+    """Turns are marked by ids that generation_config.json names (Baichuan-13B-Chat, Baichuan2-Chat)."""
+
+    def __init__(self, file: Path, turns: Mapping[str, object], eos_after_answers: bool) -> None:
+        """`turns`: the ids that open the turns of user and assistant; other than numbers in a model that is not for chats."""
+        super().__init__(file)
+        self._turns = {role: id for role, id in turns.items() if isinstance(id, int)}
+        self._eos_after_answers = eos_after_answers
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._encode_pieces(text)  # nothing is added, and special tokens are not read from a text
+
+    def _own_format(self, messages: list[Message]) -> list[int]:
+        if len(self._turns) < 2:
+            return Tokenizer._own_format(self, messages)  # raises: there is none
+        ids: list[int] = []
+        for i, message in enumerate(messages):
+            if message["role"] == "system" and i == 0 and not self._eos_after_answers:
+                ids += self._encode_pieces(message["content"])
+            elif message["role"] not in self._turns:
+                raise refuse_role(
+                    message, "user, assistant" if self._eos_after_answers else "system (first), user, assistant"
+                )
+            else:
+                ids += [self._turns[message["role"]], *self._encode_pieces(message["content"])]
+                if message["role"] == "assistant" and self._eos_after_answers and self.eos_token_id is not None:
+                    ids.append(self.eos_token_id)
+        return [*ids, self._turns["assistant"]]
+
+
+class ChatGLM2Tokenizer(SentencePieceTokenizer):
+    """ChatGLM2 and ChatGLM3: [gMASK] sop before a text; special tokens follow the pieces and are not read from a text."""
+
+    NAMES = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
+    ROLES = ("system", "user", "assistant", "observation")  # of ChatGLM3
+
+    def __init__(self, file: Path, has_roles: bool) -> None:
+        super().__init__(file)
+        names = self.NAMES + (tuple(f"<|{role}|>" for role in self.ROLES) if has_roles else ())
+        first = self._pieces.get_piece_size()
+        self._specials |= {name: first + i for i, name in enumerate(names)}
+        self._special_names = {id: name for name, id in self._specials.items()}
+        self._prefix = [self._specials["[gMASK]"], self._specials["sop"]]
+        self._has_roles = has_roles
+        if has_roles:
+            self.turn_end_ids = (self._specials["<|user|>"], self._specials["<|observation|>"])
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return (self._prefix if add_special_tokens else []) + self._encode_pieces(text)
+
+    def _own_format(self, messages: list[Message]) -> list[int]:
+        if not self._has_roles:
+            return self.encode(rounds(messages, first=1, gap="\n\n"), add_special_tokens=True)
+        ids = list(self._prefix)
+        for message in messages:
+            if message["role"] not in self.ROLES:
+                raise refuse_role(message, ", ".join(self.ROLES))
+            ids.append(self._specials[f"<|{message['role']}|>"])
+            ids += self._encode_pieces(f"{message.get('metadata', '')}\n") + self._encode_pieces(message["content"])
+        return [*ids, self._specials["<|assistant|>"]]
+
+
+class ChatGLMTokenizer(SentencePieceTokenizer):
+    """ChatGLM-6B: [gMASK] <sop> after a text; line breaks, tabs and runs of spaces are pieces of their own."""
+
+    MOST_BLANKS = 80
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        suffix = [self._pieces.piece_to_id(name) for name in ("[gMASK]", "<sop>")] if add_special_tokens else []
+        return self._encode_pieces(text) + suffix
+
+    def _encode_pieces(self, text: str) -> list[int]:
+        text = text.replace("\n", "<n>").replace("\t", "<|tab|>")
+        return super()._encode_pieces(
+            re.sub(f" {{2,{self.MOST_BLANKS}}}", lambda run: f"<|blank_{len(run[0])}|>", text)
+        )
+
+    def _decode_pieces(self, ids: list[int]) -> str:
+        text = super()._decode_pieces(ids).replace("<n>", "\n").replace("<|tab|>", "\t")
+        return re.sub(r"<\|blank_(\d\d?)\|>", lambda run: " " * int(run[1]), text)
+
+    def _own_format(self, messages: list[Message]) -> list[int]:
+        asked_once = len(messages) == 1 and messages[0]["role"] == "user"
+        text = messages[0]["content"] if asked_once else rounds(messages, first=0, gap="\n")
+        return self.encode(text, add_special_tokens=True)
+
+
+def rounds(messages: list[Message], first: int, gap: str) -> str:
+    """ChatGLM's conversation as text: questions and answers in turn, numbered from `first`, the last question open."""
+    roles = [message["role"] for message in messages]
+    if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
+        raise UserError(
+            f"the chat template does not take these messages: the roles must be user and assistant in turn, not {roles}"
+        )
+    text = ""
+    for i in range(0, len(messages), 2):
+        answer = messages[i + 1]["content"] + gap if i + 1 < len(messages) else ""
+        text += f"[Round {first + i // 2}]{gap}问：{messages[i]['content']}{gap}答：{answer}"
+    return text

@@ -1,0 +1,118 @@
+"""Byte-pair ranks in tiktoken's format (a line of base64 and a rank for each token), read directly: Qwen v1, Llama 3."""
+
+import base64
+import unicodedata
+from pathlib import Path
+
+import tiktoken
+
+from conf.errors import UserError
+from models.tokenizers.base import Message, Tokenizer, refuse_role
+
+# How a text is cut before pairs are merged, as the families' own tokenizers say: Qwen's digits stand alone, Llama 3's in threes.
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_PATTERN = QWEN_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+QWEN_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
+LLAMA3_SPECIALS = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|step_id|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(2, 247)),
+)
+
+
+class TiktokenTokenizer(Tokenizer):
+    """A vocabulary of ranks, with special tokens after them."""
+
+    def __init__(self, file: Path, pattern: str, specials: tuple[str, ...]) -> None:
+        """Raises UserError if the file cannot be read."""
+        self.folder = file.parent
+        ranks = _read_ranks(file)
+        self._specials = {name: len(ranks) + i for i, name in enumerate(specials)}
+        self._encoding = tiktoken.Encoding(
+            file.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self._specials
+        )
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Special tokens that a text names are read as such."""
+        begin = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
+        ids: list[int] = self._encoding.encode(text, allowed_special="all")
+        return begin + ids
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        most = self._encoding.n_vocab - (len(self._specials) if skip_special_tokens else 0)
+        text: str = self._encoding.decode([id for id in token_ids if id < most])
+        return text
+
+    def _plain(self, text: str) -> list[int]:
+        """What somebody wrote: special tokens in it stay text."""
+        ids: list[int] = self._encoding.encode(text, disallowed_special=())
+        return ids
+
+
+class QwenTokenizer(TiktokenTokenizer):
+    """Qwen v1: texts in NFC, conversations in ChatML."""
+
+    SYSTEM = "You are a helpful assistant."  # where a conversation does not begin with its own
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file, QWEN_PATTERN, QWEN_SPECIALS)
+        self.bos_token_id = None
+        self.eos_token_id = self._specials["<|endoftext|>"]
+        self.turn_end_ids = (self._specials["<|im_start|>"], self._specials["<|im_end|>"])
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return super().encode(unicodedata.normalize("NFC", text), add_special_tokens)
+
+    def _own_format(self, messages: list[Message]) -> list[int]:
+        if not messages or messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.SYSTEM}, *messages]
+        ids: list[int] = []
+        for i, message in enumerate(messages):
+            if message["role"] not in ("user", "assistant") and not (i == 0 and message["role"] == "system"):
+                raise refuse_role(message, "system (first), user, assistant")
+            content = unicodedata.normalize("NFC", message["content"])
+            ids += [*self._opened(message["role"]), *self._plain(content), self._specials["<|im_end|>"]]
+            ids += self._plain("\n")
+        return ids + self._opened("assistant")
+
+    def _opened(self, role: str) -> list[int]:
+        return [self._specials["<|im_start|>"], *self._plain(f"{role}\n")]
+
+
+class Llama3Tokenizer(TiktokenTokenizer):
+    """Llama 3 as Meta ships it: `tokenizer.model` holds ranks."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file, LLAMA3_PATTERN, LLAMA3_SPECIALS)
+        self.bos_token_id = self._specials["<|begin_of_text|>"]
+        self.eos_token_id = self._specials["<|end_of_text|>"]
+        self.turn_end_ids = (self._specials["<|eot_id|>"], self._specials["<|eom_id|>"])
+
+    def _own_format(self, messages: list[Message]) -> list[int]:
+        ids = [self._specials["<|begin_of_text|>"]]
+        for message in messages:
+            ids += [*self._opened(message["role"]), *self._plain(f"\n\n{message['content'].strip()}")]
+            ids.append(self._specials["<|eot_id|>"])
+        return [*ids, *self._opened("assistant"), *self._plain("\n\n")]
+
+    def _opened(self, role: str) -> list[int]:
+        return [self._specials["<|start_header_id|>"], *self._plain(role), self._specials["<|end_header_id|>"]]
+
+
+def _read_ranks(file: Path) -> dict[bytes, int]:
+    try:
+        lines = [line.split() for line in file.read_bytes().splitlines() if line]
+        return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except (OSError, ValueError) as error:
+        raise UserError(f"the tokenizer in {file.parent} cannot be read: {file.name}: {error}") from error

@@ -1,0 +1,176 @@
+"""Tokenizers of families against their original classes and published vectors, on the real vocabularies and on tiny ones."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.errors import UserError
+from models.tokenizers import Tokenizer, load_tokenizer
+from tests.builders import SHARED
+
+pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
+
+REAL = SHARED / "data" / "tokenizers"
+TINY = SHARED / "goldens"
+PROMPTS = "prompt_vectors.json"
+
+
+def load(folder: Path) -> Tokenizer:
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def real(name: str, tmp_path: Path, **config: Any) -> Tokenizer:
+    """The real vocabulary beside a config.json that names its family."""
+    for file in (REAL / name).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return load(tmp_path)
+
+
+def conversation(*texts: str, system: str | None = None) -> list[dict[str, str]]:
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    return [{"role": "system", "content": system}, *messages] if system is not None else messages
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama3", "qwen2", "gpt2"])
+def test_published_vectors(name: str) -> None:
+    tokenizer = load(REAL / name)
+    for case in json.loads((REAL / name / "vectors.json").read_text(encoding="utf-8"))["cases"]:
+        assert tokenizer.encode(case["text"], add_special_tokens=False) == case["ids"]
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama3", "qwen2", "gpt2", "qwen1", "chatglm2", "baichuan1"])
+def test_texts_come_back(name: str, tmp_path: Path) -> None:
+    family = {"qwen1": "qwen", "chatglm2": "chatglm", "baichuan1": "baichuan"}.get(name)
+    tokenizer = real(name, tmp_path, model_type=family) if family else load(REAL / name)
+    for file in sorted((SHARED / "data" / "text").rglob("*.txt")):
+        text = file.read_text(encoding="utf-8")[:20_000]
+        for line in text.split("\n"):
+            assert tokenizer.decode(tokenizer.encode(line, False), skip_special_tokens=False) == line
+
+
+@pytest.mark.parametrize("family", ["chatglm", "chatglm2", "chatglm3", "baichuan-13b", "baichuan2-7b", "qwen"])
+def test_equals_the_original_class(family: str) -> None:
+    tokenizer = load(TINY / family)
+    golden = json.loads((TINY / family / "tokenizer_golden.json").read_text(encoding="utf-8"))
+    for case in golden["texts"]:
+        assert tokenizer.encode(case["text"], add_special_tokens=False) == case["ids"]
+        assert tokenizer.encode(case["text"], add_special_tokens=True) == case.get("ids_with_special", case["ids"])
+        # Qwen reads special tokens in a text; the others have none to show.
+        assert tokenizer.decode(case["ids"], skip_special_tokens=family != "qwen") == case["decode_of_ids"]
+    for case in golden["chat"]:
+        text, ids = tokenizer.encode_messages(messages_of(case), None)
+        assert ids == case["ids"]
+        if "prompt" in case and family == "qwen":
+            assert text == case["prompt"]
+
+
+def messages_of(case: dict[str, Any]) -> list[dict[str, str]]:
+    if "messages" in case:
+        return list(case["messages"])
+    if case["history"] and isinstance(case["history"][0], dict):
+        return [*case["history"], {"role": case["role"], "content": case["query"]}]
+    texts = [text for turn in case["history"] for text in turn]
+    return conversation(*texts, case["query"], system=case.get("system"))
+
+
+def test_llama2_conversations(tmp_path: Path) -> None:
+    tokenizer = real("llama2", tmp_path, model_type="llama")
+    vectors = json.loads((TINY / PROMPTS).read_text(encoding="utf-8"))["llama-2-chat"]
+    one, two = vectors["no_system_1turn"], vectors["system_2turns"]
+    assert tokenizer.encode_messages(conversation(" Hi there "), None) == (one["text"], one["ids"])
+    messages = conversation("Hi there", "Hello! How can I help?", "What is 2+2?", system="You are a helpful assistant.")
+    assert tokenizer.encode_messages(messages, None) == (two["text"], two["ids"])
+    with pytest.raises(UserError, match="the chat template does not take these messages: the roles are system"):
+        tokenizer.encode_messages([{"role": "tool", "content": "x"}], None)
+
+
+def test_llama3_conversations() -> None:
+    tokenizer = load(REAL / "llama3")
+    vectors = json.loads((TINY / PROMPTS).read_text(encoding="utf-8"))["llama-3-instruct"]
+    for name, id in vectors["special_ids"].items():
+        assert tokenizer.encode(name, add_special_tokens=False) == [id]
+    one, two = vectors["1turn"], vectors["system_2turns"]
+    assert tokenizer.encode_messages(conversation("Hi there"), None) == (one["text"], one["ids"])
+    messages = conversation("Hi there", "Hello! How can I help?", "What is 2+2?", system="You are a helpful assistant.")
+    assert tokenizer.encode_messages(messages, None) == (two["text"], two["ids"])
+    assert tokenizer.encode("x", add_special_tokens=True)[0] == tokenizer.bos_token_id == 128000
+
+
+def test_qwen_conversations(tmp_path: Path) -> None:
+    tokenizer = real("qwen1", tmp_path, model_type="qwen")
+    vectors = json.loads((TINY / PROMPTS).read_text(encoding="utf-8"))["qwen-7b-chat (v1)"]
+    for text, ids in vectors["plain"].items():
+        assert tokenizer.encode(text, add_special_tokens=True) == ids
+    messages = conversation("Hi there", "Hello! How can I help?", "What is 2+2?", system="You are a helpful assistant.")
+    assert tokenizer.encode_messages(messages, None)[1] == vectors["system_2turns"]["ids"]
+    assert tokenizer.encode_messages(messages[1:], None)[1] == vectors["system_2turns"]["ids"]
+    empty = vectors["empty_system_1turn"]
+    assert tokenizer.encode_messages(conversation("Hi there", system=""), None) == (empty["text"], empty["ids"])
+
+
+def test_chatglm_conversations(tmp_path: Path) -> None:
+    tokenizer = real("chatglm-6b", tmp_path, model_type="chatglm")
+    vectors = json.loads((TINY / PROMPTS).read_text(encoding="utf-8"))["chatglm-6b (v1)"]
+    for text, ids in vectors["plain"].items():
+        assert tokenizer.encode(text, add_special_tokens=True) == ids
+    two = vectors["2turns"]
+    assert tokenizer.encode(two["text"], add_special_tokens=True) == two["ids"]
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_chatglm2_and_3_conversations(version: int, tmp_path: Path) -> None:
+    tokenizer = real("chatglm2", tmp_path, model_type="chatglm", seq_length=32768 if version == 2 else 8192)
+    vectors = json.loads((TINY / PROMPTS).read_text(encoding="utf-8"))[f"chatglm{version}-6b"]
+    assert tokenizer.encode_messages(conversation("你好"), None)[1] == vectors["1turn"]["ids"]
+    answer = f"你好👋！我是人工智能助手 ChatGLM{version}-6B，很高兴见到你，欢迎问我任何问题。"
+    messages = conversation("你好", answer, "晚上睡不着应该怎么办")
+    assert tokenizer.encode_messages(messages, None)[1] == vectors["2turns"]["ids"]
+    wrong = [{"role": "tool", "content": "x"}]
+    with pytest.raises(
+        UserError, match="the chat template does not take these messages: (the roles must be|role 'tool')"
+    ):
+        tokenizer.encode_messages(wrong, None)
+
+
+def test_baichuan_conversations(tmp_path: Path) -> None:
+    tokenizer = real("baichuan1", tmp_path, model_type="baichuan")
+    with pytest.raises(UserError, match="has no chat template: give predict.chat_template=PATH"):
+        tokenizer.encode_messages(conversation("你好"), None)  # the base model names no ids for turns
+    (tmp_path / "generation_config.json").write_text('{"user_token_id": 195, "assistant_token_id": 196}')
+    chat, vectors = load(tmp_path), json.loads((TINY / PROMPTS).read_text(encoding="utf-8"))["baichuan-13b-chat (v1)"]
+    for text, ids in vectors["plain"].items():
+        assert chat.encode(text, add_special_tokens=True) == ids
+    ids = chat.encode_messages(conversation(*vectors["2turns"]["messages"]), None)[1]
+    assert [id for id in ids if id != chat.eos_token_id] == vectors["2turns"]["ids"]  # of the code before eos was added
+    with pytest.raises(UserError, match="role 'system' is none of user, assistant"):
+        chat.encode_messages(conversation("x", system="y"), None)
+
+
+def test_a_template_of_ones_own_wins(tmp_path: Path) -> None:
+    tokenizer = real("llama2", tmp_path, model_type="llama")
+    text, ids = tokenizer.encode_messages(conversation("Hi"), "{{ messages[0].content }}!")
+    assert (text, ids) == ("Hi!", tokenizer.encode("Hi!", add_special_tokens=False))
+    with pytest.raises(UserError, match="the chat template does not take these messages: no"):
+        tokenizer.encode_messages(conversation("Hi"), "{{ raise_exception('no') }}")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "config"),
+    [
+        ("tokenizer.model", b"\nnonsense", {"model_type": "llama"}),
+        ("tokenizer.model", b"", {"model_type": "baichuan"}),
+        ("ice_text.model", b"x", {"model_type": "chatglm"}),
+        ("qwen.tiktoken", b"not base64 at all\n", {"model_type": "qwen"}),
+        ("qwen.tiktoken", b"IQ==\n", {"model_type": "qwen"}),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, file: str, content: bytes, config: dict[str, str]) -> None:
+    (tmp_path / file).write_bytes(content)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"the tokenizer in {tmp_path} cannot be read: {file}"):
+        load_tokenizer(tmp_path)
