@@ -19,6 +19,19 @@ HARMLESS = frozenset(
 )
 
 
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; empty where the file is not there. Raises UserError for what is none."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, too long a number, too deep
+        raise UserError(f"{file} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{file} holds a {type(values).__name__}, not a JSON object")
+    return values
+
+
 class ConfigReader:
     """Reads keys of one JSON object by type and remembers which were read. `where` names the object in errors."""
 
@@ -30,17 +43,9 @@ class ConfigReader:
     @classmethod
     def from_folder(cls, folder: Path) -> "ConfigReader":
         file = folder / "config.json"
-        try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(
-                f"{folder} has no config.json: model.path must be a folder in Hugging Face layout"
-            ) from None
-        except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, too long a number, too deep
-            raise UserError(f"{file} cannot be read: {error}") from error
-        if not isinstance(values, dict):
-            raise UserError(f"{file} holds a {type(values).__name__}, not a JSON object")
-        return cls(values, str(file))
+        if not file.is_file():
+            raise UserError(f"{folder} has no config.json: model.path must be a folder in Hugging Face layout")
+        return cls(read_json(file), str(file))
 
     def get(self, key: str, kind: type[T], default: T) -> T:
         """The value of an optional key; null counts as absent."""

@@ -1,8 +1,6 @@
 """generation_config.json: what a checkpoint suggests for decoding, in transformers' terms."""
 
-import json
 import logging
-from pathlib import Path
 from typing import Any
 
 from conf.decoding import NEUTRAL, DecodeConfig
@@ -25,20 +23,6 @@ OTHER = {
     "transformers_version",
     "_from_model_config",
 }
-
-
-def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Empty where the folder has none. Raises UserError for a file that is no JSON object."""
-    file = folder / FILE
-    if not file.is_file():
-        return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{file} holds a {type(values).__name__}, not a JSON object")
-    return values
 
 
 def decode_defaults(values: dict[str, Any], context_length: int) -> dict[str, Any]:

@@ -18,14 +18,14 @@ from models.checkpoint import (
     load_checkpoint,
     open_checkpoint,
 )
-from models.config import ConfigReader
+from models.config import ConfigReader, read_json
 from models.hub import find_folder
 from models.registry import find_architecture
 from models.tokenizers import Tokenizer, load_tokenizer
 from pipelines.engine import Engine
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
 from pipelines.engine.request import ContextLimit
-from pipelines.generation_config import decode_defaults, eos_token_ids, read_generation_config
+from pipelines.generation_config import FILE, decode_defaults, eos_token_ids
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def load_engine(
     shape: ModelShape = architecture.read_config(reader)
     context = _context(run.model, shape, reader)
     tokenizer = _tokenizer(run.model, folder)
-    generation_config = read_generation_config(folder)
+    generation_config = read_json(folder / FILE)
     eos = eos_token_ids(generation_config, reader, tokenizer)
     decode = decode_defaults(generation_config, context.num_tokens)
     if unread := reader.unread():

@@ -290,6 +290,7 @@ class PromptEncoder:
             if not self._use_templates:
                 raise UserError("messages need a chat template, but predict.chat_template=none: give auto or a path")
             for message in messages:
+                _check_unicode(message["role"])
                 _check_unicode(message["content"])
             return EncodedPrompt(*tokenizer.encode_messages(messages, self._template))
         assert row.prompt is not None

@@ -3,12 +3,11 @@
 Which family's rules hold is told by config.json (its model_type and, where families share one, other fields of it).
 """
 
-import json
 from pathlib import Path
-from typing import Any
 
-from conf.errors import UserError
+from models.config import read_json
 from models.tokenizers.base import Message, Tokenizer
+from models.tokenizers.chat import LLAMA2
 from models.tokenizers.huggingface import HuggingFaceTokenizer
 from models.tokenizers.sentencepiece import (
     BaichuanTokenizer,
@@ -25,7 +24,7 @@ CHATGLM3_LENGTH = 8192  # seq_length of ChatGLM3-6B's config.json; otherwise it 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
     """The folder's tokenizer, or None where it holds no tokenizer files. Raises UserError if they cannot be read."""
-    config = _json(folder / "config.json") | _json(folder / "tokenizer_config.json")
+    config = read_json(folder / "config.json") | read_json(folder / "tokenizer_config.json")
     kind, pieces = config.get("model_type") or config.get("tokenizer_class"), folder / "tokenizer.model"
     if kind in ("qwen", "QWenTokenizer") and (folder / "qwen.tiktoken").is_file():
         return QwenTokenizer(folder / "qwen.tiktoken")
@@ -35,12 +34,13 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         name = str(config.get("_name_or_path"))
         return ChatGLM2Tokenizer(pieces, has_roles="chatglm3" in name or config.get("seq_length") == CHATGLM3_LENGTH)
     if kind in ("baichuan", "BaichuanTokenizer") and pieces.is_file():
-        generation = _json(folder / "generation_config.json")
+        generation = read_json(folder / "generation_config.json")
         turns = {role: generation.get(f"{role}_token_id") for role in ("user", "assistant")}
-        is_second = _json(folder / "config.json").get("tokenizer_class") == "BaichuanTokenizer"
+        is_second = read_json(folder / "config.json").get("tokenizer_class") == "BaichuanTokenizer"
         return BaichuanTokenizer(pieces, turns, eos_after_answers=not is_second)
     if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
-        return HuggingFaceTokenizer(folder)
+        is_llama2 = kind == "llama" and pieces.is_file() and _is_sentencepiece(pieces)
+        return HuggingFaceTokenizer(folder, LLAMA2 if is_llama2 else None)
     if pieces.is_file():
         return SentencePieceTokenizer(pieces) if _is_sentencepiece(pieces) else Llama3Tokenizer(pieces)
     return HuggingFaceTokenizer(folder) if (folder / "tokenizer_config.json").is_file() else None
@@ -50,14 +50,3 @@ def _is_sentencepiece(file: Path) -> bool:
     """A protobuf whose first field is a piece; tiktoken's ranks, which share the name, are lines of base64."""
     with open(file, "rb") as opened:
         return opened.read(1) == b"\n"
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """Empty where there is none."""
-    if not file.is_file():
-        return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
-    return values if isinstance(values, dict) else {}

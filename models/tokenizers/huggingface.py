@@ -7,14 +7,13 @@ from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
 from conf.errors import UserError
 from models.tokenizers.base import Message, Tokenizer
-from models.tokenizers.chat import LLAMA2
 
 SETTINGS = ("tokenizer_config.json", "config.json", "tokenizer.json")  # without one of them it can only be GPT-2's
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    def __init__(self, folder: Path) -> None:
-        """Raises UserError if the files cannot be read."""
+    def __init__(self, folder: Path, template: str | None = None) -> None:
+        """`template`: the family's, where the files hold none. Raises UserError if the files cannot be read."""
         self.folder = folder
         try:
             self._tokenizer: PreTrainedTokenizerBase = _read(folder)
@@ -22,6 +21,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(
                 f"the tokenizer in {folder} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             ) from error
+        self._template = template
         self.bos_token_id = cast(int | None, self._tokenizer.bos_token_id)
         self.eos_token_id = cast(int | None, self._tokenizer.eos_token_id)
 
@@ -35,10 +35,9 @@ class HuggingFaceTokenizer(Tokenizer):
         return cast(str, text)
 
     def encode_messages(self, messages: list[Message], template: str | None) -> tuple[str, list[int]]:
-        if template is None and not self._tokenizer.chat_template:
-            if self._tokenizer.bos_token != "<s>" or "[INST]" in self._tokenizer.get_vocab():
-                self._own_format(messages)  # raises
-            template = LLAMA2  # Llama 2's files hold none, because it was code
+        template = template or self._tokenizer.chat_template or self._template
+        if template is None:
+            self._own_format(messages)  # raises: there is none
         try:
             text: Any = self._tokenizer.apply_chat_template(
                 messages, chat_template=template, add_generation_prompt=True, tokenize=False
