@@ -15,6 +15,8 @@ HARMLESS = frozenset(
     _name_or_path architectures attention_dropout auto_map bos_token_id dtype eos_token_id initializer_range is_llama_config
     max_sequence_length model_max_length model_type pad_token_id pretraining_tp tokenizer_class torch_dtype
     transformers_version unsloth_version use_cache _attn_implementation_autoset
+    attention_softmax_in_fp32 bias_dropout_fusion hidden_dropout masked_softmax_fusion offset_alibi skip_bias_add
+    skip_bias_add_qkv slow_but_exact unk_token_id
     """.split()
 )
 
