@@ -17,6 +17,8 @@ HARMLESS = frozenset(
     transformers_version unsloth_version use_cache _attn_implementation_autoset
     attention_softmax_in_fp32 bias_dropout_fusion hidden_dropout masked_softmax_fusion offset_alibi skip_bias_add
     skip_bias_add_qkv slow_but_exact unk_token_id
+    attn_pdrop embd_pdrop n_ctx reorder_and_upcast_attn resid_pdrop summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj task_specific_params
     """.split()
 )
 
