@@ -19,6 +19,7 @@ HARMLESS = frozenset(
     skip_bias_add_qkv slow_but_exact unk_token_id
     attn_pdrop embd_pdrop n_ctx reorder_and_upcast_attn resid_pdrop summary_activation summary_first_dropout
     summary_proj_to_labels summary_type summary_use_proj task_specific_params
+    activation_dropout dropout init_std layerdrop prefix
     """.split()
 )
 
