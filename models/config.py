@@ -20,6 +20,7 @@ HARMLESS = frozenset(
     attn_pdrop embd_pdrop n_ctx reorder_and_upcast_attn resid_pdrop summary_activation summary_first_dropout
     summary_proj_to_labels summary_type summary_use_proj task_specific_params
     activation_dropout dropout init_std layerdrop prefix
+    cache_implementation
     """.split()
 )
 
@@ -87,9 +88,10 @@ class ConfigReader:
         values = self.get(key, dict, {})
         return ConfigReader(values, f"{self._where}: {key}") if values else None
 
-    def raw(self, key: str) -> Any:
+    def raw(self, key: str, default: Any = None) -> Any:
+        """Whatever the file holds: null too, and then not the default."""
         self._read.add(key)
-        return self._values.get(key)
+        return self._values.get(key, default)
 
     def unread(self) -> list[str]:
         """Keys that nobody asked for and that may mean something."""
