@@ -48,11 +48,8 @@ def attend(
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """float32 [H]: 2^(-8i/H); for H no power of two those of the power below it, then every other one of twice that (arXiv 2108.12409).
-
-    On the CPU, also where a model is being built without memory.
-    """
+    """float32 [H]: 2^(-8i/H); for H no power of two those of the power below it, then every other one of twice that (arXiv 2108.12409)."""
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     slopes += [2 ** (-4 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
-    return torch.tensor(slopes, dtype=torch.float32, device="cpu")
+    return torch.tensor(slopes, dtype=torch.float32, device="cpu")  # also where a model is being built without memory
