@@ -131,27 +131,33 @@ def load_checkpoint(
     Raises UserError that lists all missing, unexpected and wrong-shaped tensors.
     """
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    _compare(expected, files, ignored)
+    # Saved without its head, a checkpoint lacks the trunk's name: h.0.weight is transformer.h.0.weight.
+    full_names = {name.partition(".")[2]: name for name in expected} | {name: name for name in expected}
+    _compare(expected, files, full_names, ignored)
     total = sum(torch.Size(shape).numel() for shape in expected.values()) * dtype.itemsize
     done = 0
     for file in files:
-        for name, tensor in file.read(name for name in file.shapes if name in expected):
+        for name, tensor in file.read(name for name in file.shapes if name in full_names):
             if not tensor.is_floating_point():
                 raise UserError(
                     f"{file.path}: {name} is {tensor.dtype}, not a float: quantised checkpoints are not supported"
                 )
             # A copy, because the source is a view of the mapped file.
-            assign(model, name, tensor.to(device, dtype, copy=True))
+            assign(model, full_names[name], tensor.to(device, dtype, copy=True))
             done += tensor.numel() * dtype.itemsize
             on_bytes(done, total)
 
 
-def _compare(expected: dict[str, tuple[int, ...]], files: list[WeightFile], ignored: tuple[str, ...]) -> None:
+def _compare(
+    expected: dict[str, tuple[int, ...]], files: list[WeightFile], full_names: dict[str, str], ignored: tuple[str, ...]
+) -> None:
     found: dict[str, tuple[int, ...]] = {}
     twice = []
     for file in files:
-        twice += [name for name in file.shapes if name in found]
-        found |= file.shapes
+        for name, shape in file.shapes.items():
+            full_name = full_names.get(name, name)
+            twice += [name] if full_name in found else []
+            found[full_name] = shape
     # A head that is tied to the embedding may be in the checkpoint as a second copy.
     tied = {"lm_head.weight"} - expected.keys()
     faults = {
@@ -159,7 +165,7 @@ def _compare(expected: dict[str, tuple[int, ...]], files: list[WeightFile], igno
         "unexpected": [
             name for name in found if name not in expected and name not in tied and not name.endswith(ignored)
         ],
-        "in two files": twice,
+        "found twice": twice,
         "wrong shape": [
             f"{n} {list(found[n])}, expected {list(s)}" for n, s in expected.items() if n in found and found[n] != s
         ],

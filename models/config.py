@@ -15,6 +15,12 @@ HARMLESS = frozenset(
     _name_or_path architectures attention_dropout auto_map bos_token_id dtype eos_token_id initializer_range is_llama_config
     max_sequence_length model_max_length model_type pad_token_id pretraining_tp tokenizer_class torch_dtype
     transformers_version unsloth_version use_cache _attn_implementation_autoset
+    attention_softmax_in_fp32 bias_dropout_fusion hidden_dropout masked_softmax_fusion offset_alibi skip_bias_add
+    skip_bias_add_qkv slow_but_exact unk_token_id
+    attn_pdrop embd_pdrop n_ctx reorder_and_upcast_attn resid_pdrop summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj task_specific_params
+    activation_dropout dropout init_std layerdrop prefix
+    cache_implementation
     """.split()
 )
 
@@ -87,9 +93,10 @@ class ConfigReader:
         values = self.get(key, dict, {})
         return ConfigReader(values, f"{self._where}: {key}") if values else None
 
-    def raw(self, key: str) -> Any:
+    def raw(self, key: str, default: Any = None) -> Any:
+        """Whatever the file holds: null too, and then not the default."""
         self._read.add(key)
-        return self._values.get(key)
+        return self._values.get(key, default)
 
     def unread(self) -> list[str]:
         """Keys that nobody asked for and that may mean something."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UserError
-from models import llama
+from models import bloom, gemma2, gpt2, llama, opt, phi3
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 
@@ -19,7 +19,12 @@ class Architecture:
 
 
 ARCHITECTURES = {
+    "bloom": Architecture(bloom.read_config, bloom.Bloom),
+    "gemma2": Architecture(gemma2.read_config, gemma2.Gemma2, ignored_tensors=("rotary_emb.inv_freq",)),
+    "gpt2": Architecture(gpt2.read_config, gpt2.GPT2, ignored_tensors=(".attn.bias", ".attn.masked_bias")),
     "llama": Architecture(llama.read_config, llama.Llama, ignored_tensors=("rotary_emb.inv_freq",)),
+    "opt": Architecture(opt.read_config, opt.OPT),
+    "phi3": Architecture(phi3.read_config, phi3.Phi3, ignored_tensors=("rotary_emb.inv_freq",)),
 }
 
 

@@ -132,6 +132,17 @@ def test_inverse_frequencies_are_left_out(tmp_path: Path) -> None:
     assert_same(load(write_whole(tmp_path, tensors | extra)), tensors)
 
 
+def test_checkpoint_saved_without_its_head_lacks_the_trunks_name(tmp_path: Path) -> None:
+    tensors = make_tensors()
+    del tensors["lm_head.weight"]
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    assert_same(load(write_whole(tmp_path, bare, tie_word_embeddings=True)), tensors)
+    with pytest.raises(UserError, match=r"missing: lm_head\.weight$"):
+        load(write_whole(tmp_path, bare))
+    with pytest.raises(UserError, match=rf"found twice: ({NORM}|norm\.weight)$"):
+        load(write_whole(tmp_path, bare | {NORM: tensors[NORM].clone()}, tie_word_embeddings=True))
+
+
 def test_progress_ends_at_the_size_of_the_model(tmp_path: Path) -> None:
     tensors = make_tensors()
     calls: list[tuple[int, int]] = []
@@ -190,7 +201,7 @@ def test_wrong_shape_names_both_shapes(tmp_path: Path) -> None:
 
 def test_tensor_in_two_shards(tmp_path: Path) -> None:
     tensors = make_tensors()
-    with pytest.raises(UserError, match=rf"in two files: {NORM}$"):
+    with pytest.raises(UserError, match=rf"found twice: {NORM}$"):
         load(write_shards(tmp_path, [tensors, {NORM: tensors[NORM]}]))
 
 
@@ -199,7 +210,7 @@ def test_all_faults_are_in_one_error(tmp_path: Path) -> None:
     del tensors[QUERY], tensors["lm_head.weight"]
     with pytest.raises(UserError, match="does not hold the model") as caught:
         load(write_shards(tmp_path, [tensors, {NORM: tensors[NORM]}]))
-    for fault in (f"missing: {QUERY}, lm", "unexpected: extra", f"two files: {NORM}", f"shape: {EMBEDDING} [64, 3]"):
+    for fault in (f"missing: {QUERY}, lm", "unexpected: extra", f"found twice: {NORM}", f"shape: {EMBEDDING} [64, 3]"):
         assert fault in str(caught.value)
 
 

@@ -1,0 +1,130 @@
+"""BLOOM (arXiv 2211.05100), BLOOMZ and their kin, from config.json.
+
+T tokens, H heads, D channels per head, E hidden channels, V vocabulary, R output rows.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from conf.errors import UserError
+from models.batch import Batch, KVCache, LayerCache
+from models.causal_lm import CausalLM, ModelShape
+from models.config import ConfigReader
+from models.layers.attention import alibi_slopes, attend
+from models.layers.linear import Linear
+
+
+@dataclass(frozen=True)
+class BloomConfig(ModelShape):
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_key_value_heads: int  # one for each query head
+    head_dim: int
+    seq_length: int
+    layer_norm_epsilon: float
+    apply_residual_connection_post_layernorm: bool
+    tie_word_embeddings: bool
+
+    @property
+    def context_length(self) -> int:
+        """The length of training: ALiBi has no end of its own."""
+        return self.seq_length
+
+
+def read_config(config: ConfigReader) -> BloomConfig:
+    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    # The hub's first files say n_embed and num_attention_heads.
+    hidden_size = config.count("n_embed" if config.raw("n_embed") is not None else "hidden_size")
+    heads = config.count("num_attention_heads" if config.raw("n_head") is None else "n_head")
+    if hidden_size % heads:
+        raise UserError(f"config.json: hidden_size={hidden_size} is not a multiple of n_head={heads}")
+    config.expect("n_inner", (None, 4 * hidden_size), None)
+    return BloomConfig(
+        vocab_size=config.count("vocab_size"),
+        hidden_size=hidden_size,
+        num_hidden_layers=config.count("num_hidden_layers" if config.raw("n_layer") is None else "n_layer"),
+        num_key_value_heads=heads,
+        head_dim=hidden_size // heads,
+        seq_length=config.count("seq_length", 2048),
+        layer_norm_epsilon=config.positive("layer_norm_epsilon", 1e-5),
+        apply_residual_connection_post_layernorm=config.get("apply_residual_connection_post_layernorm", bool, False),
+        tie_word_embeddings=config.get("tie_word_embeddings", bool, True),
+    )
+
+
+class Attention(nn.Module):
+    def __init__(self, c: BloomConfig) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.query_key_value = Linear(c.hidden_size, 3 * c.hidden_size)
+        self.dense = Linear(c.hidden_size, c.hidden_size)
+
+    def forward(self, x: Tensor, slopes: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        fused = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_dim))  # [T, H, 3, D]
+        query, key, value = fused.unbind(2)  # [T, H, D] each
+        attended = attend(query, key, value, cache, batch, self.head_dim**-0.5, alibi_slopes=slopes)
+        return self.dense(attended)  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    def __init__(self, c: BloomConfig) -> None:
+        super().__init__()
+        self.dense_h_to_4h = Linear(c.hidden_size, 4 * c.hidden_size)
+        self.dense_4h_to_h = Linear(4 * c.hidden_size, c.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense_4h_to_h(gelu(self.dense_h_to_4h(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, c: BloomConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.self_attention = Attention(c)
+        self.post_attention_layernorm = nn.LayerNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.mlp = MLP(c)
+        self.keeps_normed = c.apply_residual_connection_post_layernorm
+
+    def forward(self, x: Tensor, slopes: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        normed = self.input_layernorm(x)
+        x = (normed if self.keeps_normed else x) + self.self_attention(normed, slopes, batch, cache)
+        normed = self.post_attention_layernorm(x)
+        return (normed if self.keeps_normed else x) + self.mlp(normed)  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    def __init__(self, c: BloomConfig) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.word_embeddings_layernorm = nn.LayerNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.h = nn.ModuleList(Block(c) for _ in range(c.num_hidden_layers))
+        self.ln_f = nn.LayerNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.slopes = alibi_slopes(c.num_key_value_heads)  # no buffer: float32 whatever the model's dtype
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        x = self.word_embeddings_layernorm(self.word_embeddings(batch.token_ids))  # [T, E]
+        slopes = self.slopes.to(x.device)
+        for block, layer_cache in zip(self.h, cache.layers, strict=True):
+            x = block(x, slopes, batch, layer_cache)
+        return self.ln_f(x[batch.output_rows])  # type: ignore[no-any-return]
+
+
+class Bloom(CausalLM):
+    config: BloomConfig
+
+    def __init__(self, config: BloomConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head(self) -> Tensor:
+        return self.transformer.word_embeddings.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        return self.transformer(batch, cache)  # type: ignore[no-any-return]

@@ -1,0 +1,198 @@
+"""Gemma 2 (arXiv 2408.00118), from config.json.
+
+T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, F feed-forward channels, V vocabulary, R output rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from conf.errors import UserError
+from kernels.rms_norm import rms_norm
+from kernels.rope import rope
+from models.batch import Batch, KVCache, LayerCache
+from models.causal_lm import CausalLM, ModelShape
+from models.config import ConfigReader
+from models.layers.attention import attend
+from models.layers.linear import Linear
+from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class Gemma2Config(ModelShape):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    attention_bias: bool
+    query_pre_attn_scalar: float
+    attn_logit_softcapping: float | None
+    final_logit_softcapping: float | None
+    windows: tuple[int | None, ...]  # of each layer
+    tie_word_embeddings: bool
+    rotary: RotaryConfig
+
+    @property
+    def context_length(self) -> int:
+        return self.rotary.context_length
+
+    @property
+    def keys_depend_on_length(self) -> bool:
+        return self.rotary.type == "dynamic"
+
+
+def read_config(config: ConfigReader) -> Gemma2Config:
+    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    config.raw("hidden_act")  # the hub's files repeat the activation; the original code reads hidden_activation
+    config.expect("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
+    config.expect("use_bidirectional_attention", (None, False), None)
+    heads, groups = config.count("num_attention_heads"), config.count("num_key_value_heads")
+    if heads % groups:
+        raise UserError(f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
+    head_dim = config.count("head_dim", 256)
+    if head_dim % 2:
+        raise UserError(f"config.json: head_dim={head_dim} is odd, but rotary embedding turns pairs of channels")
+    return Gemma2Config(
+        vocab_size=config.count("vocab_size"),
+        hidden_size=config.count("hidden_size"),
+        intermediate_size=config.count("intermediate_size"),
+        num_hidden_layers=config.count("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=head_dim,
+        rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
+        attention_bias=config.get("attention_bias", bool, False),
+        query_pre_attn_scalar=config.positive("query_pre_attn_scalar", 256.0),
+        attn_logit_softcapping=_read_soft_cap(config, "attn_logit_softcapping", 50.0),
+        final_logit_softcapping=_read_soft_cap(config, "final_logit_softcapping", 30.0),
+        windows=_read_windows(config),
+        tie_word_embeddings=config.get("tie_word_embeddings", bool, True),
+        rotary=read_rotary_config(config, head_dim, config.count("max_position_embeddings", 8192)),
+    )
+
+
+def _read_soft_cap(config: ConfigReader, key: str, default: float) -> float | None:
+    """None where the file says null; where it says nothing, the default."""
+    return None if config.raw(key, default) is None else config.positive(key, default)
+
+
+def _read_windows(config: ConfigReader) -> tuple[int | None, ...]:
+    """Every second layer's attention slides, from the first one on, unless layer_types says otherwise."""
+    num_layers, window = config.count("num_hidden_layers"), config.count("sliding_window", 4096)
+    types = config.raw("layer_types")
+    if types is None:
+        types = [FULL if i % 2 else SLIDING for i in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in (SLIDING, FULL) for kind in types):
+        raise UserError(f"config.json: layer_types={types!r} is not {num_layers} times {SLIDING!r} or {FULL!r}")
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+class RMSNorm(nn.Module):
+    """Multiplies by 1 + weight, and rounds to x's dtype last, as Gemma's own code does."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: Gemma2Config, window: int | None) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.scale = c.query_pre_attn_scalar**-0.5
+        self.soft_cap = c.attn_logit_softcapping
+        self.window = window
+        self.q_proj = Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=c.attention_bias)
+        self.k_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.attention_bias)
+        self.v_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.attention_bias)
+        self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=c.attention_bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        query = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H, D]
+        key = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, G, D]
+        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, G, D]
+        query, key = rope(query, cos, sin), rope(key, cos, sin)
+        attended = attend(query, key, value, cache, batch, self.scale, self.soft_cap, self.window)
+        return self.o_proj(attended)  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    def __init__(self, c: Gemma2Config) -> None:
+        super().__init__()
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, c: Gemma2Config, window: int | None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c, window)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.pre_feedforward_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = MLP(c)
+        self.post_feedforward_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x), cos, sin, batch, cache)
+        x = x + self.post_attention_layernorm(attended)
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    def __init__(self, c: Gemma2Config) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed_scale = c.hidden_size**0.5
+        self.layers = nn.ModuleList(DecoderLayer(c, window) for window in c.windows)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.rotary = RotaryEmbedding(c.rotary)
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        x = self.embed_tokens(batch.token_ids)  # [T, E]
+        # The scale is rounded to the model's dtype, as in training: 59.8665 is 59.75 in bfloat16.
+        x = x * torch.tensor(self.embed_scale, dtype=x.dtype)
+        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x = layer(x, cos, sin, batch, layer_cache)
+        return self.norm(x[batch.output_rows])  # type: ignore[no-any-return]
+
+
+class Gemma2(CausalLM):
+    config: Gemma2Config
+
+    def __init__(self, config: Gemma2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head(self) -> Tensor:
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        return self.model(batch, cache)  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] from hidden states [R, E], soft capped: c * tanh(logit / c)."""
+        logits, cap = super().logits(hidden), self.config.final_logit_softcapping
+        return logits if cap is None else cap * (logits / cap).tanh()

@@ -1,0 +1,141 @@
+"""GPT-2 and its kin, from config.json.
+
+T tokens, H heads, D channels per head, E hidden channels, F feed-forward channels, V vocabulary, R output rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from conf.errors import UserError
+from models.batch import Batch, KVCache, LayerCache
+from models.causal_lm import CausalLM, ModelShape
+from models.config import ConfigReader
+from models.layers.attention import attend
+from models.layers.linear import Linear, linear
+
+
+@dataclass(frozen=True)
+class GPT2Config(ModelShape):
+    vocab_size: int
+    n_embd: int
+    n_inner: int
+    num_hidden_layers: int
+    num_key_value_heads: int  # one for each query head
+    head_dim: int
+    n_positions: int
+    layer_norm_epsilon: float
+    scale_attn_weights: bool
+    scale_attn_by_inverse_layer_idx: bool
+    tie_word_embeddings: bool
+
+    @property
+    def context_length(self) -> int:
+        return self.n_positions
+
+
+def read_config(config: ConfigReader) -> GPT2Config:
+    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    config.expect("activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")  # two names of one function
+    config.expect("add_cross_attention", (False,), False)
+    n_embd, heads = config.count("n_embd"), config.count("n_head")
+    if n_embd % heads:
+        raise UserError(f"config.json: n_embd={n_embd} is not a multiple of n_head={heads}")
+    return GPT2Config(
+        vocab_size=config.count("vocab_size"),
+        n_embd=n_embd,
+        n_inner=config.count("n_inner", 4 * n_embd),
+        num_hidden_layers=config.count("n_layer"),
+        num_key_value_heads=heads,
+        head_dim=n_embd // heads,
+        n_positions=config.count("n_positions", 1024),
+        layer_norm_epsilon=config.positive("layer_norm_epsilon", 1e-5),
+        scale_attn_weights=config.get("scale_attn_weights", bool, True),
+        scale_attn_by_inverse_layer_idx=config.get("scale_attn_by_inverse_layer_idx", bool, False),
+        tie_word_embeddings=config.get("tie_word_embeddings", bool, True),
+    )
+
+
+class Conv1D(nn.Module):
+    """A linear layer whose weight is stored [in, out], as the original code's convolutions of width 1 were."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight.T, self.bias)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: GPT2Config, index: int) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.scale = c.head_dim**-0.5 if c.scale_attn_weights else 1.0
+        if c.scale_attn_by_inverse_layer_idx:
+            self.scale /= index + 1
+        self.c_attn = Conv1D(c.n_embd, 3 * c.n_embd)
+        self.c_proj = Conv1D(c.n_embd, c.n_embd)
+
+    def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        query, key, value = self.c_attn(x).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # [T, H, D] each
+        return self.c_proj(attend(query, key, value, cache, batch, self.scale))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    def __init__(self, c: GPT2Config) -> None:
+        super().__init__()
+        self.c_fc = Conv1D(c.n_embd, c.n_inner)
+        self.c_proj = Conv1D(c.n_inner, c.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(gelu(self.c_fc(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, c: GPT2Config, index: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(c.n_embd, c.layer_norm_epsilon)
+        self.attn = Attention(c, index)
+        self.ln_2 = nn.LayerNorm(c.n_embd, c.layer_norm_epsilon)
+        self.mlp = MLP(c)
+
+    def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        x = x + self.attn(self.ln_1(x), batch, cache)
+        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    def __init__(self, c: GPT2Config) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(c.vocab_size, c.n_embd)
+        self.wpe = nn.Embedding(c.n_positions, c.n_embd)
+        self.h = nn.ModuleList(Block(c, index) for index in range(c.num_hidden_layers))
+        self.ln_f = nn.LayerNorm(c.n_embd, c.layer_norm_epsilon)
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        x = self.wte(batch.token_ids) + self.wpe(batch.positions)  # [T, E]
+        for block, layer_cache in zip(self.h, cache.layers, strict=True):
+            x = block(x, batch, layer_cache)
+        return self.ln_f(x[batch.output_rows])  # type: ignore[no-any-return]
+
+
+class GPT2(CausalLM):
+    config: GPT2Config
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+
+    @property
+    def head(self) -> Tensor:
+        return self.transformer.wte.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        return self.transformer(batch, cache)  # type: ignore[no-any-return]

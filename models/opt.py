@@ -1,0 +1,161 @@
+"""OPT (arXiv 2205.01068) and Galactica, from config.json.
+
+T tokens, H heads, D channels per head, E hidden channels, P channels of an embedding, V vocabulary, R output rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.functional import gelu, relu
+
+from conf.errors import UserError
+from models.batch import Batch, KVCache, LayerCache
+from models.causal_lm import CausalLM, ModelShape
+from models.config import ConfigReader
+from models.layers.attention import attend
+from models.layers.linear import Linear
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": relu, "gelu": gelu}  # OPT's and Galactica's
+POSITION_OFFSET = 2  # the table's first rows belonged to padding
+
+
+@dataclass(frozen=True)
+class OPTConfig(ModelShape):
+    vocab_size: int
+    hidden_size: int
+    ffn_dim: int
+    word_embed_proj_dim: int
+    num_hidden_layers: int
+    num_key_value_heads: int  # one for each query head
+    head_dim: int
+    max_position_embeddings: int
+    activation_function: str
+    do_layer_norm_before: bool
+    has_final_layer_norm: bool
+    enable_bias: bool
+    layer_norm_elementwise_affine: bool
+    tie_word_embeddings: bool
+
+    @property
+    def context_length(self) -> int:
+        return self.max_position_embeddings
+
+
+def read_config(config: ConfigReader) -> OPTConfig:
+    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    if hidden_size % heads:
+        raise UserError(f"config.json: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}")
+    norm_before = config.get("do_layer_norm_before", bool, True)
+    return OPTConfig(
+        vocab_size=config.count("vocab_size"),
+        hidden_size=hidden_size,
+        ffn_dim=config.count("ffn_dim"),
+        word_embed_proj_dim=config.count("word_embed_proj_dim", hidden_size),
+        num_hidden_layers=config.count("num_hidden_layers"),
+        num_key_value_heads=heads,
+        head_dim=hidden_size // heads,
+        max_position_embeddings=config.count("max_position_embeddings", 2048),
+        activation_function=config.expect("activation_function", tuple(ACTIVATIONS), "relu"),
+        do_layer_norm_before=norm_before,
+        has_final_layer_norm=norm_before and not config.get("_remove_final_layer_norm", bool, False),
+        enable_bias=config.get("enable_bias", bool, True),
+        layer_norm_elementwise_affine=config.get("layer_norm_elementwise_affine", bool, True),
+        tie_word_embeddings=config.get("tie_word_embeddings", bool, True),
+    )
+
+
+def layer_norm(c: OPTConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(c.hidden_size, elementwise_affine=c.layer_norm_elementwise_affine)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: OPTConfig) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.q_proj = Linear(c.hidden_size, c.hidden_size, bias=c.enable_bias)
+        self.k_proj = Linear(c.hidden_size, c.hidden_size, bias=c.enable_bias)
+        self.v_proj = Linear(c.hidden_size, c.hidden_size, bias=c.enable_bias)
+        self.out_proj = Linear(c.hidden_size, c.hidden_size, bias=c.enable_bias)
+
+    def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        query = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H, D]
+        key = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H, D]
+        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H, D]
+        return self.out_proj(attend(query, key, value, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, c: OPTConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(c)
+        self.self_attn_layer_norm = layer_norm(c)
+        self.fc1 = Linear(c.hidden_size, c.ffn_dim, bias=c.enable_bias)
+        self.fc2 = Linear(c.ffn_dim, c.hidden_size, bias=c.enable_bias)
+        self.final_layer_norm = layer_norm(c)
+        self.activation = ACTIVATIONS[c.activation_function]
+        self.norm_before = c.do_layer_norm_before
+
+    def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        if self.norm_before:
+            x = x + self.self_attn(self.self_attn_layer_norm(x), batch, cache)
+            return x + self._mlp(self.final_layer_norm(x))  # type: ignore[no-any-return]
+        x = self.self_attn_layer_norm(x + self.self_attn(x, batch, cache))
+        return self.final_layer_norm(x + self._mlp(x))  # type: ignore[no-any-return]
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return self.fc2(self.activation(self.fc1(x)))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    def __init__(self, c: OPTConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.word_embed_proj_dim)
+        self.embed_positions = nn.Embedding(c.max_position_embeddings + POSITION_OFFSET, c.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.num_hidden_layers))
+        self.is_projected = c.word_embed_proj_dim != c.hidden_size
+        if self.is_projected:
+            self.project_in = Linear(c.word_embed_proj_dim, c.hidden_size, bias=False)
+            self.project_out = Linear(c.hidden_size, c.word_embed_proj_dim, bias=False)
+        self.has_final_layer_norm = c.has_final_layer_norm
+        if c.has_final_layer_norm:
+            self.final_layer_norm = layer_norm(c)
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        x = self.embed_tokens(batch.token_ids)  # [T, P]
+        if self.is_projected:
+            x = self.project_in(x)  # [T, E]
+        x = x + self.embed_positions(batch.positions + POSITION_OFFSET)
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x = layer(x, batch, layer_cache)
+        x = x[batch.output_rows]  # [R, E]
+        if self.has_final_layer_norm:
+            x = self.final_layer_norm(x)
+        if self.is_projected:
+            x = self.project_out(x)  # [R, P]
+        return x  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    def __init__(self, c: OPTConfig) -> None:
+        super().__init__()
+        self.decoder = Decoder(c)
+
+
+class OPT(CausalLM):
+    config: OPTConfig
+
+    def __init__(self, config: OPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Model(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.word_embed_proj_dim, config.vocab_size, bias=False)
+
+    @property
+    def head(self) -> Tensor:
+        return self.model.decoder.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        return self.model.decoder(batch, cache)  # type: ignore[no-any-return]

@@ -1,0 +1,225 @@
+"""Phi-3, Phi-3.5 and Phi-4 (mini too) (arXiv 2404.14219), from config.json.
+
+T tokens, H query heads, G key/value heads, D channels per head of which R turn, E hidden channels, F feed-forward channels.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from kernels.rope import rope
+from kernels.swiglu import swiglu
+from models.batch import Batch, KVCache, LayerCache
+from models.causal_lm import CausalLM, ModelShape
+from models.config import ConfigReader
+from models.layers.attention import attend
+from models.layers.linear import Linear
+from models.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class LongRopeConfig:
+    """Each frequency has a divisor of its own for short texts and one for long ones (arXiv 2402.13753); without scaling all are 1."""
+
+    theta: float
+    original_length: int
+    short_factor: tuple[float, ...]  # R/2
+    long_factor: tuple[float, ...]  # R/2
+    attention_factor: float  # multiplies cos and sin
+
+
+@dataclass(frozen=True)
+class Phi3Config(ModelShape):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    sliding_window: int | None
+    tie_word_embeddings: bool
+    rotary: LongRopeConfig
+
+    @property
+    def context_length(self) -> int:
+        return self.max_position_embeddings
+
+    @property
+    def keys_depend_on_length(self) -> bool:
+        return self.rotary.short_factor != self.rotary.long_factor
+
+
+def read_config(config: ConfigReader) -> Phi3Config:
+    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    config.expect("hidden_act", ("silu",), "silu")
+    for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
+        config.expect(key, (False,), False)
+    for key in ("full_attn_mod", "interpolate_factor"):
+        config.expect(key, (1,), 1)
+    hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    groups = config.count("num_key_value_heads", heads)
+    if heads % groups:
+        raise UserError(f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
+    if hidden_size % heads:
+        raise UserError(f"config.json: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}")
+    max_position_embeddings = config.count("max_position_embeddings", 4096)
+    return Phi3Config(
+        vocab_size=config.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=config.count("intermediate_size"),
+        num_hidden_layers=config.count("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=hidden_size // heads,
+        max_position_embeddings=max_position_embeddings,
+        rms_norm_eps=config.positive("rms_norm_eps", 1e-5),
+        sliding_window=None if config.raw("sliding_window") is None else config.count("sliding_window"),
+        tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
+        rotary=_read_rotary(config, hidden_size // heads, max_position_embeddings),
+    )
+
+
+def _read_rotary(config: ConfigReader, head_dim: int, max_position_embeddings: int) -> LongRopeConfig:
+    scaling = config.section("rope_parameters") or config.section("rope_scaling") or ConfigReader({}, "config.json")
+    theta = scaling.positive("rope_theta", config.positive("rope_theta", 10000.0))
+    partial = scaling.positive("partial_rotary_factor", config.positive("partial_rotary_factor", 1.0))
+    turning = int(head_dim * min(partial, 2.0))
+    if not 0 < turning <= head_dim or turning % 2:
+        raise UserError(
+            f"config.json: partial_rotary_factor={partial} turns {turning} of {head_dim} channels, not an even number of them"
+        )
+    original = config.count(
+        "original_max_position_embeddings", 4096
+    )  # before the one in rope_scaling, as in transformers
+    scaling.raw("original_max_position_embeddings")
+    is_old = scaling.raw("type") is not None and scaling.raw("rope_type") is None  # older files say type
+    # The first files called it su, and yarn.
+    kind = scaling.expect("type" if is_old else "rope_type", ("default", "longrope", "su", "yarn"), "default")
+    short = long = (1.0,) * (turning // 2)
+    attention_factor = 1.0
+    if kind != "default":
+        short, long = (_read_factors(scaling, key, turning // 2) for key in ("short_factor", "long_factor"))
+        factor = scaling.positive("factor", max_position_embeddings / original)
+        implied = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+        attention_factor = scaling.positive("attention_factor", implied)
+    if unknown := scaling.unread():
+        raise UserError(f"config.json: rope_scaling has fields that are not supported: {', '.join(unknown)}")
+    return LongRopeConfig(theta, original, short, long, attention_factor)
+
+
+def _read_factors(scaling: ConfigReader, key: str, count: int) -> tuple[float, ...]:
+    values = scaling.raw(key)
+    if not isinstance(values, list) or len(values) != count:
+        raise UserError(f"config.json: rope_scaling: {key} is not a list of {count} numbers")
+    if not all(type(value) in (int, float) and 0 < value < 2**31 for value in values):
+        raise UserError(f"config.json: rope_scaling: {key} holds what is not a number above 0 and below 2**31")
+    return tuple(float(value) for value in values)
+
+
+class LongRope:
+    """cos and sin of each token's angles. Not a module: it has no weights, and its tables must not follow the model's dtype."""
+
+    def __init__(self, config: LongRopeConfig) -> None:
+        self._config = config
+        count = len(config.short_factor)
+        # On the CPU, also where a model is being built without memory.
+        powers = config.theta ** (torch.arange(0, 2 * count, 2, device="cpu").float() / (2 * count))
+        self._short = 1.0 / (torch.tensor(config.short_factor, device="cpu") * powers)  # [R/2]
+        self._long = 1.0 / (torch.tensor(config.long_factor, device="cpu") * powers)  # [R/2]
+
+    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions and prompt_lengths [T] int64; returns cos and sin [T, R/2] in dtype.
+
+        A prompt turns by its whole length, each new token by its own: the long factors above the original length, else the short ones.
+        So a token's rotation does not depend on how the prompt was cut into steps or on its batch mates, and it equals what transformers
+        computes for one sequence with a cache. (Its generate() computes the cache anew, with long factors, where a text that began
+        short passes the original length; here the keys that are there stay.)
+        """
+        is_long = torch.maximum(positions + 1, prompt_lengths) > self._config.original_length
+        frequencies = torch.where(
+            is_long[:, None], self._long.to(positions.device), self._short.to(positions.device)
+        )  # [T, R/2]
+        angles = positions[:, None].float() * frequencies
+        factor = self._config.attention_factor
+        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: Phi3Config) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.window = c.sliding_window
+        self.heads = [c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads]
+        self.qkv_proj = Linear(c.hidden_size, sum(self.heads) * c.head_dim, bias=False)
+        self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        fused = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2G, D]
+        query, key, value = fused.split(self.heads, dim=1)  # [T, H, D], [T, G, D], [T, G, D]
+        query, key = rope(query, cos, sin), rope(key, cos, sin)
+        attended = attend(query, key, value, cache, batch, self.head_dim**-0.5, window=self.window)
+        return self.o_proj(attended)  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    def __init__(self, c: Phi3Config) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(c.hidden_size, 2 * c.intermediate_size, bias=False)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # [T, F] each
+        return self.down_proj(swiglu(gate, up))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, c: Phi3Config) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = MLP(c)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, batch, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    def __init__(self, c: Phi3Config) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.num_hidden_layers))
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.rotary = LongRope(c.rotary)
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        x = self.embed_tokens(batch.token_ids)  # [T, E]
+        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x = layer(x, cos, sin, batch, layer_cache)
+        return self.norm(x[batch.output_rows])  # type: ignore[no-any-return]
+
+
+class Phi3(CausalLM):
+    config: Phi3Config
+
+    def __init__(self, config: Phi3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head(self) -> Tensor:
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        return self.model(batch, cache)  # type: ignore[no-any-return]
