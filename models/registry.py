@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UserError
-from models import llama
+from models import baichuan, llama
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 
@@ -19,6 +19,7 @@ class Architecture:
 
 
 ARCHITECTURES = {
+    "baichuan": Architecture(baichuan.read_config, baichuan.Baichuan, ignored_tensors=("rotary_emb.inv_freq",)),
     "llama": Architecture(llama.read_config, llama.Llama, ignored_tensors=("rotary_emb.inv_freq",)),
 }
 

@@ -52,4 +52,4 @@ def alibi_slopes(num_heads: int) -> Tensor:
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     slopes += [2 ** (-4 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
-    return torch.tensor(slopes, dtype=torch.float32)
+    return torch.tensor(slopes, dtype=torch.float32, device="cpu")  # also where a model is being built without memory
