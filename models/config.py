@@ -16,6 +16,7 @@ HARMLESS = frozenset(
     max_sequence_length model_max_length model_type pad_token_id pretraining_tp tokenizer_class torch_dtype
     transformers_version unsloth_version use_cache _attn_implementation_autoset
     _from_model_config gradient_checkpointing
+    apply_query_key_layer_scaling attention_softmax_in_fp32 attn_implementation bias_dropout_fusion hidden_dropout prefix_projection
     """.split()
 )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UserError
-from models import baichuan, llama
+from models import baichuan, chatglm, chatglm2, llama
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 
@@ -20,8 +20,12 @@ class Architecture:
 
 ARCHITECTURES = {
     "baichuan": Architecture(baichuan.read_config, baichuan.Baichuan, ignored_tensors=("rotary_emb.inv_freq",)),
+    "chatglm": Architecture(chatglm.read_config, chatglm.ChatGLM, ignored_tensors=("rotary_emb.inv_freq",)),
     "llama": Architecture(llama.read_config, llama.Llama, ignored_tensors=("rotary_emb.inv_freq",)),
 }
+
+# ChatGLM2, ChatGLM3 and GLM-4 call themselves chatglm, too; only ChatGLM-6B has no padded_vocab_size.
+CHATGLM2 = Architecture(chatglm2.read_config, chatglm2.ChatGLM2, ignored_tensors=("rotary_pos_emb.inv_freq",))
 
 
 def find_architecture(config: ConfigReader) -> Architecture:
@@ -32,4 +36,6 @@ def find_architecture(config: ConfigReader) -> Architecture:
             f"config.json: model_type={model_type!r} is not supported: only {', '.join(sorted(ARCHITECTURES))}"
         )
     config.expect("quantization_config", (None,), None)
+    if model_type == "chatglm" and config.raw("padded_vocab_size") is not None:
+        return CHATGLM2
     return ARCHITECTURES[model_type]
