@@ -21,6 +21,8 @@ HARMLESS = frozenset(
     summary_proj_to_labels summary_type summary_use_proj task_specific_params
     activation_dropout dropout init_std layerdrop prefix
     cache_implementation
+    _from_model_config gradient_checkpointing
+    apply_query_key_layer_scaling attention_softmax_in_fp32 attn_implementation bias_dropout_fusion hidden_dropout prefix_projection
     """.split()
 )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UserError
-from models import bloom, gemma2, gpt2, llama, opt, phi3
+from models import baichuan, bloom, chatglm, chatglm2, gemma2, gpt2, llama, opt, phi3
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 
@@ -19,13 +19,18 @@ class Architecture:
 
 
 ARCHITECTURES = {
+    "baichuan": Architecture(baichuan.read_config, baichuan.Baichuan, ignored_tensors=("rotary_emb.inv_freq",)),
     "bloom": Architecture(bloom.read_config, bloom.Bloom),
+    "chatglm": Architecture(chatglm.read_config, chatglm.ChatGLM, ignored_tensors=("rotary_emb.inv_freq",)),
     "gemma2": Architecture(gemma2.read_config, gemma2.Gemma2, ignored_tensors=("rotary_emb.inv_freq",)),
     "gpt2": Architecture(gpt2.read_config, gpt2.GPT2, ignored_tensors=(".attn.bias", ".attn.masked_bias")),
     "llama": Architecture(llama.read_config, llama.Llama, ignored_tensors=("rotary_emb.inv_freq",)),
     "opt": Architecture(opt.read_config, opt.OPT),
     "phi3": Architecture(phi3.read_config, phi3.Phi3, ignored_tensors=("rotary_emb.inv_freq",)),
 }
+
+# ChatGLM2, ChatGLM3 and GLM-4 call themselves chatglm, too; only ChatGLM-6B has no padded_vocab_size.
+CHATGLM2 = Architecture(chatglm2.read_config, chatglm2.ChatGLM2, ignored_tensors=("rotary_pos_emb.inv_freq",))
 
 
 def find_architecture(config: ConfigReader) -> Architecture:
@@ -36,4 +41,6 @@ def find_architecture(config: ConfigReader) -> Architecture:
             f"config.json: model_type={model_type!r} is not supported: only {', '.join(sorted(ARCHITECTURES))}"
         )
     config.expect("quantization_config", (None,), None)
+    if model_type == "chatglm" and config.raw("padded_vocab_size") is not None:
+        return CHATGLM2
     return ARCHITECTURES[model_type]

@@ -49,10 +49,12 @@ def run_config(folder: Path, **model: Any) -> RunConfig:
     )
 
 
-def engine_of(folder: Path, batch_size: int = 3, tokenizer: str | None = None, **device: Any) -> Engine:
+def engine_of(
+    folder: Path, batch_size: int = 3, tokenizer: str | None = None, allow_pickle: bool = False, **device: Any
+) -> Engine:
     """A float32 engine on the CPU. `tokenizer=""` takes the folder's own; `device` are fields of DeviceConfig."""
     run = run_config(folder)
-    model = replace(run.model, tokenizer=tokenizer)
+    model = replace(run.model, tokenizer=tokenizer, allow_pickle=allow_pickle)
     config = DeviceConfig(DeviceType.cpu, **device)
     return load_engine(replace(run, model=model, device=config), batch_size)
 

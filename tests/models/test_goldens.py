@@ -12,14 +12,31 @@ from pipelines.engine import Engine
 from tests.builders import REPOSITORY, all_logits, complete, engine_of
 
 GOLDENS = REPOSITORY / "tests" / "goldens"
-FAMILIES = ["bloom", "gemma2", "gpt2", "llama3", "llama_tied_bias", "opt"]
+FAMILIES = [
+    "baichuan-13b",
+    "baichuan-7b",
+    "baichuan2-13b",
+    "baichuan2-7b",
+    "bloom",
+    "chatglm",
+    "chatglm2",
+    "chatglm3",
+    "chatglm_28layers",
+    "chatglm_bin",
+    "gemma2",
+    "gpt2",
+    "llama3",
+    "llama_tied_bias",
+    "opt",
+]
+WHOLE_PROMPTS = ["chatglm", "chatglm_28layers", "chatglm_bin"]  # their prompts cannot be cut
 TOLERANCE = 3e-5  # the sets' own: five times the noise seen between two correct float32 builds
 
 
 def link(family: str, folder: Path, spelling: str = "config.json") -> Path:
     """The family's checkpoint alone, with one of the spellings of its config."""
     for file in (GOLDENS / family).iterdir():
-        if file.suffix in (".safetensors", ".bin", ".index.json") and not file.name.startswith("golden"):
+        if file.name.endswith((".safetensors", ".bin", ".index.json")) and not file.name.startswith("golden"):
             (folder / file.name).symlink_to(file)
     (folder / "config.json").symlink_to(GOLDENS / family / spelling)
     return folder
@@ -40,7 +57,7 @@ def spellings(family: str) -> list[str]:
 def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path) -> None:
     golden = load_file(GOLDENS / family / "golden.safetensors")
     folder = link(family, tmp_path, spelling)
-    engine = engine_of(folder)
+    engine = engine_of(folder, allow_pickle=True)
     prompt = golden["input_ids"][0].tolist()
     torch.testing.assert_close(all_logits(engine, prompt), golden["logits"][0], atol=TOLERANCE, rtol=0)
     expected = golden["greedy_ids"][0].tolist()
@@ -50,7 +67,9 @@ def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path) ->
     expected_batch = golden["batch_greedy_ids"].tolist()
     assert greedy(engine, prompts, len(expected_batch[0])) == expected_batch
     for _ in range(2):  # the second time over a cache that knows the prompts
-        assert greedy(engine_of(folder, block_size=4), [prompt] * 2, len(expected)) == [expected] * 2
-    chunked = engine_of(folder, max_batched_tokens=5)
+        assert greedy(engine_of(folder, allow_pickle=True, block_size=4), [prompt] * 2, len(expected)) == [expected] * 2
+    if family in WHOLE_PROMPTS:
+        return
+    chunked = engine_of(folder, allow_pickle=True, max_batched_tokens=5)
     assert greedy(chunked, [prompt], len(expected)) == [expected]
     assert greedy(chunked, prompts, len(expected_batch[0])) == expected_batch

@@ -55,8 +55,10 @@ def sequence(
     return SequenceGroup(request, Sequence(request, None, list(tokens)), search)
 
 
-def scheduler_of(num_blocks: int = 100, block_size: int = 4, max_num_requests: int = 4, budget: int = 64) -> Scheduler:
-    return Scheduler(BlockManager(num_blocks, block_size), max_num_requests, budget)
+def scheduler_of(
+    num_blocks: int = 100, block_size: int = 4, max_num_requests: int = 4, budget: int = 64, whole_prompts: bool = False
+) -> Scheduler:
+    return Scheduler(BlockManager(num_blocks, block_size), max_num_requests, budget, whole_prompts)
 
 
 def step(scheduler: Scheduler) -> dict[int, int]:
@@ -66,6 +68,7 @@ def step(scheduler: Scheduler) -> dict[int, int]:
     check_writable(scheduler)
     result: dict[int, int] = {}
     for item in plan.scheduled:
+        assert not scheduler._whole_prompts or item.num_new_tokens == item.sequence.num_uncomputed_tokens
         result[item.group.request.id] = result.get(item.group.request.id, 0) + item.num_new_tokens
     scheduler.commit(plan)
     for group in plan.ready:
@@ -222,6 +225,39 @@ def test_several_sequences_count_as_one_request_and_as_many_tokens() -> None:
     assert [group.request.id for group in scheduler.running] == [0]  # two would need six tokens of each step
 
 
+def test_whole_prompts_wait_for_a_step_that_has_room_for_them() -> None:
+    scheduler = scheduler_of(budget=12, whole_prompts=True)
+    for i, (length, new) in enumerate(((7, 3), (6, 2), (5, 2), (10, 2))):
+        scheduler.add(sequence(i, length, new, prefix_cache=False))
+    assert step(scheduler) == {0: 7}  # the second would need one token more than there are
+    assert step(scheduler) == {0: 1, 1: 6, 2: 5}  # exactly twelve
+    assert step(scheduler) == {0: 1, 1: 1, 2: 1}  # no room for ten
+    assert step(scheduler) == {3: 10}
+    assert step(scheduler) == {3: 1}
+    assert step(scheduler) == {}
+
+
+def test_whole_prompts_leave_room_for_the_sequences_to_come() -> None:
+    scheduler = scheduler_of(budget=9, whole_prompts=True)
+    scheduler.add(sequence(0, 2, 4, prefix_cache=False, num_beams=4))
+    scheduler.add(sequence(1, 6, 4, prefix_cache=False))
+    scheduler.add(sequence(2, 5, 1, prefix_cache=False))
+    assert step(scheduler) == {0: 2}  # 2 and 6 tokens would fit, but there will be four beams beside the six
+    assert [step(scheduler) for _ in range(2)] == [{0: 2}, {0: 3}]  # the fake beams become one more in each step
+    assert [group.request.id for group in scheduler.waiting] == [1, 2]  # first come, first served
+
+
+def test_a_preempted_prompt_is_whole_again_with_what_followed_it() -> None:
+    scheduler = scheduler_of(num_blocks=4, block_size=4, budget=16, whole_prompts=True)
+    first, second = (sequence(i, 7, 9, prefix_cache=False) for i in range(2))
+    scheduler.add(first)
+    scheduler.add(second)
+    assert [step(scheduler) for _ in range(3)] == [{0: 7, 1: 7}, {0: 1, 1: 1}, {0: 1}]
+    assert [step(scheduler) for _ in range(6)] == [{0: 1}] * 6  # its blocks are the first one's
+    assert first.num_output_tokens == 9
+    assert step(scheduler) == {1: 9}  # seven of the prompt and two that it had generated
+
+
 def test_beginnings_are_shared_only_under_the_same_salt() -> None:
     scheduler = scheduler_of(block_size=4)
     hits = []
@@ -241,10 +277,15 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         max_num_requests=st.integers(1, 5),
         spare_tokens=st.integers(0, 20),
         pool_tokens=st.integers(30, 90),
+        whole_prompts=st.booleans(),
     )
-    def start(self, block_size: int, max_num_requests: int, spare_tokens: int, pool_tokens: int) -> None:
-        num_blocks = -(-pool_tokens // block_size)
-        self.scheduler = scheduler_of(num_blocks, block_size, max_num_requests, max_num_requests + 4 + spare_tokens)
+    def start(
+        self, block_size: int, max_num_requests: int, spare_tokens: int, pool_tokens: int, whole_prompts: bool
+    ) -> None:
+        num_blocks, budget = -(-pool_tokens // block_size), max_num_requests + 4 + spare_tokens
+        if whole_prompts:
+            budget += 20  # else few prompts would fit
+        self.scheduler = scheduler_of(num_blocks, block_size, max_num_requests, budget, whole_prompts)
         self.alive: list[SequenceGroup] = []
         self.num_added = 0
 
@@ -259,6 +300,10 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         self, prefix: tuple[int, int], rest: list[int], max_new_tokens: int, prefix_cache: bool, decode: dict[str, Any]
     ) -> None:
         prompt = [prefix[0]] * prefix[1] + rest
+        if self.scheduler._whole_prompts:  # the engine refuses what could never run, and shares no beginnings
+            prefix_cache = False
+            if len(prompt) + max_new_tokens > self.scheduler.max_batched_tokens:
+                return
         group = sequence(self.num_added, prompt, max_new_tokens, prefix_cache, **decode)
         if self.scheduler.most_blocks(group.request.params, len(prompt)) <= self.scheduler.block_manager.num_blocks:
             self.num_added += 1

@@ -1,0 +1,200 @@
+"""Baichuan 7B and 13B, Baichuan 2 7B and 13B, from config.json, which says neither which size nor which version it is of.
+
+T tokens, H heads, D channels per head, E hidden channels, V vocabulary, R output rows.
+The 7B models turn keys and queries (rotary), and their config has `max_position_embeddings`; the 13B models have ALiBi, and only
+`model_max_length`. Baichuan 2 has a head of unit rows; `read_version` says how it is told.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from conf.errors import UserError
+from kernels.rope import rope
+from kernels.swiglu import swiglu
+from models.batch import Batch, KVCache, LayerCache
+from models.causal_lm import CausalLM, ModelShape
+from models.config import ConfigReader
+from models.layers.attention import alibi_slopes, attend
+from models.layers.linear import Linear
+from models.layers.norm import RMSNorm
+from models.layers.rotary import RotaryConfig, RotaryEmbedding
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BaichuanConfig(ModelShape):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_length: int
+    alibi: bool
+    normalised_head: bool
+
+    @property
+    def context_length(self) -> int:
+        return self.max_length
+
+
+def read_version(config: ConfigReader) -> int:
+    """1 or 2, by the signs in config.json: the vocabulary of the released models; a class spelled BaiChuan, which only Baichuan-7B has;
+    a `tokenizer_class` or a `z_loss_weight`, which only Baichuan 2 has. No sign means 1, with a warning.
+
+    Raises UserError where signs contradict each other.
+    """
+    vocab_size = config.count("vocab_size")
+    architectures, tokenizer = config.raw("architectures"), config.raw("tokenizer_class")
+    signs = {
+        f"vocab_size={vocab_size}": {64000: 1, 125696: 2}.get(vocab_size),
+        f"architectures={architectures}": 1 if architectures == ["BaiChuanForCausalLM"] else None,
+        f"tokenizer_class={tokenizer}": 2 if tokenizer == "BaichuanTokenizer" else None,
+        "z_loss_weight": 2 if config.raw("z_loss_weight") is not None else None,
+    }
+    found = {sign: version for sign, version in signs.items() if version is not None}
+    if len(set(found.values())) > 1:
+        texts = (f"{sign} is of Baichuan {version}" for sign, version in found.items())
+        raise UserError(f"config.json contradicts itself: {', '.join(texts)}: take out what does not belong there")
+    if not found:
+        log.warning(
+            "config.json does not say of which Baichuan it is: taken for Baichuan 1, whose head is not normalised "
+            '(for Baichuan 2 add "tokenizer_class": "BaichuanTokenizer")'
+        )
+    return next(iter(found.values()), 1)
+
+
+def read_config(config: ConfigReader) -> BaichuanConfig:
+    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    config.expect("hidden_act", ("silu",), "silu")
+    config.expect("tie_word_embeddings", (False,), False)
+    config.expect("rope_theta", (None, 10000), None)
+    config.expect("rope_scaling", (None,), None)
+    hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    if hidden_size % heads:
+        raise UserError(f"config.json: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}")
+    alibi = config.raw("max_position_embeddings") is None
+    if hidden_size // heads % 2 and not alibi:
+        raise UserError(
+            f"config.json: hidden_size={hidden_size} over num_attention_heads={heads} is odd, "
+            "but rotary embedding turns pairs of channels"
+        )
+    return BaichuanConfig(
+        vocab_size=config.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=config.count("intermediate_size"),
+        num_hidden_layers=config.count("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=hidden_size // heads,
+        rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
+        max_length=config.count("model_max_length" if alibi else "max_position_embeddings"),
+        alibi=alibi,
+        normalised_head=read_version(config) == 2,
+    )
+
+
+class Attention(nn.Module):
+    def __init__(self, c: BaichuanConfig) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.W_pack = Linear(c.hidden_size, 3 * c.hidden_size, bias=False)
+        self.o_proj = Linear(c.hidden_size, c.hidden_size, bias=False)
+
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, slopes: Tensor | None, batch: Batch, cache: LayerCache
+    ) -> Tensor:
+        query, key, value = self.W_pack(x).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # each [T, H, D]
+        if angles is not None:
+            query, key = rope(query, *angles), rope(key, *angles)
+        attended = attend(query, key, value, cache, batch, self.head_dim**-0.5, alibi_slopes=slopes)
+        return self.o_proj(attended)  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    def __init__(self, c: BaichuanConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, c: BaichuanConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = MLP(c)
+
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, slopes: Tensor | None, batch: Batch, cache: LayerCache
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), angles, slopes, batch, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    def __init__(self, c: BaichuanConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.num_hidden_layers))
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.rotary = None if c.alibi else RotaryEmbedding(RotaryConfig(c.head_dim, c.max_length))
+        # Not a buffer: slopes stay float32 whatever the model's dtype is.
+        self.slopes = alibi_slopes(c.num_attention_heads) if c.alibi else None  # [H]
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        x = self.embed_tokens(batch.token_ids)  # [T, E]
+        angles = self.rotary and self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
+        slopes = None if self.slopes is None else self.slopes.to(x.device)
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x = layer(x, angles, slopes, batch, layer_cache)
+        return self.norm(x[batch.output_rows])  # type: ignore[no-any-return]
+
+
+class NormHead(nn.Module):
+    """A head whose rows have length 1 (Baichuan 2, arXiv 2309.10305). Checkpoints hold it as it was trained."""
+
+    def __init__(self, c: BaichuanConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
+        self._normalised: tuple[Tensor, ...] = ()  # in a tuple, or it would become a second parameter
+
+    def unit_rows(self) -> Tensor:
+        """The weight [V, E], normalised in place the first time it is asked for: once after each loading, with no second copy."""
+        if not any(weight is self.weight for weight in self._normalised):
+            with torch.no_grad():
+                functional.normalize(self.weight, dim=1, out=self.weight)
+            self._normalised = (self.weight,)
+        return self.weight
+
+
+class Baichuan(CausalLM):
+    config: BaichuanConfig
+
+    def __init__(self, config: BaichuanConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        if config.normalised_head:
+            self.lm_head: NormHead | Linear = NormHead(config)
+        else:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head(self) -> Tensor:
+        return self.lm_head.unit_rows() if isinstance(self.lm_head, NormHead) else self.lm_head.weight
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        return self.model(batch, cache)  # type: ignore[no-any-return]

@@ -1,0 +1,201 @@
+"""ChatGLM-6B, from config.json: a prefix language model with two positions per token (GLM, arXiv 2103.10360).
+
+T tokens of S sequences, H heads, D channels per head, E hidden channels, V vocabulary, R output rows.
+A prompt is a text with a [gMASK] or [MASK], then <sop>, and may have a beginning of the reply. Tokens before <sop> are seen by all tokens,
+so a prompt is computed in one step. Modules are named as the checkpoint's tensors are.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from conf.errors import UserError
+from kernels.rope import rope
+from models.batch import Batch, KVCache, LayerCache
+from models.causal_lm import CausalLM, ModelShape
+from models.config import ConfigReader
+from models.layers.attention import attend
+from models.layers.linear import Linear
+
+# The published code scales residuals by the square root of twice 28 layers, whatever num_layers is.
+RESIDUAL_SCALE = math.sqrt(2 * 28)
+
+
+@dataclass(frozen=True)
+class ChatGLMConfig(ModelShape):
+    vocab_size: int
+    hidden_size: int
+    inner_hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    layernorm_epsilon: float
+    max_sequence_length: int
+    sop_token_id: int
+    mask_token_id: int
+    gmask_token_id: int
+
+    @property
+    def context_length(self) -> int:
+        return self.max_sequence_length
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        return True
+
+
+def read_config(config: ConfigReader) -> ChatGLMConfig:
+    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    config.expect("position_encoding_2d", (True,), True)
+    config.expect("tie_word_embeddings", (False,), False)
+    config.expect("pre_seq_len", (None,), None)
+    config.expect("quantization_bit", (None, 0), None)
+    hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    if hidden_size % (4 * heads):
+        raise UserError(
+            f"config.json: hidden_size={hidden_size} is not a multiple of 4 * num_attention_heads={4 * heads}, "
+            "but rotary embedding turns pairs in both halves of a head"
+        )
+    return ChatGLMConfig(
+        vocab_size=config.count("vocab_size"),
+        hidden_size=hidden_size,
+        inner_hidden_size=config.count("inner_hidden_size"),
+        num_hidden_layers=config.count("num_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=hidden_size // heads,
+        layernorm_epsilon=config.positive("layernorm_epsilon", 1e-5),
+        max_sequence_length=config.count("max_sequence_length", 2048),
+        sop_token_id=config.require("bos_token_id", int),
+        mask_token_id=config.require("mask_token_id", int),
+        gmask_token_id=config.require("gmask_token_id", int),
+    )
+
+
+@dataclass(frozen=True)
+class Angles:
+    """cos and sin of both of a token's positions, [T, D/4] each."""
+
+    place: tuple[Tensor, Tensor]
+    block: tuple[Tensor, Tensor]
+
+
+def positions_2d(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Each token's place in the text, which behind it is the mask's, and its place behind the text, which in it is 0: [T] each."""
+    marks = batch.prompt_marks.repeat_interleave(
+        batch.query_starts.diff(), 0, output_size=len(batch.positions)
+    )  # [T, 2]
+    text_length, mask_position = marks.unbind(1)
+    place = torch.where(batch.positions < text_length, batch.positions, mask_position)
+    return place, (batch.positions - text_length + 1).clamp(min=0)
+
+
+class RotaryEmbedding2D:
+    """Not a module: it has no weights, and its table must not follow the model's dtype."""
+
+    def __init__(self, c: ChatGLMConfig) -> None:
+        size = c.head_dim // 2
+        exact = 1.0 / (10000 ** (torch.arange(0, size, 2, device="cpu").float() / size))  # [D/4]
+        self._frequencies = exact.half().float()  # as the published code rounds them, in any dtype
+
+    def angles(self, batch: Batch, dtype: torch.dtype) -> Angles:
+        place, block = positions_2d(batch)
+        return Angles(self._turn(place, dtype), self._turn(block, dtype))
+
+    def _turn(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        angles = positions[:, None].float() * self._frequencies.to(positions.device)  # [T, D/4]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: ChatGLMConfig) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.query_key_value = Linear(c.hidden_size, 3 * c.hidden_size)
+        self.dense = Linear(c.hidden_size, c.hidden_size)
+
+    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+        heads = self.query_key_value(x).unflatten(-1, (-1, 3 * self.head_dim))  # [T, H, 3D]
+        query, key, value = heads.chunk(3, dim=-1)  # [T, H, D] each
+        query, key = self._rope(query, angles), self._rope(key, angles)
+        text_lengths = batch.prompt_marks[:, 0]  # [S]
+        attended = attend(query, key, value, cache, batch, self.head_dim**-0.5, prefix_lengths=text_lengths)
+        return self.dense(attended)  # type: ignore[no-any-return]
+
+    def _rope(self, x: Tensor, angles: Angles) -> Tensor:
+        """The first half of every head turns by one position, the second by the other."""
+        first, second = x.chunk(2, dim=-1)  # [T, H, D/2]
+        return torch.cat((rope(first, *angles.place), rope(second, *angles.block)), dim=-1)
+
+
+class MLP(nn.Module):
+    def __init__(self, c: ChatGLMConfig) -> None:
+        super().__init__()
+        self.dense_h_to_4h = Linear(c.hidden_size, c.inner_hidden_size)
+        self.dense_4h_to_h = Linear(c.inner_hidden_size, c.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense_4h_to_h(functional.gelu(self.dense_h_to_4h(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class GLMBlock(nn.Module):
+    def __init__(self, c: ChatGLMConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(c.hidden_size, c.layernorm_epsilon)
+        self.attention = Attention(c)
+        self.post_attention_layernorm = nn.LayerNorm(c.hidden_size, c.layernorm_epsilon)
+        self.mlp = MLP(c)
+
+    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+        x = self.input_layernorm(x)  # the residual is the normed one
+        x = x * RESIDUAL_SCALE + self.attention(x, angles, batch, cache)
+        x = self.post_attention_layernorm(x)
+        return x * RESIDUAL_SCALE + self.mlp(x)  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    def __init__(self, c: ChatGLMConfig) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(GLMBlock(c) for _ in range(c.num_hidden_layers))
+        self.final_layernorm = nn.LayerNorm(c.hidden_size, c.layernorm_epsilon)
+        self.rotary = RotaryEmbedding2D(c)
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        x = self.word_embeddings(batch.token_ids)  # [T, E]
+        angles = self.rotary.angles(batch, x.dtype)
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x = layer(x, angles, batch, layer_cache)
+        return self.final_layernorm(x[batch.output_rows])  # type: ignore[no-any-return]
+
+
+class ChatGLM(CausalLM):
+    config: ChatGLMConfig
+
+    def __init__(self, config: ChatGLMConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head(self) -> Tensor:
+        return self.lm_head.weight
+
+    def mark_prompt(self, token_ids: list[int]) -> tuple[int, ...]:
+        """Where the text ends, which is the first <sop>, and where its [gMASK] is, or its [MASK] if it has none."""
+        c = self.config
+        mask = c.gmask_token_id if c.gmask_token_id in token_ids else c.mask_token_id
+        if c.sop_token_id not in token_ids or mask not in token_ids:
+            raise UserError(
+                f"the prompt lacks <sop> (id {c.sop_token_id}), or [gMASK] and [MASK] (ids {c.gmask_token_id} and {c.mask_token_id}): "
+                "ChatGLM-6B needs its prompts to be text, [gMASK], <sop>"
+            )
+        return token_ids.index(c.sop_token_id), token_ids.index(mask)
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        return self.transformer(batch, cache)  # type: ignore[no-any-return]

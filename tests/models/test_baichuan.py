@@ -1,0 +1,127 @@
+"""Baichuan: how version and size are told apart, and the head of unit rows. The numbers: test_goldens.py."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conf.errors import UserError
+from models.baichuan import Baichuan, read_config, read_version
+from models.config import ConfigReader
+from tests.builders import REPOSITORY, all_logits, engine_of
+from tests.models.test_goldens import link
+
+GOLDENS = REPOSITORY / "tests" / "goldens"
+CONFIG = {
+    "model_type": "baichuan",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64000,
+    "max_position_embeddings": 64,
+}
+
+
+def reader(**changes: Any) -> ConfigReader:
+    return ConfigReader(CONFIG | changes, "config.json")
+
+
+@pytest.mark.parametrize("family", ["baichuan2-7b", "baichuan2-13b"])
+def test_the_head_is_normalised_once(family: str, tmp_path: Path) -> None:
+    golden = load_file(GOLDENS / family / "golden.safetensors")
+    engine = engine_of(link(family, tmp_path))
+    model = engine.runner._model
+    assert isinstance(model, Baichuan)
+    stored, num_parameters = model.lm_head.weight, len(list(model.parameters()))
+    logits = all_logits(engine, golden["input_ids"][0].tolist())
+    assert (
+        logits - golden["logits_unnormalised_head"][0]
+    ).abs().max() > 0.5  # what a plain head gives is 0.7 to 1 away
+    bits = model.head.clone()
+    all_logits(engine, golden["input_ids"][0].tolist())
+    assert model.head.equal(bits)
+    assert model.head is stored  # no second copy
+    assert len(list(model.parameters())) == num_parameters
+    embedding = model.model.embed_tokens.weight
+    assert engine.runner.step_weight_bytes == engine.runner.weight_bytes - embedding.nbytes
+
+
+def test_a_head_that_is_loaded_again_is_normalised_again() -> None:
+    with torch.device("meta"):
+        model = Baichuan(read_config(reader(vocab_size=125696)))
+    assert model.head.is_meta  # asked for too early
+    model.lm_head.weight = torch.nn.Parameter(torch.full((5, 32), 3.0), requires_grad=False)
+    torch.testing.assert_close(model.head.norm(dim=1), torch.ones(5))
+
+
+def test_alibi_slopes_are_no_weights_and_stay_float32() -> None:
+    with torch.device("meta"):
+        model = Baichuan(read_config(reader(max_position_embeddings=None, model_max_length=64)))
+    model.to(torch.bfloat16)
+    slopes = model.model.slopes
+    assert slopes is not None
+    assert slopes.tolist() == [2**-2, 2**-4, 2**-6, 2**-8]
+    assert slopes.dtype is torch.float32
+    assert not any("slopes" in name for name in model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("changes", "version"),
+    [
+        pytest.param({}, 1, id="vocabulary of 1"),
+        pytest.param({"vocab_size": 125696}, 2, id="vocabulary of 2"),
+        pytest.param({"vocab_size": 100, "architectures": ["BaiChuanForCausalLM"]}, 1, id="class of Baichuan-7B"),
+        pytest.param({"vocab_size": 100, "tokenizer_class": "BaichuanTokenizer"}, 2, id="tokenizer_class"),
+        pytest.param({"vocab_size": 100, "z_loss_weight": 0}, 2, id="z_loss_weight"),
+    ],
+)
+def test_version(changes: dict[str, Any], version: int, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_version(reader(**changes)) == version
+    assert not caplog.messages
+
+
+def test_no_sign_of_a_version_is_1_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert read_version(reader(vocab_size=100)) == 1
+    assert "taken for Baichuan 1" in caplog.text
+    assert '"tokenizer_class": "BaichuanTokenizer"' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"z_loss_weight": 0},
+            r"contradicts itself: vocab_size=64000 is of Baichuan 1, z_loss_weight is of Baichuan 2",
+        ),
+        ({"architectures": ["BaiChuanForCausalLM"], "vocab_size": 125696}, r"contradicts itself: vocab_size=125696"),
+        ({"tokenizer_class": "BaichuanTokenizer"}, r"tokenizer_class=BaichuanTokenizer is of Baichuan 2: take out"),
+        ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported: only 'silu'"),
+        ({"tie_word_embeddings": True}, r"tie_word_embeddings=True is not supported"),
+        ({"rope_theta": 5}, r"rope_theta=5 is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_scaling=.* is not supported"),
+        ({"hidden_size": 30}, r"hidden_size=30 is not a multiple of num_attention_heads=4"),
+        ({"hidden_size": 36}, r"hidden_size=36 over num_attention_heads=4 is odd"),
+        ({"max_position_embeddings": None}, r"model_max_length is missing"),
+    ],
+)
+def test_what_is_not_implemented_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_config(reader(**changes))
+
+
+def test_every_key_of_the_goldens_is_known() -> None:
+    for family in ("baichuan-7b", "baichuan-13b", "baichuan2-7b", "baichuan2-13b"):
+        config = ConfigReader(json.loads((GOLDENS / family / "config.json").read_text(encoding="utf-8")), "config.json")
+        read_config(config)
+        assert config.unread() == []
+
+
+def test_lengths_are_those_of_either_position_encoding() -> None:
+    assert read_config(reader()).context_length == 64
+    assert read_config(reader(max_position_embeddings=None, model_max_length=77)).context_length == 77
