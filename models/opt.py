@@ -48,6 +48,7 @@ def read_config(config: ConfigReader) -> OPTConfig:
     if hidden_size % heads:
         raise UserError(f"config.json: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}")
     norm_before = config.get("do_layer_norm_before", bool, True)
+    removed = config.get("_remove_final_layer_norm", bool, False)
     return OPTConfig(
         vocab_size=config.count("vocab_size"),
         hidden_size=hidden_size,
@@ -59,7 +60,7 @@ def read_config(config: ConfigReader) -> OPTConfig:
         max_position_embeddings=config.count("max_position_embeddings", 2048),
         activation_function=config.expect("activation_function", tuple(ACTIVATIONS), "relu"),
         do_layer_norm_before=norm_before,
-        has_final_layer_norm=norm_before and not config.get("_remove_final_layer_norm", bool, False),
+        has_final_layer_norm=norm_before and not removed,
         enable_bias=config.get("enable_bias", bool, True),
         layer_norm_elementwise_affine=config.get("layer_norm_elementwise_affine", bool, True),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, True),

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from conf.decoding import DecodeConfig
+from models.config import ConfigReader
+from models.registry import find_architecture
 from tests.builders import all_logits, complete, engine_of
 
 NEW_TOKENS = 32
@@ -31,7 +33,10 @@ def random_prompts(vocab_size: int, lengths: tuple[int, ...] = (5, 1, 40, 17)) -
 
 
 def assert_equals_transformers(folder: Path, reference: Any, prompts: list[list[int]]) -> None:
-    """Logits at every position, and greedy tokens alone, together, and with prompts cut into chunks of 5."""
+    """Logits at every position, and greedy tokens alone, together, and with prompts cut into chunks of 5; every key of the config read."""
+    config = ConfigReader.from_folder(folder)
+    find_architecture(config).read_config(config)
+    assert config.unread() == []
     engine = engine_of(folder)
     expected_ids = []
     for prompt in prompts:
