@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UserError
-from models import llama
+from models import llama, mistral
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 
@@ -20,6 +20,7 @@ class Architecture:
 
 ARCHITECTURES = {
     "llama": Architecture(llama.read_config, llama.Llama, ignored_tensors=("rotary_emb.inv_freq",)),
+    "mistral": Architecture(mistral.read_config, mistral.Mistral),
 }
 
 

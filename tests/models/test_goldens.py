@@ -12,7 +12,7 @@ from pipelines.engine import Engine
 from tests.builders import REPOSITORY, all_logits, complete, engine_of
 
 GOLDENS = REPOSITORY / "tests" / "goldens"
-FAMILIES = ["llama3", "llama_tied_bias"]
+FAMILIES = ["llama3", "llama_tied_bias", "mistral"]
 TOLERANCE = 3e-5  # the sets' own: five times the noise seen between two correct float32 builds
 
 
