@@ -13,8 +13,8 @@ T = TypeVar("T", bool, int, float, str, dict)  # type: ignore[type-arg]
 HARMLESS = frozenset(
     """
     _name_or_path architectures attention_dropout auto_map bos_token_id dtype eos_token_id initializer_range is_llama_config
-    max_sequence_length model_max_length model_type pad_token_id pretraining_tp tokenizer_class torch_dtype
-    transformers_version unsloth_version use_cache _attn_implementation_autoset
+    max_sequence_length model_max_length model_type output_router_logits pad_token_id pretraining_tp router_aux_loss_coef
+    router_jitter_noise tokenizer_class torch_dtype transformers_version unsloth_version use_cache _attn_implementation_autoset
     """.split()
 )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UserError
-from models import llama, mistral, qwen2, qwen3
+from models import llama, mistral, mixtral, qwen2, qwen3
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 
@@ -21,6 +21,7 @@ class Architecture:
 ARCHITECTURES = {
     "llama": Architecture(llama.read_config, llama.Llama, ignored_tensors=("rotary_emb.inv_freq",)),
     "mistral": Architecture(mistral.read_config, mistral.Mistral),
+    "mixtral": Architecture(mixtral.read_config, mixtral.Mixtral),
     "qwen2": Architecture(qwen2.read_config, qwen2.Qwen2),
     "qwen3": Architecture(qwen3.read_config, qwen3.Qwen3),
 }
