@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UserError
-from models import llama, mistral, mixtral, qwen2, qwen3
+from models import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 
@@ -23,7 +23,9 @@ ARCHITECTURES = {
     "mistral": Architecture(mistral.read_config, mistral.Mistral),
     "mixtral": Architecture(mixtral.read_config, mixtral.Mixtral),
     "qwen2": Architecture(qwen2.read_config, qwen2.Qwen2),
+    "qwen2_moe": Architecture(qwen2_moe.read_config, qwen2_moe.Qwen2Moe),
     "qwen3": Architecture(qwen3.read_config, qwen3.Qwen3),
+    "qwen3_moe": Architecture(qwen3_moe.read_config, qwen3_moe.Qwen3Moe),
 }
 
 
