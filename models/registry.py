@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UserError
-from models import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from models import llama, mistral, mixtral, qwen, qwen2, qwen2_moe, qwen3, qwen3_moe
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 
@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "llama": Architecture(llama.read_config, llama.Llama, ignored_tensors=("rotary_emb.inv_freq",)),
     "mistral": Architecture(mistral.read_config, mistral.Mistral),
     "mixtral": Architecture(mixtral.read_config, mixtral.Mixtral),
+    "qwen": Architecture(qwen.read_config, qwen.Qwen, ignored_tensors=("rotary_emb.inv_freq", "attn.masked_bias")),
     "qwen2": Architecture(qwen2.read_config, qwen2.Qwen2),
     "qwen2_moe": Architecture(qwen2_moe.read_config, qwen2_moe.Qwen2Moe),
     "qwen3": Architecture(qwen3.read_config, qwen3.Qwen3),

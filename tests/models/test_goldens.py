@@ -12,7 +12,7 @@ from pipelines.engine import Engine
 from tests.builders import REPOSITORY, all_logits, complete, engine_of
 
 GOLDENS = REPOSITORY / "tests" / "goldens"
-FAMILIES = ["llama3", "llama_tied_bias", "mistral", "mixtral", "qwen2", "qwen2_full", "qwen2_moe", "qwen3"]
+FAMILIES = ["llama3", "llama_tied_bias", "mistral", "mixtral", "qwen", "qwen2", "qwen2_full", "qwen2_moe", "qwen3"]
 TOLERANCE = 3e-5  # the sets' own: five times the noise seen between two correct float32 builds
 
 
