@@ -39,8 +39,13 @@ class DecoderConfig(ModelShape):
         return self.rotary.type == "dynamic"
 
 
-def read_decoder_config(config: ConfigReader) -> DecoderConfig:
-    """The keys that all these architectures have. Raises UserError for a missing key, a wrong type or a value that is not implemented."""
+def read_decoder_config(
+    config: ConfigReader, rms_norm_eps: float | None = None, max_position_embeddings: int | None = None
+) -> DecoderConfig:
+    """The keys that all these architectures have; two of them with the defaults of those whose older files lack them.
+
+    Raises UserError for a missing key, a wrong type or a value that is not implemented.
+    """
     config.expect("hidden_act", ("silu",), "silu")
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
     groups = config.count("num_key_value_heads", heads)
@@ -59,9 +64,9 @@ def read_decoder_config(config: ConfigReader) -> DecoderConfig:
         hidden_size=hidden_size,
         intermediate_size=config.count("intermediate_size"),
         num_attention_heads=heads,
-        rms_norm_eps=config.positive("rms_norm_eps"),
+        rms_norm_eps=config.positive("rms_norm_eps", rms_norm_eps),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
-        rotary=read_rotary_config(config, head_dim, config.count("max_position_embeddings")),
+        rotary=read_rotary_config(config, head_dim, config.count("max_position_embeddings", max_position_embeddings)),
     )
 
 
