@@ -23,6 +23,10 @@ HARMLESS = frozenset(
     cache_implementation
     _from_model_config gradient_checkpointing
     apply_query_key_layer_scaling attention_softmax_in_fp32 attn_implementation bias_dropout_fusion hidden_dropout prefix_projection
+    _name_or_path architectures attention_dropout attn_dropout_prob auto_map bf16 bos_token_id dtype emb_dropout_prob
+    eos_token_id fp16 fp32 initializer_range is_llama_config max_sequence_length model_max_length model_type onnx_safe
+    output_router_logits pad_token_id pretraining_tp router_aux_loss_coef router_jitter_noise softmax_in_fp32 tokenizer_class
+    torch_dtype transformers_version unsloth_version use_cache use_cache_kernel use_flash_attn _attn_implementation_autoset
     """.split()
 )
 

@@ -5,7 +5,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UserError
-from models import baichuan, bloom, chatglm, chatglm2, gemma2, gpt2, llama, opt, phi3
+from models import (
+    baichuan,
+    bloom,
+    chatglm,
+    chatglm2,
+    gemma2,
+    gpt2,
+    llama,
+    mistral,
+    mixtral,
+    opt,
+    phi3,
+    qwen,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 
@@ -25,8 +42,15 @@ ARCHITECTURES = {
     "gemma2": Architecture(gemma2.read_config, gemma2.Gemma2, ignored_tensors=("rotary_emb.inv_freq",)),
     "gpt2": Architecture(gpt2.read_config, gpt2.GPT2, ignored_tensors=(".attn.bias", ".attn.masked_bias")),
     "llama": Architecture(llama.read_config, llama.Llama, ignored_tensors=("rotary_emb.inv_freq",)),
+    "mistral": Architecture(mistral.read_config, mistral.Mistral),
+    "mixtral": Architecture(mixtral.read_config, mixtral.Mixtral),
     "opt": Architecture(opt.read_config, opt.OPT),
     "phi3": Architecture(phi3.read_config, phi3.Phi3, ignored_tensors=("rotary_emb.inv_freq",)),
+    "qwen": Architecture(qwen.read_config, qwen.Qwen, ignored_tensors=("rotary_emb.inv_freq", "attn.masked_bias")),
+    "qwen2": Architecture(qwen2.read_config, qwen2.Qwen2),
+    "qwen2_moe": Architecture(qwen2_moe.read_config, qwen2_moe.Qwen2Moe),
+    "qwen3": Architecture(qwen3.read_config, qwen3.Qwen3),
+    "qwen3_moe": Architecture(qwen3_moe.read_config, qwen3_moe.Qwen3Moe),
 }
 
 # ChatGLM2, ChatGLM3 and GLM-4 call themselves chatglm, too; only ChatGLM-6B has no padded_vocab_size.

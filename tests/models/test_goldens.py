@@ -27,7 +27,14 @@ FAMILIES = [
     "gpt2",
     "llama3",
     "llama_tied_bias",
+    "mistral",
+    "mixtral",
     "opt",
+    "qwen",
+    "qwen2",
+    "qwen2_full",
+    "qwen2_moe",
+    "qwen3",
 ]
 WHOLE_PROMPTS = ["chatglm", "chatglm_28layers", "chatglm_bin"]  # their prompts cannot be cut
 TOLERANCE = 3e-5  # the sets' own: five times the noise seen between two correct float32 builds

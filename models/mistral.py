@@ -1,0 +1,27 @@
+"""Mistral: Llama's decoder in which every layer may see a window only (arXiv 2310.06825). Mistral 7B, Nemo, Small 2501."""
+
+from dataclasses import dataclass
+
+from models.config import ConfigReader
+from models.decoder import MLP, Attention, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
+from models.layers.sliding_window import read_window
+
+
+@dataclass(frozen=True)
+class MistralConfig(DecoderConfig):
+    sliding_window: int | None
+
+
+def read_config(config: ConfigReader) -> MistralConfig:
+    return MistralConfig(**vars(read_decoder_config(config)), sliding_window=read_window(config))
+
+
+class Mistral(DecoderLM):
+    def __init__(self, c: MistralConfig) -> None:
+        super().__init__(
+            c,
+            (
+                DecoderLayer(c, Attention(c, c.sliding_window), MLP(c.hidden_size, c.intermediate_size))
+                for _ in range(c.num_hidden_layers)
+            ),
+        )

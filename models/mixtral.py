@@ -1,0 +1,78 @@
+"""Mixtral 8x7B and 8x22B: Mistral whose feed-forward layers are mixtures of experts (arXiv 2401.04088).
+
+T tokens, E hidden channels, N experts.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from kernels.swiglu import swiglu
+from models.batch import Batch, LayerCache
+from models.config import ConfigReader
+from models.decoder import Attention, DecoderConfig, DecoderLM, read_decoder_config
+from models.layers.linear import Linear
+from models.layers.moe import route, run_experts
+from models.layers.norm import RMSNorm
+from models.layers.sliding_window import read_window
+
+
+@dataclass(frozen=True)
+class MixtralConfig(DecoderConfig):
+    sliding_window: int | None
+    num_local_experts: int
+    num_experts_per_tok: int
+
+
+def read_config(config: ConfigReader) -> MixtralConfig:
+    experts, chosen = config.count("num_local_experts"), config.count("num_experts_per_tok")
+    if chosen > experts:
+        raise UserError(f"config.json: num_experts_per_tok={chosen} is more than num_local_experts={experts}")
+    return MixtralConfig(
+        **vars(read_decoder_config(config)),
+        sliding_window=read_window(config),
+        num_local_experts=experts,
+        num_experts_per_tok=chosen,
+    )
+
+
+class Expert(nn.Module):
+    def __init__(self, c: MixtralConfig) -> None:
+        super().__init__()
+        self.w1 = Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.w2 = Linear(c.intermediate_size, c.hidden_size, bias=False)
+        self.w3 = Linear(c.hidden_size, c.intermediate_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(swiglu(self.w1(x), self.w3(x)))  # type: ignore[no-any-return]
+
+
+class SparseMoeBlock(nn.Module):
+    def __init__(self, c: MixtralConfig) -> None:
+        super().__init__()
+        self.num_experts_per_tok = c.num_experts_per_tok
+        self.gate = Linear(c.hidden_size, c.num_local_experts, bias=False)
+        self.experts = nn.ModuleList(Expert(c) for _ in range(c.num_local_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = route(self.gate(x), self.num_experts_per_tok, renormalise=True)  # from logits [T, N]
+        return run_experts(self.experts, x, weights, chosen)
+
+
+class MixtralLayer(nn.Module):
+    def __init__(self, c: MixtralConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c, c.sliding_window)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.block_sparse_moe = SparseMoeBlock(c)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, batch, cache)
+        return x + self.block_sparse_moe(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Mixtral(DecoderLM):
+    def __init__(self, c: MixtralConfig) -> None:
+        super().__init__(c, (MixtralLayer(c) for _ in range(c.num_hidden_layers)))

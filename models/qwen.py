@@ -1,0 +1,184 @@
+"""Qwen 1.8B to 72B of 2023: rotary attention whose base grows with the prompt and whose late queries are scaled (arXiv 2309.16609).
+
+T tokens, H heads, D channels per head, E hidden channels, V vocabulary, R output rows, P different prompt lengths.
+Modules are named as the checkpoint's tensors are; the order of operations is that of the model's own modeling_qwen.py.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from kernels.rope import rope
+from kernels.swiglu import swiglu
+from models.batch import Batch, KVCache, LayerCache
+from models.causal_lm import CausalLM, ModelShape
+from models.config import ConfigReader
+from models.layers.attention import attend
+from models.layers.linear import Linear
+from models.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class QwenConfig(ModelShape):
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    layer_norm_epsilon: float
+    rotary_emb_base: float
+    max_position_embeddings: int
+    seq_length: int
+    """The context in training, from which on the two scalings begin."""
+    use_dynamic_ntk: bool
+    use_logn_attn: bool
+
+    @property
+    def context_length(self) -> int:
+        return self.max_position_embeddings
+
+    @property
+    def keys_depend_on_length(self) -> bool:
+        return self.use_dynamic_ntk and self.max_position_embeddings > self.seq_length
+
+
+def read_config(config: ConfigReader) -> QwenConfig:
+    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    for key, value in (("no_bias", True), ("scale_attn_weights", True), ("rotary_pct", 1.0)):
+        config.expect(key, (value,), value)
+    for key in ("tie_word_embeddings", "use_cache_quantization"):
+        config.expect(key, (False,), False)
+    hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    intermediate_size = config.count("intermediate_size")
+    if hidden_size % (2 * heads):
+        raise UserError(
+            f"config.json: hidden_size={hidden_size} is not a multiple of twice num_attention_heads={heads}"
+        )
+    if intermediate_size % 2:
+        raise UserError(f"config.json: intermediate_size={intermediate_size} is odd, but each half has a matrix")
+    head_dim = hidden_size // heads
+    if head_dim == 2:
+        raise UserError(
+            f"config.json: hidden_size={hidden_size} gives each of {heads} heads 2 channels: at least 4 are needed"
+        )
+    config.expect("kv_channels", (head_dim,), head_dim)
+    use_dynamic_ntk, use_logn_attn = (config.require(key, bool) for key in ("use_dynamic_ntk", "use_logn_attn"))
+    seq_length = config.count("seq_length")
+    if use_logn_attn and seq_length == 1:
+        raise UserError("config.json: use_logn_attn needs a seq_length above 1")
+    return QwenConfig(
+        vocab_size=config.count("vocab_size"),
+        num_hidden_layers=config.count("num_hidden_layers"),
+        num_key_value_heads=heads,
+        head_dim=head_dim,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_attention_heads=heads,
+        layer_norm_epsilon=config.positive("layer_norm_epsilon"),
+        rotary_emb_base=config.positive("rotary_emb_base"),
+        max_position_embeddings=config.count("max_position_embeddings"),
+        seq_length=seq_length,
+        use_dynamic_ntk=use_dynamic_ntk,
+        use_logn_attn=use_logn_attn,
+    )
+
+
+class Rotary:
+    """cos and sin of each token's angles. The base follows the length of the prompt and stays while tokens are added to it."""
+
+    def __init__(self, c: QwenConfig) -> None:
+        self._config = c
+
+    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions and prompt_lengths [T] int64; returns cos and sin [T, D/2] in dtype."""
+        lengths, owners = prompt_lengths.unique(return_inverse=True)
+        frequencies = torch.stack([self._frequencies(length) for length in lengths.tolist()])  # [P, D/2]
+        angles = positions[:, None].float() * frequencies.to(positions.device)[owners]  # [T, D/2]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def _frequencies(self, prompt_length: int) -> Tensor:
+        """[D/2]. The base grows as if alpha contexts stood in a row: 1 up to seq_length, 3 up to twice that, 7 up to four times."""
+        c = self._config
+        alpha = 2 ** math.ceil(math.log2(prompt_length / c.seq_length) + 1) - 1 if c.use_dynamic_ntk else 1
+        base = c.rotary_emb_base * max(alpha, 1) ** (c.head_dim / (c.head_dim - 2))
+        exponents = torch.arange(0, c.head_dim, 2, device="cpu").float() / c.head_dim
+        return 1.0 / torch.pow(base, exponents)
+
+
+def logn_scales(positions: Tensor, seq_length: int) -> Tensor:
+    """float32 [T]: log(position + 1) to the base of seq_length, at least 1. In float64, so that no bit depends on the number of tokens."""
+    return ((positions + 1).double().log() / math.log(seq_length)).clamp(min=1).float()
+
+
+class Attention(nn.Module):
+    def __init__(self, c: QwenConfig) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.logn_length = c.seq_length if c.use_logn_attn else None
+        self.c_attn = Linear(c.hidden_size, 3 * c.hidden_size, bias=True)
+        self.c_proj = Linear(c.hidden_size, c.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        query, key, value = self.c_attn(x).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # each [T, H, D]
+        query, key = rope(query, cos, sin), rope(key, cos, sin)
+        if self.logn_length is not None:
+            query = query * logn_scales(batch.positions, self.logn_length).to(x.dtype)[:, None, None]
+        return self.c_proj(attend(query, key, value, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    def __init__(self, c: QwenConfig) -> None:
+        super().__init__()
+        self.w1 = Linear(c.hidden_size, c.intermediate_size // 2, bias=False)
+        self.w2 = Linear(c.hidden_size, c.intermediate_size // 2, bias=False)
+        self.c_proj = Linear(c.intermediate_size // 2, c.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(swiglu(self.w2(x), self.w1(x)))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, c: QwenConfig) -> None:
+        super().__init__()
+        self.ln_1 = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.attn = Attention(c)
+        self.ln_2 = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.mlp = MLP(c)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cos, sin, batch, cache)
+        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    def __init__(self, c: QwenConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.h = nn.ModuleList(Block(c) for _ in range(c.num_hidden_layers))
+        self.ln_f = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.rotary = Rotary(c)
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        x = self.wte(batch.token_ids)  # [T, E]
+        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
+        for block, layer_cache in zip(self.h, cache.layers, strict=True):
+            x = block(x, cos, sin, batch, layer_cache)
+        return self.ln_f(x[batch.output_rows])  # type: ignore[no-any-return]
+
+
+class Qwen(CausalLM):
+    config: QwenConfig
+
+    def __init__(self, config: QwenConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head(self) -> Tensor:
+        return self.lm_head.weight
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        return self.transformer(batch, cache)  # type: ignore[no-any-return]

@@ -1,0 +1,31 @@
+"""Qwen 1.5, 2 and 2.5: Llama's decoder with biases on queries, keys and values, and a window in the later layers if asked for.
+
+Qwen 2's report: arXiv 2407.10671.
+"""
+
+from dataclasses import dataclass
+
+from models.config import ConfigReader
+from models.decoder import MLP, Attention, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
+from models.layers.sliding_window import read_windows
+
+
+@dataclass(frozen=True)
+class Qwen2Config(DecoderConfig):
+    windows: tuple[int | None, ...]
+
+
+def read_config(config: ConfigReader) -> Qwen2Config:
+    shape = read_decoder_config(config)
+    return Qwen2Config(**vars(shape), windows=read_windows(config, shape.num_hidden_layers))
+
+
+class Qwen2(DecoderLM):
+    def __init__(self, c: Qwen2Config) -> None:
+        super().__init__(
+            c,
+            (
+                DecoderLayer(c, Attention(c, window, qkv_bias=True), MLP(c.hidden_size, c.intermediate_size))
+                for window in c.windows
+            ),
+        )

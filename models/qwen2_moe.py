@@ -1,0 +1,73 @@
+"""Qwen 1.5 MoE A2.7B and Qwen 2 57B A14B: Qwen 2 with mixtures of experts, beside them one expert that every token goes through.
+
+T tokens, E hidden channels, N experts. Qwen 2's report: arXiv 2407.10671.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from models.config import ConfigReader
+from models.decoder import MLP, Attention, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
+from models.layers.linear import Linear
+from models.layers.moe import MixtureConfig, read_mixture, route, run_experts
+from models.layers.sliding_window import read_windows
+
+
+@dataclass(frozen=True)
+class Qwen2MoeConfig(DecoderConfig):
+    mixture: MixtureConfig
+    shared_expert_intermediate_size: int
+    qkv_bias: bool
+
+
+def read_config(config: ConfigReader) -> Qwen2MoeConfig:
+    shape = read_decoder_config(config)
+    # No published model has windows, and the codes that could use them disagree on the layers.
+    config.expect("use_sliding_window", (False, None), False)
+    read_windows(config, shape.num_hidden_layers)
+    return Qwen2MoeConfig(
+        **vars(shape),
+        mixture=read_mixture(config, shape.num_hidden_layers),
+        shared_expert_intermediate_size=config.count("shared_expert_intermediate_size"),
+        qkv_bias=config.get("qkv_bias", bool, True),
+    )
+
+
+class SparseMoeBlock(nn.Module):
+    def __init__(self, c: Qwen2MoeConfig) -> None:
+        super().__init__()
+        self.mixture = c.mixture
+        self.gate = Linear(c.hidden_size, c.mixture.num_experts, bias=False)
+        self.experts = nn.ModuleList(
+            MLP(c.hidden_size, c.mixture.moe_intermediate_size) for _ in range(c.mixture.num_experts)
+        )
+        self.shared_expert = MLP(c.hidden_size, c.shared_expert_intermediate_size)
+        self.shared_expert_gate = Linear(c.hidden_size, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = route(self.gate(x), self.mixture.num_experts_per_tok, self.mixture.norm_topk_prob)
+        shared: Tensor = self._shared_weight(x) * self.shared_expert(x)
+        return run_experts(self.experts, x, weights, chosen) + shared
+
+    def _shared_weight(self, x: Tensor) -> Tensor:
+        """sigmoid(x . gate) [T, 1]: by a sum and a softmax, because on a CPU the bits of a product with one column, and of a sigmoid of
+        as many numbers as rows, depend on how many rows there are."""
+        logit = (x.float() * self.shared_expert_gate.weight.float()).sum(-1, keepdim=True)
+        return torch.cat((logit, torch.zeros_like(logit)), dim=-1).softmax(-1)[:, :1].to(x.dtype)
+
+
+class Qwen2Moe(DecoderLM):
+    def __init__(self, c: Qwen2MoeConfig) -> None:
+        super().__init__(
+            c,
+            (
+                DecoderLayer(
+                    c,
+                    Attention(c, qkv_bias=c.qkv_bias),
+                    SparseMoeBlock(c) if sparse else MLP(c.hidden_size, c.intermediate_size),
+                )
+                for sparse in c.mixture.sparse_layers
+            ),
+        )
