@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UserError
-from models import baichuan, chatglm, chatglm2, llama
+from models import baichuan, chatglm, chatglm2, glm, glm4, llama
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 
@@ -21,6 +21,8 @@ class Architecture:
 ARCHITECTURES = {
     "baichuan": Architecture(baichuan.read_config, baichuan.Baichuan, ignored_tensors=("rotary_emb.inv_freq",)),
     "chatglm": Architecture(chatglm.read_config, chatglm.ChatGLM, ignored_tensors=("rotary_emb.inv_freq",)),
+    "glm": Architecture(glm.read_config, glm.Glm, ignored_tensors=("rotary_emb.inv_freq",)),
+    "glm4": Architecture(glm.read_config, glm4.Glm4, ignored_tensors=("rotary_emb.inv_freq",)),
     "llama": Architecture(llama.read_config, llama.Llama, ignored_tensors=("rotary_emb.inv_freq",)),
 }
 
