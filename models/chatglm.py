@@ -112,9 +112,11 @@ class RotaryEmbedding2D:
 
 
 class Attention(nn.Module):
-    def __init__(self, c: ChatGLMConfig) -> None:
+    def __init__(self, c: ChatGLMConfig, layer: int) -> None:
         super().__init__()
         self.head_dim = c.head_dim
+        # Scores grow with the layers: as in the published code they are kept small while they may be float16, and scaled up after.
+        self.coefficient = layer + 1.0
         self.query_key_value = Linear(c.hidden_size, 3 * c.hidden_size)
         self.dense = Linear(c.hidden_size, c.hidden_size)
 
@@ -122,8 +124,9 @@ class Attention(nn.Module):
         heads = self.query_key_value(x).unflatten(-1, (-1, 3 * self.head_dim))  # [T, H, 3D]
         query, key, value = heads.chunk(3, dim=-1)  # [T, H, D] each
         query, key = self._rope(query, angles), self._rope(key, angles)
+        query = query / (math.sqrt(self.head_dim) * self.coefficient)
         text_lengths = batch.prompt_marks[:, 0]  # [S]
-        attended = attend(query, key, value, cache, batch, self.head_dim**-0.5, prefix_lengths=text_lengths)
+        attended = attend(query, key, value, cache, batch, self.coefficient, prefix_lengths=text_lengths)
         return self.dense(attended)  # type: ignore[no-any-return]
 
     def _rope(self, x: Tensor, angles: Angles) -> Tensor:
@@ -143,10 +146,10 @@ class MLP(nn.Module):
 
 
 class GLMBlock(nn.Module):
-    def __init__(self, c: ChatGLMConfig) -> None:
+    def __init__(self, c: ChatGLMConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = nn.LayerNorm(c.hidden_size, c.layernorm_epsilon)
-        self.attention = Attention(c)
+        self.attention = Attention(c, layer)
         self.post_attention_layernorm = nn.LayerNorm(c.hidden_size, c.layernorm_epsilon)
         self.mlp = MLP(c)
 
@@ -161,7 +164,7 @@ class Transformer(nn.Module):
     def __init__(self, c: ChatGLMConfig) -> None:
         super().__init__()
         self.word_embeddings = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(GLMBlock(c) for _ in range(c.num_hidden_layers))
+        self.layers = nn.ModuleList(GLMBlock(c, i) for i in range(c.num_hidden_layers))
         self.final_layernorm = nn.LayerNorm(c.hidden_size, c.layernorm_epsilon)
         self.rotary = RotaryEmbedding2D(c)
 

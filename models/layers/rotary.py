@@ -39,14 +39,22 @@ class RotaryConfig:
         return max(self.max_position_embeddings, int(self.original_length * self.factor) if self.type == "yarn" else 0)
 
 
-def read_rotary_config(config: ConfigReader, head_dim: int, max_position_embeddings: int) -> RotaryConfig:
-    """Raises UserError for a scaling that is not one of linear, dynamic, llama3 and yarn."""
+def read_rotary_config(
+    config: ConfigReader, head_dim: int, max_position_embeddings: int, partial_rotary_factor: float | None = None
+) -> RotaryConfig:
+    """Raises UserError for a scaling that is not one of linear, dynamic, llama3 and yarn.
+
+    `partial_rotary_factor`: the share of a head's channels that turns where the file says nothing; None: always all of them.
+    """
     theta = config.positive("rope_theta", 10000.0)
     scaling = config.section("rope_parameters") or config.section("rope_scaling")
+    if partial_rotary_factor is not None:
+        head_dim = _turning_channels(config, scaling, head_dim, partial_rotary_factor)
     if scaling is None:
         return RotaryConfig(head_dim, max_position_embeddings, theta)
     theta = scaling.positive("rope_theta", theta)
-    scaling.expect("partial_rotary_factor", (None, 1), None)
+    if partial_rotary_factor is None:
+        scaling.expect("partial_rotary_factor", (None, 1), None)
     is_old = scaling.raw("type") is not None and scaling.raw("rope_type") is None  # older files say type
     kind = scaling.expect(
         "type" if is_old else "rope_type", ("default", "linear", "dynamic", "llama3", "yarn"), "default"
@@ -74,6 +82,18 @@ def read_rotary_config(config: ConfigReader, head_dim: int, max_position_embeddi
     if unknown := scaling.unread():
         raise UserError(f"config.json: rope_scaling has fields that are not supported: {', '.join(unknown)}")
     return RotaryConfig(head_dim, max_position_embeddings, theta, kind, **fields)
+
+
+def _turning_channels(config: ConfigReader, scaling: ConfigReader | None, head_dim: int, default: float) -> int:
+    factor = config.positive("partial_rotary_factor", default)
+    if scaling is not None:
+        factor = scaling.positive("partial_rotary_factor", factor)
+    channels = int(head_dim * min(factor, 2.0))
+    if not 0 < channels <= head_dim or channels % 2:
+        raise UserError(
+            f"config.json: partial_rotary_factor={factor} turns {channels} of {head_dim} channels, not an even number of them"
+        )
+    return channels
 
 
 def _yarn_attention_factor(scaling: ConfigReader, factor: float) -> float:

@@ -1,5 +1,6 @@
 """ChatGLM-6B: positions, masks, and an engine whose prompts must not be cut. The numbers of plain prompts: test_goldens.py."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ from torch import Tensor
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
+from conf.schema import DType
 from models.chatglm import ChatGLM, positions_2d, read_config
 from models.config import ConfigReader
 from pipelines.engine import Engine
 from pipelines.engine.batch import build_batch
 from pipelines.engine.scheduler import StepPlan
-from tests.builders import REPOSITORY, all_logits, complete, engine_of, generate
+from pipelines.loading import load_engine
+from tests.builders import REPOSITORY, all_logits, complete, engine_of, generate, run_config
 from tests.models.test_goldens import TOLERANCE, greedy, link
 
 GOLDENS = REPOSITORY / "tests" / "goldens"
@@ -107,6 +110,19 @@ def test_scale_and_frequencies_are_the_published_ones(tmp_path: Path) -> None:
         assert exact > 3 * difference  # 5e-6 and more, against rounding noise of 1e-6
         other_scale = (logits - golden["logits_alpha_from_config"][0]).abs().max()
         assert (other_scale > 1) == (family == "chatglm")  # 28 layers are what the published code always scales by
+
+
+def test_large_scores_fit_in_float16(folder: Path, golden: dict[str, Tensor]) -> None:
+    run = run_config(folder)
+    logits = []
+    for dtype in (DType.float16, DType.float32):
+        engine = load_engine(replace(run, model=replace(run.model, dtype=dtype)), 1)
+        for name, parameter in engine.runner._model.named_parameters():
+            if "query_key_value" in name:
+                parameter.unflatten(0, (4, 3, 16))[:, :2].mul_(100)  # queries and keys: products are above 65504
+        logits.append(all_logits(engine, golden["input_ids"][0].tolist()).float())
+    # 0.01: float16 has 11 bits and logits are up to 3.5; every softmax takes one token, so scores add no error
+    torch.testing.assert_close(*logits, atol=0.01, rtol=0)
 
 
 def test_a_reply_that_has_begun_goes_on_the_same(engine: Engine, golden: dict[str, Tensor]) -> None:

@@ -1,0 +1,144 @@
+"""GLM-4-9B in the layout of transformers, from config.json. That of its own code is in chatglm2.py.
+
+T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, F feed-forward channels, R output rows.
+The first channels of a head are turned, half of them by default, in pairs of neighbours. Modules are named as the checkpoint's tensors are.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from kernels.rope import rope
+from kernels.swiglu import swiglu
+from models.batch import Batch, KVCache, LayerCache
+from models.causal_lm import CausalLM, ModelShape
+from models.config import ConfigReader
+from models.layers.attention import attend
+from models.layers.linear import Linear
+from models.layers.norm import RMSNorm
+from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
+
+
+@dataclass(frozen=True)
+class GlmConfig(ModelShape):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    attention_bias: bool
+    tie_word_embeddings: bool
+    rotary: RotaryConfig
+
+    @property
+    def context_length(self) -> int:
+        return self.rotary.context_length
+
+    @property
+    def keys_depend_on_length(self) -> bool:
+        return self.rotary.type == "dynamic"
+
+
+def read_config(config: ConfigReader) -> GlmConfig:
+    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
+    config.expect("hidden_act", ("silu",), "silu")
+    heads = config.count("num_attention_heads")
+    groups = config.count("num_key_value_heads", 2)
+    if heads % groups:
+        raise UserError(f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
+    head_dim = config.count("head_dim", 128)
+    return GlmConfig(
+        vocab_size=config.count("vocab_size"),
+        hidden_size=config.count("hidden_size"),
+        intermediate_size=config.count("intermediate_size"),
+        num_hidden_layers=config.count("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=head_dim,
+        rms_norm_eps=config.positive("rms_norm_eps", 1.5625e-7),
+        attention_bias=config.get("attention_bias", bool, True),
+        tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
+        rotary=read_rotary_config(
+            config, head_dim, config.count("max_position_embeddings", 131072), partial_rotary_factor=0.5
+        ),
+    )
+
+
+class Attention(nn.Module):
+    def __init__(self, c: GlmConfig) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.q_proj = Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=c.attention_bias)
+        self.k_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.attention_bias)
+        self.v_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.attention_bias)
+        self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        query = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H, D]
+        key = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, G, D]
+        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, G, D]
+        query, key = rope(query, cos, sin, interleaved=True), rope(key, cos, sin, interleaved=True)
+        return self.o_proj(attend(query, key, value, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    def __init__(self, c: GlmConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(c.hidden_size, 2 * c.intermediate_size, bias=False)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # [T, F] each
+        return self.down_proj(swiglu(gate, up))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, c: GlmConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = MLP(c)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, batch, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    def __init__(self, c: GlmConfig, layer_class: type[DecoderLayer]) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(layer_class(c) for _ in range(c.num_hidden_layers))
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.rotary = RotaryEmbedding(c.rotary)
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        x = self.embed_tokens(batch.token_ids)  # [T, E]
+        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x = layer(x, cos, sin, batch, layer_cache)
+        return self.norm(x[batch.output_rows])  # type: ignore[no-any-return]
+
+
+class Glm(CausalLM):
+    config: GlmConfig
+    layer_class = DecoderLayer
+
+    def __init__(self, config: GlmConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, self.layer_class)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head(self) -> Tensor:
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        return self.model(batch, cache)  # type: ignore[no-any-return]

@@ -1,0 +1,22 @@
+"""GLM-4-0414 (9B and 32B), from config.json: GLM with a norm behind each half of a layer, too."""
+
+from torch import Tensor
+
+from models.batch import Batch, LayerCache
+from models.glm import DecoderLayer, Glm, GlmConfig
+from models.layers.norm import RMSNorm
+
+
+class Glm4DecoderLayer(DecoderLayer):
+    def __init__(self, c: GlmConfig) -> None:
+        super().__init__(c)
+        self.post_self_attn_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_mlp_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        x = x + self.post_self_attn_layernorm(self.self_attn(self.input_layernorm(x), cos, sin, batch, cache))
+        return x + self.post_mlp_layernorm(self.mlp(self.post_attention_layernorm(x)))  # type: ignore[no-any-return]
+
+
+class Glm4(Glm):
+    layer_class = Glm4DecoderLayer
