@@ -148,10 +148,11 @@ def quote_prompt(arguments: list[str]) -> list[str]:
 
 
 def saved_config(arguments: list[str]) -> list[str]:
-    """`predict.resume=FOLDER` alone stands for the config that the folder holds."""
-    if len(arguments) != 1 or not arguments[0].startswith(RESUME) or arguments[0] in (f"{RESUME}auto", f"{RESUME}none"):
+    """`predict.resume=FOLDER` without the job's prompts stands for the config that the folder holds."""
+    named = [a for a in arguments if a.startswith(RESUME) and a not in (f"{RESUME}auto", f"{RESUME}none")]
+    if len(named) != 1 or any(a.startswith(("predict.data=", "--config-path", "-cp")) for a in arguments):
         return arguments
-    folder = Path(arguments[0].removeprefix(RESUME)).expanduser().absolute()
+    folder = Path(named[0].removeprefix(RESUME)).expanduser().absolute()
     return ["--config-path", str(folder), *arguments] if (folder / "config.yaml").is_file() else arguments
 
 

@@ -100,7 +100,7 @@ class DecodeConfig:
         elif self.penalty_alpha:
             self._check_search("penalty_alpha", self.penalty_alpha)
             if self.top_k is not None:
-                allowed = f"2 to {MAX_SEQUENCES} candidates for contrastive search"
+                allowed = f"2 to {MAX_SEQUENCES}, the number of candidates of contrastive search"
                 check(2 <= self.top_k <= MAX_SEQUENCES, "decode.top_k", self.top_k, allowed)
         elif self.num_beams is not None:
             allowed = "1 without beams: give decode.num_beams, or decode.n for samples"
@@ -137,7 +137,7 @@ class DecodeConfig:
         for name, value in values.items():
             if name not in hints:
                 raise UserError(f"decode.{name} does not exist: there are {', '.join(f.name for f in fields(self))}")
-            if name == "stop" and isinstance(value, str):
+            if name in ("stop", "bad_words") and isinstance(value, str):
                 given[name] = value = [value]
             if name == "logit_bias" and isinstance(value, dict):  # JSON has no other keys than texts
                 given[name] = value = {int(key) if str(key).isdecimal() else key: bias for key, bias in value.items()}

@@ -6,12 +6,12 @@ T tokens, H heads, D channels per head, E hidden channels, V vocabulary, R outpu
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.nn.functional import gelu
 
 from conf.errors import UserError
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
+from models.layers.activation import gelu_tanh
 from models.layers.attention import alibi_slopes, attend
 from models.layers.linear import Linear
 
@@ -76,7 +76,7 @@ class MLP(nn.Module):
         self.dense_4h_to_h = Linear(4 * c.hidden_size, c.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dense_4h_to_h(gelu(self.dense_h_to_4h(x), approximate="tanh"))  # type: ignore[no-any-return]
+        return self.dense_4h_to_h(gelu_tanh(self.dense_h_to_4h(x)))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):

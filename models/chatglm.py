@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from conf.errors import UserError
 from kernels.rope import rope
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
+from models.layers.activation import gelu_tanh
 from models.layers.attention import attend
 from models.layers.linear import Linear
 
@@ -142,7 +142,7 @@ class MLP(nn.Module):
         self.dense_4h_to_h = Linear(c.inner_hidden_size, c.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dense_4h_to_h(functional.gelu(self.dense_h_to_4h(x), approximate="tanh"))  # type: ignore[no-any-return]
+        return self.dense_4h_to_h(gelu_tanh(self.dense_h_to_4h(x)))  # type: ignore[no-any-return]
 
 
 class GLMBlock(nn.Module):

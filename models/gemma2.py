@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu
 
 from conf.errors import UserError
 from kernels.rms_norm import rms_norm
@@ -15,6 +14,7 @@ from kernels.rope import rope
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
+from models.layers.activation import gelu_tanh
 from models.layers.attention import attend
 from models.layers.linear import Linear
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
@@ -136,7 +136,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))  # type: ignore[no-any-return]
+        return self.down_proj(gelu_tanh(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu
 
 from conf.errors import UserError
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
+from models.layers.activation import gelu_tanh
 from models.layers.attention import attend
 from models.layers.linear import Linear, linear
 
@@ -92,7 +92,7 @@ class MLP(nn.Module):
         self.c_proj = Conv1D(c.n_inner, c.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(gelu(self.c_fc(x), approximate="tanh"))  # type: ignore[no-any-return]
+        return self.c_proj(gelu_tanh(self.c_fc(x)))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):

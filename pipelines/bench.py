@@ -42,7 +42,8 @@ def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         start = time.perf_counter()
         engine = load_engine(run, bench.batch_size, progress.loaded)
         load_s = time.perf_counter() - start
-        run = replace(run, decode=engine.resolve(run.decode))
+        resolved = replace(engine.resolve(run.decode), max_new_tokens=None, min_new_tokens=None, max_length=None)
+        run = replace(run, decode=resolved)
         prompts = _prompts(bench, engine)
         for _ in range(bench.warmup):
             measure(engine, next(prompts), decode)
@@ -96,6 +97,8 @@ def _replayed(path: Path, tokenizer: Tokenizer | None) -> list[list[int]]:
         for index, line in enumerate(Lines(file, str(path))):
             try:
                 values = json.loads(line)
+                if isinstance(values, dict) and "decode" in values:
+                    raise UserError("the row has decode settings of its own, but a bench has one for all")
                 if isinstance(values, dict) and isinstance(values.get("turns"), list):
                     values = {"prompt": next(iter(values["turns"]), None)}
                 token_ids.append(encoder.encode(parse_row(index, values)).token_ids)

@@ -1,13 +1,14 @@
 """What decides the rows of a job, by name, so that a job is continued only as what it was, and what has changed can be said."""
 
 import hashlib
+import json
 from dataclasses import asdict
 from pathlib import Path
 
 from conf.schema import RunConfig, Weights
 from models.hub import find_folder
 from pipelines.engine import Engine
-from pipelines.journal import Fingerprint
+from pipelines.journal import Fingerprint, dumps
 from pipelines.prompts import Prompts
 
 READ = ("*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt")  # config and tokenizer, by content
@@ -33,7 +34,7 @@ def fingerprint(run: RunConfig, engine: Engine, prompts: Prompts) -> Fingerprint
     parts |= _files(model, "model")
     if tokenizer and not tokenizer.samefile(model):
         parts |= _files(tokenizer, "tokenizer")
-    return parts
+    return dict(json.loads(dumps(parts)))  # as a journal gives it back: there all keys are texts
 
 
 def _chat_template(chat_template: str) -> str:

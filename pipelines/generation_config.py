@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
 SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
-SEARCH = {"num_beams", "penalty_alpha"}
+SEARCH = {"num_beams", "num_return_sequences", "penalty_alpha"}
 SETTINGS = {*NEUTRAL, "max_new_tokens", "max_length"}  # these may come from the file
 OTHER = {
     "do_sample",

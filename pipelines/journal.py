@@ -51,9 +51,14 @@ class Journal:
         command = f"python run.py {shlex.quote(f'predict.resume={self.folder}')}{same_input}"
         return f"{self.num_rows} rows are done and kept, go on with: {command}"
 
+    @property
+    def end(self) -> int:
+        """One more than the last index that is done."""
+        return len(self._offsets)
+
     def has(self, index: int, digest: str) -> bool:
         """Raises UserError where the row that is done came from another line of the input."""
-        done = index < len(self._offsets) and self._offsets[index] > 0
+        done = index < self.end and self._offsets[index] > 0
         if done and self._digests[index] != int(digest, 16):
             raise UserError(f"row {index} is not the one that {self.folder} has done: give the same input, or {ANEW}")
         return done

@@ -29,6 +29,7 @@ from pipelines.generation_config import FILE, decode_defaults, eos_token_ids
 
 log = logging.getLogger(__name__)
 
+AUTO_SEQUENCES = 64  # for which an automatic pool has room at least: rows may ask for beams or samples of their own
 DEFAULT_THREADS = torch.get_num_threads()  # torch's choice, before anybody set another number
 
 
@@ -67,7 +68,8 @@ def load_engine(
         load_checkpoint(model, files, architecture.ignored_tensors, dtype, device, on_bytes)
     else:
         initialise_randomly(model, dtype, device)
-    sequences = max_num_requests * (run.decode.num_beams or run.decode.n)
+    usual = run.decode.resolved(decode)
+    sequences = max(AUTO_SEQUENCES, max_num_requests * max(usual.n, usual.num_beams or 1))
     cache = _kv_cache(run.device, shape, sequences, context, dtype, device)
     sizes = max_num_requests, run.device.max_batched_tokens
     return Engine(model, cache, tokenizer, context, eos, decode, *sizes)

@@ -93,15 +93,10 @@ class PredictJob:
         for output in self.engine.generate(self._requests(signals.checked(prompts)), on_step=after_step):
             row, prompt = self._running.pop(output.request_id)
             self._finish(row, _prediction(row, prompt, output), output.num_cached_tokens)
-        if self._journal.num_rows > prompts.num_read:
-            have = f"{self._journal.folder} has {self._journal.num_rows} rows that are done"
-            raise UserError(f"the input has {prompts.num_read} rows, but {have}: give the same input, or {ANEW}")
         self._journal.sync()
 
     def _requests(self, rows: Iterator[PromptRow]) -> Iterator[Request]:
-        for row in rows:
-            if self._journal.has(row.index, row.digest):
-                continue
+        for row in self._undone(rows):
             try:
                 prompt = self._encoder.encode(row)
                 request = self.engine.request(row.index, prompt.token_ids, self._run.decode.replaced(row.decode))
@@ -110,6 +105,23 @@ class PredictJob:
                 continue
             self._running[row.index] = row, prompt.text
             yield request
+
+    def _undone(self, rows: Iterator[PromptRow]) -> Iterator[PromptRow]:
+        """Rows that the journal does not have. Those before its last one wait until that one has shown the input to be the same."""
+        waiting: list[PromptRow] = []  # no more than ran at once when the job ended
+        num_read = 0
+        for row in rows:
+            num_read = row.index + 1
+            if row.index >= self._journal.end:
+                yield from waiting
+                waiting.clear()
+                yield row
+            elif not self._journal.has(row.index, row.digest):
+                waiting.append(row)
+        if num_read < self._journal.end:
+            have = f"{self._journal.folder} has a row {self._journal.end - 1} that is done"
+            raise UserError(f"the input has {num_read} rows, but {have}: give the same input, or {ANEW}")
+        yield from waiting
 
     def _finish(self, row: PromptRow, prediction: Row, num_cached_tokens: int = 0) -> None:
         record = {"digest": row.digest, "num_cached_tokens": num_cached_tokens, "row": prediction}
@@ -241,8 +253,11 @@ def _texts(row: Row) -> dict[str, list[str]]:
 def _print(rows: list[Row], metrics: dict[str, Any], output_dir: Path) -> None:
     for row in rows:
         print(f"[{row['index']}] {row['prompt'] or ''}")
-        result = row["text"] if row["text"] is not None else row["token_ids"]
-        print(f" -> error: {row['error']}" if row["error"] else f" -> {result}")
+        if row["error"]:
+            print(f" -> error: {row['error']}")
+            continue
+        for one in row.get("completions", [row]):
+            print(f" -> {one['text'] if one['text'] is not None else one['token_ids']}")
     if metrics["num_prompts"] > len(rows):
         print(f"... and {metrics['num_prompts'] - len(rows)} more")
     if metrics["unused_fields"]:

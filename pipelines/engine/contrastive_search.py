@@ -17,6 +17,9 @@ from pipelines.engine.stopping import completion_of, extend_text
 
 class ContrastiveSearch:
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self._observed: list[Tensor] = []  # hidden states since the last choice
         self._context: Tensor | None = None  # [L, E] directions of the hidden states so far
         self._probabilities: Tensor | None = None  # [k] of the candidates; None while there are none
@@ -32,7 +35,7 @@ class ContrastiveSearch:
             sequence.token_ids.pop()
         sequence.block_hashes.clear()
         sequence.first_wanted = 0
-        self.__init__()  # type: ignore[misc]
+        self._begin()
         return sequence
 
     def advance(self, group: SequenceGroup, logits: Tensor) -> list[Continuation]:
@@ -51,11 +54,12 @@ class ContrastiveSearch:
                 return []
         sequence = group.sequences[chosen]
         processed = process_logits(logits[chosen].float(), sequence)
-        if processed.amax() == -torch.inf:
+        num_allowed = int((processed > -torch.inf).sum())
+        if not num_allowed:
             group.completions[0] = completion_of(sequence, FinishReason.no_token)
             return []
         self._logits = logits[chosen]
-        self._probabilities, candidates = processed.softmax(-1).topk(min(group.request.params.top_k, len(processed)))
+        self._probabilities, candidates = processed.softmax(-1).topk(min(group.request.params.top_k, num_allowed))
         return [Continuation(sequence, token) for token in candidates.tolist()]
 
     def _accept(self, sequence: Sequence) -> FinishReason | None:

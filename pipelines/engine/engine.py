@@ -126,7 +126,7 @@ class Engine:
                 f"and device.max_batched_tokens={most}: raise it, or ask for fewer new tokens"
             )
         if width > most:
-            limit = f"device.max_batched_tokens={self.scheduler.max_batched_tokens}"
+            limit = f"device.max_batched_tokens={most}"
             raise UserError(f"the request has {width} sequences, but {limit}: every one needs a token of each step")
 
     def check(self, decode: DecodeConfig) -> None:
@@ -266,12 +266,12 @@ def _add_prompt_logprobs(group: SequenceGroup, sequence: Sequence, logits: Tenso
     """From logits [P, V] of the sequence's P tokens that were computed last."""
     prompt, known = group.request.prompt_token_ids, group.prompt_logprobs
     first = sequence.num_computed_tokens - len(logits)
-    if first == len(known):  # not computed a second time, after a preemption
-        targets = prompt[first + 1 : first + 1 + len(logits)]
-        for start in range(0, len(targets), LOGPROB_ROWS):
-            chunk = targets[start : start + LOGPROB_ROWS]
-            rows = logits[start : start + len(chunk)]
-            known += token_logprobs(rows, chunk, group.request.params.prompt_logprobs or 0)
+    logits = logits[max(0, len(known) - first) :]  # without what was known before a preemption
+    targets = prompt[len(known) + 1 :][: len(logits)]
+    for start in range(0, len(targets), LOGPROB_ROWS):
+        chunk = targets[start : start + LOGPROB_ROWS]
+        rows = logits[start : start + len(chunk)]
+        known += token_logprobs(rows, chunk, group.request.params.prompt_logprobs or 0)
 
 
 def _output(group: SequenceGroup) -> Output:

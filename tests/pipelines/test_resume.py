@@ -224,7 +224,7 @@ def test_standard_input_is_compared_row_by_row(
     with pytest.raises(UserError, match="row 0 is not the one that .* has done: give the same input"):
         run_predict(named, tmp_path / "new", dump)
     feed(monkeypatch, text.splitlines(keepends=True)[0])
-    with pytest.raises(UserError, match="the input has 1 rows, but .* has . rows that are done: give the same input"):
+    with pytest.raises(UserError, match="the input has 1 rows, but .* has a row . that is done: give the same input"):
         run_predict(named, tmp_path / "new", dump)
     feed(monkeypatch, text)
     run_predict(named, tmp_path / "new", dump)

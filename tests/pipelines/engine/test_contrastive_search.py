@@ -98,7 +98,7 @@ def test_can_be_streamed(chatty: Path) -> None:
 
 def test_what_contradicts_it_is_refused(engine: Engine) -> None:
     for wrong, message in [
-        ({"top_k": 1}, "decode.top_k=1 is not allowed: give 2 to 256 candidates"),
+        ({"top_k": 1}, "decode.top_k=1 is not allowed: give 2 to 256, the number of candidates"),
         (
             {"top_k": 4, "temperature": 0.5},
             "decode.temperature=0.5 is not allowed: give 0 with decode.penalty_alpha=0.6",
@@ -110,6 +110,13 @@ def test_what_contradicts_it_is_refused(engine: Engine) -> None:
             engine.request(0, [5], DecodeConfig(penalty_alpha=0.6, **wrong))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="decode.top_k=0 is not allowed: give 2 to 256"):
         engine.request(0, [5], DecodeConfig(penalty_alpha=0.6))
+
+
+@pytest.mark.parametrize("alpha", [0.6, 1.0])
+def test_what_is_banned_is_no_candidate(engine: Engine, alpha: float) -> None:
+    decode = DecodeConfig(max_new_tokens=12, penalty_alpha=alpha, top_k=5, allowed_token_ids=[7, 9])
+    (output,) = complete(engine, [[5, 6]], decode)
+    assert set(output.token_ids) <= {7, 9}
 
 
 def test_nothing_allowed_ends_with_no_token(engine: Engine) -> None:

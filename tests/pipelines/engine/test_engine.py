@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -157,6 +158,31 @@ def test_prompt_logprobs_are_those_of_the_next_prompt_token(engine: Engine, tmp_
         assert output.num_cached_tokens == 0
     (single,) = engine.generate([engine.request(0, [5], DecodeConfig(max_new_tokens=1, prompt_logprobs=2))])
     assert single.prompt_logprobs == []
+
+
+@pytest.mark.parametrize(
+    ("decode", "blocks"),
+    [({}, 16), ({"num_beams": 2}, 22), ({"n": 3, "temperature": 1.0}, 26), ({"penalty_alpha": 0.6, "top_k": 3}, 20)],
+    ids=str,
+)
+def test_prompt_logprobs_are_whole_after_preemption(
+    engine: Engine, tmp_path: Path, decode: dict[str, Any], blocks: int
+) -> None:
+    write_llama(tmp_path)
+    prompts = [list(range(5 + i, 25 + 2 * i)) for i in range(4)]
+    settings = DecodeConfig(max_new_tokens=12, prompt_logprobs=0, **decode)
+    expected = [list(engine.generate([engine.request(0, prompt, settings)]))[0] for prompt in prompts]
+    small = engine_of(tmp_path, max_batched_tokens=13, block_size=4, kv_cache_memory=str(blocks * 4 * KEY_VALUE_BYTES))
+    preempted = []
+    preempt = small.scheduler._preempt
+    small.scheduler._preempt = lambda group: (preempted.append(group), preempt(group))  # type: ignore[assignment, method-assign, func-returns-value]
+    for output, whole in zip(generate(small, prompts, settings), expected, strict=True):
+        assert output.prompt_logprobs is not None
+        assert whole.prompt_logprobs is not None
+        assert len(output.prompt_logprobs) == output.num_prompt_tokens - 1
+        for ours, theirs in zip(output.prompt_logprobs, whole.prompt_logprobs, strict=True):
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)  # chunks sum in another order
+    assert preempted
 
 
 def test_samples_are_those_of_the_seed_and_the_first_is_that_of_one_alone(engine: Engine) -> None:
