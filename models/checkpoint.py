@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from models.causal_lm import CausalLM
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RANDOM_STD = 0.02  # the initializer_range of nearly every family
@@ -118,7 +119,7 @@ def checkpoint_dtype(files: list[WeightFile]) -> torch.dtype:
 
 
 def load_checkpoint(
-    model: nn.Module,
+    model: CausalLM,
     files: list[WeightFile],
     ignored: tuple[str, ...],
     dtype: torch.dtype,
@@ -127,12 +128,14 @@ def load_checkpoint(
 ) -> None:
     """Replace the model's (meta) parameters by the checkpoint's tensors, cast to `dtype` on `device`.
 
-    Tensors whose names end in one of `ignored` are left out. `on_bytes(done, total)` is called after every tensor.
+    Tensors whose names end in one of `ignored`, or begin as the model says, are left out.
+    `on_bytes(done, total)` is called after every tensor.
     Raises UserError that lists all missing, unexpected and wrong-shaped tensors.
     """
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    _compare(expected, files, ignored)
-    total = sum(torch.Size(shape).numel() for shape in expected.values()) * dtype.itemsize
+    _compare(expected, files, ignored, model.ignored_prefixes)
+    dtypes = {name: _parameter_dtype(model, name, dtype) for name in expected}
+    total = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in expected.items())
     done = 0
     for file in files:
         for name, tensor in file.read(name for name in file.shapes if name in expected):
@@ -141,23 +144,34 @@ def load_checkpoint(
                     f"{file.path}: {name} is {tensor.dtype}, not a float: quantised checkpoints are not supported"
                 )
             # A copy, because the source is a view of the mapped file.
-            assign(model, name, tensor.to(device, dtype, copy=True))
-            done += tensor.numel() * dtype.itemsize
+            assign(model, name, tensor.to(device, dtypes[name], copy=True))
+            done += tensor.numel() * dtypes[name].itemsize
             on_bytes(done, total)
 
 
-def _compare(expected: dict[str, tuple[int, ...]], files: list[WeightFile], ignored: tuple[str, ...]) -> None:
+def _parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if name.endswith(model.float32_tensors) else dtype
+
+
+def _compare(
+    expected: dict[str, tuple[int, ...]],
+    files: list[WeightFile],
+    ignored: tuple[str, ...],
+    ignored_prefixes: tuple[str, ...],
+) -> None:
     found: dict[str, tuple[int, ...]] = {}
     twice = []
     for file in files:
         twice += [name for name in file.shapes if name in found]
         found |= file.shapes
     # A head that is tied to the embedding may be in the checkpoint as a second copy.
-    tied = {"lm_head.weight"} - expected.keys()
+    accepted = expected.keys() | {"lm_head.weight"}
     faults = {
         "missing": [name for name in expected if name not in found],
         "unexpected": [
-            name for name in found if name not in expected and name not in tied and not name.endswith(ignored)
+            name
+            for name in found
+            if name not in accepted and not name.endswith(ignored) and not name.startswith(ignored_prefixes)
         ],
         "in two files": twice,
         "wrong shape": [
@@ -181,11 +195,11 @@ def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
 
 
-def initialise_randomly(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def initialise_randomly(model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
     """Norms 1, biases 0, all else normal with a standard deviation of 0.02; always the same values on one kind of device."""
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in list(model.named_parameters()):
-        tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
+        tensor = torch.empty(parameter.shape, dtype=_parameter_dtype(model, name, dtype), device=device)
         if parameter.ndim == 1:
             tensor.fill_(0.0 if name.endswith("bias") else 1.0)
         else:

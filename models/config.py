@@ -12,9 +12,10 @@ T = TypeVar("T", bool, int, float, str, dict)  # type: ignore[type-arg]
 # Keys that change nothing in inference: names, versions, training settings, and what is read elsewhere.
 HARMLESS = frozenset(
     """
-    _name_or_path architectures attention_dropout auto_map bos_token_id dtype eos_token_id initializer_range is_llama_config
-    max_sequence_length model_max_length model_type pad_token_id pretraining_tp tokenizer_class torch_dtype
-    transformers_version unsloth_version use_cache _attn_implementation_autoset
+    _name_or_path architectures attention_dropout auto_map aux_loss_alpha bos_token_id dtype eos_token_id ep_size
+    initializer_range is_llama_config max_sequence_length model_max_length model_type output_router_logits pad_token_id
+    pretraining_tp seq_aux tokenizer_class torch_dtype transformers_version unsloth_version use_cache
+    _attn_implementation_autoset
     """.split()
 )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UserError
-from models import llama
+from models import deepseek, llama
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 
@@ -19,6 +19,8 @@ class Architecture:
 
 
 ARCHITECTURES = {
+    "deepseek_v2": Architecture(deepseek.read_config_v2, deepseek.Deepseek, ignored_tensors=("rotary_emb.inv_freq",)),
+    "deepseek_v3": Architecture(deepseek.read_config_v3, deepseek.Deepseek, ignored_tensors=("rotary_emb.inv_freq",)),
     "llama": Architecture(llama.read_config, llama.Llama, ignored_tensors=("rotary_emb.inv_freq",)),
 }
 
