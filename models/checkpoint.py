@@ -24,11 +24,15 @@ LISTED = 8  # tensors that an error names of each sort
 class WeightFile(Protocol):
     path: Path
     shapes: dict[str, tuple[int, ...]]
+    is_mapped: bool
+    """Whether what is read are views of the file, so that it must be copied to be kept."""
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]: ...
 
 
 class SafetensorsFile:
+    is_mapped = True
+
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
@@ -46,6 +50,8 @@ class SafetensorsFile:
 
 class PickleFile:
     """A `.bin` of torch.save, read with weights_only=True, so that it can hold tensors and nothing that runs."""
+
+    is_mapped = True
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -143,8 +149,7 @@ def load_checkpoint(
                 raise UserError(
                     f"{file.path}: {name} is {tensor.dtype}, not a float: quantised checkpoints are not supported"
                 )
-            # A copy, because the source is a view of the mapped file.
-            assign(model, name, tensor.to(device, dtypes[name], copy=True))
+            assign(model, name, tensor.to(device, dtypes[name], copy=file.is_mapped))
             done += tensor.numel() * dtypes[name].itemsize
             on_bytes(done, total)
 
@@ -184,9 +189,7 @@ def _compare(
         if names
     ]
     if texts:
-        raise UserError(
-            f"{files[0].path.parent} does not hold the model that its config.json describes: {'; '.join(texts)}"
-        )
+        raise UserError(f"{files[0].path.parent} does not hold the model that its config describes: {'; '.join(texts)}")
 
 
 def assign(model: nn.Module, name: str, tensor: Tensor) -> None:

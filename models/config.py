@@ -29,14 +29,12 @@ class ConfigReader:
         self._read: set[str] = set()
 
     @classmethod
-    def from_folder(cls, folder: Path) -> "ConfigReader":
-        file = folder / "config.json"
+    def from_folder(cls, folder: Path, name: str = "config.json") -> "ConfigReader":
+        file = folder / name
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise UserError(
-                f"{folder} has no config.json: model.path must be a folder in Hugging Face layout"
-            ) from None
+            raise UserError(f"{folder} has no {name}: model.path must be a folder in Hugging Face layout") from None
         except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, too long a number, too deep
             raise UserError(f"{file} cannot be read: {error}") from error
         if not isinstance(values, dict):
