@@ -55,7 +55,7 @@ class ModelConfig:
     """Where a model is and how to hold it. Its architecture comes from the checkpoint's config.json."""
 
     path: str = ""
-    """Folder in Hugging Face layout, or a hub id such as `meta-llama/Llama-2-7b-hf`."""
+    """Folder in Hugging Face's layout or Meta's own, or a hub id such as `meta-llama/Llama-2-7b-hf`."""
     dtype: DType = DType.auto
     weights: Weights = Weights.checkpoint
     tokenizer: str | None = ""
@@ -63,7 +63,7 @@ class ModelConfig:
     max_length: int | None = None
     """Most prompt + new tokens of any sequence; null: what the checkpoint was made for."""
     allow_pickle: bool = False
-    """Read `.bin`/`.pt` files too (with `weights_only=True`)."""
+    """Read `.bin`, `.pt` and `.pth` files too (with `weights_only=True`)."""
 
     def __post_init__(self) -> None:
         check(bool(self.path), "model.path", repr(self.path), "a folder or a hub id")

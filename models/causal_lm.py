@@ -47,6 +47,13 @@ class CausalLM(nn.Module):
     """The base of every architecture's model. Modules are named as the checkpoint's tensors are, so no map of names is needed."""
 
     config: ModelShape
+    float32_tensors: tuple[str, ...] = ()
+    """Ends of the names of parameters that stay float32 in a model of another dtype."""
+
+    @property
+    def ignored_prefixes(self) -> tuple[str, ...]:
+        """Beginnings of the names of tensors that a checkpoint may hold beside this model's own."""
+        return ()
 
     @property
     def head(self) -> Tensor:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from models.causal_lm import CausalLM
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RANDOM_STD = 0.02  # the initializer_range of nearly every family
@@ -23,11 +24,15 @@ LISTED = 8  # tensors that an error names of each sort
 class WeightFile(Protocol):
     path: Path
     shapes: dict[str, tuple[int, ...]]
+    is_mapped: bool
+    """Whether what is read are views of the file, so that it must be copied to be kept."""
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]: ...
 
 
 class SafetensorsFile:
+    is_mapped = True
+
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
@@ -45,6 +50,8 @@ class SafetensorsFile:
 
 class PickleFile:
     """A `.bin` of torch.save, read with weights_only=True, so that it can hold tensors and nothing that runs."""
+
+    is_mapped = True
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -118,7 +125,7 @@ def checkpoint_dtype(files: list[WeightFile]) -> torch.dtype:
 
 
 def load_checkpoint(
-    model: nn.Module,
+    model: CausalLM,
     files: list[WeightFile],
     ignored: tuple[str, ...],
     dtype: torch.dtype,
@@ -127,14 +134,16 @@ def load_checkpoint(
 ) -> None:
     """Replace the model's (meta) parameters by the checkpoint's tensors, cast to `dtype` on `device`.
 
-    Tensors whose names end in one of `ignored` are left out. `on_bytes(done, total)` is called after every tensor.
+    Tensors whose names end in one of `ignored`, or begin as the model says, are left out.
+    `on_bytes(done, total)` is called after every tensor.
     Raises UserError that lists all missing, unexpected and wrong-shaped tensors.
     """
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     # Saved without its head, a checkpoint lacks the trunk's name: h.0.weight is transformer.h.0.weight.
     full_names = {name.partition(".")[2]: name for name in expected} | {name: name for name in expected}
-    _compare(expected, files, full_names, ignored)
-    total = sum(torch.Size(shape).numel() for shape in expected.values()) * dtype.itemsize
+    _compare(expected, files, full_names, ignored, model.ignored_prefixes)
+    dtypes = {name: _parameter_dtype(model, name, dtype) for name in expected}
+    total = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in expected.items())
     done = 0
     for file in files:
         for name, tensor in file.read(name for name in file.shapes if name in full_names):
@@ -142,14 +151,22 @@ def load_checkpoint(
                 raise UserError(
                     f"{file.path}: {name} is {tensor.dtype}, not a float: quantised checkpoints are not supported"
                 )
-            # A copy, because the source is a view of the mapped file.
-            assign(model, full_names[name], tensor.to(device, dtype, copy=True))
-            done += tensor.numel() * dtype.itemsize
+            full_name = full_names[name]
+            assign(model, full_name, tensor.to(device, dtypes[full_name], copy=file.is_mapped))
+            done += tensor.numel() * dtypes[full_name].itemsize
             on_bytes(done, total)
 
 
+def _parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if name.endswith(model.float32_tensors) else dtype
+
+
 def _compare(
-    expected: dict[str, tuple[int, ...]], files: list[WeightFile], full_names: dict[str, str], ignored: tuple[str, ...]
+    expected: dict[str, tuple[int, ...]],
+    files: list[WeightFile],
+    full_names: dict[str, str],
+    ignored: tuple[str, ...],
+    ignored_prefixes: tuple[str, ...],
 ) -> None:
     found: dict[str, tuple[int, ...]] = {}
     twice = []
@@ -159,11 +176,13 @@ def _compare(
             twice += [name] if full_name in found else []
             found[full_name] = shape
     # A head that is tied to the embedding may be in the checkpoint as a second copy.
-    tied = {"lm_head.weight"} - expected.keys()
+    accepted = expected.keys() | {"lm_head.weight"}
     faults = {
         "missing": [name for name in expected if name not in found],
         "unexpected": [
-            name for name in found if name not in expected and name not in tied and not name.endswith(ignored)
+            name
+            for name in found
+            if name not in accepted and not name.endswith(ignored) and not name.startswith(ignored_prefixes)
         ],
         "found twice": twice,
         "wrong shape": [
@@ -176,9 +195,7 @@ def _compare(
         if names
     ]
     if texts:
-        raise UserError(
-            f"{files[0].path.parent} does not hold the model that its config.json describes: {'; '.join(texts)}"
-        )
+        raise UserError(f"{files[0].path.parent} does not hold the model that its config describes: {'; '.join(texts)}")
 
 
 def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
@@ -187,11 +204,11 @@ def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
 
 
-def initialise_randomly(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def initialise_randomly(model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
     """Norms 1, biases 0, all else normal with a standard deviation of 0.02; always the same values on one kind of device."""
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in list(model.named_parameters()):
-        tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
+        tensor = torch.empty(parameter.shape, dtype=_parameter_dtype(model, name, dtype), device=device)
         if parameter.ndim == 1:
             tensor.fill_(0.0 if name.endswith("bias") else 1.0)
         else:

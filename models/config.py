@@ -12,21 +12,16 @@ T = TypeVar("T", bool, int, float, str, dict)  # type: ignore[type-arg]
 # Keys that change nothing in inference: names, versions, training settings, and what is read elsewhere.
 HARMLESS = frozenset(
     """
-    _name_or_path architectures attention_dropout auto_map bos_token_id dtype eos_token_id initializer_range is_llama_config
-    max_sequence_length model_max_length model_type pad_token_id pretraining_tp tokenizer_class torch_dtype
-    transformers_version unsloth_version use_cache _attn_implementation_autoset
-    attention_softmax_in_fp32 bias_dropout_fusion hidden_dropout masked_softmax_fusion offset_alibi skip_bias_add
-    skip_bias_add_qkv slow_but_exact unk_token_id
-    attn_pdrop embd_pdrop n_ctx reorder_and_upcast_attn resid_pdrop summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj task_specific_params
-    activation_dropout dropout init_std layerdrop prefix
-    cache_implementation
-    _from_model_config gradient_checkpointing
-    apply_query_key_layer_scaling attention_softmax_in_fp32 attn_implementation bias_dropout_fusion hidden_dropout prefix_projection
-    _name_or_path architectures attention_dropout attn_dropout_prob auto_map bf16 bos_token_id dtype emb_dropout_prob
-    eos_token_id fp16 fp32 initializer_range is_llama_config max_sequence_length model_max_length model_type onnx_safe
-    output_router_logits pad_token_id pretraining_tp router_aux_loss_coef router_jitter_noise softmax_in_fp32 tokenizer_class
-    torch_dtype transformers_version unsloth_version use_cache use_cache_kernel use_flash_attn _attn_implementation_autoset
+    _attn_implementation_autoset _from_model_config _name_or_path activation_dropout apply_query_key_layer_scaling
+    architectures attention_dropout attention_softmax_in_fp32 attn_dropout_prob attn_implementation attn_pdrop
+    auto_map aux_loss_alpha bf16 bias_dropout_fusion bos_token_id cache_implementation dropout dtype emb_dropout_prob
+    embd_pdrop eos_token_id ep_size fp16 fp32 gradient_checkpointing hidden_dropout init_std initializer_range
+    is_llama_config layerdrop masked_softmax_fusion max_sequence_length model_max_length model_type n_ctx offset_alibi
+    onnx_safe output_router_logits pad_token_id prefix prefix_projection pretraining_tp reorder_and_upcast_attn
+    resid_pdrop router_aux_loss_coef router_jitter_noise seq_aux skip_bias_add skip_bias_add_qkv slow_but_exact
+    softmax_in_fp32 summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    task_specific_params tokenizer_class torch_dtype transformers_version unk_token_id unsloth_version use_cache
+    use_cache_kernel use_flash_attn
     """.split()
 )
 
@@ -53,10 +48,10 @@ class ConfigReader:
         self._read: set[str] = set()
 
     @classmethod
-    def from_folder(cls, folder: Path) -> "ConfigReader":
-        file = folder / "config.json"
+    def from_folder(cls, folder: Path, name: str = "config.json") -> "ConfigReader":
+        file = folder / name
         if not file.is_file():
-            raise UserError(f"{folder} has no config.json: model.path must be a folder in Hugging Face layout")
+            raise UserError(f"{folder} has no {name}: model.path must be a folder in Hugging Face layout")
         return cls(read_json(file), str(file))
 
     def get(self, key: str, kind: type[T], default: T) -> T:

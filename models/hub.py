@@ -10,7 +10,7 @@ from conf.errors import UserError
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 WANTED = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 WEIGHTS = ["*.safetensors"]
-PICKLES = ["*.bin", "*.pt"]
+PICKLES = ["*.bin", "*.pt", "consolidated.*.pth"]
 
 
 def find_folder(path: str, with_weights: bool, allow_pickle: bool) -> Path:

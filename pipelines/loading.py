@@ -20,6 +20,7 @@ from models.checkpoint import (
 )
 from models.config import ConfigReader, read_json
 from models.hub import find_folder
+from models.meta_layout import is_meta_layout, open_meta_shards, read_meta_config
 from models.registry import find_architecture
 from models.tokenizers import Tokenizer, load_tokenizer
 from pipelines.engine import Engine
@@ -29,7 +30,7 @@ from pipelines.generation_config import FILE, decode_defaults, eos_token_ids
 
 log = logging.getLogger(__name__)
 
-AUTO_SEQUENCES = 64  # for which an automatic pool has room at least: rows may ask for beams or samples of their own
+AUTO_SEQUENCES = 16  # for which an automatic pool has room at least: rows may ask for beams or samples of their own
 DEFAULT_THREADS = torch.get_num_threads()  # torch's choice, before anybody set another number
 
 
@@ -50,7 +51,8 @@ def load_engine(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     folder = find_folder(run.model.path, run.model.weights is Weights.checkpoint, run.model.allow_pickle)
-    reader = ConfigReader.from_folder(folder)
+    is_meta = is_meta_layout(folder)
+    reader = read_meta_config(folder, run.model.allow_pickle) if is_meta else ConfigReader.from_folder(folder)
     architecture = find_architecture(reader)
     shape: ModelShape = architecture.read_config(reader)
     context = _context(run.model, shape, reader)
@@ -59,10 +61,11 @@ def load_engine(
     eos = eos_token_ids(generation_config, reader, tokenizer)
     decode = decode_defaults(generation_config, context.num_tokens)
     if unread := reader.unread():
-        log.warning("%s/config.json has keys that are not used: %s", folder, ", ".join(unread))
+        log.warning("the config in %s has keys that are not used: %s", folder, ", ".join(unread))
     with torch.device("meta"):
         model = architecture.build(shape).eval()
-    files = open_checkpoint(folder, run.model.allow_pickle) if run.model.weights is Weights.checkpoint else []
+    open_files = open_meta_shards if is_meta else open_checkpoint
+    files = open_files(folder, run.model.allow_pickle) if run.model.weights is Weights.checkpoint else []
     dtype = _dtype(run.model.dtype, reader, files)
     if files:
         load_checkpoint(model, files, architecture.ignored_tensors, dtype, device, on_bytes)

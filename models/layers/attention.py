@@ -47,6 +47,26 @@ def attend(
     return attended.flatten(1)
 
 
+def attend_latent(
+    query: Tensor, key: Tensor, value_channels: int, cache: LayerCache, batch: Batch, scale: float
+) -> Tensor:
+    """Keep the new keys [T, 1, D], whose first so many channels are the values too; queries [T, H, D]. Returns [T, H, value_channels].
+
+    This is attention over latents (arXiv 2405.04434): all heads share one key per token, and the cache's values have no channels.
+    """
+    keys, values = cache
+    kv_store(key, key[..., :0], keys, values, batch.slots)
+    return paged_attention(
+        query,
+        keys,
+        keys[..., :value_channels],
+        batch.block_tables,
+        batch.query_starts,
+        batch.context_lengths,
+        scale,
+    )
+
+
 def alibi_slopes(num_heads: int) -> Tensor:
     """float32 [H]: 2^(-8i/H); for H no power of two those of the power below it, then every other one of twice that (arXiv 2108.12409)."""
     power = 2 ** math.floor(math.log2(num_heads))

@@ -17,6 +17,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return functional.linear(functional.pad(x, (0, 0, 0, least - num_rows)), weight, bias)[:num_rows]
 
 
+def linear_per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """Every head's x [R, H, I] times its own weight [H, O, I] transposed: [R, H, O]. Rows as above."""
+    num_rows, least = x.shape[0], MIN_ROWS.get(x.dtype, 1)
+    if num_rows < least and x.device.type == "cpu":
+        x = functional.pad(x, (0, 0, 0, 0, 0, least - num_rows))
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)[:num_rows]
+
+
 class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)

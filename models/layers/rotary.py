@@ -30,6 +30,7 @@ class RotaryConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # yarn: multiplies cos and sin
+    mscale_all_dim: float = 0.0  # yarn in DeepSeek: sharpens the softmax too
 
     @property
     def context_length(self) -> int:
@@ -75,6 +76,7 @@ def read_rotary_config(
         fields |= {name: scaling.positive(name, default) for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))}
         fields["truncate"] = scaling.get("truncate", bool, True)
         fields["attention_factor"] = _yarn_attention_factor(scaling, fields["factor"])
+        fields["mscale_all_dim"] = scaling.get("mscale_all_dim", float, 0.0)
         if theta == 1:
             raise UserError("config.json: rope_theta=1.0 leaves yarn no wavelengths to choose from")
     elif kind == "dynamic" and head_dim == 2:
@@ -96,15 +98,19 @@ def _turning_channels(config: ConfigReader, scaling: ConfigReader | None, head_d
     return channels
 
 
-def _yarn_attention_factor(scaling: ConfigReader, factor: float) -> float:
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+def yarn_mscale(factor: float, weight: float) -> float:
+    """How much sharper attention must be over a context stretched by `factor` (arXiv 2309.00071, with DeepSeek's weight)."""
+    return 0.1 * weight * math.log(factor) + 1.0
 
+
+def _yarn_attention_factor(scaling: ConfigReader, factor: float) -> float:
     given = scaling.get("attention_factor", float, 0.0)
     numerator, denominator = scaling.get("mscale", float, 0.0), scaling.get("mscale_all_dim", float, 0.0)
     if given:
         return given
-    return mscale(numerator) / mscale(denominator) if numerator and denominator else mscale(1.0)
+    if numerator and denominator:
+        return yarn_mscale(factor, numerator) / yarn_mscale(factor, denominator)
+    return yarn_mscale(factor, 1.0)
 
 
 def _frequencies(theta: float | Tensor, head_dim: int) -> Tensor:

@@ -383,7 +383,7 @@ from pipelines.loading import load_engine
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 def load(folder):
-    model, device = ModelConfig(path=folder, tokenizer=None), DeviceConfig(DeviceType.cpu)
+    model, device = ModelConfig(path=folder, tokenizer=None, allow_pickle=True), DeviceConfig(DeviceType.cpu)
     return load_engine(RunConfig(model=model, device=device), 1)
 
 load(sys.argv[1])  # so that what the libraries take at their first use is not counted

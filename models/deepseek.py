@@ -1,0 +1,321 @@
+"""DeepSeek-V2 and -V3: attention over a small latent per token, and many small experts, from config.json (arXiv 2405.04434, 2412.19437).
+
+T tokens, H query heads, E hidden channels, V vocabulary, R output rows; L channels of the latent; per head N channels without position,
+P with position, D for values; X experts in C groups, K of them chosen.
+Modules are named as the checkpoint's tensors are, so no map of names is needed.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from kernels.rope import rope
+from kernels.swiglu import swiglu
+from models.batch import Batch, KVCache, LayerCache
+from models.causal_lm import CausalLM, ModelShape
+from models.config import ConfigReader
+from models.layers.attention import attend_latent
+from models.layers.linear import Linear, linear, linear_per_head
+from models.layers.norm import RMSNorm
+from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config, yarn_mscale
+
+LATENT_NORM_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps says: so in the models' own code
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts a token goes to, and with what weights."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    scaling_factor: float
+    has_correction_bias: bool
+    """V3: scores are sigmoids, a bias corrects them for the choice alone, and a group counts by its best two. V2: softmax, the best one."""
+    norm_topk_prob: bool
+
+
+@dataclass(frozen=True)
+class DeepseekConfig(ModelShape):
+    """`num_key_value_heads` and `head_dim` are those of the cache: one key, the latent and the part with position, for all heads."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    n_shared_experts: int
+    first_k_dense_replace: int
+    moe_layer_freq: int
+    num_nextn_predict_layers: int
+    rms_norm_eps: float
+    attention_bias: bool
+    tie_word_embeddings: bool
+    rope_interleave: bool
+    rotary: RotaryConfig
+    routing: Routing
+
+    @property
+    def value_head_dim(self) -> int:
+        return 0  # values are computed from the latent
+
+    @property
+    def context_length(self) -> int:
+        return self.rotary.context_length
+
+    @property
+    def keys_depend_on_length(self) -> bool:
+        return self.rotary.type == "dynamic"
+
+    @property
+    def softmax_scale(self) -> float:
+        """1 / sqrt(N + P), times yarn's correction of the temperature for queries and for keys."""
+        mscale = yarn_mscale(self.rotary.factor, self.rotary.mscale_all_dim)
+        return mscale * mscale / math.sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
+
+    def has_experts(self, layer: int) -> bool:
+        return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+
+def read_config_v2(config: ConfigReader) -> DeepseekConfig:
+    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    config.expect("scoring_func", ("softmax",), "softmax")
+    # The model's own code and transformers disagree about what true means here, and no published model has it.
+    config.expect("norm_topk_prob", (False, None), False)
+    method = config.expect("topk_method", ("greedy", "group_limited_greedy"), "greedy")
+    if method == "greedy":
+        for unused in ("n_group", "topk_group"):
+            config.raw(unused)
+    groups = (config.count("n_group"), config.count("topk_group")) if method == "group_limited_greedy" else (1, 1)
+    routing = _read_routing(config, groups, has_correction_bias=False, norm_topk_prob=False)
+    return _read_config(config, routing, rope_interleave=True)
+
+
+def read_config_v3(config: ConfigReader) -> DeepseekConfig:
+    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    config.expect("scoring_func", ("sigmoid",), "sigmoid")
+    config.expect("topk_method", ("noaux_tc",), "noaux_tc")
+    groups = config.count("n_group"), config.count("topk_group")
+    norm_topk_prob = config.get("norm_topk_prob", bool, True)
+    routing = _read_routing(config, groups, has_correction_bias=True, norm_topk_prob=norm_topk_prob)
+    return _read_config(config, routing, rope_interleave=config.get("rope_interleave", bool, True))
+
+
+def _read_routing(
+    config: ConfigReader, groups: tuple[int, int], has_correction_bias: bool, norm_topk_prob: bool
+) -> Routing:
+    experts, chosen = config.count("n_routed_experts"), config.count("num_experts_per_tok")
+    n_group, topk_group = groups
+    if experts % n_group:
+        raise UserError(f"config.json: n_routed_experts={experts} is not a multiple of n_group={n_group}")
+    if topk_group > n_group:
+        raise UserError(f"config.json: topk_group={topk_group} is more than n_group={n_group}")
+    size = experts // n_group
+    if has_correction_bias and size < 2:
+        raise UserError(f"config.json: n_group={n_group} leaves {size} expert to a group, which needs 2 to be scored")
+    if chosen > topk_group * size:
+        raise UserError(
+            f"config.json: num_experts_per_tok={chosen} is more than the {topk_group * size} experts of topk_group={topk_group} groups"
+        )
+    scaling_factor = config.positive("routed_scaling_factor", 1.0)
+    return Routing(experts, chosen, n_group, topk_group, scaling_factor, has_correction_bias, norm_topk_prob)
+
+
+def _read_config(config: ConfigReader, routing: Routing, rope_interleave: bool) -> DeepseekConfig:
+    heads = config.count("num_attention_heads")
+    config.expect("hidden_act", ("silu",), "silu")
+    config.expect("mlp_bias", (False, None), False)
+    config.expect("num_key_value_heads", (heads, None), None)
+    for derived in ("head_dim", "qk_head_dim"):  # of other keys; written by newer versions of transformers
+        config.raw(derived)
+    rank, rope_dim = config.count("kv_lora_rank"), config.count("qk_rope_head_dim")
+    if rope_dim % 2:
+        raise UserError(
+            f"config.json: qk_rope_head_dim={rope_dim} is odd, but rotary embedding turns pairs of channels"
+        )
+    return DeepseekConfig(
+        vocab_size=config.count("vocab_size"),
+        hidden_size=config.count("hidden_size"),
+        intermediate_size=config.count("intermediate_size"),
+        moe_intermediate_size=config.count("moe_intermediate_size"),
+        num_hidden_layers=config.count("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=1,
+        head_dim=rank + rope_dim,
+        q_lora_rank=None if config.raw("q_lora_rank") is None else config.count("q_lora_rank"),
+        kv_lora_rank=rank,
+        qk_nope_head_dim=config.count("qk_nope_head_dim"),
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=config.count("v_head_dim"),
+        n_shared_experts=config.count("n_shared_experts"),
+        first_k_dense_replace=config.get("first_k_dense_replace", int, 0),
+        moe_layer_freq=config.count("moe_layer_freq", 1),
+        num_nextn_predict_layers=config.get("num_nextn_predict_layers", int, 0),
+        rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
+        attention_bias=config.get("attention_bias", bool, False),
+        tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
+        rope_interleave=rope_interleave,
+        rotary=read_rotary_config(config, rope_dim, config.count("max_position_embeddings", 2048)),
+        routing=routing,
+    )
+
+
+class Attention(nn.Module):
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1) in its absorbed form.
+
+    The models' own code computes a key and a value for every head and earlier token from that token's latent c: q (B c) and sum(w (A c)).
+    Here the small side is multiplied instead, (q B) c and A sum(w c), so that the cache holds nothing but latents.
+    """
+
+    def __init__(self, c: DeepseekConfig) -> None:
+        super().__init__()
+        self.c = c
+        query_size = c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
+        if c.q_lora_rank is None:
+            self.q_proj = Linear(c.hidden_size, query_size, bias=False)
+        else:
+            self.q_a_proj = Linear(c.hidden_size, c.q_lora_rank, bias=c.attention_bias)
+            self.q_a_layernorm = RMSNorm(c.q_lora_rank, LATENT_NORM_EPS)
+            self.q_b_proj = Linear(c.q_lora_rank, query_size, bias=False)
+        self.kv_a_proj_with_mqa = Linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim, bias=c.attention_bias)
+        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, LATENT_NORM_EPS)
+        self.kv_b_proj = Linear(c.kv_lora_rank, c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim), bias=False)
+        self.o_proj = Linear(c.num_attention_heads * c.v_head_dim, c.hidden_size, bias=c.attention_bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        c = self.c
+        query = self.q_proj(x) if c.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        query = query.unflatten(-1, (c.num_attention_heads, -1))  # [T, H, N + P]
+        query, query_rope = query.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
+        latent, key_rope = self.kv_a_proj_with_mqa(x)[:, None].split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
+        query_rope, key_rope = (rope(part, cos, sin, c.rope_interleave) for part in (query_rope, key_rope))
+        to_heads = self.kv_b_proj.weight.unflatten(0, (c.num_attention_heads, -1))  # [H, N + D, L]
+        to_key, to_value = to_heads.split((c.qk_nope_head_dim, c.v_head_dim), dim=1)
+        query = torch.cat((linear_per_head(query, to_key.transpose(1, 2)), query_rope), dim=-1)  # [T, H, L + P]
+        key = torch.cat((self.kv_a_layernorm(latent), key_rope), dim=-1)  # [T, 1, L + P]
+        attended = attend_latent(query, key, c.kv_lora_rank, cache, batch, c.softmax_scale)  # [T, H, L]
+        return self.o_proj(linear_per_head(attended, to_value).flatten(1))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+
+
+class Gate(nn.Module):
+    """Routing in float32, limited to the best groups of experts (V2: section 2.2.2 of its paper; V3: section 2.1.2)."""
+
+    def __init__(self, hidden_size: int, routing: Routing) -> None:
+        super().__init__()
+        self.routing = routing
+        self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size))
+        if routing.has_correction_bias:
+            self.e_score_correction_bias = nn.Parameter(torch.empty(routing.num_experts))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """For hidden states [T, E]: the chosen experts [T, K] and their weights, float32 [T, K]."""
+        r = self.routing
+        logits = linear(x.float(), self.weight.float())  # [T, X]
+        scores = logits.sigmoid() if r.has_correction_bias else logits.softmax(-1)
+        corrected = scores + self.e_score_correction_bias if r.has_correction_bias else scores
+        grouped = corrected.unflatten(-1, (r.n_group, -1))  # [T, C, X/C]
+        group_scores = grouped.topk(2 if r.has_correction_bias else 1).values.sum(-1)  # [T, C]
+        kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter(
+            -1, group_scores.topk(r.topk_group).indices, True
+        )
+        chosen = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1).topk(r.num_experts_per_tok).indices
+        weights = scores.gather(-1, chosen)
+        if r.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return chosen, weights * r.scaling_factor
+
+
+class MoE(nn.Module):
+    """K routed experts for each token, and the shared ones for all."""
+
+    def __init__(self, c: DeepseekConfig) -> None:
+        super().__init__()
+        self.gate = Gate(c.hidden_size, c.routing)
+        self.experts = nn.ModuleList(MLP(c.hidden_size, c.moe_intermediate_size) for _ in range(c.routing.num_experts))
+        self.shared_experts = MLP(c.hidden_size, c.moe_intermediate_size * c.n_shared_experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, weights = self.gate(x)
+        output = torch.zeros_like(x)
+        for (
+            i
+        ) in chosen.unique().tolist():  # in this order for every token, so that its sum does not depend on the others
+            rows, places = (chosen == i).nonzero(as_tuple=True)
+            output[rows] += (self.experts[i](x[rows]) * weights[rows, places, None]).to(x.dtype)
+        return output + self.shared_experts(x)  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, c: DeepseekConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = MoE(c) if c.has_experts(layer) else MLP(c.hidden_size, c.intermediate_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, batch, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    def __init__(self, c: DeepseekConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(c, layer) for layer in range(c.num_hidden_layers))
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.rotary = RotaryEmbedding(c.rotary)
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        x = self.embed_tokens(batch.token_ids)  # [T, E]
+        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x = layer(x, cos, sin, batch, layer_cache)
+        return self.norm(x[batch.output_rows])  # type: ignore[no-any-return]
+
+
+class Deepseek(CausalLM):
+    config: DeepseekConfig
+    float32_tensors = ("e_score_correction_bias",)  # many experts' scores lie closer together than bfloat16 tells apart
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def ignored_prefixes(self) -> tuple[str, ...]:
+        first = self.config.num_hidden_layers  # the layers that predict more than one token come after the others
+        return tuple(f"model.layers.{first + i}." for i in range(self.config.num_nextn_predict_layers))
+
+    @property
+    def head(self) -> Tensor:
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        return self.model(batch, cache)  # type: ignore[no-any-return]

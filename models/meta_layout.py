@@ -1,0 +1,186 @@
+"""Meta's own layout of Llama checkpoints: params.json and consolidated.00.pth, .01.pth, ..., one file for each of the processes that
+shared every matrix. Presented as what the rest reads: config.json's keys, and weights with Hugging Face's names, shapes and order of rows.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from models.checkpoint import PickleFile, WeightFile
+from models.config import ConfigReader
+
+PARAMS = "params.json"
+FIRST = "consolidated.00.pth"
+ROWS, COLUMNS = 0, 1  # the dimension along which a matrix is cut
+MODULES = {  # Meta's name: ours, and how it is cut
+    "norm": ("model.norm", None),
+    "output": ("lm_head", ROWS),
+    "attention_norm": ("input_layernorm", None),
+    "attention.wq": ("self_attn.q_proj", ROWS),
+    "attention.wk": ("self_attn.k_proj", ROWS),
+    "attention.wv": ("self_attn.v_proj", ROWS),
+    "attention.wo": ("self_attn.o_proj", COLUMNS),
+    "ffn_norm": ("post_attention_layernorm", None),
+    "feed_forward.w1": ("mlp.gate_proj", ROWS),
+    "feed_forward.w2": ("mlp.down_proj", COLUMNS),
+    "feed_forward.w3": ("mlp.up_proj", ROWS),
+}
+# Tensors that are read while the shards stay open, about a layer: the pages of a mapping stay resident as long, but opening a file of
+# 720 tensors takes 60 ms (70 billion parameters have 8 of them).
+AT_ONCE = 9
+EMBEDDING = "tok_embeddings.weight"
+LLAMA3_VOCAB = 128256
+LLAMA3_EOS = [128001, 128008, 128009]  # the end of text, message and turn, at which Meta's code stops
+COMPUTED = "rope.freqs"  # angles that Llama 1 and 2 stored too
+
+
+def is_meta_layout(folder: Path) -> bool:
+    return (folder / PARAMS).is_file() and not (folder / "config.json").is_file()
+
+
+def read_meta_config(folder: Path, allow_pickle: bool) -> ConfigReader:
+    """params.json in config.json's terms. What only the tensors tell, the vocabulary and whether there is a head, is taken from them.
+
+    Raises UserError for a wrong type or size and for what Llama 1 to 3.2 do not have.
+    """
+    params = ConfigReader.from_folder(folder, PARAMS)
+    dim, heads, groups = _sizes(params)
+    for key in ("quantization_args", "lora_args", "moe_args", "vision_model"):
+        params.expect(key, (None,), None)
+    for key in ("vision_chunk_size", "vision_num_cross_attention_layers"):
+        params.expect(key, (None, -1), None)
+    multiple = params.count("multiple_of", 256)
+    multiplier = params.positive("ffn_dim_multiplier", 1.0)
+    shapes = open_meta_shards(folder, allow_pickle)[0].shapes
+    vocab_size = params.get("vocab_size", int, -1)
+    found = shapes.get("model.embed_tokens.weight", (1,))[0]
+    eps, theta = params.positive("norm_eps", 1e-5), params.positive("rope_theta", 10000.0)
+    scaled = params.get("use_scaled_rope", bool, False)
+    values: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden_size": dim,
+        "intermediate_size": -(-int(multiplier * int(8 * dim / 3)) // multiple) * multiple,
+        "num_hidden_layers": params.count("n_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "rms_norm_eps": eps,
+        "vocab_size": found if vocab_size == -1 else vocab_size,
+        "tie_word_embeddings": "lm_head.weight" not in shapes,
+        "rope_theta": theta,
+        "rope_scaling": _rope_scaling(dim) if scaled else None,
+        "eos_token_id": LLAMA3_EOS if found == LLAMA3_VOCAB else None,
+        "max_position_embeddings": params.count("max_seq_len", _context_length(theta, scaled, eps)),
+    }
+    params.raw("max_batch_size")
+    return ConfigReader(values | {key: params.raw(key) for key in params.unread()}, str(folder / PARAMS))
+
+
+def _sizes(params: ConfigReader) -> tuple[int, int, int]:
+    dim, heads = params.count("dim"), params.count("n_heads")
+    groups = params.count("n_kv_heads", heads)
+    if dim % (2 * heads):
+        raise UserError(f"{PARAMS}: dim={dim} does not give n_heads={heads} heads of an even size")
+    if heads % groups:
+        raise UserError(f"{PARAMS}: n_heads={heads} is not a multiple of n_kv_heads={groups}")
+    return dim, heads, groups
+
+
+def _rope_scaling(dim: int) -> dict[str, Any]:
+    """Constants of Meta's code. The smaller models are Llama 3.2's, whose config.json on the hub has another factor."""
+    return {
+        "rope_type": "llama3",
+        "factor": 8.0 if dim >= 4096 else 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def _context_length(theta: float, scaled: bool, eps: float) -> int:
+    """params.json does not say it (`max_seq_len` there wins): Llama 3.1 and later, 3, Code Llama, 2, 1, told by what else differs."""
+    if scaled:
+        return 131072
+    if theta > 10000:
+        return 8192 if theta == 500000 else 16384
+    return 4096 if eps == 1e-5 else 2048
+
+
+def open_meta_shards(folder: Path, allow_pickle: bool) -> list[WeightFile]:
+    """All shards as one file. Raises UserError where one is missing or damaged, and for pickles not allowed."""
+    names = sorted(file.name for file in folder.glob("consolidated.*.pth"))
+    expected = [f"consolidated.{i:02}.pth" for i in range(len(names))]
+    if missing := next((name for name in expected or [FIRST] if name not in names), None):
+        raise UserError(f"{folder} has {PARAMS}, but {missing} is missing (found: {', '.join(names) or 'none'})")
+    if not allow_pickle:
+        raise UserError(
+            f"{folder} has only pickled weights ({FIRST}), which can hold code: convert them to safetensors, "
+            "or give model.allow_pickle=true to read them with weights_only=True"
+        )
+    _, heads, groups = _sizes(params := ConfigReader.from_folder(folder, PARAMS))
+    return [MetaShards([PickleFile(folder / name) for name in names], params.count("dim"), heads, groups)]
+
+
+class MetaShards:
+    """The merged tensors of all shards; one at a time is in memory, beside the mapped pages of a few."""
+
+    is_mapped = False
+
+    def __init__(self, shards: list[PickleFile], dim: int, heads: int, groups: int) -> None:
+        self.path = shards[0].path
+        self._shards = shards
+        self._heads = {"q_proj": heads, "k_proj": groups}
+        for shard in shards[1:]:
+            if shard.shapes != shards[0].shapes:
+                differing = min(name for name, _ in shard.shapes.items() ^ shards[0].shapes.items())
+                raise UserError(f"{shard.path} and {self.path.name} do not belong together: they differ in {differing}")
+        self._sources: dict[str, tuple[str, int | None]] = {}  # our name: Meta's, and how it is cut
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for source, shape in shards[0].shapes.items():
+            if source.endswith(COMPUTED):
+                continue
+            # Llama 1 and 2 cut the embedding's channels, Llama 3 its vocabulary.
+            name, cut = _our_name(source, ROWS if shape[-1:] == (dim,) else COLUMNS)
+            self._sources[name] = source, cut
+            if cut is not None and len(shape) != 2:
+                raise UserError(f"{self.path}: {source} has {len(shape)} dimensions, expected 2")
+            self.shapes[name] = tuple(n * len(shards) if i == cut else n for i, n in enumerate(shape))
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        wanted = list(names)
+        for start in range(0, len(wanted), AT_ONCE):
+            group = wanted[start : start + AT_ONCE]
+            streams = [shard.read(self._sources[name][0] for name in group) for shard in self._shards]
+            for name, pieces in zip(group, zip(*streams, strict=True), strict=True):
+                cut = self._sources[name][1]
+                tensors = [tensor for _, tensor in pieces]
+                whole = tensors[0].clone() if cut is None else torch.cat(tensors, dim=cut)
+                yield name, self._reorder(name, whole)
+
+    def _reorder(self, name: str, tensor: Tensor) -> Tensor:
+        """Meta's rotary embedding turns neighbouring rows (2i, 2i + 1) of a head, ours (i, i + D/2)."""
+        heads = self._heads.get(name.split(".")[-2]) if name.endswith("_proj.weight") else None
+        if heads is None:
+            return tensor
+        if tensor.shape[0] % (2 * heads):
+            raise UserError(
+                f"{self.path}: {name} has {tensor.shape[0]} rows, which are not {heads} heads of an even size"
+            )
+        ordered: Tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)  # type: ignore[no-untyped-call]
+        return ordered
+
+
+def _our_name(source: str, embedding_cut: int) -> tuple[str, int | None]:
+    """Hugging Face's name and how the tensor is cut; a name that is not Llama's stays, and will be refused as unexpected."""
+    if source == EMBEDDING:
+        return "model.embed_tokens.weight", embedding_cut
+    parts = source.split(".")
+    is_layer = parts[0] == "layers"
+    module = ".".join(parts[2 if is_layer else 0 : -1])
+    if module not in MODULES or parts[-1] != "weight" or is_layer == (module in ("norm", "output")):
+        return source, None
+    ours, cut = MODULES[module]
+    return (f"model.layers.{parts[1]}.{ours}.weight" if is_layer else f"{ours}.weight"), cut

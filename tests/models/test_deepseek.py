@@ -1,0 +1,242 @@
+"""DeepSeek-V2 and -V3 against transformers, which computes keys and values of every head: so absorbed attention equals the naive one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    PreTrainedModel,
+)
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2MLP
+
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.schema import DType
+from models.config import ConfigReader
+from models.registry import find_architecture
+from pipelines.engine import Engine
+from pipelines.loading import load_engine
+from tests.builders import all_logits, complete, engine_of, run_config
+
+NEW_TOKENS = 32
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+V2_GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.6}
+V3_GROUPS = {"n_group": 4, "topk_group": 2}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "v2": (2, {}),
+    "v2_no_q_lora": (2, {"q_lora_rank": None}),
+    "v2_groups": (2, V2_GROUPS),
+    "v2_two_groups": (2, V2_GROUPS | {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 4}),
+    "v2_all_experts": (2, {"first_k_dense_replace": 0, "num_experts_per_tok": 8, "n_shared_experts": 1}),
+    "v2_biases_tied": (2, {"attention_bias": True, "tie_word_embeddings": True}),
+    "v2_yarn": (2, {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
+    "v2_yarn_mscale": (2, {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16.0}}),
+    "v2_yarn_plain": (2, {"rope_parameters": YARN}),
+    "v2_linear": (2, {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0}}),
+    "v3": (3, V3_GROUPS),
+    "v3_no_q_lora": (3, V3_GROUPS | {"q_lora_rank": None}),
+    "v3_one_group": (3, {"n_group": 1, "topk_group": 1}),
+    "v3_two_groups": (3, {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 4}),
+    "v3_not_normed": (3, V3_GROUPS | {"norm_topk_prob": False, "routed_scaling_factor": 0.7}),
+    "v3_half_split": (3, V3_GROUPS | {"rope_interleave": False}),
+    "v3_biases_tied": (3, V3_GROUPS | {"attention_bias": True, "tie_word_embeddings": True}),
+    "v3_dense": (3, V3_GROUPS | {"first_k_dense_replace": 3}),
+    "v3_yarn": (3, V3_GROUPS | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+}
+
+
+def build(version: int, **config: Any) -> PreTrainedModel:
+    """transformers' model; every parameter is random, also biases and the routers' corrections."""
+    torch.manual_seed(0)
+    if version == 2:
+        model: PreTrainedModel = DeepseekV2ForCausalLM(DeepseekV2Config(**{**SMALL, **config}))
+    else:
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**SMALL, **config}))
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" not in name:
+                tensor.normal_(1.0 if "norm" in name else 0.0, 0.15)
+    return model.eval()
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2, 96, (length,), generator=generator).tolist() for length in (5, 1, 40, 17)]
+
+
+def assert_equal(engine: Engine, folder: Path, reference: PreTrainedModel) -> None:
+    """Logits, and greedy tokens alone, together and in pieces."""
+    expected_ids = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            expected = reference(ids).logits[0]
+        # 1e-4: float32 sums in another order; the logits are of order 1 to 10
+        torch.testing.assert_close(all_logits(engine, prompt), expected, atol=1e-4, rtol=0)
+        output = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+        )
+        expected_ids.append(output[0, len(prompt) :].tolist())
+    decode = DecodeConfig(max_new_tokens=NEW_TOKENS)
+    assert [complete(engine, [prompt], decode)[0].token_ids for prompt in prompts()] == expected_ids
+    assert [output.token_ids for output in complete(engine, prompts(), decode)] == expected_ids
+    chunked = engine_of(folder, max_batched_tokens=5, block_size=4)
+    for _ in range(2):  # the second time over a cache that knows the prompts
+        assert [output.token_ids for output in complete(chunked, prompts(), decode)] == expected_ids
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_transformers(name: str, tmp_path: Path) -> None:
+    version, config = CASES[name]
+    reference = build(version, **config)
+    reference.save_pretrained(tmp_path)
+    assert_equal(engine_of(tmp_path), tmp_path, reference)
+
+
+def test_experts_in_every_second_layer(tmp_path: Path) -> None:
+    """moe_layer_freq: what the model's own code does, and transformers leaves out."""
+    reference = build(2, first_k_dense_replace=0)
+    dense = DeepseekV2MLP(reference.config)
+    reference.model.layers[1].mlp = dense
+    reference.save_pretrained(tmp_path)
+    change_config(tmp_path, moe_layer_freq=2)
+    assert_equal(engine_of(tmp_path), tmp_path, reference)
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def add_layer(folder: Path, layer: int) -> None:
+    """A further layer like the last one, with what V3's multi-token prediction adds."""
+    tensors = load_file(folder / "model.safetensors")
+    last = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.2.")}
+    added = {name.replace("layers.2.", f"layers.{layer}."): tensor.clone() for name, tensor in last.items()}
+    added[f"model.layers.{layer}.eh_proj.weight"] = torch.zeros(48, 96)
+    save_file(tensors | added, folder / "model.safetensors")
+
+
+def test_layers_for_more_tokens_are_left_out(tmp_path: Path) -> None:
+    reference = build(3, **V3_GROUPS)
+    reference.save_pretrained(tmp_path)
+    change_config(tmp_path, num_nextn_predict_layers=1)
+    before = all_logits(engine_of(tmp_path), [5, 6, 7])
+    add_layer(tmp_path, 3)
+    assert torch.equal(all_logits(engine_of(tmp_path), [5, 6, 7]), before)
+    add_layer(tmp_path, 4)
+    with pytest.raises(UserError, match=r"unexpected: model\.layers\.4\."):
+        engine_of(tmp_path)
+
+
+def test_cache_holds_latents_only(tmp_path: Path) -> None:
+    build(2).save_pretrained(tmp_path)
+    cache = engine_of(tmp_path).runner._cache
+    assert {tensor.shape[2:] for tensor in cache.keys} == {(1, 24 + 8)}
+    assert {tensor.numel() for tensor in cache.values} == {0}
+
+
+def test_the_routers_correction_stays_float32(tmp_path: Path) -> None:
+    reference = build(3, **V3_GROUPS)
+    reference.save_pretrained(tmp_path)
+    run = run_config(tmp_path)
+    run.model.dtype = DType.bfloat16
+    model: nn.Module = load_engine(run, 1).runner._model  # type: ignore[assignment]
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    kept = {name for name, dtype in dtypes.items() if dtype is torch.float32}
+    assert kept == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2)}
+    assert dtypes["model.layers.1.mlp.gate.weight"] is torch.bfloat16
+    gates = (model.get_submodule("model.layers.1.mlp.gate"), reference.model.layers[1].mlp.gate)
+    assert torch.equal(*(gate.e_score_correction_bias.data for gate in gates))
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+def test_log_probabilities_are_the_same_to_the_bit_in_any_company(dtype: DType, tmp_path: Path) -> None:
+    # Whole vectors of 64: torch's loop over elements computes what is left over at its end in another way.
+    sizes = {"intermediate_size": 64, "moe_intermediate_size": 64, "n_routed_experts": 64}
+    build(3, **V3_GROUPS, **sizes).save_pretrained(tmp_path)
+    run = run_config(tmp_path)
+    run.model.dtype = dtype
+    engine = load_engine(run, 7)
+    decode = DecodeConfig(max_new_tokens=12, logprobs=20, prefix_cache=False)
+    rows = [*prompts(), [8], [5, 6, 7], [1]]
+    alone = [complete(engine, [row], decode)[0] for row in rows]
+    assert complete(engine, rows, decode) == alone
+
+
+def read(version: int, **changes: Any) -> ConfigReader:
+    groups = V2_GROUPS if version == 2 else V3_GROUPS
+    reader = ConfigReader({"model_type": f"deepseek_v{version}", **SMALL, **groups, **changes}, "config.json")
+    find_architecture(reader).read_config(reader)
+    return reader
+
+
+HUB = {"aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("version", "keys"),
+    [
+        (2, {"scoring_func": "softmax", "norm_topk_prob": False}),
+        (2, {"topk_method": "greedy", "n_group": 1, "topk_group": 1}),
+        (3, {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}),
+    ],
+)
+def test_keys_of_hub_configs_are_known(version: int, keys: dict[str, Any]) -> None:
+    assert read(version, **HUB | keys).unread() == []
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "message"),
+    [
+        (2, {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not supported: only 'softmax'"),
+        (2, {"topk_method": "noaux_tc"}, "topk_method='noaux_tc' is not supported: only 'greedy', 'group_limited"),
+        (2, {"norm_topk_prob": True}, "norm_topk_prob=True is not supported: only False"),
+        (2, {"n_group": None}, "n_group is missing"),
+        (2, {"mlp_bias": True}, "mlp_bias=True is not supported"),
+        (3, {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported: only 'sigmoid'"),
+        (3, {"topk_method": "greedy"}, "topk_method='greedy' is not supported: only 'noaux_tc'"),
+        (3, {"n_group": 3}, "n_routed_experts=8 is not a multiple of n_group=3"),
+        (3, {"topk_group": 5}, "topk_group=5 is more than n_group=4"),
+        (3, {"n_group": 8}, "n_group=8 leaves 1 expert to a group, which needs 2"),
+        (3, {"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than the 4 experts of topk_group=2 groups"),
+        (3, {"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported: only 4, None"),
+        (3, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        (3, {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 is odd"),
+        (3, {"q_lora_rank": 0}, "q_lora_rank=0 is not a number above 0"),
+        (3, {"n_shared_experts": None}, "n_shared_experts is missing"),
+    ],
+    ids=str,
+)
+def test_refuses(version: int, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read(version, **changes)
