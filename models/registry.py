@@ -32,36 +32,55 @@ from models.config import ConfigReader
 
 @dataclass(frozen=True)
 class Architecture:
+    families: str
+    """For people."""
     read_config: Callable[[ConfigReader], Any]
     build: Callable[[Any], CausalLM]
     ignored_tensors: tuple[str, ...] = ()
     """Suffixes of tensors that some checkpoints carry and this architecture computes itself."""
 
 
+INV_FREQ = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
+
 ARCHITECTURES = {
-    "baichuan": Architecture(baichuan.read_config, baichuan.Baichuan, ignored_tensors=("rotary_emb.inv_freq",)),
-    "bloom": Architecture(bloom.read_config, bloom.Bloom),
-    "chatglm": Architecture(chatglm.read_config, chatglm.ChatGLM, ignored_tensors=("rotary_emb.inv_freq",)),
-    "deepseek_v2": Architecture(deepseek.read_config_v2, deepseek.Deepseek, ignored_tensors=("rotary_emb.inv_freq",)),
-    "deepseek_v3": Architecture(deepseek.read_config_v3, deepseek.Deepseek, ignored_tensors=("rotary_emb.inv_freq",)),
-    "gemma2": Architecture(gemma2.read_config, gemma2.Gemma2, ignored_tensors=("rotary_emb.inv_freq",)),
-    "glm": Architecture(glm.read_config, glm.Glm, ignored_tensors=("rotary_emb.inv_freq",)),
-    "glm4": Architecture(glm.read_config, glm4.Glm4, ignored_tensors=("rotary_emb.inv_freq",)),
-    "gpt2": Architecture(gpt2.read_config, gpt2.GPT2, ignored_tensors=(".attn.bias", ".attn.masked_bias")),
-    "llama": Architecture(llama.read_config, llama.Llama, ignored_tensors=("rotary_emb.inv_freq",)),
-    "mistral": Architecture(mistral.read_config, mistral.Mistral),
-    "mixtral": Architecture(mixtral.read_config, mixtral.Mixtral),
-    "opt": Architecture(opt.read_config, opt.OPT),
-    "phi3": Architecture(phi3.read_config, phi3.Phi3, ignored_tensors=("rotary_emb.inv_freq",)),
-    "qwen": Architecture(qwen.read_config, qwen.Qwen, ignored_tensors=("rotary_emb.inv_freq", "attn.masked_bias")),
-    "qwen2": Architecture(qwen2.read_config, qwen2.Qwen2),
-    "qwen2_moe": Architecture(qwen2_moe.read_config, qwen2_moe.Qwen2Moe),
-    "qwen3": Architecture(qwen3.read_config, qwen3.Qwen3),
-    "qwen3_moe": Architecture(qwen3_moe.read_config, qwen3_moe.Qwen3Moe),
+    "baichuan": Architecture(
+        "Baichuan 7B and 13B, Baichuan2 7B and 13B",
+        baichuan.read_config,
+        baichuan.Baichuan,
+        INV_FREQ,
+    ),
+    "bloom": Architecture("BLOOM", bloom.read_config, bloom.Bloom),
+    "chatglm": Architecture("ChatGLM-6B", chatglm.read_config, chatglm.ChatGLM, INV_FREQ),
+    "deepseek_v2": Architecture("DeepSeek-V2", deepseek.read_config_v2, deepseek.Deepseek, INV_FREQ),
+    "deepseek_v3": Architecture("DeepSeek-V3, R1", deepseek.read_config_v3, deepseek.Deepseek, INV_FREQ),
+    "gemma2": Architecture("Gemma 2", gemma2.read_config, gemma2.Gemma2, INV_FREQ),
+    "glm": Architecture("GLM-4-9B", glm.read_config, glm.Glm, INV_FREQ),
+    "glm4": Architecture("GLM-4-0414", glm.read_config, glm4.Glm4, INV_FREQ),
+    "gpt2": Architecture("GPT-2", gpt2.read_config, gpt2.GPT2, (".attn.bias", ".attn.masked_bias")),
+    "llama": Architecture(
+        "Llama 1, 2, 3, 3.1, 3.2, Llama Guard, TinyLlama and their kin",
+        llama.read_config,
+        llama.Llama,
+        INV_FREQ,
+    ),
+    "mistral": Architecture("Mistral", mistral.read_config, mistral.Mistral),
+    "mixtral": Architecture("Mixtral 8x7B, 8x22B", mixtral.read_config, mixtral.Mixtral),
+    "opt": Architecture("OPT, Galactica", opt.read_config, opt.OPT),
+    "phi3": Architecture("Phi-3, Phi-4", phi3.read_config, phi3.Phi3, INV_FREQ),
+    "qwen": Architecture("Qwen (2023)", qwen.read_config, qwen.Qwen, ("rotary_emb.inv_freq", "attn.masked_bias")),
+    "qwen2": Architecture("Qwen 1.5, 2, 2.5", qwen2.read_config, qwen2.Qwen2),
+    "qwen2_moe": Architecture("Qwen1.5-MoE, Qwen2-MoE", qwen2_moe.read_config, qwen2_moe.Qwen2Moe),
+    "qwen3": Architecture("Qwen 3", qwen3.read_config, qwen3.Qwen3),
+    "qwen3_moe": Architecture("Qwen3-MoE", qwen3_moe.read_config, qwen3_moe.Qwen3Moe),
 }
 
 # ChatGLM2, ChatGLM3 and GLM-4 call themselves chatglm, too; only ChatGLM-6B has no padded_vocab_size.
-CHATGLM2 = Architecture(chatglm2.read_config, chatglm2.ChatGLM2, ignored_tensors=("rotary_pos_emb.inv_freq",))
+CHATGLM2 = Architecture(
+    "ChatGLM2-6B, ChatGLM3-6B, GLM-4 in its own layout",
+    chatglm2.read_config,
+    chatglm2.ChatGLM2,
+    INV_FREQ,
+)
 
 
 def find_architecture(config: ConfigReader) -> Architecture:

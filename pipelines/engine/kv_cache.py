@@ -15,10 +15,10 @@ AUTO_SHARE = 0.5  # of the memory that is free when the pool is made, at most
 def allocate_kv_cache(
     shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
-    """Zeroed, but on a CPU no page is taken before it is written."""
+    """Not initialised: nothing is read before it is written, and on a CPU no page is taken before (torch.zeros would take them all)."""
     size = (num_blocks, block_size, shape.num_key_value_heads)
     keys, values = (
-        [torch.zeros((*size, channels), dtype=dtype, device=device) for _ in range(shape.num_hidden_layers)]
+        [torch.empty((*size, channels), dtype=dtype, device=device) for _ in range(shape.num_hidden_layers)]
         for channels in (shape.head_dim, shape.value_head_dim)
     )
     return KVCache(keys, values)

@@ -1,0 +1,36 @@
+"""The README's table of families is what the registry has and the tests prove; `python -m tests.models.test_families_table` prints it."""
+
+from models.config import ConfigReader
+from models.registry import ARCHITECTURES, CHATGLM2, Architecture, find_architecture
+from tests.builders import REPOSITORY
+from tests.models.test_goldens import FAMILIES, GOLDENS
+
+TESTS = REPOSITORY / "tests" / "models"
+
+
+def table() -> str:
+    rows = [*ARCHITECTURES.items(), ("chatglm", CHATGLM2)]
+    lines = [
+        f"| {a.families} | `{model_type}` | {proof(a)} |"
+        for model_type, a in sorted(rows, key=lambda row: row[1].families)
+    ]
+    return "\n".join(["| families | `model_type` | proved against |", "|---|---|---|", *lines])
+
+
+def proof(architecture: Architecture) -> str:
+    """The goldens of its original code that are tests, and transformers where its own test file compares with it."""
+    goldens = [name for name in FAMILIES if find_architecture(ConfigReader.from_folder(GOLDENS / name)) is architecture]
+    sources = [f"its original code ({', '.join(goldens)})"] if goldens else []
+    file = TESTS / f"test_{architecture.read_config.__module__.rpartition('.')[2]}.py"
+    if "transformers" in file.read_text(encoding="utf-8"):
+        sources.append("transformers")
+    assert sources, f"nothing proves {architecture.families}"
+    return ", ".join(sources)
+
+
+def test_the_readme_has_it() -> None:
+    assert table() in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    print(table())
