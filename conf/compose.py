@@ -148,9 +148,10 @@ def quote_prompt(arguments: list[str]) -> list[str]:
 
 
 def saved_config(arguments: list[str]) -> list[str]:
-    """`predict.resume=FOLDER` without the job's prompts stands for the config that the folder holds."""
+    """`predict.resume=FOLDER`, alone or with values, stands for the config that the folder holds; with prompts or options it does not."""
     named = [a for a in arguments if a.startswith(RESUME) and a not in (f"{RESUME}auto", f"{RESUME}none")]
-    if len(named) != 1 or any(a.startswith(("predict.data=", "--config-path", "-cp")) for a in arguments):
+    keys = [argument.partition("=")[0] for argument in arguments]
+    if len(named) != 1 or "predict.data" in keys or any("." not in key for key in keys):
         return arguments
     folder = Path(named[0].removeprefix(RESUME)).expanduser().absolute()
     return ["--config-path", str(folder), *arguments] if (folder / "config.yaml").is_file() else arguments

@@ -124,12 +124,17 @@ def test_a_folder_to_resume_stands_for_its_config(tmp_path: Path, monkeypatch: p
     for name in ("a b", "auto"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").touch()
-    assert saved_config(["predict.resume=a b"]) == ["--config-path", str(tmp_path / "a b"), "predict.resume=a b"]
+    for others in ([], ["predict.batch_size=4"], ["device.threads=2", "hydra.run.dir=x"]):
+        arguments = ["predict.resume=a b", *others]
+        assert saved_config(arguments) == ["--config-path", str(tmp_path / "a b"), *arguments]
     for arguments in (
         [],
         ["predict.resume=auto"],
         ["predict.resume=none"],
         ["predict.resume=a", "decode.seed=1"],
+        ["predict.resume=a b", "predict.data=x"],
+        ["predict.resume=a b", "model=tiny"],
+        ["-m", "predict.resume=a b"],
         ["a"],
     ):
         assert saved_config(arguments) == arguments

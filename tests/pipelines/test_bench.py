@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from conf.compose import dump
 from conf.decoding import DecodeConfig
@@ -86,6 +87,14 @@ def test_every_way_to_choose_tokens_has_exact_lengths(tmp_path: Path, decode: De
     assert len(result.step_s) == 5
 
 
+def test_lengths_that_the_checkpoint_suggests_are_no_setting_of_the_run(tmp_path: Path) -> None:
+    write_llama(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"max_new_tokens": 15, "repetition_penalty": 1.5}')
+    bench.run_bench(job(tmp_path / "model", prompt_tokens=9, new_tokens=4, repeats=1), tmp_path / "out", dump)
+    saved = OmegaConf.load(tmp_path / "out" / "config.yaml").decode
+    assert (saved.max_new_tokens, saved.repetition_penalty) == (None, 1.5)
+
+
 @pytest.mark.parametrize(
     ("decode", "message"),
     [
@@ -123,6 +132,7 @@ def test_prompts_of_a_file_are_replayed_with_their_lengths(chatty: Path, tmp_pat
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ('{"prompt": "x", "decode": {}}', "row 0 of bench.data=.* cannot be replayed: the row has decode settings"),
         ('{"turns": []}', "row 0 of bench.data=.* cannot be replayed: the row has none of prompt"),
         ('{"prompt": "x"}\nnope', "row 1 of bench.data=.* cannot be replayed: Expecting value"),
         ("", "questions.jsonl has no prompts"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from conf.compose import compose_run_config
 from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError
 from pipelines.generation_config import decode_defaults
@@ -34,6 +35,7 @@ def test_settings_mean_what_they_mean_in_transformers(values: dict[str, Any], ex
     [
         ({"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}, "temperature, top_p"),
         ({"do_sample": True, "num_beams": 4, "typical_p": 0.9}, "num_beams, typical_p"),
+        ({"do_sample": True, "num_return_sequences": 2}, "num_return_sequences"),
         ({"suppress_tokens": [5], "diversity_penalty": 0.0, "num_beam_groups": 1}, "suppress_tokens"),
     ],
 )
@@ -55,6 +57,13 @@ def test_what_is_off_is_not_worth_a_warning(caplog: pytest.LogCaptureFixture) ->
 def test_bad_values_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="generation_config.json: decode.*"):
         decode_defaults(values, 128)
+
+
+@pytest.mark.parametrize("option", ["greedy", "sampling", "contrastive", "beam"])
+def test_every_option_goes_with_a_checkpoint_that_suggests_beams(option: str) -> None:
+    decode = compose_run_config([f"decode={option}"]).decode
+    resolved = decode.resolved(decode_defaults({"num_beams": 3, "num_return_sequences": 2}, 128))
+    assert resolved.num_return_sequences == (2 if option == "beam" else 1)
 
 
 def test_explicit_settings_win_and_the_rest_is_filled(tmp_path: Path) -> None:

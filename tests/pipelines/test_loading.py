@@ -12,6 +12,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import DeviceConfig, DeviceType, DType
 from pipelines.loading import load_engine
+from pipelines.report import peak_memory_bytes
 from tests.builders import all_logits, complete, engine_of, run_config, write_llama
 
 
@@ -102,6 +103,17 @@ def test_model_max_length_limits_every_sequence(tmp_path: Path) -> None:
     assert len(complete(engine, [[5] * 15], DecodeConfig())[0].token_ids) == 5
     with pytest.raises(UserError, match="decode.max_length=21 is more than the model takes .model.max_length=20"):
         engine.check(DecodeConfig(max_length=21))
+
+
+def test_an_automatic_pool_has_room_for_a_rows_own_beams_and_takes_no_memory(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    engine = engine_of(tmp_path, batch_size=1)
+    assert engine.request(0, [5] * 10, DecodeConfig(max_new_tokens=100, num_beams=12))
+    before = peak_memory_bytes(engine.device)
+    write_llama(tmp_path, max_position_embeddings=2**20)
+    pool = engine_of(tmp_path, batch_size=1)
+    assert pool.scheduler.block_manager.num_blocks * pool._block_size * pool.runner.kv_bytes_per_token > 2**31
+    assert peak_memory_bytes(engine.device) - before < 2**30  # the pool's pages are not taken yet
 
 
 def test_stretched_context_counts(tmp_path: Path) -> None:

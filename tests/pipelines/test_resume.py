@@ -232,6 +232,26 @@ def test_standard_input_is_compared_row_by_row(
     assert results(tmp_path / "out") == results(tmp_path / "whole")
 
 
+def test_another_standard_input_leaves_the_journal_as_it_was(
+    chatty: Path, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = data.read_text().splitlines(keepends=True)
+    feed(monkeypatch, "".join(lines))
+    unfinished(chatty, Path("-"), tmp_path / "out")
+    before = (tmp_path / "out" / journal.NAME).read_bytes()
+    for wrong in (["nope\n", *lines[1:]], [*lines[1:], *lines[:1]], ["nope\n"] * len(lines)):
+        feed(monkeypatch, "".join(wrong))
+        with pytest.raises(UserError, match="row . is not the one that .* has done: give the same input"):
+            run_predict(job(chatty, "-", {"resume": str(tmp_path / "out")}), tmp_path / "new", dump)
+        assert (tmp_path / "out" / journal.NAME).read_bytes() == before
+
+
+def test_settings_that_json_writes_otherwise_resume_too(chatty: Path, tmp_path: Path, data: Path) -> None:
+    unfinished(chatty, data, tmp_path / "out", logit_bias={70: 2.5})
+    run_predict(job(chatty, data, logit_bias={70: 2.5}), tmp_path / "out", dump)
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["num_resumed_rows"] > 0
+
+
 def test_empty_standard_input_leaves_nothing(chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     feed(monkeypatch, "\n \n")
     with pytest.raises(UserError, match="standard input has no prompts"):
