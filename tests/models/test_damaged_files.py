@@ -1,0 +1,108 @@
+"""Any damage to a checkpoint's files ends in one UserError, or in a model: never in another exception, a crash or a huge allocation."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from conf.errors import UserError
+from tests.builders import engine_of, write_llama
+from tests.tokenizers_for_tests import byte_level, save
+
+FILES = ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+MUTATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["flip", "cut", "insert", "number"]), st.floats(0, 1, exclude_max=True), st.integers(0, 255)
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    tokenizer = byte_level()
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    write_llama(folder, vocab_size=tokenizer.get_vocab_size(), **sizes)
+    save(tokenizer, folder)
+    (folder / "generation_config.json").write_text(
+        '{"do_sample": true, "temperature": 0.7, "top_k": 5, "eos_token_id": [1, 2]}'
+    )
+    return folder
+
+
+def mutated(content: bytes, mutations: list[tuple[str, float, int]], head: int) -> bytes:
+    """Changes fall on the first `head` bytes, where a file says what it holds, or cut it anywhere."""
+    data = bytearray(content)
+    for kind, where, value in mutations:
+        at = int(where * min(head, len(data)))
+        if kind == "cut":
+            del data[int(where * len(data)) :]
+        elif kind == "flip" and at < len(data):
+            data[at] ^= value or 1
+        elif kind == "insert":
+            data[at:at] = bytes([value]) * (1 + value % 7)
+        elif kind == "number" and at < len(data):
+            data[at : at + 1] = str(10 ** (value % 20)).encode()
+    return bytes(data)
+
+
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(FILES), mutations=MUTATIONS)
+def test_damage_is_a_user_error(
+    whole: Path, tmp_path: Path, name: str, mutations: list[tuple[str, float, int]]
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for file in whole.iterdir():
+        (folder / file.name).symlink_to(file)
+    content = (whole / name).read_bytes()
+    head = 8 + int.from_bytes(content[:8], "little") if name == "model.safetensors" else len(content)
+    (folder / name).unlink()
+    (folder / name).write_bytes(mutated(content, mutations, head))
+    message = ""
+    try:
+        engine_of(folder, batch_size=1, tokenizer="")
+    except UserError as error:
+        message = str(error)
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (2**63, "is truncated or not a safetensors file"),
+        (10**9, "is truncated or not a safetensors file"),
+        (0, "is truncated or not a safetensors file"),
+    ],
+)
+def test_headers_of_absurd_length(whole: Path, tmp_path: Path, header: int, message: str) -> None:
+    shutil.copytree(whole, tmp_path / "model")
+    content = (whole / "model.safetensors").read_bytes()
+    (tmp_path / "model" / "model.safetensors").write_bytes(header.to_bytes(8, "little") + content[8:])
+    with pytest.raises(UserError, match=message):
+        engine_of(tmp_path / "model")
+
+
+def test_tensors_that_overlap_are_refused(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "model")
+    content = (whole / "model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    first, second = [name for name, entry in header.items() if entry.get("shape") == [8]][:2]
+    header[second]["data_offsets"] = header[first]["data_offsets"]
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(size)[:size]
+    (tmp_path / "model" / "model.safetensors").write_bytes(content[:8] + text + content[8 + size :])
+    with pytest.raises(UserError, match="is truncated or not a safetensors file"):
+        engine_of(tmp_path / "model")
