@@ -5,6 +5,7 @@ Then the tensors are streamed, so that peak host memory is about the model plus 
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from models.causal_lm import CausalLM
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RANDOM_STD = 0.02  # the initializer_range of nearly every family
@@ -144,7 +147,7 @@ def load_checkpoint(
     _compare(expected, files, full_names, ignored, model.ignored_prefixes)
     dtypes = {name: _parameter_dtype(model, name, dtype) for name in expected}
     total = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in expected.items())
-    done = 0
+    done, damaged = 0, []
     for file in files:
         for name, tensor in file.read(name for name in file.shapes if name in full_names):
             if not tensor.is_floating_point():
@@ -152,9 +155,13 @@ def load_checkpoint(
                     f"{file.path}: {name} is {tensor.dtype}, not a float: quantised checkpoints are not supported"
                 )
             full_name = full_names[name]
+            if tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any():  # the sum needs no memory
+                damaged.append(full_name)
             assign(model, full_name, tensor.to(device, dtypes[full_name], copy=file.is_mapped))
             done += tensor.numel() * dtypes[full_name].itemsize
             on_bytes(done, total)
+    if damaged:
+        log.warning("%d tensors hold NaN: %s", len(damaged), _listed(damaged))
 
 
 def _parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -189,13 +196,12 @@ def _compare(
             f"{n} {list(found[n])}, expected {list(s)}" for n, s in expected.items() if n in found and found[n] != s
         ],
     }
-    texts = [
-        f"{sort}: {', '.join(names[:LISTED])}{f' and {len(names) - LISTED} more' if len(names) > LISTED else ''}"
-        for sort, names in faults.items()
-        if names
-    ]
-    if texts:
+    if texts := [f"{sort}: {_listed(names)}" for sort, names in faults.items() if names]:
         raise UserError(f"{files[0].path.parent} does not hold the model that its config describes: {'; '.join(texts)}")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
 
 
 def assign(model: nn.Module, name: str, tensor: Tensor) -> None:

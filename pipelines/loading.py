@@ -57,6 +57,11 @@ def load_engine(
     shape: ModelShape = architecture.read_config(reader)
     context = _context(run.model, shape, reader)
     tokenizer = _tokenizer(run.model, folder)
+    if tokenizer and tokenizer.size > shape.vocab_size:
+        raise UserError(
+            f"the tokenizer in {tokenizer.folder} has ids up to {tokenizer.size - 1}, but the model's vocabulary is {shape.vocab_size}: "
+            "give model.tokenizer=PATH of the model's own, or null for none"
+        )
     generation_config = read_json(folder / FILE)
     eos = eos_token_ids(generation_config, reader, tokenizer)
     decode = decode_defaults(generation_config, context.num_tokens)

@@ -14,6 +14,8 @@ Message = dict[str, Any]
 
 class Tokenizer(ABC):
     folder: Path
+    size: int
+    """One more than the highest id."""
     bos_token_id: int | None
     eos_token_id: int | None
     turn_end_ids: tuple[int, ...] = ()

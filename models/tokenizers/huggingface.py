@@ -22,6 +22,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"the tokenizer in {folder} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             ) from error
         self._template = template
+        self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.bos_token_id = cast(int | None, self._tokenizer.bos_token_id)
         self.eos_token_id = cast(int | None, self._tokenizer.eos_token_id)
 

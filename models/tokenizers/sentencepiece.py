@@ -26,6 +26,7 @@ class SentencePieceTokenizer(Tokenizer):
         own = {self._pieces.id_to_piece(id): id for id in control if self._pieces.is_control(id)}
         self._specials = own | dict(specials or {})
         self._special_names = {id: name for name, id in self._specials.items()}
+        self.size = max(self._pieces.get_piece_size(), *(id + 1 for id in self._special_names))
         self.bos_token_id = self._pieces.bos_id() if self._pieces.bos_id() >= 0 else None
         self.eos_token_id = self._pieces.eos_id() if self._pieces.eos_id() >= 0 else None
 
@@ -102,6 +103,7 @@ class ChatGLM2Tokenizer(SentencePieceTokenizer):
         first = self._pieces.get_piece_size()
         self._specials |= {name: first + i for i, name in enumerate(names)}
         self._special_names = {id: name for name, id in self._specials.items()}
+        self.size = first + len(names)
         self._prefix = [self._specials["[gMASK]"], self._specials["sop"]]
         self._has_roles = has_roles
         if has_roles:

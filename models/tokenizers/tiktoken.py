@@ -39,6 +39,7 @@ class TiktokenTokenizer(Tokenizer):
         self.folder = file.parent
         ranks = _read_ranks(file)
         self._specials = {name: len(ranks) + i for i, name in enumerate(specials)}
+        self.size = len(ranks) + len(specials)
         self._encoding = tiktoken.Encoding(
             file.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self._specials
         )

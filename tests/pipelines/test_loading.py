@@ -97,6 +97,27 @@ def test_tokenizer_from_another_folder(tmp_path: Path, chatty: Path) -> None:
             engine_of(tmp_path / "model", tokenizer=str(wrong))
 
 
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path, chatty: Path) -> None:
+    write_llama(tmp_path, vocab_size=329)
+    with pytest.raises(
+        UserError, match="has ids up to 329, but the model's vocabulary is 329: give model.tokenizer=PATH"
+    ):
+        engine_of(tmp_path, tokenizer=str(chatty))
+    write_llama(tmp_path, vocab_size=400)  # padded, as vocabularies often are
+    assert engine_of(tmp_path, tokenizer=str(chatty)).tokenizer is not None
+
+
+def test_tensors_that_hold_nan_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = write_llama(tmp_path)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
+        model.model.norm.weight[0], model.model.norm.weight[1] = torch.inf, -torch.inf  # whose sum is NaN
+    model.save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        engine_of(tmp_path)
+    assert "1 tensors hold NaN: model.layers.1.mlp.up_proj.weight" in caplog.text
+
+
 def test_model_max_length_limits_every_sequence(tmp_path: Path) -> None:
     write_llama(tmp_path)
     engine = load_engine(run_config(tmp_path, max_length=20), 1)
