@@ -9,7 +9,7 @@ import torch
 from conf.decoding import DecodeConfig
 from models.config import ConfigReader
 from models.registry import find_architecture
-from tests.builders import all_logits, complete, engine_of
+from tests.builders import SMALL, all_logits, complete, engine_of
 
 NEW_TOKENS = 32
 TOLERANCE = 1e-4  # float32 sums in another order; the logits are of order 1 to 10
@@ -25,6 +25,11 @@ def write_random(folder: Path, model: Any) -> Any:
             parameter.normal_(1.0 if is_norm else 0.0, 0.15)
     model.save_pretrained(folder)
     return model
+
+
+def write_model(folder: Path, model_class: Any, **config: Any) -> Any:
+    """The same for transformers' class of a model of our small sizes."""
+    return write_random(folder, model_class(model_class.config_class(**{**SMALL, **config})))
 
 
 def random_prompts(vocab_size: int, lengths: tuple[int, ...] = (5, 1, 40, 17)) -> list[list[int]]:
@@ -55,3 +60,9 @@ def assert_equals_transformers(folder: Path, reference: Any, prompts: list[list[
     assert [output.token_ids for output in complete(engine, prompts, decode)] == expected_ids
     chunked = engine_of(folder, max_batched_tokens=5, block_size=4)
     assert [output.token_ids for output in complete(chunked, prompts, decode)] == expected_ids
+
+
+def check_equals_transformers(folder: Path, model_class: Any, **config: Any) -> None:
+    """A random model of our small sizes, with other settings."""
+    reference = write_model(folder, model_class, **config)
+    assert_equals_transformers(folder, reference, random_prompts(SMALL["vocab_size"] or 0))

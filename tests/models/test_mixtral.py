@@ -9,7 +9,7 @@ from transformers import MixtralForCausalLM
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.mixtral import read_config
-from tests.transformers_reference import check_equals_transformers
+from tests.oracle import check_equals_transformers
 
 CASES: dict[str, dict[str, Any]] = {
     "top2": {"num_local_experts": 5},

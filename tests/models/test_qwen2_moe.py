@@ -12,7 +12,7 @@ from conf.errors import UserError
 from models.config import ConfigReader
 from models.qwen2_moe import read_config
 from tests.builders import complete, engine_of
-from tests.transformers_reference import check_equals_transformers, write_model
+from tests.oracle import check_equals_transformers, write_model
 
 SIZES: dict[str, Any] = {
     "num_experts": 6,
