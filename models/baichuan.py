@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from conf.errors import UserError
 from kernels.rope import rope
-from kernels.swiglu import swiglu
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
+from models.decoder import MLP
 from models.layers.attention import alibi_slopes, attend
 from models.layers.linear import Linear
 from models.layers.norm import RMSNorm
@@ -118,24 +118,13 @@ class Attention(nn.Module):
         return self.o_proj(attended)  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
-    def __init__(self, c: BaichuanConfig) -> None:
-        super().__init__()
-        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
-
-
 class DecoderLayer(nn.Module):
     def __init__(self, c: BaichuanConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.self_attn = Attention(c)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = MLP(c)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size)
 
     def forward(
         self, x: Tensor, angles: tuple[Tensor, Tensor] | None, slopes: Tensor | None, batch: Batch, cache: LayerCache

@@ -1,6 +1,6 @@
 """GLM-4-9B in the layout of transformers, from config.json. That of its own code is in chatglm2.py.
 
-T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, F feed-forward channels, R output rows.
+T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, F feed-forward channels.
 The first channels of a head are turned, half of them by default, in pairs of neighbours. Modules are named as the checkpoint's tensors are.
 """
 
@@ -11,36 +11,17 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from kernels.rope import rope
 from kernels.swiglu import swiglu
-from models.batch import Batch, KVCache, LayerCache
-from models.causal_lm import CausalLM, ModelShape
+from models.batch import Batch, LayerCache
 from models.config import ConfigReader
+from models.decoder import DecoderConfig, DecoderLayer, DecoderLM
 from models.layers.attention import attend
 from models.layers.linear import Linear
-from models.layers.norm import RMSNorm
-from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
+from models.layers.rotary import read_rotary_config
 
 
 @dataclass(frozen=True)
-class GlmConfig(ModelShape):
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
+class GlmConfig(DecoderConfig):
     attention_bias: bool
-    tie_word_embeddings: bool
-    rotary: RotaryConfig
-
-    @property
-    def context_length(self) -> int:
-        return self.rotary.context_length
-
-    @property
-    def keys_depend_on_length(self) -> bool:
-        return self.rotary.type == "dynamic"
 
 
 def read_config(config: ConfigReader) -> GlmConfig:
@@ -96,49 +77,6 @@ class MLP(nn.Module):
         return self.down_proj(swiglu(gate, up))  # type: ignore[no-any-return]
 
 
-class DecoderLayer(nn.Module):
+class Glm(DecoderLM):
     def __init__(self, c: GlmConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(c)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = MLP(c)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, batch, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
-
-
-class Decoder(nn.Module):
-    def __init__(self, c: GlmConfig, layer_class: type[DecoderLayer]) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(layer_class(c) for _ in range(c.num_hidden_layers))
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.rotary = RotaryEmbedding(c.rotary)
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        x = self.embed_tokens(batch.token_ids)  # [T, E]
-        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, cos, sin, batch, layer_cache)
-        return self.norm(x[batch.output_rows])  # type: ignore[no-any-return]
-
-
-class Glm(CausalLM):
-    config: GlmConfig
-    layer_class = DecoderLayer
-
-    def __init__(self, config: GlmConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.model = Decoder(config, self.layer_class)
-        if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    @property
-    def head(self) -> Tensor:
-        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self.model(batch, cache)  # type: ignore[no-any-return]
+        super().__init__(c, (DecoderLayer(c, Attention(c), MLP(c)) for _ in range(c.num_hidden_layers)))

@@ -3,13 +3,14 @@
 from torch import Tensor
 
 from models.batch import Batch, LayerCache
-from models.glm import DecoderLayer, Glm, GlmConfig
+from models.decoder import DecoderLayer, DecoderLM
+from models.glm import MLP, Attention, GlmConfig
 from models.layers.norm import RMSNorm
 
 
 class Glm4DecoderLayer(DecoderLayer):
     def __init__(self, c: GlmConfig) -> None:
-        super().__init__(c)
+        super().__init__(c, Attention(c), MLP(c))
         self.post_self_attn_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_mlp_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
@@ -18,5 +19,6 @@ class Glm4DecoderLayer(DecoderLayer):
         return x + self.post_mlp_layernorm(self.mlp(self.post_attention_layernorm(x)))  # type: ignore[no-any-return]
 
 
-class Glm4(Glm):
-    layer_class = Glm4DecoderLayer
+class Glm4(DecoderLM):
+    def __init__(self, c: GlmConfig) -> None:
+        super().__init__(c, (Glm4DecoderLayer(c) for _ in range(c.num_hidden_layers)))
