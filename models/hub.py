@@ -1,4 +1,4 @@
-"""From `model.path` to a folder on disk."""
+"""From `model.path` to a folder or a file on disk."""
 
 import re
 from pathlib import Path
@@ -13,16 +13,14 @@ WEIGHTS = ["*.safetensors"]
 PICKLES = ["*.bin", "*.pt", "consolidated.*.pth"]
 
 
-def find_folder(path: str, with_weights: bool, allow_pickle: bool) -> Path:
-    """The folder itself, or the hub's files in the local cache (downloaded where needed). Raises UserError."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise UserError(f"{path} is a file: model.path must be a folder in Hugging Face layout, or a hub id")
+def find_checkpoint(path: str, with_weights: bool, allow_pickle: bool) -> Path:
+    """The folder or file itself, or the hub's files in the local cache (downloaded where needed). Raises UserError."""
+    local = Path(path).expanduser()
+    if local.exists():
+        return local
     if not HUB_ID.fullmatch(path):
         raise UserError(
-            f"there is no folder {path}: model.path must be a folder in Hugging Face layout, or a hub id such as org/name"
+            f"there is no folder {path}: model.path must be a folder or a file that holds a model, or a hub id such as org/name"
         )
     try:
         patterns = WANTED + WEIGHTS * with_weights + PICKLES * (with_weights and allow_pickle)

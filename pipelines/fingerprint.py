@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from conf.schema import RunConfig, Weights
-from models.hub import find_folder
+from models.hub import find_checkpoint
 from pipelines.engine import Engine
 from pipelines.journal import Fingerprint, dumps
 from pipelines.prompts import Prompts
@@ -17,8 +17,8 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # too long to read again:
 
 def fingerprint(run: RunConfig, engine: Engine, prompts: Prompts) -> Fingerprint:
     """`run` with the resolved decode settings. Where input and model lie, and how the work is divided, is no part of it."""
-    model = find_folder(run.model.path, run.model.weights is Weights.checkpoint, run.model.allow_pickle)
-    tokenizer = engine.tokenizer.folder if engine.tokenizer else None
+    model = find_checkpoint(run.model.path, run.model.weights is Weights.checkpoint, run.model.allow_pickle)
+    tokenizer = engine.tokenizer.source if engine.tokenizer else None
     parts: Fingerprint = {
         "input": prompts.sha256,
         "model.dtype": str(engine.dtype).removeprefix("torch."),

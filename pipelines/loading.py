@@ -10,23 +10,16 @@ from conf.errors import UserError
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
 from models.batch import KVCache
 from models.causal_lm import ModelShape
-from models.checkpoint import (
-    DTYPES,
-    WeightFile,
-    checkpoint_dtype,
-    initialise_randomly,
-    load_checkpoint,
-    open_checkpoint,
-)
-from models.config import ConfigReader, read_json
-from models.hub import find_folder
-from models.meta_layout import is_meta_layout, open_meta_shards, read_meta_config
+from models.config import ConfigReader
+from models.formats import Checkpoint, WeightFile, open_checkpoint
+from models.hub import find_checkpoint
 from models.registry import find_architecture
 from models.tokenizers import Tokenizer, load_tokenizer
+from models.weights import DTYPES, checkpoint_dtype, initialise_randomly, load_weights
 from pipelines.engine import Engine
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
 from pipelines.engine.request import ContextLimit
-from pipelines.generation_config import FILE, decode_defaults, eos_token_ids
+from pipelines.generation_config import decode_defaults, eos_token_ids
 
 log = logging.getLogger(__name__)
 
@@ -50,30 +43,28 @@ def load_engine(
     torch.set_num_threads(run.device.threads or DEFAULT_THREADS)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    folder = find_folder(run.model.path, run.model.weights is Weights.checkpoint, run.model.allow_pickle)
-    is_meta = is_meta_layout(folder)
-    reader = read_meta_config(folder, run.model.allow_pickle) if is_meta else ConfigReader.from_folder(folder)
+    path = find_checkpoint(run.model.path, run.model.weights is Weights.checkpoint, run.model.allow_pickle)
+    checkpoint = open_checkpoint(path, run.model.allow_pickle)
+    reader = checkpoint.config
     architecture = find_architecture(reader)
     shape: ModelShape = architecture.read_config(reader)
     context = _context(run.model, shape, reader)
-    tokenizer = _tokenizer(run.model, folder)
+    tokenizer = _tokenizer(run.model, checkpoint)
     if tokenizer and tokenizer.size > shape.vocab_size:
         raise UserError(
-            f"the tokenizer in {tokenizer.folder} has ids up to {tokenizer.size - 1}, but the model's vocabulary is {shape.vocab_size}: "
+            f"the tokenizer in {tokenizer.source} has ids up to {tokenizer.size - 1}, but the model's vocabulary is {shape.vocab_size}: "
             "give model.tokenizer=PATH of the model's own, or null for none"
         )
-    generation_config = read_json(folder / FILE)
-    eos = eos_token_ids(generation_config, reader, tokenizer)
-    decode = decode_defaults(generation_config, context.num_tokens)
+    eos = eos_token_ids(checkpoint.generation_config, reader, tokenizer)
+    decode = decode_defaults(checkpoint.generation_config, context.num_tokens)
     if unread := reader.unread():
-        log.warning("the config in %s has keys that are not used: %s", folder, ", ".join(unread))
+        log.warning("the config in %s has keys that are not used: %s", path, ", ".join(unread))
     with torch.device("meta"):
         model = architecture.build(shape).eval()
-    open_files = open_meta_shards if is_meta else open_checkpoint
-    files = open_files(folder, run.model.allow_pickle) if run.model.weights is Weights.checkpoint else []
+    files = checkpoint.open_weights() if run.model.weights is Weights.checkpoint else []
     dtype = _dtype(run.model.dtype, reader, files)
     if files:
-        load_checkpoint(model, files, architecture.ignored_tensors, dtype, device, on_bytes)
+        load_weights(model, files, architecture.ignored_tensors, dtype, device, on_bytes)
     else:
         initialise_randomly(model, dtype, device)
     usual = run.decode.resolved(decode)
@@ -120,11 +111,11 @@ def _context(config: ModelConfig, shape: ModelShape, reader: ConfigReader) -> Co
     return ContextLimit(config.max_length, "model.max_length")
 
 
-def _tokenizer(config: ModelConfig, folder: Path) -> Tokenizer | None:
+def _tokenizer(config: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:
     if config.tokenizer is None:
         return None
     if not config.tokenizer:
-        return load_tokenizer(folder)
+        return checkpoint.load_tokenizer()
     own = Path(config.tokenizer).expanduser()
     tokenizer = load_tokenizer(own) if own.is_dir() else None
     if tokenizer is None:

@@ -13,7 +13,8 @@ Message = dict[str, Any]
 
 
 class Tokenizer(ABC):
-    folder: Path
+    source: Path
+    """Where its files are."""
     size: int
     """One more than the highest id."""
     bos_token_id: int | None
@@ -45,7 +46,7 @@ class Tokenizer(ABC):
     def _own_format(self, messages: list[Message]) -> list[int]:
         """Token ids of a conversation as the family's own code writes them. Raises UserError for a role that it does not know."""
         raise UserError(
-            f"the tokenizer in {self.folder} has no chat template: give predict.chat_template=PATH, or prompts instead of messages"
+            f"the tokenizer in {self.source} has no chat template: give predict.chat_template=PATH, or prompts instead of messages"
         )
 
 

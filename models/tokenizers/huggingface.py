@@ -14,7 +14,7 @@ SETTINGS = ("tokenizer_config.json", "config.json", "tokenizer.json")  # without
 class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, folder: Path, template: str | None = None) -> None:
         """`template`: the family's, where the files hold none. Raises UserError if the files cannot be read."""
-        self.folder = folder
+        self.source = folder
         try:
             self._tokenizer: PreTrainedTokenizerBase = _read(folder)
         except Exception as error:  # whatever a damaged file makes the library raise

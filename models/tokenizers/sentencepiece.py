@@ -17,7 +17,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, file: Path, specials: Mapping[str, int] | None = None) -> None:
         """`specials`: tokens beyond the vocabulary's own, by name. Raises UserError if the file cannot be read."""
-        self.folder = file.parent
+        self.source = file.parent
         try:
             self._pieces = SentencePieceProcessor(model_file=str(file))
         except (OSError, RuntimeError) as error:

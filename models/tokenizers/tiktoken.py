@@ -36,7 +36,7 @@ class TiktokenTokenizer(Tokenizer):
 
     def __init__(self, file: Path, pattern: str, specials: tuple[str, ...]) -> None:
         """Raises UserError if the file cannot be read."""
-        self.folder = file.parent
+        self.source = file.parent
         ranks = _read_ranks(file)
         self._specials = {name: len(ranks) + i for i, name in enumerate(specials)}
         self.size = len(ranks) + len(specials)

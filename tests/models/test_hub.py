@@ -6,7 +6,8 @@ import pytest
 from huggingface_hub import constants
 
 from conf.errors import UserError
-from models.hub import find_folder
+from models.formats import open_checkpoint
+from models.hub import find_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +18,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
-    assert find_folder(str(tmp_path), with_weights=True, allow_pickle=False) == tmp_path
+    assert find_checkpoint(str(tmp_path), with_weights=True, allow_pickle=False) == tmp_path
 
 
 def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
@@ -26,7 +27,7 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
     (entry / "refs" / "main").write_text("0" * 40)
     (entry / "snapshots" / ("0" * 40)).mkdir(parents=True)
     (entry / "snapshots" / ("0" * 40) / "config.json").write_text("{}")
-    assert (find_folder("org/name", with_weights=True, allow_pickle=False) / "config.json").is_file()
+    assert (find_checkpoint("org/name", with_weights=True, allow_pickle=False) / "config.json").is_file()
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
         ("org/name", "there is no folder org/name, and as a hub id it cannot be downloaded .*give model.path=FOLDER"),
         (
             "/nowhere/at/all",
-            "there is no folder /nowhere/at/all: model.path must be a folder .* or a hub id such as org/name",
+            "there is no folder /nowhere/at/all: model.path must be a folder or a file .* or a hub id such as org/name",
         ),
         ("nowhere", "there is no folder nowhere"),
         ("../nowhere/model", "there is no folder ../nowhere/model"),
@@ -44,11 +45,12 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
 )
 def test_nothing_there_is_one_clear_error(path: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as raised:
-        find_folder(path, with_weights=True, allow_pickle=False)
+        find_checkpoint(path, with_weights=True, allow_pickle=False)
     assert "\n" not in str(raised.value)
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(UserError, match="model.gguf is a file: model.path must be a folder"):
-        find_folder(str(tmp_path / "model.gguf"), with_weights=True, allow_pickle=False)
+def test_a_file_of_no_known_kind(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").touch()
+    path = find_checkpoint(str(tmp_path / "model.onnx"), with_weights=True, allow_pickle=False)
+    with pytest.raises(UserError, match="model.onnx is a file: model.path must be a folder"):
+        open_checkpoint(path, allow_pickle=False)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from conf.schema import Weights
+from models.formats.meta import AT_ONCE, read_meta_config
 from models.llama import LlamaConfig, read_config
-from models.meta_layout import AT_ONCE, read_meta_config
 from models.tokenizers import load_tokenizer
 from pipelines.loading import load_engine
 from tests.builders import SHARED, all_logits, engine_of, run_config, write_llama
-from tests.models.test_checkpoint import MEASURE, START, make_tensors
+from tests.models.formats.test_huggingface import MEASURE, START, make_tensors
 
 NAMES = {
     "input_layernorm": "attention_norm",

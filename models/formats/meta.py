@@ -3,6 +3,7 @@ shared every matrix. Presented as what the rest reads: config.json's keys, and w
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from models.checkpoint import PickleFile, WeightFile
-from models.config import ConfigReader
+from models.config import ConfigReader, read_json
+from models.formats.base import Checkpoint, WeightFile
+from models.formats.huggingface import GENERATION_CONFIG, PickleFile
+from models.tokenizers import load_tokenizer
 
 PARAMS = "params.json"
 FIRST = "consolidated.00.pth"
@@ -40,6 +43,16 @@ COMPUTED = "rope.freqs"  # angles that Llama 1 and 2 stored too
 
 def is_meta_layout(folder: Path) -> bool:
     return (folder / PARAMS).is_file() and not (folder / "config.json").is_file()
+
+
+def open_meta(folder: Path, allow_pickle: bool) -> Checkpoint:
+    return Checkpoint(
+        folder,
+        read_meta_config(folder, allow_pickle),
+        read_json(folder / GENERATION_CONFIG),
+        partial(open_meta_shards, folder, allow_pickle),
+        partial(load_tokenizer, folder),
+    )
 
 
 def read_meta_config(folder: Path, allow_pickle: bool) -> ConfigReader:

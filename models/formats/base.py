@@ -1,0 +1,33 @@
+"""A checkpoint of any layout, presented in Hugging Face's terms: config.json's keys, and weights by its names and shapes."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from models.config import ConfigReader
+from models.tokenizers import Tokenizer
+
+
+class WeightFile(Protocol):
+    path: Path
+    shapes: dict[str, tuple[int, ...]]
+    is_mapped: bool
+    """Whether what is read are views of the file, so that it must be copied to be kept."""
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]: ...
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What every layout's `open` gives. Weights and tokenizer are opened when asked for, because not every run wants them."""
+
+    path: Path
+    """The folder, or the file where one holds everything."""
+    config: ConfigReader
+    generation_config: dict[str, Any]
+    """generation_config.json's keys; empty where the layout has none."""
+    open_weights: Callable[[], list[WeightFile]]
+    load_tokenizer: Callable[[], Tokenizer | None]

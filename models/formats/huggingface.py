@@ -1,0 +1,113 @@
+"""Hugging Face's layout: config.json and safetensors (or, where allowed, pickles), whole or sharded."""
+
+import json
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from conf.errors import UserError
+from models.config import ConfigReader, read_json
+from models.formats.base import Checkpoint, WeightFile
+from models.tokenizers import load_tokenizer
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+def open_huggingface(folder: Path, allow_pickle: bool) -> Checkpoint:
+    return Checkpoint(
+        folder,
+        ConfigReader.from_folder(folder),
+        read_json(folder / GENERATION_CONFIG),
+        partial(open_weight_files, folder, allow_pickle),
+        partial(load_tokenizer, folder),
+    )
+
+
+class SafetensorsFile:
+    is_mapped = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with safe_open(path, framework="pt") as file:
+                self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is truncated or not a safetensors file: {error}") from error
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            # Opened for each tensor, because the pages of a mapping stay resident as long as it is open.
+            with safe_open(self.path, framework="pt") as file:
+                yield name, file.get_tensor(name)
+
+
+class PickleFile:
+    """A `.bin` of torch.save, read with weights_only=True, so that it can hold tensors and nothing that runs."""
+
+    is_mapped = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._load().items()}
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        tensors = self._load()
+        for name in names:
+            yield name, tensors[name]
+
+    def _load(self) -> dict[str, Tensor]:
+        try:
+            tensors: dict[str, Tensor] = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # a damaged pickle can raise anything
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise UserError(f"{self.path} is truncated, too old, or holds more than tensors ({reason})") from error
+        named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
+        if not named or not all(isinstance(tensor, Tensor) and not tensor.is_sparse for tensor in tensors.values()):
+            raise UserError(f"{self.path} does not hold a dictionary of dense tensors")
+        return tensors
+
+
+def open_weight_files(folder: Path, allow_pickle: bool) -> list[WeightFile]:
+    """The folder's weight files. Raises UserError where there are none, where one is missing or damaged, and for pickles not allowed."""
+    if names := _weight_names(folder, "model.safetensors"):
+        return [SafetensorsFile(folder / name) for name in names]
+    if names := _weight_names(folder, "pytorch_model.bin") or _lone_pickle(folder):
+        if not allow_pickle:
+            raise UserError(
+                f"{folder} has only pickled weights ({names[0]}), which can hold code: convert them to safetensors, "
+                "or give model.allow_pickle=true to read them with weights_only=True"
+            )
+        return [PickleFile(folder / name) for name in names]
+    raise UserError(
+        f"{folder} has no weights: expected model.safetensors, or model.safetensors.index.json and its shards"
+    )
+
+
+def _lone_pickle(folder: Path) -> list[str]:
+    """A `.bin` or `.pt` of another name, if it is the only one."""
+    names = [file.name for file in sorted(folder.iterdir()) if file.suffix in (".bin", ".pt", ".pth")]
+    return names if len(names) == 1 else []
+
+
+def _weight_names(folder: Path, whole: str) -> list[str]:
+    if (folder / whole).is_file():
+        return [whole]
+    index = folder / f"{whole}.index.json"
+    if not index.is_file():
+        return []
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} cannot be read: {type(error).__name__}: {error}") from error
+    if not names:
+        raise UserError(f"{index} names no files")
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise UserError(f"{index} names {name!r}, which is not a file of its own folder")
+        if not (folder / name).is_file():
+            raise UserError(f"{index} names {name}, which is missing in {folder}")
+    return names
