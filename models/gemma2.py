@@ -16,7 +16,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.activation import gelu_tanh
 from models.layers.attention import attend
-from models.layers.linear import Linear
+from models.layers.linear import Linear, make_head
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -181,12 +181,7 @@ class Gemma2(CausalLM):
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    @property
-    def head(self) -> Tensor:
-        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        self.lm_head = make_head(self.model.embed_tokens, config.tie_word_embeddings)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         return self.model(batch, cache)  # type: ignore[no-any-return]

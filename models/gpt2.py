@@ -14,7 +14,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.activation import gelu_tanh
 from models.layers.attention import attend
-from models.layers.linear import Linear, linear
+from models.layers.linear import linear, make_head
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,7 @@ class GPT2(CausalLM):
         super().__init__()
         self.config = config
         self.transformer = Transformer(config)
-        if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
-
-    @property
-    def head(self) -> Tensor:
-        return self.transformer.wte.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        self.lm_head = make_head(self.transformer.wte, config.tie_word_embeddings)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         return self.transformer(batch, cache)  # type: ignore[no-any-return]

@@ -28,3 +28,28 @@ def linear_per_head(x: Tensor, weight: Tensor) -> Tensor:
 class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+
+class FloatLinear(Linear):
+    """One that a quantised model keeps: a router, whose few weights decide much, or a weight that is used in other ways too."""
+
+
+class TiedHead(nn.Module):
+    """An embedding [V, E] that is the head too. It has no parameters of its own."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple, or its weight would have a second name
+
+    @property
+    def weight(self) -> Tensor:
+        return self._embedding[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+def make_head(embedding: nn.Embedding, tied: bool) -> nn.Module:
+    """From hidden states [R, E] to logits [R, V]: the embedding again, or a weight of its own."""
+    vocab_size, channels = embedding.weight.shape
+    return TiedHead(embedding) if tied else Linear(channels, vocab_size, bias=False)
