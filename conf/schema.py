@@ -10,6 +10,7 @@ from enum import Enum
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError, check
+from conf.quantization import QuantConfig
 
 
 class Task(Enum):
@@ -31,10 +32,6 @@ class Weights(Enum):
 
 class ParallelMode(Enum):
     single = "single"
-
-
-class QuantScheme(Enum):
-    none = "none"
 
 
 class DeviceType(Enum):
@@ -78,11 +75,6 @@ class ModelConfig:
 @dataclass
 class ParallelConfig:
     mode: ParallelMode = ParallelMode.single
-
-
-@dataclass
-class QuantConfig:
-    scheme: QuantScheme = QuantScheme.none
 
 
 @dataclass

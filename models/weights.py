@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.formats.base import WeightFile
+from models.layers.linear import QuantizedLinear
 
 log = logging.getLogger(__name__)
 
@@ -37,33 +38,55 @@ def load_weights(
     device: torch.device,
     on_bytes: Callable[[int, int], None],
 ) -> None:
-    """Replace the model's (meta) parameters by the checkpoint's tensors, cast to `dtype` on `device`.
+    """Replace the model's (meta) parameters by the checkpoint's tensors, cast to `dtype` on `device`. Quantised layers take theirs uncast.
 
     Tensors whose names end in one of `ignored`, or begin as the model says, are left out.
-    `on_bytes(done, total)` is called after every tensor.
+    `on_bytes(done, total)` is called after every tensor, with bytes of the dtype.
     Raises UserError that lists all missing, unexpected and wrong-shaped tensors.
     """
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    parts = quantised_parts(model)
+    expected = parameters | {name: layer.tensors()[own] for name, (layer, own) in parts.items()}
     # Saved without its head, a checkpoint lacks the trunk's name: h.0.weight is transformer.h.0.weight.
     full_names = {name.partition(".")[2]: name for name in expected} | {name: name for name in expected}
     _compare(expected, files, full_names, ignored, model.ignored_prefixes)
-    dtypes = {name: _parameter_dtype(model, name, dtype) for name in expected}
-    total = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in expected.items())
+    total = sum(torch.Size(shape).numel() for shape in expected.values()) * dtype.itemsize
     done, damaged = 0, []
+    incomplete: dict[QuantizedLinear, dict[str, Tensor]] = {}
     for file in files:
-        for name, tensor in file.read(name for name in file.shapes if name in full_names):
-            if not tensor.is_floating_point():
-                raise UserError(
-                    f"{file.path}: {name} is {tensor.dtype}, not a float: quantised checkpoints are not supported"
-                )
-            full_name = full_names[name]
-            if tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any():  # the sum needs no memory
-                damaged.append(full_name)
-            assign(model, full_name, tensor.to(device, dtypes[full_name], copy=file.is_mapped))
-            done += tensor.numel() * dtypes[full_name].itemsize
+        for found_name, tensor in file.read(name for name in file.shapes if name in full_names):
+            name = full_names[found_name]
+            if tensor.is_floating_point() and _holds_nan(tensor):
+                damaged.append(name)
+            if name in parts:
+                layer, own = parts[name]
+                came = incomplete.setdefault(layer, {})
+                came[own] = tensor
+                if came.keys() == layer.tensors().keys():
+                    layer.load(incomplete.pop(layer), dtype, device)
+            if name in parameters:
+                if not tensor.is_floating_point():
+                    raise UserError(
+                        f"{file.path}: {found_name} is {tensor.dtype}, but its layer is not quantised: expected floats"
+                    )
+                own_dtype = _parameter_dtype(model, name, dtype)
+                assign(model, name, tensor.to(device, own_dtype, copy=file.is_mapped))
+            done += tensor.numel() * dtype.itemsize
             on_bytes(done, total)
     if damaged:
         log.warning("%d tensors hold NaN: %s", len(damaged), _listed(damaged))
+
+
+def quantised_parts(model: CausalLM) -> dict[str, tuple[QuantizedLinear, str]]:
+    """By their names in the checkpoint the tensors that quantised layers are made of: the layer, and the tensor's own name in it."""
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    return {f"{layer.source}.{own}": (layer, own) for layer in layers for own in layer.tensors()}
+
+
+def _holds_nan(tensor: Tensor) -> bool:
+    if tensor.dtype.itemsize == 1:  # float8, which torch cannot add up
+        tensor = tensor.float()
+    return bool(tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any())  # the sum needs no memory
 
 
 def _parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -113,12 +136,21 @@ def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def initialise_randomly(model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
-    """Norms 1, biases 0, all else normal with a standard deviation of 0.02; always the same values on one kind of device."""
+    """Norms 1, biases 0, all else normal with a standard deviation of 0.02; always the same values on one kind of device.
+
+    Raises UserError where a layer is made of other tensors than floats.
+    """
     generator = torch.Generator(device).manual_seed(0)
+
+    def make(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if len(shape) == 1:
+            return tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+        return tensor.normal_(0, RANDOM_STD, generator=generator)
+
     for name, parameter in list(model.named_parameters()):
-        tensor = torch.empty(parameter.shape, dtype=_parameter_dtype(model, name, dtype), device=device)
-        if parameter.ndim == 1:
-            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            tensor.normal_(0, RANDOM_STD, generator=generator)
-        assign(model, name, tensor)
+        assign(model, name, make(name, tuple(parameter.shape), _parameter_dtype(model, name, dtype)))
+    for layer in dict.fromkeys(layer for layer, _ in quantised_parts(model).values()):
+        if not layer.tensors().keys() <= {"weight", "bias"}:
+            raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
+        layer.load({own: make(own, shape, dtype) for own, shape in layer.tensors().items()}, dtype, device)

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from conf.errors import UserError
+from conf.quantization import QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
 from models.batch import KVCache
-from models.causal_lm import ModelShape
+from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.formats import Checkpoint, WeightFile, open_checkpoint
 from models.hub import find_checkpoint
@@ -20,6 +21,9 @@ from pipelines.engine import Engine
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
 from pipelines.engine.request import ContextLimit
 from pipelines.generation_config import decode_defaults, eos_token_ids
+from quantization.layouts import read_quantization
+from quantization.plan import place_stored_layers, quantize_while_loading
+from quantization.scheme import scheme_of
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +66,7 @@ def load_engine(
     with torch.device("meta"):
         model = architecture.build(shape).eval()
     files = checkpoint.open_weights() if run.model.weights is Weights.checkpoint else []
+    _quantize(model, run.quant, checkpoint, files)
     dtype = _dtype(run.model.dtype, reader, files)
     if files:
         load_weights(model, files, architecture.ignored_tensors, dtype, device, on_bytes)
@@ -72,6 +77,22 @@ def load_engine(
     cache = _kv_cache(run.device, shape, sequences, context, dtype, device)
     sizes = max_num_requests, run.device.max_batched_tokens
     return Engine(model, cache, tokenizer, context, eos, decode, *sizes)
+
+
+def _quantize(model: CausalLM, config: QuantConfig, checkpoint: Checkpoint, files: list[WeightFile]) -> None:
+    """Give the model (on the meta device) the layers that the checkpoint or the `quant` option asks for."""
+    stored = read_quantization(checkpoint.config)
+    if stored is None:
+        if config.scheme is not QuantScheme.none:
+            quantize_while_loading(model, config)
+        return
+    schemes = place_stored_layers(model, stored, {name: shape for file in files for name, shape in file.shapes.items()})
+    if config.scheme is not QuantScheme.none and scheme_of(config) not in schemes.values():
+        held = ", ".join(sorted(set(map(str, schemes.values()))))
+        raise UserError(
+            f"quant={config.scheme.name} contradicts the checkpoint, which is quantised already ({held}): "
+            "leave quant out, or give the float model"
+        )
 
 
 def _kv_cache(

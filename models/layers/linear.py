@@ -1,5 +1,7 @@
 """The linear layer, whose every row is computed the same way however many rows there are."""
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -30,6 +32,18 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+class Conv1D(nn.Module):
+    """A linear layer whose weight is stored [in, out], as the original code's convolutions of width 1 were."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight.T, self.bias)
+
+
 class FloatLinear(Linear):
     """One that a quantised model keeps: a router, whose few weights decide much, or a weight that is used in other ways too."""
 
@@ -53,3 +67,21 @@ def make_head(embedding: nn.Embedding, tied: bool) -> nn.Module:
     """From hidden states [R, E] to logits [R, V]: the embedding again, or a weight of its own."""
     vocab_size, channels = embedding.weight.shape
     return TiedHead(embedding) if tied else Linear(channels, vocab_size, bias=False)
+
+
+class QuantizedLinear(nn.Module, ABC):
+    """What stands in the place of a `Linear` or `Conv1D` whose weight is held in fewer bits. Schemes of `quantization/` implement it.
+
+    Its parameters are made when all of its tensors have come from the checkpoint, so that no more than one layer is there in floats.
+    """
+
+    source: str
+    """The name that its tensors have in the checkpoint, before their own: its own, or of a tied head the embedding's."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Own names and shapes of the tensors that it is made of."""
+
+    @abstractmethod
+    def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        """Make the parameters of them, which are on the CPU. `dtype` is the model's. Raises UserError for impossible values."""

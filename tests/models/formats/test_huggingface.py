@@ -217,7 +217,7 @@ def test_all_faults_are_in_one_error(tmp_path: Path) -> None:
 def test_integer_tensors_are_refused(tmp_path: Path) -> None:
     tensors = make_tensors()
     tensors[QUERY] = tensors[QUERY].to(torch.int8)
-    with pytest.raises(UserError, match=rf"{QUERY} is torch\.int8, not a float: quantised"):
+    with pytest.raises(UserError, match=rf"{QUERY} is torch\.int8, but its layer is not quantised: expected floats"):
         load(write_whole(tmp_path, tensors))
 
 

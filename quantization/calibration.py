@@ -1,0 +1,180 @@
+"""Runs a model layer by layer over calibration batches and observes what reaches its linear layers.
+
+One layer's activations are in memory at a time. T tokens of a batch, E hidden channels, I input channels of a linear layer.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from models.batch import Batch, KVCache
+from models.causal_lm import CausalLM
+from quantization.gptq import Hessian
+
+NUM_SAMPLES = 512  # rows of activations that searches and reports work on
+
+
+@dataclass
+class Observed:
+    """What came to one or more linear layers that share their input."""
+
+    linears: list[str]
+    """Their names."""
+    norm: str | None
+    """The name of the norm whose output it is."""
+    samples: list[Tensor] = field(default_factory=list)  # [some T, I]
+    lowest: Tensor | None = None  # [I] float32
+    highest: Tensor | None = None  # [I] float32
+    hessian: Hessian | None = None
+
+    @property
+    def absmax(self) -> Tensor:
+        """[I] float32"""
+        assert self.lowest is not None
+        assert self.highest is not None
+        return torch.maximum(-self.lowest, self.highest)
+
+    @property
+    def sample(self) -> Tensor:
+        """[up to NUM_SAMPLES, I]"""
+        return torch.cat(self.samples)
+
+    def add(self, x: Tensor, num_samples: int) -> None:
+        if not x.isfinite().all():
+            raise UserError(
+                f"{self.linears[0]} gets activations that are NaN or infinite: calibrate with model.dtype=float32"
+            )
+        low, high = x.amin(0).float(), x.amax(0).float()
+        self.lowest = low if self.lowest is None else torch.minimum(self.lowest, low)
+        self.highest = high if self.highest is None else torch.maximum(self.highest, high)
+        self.samples.append(x[:: -(-len(x) // num_samples)].clone())
+        if self.hessian:
+            self.hessian.add(x)
+
+
+class LayerByLayer:
+    """Holds the hidden states [T, E] of all batches before the next layer."""
+
+    def __init__(self, model: CausalLM, batches: list[Batch], cache: KVCache) -> None:
+        """`cache` has room for a batch; its layers may share their memory, because a batch is computed in one step."""
+        self._model, self._batches, self._cache = model, batches, cache
+        self._parent, self._name = find_layers(model)
+        self.layers: nn.ModuleList = self._parent.get_submodule(self._name)  # type: ignore[assignment]
+        self._states: list[Tensor] = []
+        self._others: list[tuple[Any, ...]] = []  # what the layers get besides hidden states and their own cache
+        self._next = 0
+        for batch in batches:
+            end = _Ends(None)
+            self._run_ends(end, batch)
+            assert end.state is not None
+            self._states.append(end.state)
+            self._others.append(end.others)
+
+    def observe(self, linears: Iterable[str], with_hessian: bool) -> list[Observed]:
+        """What comes to the linear layers, by their names in the next layer. Those that nothing reaches are in no group."""
+        layer = self.layers[self._next]
+        modules = {name: layer.get_submodule(name) for name in linears}
+        norms = {name: module for name, module in layer.named_modules() if "norm" in type(module).__name__.lower()}
+        observing = _Observing(-(-NUM_SAMPLES // len(self._batches)), with_hessian)
+        hooks = [module.register_forward_pre_hook(observing.input_of(name)) for name, module in modules.items()]
+        hooks += [module.register_forward_hook(observing.output_of(name)) for name, module in norms.items()]
+        try:
+            for i in range(len(self._batches)):
+                self.output(i)
+                observing.forget()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return list(observing.groups.values())
+
+    @torch.inference_mode()
+    def output(self, batch: int) -> Tensor:
+        """Hidden states [T, E] of a batch after the next layer."""
+        caches = list(self._cache.layers)
+        hidden: Tensor = self.layers[self._next](self._states[batch], *self._others[batch][:-1], caches[self._next])
+        return hidden
+
+    def advance(self) -> None:
+        """Go through the next layer, as it is now."""
+        self._states = [self.output(i) for i in range(len(self._batches))]
+        self._next += 1
+
+    def head_inputs(self) -> list[Tensor]:
+        """What comes to the head for every token [T, E], by batch, after the last layer."""
+        return [self._run_ends(_Ends(state), batch) for state, batch in zip(self._states, self._batches, strict=True)]
+
+    @torch.inference_mode()
+    def _run_ends(self, ends: "_Ends", batch: Batch) -> Tensor:
+        """The model with nothing between what comes before the layers and what comes after them."""
+        setattr(self._parent, self._name, nn.ModuleList([ends] * len(self.layers)))
+        try:
+            hidden: Tensor = self._model(batch, self._cache)
+        finally:
+            setattr(self._parent, self._name, self.layers)
+        return hidden
+
+
+class _Ends(nn.Module):
+    """Stands for every layer: remembers what the first one gets, and gives `state` where there is one."""
+
+    def __init__(self, state: Tensor | None) -> None:
+        super().__init__()
+        self.state = state
+        self.others: tuple[Any, ...] = ()
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        if self.state is None:
+            self.state = x
+        self.others = self.others or others
+        return self.state
+
+
+class _Observing:
+    """Hooks that put linear layers with the same input tensor into one group, which is called by its first layer."""
+
+    def __init__(self, samples_per_batch: int, with_hessian: bool) -> None:
+        self.groups: dict[str, Observed] = {}
+        self._num_samples = samples_per_batch
+        self._with_hessian = with_hessian
+        self._leaders: dict[
+            int, tuple[str, Tensor]
+        ] = {}  # by tensor: the group's first layer; the tensor stays alive meanwhile
+        self._norms: dict[int, tuple[str, Tensor]] = {}
+
+    def forget(self) -> None:
+        self._leaders.clear()
+        self._norms.clear()
+
+    def output_of(self, name: str) -> Callable[..., None]:
+        def remember(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            self._norms[id(output)] = name, output
+
+        return remember
+
+    def input_of(self, name: str) -> Callable[..., None]:
+        def observe(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            (x,) = inputs
+            if id(x) not in self._leaders:
+                self._leaders[id(x)] = name, x
+                if name not in self.groups:
+                    hessian = Hessian(x.shape[1], x.device) if self._with_hessian else None
+                    self.groups[name] = Observed([], self._norms.get(id(x), (None, x))[0], hessian=hessian)
+                self.groups[name].linears += [name] * (name not in self.groups[name].linears)
+                self.groups[name].add(x, self._num_samples)
+            group = self.groups[self._leaders[id(x)][0]]
+            group.linears += [name] * (name not in group.linears)
+
+        return observe
+
+
+def find_layers(model: CausalLM) -> tuple[nn.Module, str]:
+    """The module that has the list of layers, and the list's name in it: the first that is as long as the config says."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers:
+            parent, _, name = path.rpartition(".")
+            return model.get_submodule(parent), name
+    raise AssertionError("every architecture has a list of layers")

@@ -1,0 +1,51 @@
+"""How a checkpoint's files hold quantised weights: which layers, and the names, shapes and packing of their tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from quantization.scheme import LinearScheme
+from quantization.weight_format import QuantizedWeight
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer that can be quantised."""
+
+    name: str
+    source: str
+    """The name of its weight in a float checkpoint, without `.weight`: of a tied head the embedding's."""
+    shape: tuple[int, int]
+    """[O, I]"""
+    is_transposed: bool
+    """Whether a float checkpoint holds it as [I, O]."""
+    has_bias: bool
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    weight: QuantizedWeight
+    input_scale: Tensor | None = None
+    """float32 scalar: an activation's code times this is its value. None where each token has its own, or there are no codes."""
+
+
+class WeightLayout(Protocol):
+    """One weight in a file."""
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Own names and shapes of the tensors that hold it, without the layer's bias."""
+
+    def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
+        """Raises UserError for values that cannot be."""
+
+
+class StoredQuantization(Protocol):
+    """What the `quantization_config` of a checkpoint says."""
+
+    def scheme(self, layer: Layer) -> LinearScheme | None:
+        """None for a layer that is stored in floats."""
+
+    def layout(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> WeightLayout:
+        """For a layer that has a scheme. `found` are the shapes of the tensors that the file has under the layer's name."""
