@@ -13,7 +13,7 @@ class CodeKind(Enum):
     FP8 = "fp8"  # e4m3
 
 
-def to_int8(ratio: Tensor, lowest: int = -128, highest: int = 127) -> Tensor:
+def to_int8(ratio: Tensor, lowest: float = -128, highest: float = 127) -> Tensor:
     """`ratio` of any shape and float dtype, already divided by its scale, as int8 codes in [lowest, highest]."""
     return ratio.round().clamp(lowest, highest).to(torch.int8)
 
@@ -29,4 +29,4 @@ def scale_of(largest: Tensor, highest_code: float, dtype: torch.dtype = torch.fl
     1 where the quotient vanishes in `dtype`: all of that group's codes are then 0, and nothing is divided by 0.
     """
     scale = (largest.float() / highest_code).clamp(max=torch.finfo(dtype).max).to(dtype).float()
-    return torch.where(scale < torch.finfo(dtype).tiny, 1.0, scale)
+    return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)

@@ -37,8 +37,10 @@ class WeightFormat:
         check(size is None or not self.per_tensor, "group_size", size, "null where scales are per tensor")
 
     @property
-    def code_range(self) -> tuple[int, int]:
-        """The lowest and the highest integer code."""
+    def code_range(self) -> tuple[float, float]:
+        """The lowest and the highest code."""
+        if self.kind is CodeKind.FP8:
+            return -FP8_MAX, FP8_MAX
         return (-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1) if self.symmetric else (0, 2**self.bits - 1)
 
 
@@ -85,9 +87,7 @@ def choose_scales(weight: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor 
     groups = weight.float().reshape((1, 1, -1) if format.per_tensor else (num_outputs, -1, size))  # [O, G, I / G]
     lowest, highest = format.code_range
     if format.symmetric:
-        return scale_of(
-            groups.abs().amax(2), highest if format.kind is CodeKind.INT else FP8_MAX, format.scale_dtype
-        ), None
+        return scale_of(groups.abs().amax(2), highest, format.scale_dtype), None
     low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
     scales = scale_of(high - low, highest, format.scale_dtype)
     return scales, to_int8(-low / scales, lowest, highest)

@@ -133,6 +133,14 @@ def test_columns_that_were_permuted_return_to_their_places() -> None:
     torch.testing.assert_close(x @ stored.dequantize().T, x[:, order] @ done.dequantize().T, rtol=1e-5, atol=1e-5)
 
 
+def test_scales_that_float16_holds_as_subnormals_still_count() -> None:
+    weight = weights(3, 16) * 1e-4
+    done = quantize(weight, WeightFormat(scale_dtype=torch.float16))
+    assert bool((done.scales < torch.finfo(torch.float16).tiny).all())
+    # half a step, and what the largest loses to a scale rounded down by half of 2**-24: 127 / 2 of that
+    assert bool(((done.dequantize() - weight).abs() <= done.scales / 2 + 127 / 2 * 2**-24).all())
+
+
 def test_a_low_precision_weight_is_its_float32_value() -> None:
     weight = weights(3, 16).bfloat16()
     assert torch.equal(quantize(weight, INT4).dequantize(), quantize(weight.float(), INT4).dequantize())
