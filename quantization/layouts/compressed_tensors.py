@@ -97,15 +97,16 @@ def _read_group(group: ConfigReader | None, name: str, general: str) -> _Group:
     symmetric = weights.get("symmetric", bool, True)
     bits = weights.expect("num_bits", (8, 4) if kind is CodeKind.INT else (8,), 8)
     group_size = weights.count("group_size") if strategy == "group" else None
+    _refuse_unknown(weights, f"{name}.weights")
     file_format = group.expect("format", (None, *FORMATS), None) or general
     scheme = LinearScheme(
         WeightFormat(bits, kind, symmetric, group_size, per_tensor=strategy == "tensor"),
-        _read_activations(group.section("input_activations"), kind),
+        _read_activations(group.section("input_activations"), kind, name),
     )
     return _Group(_texts(group.raw("targets") or [], f"{name}.targets"), scheme, file_format == PACKED)
 
 
-def _read_activations(config: ConfigReader | None, kind: CodeKind) -> Activations:
+def _read_activations(config: ConfigReader | None, kind: CodeKind, name: str) -> Activations:
     if config is None:
         return Activations.none
     config.expect("num_bits", (8,), 8)
@@ -113,7 +114,16 @@ def _read_activations(config: ConfigReader | None, kind: CodeKind) -> Activation
     config.expect("symmetric", (True,), True)
     dynamic = config.get("dynamic", bool, False)
     config.expect("strategy", ("token",) if dynamic else ("tensor",), "token" if dynamic else "tensor")
+    _refuse_unknown(config, f"{name}.input_activations")
     return Activations.dynamic if dynamic else Activations.static
+
+
+def _refuse_unknown(config: ConfigReader, name: str) -> None:
+    """How scales were found, and null or 0 for what does not apply, change nothing."""
+    for key in ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype", "group_size", "block_structure"):
+        config.raw(key)
+    if unread := config.unread():
+        raise UserError(f"quantization_config: {name} has settings that are not known: {', '.join(unread)}")
 
 
 def _texts(value: Any, key: str) -> tuple[str, ...]:
@@ -275,8 +285,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     """What `pack` was given: int8 [R, count]."""
-    codes: Tensor = (words.unsqueeze(2) >> torch.arange(0, WORD, bits, dtype=torch.int32)) & (2**bits - 1)
-    return (codes.flatten(1)[:, :count] - 2 ** (bits - 1)).to(torch.int8)
+    unsigned: Tensor = (words.unsqueeze(2) >> torch.arange(0, WORD, bits, dtype=torch.int32)) & (2**bits - 1)
+    codes: Tensor = unsigned.flatten(1)[:, :count] - 2 ** (bits - 1)
+    return codes.to(torch.int8)
 
 
 def _of_type(tensors: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
