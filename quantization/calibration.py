@@ -103,9 +103,17 @@ class LayerByLayer:
         self._states = [self.output(i) for i in range(len(self._batches))]
         self._next += 1
 
-    def head_inputs(self) -> list[Tensor]:
-        """What comes to the head for every token [T, E], by batch, after the last layer."""
-        return [self._run_ends(_Ends(state), batch) for state, batch in zip(self._states, self._batches, strict=True)]
+    def observe_head(self, with_hessian: bool) -> Observed:
+        """What comes to the head, after the last layer."""
+        group = None
+        for state, batch in zip(self._states, self._batches, strict=True):
+            x = self._run_ends(_Ends(state), batch)  # [T, E]
+            group = group or Observed(
+                ["the head"], None, hessian=Hessian(x.shape[1], x.device) if with_hessian else None
+            )
+            group.add(x, -(-NUM_SAMPLES // len(self._batches)))
+        assert group is not None
+        return group
 
     @torch.inference_mode()
     def _run_ends(self, ends: "_Ends", batch: Batch) -> Tensor:

@@ -40,6 +40,10 @@ class CodedLinear(QuantizedLinear):
             stored = self._layout.read(tensors)
         except UserError as error:
             raise UserError(f"{self.source}: {error}") from error
+        self.hold(stored, bias, dtype, device)
+
+    def hold(self, stored: StoredWeight, bias: Tensor | None, dtype: torch.dtype, device: torch.device) -> None:
+        """Make the parameters of a weight that is quantised, and of the bias [O]."""
         self.bias = None if bias is None else nn.Parameter(bias.to(device, dtype, copy=True), requires_grad=False)
         permutation, input_scale = stored.weight.permutation, stored.input_scale
         self.permutation = None if permutation is None else permutation.to(device)

@@ -3,14 +3,16 @@
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
+from torch import Tensor
+
 from conf.errors import UserError
 from conf.quantization import QuantConfig
 from models.causal_lm import CausalLM
 from models.layers.linear import Conv1D, Linear, TiedHead
 from quantization.codes import CodeKind
-from quantization.layouts.base import Layer, StoredQuantization, WeightLayout
+from quantization.layouts.base import Layer, StoredQuantization, StoredWeight, WeightLayout
 from quantization.layouts.floats import FloatLayout
-from quantization.linear import Fp8Linear, IntLinear
+from quantization.linear import CodedLinear, Fp8Linear, IntLinear
 from quantization.scheme import LinearScheme, override_of, scheme_of
 
 HEAD = "lm_head"  # the head's name in skip and overrides, whatever a family calls it
@@ -90,7 +92,18 @@ def place_stored_layers(
     return schemes
 
 
-def _replace(model: CausalLM, layer: Layer, source: str, scheme: LinearScheme, layout: WeightLayout) -> None:
+def place_quantized(model: CausalLM, layer: Layer, scheme: LinearScheme, stored: StoredWeight) -> None:
+    """Put a layer with a weight that is quantised already in the place of one that has a float weight; the bias stays."""
+    old = model.get_submodule(layer.name)
+    weight: Tensor = old.weight  # type: ignore[assignment]
+    layout = FloatLayout(layer.shape, layer.is_transposed, scheme.weights)
+    new = _replace(model, layer, layer.source, scheme, layout)
+    new.hold(stored, getattr(old, "bias", None), weight.dtype, weight.device)
+
+
+def _replace(model: CausalLM, layer: Layer, source: str, scheme: LinearScheme, layout: WeightLayout) -> CodedLinear:
     kind = Fp8Linear if scheme.weights.kind is CodeKind.FP8 else IntLinear
     parent, _, own = layer.name.rpartition(".")
-    setattr(model.get_submodule(parent), own, kind(source, scheme, layout, layer.shape[0], layer.has_bias))
+    new = kind(source, scheme, layout, layer.shape[0], layer.has_bias)
+    setattr(model.get_submodule(parent), own, new)
+    return new
