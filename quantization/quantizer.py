@@ -46,7 +46,7 @@ class LinearReport:
 
 
 def parts_of(model: CausalLM, schemes: dict[str, LinearScheme]) -> list[Part]:
-    """Every decoder layer, then the head where it has a scheme. Raises UserError for layers outside both, which calibration does not reach."""
+    """Every decoder layer, then the head where it has a scheme. Raises UserError for layers outside, which nothing reaches."""
     parent, own = find_layers(model)
     path = next(name for name, module in model.named_modules() if module is parent.get_submodule(own))
     parts = [Part(i, f"{path}.{i}.", {}) for i in range(model.config.num_hidden_layers)]
@@ -116,10 +116,11 @@ class Quantizer:
         if scheme.activations is Activations.static:
             highest = FP8_MAX if format.kind is CodeKind.FP8 else 127
             input_scale = scale_of(group.absmax.max() if group else widest, highest)
-        errors = [
-            None if group is None else _error(weight, w, input_scale, format.kind, group) for w in (rounded, chosen)
-        ]
-        return StoredWeight(chosen, input_scale), LinearReport(name, str(scheme), *errors, note)
+        rounded_error, error = (
+            _error(weight, quantized, input_scale, format.kind, group) if group else None
+            for quantized in (rounded, chosen)
+        )
+        return StoredWeight(chosen, input_scale), LinearReport(name, str(scheme), rounded_error, error, note)
 
 
 def _widest(groups: dict[str, Observed]) -> Tensor:
