@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from conf.errors import UserError, check
+from conf.errors import check
+from quantization.activations import check_activations
 from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, encode
 
 BLOCK_SIZE = 128  # channels after which the rest of the matrix catches up, in one product
@@ -19,21 +20,18 @@ class Hessian:
 
     def __init__(self, num_inputs: int, device: torch.device | str = "cpu") -> None:
         self._sum = torch.zeros(num_inputs, num_inputs, device=device)
-        self._num_rows = 0
+        self._num_tokens = 0
 
     def add(self, x: Tensor) -> None:
         """Counts activations x [T, I] of any float dtype; how they are cut into calls does not matter, but for rounding."""
         wide = x.float()
         self._sum.addmm_(wide.T, wide)
-        self._num_rows += x.shape[0]
+        self._num_tokens += x.shape[0]
 
     def mean(self) -> Tensor:
-        """The mean [I, I] float32. UserError where there were no activations, or some were no numbers."""
-        if self._num_rows == 0:
-            raise UserError("no activations reached this layer: give more calibration data, or skip this layer")
-        if not self._sum.isfinite().all():
-            raise UserError("activations are NaN or infinite: calibrate in float32 or bfloat16, or skip this layer")
-        return self._sum / self._num_rows
+        """The mean [I, I] float32. Errors as in check_activations."""
+        check_activations(self._num_tokens, self._sum)
+        return self._sum / self._num_tokens
 
 
 def gptq(
