@@ -34,10 +34,10 @@ def search_scales(weights: Sequence[Tensor], x: Tensor, format: WeightFormat) ->
     for step in range(NUM_RATIOS):
         scales = mean ** (step / NUM_RATIOS)
         scales = scales / (scales.max() * scales.min()).sqrt()
-        error = sum(
-            _output_error(weight, quantize(multiply_inputs(weight, scales), format).dequantize() / scales, x)
-            for weight in wide
-        )
+        error = 0.0
+        for weight in wide:
+            quantized = quantize(multiply_inputs(weight, scales), format).dequantize() / scales
+            error += float(_row_errors(weight, quantized, x).sum())
         if error < least:
             best, least = scales, error
     return best
@@ -54,9 +54,8 @@ def search_clip(weight: Tensor, x: Tensor, format: WeightFormat) -> Tensor:
     choose_scales(weight, format)  # refuses what a single group could not name as well
     size = format.group_size or weight.shape[1]
     row = replace(format, group_size=None)
-    return torch.cat(
-        [_clip_rows(part, inputs, row) for part, inputs in zip(weight.split(size, 1), x.split(size, 1), strict=True)], 1
-    )
+    parts = zip(weight.split(size, 1), x.split(size, 1), strict=True)
+    return torch.cat([_clip_rows(part, inputs, row) for part, inputs in parts], 1)
 
 
 def _clip_rows(weight: Tensor, x: Tensor, format: WeightFormat) -> Tensor:
@@ -76,7 +75,3 @@ def _clip_rows(weight: Tensor, x: Tensor, format: WeightFormat) -> Tensor:
 def _row_errors(weight: Tensor, quantized: Tensor, x: Tensor) -> Tensor:
     """The squared error [O] of each output, over all tokens."""
     return (x.float() @ (weight.float() - quantized).T).square().sum(0)
-
-
-def _output_error(weight: Tensor, quantized: Tensor, x: Tensor) -> float:
-    return float(_row_errors(weight, quantized, x).sum())

@@ -5,10 +5,7 @@ from torch import Tensor
 from conf.errors import UserError
 from quantization.activations import ActivationRange, quantize_per_token, quantize_static, static_scale
 from quantization.codes import CodeKind
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.quantization.samples import random
 
 
 def test_a_range_is_that_of_all_chunks() -> None:

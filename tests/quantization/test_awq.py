@@ -7,19 +7,10 @@ from torch import Tensor
 from conf.errors import UserError
 from quantization.awq import search_clip, search_scales
 from quantization.weight_format import WeightFormat, quantize
+from tests.quantization.samples import random, with_outliers
 
 INT4 = WeightFormat(bits=4, group_size=16)
 FORMATS = [INT4, WeightFormat(bits=4, symmetric=False, group_size=16), WeightFormat(bits=4), WeightFormat()]
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def with_outliers(num_tokens: int, num_inputs: int) -> Tensor:
-    x = random(num_tokens, num_inputs, seed=1)
-    x[:, [3, 17, 40]] *= 50
-    return x
 
 
 def scaled_error(weights: list[Tensor], x: Tensor, scales: Tensor, format: WeightFormat) -> float:

@@ -4,12 +4,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantization import fold
+from tests.quantization.samples import random
 
 OUTLIERS = 100.0
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def outliers(num_channels: int) -> Tensor:

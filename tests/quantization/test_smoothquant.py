@@ -2,21 +2,10 @@ import re
 
 import pytest
 import torch
-from torch import Tensor
 
 from conf.errors import UserError
 from quantization.smoothquant import group_channels, int8_output_error, search_smooth_scales, smooth_scales
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def with_outliers(num_tokens: int, num_inputs: int) -> Tensor:
-    x = random(num_tokens, num_inputs, seed=1) * (random(num_inputs, seed=2) / 2).exp()
-    x[:, [3, 17, 40]] *= 100
-    return x
-
+from tests.quantization.samples import random, with_outliers
 
 WEIGHTS = [random(9, 48), 3 * random(1, 48, seed=5)]
 
