@@ -3,12 +3,14 @@
 T tokens, O output channels, I input channels, G groups of input channels, B channels of a block.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from conf.errors import UserError, check
+from conf.errors import check
+from quantization.activations import check_activations
 from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, encode
 
 BLOCK_SIZE = 128  # channels after which the rest of the matrix catches up, in one product
@@ -19,21 +21,18 @@ class Hessian:
 
     def __init__(self, num_inputs: int, device: torch.device | str = "cpu") -> None:
         self._sum = torch.zeros(num_inputs, num_inputs, device=device)
-        self._num_rows = 0
+        self._num_tokens = 0
 
     def add(self, x: Tensor) -> None:
         """Counts activations x [T, I] of any float dtype; how they are cut into calls does not matter, but for rounding."""
         wide = x.float()
         self._sum.addmm_(wide.T, wide)
-        self._num_rows += x.shape[0]
+        self._num_tokens += x.shape[0]
 
     def mean(self) -> Tensor:
-        """The mean [I, I] float32. UserError where there were no activations, or some were no numbers."""
-        if self._num_rows == 0:
-            raise UserError("no activations reached this layer: give more calibration data, or skip this layer")
-        if not self._sum.isfinite().all():
-            raise UserError("activations are NaN or infinite: calibrate in float32 or bfloat16, or skip this layer")
-        return self._sum / self._num_rows
+        """The mean [I, I] float32. Errors as in check_activations."""
+        check_activations(self._num_tokens, self._sum)
+        return self._sum / self._num_tokens
 
 
 def gptq(
@@ -60,40 +59,32 @@ def gptq(
         order = hessian.diagonal().argsort(descending=True, stable=True)
     factor, damping = _inverse_factor(hessian, order, damping)
     rest = weight.float().T[order]  # [I, O]: a channel's weights lie side by side
-    if static_groups or format.group_size is None:
-        _round(rest, factor, format, done, order.tolist())
-    else:
-        _round(rest, factor, format, done, None)
-        if act_order:
-            done = replace(done, permutation=order)
-    return done, damping
+    dynamic = format.group_size is not None and not static_groups
+    _round(rest, factor, format, done, range(len(order)) if dynamic else order.tolist(), dynamic)
+    return replace(done, permutation=order if dynamic and act_order else None), damping
 
 
 def _round(
-    rest: Tensor, factor: Tensor, format: WeightFormat, done: QuantizedWeight, columns: list[int] | None
+    rest: Tensor, factor: Tensor, format: WeightFormat, done: QuantizedWeight, columns: Sequence[int], dynamic: bool
 ) -> None:
-    """Writes the codes of rest [I, O], which is used up, into `done`: channel i at column columns[i], under that column's scale.
+    """Writes the codes of rest [I, O], which is used up, into `done`: channel i at columns[i], with the scale of that column's group.
 
-    Without `columns` channel i is column i, and a group's scales are chosen, and written, when its first channel is reached.
+    factor is _inverse_factor's. `dynamic`: a group's scales are chosen, and written, when its first channel is reached.
     """
     num_inputs, size = rest.shape[0], format.group_size or rest.shape[0]
-    step = (
-        BLOCK_SIZE if columns else size * max(1, BLOCK_SIZE // size)
-    )  # a group lies within a block, where channels are up to date
+    # only within a block are channels up to date, so that is where a whole group must lie when its scale is chosen
+    step = size * max(1, BLOCK_SIZE // size) if dynamic else BLOCK_SIZE
     for start in range(0, num_inputs, step):
         end = min(start + step, num_inputs)
         errors = torch.empty_like(rest[start:end])  # [B, O]
         for i in range(start, end):
-            column = columns[i] if columns else i
-            group = slice(column // size, column // size + 1)
-            if not columns and i % size == 0:
+            group = slice(columns[i] // size, columns[i] // size + 1)
+            if dynamic and i % size == 0:
                 _choose_group(rest[i : i + size].T, format, done, group)
-            scales, zero_points = (
-                done.scales[:, group],
-                None if done.zero_points is None else done.zero_points[:, group],
-            )
+            scales = done.scales[:, group]  # [O, 1]
+            zero_points = None if done.zero_points is None else done.zero_points[:, group]
             codes = encode(rest[i].unsqueeze(1), scales, zero_points, format)  # [O, 1]
-            done.codes[:, column] = codes.squeeze(1)
+            done.codes[:, columns[i]] = codes.squeeze(1)
             rounded = QuantizedWeight(codes, scales, zero_points).dequantize().squeeze(1)  # [O]
             errors[i - start] = (rest[i] - rounded) / factor[i, i]
             rest[i + 1 : end].addr_(factor[i, i + 1 : end], errors[i - start], alpha=-1)

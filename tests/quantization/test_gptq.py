@@ -9,15 +9,12 @@ from conf.errors import UserError
 from quantization.codes import CodeKind
 from quantization.gptq import Hessian, gptq
 from quantization.weight_format import QuantizedWeight, WeightFormat, quantize
+from tests.quantization.samples import random
 
 CHANNEL = WeightFormat(bits=4)
 GROUPS = WeightFormat(bits=4, group_size=16)
 ASYMMETRIC = WeightFormat(bits=4, symmetric=False, group_size=16)
 FORMATS = [CHANNEL, GROUPS, ASYMMETRIC, WeightFormat(), WeightFormat(kind=CodeKind.FP8, per_tensor=True)]
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def correlated(num_tokens: int, num_inputs: int, seed: int = 1) -> Tensor:

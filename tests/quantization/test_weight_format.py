@@ -6,6 +6,7 @@ import torch
 from conf.errors import UserError
 from quantization.codes import CodeKind
 from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, encode, quantize
+from tests.quantization.samples import random
 
 INT4 = WeightFormat(bits=4, group_size=8)
 ASYMMETRIC = WeightFormat(bits=4, symmetric=False, group_size=8)
@@ -24,10 +25,6 @@ FORMATS = [
 ]
 
 
-def weights(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def symmetric_by_hand(row: list[float], highest: int) -> tuple[list[int], float]:
     scale = max(abs(value) for value in row) / highest
     return [round(value / scale) for value in row], scale  # Python's round is half to even
@@ -43,7 +40,7 @@ def asymmetric_by_hand(row: list[float]) -> tuple[list[int], float, int]:
 @pytest.mark.parametrize(("bits", "size"), [(4, 8), (8, 8), (4, None), (8, None)])
 @pytest.mark.parametrize("num_outputs", [1, 5])
 def test_symmetric_is_the_formula(bits: int, size: int | None, num_outputs: int) -> None:
-    weight = weights(num_outputs, 24)
+    weight = random(num_outputs, 24)
     done = quantize(weight, WeightFormat(bits=bits, group_size=size))
     assert done.zero_points is None
     assert done.permutation is None
@@ -56,7 +53,7 @@ def test_symmetric_is_the_formula(bits: int, size: int | None, num_outputs: int)
 
 
 def test_asymmetric_is_the_formula() -> None:
-    weight = weights(3, 24)
+    weight = random(3, 24)
     weight[0, :8] = weight[0, :8].abs() + 1  # 0 lies outside the group's own range
     done = quantize(weight, ASYMMETRIC)
     assert done.zero_points is not None
@@ -78,7 +75,7 @@ def test_fp8_keeps_what_lies_between_whole_numbers() -> None:
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_half_a_step_is_the_largest_error(format: WeightFormat) -> None:
-    weight = weights(7, 40)
+    weight = random(7, 40)
     done = quantize(weight, format)
     error = (done.dequantize() - weight).abs().unflatten(1, (done.scales.shape[1], -1))
     if format.kind is CodeKind.FP8:
@@ -96,7 +93,7 @@ def test_half_a_step_is_the_largest_error(format: WeightFormat) -> None:
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_what_is_on_the_grid_comes_back(format: WeightFormat) -> None:
-    once = quantize(weights(7, 40), format)
+    once = quantize(random(7, 40), format)
     again = encode(once.dequantize(), once.scales, once.zero_points, format)
     assert torch.equal(again.float(), once.codes.float())
 
@@ -104,7 +101,7 @@ def test_what_is_on_the_grid_comes_back(format: WeightFormat) -> None:
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("value", [0.0, 1e-45, 3e38])
 def test_extreme_rows_stay_finite(format: WeightFormat, value: float) -> None:
-    weight = weights(4, 16)
+    weight = random(4, 16)
     weight[1] = value
     weight[1, ::2] *= -1
     done = quantize(weight, format)
@@ -124,17 +121,17 @@ def test_encode_saturates_at_the_lowest_code() -> None:
 
 
 def test_columns_that_were_permuted_return_to_their_places() -> None:
-    weight, order = weights(3, 16), torch.randperm(16, generator=torch.Generator().manual_seed(1))
+    weight, order = random(3, 16), torch.randperm(16, generator=torch.Generator().manual_seed(1))
     done = quantize(weight[:, order], INT4)
     stored = QuantizedWeight(done.codes, done.scales, permutation=order)
-    x = weights(5, 16, seed=2)
+    x = random(5, 16, seed=2)
     assert torch.equal(stored.dequantize()[:, order], done.dequantize())
     # the same products in another order: 16 float32 sums
     torch.testing.assert_close(x @ stored.dequantize().T, x[:, order] @ done.dequantize().T, rtol=1e-5, atol=1e-5)
 
 
 def test_scales_that_float16_holds_as_subnormals_still_count() -> None:
-    weight = weights(3, 16) * 1e-4
+    weight = random(3, 16) * 1e-4
     done = quantize(weight, WeightFormat(scale_dtype=torch.float16))
     assert bool((done.scales < torch.finfo(torch.float16).tiny).all())
     # half a step, and what the largest loses to a scale rounded down by half of 2**-24: 127 / 2 of that
@@ -142,13 +139,13 @@ def test_scales_that_float16_holds_as_subnormals_still_count() -> None:
 
 
 def test_a_low_precision_weight_is_its_float32_value() -> None:
-    weight = weights(3, 16).bfloat16()
+    weight = random(3, 16).bfloat16()
     assert torch.equal(quantize(weight, INT4).dequantize(), quantize(weight.float(), INT4).dequantize())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_no_numbers_are_refused(bad: float) -> None:
-    weight = weights(4, 16)
+    weight = random(4, 16)
     weight[2, 5] = bad
     with pytest.raises(UserError, match="1 of 64 weights are NaN or infinite"):
         quantize(weight, INT4)
@@ -157,7 +154,7 @@ def test_weights_that_are_no_numbers_are_refused(bad: float) -> None:
 def test_groups_that_do_not_divide_are_refused() -> None:
     message = "groups of 8 do not divide the 20 input channels of a weight [3, 20]: give a group_size that does"
     with pytest.raises(UserError, match=re.escape(message)):
-        choose_scales(weights(3, 20), INT4)
+        choose_scales(random(3, 20), INT4)
 
 
 @pytest.mark.parametrize(
