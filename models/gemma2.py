@@ -98,13 +98,15 @@ def _read_windows(config: ConfigReader) -> tuple[int | None, ...]:
 class RMSNorm(nn.Module):
     """Multiplies by 1 + weight, and rounds to x's dtype last, as Gemma's own code does."""
 
+    weight_offset = 1
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x.float(), self.weight_offset + self.weight.float(), self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):

@@ -4,56 +4,64 @@ One layer's activations are in memory at a time. T tokens of a batch, E hidden c
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
+from quantization.activations import ActivationRange
 from quantization.gptq import Hessian
 
 NUM_SAMPLES = 512  # rows of activations that searches and reports work on
 
 
-@dataclass
 class Observed:
-    """What came to one or more linear layers that share their input."""
+    """What came to one or more linear layers that share their input. Scales and shifts that are folded in later are counted in."""
 
-    linears: list[str]
-    """Their names."""
-    norm: str | None
-    """The name of the norm whose output it is."""
-    samples: list[Tensor] = field(default_factory=list)  # [some T, I]
-    lowest: Tensor | None = None  # [I] float32
-    highest: Tensor | None = None  # [I] float32
-    hessian: Hessian | None = None
+    def __init__(self, linears: list[str], norm: str | None, x: Tensor, with_hessian: bool) -> None:
+        self.linears = linears
+        """Their names."""
+        self.norm = norm
+        """The name of the norm whose output it is."""
+        self.hessian = Hessian(x.shape[1], x.device) if with_hessian else None
+        self._range = ActivationRange(x.shape[1], x.device)
+        self._samples: list[Tensor] = []  # [some T, I] each
+        self._shift: Tensor = torch.zeros(x.shape[1], device=x.device)
+        self._scales: Tensor = torch.ones(x.shape[1], device=x.device)
+
+    def add(self, x: Tensor, num_samples: int) -> None:
+        """Counts x [T, I], of which so many rows are kept."""
+        self._range.add(x)
+        self._samples.append(x[:: max(1, -(-len(x) // num_samples))].clone())
+        if self.hessian:
+            self.hessian.add(x)
+
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """The least and greatest value of each channel [I] float32."""
+        low, high = self._range.bounds()
+        return (low - self._shift) / self._scales, (high - self._shift) / self._scales
 
     @property
     def absmax(self) -> Tensor:
         """[I] float32"""
-        assert self.lowest is not None
-        assert self.highest is not None
-        return torch.maximum(-self.lowest, self.highest)
+        low, high = self.bounds
+        return torch.maximum(low.abs(), high.abs())
 
     @property
     def sample(self) -> Tensor:
-        """[up to NUM_SAMPLES, I]"""
-        return torch.cat(self.samples)
+        """About NUM_SAMPLES rows [.., I] float32."""
+        return (torch.cat(self._samples).float() - self._shift) / self._scales
 
-    def add(self, x: Tensor, num_samples: int) -> None:
-        if not x.isfinite().all():
-            raise UserError(
-                f"{self.linears[0]} gets activations that are NaN or infinite: calibrate with model.dtype=float32"
-            )
-        low, high = x.amin(0).float(), x.amax(0).float()
-        self.lowest = low if self.lowest is None else torch.minimum(self.lowest, low)
-        self.highest = high if self.highest is None else torch.maximum(self.highest, high)
-        self.samples.append(x[:: -(-len(x) // num_samples)].clone())
-        if self.hessian:
-            self.hessian.add(x)
+    def lessen(self, shift: Tensor) -> None:
+        """From now on the input is lessened by shift [I]."""
+        self._shift = self._shift + shift * self._scales
+
+    def divide(self, scales: Tensor) -> None:
+        """From now on the input is divided by scales [I]."""
+        self._scales = self._scales * scales
 
 
 class LayerByLayer:
@@ -103,14 +111,12 @@ class LayerByLayer:
         self._states = [self.output(i) for i in range(len(self._batches))]
         self._next += 1
 
-    def observe_head(self, with_hessian: bool) -> Observed:
+    def observe_head(self, linears: list[str], with_hessian: bool) -> Observed:
         """What comes to the head, after the last layer."""
         group = None
         for state, batch in zip(self._states, self._batches, strict=True):
             x = self._run_ends(_Ends(state), batch)  # [T, E]
-            group = group or Observed(
-                ["the head"], None, hessian=Hessian(x.shape[1], x.device) if with_hessian else None
-            )
+            group = group or Observed(linears, None, x, with_hessian)
             group.add(x, -(-NUM_SAMPLES // len(self._batches)))
         assert group is not None
         return group
@@ -169,8 +175,8 @@ class _Observing:
             if id(x) not in self._leaders:
                 self._leaders[id(x)] = name, x
                 if name not in self.groups:
-                    hessian = Hessian(x.shape[1], x.device) if self._with_hessian else None
-                    self.groups[name] = Observed([], self._norms.get(id(x), (None, x))[0], hessian=hessian)
+                    norm, _ = self._norms.get(id(x), (None, x))
+                    self.groups[name] = Observed([], norm, x, self._with_hessian)
                 self.groups[name].linears += [name] * (name not in self.groups[name].linears)
                 self.groups[name].add(x, self._num_samples)
             group = self.groups[self._leaders[id(x)][0]]

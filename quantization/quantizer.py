@@ -3,6 +3,8 @@
 O output channels, I input channels, T tokens.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +13,14 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantMethod
 from models.causal_lm import CausalLM
-from quantization.activations import quantize_static
+from quantization.activations import quantize_per_token, quantize_static, static_scale
+from quantization.awq import search_clip
 from quantization.calibration import LayerByLayer, Observed, find_layers
-from quantization.codes import FP8_MAX, CodeKind, scale_of
 from quantization.gptq import gptq
-from quantization.layouts.base import Layer, StoredWeight
+from quantization.layouts.base import StoredWeight
 from quantization.plan import place_quantized, quantizable_layers
 from quantization.scheme import LinearScheme
+from quantization.smoothing import Smoother, Weights
 from quantization.weight_format import QuantizedWeight, quantize
 
 
@@ -69,78 +72,95 @@ class Quantizer:
 
     def quantize(self, part: Part) -> tuple[dict[str, StoredWeight], list[LinearReport]]:
         """Puts quantised layers in the places of the part's linear layers. Raises UserError, naming the layer, for what cannot be."""
-        linears = quantizable_layers(self._model)
-        groups = self._observe(part)
+        schemes = {name.removeprefix(part.prefix): scheme for name, scheme in part.schemes.items()}
+        full_names = dict(zip(schemes, part.schemes, strict=True))
+        weights = {name: float_weight(self._model, full_names[name]) for name in schemes}
+        groups = self._observe(part, list(schemes))
+        inputs = {name: group for group in groups for name in group.linears}
+        outputs = {name: group.sample @ weights[name].T for name, group in inputs.items()}  # [T, O]
+        with _naming(part.prefix):
+            rounded_errors = {
+                name: _error(outputs[name], quantize(weights[name], schemes[name].weights), schemes[name], group)
+                for name, group in inputs.items()
+            }
+            notes = self._smooth(part, weights, groups, schemes)
         stored, reports = {}, []
-        for name, scheme in part.schemes.items():
-            try:
-                stored[name], report = self._quantize_linear(name, scheme, groups.get(name), _widest(groups))
-            except UserError as error:
-                raise UserError(f"{name}: {error}") from error
-            reports.append(report)
-        for name, scheme in part.schemes.items():
-            place_quantized(self._model, linears[name], scheme, stored[name])
+        for name, scheme in schemes.items():
+            group = inputs.get(name)
+            with _naming(full_names[name]):
+                chosen, note = self._choose(weights[name], group, scheme)
+            stored[full_names[name]] = StoredWeight(chosen, _input_scale(group, groups, scheme))
+            error = _error(outputs[name], chosen, scheme, group) if group else None
+            note = "; ".join(filter(None, (notes.get(name), note)))
+            reports.append(LinearReport(full_names[name], str(scheme), rounded_errors.get(name), error, note))
+        linears = quantizable_layers(self._model)
+        for full_name, scheme in part.schemes.items():
+            place_quantized(self._model, linears[full_name], scheme, stored[full_name])
         return stored, reports
 
-    def _observe(self, part: Part) -> dict[str, Observed]:
-        """By linear layer what comes to it; without those that no token reaches."""
+    def _observe(self, part: Part, names: list[str]) -> list[Observed]:
         with_hessian = self._config.method is QuantMethod.gptq
         if part.index == len(self._layers.layers):
-            return {name: self._layers.observe_head(with_hessian) for name in part.schemes}
-        own = [name.removeprefix(part.prefix) for name in part.schemes]
-        return {
-            part.prefix + name: group for group in self._layers.observe(own, with_hessian) for name in group.linears
-        }
+            return [self._layers.observe_head(names, with_hessian)] if names else []
+        return self._layers.observe(names, with_hessian)
 
-    def _quantize_linear(
-        self, name: str, scheme: LinearScheme, group: Observed | None, widest: Tensor
-    ) -> tuple[StoredWeight, LinearReport]:
-        weight = float_weight(self._model, name)
-        format, note = scheme.weights, ""
-        rounded = chosen = quantize(weight, format)
+    def _smooth(
+        self, part: Part, weights: Weights, groups: list[Observed], schemes: dict[str, LinearScheme]
+    ) -> dict[str, str]:
+        if self._config.method not in (QuantMethod.awq, QuantMethod.smoothquant):
+            return {}
+        if part.index == len(self._layers.layers):
+            return dict.fromkeys(schemes, "not smoothed: the head")
+        layer = self._layers.layers[part.index]
+        smoother = Smoother(layer, weights, self._config, lambda: self._layers.output(0))
+        return smoother.smooth(groups, {name: scheme.weights for name, scheme in schemes.items()})
+
+    def _choose(self, weight: Tensor, group: Observed | None, scheme: LinearScheme) -> tuple[QuantizedWeight, str]:
+        """Codes of weight [O, I], and a note."""
         if group is None:
-            note = "no calibration token came here: rounded to nearest"
-        elif self._config.method is QuantMethod.gptq:
+            return quantize(weight, scheme.weights), "no calibration token came here: rounded to nearest"
+        if self._config.method is QuantMethod.gptq:
             assert group.hessian is not None
-            gptq_config = self._config.gptq
-            chosen, damping = gptq(
-                weight,
-                group.hessian.mean(),
-                format,
-                gptq_config.damping,
-                gptq_config.act_order,
-                gptq_config.static_groups,
-            )
-            note = f"damping raised to {damping:g}" if damping > gptq_config.damping else ""
-        input_scale = None
-        if scheme.activations is Activations.static:
-            highest = FP8_MAX if format.kind is CodeKind.FP8 else 127
-            input_scale = scale_of(group.absmax.max() if group else widest, highest)
-        rounded_error, error = (
-            _error(weight, quantized, input_scale, format.kind, group) if group else None
-            for quantized in (rounded, chosen)
-        )
-        return StoredWeight(chosen, input_scale), LinearReport(name, str(scheme), rounded_error, error, note)
-
-
-def _widest(groups: dict[str, Observed]) -> Tensor:
-    """The largest activation of a part, for those of its layers that no token reached."""
-    return torch.stack([group.absmax.max() for group in groups.values()]).max() if groups else torch.tensor(1.0)
+            config = self._config.gptq
+            how = config.damping, config.act_order, config.static_groups
+            chosen, damping = gptq(weight, group.hessian.mean(), scheme.weights, *how)
+            return chosen, f"damping raised to {damping:g}" if damping > config.damping else ""
+        if self._config.auto_clip:
+            weight = search_clip(weight, group.sample, scheme.weights)
+        return quantize(weight, scheme.weights), ""
 
 
 def float_weight(model: CausalLM, name: str) -> Tensor:
-    """The weight [O, I] of a linear layer."""
-    layer: Layer = quantizable_layers(model)[name]
-    weight: Tensor = model.get_submodule(name).weight  # type: ignore[assignment]
-    return weight.T if layer.is_transposed else weight
+    """The weight [O, I] float32 of a linear layer."""
+    weight: Tensor = model.get_submodule(name).weight.detach().float()  # type: ignore[operator, union-attr]
+    return weight.T if quantizable_layers(model)[name].is_transposed else weight
 
 
-def _error(
-    weight: Tensor, quantized: QuantizedWeight, input_scale: Tensor | None, kind: CodeKind, group: Observed
-) -> float:
-    """|x W - x' W'| / |x W|."""
-    x = group.sample.float()
-    expected = x @ weight.float().T  # [T, O]
-    if input_scale is not None:
-        x = quantize_static(x, input_scale, kind).float() * input_scale
-    return float((x @ quantized.dequantize().T - expected).norm() / expected.norm().clamp(min=1e-30))
+def _input_scale(group: Observed | None, groups: list[Observed], scheme: LinearScheme) -> Tensor | None:
+    """For a layer that no token reached the widest of its part."""
+    if scheme.activations is not Activations.static:
+        return None
+    reaching = [group] if group else groups
+    absmax = torch.cat([group.absmax for group in reaching]) if reaching else torch.ones(1)
+    return static_scale(absmax, scheme.weights.kind)
+
+
+def _error(outputs: Tensor, quantized: QuantizedWeight, scheme: LinearScheme, group: Observed) -> float:
+    """The error of the outputs [T, O], relative to them, that quantised weights and activations cause."""
+    x, kind = group.sample, scheme.weights.kind
+    if scheme.activations is Activations.static:
+        scale = static_scale(group.absmax, kind)
+        x = quantize_static(x, scale, kind).float() * scale
+    elif scheme.activations is Activations.dynamic:
+        codes, scales = quantize_per_token(x, kind)
+        x = codes.float() * scales
+    return float((x @ quantized.dequantize().T - outputs).norm() / outputs.norm().clamp(min=1e-30))
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """A UserError inside begins with the name."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{name.rstrip('.')}: {error}") from error
