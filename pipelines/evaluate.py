@@ -60,8 +60,8 @@ def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         token_ids = [_encode(engine.tokenizer, text) for text in texts]
         reference = _load_reference(run, engine, dict(zip(texts, token_ids, strict=True)), progress.loaded)
         load_s, start = time.perf_counter() - start, time.perf_counter()
-        scores = _score(run.evaluate, engine, reference, token_ids, progress) if texts else None
         right = right_answers(engine, questions, run.decode, progress.generated)
+        scores = _score(run.evaluate, engine, reference, token_ids, progress) if texts else None
     metrics = {
         **_quality(scores, right),
         "load_s": load_s,
