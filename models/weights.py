@@ -29,6 +29,10 @@ def checkpoint_dtype(files: list[WeightFile]) -> torch.dtype:
     return next(iter(files[0].read([name])))[1].dtype
 
 
+def parameter_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
 def load_weights(
     model: CausalLM,
     files: list[WeightFile],
@@ -43,7 +47,7 @@ def load_weights(
     `on_bytes(done, total)` is called after every tensor.
     Raises UserError that lists all missing, unexpected and wrong-shaped tensors.
     """
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    expected = parameter_shapes(model)
     # Saved without its head, a checkpoint lacks the trunk's name: h.0.weight is transformer.h.0.weight.
     full_names = {name.partition(".")[2]: name for name in expected} | {name: name for name in expected}
     _compare(expected, files, full_names, ignored, model.ignored_prefixes)
