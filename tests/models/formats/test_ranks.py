@@ -14,6 +14,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from pipelines.loading import load_engine
 from tests.builders import SMALL, complete, engine_of, run_config, write_llama
+from tests.models.formats.test_huggingface import CONFIG, make_tensors, peak_of_loading, write_config
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 COLUMNS = ("o_proj.weight", "down_proj.weight")
@@ -140,6 +141,33 @@ def write_sharded_state(folder: Path, whole: Path, num_ranks: int) -> Path:
             save_file(content, folder / f"model-rank-{rank}-part-{part}.safetensors")
     shutil.copy(whole / "config.json", folder)
     return folder
+
+
+def write_scaled(folder: Path, scale: int, write: Callable[[Path, dict[str, Tensor]], object]) -> tuple[int, int]:
+    """A model cut for two ranks; bytes of all tensors and of the largest."""
+    tensors = make_tensors(scale)
+    for i, held in enumerate(cut(tensors, 2)):
+        (folder / f"rank_{i}").mkdir(parents=True)
+        write(folder / f"rank_{i}" / "model", held)
+    sizes = {name: CONFIG[name] * scale for name in ("hidden_size", "intermediate_size", "vocab_size")}
+    write_config(folder, **sizes)
+    bytes_of_all = [tensor.nbytes for tensor in tensors.values()]
+    return sum(bytes_of_all), max(bytes_of_all)
+
+
+def assert_one_tensor_at_a_time(
+    tmp_path: Path, write: Callable[[Path, dict[str, Tensor]], object], spare: int = 2
+) -> None:
+    """Above the model there are at most `spare` tensors: what is read, and what the allocator holds back."""
+    write_scaled(tmp_path / "small", 1, write)
+    total, largest = write_scaled(tmp_path / "large", 40, write)
+    peak = peak_of_loading(tmp_path / "small", tmp_path / "large")
+    assert total * 0.9 < peak < total + spare * largest
+    assert largest * 8 < total  # a loader that holds all pieces takes two models
+
+
+def test_peak_memory(tmp_path: Path) -> None:
+    assert_one_tensor_at_a_time(tmp_path, lambda file, held: save_file(held, file.with_suffix(".safetensors")))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
