@@ -39,8 +39,8 @@ def is_mindspore_layout(folder: Path) -> bool:
     """Whether there are `.ckpt` files that begin as protobuf does (other programs call archives of theirs so) and no safetensors."""
     if any(folder.glob("*.safetensors")):
         return False
-    files = [*folder.glob(CKPT), *folder.glob(f"rank_*/{CKPT}")]
-    return any(_begins_as_protobuf(file) for file in files)
+    folders = [folder, *rank_folders(folder, CKPT)]
+    return any(_begins_as_protobuf(file) for where in folders for file in where.glob(CKPT))
 
 
 def _begins_as_protobuf(file: Path) -> bool:

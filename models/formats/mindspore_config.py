@@ -15,7 +15,8 @@ OF_A_RUN = (
     "checkpoint_name_or_path ignore_token_id parallel_config parallel_optimizer fine_grain_interleave pp_interleave_num auto_map "
     "batch_length"
 ).split()
-PASSED_ON = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+PASSED_ON = {"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
+MOST_VALUES = 1000  # of one model: aliases of aliases make a short file endless
 
 
 def read_mindformers_config(folder: Path) -> ConfigReader:
@@ -42,7 +43,7 @@ def read_mindformers_config(folder: Path) -> ConfigReader:
         "rms_norm_eps": config.positive("rms_norm_eps", 1e-5),
         "max_position_embeddings": length,
         "rope_theta": config.positive("theta", 10000.0),
-        **{key: config.raw(key) for key in PASSED_ON},
+        **{key: config.raw(key, default) for key, default in PASSED_ON.items()},
     }
     translated |= _rope(config, translated["rope_theta"], length)
     return ConfigReader(translated | {key: config.raw(key) for key in config.unread()}, str(file))
@@ -67,7 +68,18 @@ def _model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
         raise UserError(
             f"{folder} has .ckpt files, but neither config.json nor one YAML of MindFormers with model.model_config{names}"
         )
+    _check_size(*found[0])
     return found[0]
+
+
+def _check_size(file: Path, values: dict[str, Any]) -> None:
+    todo: list[Any] = [values]
+    for _ in range(MOST_VALUES):
+        if not todo:
+            return
+        value = todo.pop()
+        todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    raise UserError(f"{file}: model.model_config holds more than {MOST_VALUES} values")
 
 
 def _intermediate_size(config: ConfigReader, hidden_size: int) -> int:

@@ -357,6 +357,11 @@ def test_refused_settings(config: dict[str, Any], message: str, tmp_path: Path) 
         read(tmp_path, **config)
 
 
+# Nine levels of ten: a billion values.
+BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
+BOMB += "model: {model_config: {hidden_size: *a9}}"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -364,9 +369,11 @@ def test_refused_settings(config: dict[str, Any], message: str, tmp_path: Path) 
         ("\x00", r"predict\.yaml cannot be read: "),
         ("!!python/object/apply:os.getcwd []", r"predict\.yaml cannot be read: could not determine a constructor"),
         ("[" * 1500, r"predict\.yaml cannot be read: "),
+        (BOMB, r"predict\.yaml: model\.model_config holds more than 1000 values"),
+        ("model: {model_config: &a {hidden_size: *a}}", "model_config holds more than 1000 values"),
         ("model: 3", "but neither config.json nor one YAML of MindFormers with model.model_config$"),
     ],
-    ids=["broken", "binary", "code", "deep", "other"],
+    ids=["broken", "binary", "code", "deep", "bomb", "cycle", "other"],
 )
 def test_unreadable_yaml(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "predict.yaml").write_text(text)
@@ -391,6 +398,30 @@ def test_settings_that_nobody_read_are_reported(whole: Path, folder: Path, caplo
     (folder / "llama.ckpt").write_bytes(ckpt(renamed(load_file(whole / "model.safetensors"))))
     parameters(write_yaml(folder, sliding_window=16, top_k=3))
     assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["sliding_window, top_k"]
+
+
+def test_two_checkpoints_of_one_model(whole: Path, folder: Path) -> None:
+    for step in (1, 2):
+        content = ckpt(renamed(load_file(whole / "model.safetensors")))
+        (folder / f"llama-{step}.ckpt").write_bytes(content)
+    with pytest.raises(UserError, match=r"found twice: .*model\.embed_tokens\.weight"):
+        parameters(write_yaml(folder))
+
+
+def test_folders_that_are_no_ranks(whole: Path, folder: Path) -> None:
+    (folder / "rank_00").mkdir()
+    (folder / "rank_00" / "llama.ckpt").write_bytes(SOUND)
+    shutil.copy(whole / "config.json", folder)
+    with pytest.raises(UserError, match="has no weights"):
+        parameters(folder)
+
+
+def test_a_rank_is_missing(folder: Path) -> None:
+    for rank in (0, 2):
+        (folder / f"rank_{rank}").mkdir()
+        (folder / f"rank_{rank}" / "llama.ckpt").write_bytes(SOUND)
+    with pytest.raises(UserError, match=r"rank_1/\*\.ckpt is missing \(found: 0, 2\)"):
+        parameters(write_yaml(folder))
 
 
 def test_two_checkpoints_of_a_rank(whole: Path, folder: Path) -> None:
