@@ -5,7 +5,7 @@ Then the tensors are streamed, so that peak host memory is about the model plus 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,15 @@ def checkpoint_dtype(files: list[WeightFile]) -> torch.dtype:
     return next(iter(files[0].read([name])))[1].dtype
 
 
+def parameter_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def full_names(expected: Collection[str]) -> dict[str, str]:
+    """A checkpoint's names and the model's. Saved without its head, it lacks the trunk's name: h.0.weight is transformer.h.0.weight."""
+    return {name.partition(".")[2]: name for name in expected} | {name: name for name in expected}
+
+
 def load_weights(
     model: CausalLM,
     files: list[WeightFile],
@@ -43,20 +52,19 @@ def load_weights(
     `on_bytes(done, total)` is called after every tensor.
     Raises UserError that lists all missing, unexpected and wrong-shaped tensors.
     """
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    # Saved without its head, a checkpoint lacks the trunk's name: h.0.weight is transformer.h.0.weight.
-    full_names = {name.partition(".")[2]: name for name in expected} | {name: name for name in expected}
-    _compare(expected, files, full_names, ignored, model.ignored_prefixes)
+    expected = parameter_shapes(model)
+    names = full_names(expected)
+    _compare(expected, files, names, ignored, model.ignored_prefixes)
     dtypes = {name: _parameter_dtype(model, name, dtype) for name in expected}
     total = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in expected.items())
     done, damaged = 0, []
     for file in files:
-        for name, tensor in file.read(name for name in file.shapes if name in full_names):
+        for name, tensor in file.read(name for name in file.shapes if name in names):
             if not tensor.is_floating_point():
                 raise UserError(
                     f"{file.path}: {name} is {tensor.dtype}, not a float: quantised checkpoints are not supported"
                 )
-            full_name = full_names[name]
+            full_name = names[name]
             if tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any():  # the sum needs no memory
                 damaged.append(full_name)
             assign(model, full_name, tensor.to(device, dtypes[full_name], copy=file.is_mapped))
@@ -73,7 +81,7 @@ def _parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dt
 def _compare(
     expected: dict[str, tuple[int, ...]],
     files: list[WeightFile],
-    full_names: dict[str, str],
+    names: dict[str, str],
     ignored: tuple[str, ...],
     ignored_prefixes: tuple[str, ...],
 ) -> None:
@@ -81,7 +89,7 @@ def _compare(
     twice = []
     for file in files:
         for name, shape in file.shapes.items():
-            full_name = full_names.get(name, name)
+            full_name = names.get(name, name)
             twice += [name] if full_name in found else []
             found[full_name] = shape
     # A head that is tied to the embedding may be in the checkpoint as a second copy.
