@@ -118,7 +118,13 @@ def _as_saved(run: RunConfig) -> RunConfig:
         template = os.path.abspath(template)
     resume = "none" if predict.resume == "none" else "auto"
     saved = replace(predict, data=data, chat_template=template, resume=resume)
-    return replace(run, model=replace(model, **folders), predict=saved)
+    measured_on = {
+        key: os.path.abspath(v)
+        for key in ("data", "questions", "reference")
+        if (v := getattr(run.evaluate, key)) not in (None, "none") and os.path.exists(v)
+    }
+    evaluate = replace(run.evaluate, **measured_on)
+    return replace(run, model=replace(model, **folders), predict=saved, evaluate=evaluate)
 
 
 def _plain(value: Any) -> Any:

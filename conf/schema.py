@@ -16,6 +16,7 @@ from conf.quantization import QuantConfig
 class Task(Enum):
     predict = "predict"
     bench = "bench"
+    evaluate = "evaluate"
 
 
 class DType(Enum):
@@ -155,6 +156,34 @@ class BenchConfig:
 
 
 @dataclass
+class EvaluateConfig:
+    """What a model is measured on: a text, questions, or both."""
+
+    data: str | None = None
+    """A `.txt`, whole as one text, or a `.jsonl` with a text as `text` or `prompt` in each row: gives the perplexity."""
+    window: int | None = None
+    """Most tokens that the model sees of a text at once; null: 512, or the context where that is shorter."""
+    stride: int | None = None
+    """Tokens from one window's beginning to the next one's; null: the window, so that they do not overlap."""
+    questions: str | None = None
+    """A `.jsonl` of rows as in predict, each with its `answer`: gives the accuracy of greedy tokens."""
+    reference: str = "none"
+    """Folder or hub id of the float model that this one comes from: gives KL divergence and agreement on `data`; none: neither."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 2), ("stride", 1)):
+            value = getattr(self, name)
+            check(value is None or value >= least, f"evaluate.{name}", value, f"a number from {least}, or null")
+        if self.window and self.stride:
+            limit = f"at most evaluate.window={self.window}, so that no token is left out"
+            check(self.stride <= self.window, "evaluate.stride", self.stride, limit)
+        check(bool(self.reference), "evaluate.reference", repr(self.reference), "a folder, a hub id or none")
+        for name, unset in (("window", None), ("stride", None), ("reference", "none")):
+            if self.data is None and (value := getattr(self, name)) != unset:
+                raise UserError(f"evaluate.{name}={value} needs a text: give evaluate.data=FILE too")
+
+
+@dataclass
 class RunConfig:
     task: Task = Task.predict
     model: ModelConfig = field(default_factory=lambda: ModelConfig(path="?"))
@@ -164,6 +193,7 @@ class RunConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     predict: PredictConfig = field(default_factory=PredictConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
 
     def __post_init__(self) -> None:
         """A task has a section of its own name; what is set in another task's section nobody would read."""

@@ -5,7 +5,7 @@ Then the tensors are streamed, so that peak host memory is about the model plus 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,15 @@ def checkpoint_dtype(files: list[WeightFile]) -> torch.dtype:
     return next(iter(files[0].read([name])))[1].dtype
 
 
+def parameter_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def full_names(expected: Collection[str]) -> dict[str, str]:
+    """A checkpoint's names and the model's. Saved without its head, it lacks the trunk's name: h.0.weight is transformer.h.0.weight."""
+    return {name.partition(".")[2]: name for name in expected} | {name: name for name in expected}
+
+
 def load_weights(
     model: CausalLM,
     files: list[WeightFile],
@@ -44,18 +53,16 @@ def load_weights(
     `on_bytes(done, total)` is called after every tensor, with bytes of the dtype.
     Raises UserError that lists all missing, unexpected and wrong-shaped tensors.
     """
-    parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    parts = quantised_parts(model)
+    parameters, parts = parameter_shapes(model), quantized_parts(model)
     expected = parameters | {name: layer.tensors()[own] for name, (layer, own) in parts.items()}
-    # Saved without its head, a checkpoint lacks the trunk's name: h.0.weight is transformer.h.0.weight.
-    full_names = {name.partition(".")[2]: name for name in expected} | {name: name for name in expected}
-    _compare(expected, files, full_names, ignored, model.ignored_prefixes)
+    names = full_names(expected)
+    _compare(expected, files, names, ignored, model.ignored_prefixes)
     total = sum(torch.Size(shape).numel() for shape in expected.values()) * dtype.itemsize
     done, damaged = 0, []
     incomplete: dict[QuantizedLinear, dict[str, Tensor]] = {}
     for file in files:
-        for found_name, tensor in file.read(name for name in file.shapes if name in full_names):
-            name = full_names[found_name]
+        for found_name, tensor in file.read(name for name in file.shapes if name in names):
+            name = names[found_name]
             if tensor.is_floating_point() and _holds_nan(tensor):
                 damaged.append(name)
             if name in parts:
@@ -77,7 +84,7 @@ def load_weights(
         log.warning("%d tensors hold NaN: %s", len(damaged), _listed(damaged))
 
 
-def quantised_parts(model: CausalLM) -> dict[str, tuple[QuantizedLinear, str]]:
+def quantized_parts(model: CausalLM) -> dict[str, tuple[QuantizedLinear, str]]:
     """By their names in the checkpoint the tensors that quantised layers are made of: the layer, and the tensor's own name in it."""
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     return {f"{layer.source}.{own}": (layer, own) for layer in layers for own in layer.tensors()}
@@ -96,7 +103,7 @@ def _parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dt
 def _compare(
     expected: dict[str, tuple[int, ...]],
     files: list[WeightFile],
-    full_names: dict[str, str],
+    names: dict[str, str],
     ignored: tuple[str, ...],
     ignored_prefixes: tuple[str, ...],
 ) -> None:
@@ -104,7 +111,7 @@ def _compare(
     twice = []
     for file in files:
         for name, shape in file.shapes.items():
-            full_name = full_names.get(name, name)
+            full_name = names.get(name, name)
             twice += [name] if full_name in found else []
             found[full_name] = shape
     # A head that is tied to the embedding may be in the checkpoint as a second copy.
@@ -150,7 +157,7 @@ def initialise_randomly(model: CausalLM, dtype: torch.dtype, device: torch.devic
 
     for name, parameter in list(model.named_parameters()):
         assign(model, name, make(name, tuple(parameter.shape), _parameter_dtype(model, name, dtype)))
-    for layer in dict.fromkeys(layer for layer, _ in quantised_parts(model).values()):
+    for layer in dict.fromkeys(layer for layer, _ in quantized_parts(model).values()):
         if not layer.tensors().keys() <= {"weight", "bias"}:
             raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
         layer.load({own: make(own, shape, dtype) for own, shape in layer.tensors().items()}, dtype, device)

@@ -11,8 +11,25 @@ from pipelines.engine import Engine
 from pipelines.journal import Fingerprint, dumps
 from pipelines.prompts import Prompts
 
-READ = ("*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt")  # config and tokenizer, by content
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # too long to read again: by size and time
+READ = (
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "vocab.txt",
+    "merges.txt",
+    "*.yaml",
+    "*.yml",
+)  # config and tokenizer
+WEIGHTS = (
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "rank_*/*.safetensors",
+    "rank_*/*.ckpt",
+)  # too long: by size and time
 
 
 def fingerprint(run: RunConfig, engine: Engine, prompts: Prompts) -> Fingerprint:
@@ -43,7 +60,7 @@ def _chat_template(chat_template: str) -> str:
 
 def _files(folder: Path, name: str) -> Fingerprint:
     contents = {file.name: _sha256(file) for pattern in READ for file in folder.glob(pattern)}
-    stats = {file.name: file.stat() for pattern in WEIGHTS for file in folder.glob(pattern)}
+    stats = {str(file.relative_to(folder)): file.stat() for pattern in WEIGHTS for file in folder.glob(pattern)}
     times = {file: f"{stat.st_size} bytes of {stat.st_mtime_ns}" for file, stat in stats.items()}
     return {f"{name}/{file}": value for file, value in sorted((contents | times).items())}
 

@@ -16,7 +16,7 @@ from models.formats import Checkpoint, WeightFile, open_checkpoint
 from models.hub import find_checkpoint
 from models.registry import find_architecture
 from models.tokenizers import Tokenizer, load_tokenizer
-from models.weights import DTYPES, checkpoint_dtype, initialise_randomly, load_weights
+from models.weights import DTYPES, checkpoint_dtype, initialise_randomly, load_weights, parameter_shapes
 from pipelines.engine import Engine
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
 from pipelines.engine.request import ContextLimit
@@ -65,7 +65,8 @@ def load_engine(
         log.warning("the config in %s has keys that are not used: %s", path, ", ".join(unread))
     with torch.device("meta"):
         model = architecture.build(shape).eval()
-    files = checkpoint.open_weights() if run.model.weights is Weights.checkpoint else []
+    with_weights = run.model.weights is Weights.checkpoint
+    files = checkpoint.open_weights(parameter_shapes(model)) if with_weights else []
     _quantize(model, run.quant, checkpoint, files)
     dtype = _dtype(run.model.dtype, reader, files)
     if files:

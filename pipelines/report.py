@@ -129,12 +129,14 @@ class ProgressSink(Protocol):
 
     def loaded(self, done: int, total: int) -> None: ...
     def generated(self, num_rows: int, total_rows: int | None, tokens_per_s: float) -> None: ...
+    def scored(self, num_tokens: int, total_tokens: int) -> None: ...
 
 
 class _Bar:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._load = progress.add_task("load", total=None, note="", visible=False)
+        self._score = progress.add_task("score", total=None, note="", visible=False)
         self._generate = progress.add_task("generate", total=None, note="", visible=False)
 
     def loaded(self, done: int, total: int) -> None:
@@ -145,6 +147,10 @@ class _Bar:
         of_all = "" if total_rows is None else f" of {total_rows}"
         note = f"{num_rows}{of_all} rows, {tokens_per_s:,.0f} tokens/s"
         self._progress.update(self._generate, completed=num_rows, total=total_rows, note=note, visible=True)
+
+    def scored(self, num_tokens: int, total_tokens: int) -> None:
+        note = f"{num_tokens:,} of {total_tokens:,} tokens"
+        self._progress.update(self._score, completed=num_tokens, total=total_tokens, note=note, visible=True)
 
 
 @contextmanager

@@ -77,10 +77,9 @@ class Quantizer:
         weights = {name: float_weight(self._model, full_names[name]) for name in schemes}
         groups = self._observe(part, list(schemes))
         inputs = {name: group for group in groups for name in group.linears}
-        outputs = {name: group.sample @ weights[name].T for name, group in inputs.items()}  # [T, O]
         with _naming(part.prefix):
             rounded_errors = {
-                name: _error(outputs[name], quantize(weights[name], schemes[name].weights), schemes[name], group)
+                name: _error(weights[name], quantize(weights[name], schemes[name].weights), schemes[name], group)
                 for name, group in inputs.items()
             }
             notes = self._smooth(part, weights, groups, schemes)
@@ -90,7 +89,7 @@ class Quantizer:
             with _naming(full_names[name]):
                 chosen, note = self._choose(weights[name], group, scheme)
             stored[full_names[name]] = StoredWeight(chosen, _input_scale(group, groups, scheme))
-            error = _error(outputs[name], chosen, scheme, group) if group else None
+            error = _error(weights[name], chosen, scheme, group) if group else None
             note = "; ".join(filter(None, (notes.get(name), note)))
             reports.append(LinearReport(full_names[name], str(scheme), rounded_errors.get(name), error, note))
         linears = quantizable_layers(self._model)
@@ -145,9 +144,10 @@ def _input_scale(group: Observed | None, groups: list[Observed], scheme: LinearS
     return static_scale(absmax, scheme.weights.kind)
 
 
-def _error(outputs: Tensor, quantized: QuantizedWeight, scheme: LinearScheme, group: Observed) -> float:
-    """The error of the outputs [T, O], relative to them, that quantised weights and activations cause."""
+def _error(weight: Tensor, quantized: QuantizedWeight, scheme: LinearScheme, group: Observed) -> float:
+    """The error of x W^T, relative to it, that quantised weights and activations cause. weight [O, I]"""
     x, kind = group.sample, scheme.weights.kind
+    outputs = x @ weight.T
     if scheme.activations is Activations.static:
         scale = static_scale(group.absmax, kind)
         x = quantize_static(x, scale, kind).float() * scale

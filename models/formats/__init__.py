@@ -6,6 +6,8 @@ from conf.errors import UserError
 from models.formats.base import Checkpoint, WeightFile
 from models.formats.huggingface import open_huggingface
 from models.formats.meta import is_meta_layout, open_meta
+from models.formats.mindspore import is_mindspore_layout, open_mindspore
+from models.formats.tensor_parallel import is_tensor_parallel, open_tensor_parallel
 
 __all__ = ["Checkpoint", "WeightFile", "open_checkpoint"]
 
@@ -16,4 +18,8 @@ def open_checkpoint(path: Path, allow_pickle: bool) -> Checkpoint:
         raise UserError(f"{path} is a file: model.path must be a folder that holds a model, or a hub id")
     if is_meta_layout(path):
         return open_meta(path, allow_pickle)
+    if is_mindspore_layout(path):
+        return open_mindspore(path)
+    if is_tensor_parallel(path):
+        return open_tensor_parallel(path, allow_pickle)
     return open_huggingface(path, allow_pickle)

@@ -1,6 +1,6 @@
 """A checkpoint of any layout, presented in Hugging Face's terms: config.json's keys, and weights by its names and shapes."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from models.config import ConfigReader
 from models.tokenizers import Tokenizer
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 class WeightFile(Protocol):
@@ -29,5 +31,6 @@ class Checkpoint:
     config: ConfigReader
     generation_config: dict[str, Any]
     """generation_config.json's keys; empty where the layout has none."""
-    open_weights: Callable[[], list[WeightFile]]
+    open_weights: Callable[[Shapes], list[WeightFile]]
+    """Takes the shapes of the model's parameters, by which layouts in pieces are joined; the others do not look at them."""
     load_tokenizer: Callable[[], Tokenizer | None]

@@ -22,7 +22,7 @@ def open_huggingface(folder: Path, allow_pickle: bool) -> Checkpoint:
         folder,
         ConfigReader.from_folder(folder),
         read_json(folder / GENERATION_CONFIG),
-        partial(open_weight_files, folder, allow_pickle),
+        lambda expected: open_weight_files(folder, allow_pickle),
         partial(load_tokenizer, folder),
     )
 

@@ -50,7 +50,7 @@ def open_meta(folder: Path, allow_pickle: bool) -> Checkpoint:
         folder,
         read_meta_config(folder, allow_pickle),
         read_json(folder / GENERATION_CONFIG),
-        partial(open_meta_shards, folder, allow_pickle),
+        lambda expected: open_meta_shards(folder, allow_pickle),
         partial(load_tokenizer, folder),
     )
 

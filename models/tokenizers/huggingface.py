@@ -27,7 +27,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eos_token_id = cast(int | None, self._tokenizer.eos_token_id)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return cast(list[int], self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        # Not verbose: it would warn of texts beyond the model's context, which are the engine's to refuse or to cut into windows.
+        encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        return cast(list[int], encoded["input_ids"])
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         text = self._tokenizer.decode(

@@ -1,7 +1,11 @@
 """Runs a model on batches over its cache."""
 
-import torch
+import itertools
 
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
 from kernels.copy_blocks import copy_blocks
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
@@ -14,7 +18,8 @@ class Runner:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self._model.parameters())
+        """Bytes of all weights as they are held: parameters, and the buffers that stand for them where they are packed."""
+        return sum(tensor.nbytes for tensor in itertools.chain(self._model.parameters(), self._model.buffers()))
 
     @property
     def step_weight_bytes(self) -> int:
@@ -36,7 +41,19 @@ class Runner:
             for keys, values in zip(self._cache.keys, self._cache.values, strict=True):
                 copy_blocks(keys, values, sources, targets)
 
-    def run(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Hidden states [R, E] and logits [R, V] of the batch's output rows, in the model's dtype."""
-        hidden = self._model(batch, self._cache)
-        return hidden, self._model.logits(hidden)
+        hidden = self.hidden(batch)
+        return hidden, self.logits(hidden)
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Hidden states [R, E] of the batch's output rows, in the model's dtype."""
+        return self._model(batch, self._cache)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] of hidden states [R, E]. Raises UserError where one is not finite."""
+        logits = self._model.logits(hidden)
+        if not logits.isfinite().all():
+            remedy = "the weights are damaged, or model.dtype=float16 is too small for them: try model.dtype=float32"
+            raise UserError(f"the model's logits are not finite: {remedy}")
+        return logits

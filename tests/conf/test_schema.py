@@ -4,7 +4,7 @@ import pytest
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import BenchConfig, DeviceConfig, ModelConfig, PredictConfig, RunConfig, Task
+from conf.schema import BenchConfig, DeviceConfig, EvaluateConfig, ModelConfig, PredictConfig, RunConfig, Task
 
 BAD = [
     (DecodeConfig, {"max_new_tokens": 0}, "decode.max_new_tokens=0 is not allowed: give a number above 0, or null"),
@@ -37,6 +37,12 @@ BAD = [
     (PredictConfig, {"chat_template": ""}, "predict.chat_template=''"),
     (PredictConfig, {"resume": ""}, "predict.resume='' .* auto, none or the folder of an unfinished job"),
     (PredictConfig, {"max_errors": -1}, "predict.max_errors=-1 .* from 0, or null"),
+    (EvaluateConfig, {"data": "x", "window": 1}, "evaluate.window=1 .* from 2, or null"),
+    (EvaluateConfig, {"data": "x", "stride": 0}, "evaluate.stride=0 .* from 1, or null"),
+    (EvaluateConfig, {"data": "x", "window": 8, "stride": 9}, "evaluate.stride=9 .* at most evaluate.window=8"),
+    (EvaluateConfig, {"data": "x", "reference": ""}, "evaluate.reference='' .* a folder, a hub id or none"),
+    (EvaluateConfig, {"questions": "x", "window": 8}, "evaluate.window=8 needs a text: give evaluate.data=FILE too"),
+    (EvaluateConfig, {"questions": "x", "reference": "y"}, "evaluate.reference=y needs a text"),
 ]
 
 

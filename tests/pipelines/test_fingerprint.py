@@ -1,5 +1,6 @@
 """What a job is: contents, not places; and nothing that leaves its rows as they are."""
 
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -53,3 +54,13 @@ def test_equal_prompts_are_equal_input(chatty: Path, tmp_path: Path) -> None:
     run = run_config(chatty)
     assert of(run, str(file))["input"] == of(run, str(file.rename(tmp_path / "moved.txt")))["input"]
     assert of(run, "Once")["input"] != of(run, "Twice")["input"]
+
+
+def test_weights_in_folders_of_ranks_are_parts(chatty: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "ranks"
+    shutil.copytree(chatty, folder)
+    (folder / "rank_0").mkdir()
+    (folder / "model.safetensors").rename(folder / "rank_0" / "model.safetensors")
+    assert of(run_config(folder))["model/rank_0/model.safetensors"].endswith(
+        f" bytes of {(folder / 'rank_0' / 'model.safetensors').stat().st_mtime_ns}"
+    )
