@@ -118,7 +118,8 @@ def _as_saved(run: RunConfig) -> RunConfig:
         template = os.path.abspath(template)
     resume = "none" if predict.resume == "none" else "auto"
     saved = replace(predict, data=data, chat_template=template, resume=resume)
-    return replace(run, model=replace(model, **folders), predict=saved)
+    convert = replace(run.convert, output=run.convert.output and os.path.abspath(run.convert.output))
+    return replace(run, model=replace(model, **folders), predict=saved, convert=convert)
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ from conf.errors import UserError
 from models.formats.base import Checkpoint, WeightFile
 from models.formats.huggingface import open_huggingface
 from models.formats.meta import is_meta_layout, open_meta
+from models.formats.sharded import is_sharded_layout, open_sharded
 
 __all__ = ["Checkpoint", "WeightFile", "open_checkpoint"]
 
@@ -14,6 +15,8 @@ def open_checkpoint(path: Path, allow_pickle: bool) -> Checkpoint:
     """Raises UserError where the configuration cannot be read; what is wrong with weights or tokenizer is said when they are opened."""
     if not path.is_dir():
         raise UserError(f"{path} is a file: model.path must be a folder that holds a model, or a hub id")
+    if is_sharded_layout(path):
+        return open_sharded(path)
     if is_meta_layout(path):
         return open_meta(path, allow_pickle)
     return open_huggingface(path, allow_pickle)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from models.config import ConfigReader
@@ -14,6 +15,8 @@ from models.tokenizers import Tokenizer
 class WeightFile(Protocol):
     path: Path
     shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    """As `read` gives them."""
     is_mapped: bool
     """Whether what is read are views of the file, so that it must be copied to be kept."""
 
