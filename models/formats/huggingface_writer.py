@@ -26,10 +26,11 @@ def write_huggingface(
     for i, shard in enumerate(shards):
         name = WEIGHTS if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         with SafetensorsWriter(folder / name, shard) as writer:
-            for entry, tensor in read_in_order(files, shard):
+            for _, tensor in read_in_order(files, shard):
                 writer.write(content_of(tensor))
-                done += entry.nbytes
+                done += tensor.nbytes
                 on_bytes(done, total)
+                del tensor  # before the next is read
         sha256[name] = writer.sha256
     if len(shards) > 1:
         weight_map = {entry.name: name for name, shard in zip(sha256, shards, strict=True) for entry in shard}

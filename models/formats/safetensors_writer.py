@@ -54,13 +54,11 @@ def entries_of(files: list[WeightFile]) -> list[Entry]:
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
-def read_in_order(files: list[WeightFile], entries: Iterable[Entry]) -> Iterator[tuple[Entry, Tensor]]:
-    """One tensor at a time; neighbours that are in one file are read in one go."""
+def read_in_order(files: list[WeightFile], entries: Iterable[Entry]) -> Iterator[tuple[str, Tensor]]:
+    """One tensor at a time, which is freed when its reader lets it go; neighbours that are in one file are read in one go."""
     owners = {name: file for file in files for name in file.shapes}
-    for file, group in groupby(entries, key=lambda entry: owners[entry.name]):
-        wanted = list(group)
-        for entry, (_, tensor) in zip(wanted, file.read([entry.name for entry in wanted]), strict=True):
-            yield entry, tensor
+    for file, group in groupby((entry.name for entry in entries), key=owners.__getitem__):
+        yield from file.read(list(group))
 
 
 def content_of(tensor: Tensor) -> memoryview:

@@ -125,6 +125,7 @@ class ShardedFile:
             for file, target in zip(files, targets, strict=True):
                 target.copy_(next(self._files[file].read([name]))[1])
             yield name, whole
+            del whole, targets, target  # before the next is allocated
 
 
 def write_sharded(
@@ -151,10 +152,11 @@ def write_sharded(
                 pieces = [piece for entry in members if (piece := _piece(entry, places[entry.name].axis, tp, rank))]
                 path = folder / f"rank_{stage}_{rank}.safetensors"
                 writers.append(stack.enter_context(SafetensorsWriter(path, pieces)))
-            for entry, tensor in read_in_order(files, members):
-                tensors[entry.name] = _write_pieces(entry, tensor, places[entry.name], writers)
-                done += entry.nbytes
+            for name, tensor in read_in_order(files, members):
+                tensors[name] = _write_pieces(tensor, places[name], writers)
+                done += tensor.nbytes
                 on_bytes(done, total)
+                del tensor  # before the next is read
         sha256 |= {writer.path.name: writer.sha256 for writer in writers}
     head = json.dumps({"version": VERSION, "tp": tp, "pp": pp})[:-1]
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in tensors.items())
@@ -170,7 +172,7 @@ def _piece(entry: Entry, axis: int | None, tp: int, rank: int) -> Entry | None:
     return Entry(entry.name, entry.dtype, shape)
 
 
-def _write_pieces(entry: Entry, tensor: Tensor, place: Place, writers: list[SafetensorsWriter]) -> dict[str, Any]:
+def _write_pieces(tensor: Tensor, place: Place, writers: list[SafetensorsWriter]) -> dict[str, Any]:
     """Returns the tensor's entry in layout.json."""
     ranks = [[*range(len(writers))]] if place.axis is None else [[rank] for rank in range(len(writers))]
     parts = [tensor] if place.axis is None else tensor.chunk(len(writers), place.axis)
@@ -178,5 +180,5 @@ def _write_pieces(entry: Entry, tensor: Tensor, place: Place, writers: list[Safe
     for which, writer, part in zip(ranks, writers, parts, strict=False):  # a whole one goes to the first alone
         writer.write(content := content_of(part))
         pieces.append({"ranks": which, "file": writer.path.name, "sha256": hashlib.sha256(content).hexdigest()})
-    dtype = str(entry.dtype).removeprefix("torch.")
-    return {"shape": entry.shape, "dtype": dtype, "stage": place.stage, "axis": place.axis, "pieces": pieces}
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"shape": [*tensor.shape], "dtype": dtype, "stage": place.stage, "axis": place.axis, "pieces": pieces}
