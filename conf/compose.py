@@ -118,7 +118,8 @@ def _as_saved(run: RunConfig) -> RunConfig:
         template = os.path.abspath(template)
     resume = "none" if predict.resume == "none" else "auto"
     saved = replace(predict, data=data, chat_template=template, resume=resume)
-    convert = replace(run.convert, output=run.convert.output and os.path.abspath(run.convert.output))
+    output = run.convert.output and os.path.abspath(os.path.expanduser(run.convert.output))
+    convert = replace(run.convert, output=output)
     return replace(run, model=replace(model, **folders), predict=saved, convert=convert)
 
 

@@ -47,7 +47,7 @@ def partition(model: CausalLM, parameters: dict[str, str | None], tp: int, pp: i
             undivided.append(name)
         places[name] = Place(stages.of(parameter or name), axis)
     if tp > 1 and all(place.axis is None for place in places.values()):
-        raise UserError(f"tp={tp} divides no tensor of this model: give a divisor of its sizes, such as 2")
+        raise UserError(f"tp={tp} divides no tensor of this model: give a divisor of its sizes")
     if undivided:
         more = f" and {len(undivided) - LISTED} more" if len(undivided) > LISTED else ""
         log.warning("tp=%d does not divide what is stored whole: %s%s", tp, ", ".join(undivided[:LISTED]), more)

@@ -37,6 +37,7 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     checkpoint = find_and_open(run.model)
     target = Path(os.path.abspath(Path(run.convert.output).expanduser()))
     _refuse_overlap(target, checkpoint.path, output_dir)
+    _refuse_existing(target, run.convert.overwrite)
     architecture = find_architecture(checkpoint.config)
     with torch.device("meta"):
         model = architecture.build(architecture.read_config(checkpoint.config))
@@ -103,10 +104,9 @@ def _refuse_overlap(target: Path, source: Path, output_dir: Path) -> None:
 def complete_folder(target: Path, overwrite: bool) -> Iterator[Path]:
     """An empty folder beside `target`, which takes its name when the block ends well and is removed when it does not.
 
-    Killed, the process leaves the hidden folder, and the next conversion to this target removes it. Raises UserError where there is
-    something at `target` that may not be replaced: anything without `overwrite`, else what is not a model.
+    Killed, the process leaves the hidden folder, and the next conversion to this target removes it; killed between the two renames of an
+    overwriting, it leaves the old model beside, hidden too. Raises UserError as `_refuse_existing` does.
     """
-    _refuse_target(target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial, replaced = (target.with_name(f".{target.name}.{what}") for what in ("partial", "replaced"))
     partial.mkdir(exist_ok=True)
@@ -124,13 +124,15 @@ def complete_folder(target: Path, overwrite: bool) -> Iterator[Path]:
             yield partial
             for path in (*partial.iterdir(), partial):
                 _sync(path)
-            _refuse_target(target, overwrite)  # by now there may be one
+            _refuse_existing(target, overwrite)  # by now there may be one
             shutil.rmtree(replaced, ignore_errors=True)
             if target.exists():
                 os.rename(target, replaced)
             os.rename(partial, target)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
+            if replaced.exists() and not target.exists():
+                os.rename(replaced, target)
             raise
         _sync(target.parent)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -138,7 +140,8 @@ def complete_folder(target: Path, overwrite: bool) -> Iterator[Path]:
         os.close(lock)
 
 
-def _refuse_target(target: Path, overwrite: bool) -> None:
+def _refuse_existing(target: Path, overwrite: bool) -> None:
+    """Raises UserError where anything is at `target`, or with `overwrite` what is no model and no empty folder."""
     if not target.exists() and not target.is_symlink():
         return
     if not overwrite:

@@ -20,6 +20,7 @@ from conf.errors import UserError
 from conf.schema import CheckpointFormat, ConvertConfig, DType, ModelConfig, RunConfig, Task, Weights
 from models.formats import open_checkpoint
 from models.formats.manifest import verify_manifest
+from models.formats.safetensors_writer import SafetensorsWriter
 from pipelines.convert import run_convert
 from pipelines.loading import load_engine
 from tests.builders import SHARED, all_logits, engine_of, run_config
@@ -71,6 +72,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_round_trip_over_three_divisions(chatty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chatty = shutil.copytree(chatty, tmp_path / "source")
+    (chatty / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.7}')
+    (chatty / "notes.txt").write_text("neither weights nor tokenizer")
     before = contents(chatty)
     first = convert(chatty, tmp_path / "4x2", format=SHARDED, tp=4, pp=2)
     second = convert(first, tmp_path / "2x1", {"verify": True}, format=SHARDED, tp=2)
@@ -78,13 +82,14 @@ def test_round_trip_over_three_divisions(chatty: Path, tmp_path: Path, capsys: p
     assert_same(tensors_in(last), tensors_in(chatty))
     assert contents(chatty) == before
     ranks = {f"rank_{stage}_{rank}.safetensors" for stage in range(2) for rank in range(4)}
-    beside = {"config.json", "manifest.json", "tokenizer.json", "tokenizer_config.json"}
+    beside = {"config.json", "generation_config.json", "manifest.json", "tokenizer.json", "tokenizer_config.json"}
     assert names(first) == ranks | beside | {"layout.json"}
     assert names(last) == beside | {"model.safetensors"}
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert contents(last)[name] == before[name]
-    assert json.loads(contents(last)["config.json"]) == json.loads(before["config.json"])
-    assert names(tmp_path) == {"4x2", "2x1", "hf", "4x2-run", "2x1-run", "hf-run"}  # nothing hidden is left
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads(contents(last)[name]) == json.loads(before[name])
+    assert names(tmp_path) == {"source", "4x2", "2x1", "hf", "4x2-run", "2x1-run", "hf-run"}  # nothing hidden is left
     assert names(tmp_path / "hf-run") == {"metrics.json", "environment.json", "config.yaml"}
     metrics = json.loads(contents(tmp_path / "4x2-run")["metrics.json"])
     tensors = tensors_in(chatty)
@@ -230,17 +235,30 @@ def test_an_existing_target_is_replaced_only_where_asked_for(source: Path, tmp_p
     convert(source, tmp_path / "empty", overwrite=True)
 
 
-def test_a_failed_overwrite_leaves_the_old_model(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "Ctrl-C"])
+@pytest.mark.parametrize(("place", "moment"), [("write", 4), ("fsync", 2), ("rename", 1), ("rename", 2)])
+def test_what_fails_leaves_the_old_model_or_none(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, place: str, moment: int
+) -> None:
     convert(source, tmp_path / "made")
-    before = contents(tmp_path / "made")
+    before, calls = contents(tmp_path / "made"), []
+    owner = SafetensorsWriter if place == "write" else os
+    real = getattr(owner, place)
 
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
+    def failing(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == moment:
+            raise error
+        return real(*arguments)
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(owner, place, failing)
+    with pytest.raises(type(error)):
         convert(source, tmp_path / "made", overwrite=True, format=SHARDED, tp=2)
     assert contents(tmp_path / "made") == before
+    calls.clear()
+    if (place, moment) != ("rename", 2):  # which is for overwriting alone
+        with pytest.raises(type(error)):
+            convert(source, tmp_path / "other", format=SHARDED, tp=2)
     assert names(tmp_path) == {"made", "made-run"}
 
 
