@@ -50,6 +50,13 @@ class DeviceType(Enum):
     cuda = "cuda"
 
 
+def typed(value: object) -> str:
+    """As on the command line."""
+    if isinstance(value, Enum):
+        return value.name
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
 def _is_memory(text: str) -> bool:
     try:
         return text == "auto" or 0 < float(text) < math.inf
@@ -88,7 +95,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check(bool(self.path), "model.path", repr(self.path), "a folder or a hub id")
         random = self.weights is Weights.random
-        check(not (self.verify and random), "model.verify", True, "false, or model.weights=checkpoint")
+        check(not (self.verify and random), "model.verify", "true", "false, or model.weights=checkpoint")
         check(
             self.max_length is None or self.max_length > 0,
             "model.max_length",
@@ -246,6 +253,6 @@ class RunConfig:
                 default = getattr(unchanged, name)
                 if value != default:
                     raise UserError(
-                        f"{other.name}.{name}={value} is not used by task={self.task.name}: "
-                        f"leave it at {'null' if default is None else default}, or give task={other.name}"
+                        f"{other.name}.{name}={typed(value)} is not used by task={self.task.name}: "
+                        f"leave it at {typed(default)}, or give task={other.name}"
                     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from conf.errors import UserError
-from conf.schema import CheckpointFormat, ConvertConfig, DType, ModelConfig, RunConfig
+from conf.schema import CheckpointFormat, ConvertConfig, DType, ModelConfig, RunConfig, typed
 from models.causal_lm import CausalLM
 from models.formats import WeightFile
 from models.formats.huggingface import CONFIG
@@ -86,7 +86,7 @@ def _refuse_unused(model: ModelConfig) -> None:
         "max_length": "leave it out",
     }.items():
         if (value := getattr(model, name)) != getattr(unchanged, name):
-            raise UserError(f"model.{name}={getattr(value, 'name', value)} is not used by task=convert: {remedy}")
+            raise UserError(f"model.{name}={typed(value)} is not used by task=convert: {remedy}")
 
 
 def _refuse_overlap(target: Path, source: Path, output_dir: Path) -> None:

@@ -104,15 +104,17 @@ def test_embeddings_and_heads_are_cut_along_the_vocabulary_and_tables_of_positio
     assert split_axis(opt, "model.decoder.embed_positions.weight") is None
 
 
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 8, "q_lora_rank": 8,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True, "rms_norm_eps": 1e-6, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
 def test_latents_and_routers_are_whole() -> None:
-    shared = {
-        "model_type": "deepseek_v3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 8, "q_lora_rank": 8,
-        "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1,
-        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0,
-        "norm_topk_prob": True, "rms_norm_eps": 1e-6, "max_position_embeddings": 64,
-    }  # fmt: skip
-    model = build(shared)
+    model = build(DEEPSEEK)
     whole = {name.split(".", 3)[-1] for name, _ in model.named_parameters() if split_axis(model, name) is None}
     assert {"self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "mlp.gate.weight"} <= whole
     cut = {name.split(".", 3)[-1]: split_axis(model, name) for name, _ in model.named_parameters()}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -298,7 +299,7 @@ def test_sources_that_cannot_be_converted(source: Path, tmp_path: Path) -> None:
     [
         ({"dtype": DType.bfloat16}, r"model\.dtype=bfloat16 is not used by task=convert: give convert\.dtype"),
         ({"weights": Weights.random}, r"model\.weights=random is not used by task=convert"),
-        ({"tokenizer": None}, r"model\.tokenizer=None is not used by task=convert: its files are copied as they are"),
+        ({"tokenizer": None}, r"model\.tokenizer=null is not used by task=convert: its files are copied as they are"),
         ({"max_length": 5}, r"model\.max_length=5 is not used by task=convert"),
         ({"verify": True}, r"model\.verify=true, but .* has no manifest\.json"),
     ],
@@ -495,7 +496,7 @@ def test_typos_on_the_command_line(arguments: list[str], message: str, tmp_path:
     done = run("task=convert", *arguments, f"hydra.run.dir={tmp_path / 'run'}")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    assert message.split(".*")[0].replace(r"\.", ".") in done.stderr
+    assert re.search(message, done.stderr)
     assert not (tmp_path / "run").exists()
 
 
