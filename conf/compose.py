@@ -124,7 +124,10 @@ def _as_saved(run: RunConfig) -> RunConfig:
         if (v := getattr(run.evaluate, key)) not in (None, "none") and os.path.exists(v)
     }
     evaluate = replace(run.evaluate, **measured_on)
-    return replace(run, model=replace(model, **folders), predict=saved, evaluate=evaluate)
+    output = run.convert.output and os.path.abspath(os.path.expanduser(run.convert.output))
+    convert = replace(run.convert, output=output)
+    saved_model = replace(model, **folders)
+    return replace(run, model=saved_model, predict=saved, evaluate=evaluate, convert=convert)
 
 
 def _plain(value: Any) -> Any:

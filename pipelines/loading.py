@@ -12,6 +12,7 @@ from models.batch import KVCache
 from models.causal_lm import ModelShape
 from models.config import ConfigReader
 from models.formats import Checkpoint, WeightFile, open_checkpoint
+from models.formats.manifest import verify_manifest
 from models.hub import find_checkpoint
 from models.registry import find_architecture
 from models.tokenizers import Tokenizer, load_tokenizer
@@ -43,8 +44,7 @@ def load_engine(
     torch.set_num_threads(run.device.threads or DEFAULT_THREADS)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    path = find_checkpoint(run.model.path, run.model.weights is Weights.checkpoint, run.model.allow_pickle)
-    checkpoint = open_checkpoint(path, run.model.allow_pickle)
+    checkpoint = find_and_open(run.model)
     reader = checkpoint.config
     architecture = find_architecture(reader)
     shape: ModelShape = architecture.read_config(reader)
@@ -58,7 +58,7 @@ def load_engine(
     eos = eos_token_ids(checkpoint.generation_config, reader, tokenizer)
     decode = decode_defaults(checkpoint.generation_config, context.num_tokens)
     if unread := reader.unread():
-        log.warning("the config in %s has keys that are not used: %s", path, ", ".join(unread))
+        log.warning("the config in %s has keys that are not used: %s", checkpoint.path, ", ".join(unread))
     with torch.device("meta"):
         model = architecture.build(shape).eval()
     with_weights = run.model.weights is Weights.checkpoint
@@ -73,6 +73,14 @@ def load_engine(
     cache = _kv_cache(run.device, shape, sequences, context, dtype, device)
     sizes = max_num_requests, run.device.max_batched_tokens
     return Engine(model, cache, tokenizer, context, eos, decode, *sizes)
+
+
+def find_and_open(config: ModelConfig) -> Checkpoint:
+    """The checkpoint of `model.path`, its files verified where that is asked for. Raises UserError."""
+    path = find_checkpoint(config.path, config.weights is Weights.checkpoint, config.allow_pickle)
+    if config.verify:
+        verify_manifest(path)
+    return open_checkpoint(path, config.allow_pickle)
 
 
 def _kv_cache(

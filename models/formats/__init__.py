@@ -7,6 +7,7 @@ from models.formats.base import Checkpoint, WeightFile
 from models.formats.huggingface import open_huggingface
 from models.formats.meta import is_meta_layout, open_meta
 from models.formats.mindspore import is_mindspore_layout, open_mindspore
+from models.formats.sharded import is_sharded_layout, open_sharded
 from models.formats.tensor_parallel import is_tensor_parallel, open_tensor_parallel
 
 __all__ = ["Checkpoint", "WeightFile", "open_checkpoint"]
@@ -16,6 +17,8 @@ def open_checkpoint(path: Path, allow_pickle: bool) -> Checkpoint:
     """Raises UserError where the configuration cannot be read; what is wrong with weights or tokenizer is said when they are opened."""
     if not path.is_dir():
         raise UserError(f"{path} is a file: model.path must be a folder that holds a model, or a hub id")
+    if is_sharded_layout(path):
+        return open_sharded(path)
     if is_meta_layout(path):
         return open_meta(path, allow_pickle)
     if is_mindspore_layout(path):

@@ -17,7 +17,21 @@ from models.tokenizers.sentencepiece import (
 )
 from models.tokenizers.tiktoken import Llama3Tokenizer, QwenTokenizer
 
-__all__ = ["Message", "Tokenizer", "load_tokenizer"]
+__all__ = ["TOKENIZER_FILES", "Message", "Tokenizer", "load_tokenizer"]
+
+TOKENIZER_FILES = (  # patterns of what a tokenizer is read from
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+)
 
 CHATGLM3_LENGTH = 8192  # seq_length of ChatGLM3-6B's config.json; otherwise it is ChatGLM2-6B's
 
