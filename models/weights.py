@@ -43,12 +43,9 @@ def load_weights(
     `on_bytes(done, total)` is called after every tensor.
     Raises UserError that lists all missing, unexpected and wrong-shaped tensors.
     """
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    # Saved without its head, a checkpoint lacks the trunk's name: h.0.weight is transformer.h.0.weight.
-    full_names = {name.partition(".")[2]: name for name in expected} | {name: name for name in expected}
-    _compare(expected, files, full_names, ignored, model.ignored_prefixes)
-    dtypes = {name: _parameter_dtype(model, name, dtype) for name in expected}
-    total = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in expected.items())
+    full_names = match_tensors(model, files, ignored)
+    dtypes = {name: _parameter_dtype(model, name, dtype) for name, _ in model.named_parameters()}
+    total = sum(parameter.numel() * dtypes[name].itemsize for name, parameter in model.named_parameters())
     done, damaged = 0, []
     for file in files:
         for name, tensor in file.read(name for name in file.shapes if name in full_names):
@@ -64,6 +61,15 @@ def load_weights(
             on_bytes(done, total)
     if damaged:
         log.warning("%d tensors hold NaN: %s", len(damaged), _listed(damaged))
+
+
+def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, ...]) -> dict[str, str]:
+    """Our parameters' names by those that the tensors may have. `ignored`: as for `load_weights`, whose errors these are."""
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    # Saved without its head, a checkpoint lacks the trunk's name: h.0.weight is transformer.h.0.weight.
+    full_names = {name.partition(".")[2]: name for name in expected} | {name: name for name in expected}
+    _compare(expected, files, full_names, ignored, model.ignored_prefixes)
+    return full_names
 
 
 def _parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dtype:

@@ -1,5 +1,6 @@
 """What decides the rows of a job, by name, so that a job is continued only as what it was, and what has changed can be said."""
 
+import glob
 import hashlib
 import json
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from pipelines.journal import Fingerprint, dumps
 from pipelines.prompts import Prompts
 
 READ = ("*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt")  # config and tokenizer, by content
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # too long to read again: by size and time
+WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth")  # too long to read again: by size and time
 
 
 def fingerprint(run: RunConfig, engine: Engine, prompts: Prompts) -> Fingerprint:
@@ -41,9 +42,11 @@ def _chat_template(chat_template: str) -> str:
     return chat_template if chat_template in ("auto", "none") else _sha256(Path(chat_template))
 
 
-def _files(folder: Path, name: str) -> Fingerprint:
-    contents = {file.name: _sha256(file) for pattern in READ for file in folder.glob(pattern)}
-    stats = {file.name: file.stat() for pattern in WEIGHTS for file in folder.glob(pattern)}
+def _files(path: Path, name: str) -> Fingerprint:
+    """Of a folder, or of a file that holds everything."""
+    folder, weights = (path, WEIGHTS) if path.is_dir() else (path.parent, (glob.escape(path.name),))
+    contents = {file.name: _sha256(file) for pattern in READ for file in path.glob(pattern)}
+    stats = {file.name: file.stat() for pattern in weights for file in folder.glob(pattern)}
     times = {file: f"{stat.st_size} bytes of {stat.st_mtime_ns}" for file, stat in stats.items()}
     return {f"{name}/{file}": value for file, value in sorted((contents | times).items())}
 
