@@ -98,7 +98,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
-    """Raises UserError, with what was expected and what was found, for whatever the specification does not allow and for types unknown here."""
+    """Raises UserError, with what was expected and what was found, for what the specification does not allow and for types unknown here."""
     try:
         with open(path, "rb") as file:
             return _HeaderParser(path, file).parse()

@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from pipelines.prompts import Prompts
 
 READ = ("*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt")  # config and tokenizer, by content
 WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth")  # too long to read again: by size and time
+SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")  # one of the files of a GGUF model: all of them count
 
 
 def fingerprint(run: RunConfig, engine: Engine, prompts: Prompts) -> Fingerprint:
@@ -44,7 +46,8 @@ def _chat_template(chat_template: str) -> str:
 
 def _files(path: Path, name: str) -> Fingerprint:
     """Of a folder, or of a file that holds everything."""
-    folder, weights = (path, WEIGHTS) if path.is_dir() else (path.parent, (glob.escape(path.name),))
+    parts = SPLIT.sub(r"-?????\1", glob.escape(path.name))
+    folder, weights = (path, WEIGHTS) if path.is_dir() else (path.parent, (parts,))
     contents = {file.name: _sha256(file) for pattern in READ for file in path.glob(pattern)}
     stats = {file.name: file.stat() for pattern in weights for file in folder.glob(pattern)}
     times = {file: f"{stat.st_size} bytes of {stat.st_mtime_ns}" for file, stat in stats.items()}

@@ -96,6 +96,12 @@ def read_gguf_config(headers: list[GGUFHeader]) -> ConfigReader:
             f"{path}: {listed[:80]!r} has a value for each layer, which is not supported: expected one number"
         )
     read = headers[0].section(architecture)
+    most_experts = max(tensor.shape[0] if len(tensor.shape) == 3 else len(tensors) for tensor in tensors.values())
+    for key, most in (("block_count", len(tensors)), ("expert_count", most_experts)):
+        if (
+            number := read.get(key, int, 0)
+        ) > most:  # a model of so many modules must not be built to see that they are missing
+            raise UserError(f"{path}: {architecture}.{key}={number} is more than its {len(tensors)} tensors can be")
     heads, hidden_size = read.count("attention.head_count"), read.count("embedding_length")
     head_dim = read.count("attention.key_length", max(hidden_size // heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):

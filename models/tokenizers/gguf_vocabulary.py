@@ -36,7 +36,7 @@ class GGUFVocabulary:
 
 
 def gguf_vocabulary(tokenizer: Tokenizer, size: int) -> GGUFVocabulary:
-    """With `size` tokens, as the model has; those that the tokenizer lacks are unused ones. Raises UserError for kinds that GGUF has not."""
+    """With `size` tokens, as the model has; what the tokenizer lacks are unused ones. Raises UserError for kinds that GGUF has not."""
     if type(tokenizer) is SentencePieceTokenizer or isinstance(tokenizer, GGUFSentencePieceTokenizer):
         return _of_pieces(tokenizer, tokenizer.model_proto, {}, size)
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -48,7 +48,7 @@ def gguf_vocabulary(tokenizer: Tokenizer, size: int) -> GGUFVocabulary:
         if file.is_file():
             return _of_pieces(tokenizer, file.read_bytes(), added, size)
         raise UserError(
-            f"the tokenizer in {tokenizer.source} has bytes as a fallback, and GGUF needs its scores: put tokenizer.model beside tokenizer.json"
+            f"the tokenizer in {tokenizer.source} falls back to bytes, and GGUF needs its scores: put tokenizer.model beside tokenizer.json"
         )
     raise UserError(
         f"the tokenizer in {tokenizer.source} is of a kind that GGUF has not: give a folder with tokenizer.json"
@@ -60,7 +60,7 @@ def _of_pieces(tokenizer: Tokenizer, proto: bytes, added: dict[int, dict[str, An
     model.ParseFromString(proto)
     if model.trainer_spec.model_type != model.trainer_spec.BPE or model.normalizer_spec.precompiled_charsmap:
         raise UserError(
-            f"the tokenizer in {tokenizer.source} is no plain sentencepiece BPE, which GGUF needs: it normalises or is of another type"
+            f"the tokenizer in {tokenizer.source} is no sentencepiece BPE without normalisation, which GGUF needs"
         )
     tokens = [piece.piece for piece in model.pieces]
     types = [int(piece.type) for piece in model.pieces]
