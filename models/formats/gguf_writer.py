@@ -217,6 +217,7 @@ def _add_tokenizer(writer: GGUFWriter, checkpoint: Checkpoint, vocab_size: int) 
     writer.add_token_merges(vocabulary.merges)
     writer.add_add_bos_token(vocabulary.adds_bos)
     writer.add_add_space_prefix(vocabulary.adds_space_prefix)
+    writer.add_remove_extra_whitespaces(vocabulary.removes_extra_whitespaces)
     if vocabulary.unknown_token_id is not None:
         writer.add_unk_token_id(vocabulary.unknown_token_id)
     if tokenizer.bos_token_id is not None:

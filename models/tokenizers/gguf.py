@@ -102,9 +102,10 @@ def _sentencepiece_model(header: GGUFHeader) -> bytes:
 def _byte_pairs(header: GGUFHeader, pre: str) -> PreTrainedTokenizerFast:
     tokens, pairs = header.texts(LIST), header.texts("tokenizer.ggml.merges")
     types = header.numbers("tokenizer.ggml.token_type", "i", len(tokens))
-    ids = {token: i for i, token in enumerate(tokens)}
-    if len(ids) != len(tokens):
-        twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
+    used = [(i, token) for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED]  # others pad the list
+    ids = {token: i for i, token in used}
+    if len(ids) != len(used):
+        twice = next(token for i, token in used if ids[token] != i)
         raise UserError(f"{header.path}: {LIST} has {twice[:80]!r} twice")
     if missing := [letter for letter in sorted(pre_tokenizers.ByteLevel.alphabet()) if letter not in ids]:
         raise UserError(f"{header.path}: {LIST} lacks {len(missing)} of the 256 bytes, {missing[0]!r} first")

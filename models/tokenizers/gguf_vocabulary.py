@@ -32,6 +32,7 @@ class GGUFVocabulary:
     merges: list[str] = field(default_factory=list)
     """For `gpt2`."""
     adds_space_prefix: bool = False
+    removes_extra_whitespaces: bool = False
     unknown_token_id: int | None = None
 
 
@@ -80,6 +81,7 @@ def _of_pieces(tokenizer: Tokenizer, proto: bytes, added: dict[int, dict[str, An
         tokenizer.chat_template,
         scores=scores,
         adds_space_prefix=model.normalizer_spec.add_dummy_prefix,
+        removes_extra_whitespaces=model.normalizer_spec.remove_extra_whitespaces,
         unknown_token_id=unknown,
     )
 

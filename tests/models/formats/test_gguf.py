@@ -55,12 +55,9 @@ def assert_equal(file: Path, folder: Path) -> None:
     assert greedy(file) == greedy(folder)
 
 
-@pytest.mark.parametrize("merged", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "merged"), [*((family, True) for family in FAMILIES), ("mixtral", False)])
 def test_equals_the_other_layout(family: str, merged: bool, tmp_path: Path) -> None:
     model_class, config = FAMILIES[family]
-    if not merged and family != "mixtral":
-        pytest.skip("has no experts")
     write_model(tmp_path, model_class, **config)
     file = write_twin(tmp_path, tmp_path / "twin.gguf", merged=merged)
     reader = opened(file).config
@@ -93,10 +90,12 @@ def test_every_type_is_dequantised_as_the_package_does(
     data = np.random.default_rng(0).integers(0, 256, (shape[0], shape[1] // block * block_bytes), np.uint8)
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
     add_minimum(writer)
-    writer.add_tensor("blk.0.attn_v.weight", data, raw_dtype=type) if block > 1 else writer.add_tensor(
-        "blk.0.attn_v.weight", data, raw_shape=shape, raw_dtype=type
-    )
-    finish(writer)
+    writer.add_tensor_info("blk.0.attn_v.weight", shape, np.dtype(np.float32), data.nbytes, type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.write_tensor_data(data)
+    writer.close()
     found = weights(opened(tmp_path / "x.gguf"))["model.layers.0.self_attn.v_proj.weight"]
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(data, type).reshape(shape)
@@ -336,7 +335,7 @@ def tensor_of(*shape: int, name: str = "t", kind: int = 0, offset: int = 0) -> b
         ),
         (
             pack(START, (U64, 0), (U64, 1), "k", (U32, 8), (U64, 2**20)),
-            "the value of 'k' has 1048576 bytes, expected at most 49",
+            "the value of 'k' has 1048576 bytes, expected at most 45",
         ),
         (pack(START, (U64, 0), (U64, 1), "k", (U32, 13), b"x"), "'k' has the value type 13, expected 0 to 12"),
         (pack(START, (U64, 0), (U64, 1), "k", (U32, 7), b"\2"), "'k' is 2, expected 0 or 1"),
@@ -360,7 +359,7 @@ def tensor_of(*shape: int, name: str = "t", kind: int = 0, offset: int = 0) -> b
         (pack(START, *ONE, tensor_of(1, 1, 1, 1, 1)), "the tensor 't' has 5 dimensions, expected 1 to 4"),
         (pack(START, *ONE, tensor_of(0)), r"the tensor 't' has the shape \[0\], which cannot be"),
         (pack(START, *ONE, tensor_of(2**32, 2**32)), r"the shape \[4294967296, 4294967296\], which cannot be"),
-        (pack(START, *ONE, tensor_of(2**62)), "the tensor 't' ends at 18446744073709551680, but the file has 65 bytes"),
+        (pack(START, *ONE, tensor_of(2**62)), "the tensor 't' ends at 18446744073709551680, but the file has 57 bytes"),
         (
             pack(START, *ONE, tensor_of(2, kind=999)),
             "the tensor 't' has the type number 999, which is not supported: only F32",
@@ -375,7 +374,7 @@ def tensor_of(*shape: int, name: str = "t", kind: int = 0, offset: int = 0) -> b
         (pack(START, (U64, 2), NO_PAIRS, tensor_of(2), tensor_of(2), bytes(99)), "the tensor 't' is there twice"),
         (
             pack(START, (U64, 2), NO_PAIRS, tensor_of(9), tensor_of(2, name="u", offset=32), bytes(99)),
-            "the tensors 't' and 'u' overlap at 160",
+            "the tensors 't' and 'u' overlap at 128",
         ),
     ],
 )
