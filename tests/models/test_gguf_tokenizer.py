@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from conf.errors import UserError
 from models.formats import open_tokenizer
 from models.tokenizers import Tokenizer
-from tests.builders import SHARED
+from tests.builders import SHARED, engine_of, write_llama
 from tests.tokenizers_for_tests import TEXTS, TRICKY, byte_level
 
 REAL = SHARED / "data" / "tokenizers"
@@ -196,3 +196,12 @@ def test_refused_sentencepiece(keys: dict[str, Any], message: str, tmp_path: Pat
 def test_refused_byte_pairs(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         open_tokenizer(write(tmp_path / "x.gguf", **(pairs(byte_level()) | keys)))
+
+
+def test_a_file_is_a_tokenizer_for_any_model(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    file = write(tmp_path / "x.gguf", **SPM)
+    tokenizer = engine_of(tmp_path, tokenizer=str(file)).tokenizer
+    assert tokenizer is not None
+    assert tokenizer.source == file
+    assert tokenizer.encode("ab", True) == [1, 6, 5]
