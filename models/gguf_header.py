@@ -126,7 +126,7 @@ class _HeaderParser:
         scalars: dict[str, Any] = {}
         arrays: dict[str, list[str] | NDArray[Any]] = {}
         for _ in range(num_pairs):
-            key = self._text("a key", KEY_BYTES)
+            key = self._name("a key", KEY_BYTES)
             if key in scalars or key in arrays:
                 raise self._error(f"the key {key[:80]!r} is there twice")
             kind = self._value_type(key)
@@ -173,6 +173,12 @@ class _HeaderParser:
         except UnicodeDecodeError as error:
             raise self._error(f"{what} at {self._at - length} is not UTF-8: {error.reason}") from error
 
+    def _name(self, what: str, most: int) -> str:
+        name = self._text(what, most)
+        if not name.isprintable():  # it stands in messages of one line
+            raise self._error(f"{what} is {name[:80]!r}, which cannot be printed")
+        return name
+
     def _value_type(self, key: str) -> GGUFValueType:
         kind = self._number("<I", f"the type of {key[:80]!r}")
         if kind not in GGUFValueType._value2member_map_:
@@ -204,7 +210,7 @@ class _HeaderParser:
     def _tensors(self, count: int, alignment: int) -> dict[str, TensorInfo]:
         infos = {}
         for _ in range(count):
-            name = self._text("a tensor's name", NAME_BYTES)
+            name = self._name("a tensor's name", NAME_BYTES)
             if name in infos:
                 raise self._error(f"the tensor {name!r} is there twice")
             infos[name] = self._tensor(name, alignment)
