@@ -354,7 +354,7 @@ def tensor_of(*shape: int, name: str = "t", kind: int = 0, offset: int = 0) -> b
             pack(START, (U64, 0), (U64, 1), "general.alignment", (U32, 4), (U32, 12)),
             "general.alignment is '12', expected a power",
         ),
-        (pack(START, *ONE, tensor_of(2, name="a\nb")), r"a tensor's name is 'a\\\\nb', which cannot be printed"),
+        (pack(START, *ONE, tensor_of(2, name="a\nb")), r"a tensor's name is 'a\\nb', which cannot be printed"),
         (pack(START, *ONE, tensor_of(2, name="n" * 65)), "a tensor's name has 65 bytes, expected at most 64"),
         (pack(START, *ONE, tensor_of(), b"x" * 8), "the tensor 't' has 0 dimensions, expected 1 to 4"),
         (pack(START, *ONE, tensor_of(1, 1, 1, 1, 1)), "the tensor 't' has 5 dimensions, expected 1 to 4"),
