@@ -124,8 +124,10 @@ def _as_saved(run: RunConfig) -> RunConfig:
         if (v := getattr(run.evaluate, key)) not in (None, "none") and os.path.exists(v)
     }
     evaluate = replace(run.evaluate, **measured_on)
-    output = run.convert.output and os.path.abspath(os.path.expanduser(run.convert.output))
-    convert = replace(run.convert, output=output)
+    output, lora = (
+        path and os.path.abspath(os.path.expanduser(path)) for path in (run.convert.output, run.convert.lora)
+    )
+    convert = replace(run.convert, output=output, lora=lora)
     saved_model = replace(model, **folders)
     return replace(run, model=saved_model, predict=saved, evaluate=evaluate, convert=convert)
 

@@ -27,6 +27,14 @@ class DType(Enum):
     float16 = "float16"
 
 
+class ConvertDType(Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    q8_0 = "q8_0"  # 8 bits in groups of 32 (format=gguf)
+
+
 class Weights(Enum):
     checkpoint = "checkpoint"
     random = "random"  # initialised from config.json alone, for benchmarks
@@ -35,6 +43,7 @@ class Weights(Enum):
 class CheckpointFormat(Enum):
     hf = "hf"  # Hugging Face's: config.json and safetensors
     sharded = "sharded"  # our own: a file for each rank, and layout.json
+    gguf = "gguf"  # llama.cpp's: one file with the tokenizer in it
 
 
 class ParallelMode(Enum):
@@ -231,8 +240,10 @@ class ConvertConfig:
     """Ranks that share every matrix (format=sharded)."""
     pp: int = 1
     """Stages that share the layers (format=sharded)."""
-    dtype: DType = DType.auto
-    """auto: each tensor as it is stored."""
+    dtype: ConvertDType = ConvertDType.auto
+    """auto: each tensor as it is stored, in GGUF what most are."""
+    lora: str | None = None
+    """Folder of an adapter in PEFT's layout, which is merged into the weights."""
     max_shard_size: str = "5GB"
     """Most bytes of a file of weights (format=hf): a number with B, KB, MB, GB, TB (1000s) or KiB, MiB, GiB, TiB (1024s)."""
     overwrite: bool = False
@@ -254,6 +265,11 @@ class ConvertConfig:
         check(
             self.max_shard_bytes > 0, "convert.max_shard_size", self.max_shard_size, "a size such as 500MB, 5GB or 2GiB"
         )
+        if self.dtype is ConvertDType.q8_0 and self.format is not CheckpointFormat.gguf:
+            raise UserError(
+                f"convert.dtype=q8_0 is not used by convert.format={self.format.name}: give convert.format=gguf"
+            )
+        check(self.lora != "", "convert.lora", repr(self.lora), "the folder of an adapter, or null")
         if self.max_shard_size != "5GB" and self.format is not CheckpointFormat.hf:
             raise UserError(
                 f"convert.max_shard_size={self.max_shard_size} is not used by convert.format={self.format.name}: "

@@ -7,25 +7,30 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from conf.errors import UserError
-from conf.schema import CheckpointFormat, ConvertConfig, DType, ModelConfig, RunConfig, typed
+from conf.schema import CheckpointFormat, ConvertConfig, ConvertDType, ModelConfig, RunConfig, typed
 from models.causal_lm import CausalLM
-from models.formats import WeightFile
+from models.formats import Checkpoint, WeightFile
+from models.formats.gguf_writer import write_gguf
 from models.formats.huggingface import CONFIG
 from models.formats.huggingface_writer import write_companions, write_huggingface
 from models.formats.manifest import MANIFEST, write_manifest
 from models.formats.safetensors_writer import entries_of
 from models.formats.sharded import write_sharded
+from models.lora import merge_lora
 from models.partition import partition
 from models.registry import find_architecture
-from models.weights import DTYPES, CastFile, match_tensors, parameter_shapes
+from models.weights import DTYPES, CastFile, checkpoint_dtype, match_tensors, parameter_shapes
 from pipelines import report
 from pipelines.loading import find_and_open
+
+GGUF_FILE = "model.gguf"
 
 
 def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
@@ -44,14 +49,14 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     files = checkpoint.open_weights(parameter_shapes(model))
     num_source_bytes = sum(entry.nbytes for entry in entries_of(files))
     matched = match_tensors(model, files, architecture.ignored_tensors)
-    dtype = None if run.convert.dtype is DType.auto else DTYPES[run.convert.dtype.name]
+    if run.convert.lora is not None:
+        files = merge_lora(files, Path(run.convert.lora).expanduser(), model)
+    dtype = DTYPES.get(run.convert.dtype.name)
     if dtype is not None:
         files = [CastFile(file, model, matched, dtype) for file in files]
-    write = _writer(run.convert, model, files, matched)
+    write = _writer(run.convert, replace(checkpoint, open_weights=lambda expected: files), model, matched, dtype)
     with report.progress_bar() as progress, complete_folder(target, run.convert.overwrite) as folder:
-        sha256 = write(folder, progress.converted)
-        write_companions(checkpoint, folder, dtype)
-        write_manifest(folder, sha256)
+        write_manifest(folder, write(folder, progress.converted))
     metrics = {
         "num_tensors": sum(len(file.shapes) for file in files),
         "num_files": sum(1 for _ in target.iterdir()),
@@ -65,16 +70,35 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
 
 
 Write = Callable[[Path, Callable[[int, int], None]], dict[str, str]]
-"""Writes the weights into a folder, telling bytes done and in all; returns the sha256 of each file that it made."""
+"""Writes a model into a folder, telling bytes done and in all; returns the sha256 of those files of which it knows it."""
 
 
-def _writer(config: ConvertConfig, model: CausalLM, files: list[WeightFile], matched: dict[str, str]) -> Write:
+def _writer(
+    config: ConvertConfig, checkpoint: Checkpoint, model: CausalLM, matched: dict[str, str], dtype: torch.dtype | None
+) -> Write:
     """Raises UserError for a division that the model does not take."""
-    if config.format is CheckpointFormat.hf:
-        return lambda folder, on_bytes: write_huggingface(files, folder, config.max_shard_bytes, on_bytes)
+    files = checkpoint.open_weights(parameter_shapes(model))
     names = {name: matched.get(name) for file in files for name in file.shapes}
-    places = partition(model, names, config.tp, config.pp)
-    return lambda folder, on_bytes: write_sharded(files, folder, places, config.tp, config.pp, on_bytes)
+    places = partition(model, names, config.tp, config.pp) if config.format is CheckpointFormat.sharded else {}
+
+    def write(folder: Path, on_bytes: Callable[[int, int], None]) -> dict[str, str]:
+        if config.format is CheckpointFormat.gguf:
+            write_gguf(checkpoint, folder / GGUF_FILE, _gguf_dtype(config, checkpoint, files), on_bytes)
+            return {}
+        write_companions(checkpoint, folder, dtype)
+        if config.format is CheckpointFormat.hf:
+            return write_huggingface(files, folder, config.max_shard_bytes, on_bytes)
+        return write_sharded(files, folder, places, config.tp, config.pp, on_bytes)
+
+    return write
+
+
+def _gguf_dtype(config: ConvertConfig, checkpoint: Checkpoint, files: list[WeightFile]) -> str:
+    """auto: what config.json says, else what the first tensor is."""
+    if config.dtype is not ConvertDType.auto:
+        return config.dtype.name
+    stored = checkpoint.config.raw("torch_dtype") or checkpoint.config.raw("dtype") or checkpoint_dtype(files)
+    return str(stored).removeprefix("torch.")
 
 
 def _refuse_unused(model: ModelConfig) -> None:

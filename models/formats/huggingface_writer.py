@@ -39,7 +39,10 @@ def write_huggingface(
 
 
 def write_companions(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None) -> None:
-    """config.json (that names `dtype` where tensors were cast to it), generation_config.json, and the tokenizer's files as they are."""
+    """config.json (that names `dtype` where tensors were cast to it), generation_config.json, and the tokenizer's files as they are.
+
+    A tokenizer that was inside the model's file gets files of its own.
+    """
     config = checkpoint.config.values
     if dtype is not None:
         keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["torch_dtype"]
@@ -47,6 +50,8 @@ def write_companions(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | 
     _write_json(folder / CONFIG, config)
     if checkpoint.generation_config:
         _write_json(folder / GENERATION_CONFIG, checkpoint.generation_config)
+    if checkpoint.path.is_file() and (tokenizer := checkpoint.load_tokenizer()):
+        tokenizer.save(folder)
     for pattern in TOKENIZER_FILES:
         for file in filter(Path.is_file, checkpoint.path.glob(pattern)):
             shutil.copyfile(file, folder / file.name)

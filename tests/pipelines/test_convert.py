@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conf.compose import dump
 from conf.errors import UserError
-from conf.schema import CheckpointFormat, ConvertConfig, DType, ModelConfig, RunConfig, Task, Weights
+from conf.schema import CheckpointFormat, ConvertConfig, ConvertDType, DType, ModelConfig, RunConfig, Task, Weights
 from models.formats import open_checkpoint
 from models.formats.manifest import verify_manifest
 from models.formats.safetensors_writer import SafetensorsWriter
@@ -188,8 +188,8 @@ def test_tensors_keep_their_types_or_are_cast(settings: dict[str, Any], tmp_path
     (tmp_path / "source").mkdir()
     source = write_whole(tmp_path / "source", tensors | frequencies, torch_dtype="float32")
     kept = convert(source, tmp_path / "kept", **settings)
-    cast = convert(source, tmp_path / "cast", dtype=DType.bfloat16, **settings)
-    files = [open_checkpoint(folder, False).open_weights()[0] for folder in (kept, cast)]
+    cast = convert(source, tmp_path / "cast", dtype=ConvertDType.bfloat16, **settings)
+    files = [open_checkpoint(folder, False).open_weights({})[0] for folder in (kept, cast)]
     found = [dict(file.read(file.shapes)) for file in files]
     assert_same(found[0], tensors | frequencies)
     assert_same(found[1], {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()} | frequencies)

@@ -169,7 +169,7 @@ def test_a_wrong_layout_is_named(sharded: Path, tmp_path: Path, change: Change, 
     change(layout)
     (tmp_path / "bad" / LAYOUT).write_text(json.dumps(layout))
     with pytest.raises(UserError, match=message):
-        open_checkpoint(tmp_path / "bad", allow_pickle=False).open_weights()
+        open_checkpoint(tmp_path / "bad", allow_pickle=False).open_weights({})
 
 
 def test_a_truncated_rank_is_named(sharded: Path, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_truncated_rank_is_named(sharded: Path, tmp_path: Path) -> None:
     rank = tmp_path / "bad" / "rank_1_0.safetensors"
     rank.write_bytes(rank.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"rank_1_0.safetensors is truncated or not a safetensors file"):
-        open_checkpoint(tmp_path / "bad", allow_pickle=False).open_weights()
+        open_checkpoint(tmp_path / "bad", allow_pickle=False).open_weights({})
 
 
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -196,7 +196,7 @@ def test_damage_is_a_user_error(
     (folder / name).write_bytes(mutated(content, mutations, head))
     message = ""
     try:
-        for opened in open_checkpoint(folder, allow_pickle=False).open_weights():
+        for opened in open_checkpoint(folder, allow_pickle=False).open_weights({}):
             assert sum(tensor.nbytes for _, tensor in opened.read(opened.shapes)) < 10**6
     except UserError as error:
         message = str(error)
