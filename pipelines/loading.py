@@ -8,6 +8,7 @@ import torch
 
 from conf.errors import UserError
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
+from kernels.kv_format import Unquantised
 from models.batch import KVCache
 from models.causal_lm import ModelShape
 from models.config import ConfigReader
@@ -84,8 +85,9 @@ def _kv_cache(
 ) -> KVCache:
     block_size = config.block_size or BLOCK_SIZE[device.type]
     wanted_blocks = max_num_sequences * -(-context.num_tokens // block_size)
-    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, dtype, device)
-    return allocate_kv_cache(shape, num_blocks, block_size, dtype, device)
+    layout = (Unquantised(), dtype)
+    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, *layout, device)
+    return allocate_kv_cache(shape, num_blocks, block_size, *layout, device)
 
 
 def _device(config: DeviceConfig) -> torch.device:
