@@ -1,13 +1,18 @@
 """How the keys and values of all tokens lie in the paged cache: the layout that kv_store, paged_attention and copy_blocks share.
 
-N blocks of B slots, G key/value heads, D channels per head.
+A vector is what one token has in one head: N blocks of B slots, G key/value heads, D channels per head.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+INT8_MAX, FLOAT8_MAX, INT4_MAX = 127, 448, 15
+GROUP_SIZE = 32  # most channels that share a scale of int4: 5 bits a channel in all
+TINY = torch.finfo(torch.float32).tiny
 
 
 class KVFormat(Protocol):
@@ -28,6 +33,74 @@ class Unquantised:
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
         return stored[0]
+
+
+class Int8:
+    """int8 codes [D] and a float32 scale: x = code * scale, symmetric. An element is off by half a scale at most."""
+
+    def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
+        vectors = vectors.float()
+        scale = _scale(vectors, INT8_MAX)
+        return (vectors / scale[..., None]).round().to(torch.int8), scale
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        codes, scale = stored
+        return codes.float() * scale[..., None]
+
+
+class Float8:
+    """float8_e4m3fn codes [D] (arXiv 2209.05433) and a float32 scale: x = code * scale. An element is off by 1/16 of itself at most, or
+    by 2^-10 of a scale where that is more."""
+
+    def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
+        vectors = vectors.float()
+        scale = _scale(vectors, FLOAT8_MAX)
+        return (vectors / scale[..., None]).to(torch.float8_e4m3fn), scale
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        codes, scale = stored
+        return codes.float() * scale[..., None]
+
+
+class Int4:
+    """Two codes from 0 to 15 in a byte [P/2], channel 2i in its low bits, and for each group of C channels a scale and the lowest value,
+    float16 [P/C, 2]: x = code * scale + lowest. P is D padded to whole groups.
+
+    Keys have channels far larger than the others, so that one scale for a head costs three times as much perplexity as two do
+    (LOG.md). An element is off by half a scale at most, and by the rounding of `lowest`, 2^-11 of it.
+    """
+
+    def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
+        vectors = vectors.float()
+        size = self._group_size(vectors.shape[-1])
+        padding = vectors[..., -1:].expand(*vectors.shape[:-1], -vectors.shape[-1] % size)  # widens no group's range
+        groups = torch.cat((vectors, padding), dim=-1).unflatten(-1, (-1, size))  # [..., P/C, C]
+        lowest, highest = groups.aminmax(dim=-1)
+        lowest, scale = lowest.half(), ((highest - lowest) / INT4_MAX).half()
+        steps = (groups - lowest.float()[..., None]) / scale.float().clamp(min=TINY)[..., None]
+        codes = steps.round().clamp(0, INT4_MAX).to(torch.uint8).flatten(-2)  # [..., P]
+        return codes[..., ::2] | codes[..., 1::2] << 4, torch.stack((scale, lowest), dim=-1)
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        packed, ranges = stored
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)  # [..., P]
+        scale, lowest = ranges.float().unsqueeze(-2).unbind(-1)  # [..., P/C, 1]
+        groups: Tensor = codes.unflatten(-1, (ranges.shape[-2], -1)) * scale + lowest  # [..., P/C, C]
+        return groups.flatten(-2)
+
+    @staticmethod
+    def _group_size(channels: int) -> int:
+        """C: even, at most 32, at most half of a head that has more than two channels; as equal as that allows."""
+        num_groups = max(2, math.ceil(channels / GROUP_SIZE))
+        return 2 * math.ceil(channels / (2 * num_groups))
+
+
+def _scale(vectors: Tensor, largest_code: float) -> Tensor:
+    """float32, one for each vector; above 0, so that zeros have codes too. NaN and infinite where the vector is."""
+    return (vectors.abs().amax(-1) / largest_code).clamp(min=TINY)
+
+
+FORMATS: dict[str, KVFormat] = {"none": Unquantised(), "int8": Int8(), "fp8": Float8(), "int4": Int4()}
 
 
 @dataclass(frozen=True)

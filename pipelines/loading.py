@@ -8,7 +8,7 @@ import torch
 
 from conf.errors import UserError
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
-from kernels.kv_format import Unquantised
+from kernels.kv_format import FORMATS, KVFormat
 from models.batch import KVCache
 from models.causal_lm import ModelShape
 from models.config import ConfigReader
@@ -70,7 +70,7 @@ def load_engine(
         initialise_randomly(model, dtype, device)
     usual = run.decode.resolved(decode)
     sequences = max(AUTO_SEQUENCES, max_num_requests * max(usual.n, usual.num_beams or 1))
-    cache = _kv_cache(run.device, shape, sequences, context, dtype, device)
+    cache = _kv_cache(run.device, shape, sequences, context, FORMATS[run.quant.kv_cache.name], dtype, device)
     sizes = max_num_requests, run.device.max_batched_tokens
     return Engine(model, cache, tokenizer, context, eos, decode, *sizes)
 
@@ -80,14 +80,14 @@ def _kv_cache(
     shape: ModelShape,
     max_num_sequences: int,
     context: ContextLimit,
+    format: KVFormat,
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:
     block_size = config.block_size or BLOCK_SIZE[device.type]
     wanted_blocks = max_num_sequences * -(-context.num_tokens // block_size)
-    layout = (Unquantised(), dtype)
-    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, *layout, device)
-    return allocate_kv_cache(shape, num_blocks, block_size, *layout, device)
+    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, format, dtype, device)
+    return allocate_kv_cache(shape, num_blocks, block_size, format, dtype, device)
 
 
 def _device(config: DeviceConfig) -> torch.device:
