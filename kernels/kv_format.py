@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 INT8_MAX, FLOAT8_MAX, INT4_MAX = 127, 448, 15
-GROUP_SIZE = 32  # most channels that share a scale of int4: 5 bits a channel in all
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -62,13 +61,16 @@ class Float8:
         return codes.float() * scale[..., None]
 
 
+@dataclass(frozen=True)
 class Int4:
     """Two codes from 0 to 15 in a byte [P/2], channel 2i in its low bits, and for each group of C channels a scale and the lowest value,
     float16 [P/C, 2]: x = code * scale + lowest. P is D padded to whole groups.
 
-    Keys have channels far larger than the others, so that one scale for a head costs three times as much perplexity as two do
-    (LOG.md). An element is off by half a scale at most, and by the rounding of `lowest`, 2^-11 of it.
+    An element is off by half a scale at most, and by the rounding of `lowest`, 2^-11 of it.
     """
+
+    num_groups: int
+    """Of a head of 16 to 128 channels. Wider ones have more groups, of 128 / num_groups channels; narrower ones groups of 4 at least."""
 
     def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
         vectors = vectors.float()
@@ -88,11 +90,9 @@ class Int4:
         groups: Tensor = codes.unflatten(-1, (ranges.shape[-2], -1)) * scale + lowest  # [..., P/C, C]
         return groups.flatten(-2)
 
-    @staticmethod
-    def _group_size(channels: int) -> int:
-        """C: even, at most 32, at most half of a head that has more than two channels; as equal as that allows."""
-        num_groups = max(2, math.ceil(channels / GROUP_SIZE))
-        return 2 * math.ceil(channels / (2 * num_groups))
+    def _group_size(self, channels: int) -> int:
+        """C, an even number."""
+        return min(max(4, 2 * math.ceil(channels / (2 * self.num_groups))), 128 // self.num_groups)
 
 
 def _scale(vectors: Tensor, largest_code: float) -> Tensor:
@@ -100,7 +100,14 @@ def _scale(vectors: Tensor, largest_code: float) -> Tensor:
     return (vectors.abs().amax(-1) / largest_code).clamp(min=TINY)
 
 
-FORMATS: dict[str, KVFormat] = {"none": Unquantised(), "int8": Int8(), "fp8": Float8(), "int4": Int4()}
+FORMATS: dict[str, tuple[KVFormat, KVFormat]] = {
+    "none": (Unquantised(), Unquantised()),
+    "int8": (Int8(), Int8()),
+    "fp8": (Float8(), Float8()),
+    # Some channels of keys are far larger than the others: LOG.md has the perplexity by the number of groups.
+    "int4": (Int4(4), Int4(1)),
+}
+"""Of keys and of values, by the names of `quant.kv_cache`."""
 
 
 @dataclass(frozen=True)

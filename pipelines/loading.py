@@ -80,14 +80,14 @@ def _kv_cache(
     shape: ModelShape,
     max_num_sequences: int,
     context: ContextLimit,
-    format: KVFormat,
+    formats: tuple[KVFormat, KVFormat],
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:
     block_size = config.block_size or BLOCK_SIZE[device.type]
     wanted_blocks = max_num_sequences * -(-context.num_tokens // block_size)
-    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, format, dtype, device)
-    return allocate_kv_cache(shape, num_blocks, block_size, format, dtype, device)
+    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, formats, dtype, device)
+    return allocate_kv_cache(shape, num_blocks, block_size, formats, dtype, device)
 
 
 def _device(config: DeviceConfig) -> torch.device:

@@ -14,16 +14,27 @@ AUTO_SHARE = 0.5  # of the memory that is free when the pool is made, at most
 
 
 def allocate_kv_cache(
-    shape: ModelShape, num_blocks: int, block_size: int, format: KVFormat, dtype: torch.dtype, device: torch.device
+    shape: ModelShape,
+    num_blocks: int,
+    block_size: int,
+    formats: tuple[KVFormat, KVFormat],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> KVCache:
-    """Not initialised. `dtype` is what the model computes in."""
+    """Not initialised. `formats` of keys and of values; `dtype` is what the model computes in."""
     size = (num_blocks, block_size, shape.num_key_value_heads)
 
-    def paged(channels: int) -> PagedVectors:
+    def paged(format: KVFormat, channels: int) -> PagedVectors:
         # Of a latent cache the values have no channels, hence nothing to quantise.
         return allocate(format if channels else Unquantised(), size, channels, dtype, device)
 
-    return KVCache([(paged(shape.head_dim), paged(shape.value_head_dim)) for _ in range(shape.num_hidden_layers)])
+    of_keys, of_values = formats
+    return KVCache(
+        [
+            (paged(of_keys, shape.head_dim), paged(of_values, shape.value_head_dim))
+            for _ in range(shape.num_hidden_layers)
+        ]
+    )
 
 
 def choose_num_blocks(
@@ -31,12 +42,12 @@ def choose_num_blocks(
     wanted_blocks: int,
     block_size: int,
     memory: str,
-    format: KVFormat,
+    formats: tuple[KVFormat, KVFormat],
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
     """How many blocks `device.kv_cache_memory` holds; with auto no more than `wanted_blocks`. Raises UserError for none or too many."""
-    one_block = allocate_kv_cache(shape, 1, block_size, format, dtype, torch.device("meta"))
+    one_block = allocate_kv_cache(shape, 1, block_size, formats, dtype, torch.device("meta"))
     block_bytes = sum(tensor.nbytes for tensor in one_block.tensors)
     free = _free_memory(device)
     if memory == "auto":

@@ -7,13 +7,23 @@ import pytest
 import torch
 
 from kernels.copy_blocks import copy_blocks
-from kernels.kv_format import FORMATS, PagedVectors, allocate
+from kernels.kv_format import FORMATS as BY_NAME
+from kernels.kv_format import Float8, Int4, Int8, KVFormat, PagedVectors, Unquantised, allocate
 from kernels.kv_store import kv_store
 from kernels.paged_attention import paged_attention
 from tests.kernels.test_paged_attention import Options, written_out
 
-QUANTISED = ["int8", "fp8", "int4"]
-CHANNELS = [1, 2, 5, 8, 16, 17, 64, 80, 128, 576]
+FORMATS: dict[str, KVFormat] = {
+    "int8": Int8(),
+    "fp8": Float8(),
+    "int4, four groups": Int4(4),
+    "int4, one group": Int4(1),
+    "none": Unquantised(),
+}
+QUANTISED = [name for name in FORMATS if name != "none"]
+GROUP_SIZES = {  # of int4 by channels: with one group, and with four
+    1: (4, 4), 2: (4, 4), 5: (6, 4), 8: (8, 4), 16: (16, 4), 17: (18, 6), 64: (64, 16), 80: (80, 20), 128: (128, 32), 576: (128, 32),
+}  # fmt: skip
 BLOCKS, BLOCK_SIZE, GROUPS = 7, 4, 3
 NAN_BYTE = 0xFF  # NaN in float8, float16 and float32; -1 in int8
 
@@ -43,8 +53,7 @@ def bound(name: str, x: torch.Tensor) -> torch.Tensor:
     elif name == "fp8":  # 3 bits after the point; below 2^-6 steps of 2^-9
         half = (x.abs() / 16).maximum(largest / 448 * 2**-10)
     else:  # a group's range in 15 steps; float16 rounds the scale by 2^-11, below 2^-14 by 2^-25, and the lowest value likewise
-        count = max(2, math.ceil(x.shape[-1] / 32))
-        parts = x.split(2 * math.ceil(x.shape[-1] / (2 * count)), dim=-1)
+        parts = x.split(GROUP_SIZES[x.shape[-1]]["four" in name], dim=-1)
         lows, ranges = [p.amin(-1, True) for p in parts], [p.amax(-1, True) - p.amin(-1, True) for p in parts]
         steps = [r / 15 / 2 * (1 + 2**-11) + 15 * 2**-25 + r * 2**-11 + low.abs() * 2**-11 + 2**-25
                  for r, low in zip(ranges, lows, strict=True)]  # fmt: skip
@@ -52,7 +61,7 @@ def bound(name: str, x: torch.Tensor) -> torch.Tensor:
     return half * (1 + 2**-20)
 
 
-@pytest.mark.parametrize("channels", CHANNELS)
+@pytest.mark.parametrize("channels", GROUP_SIZES)
 @pytest.mark.parametrize("name", QUANTISED)
 def test_every_element_is_within_half_a_step(name: str, channels: int) -> None:
     x = vectors(29, channels)
@@ -84,10 +93,10 @@ def test_int8_and_float8_written_out() -> None:
 
 def test_int4_written_out() -> None:
     x = torch.tensor([-1.0, 14.0, 2.0, 0.0, 10.0, 10.0, 11.0, 25.0, 7.0])  # D=9: groups of 6, padded with the last one
-    packed, ranges = FORMATS["int4"].encode(x)
+    packed, ranges = Int4(2).encode(x)
     assert ranges.tolist() == [[1.0, -1.0], [pytest.approx(18 / 15, rel=2**-11), 7.0]]
     assert packed.tolist() == [0xF0, 0x13, 0xBB, 0xF3, 0x00, 0x00]  # 0 15, 3 1, 11 11; 3.3 15, 0 0, 0 0
-    back = FORMATS["int4"].decode((packed, ranges))
+    back = Int4(2).decode((packed, ranges))
     assert back.shape == (12,)
     assert back[:6].tolist() == [-1.0, 14.0, 2.0, 0.0, 10.0, 10.0]
 
@@ -104,11 +113,12 @@ def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("none", 128 * 2), ("int8", 128 + 4), ("fp8", 128 + 4), ("int4", 128 // 2 + 4 * 4)],
+    [("none", (256, 256)), ("int8", (132, 132)), ("fp8", (132, 132)), ("int4", (80, 68))],
 )
-def test_bytes_of_a_vector_of_128_bfloat16_channels(name: str, expected: int) -> None:
-    pool = allocate(FORMATS[name], (BLOCKS, BLOCK_SIZE, GROUPS), 128, torch.bfloat16, torch.device("meta"))
-    assert sum(tensor.nbytes for tensor in pool.tensors) == BLOCKS * BLOCK_SIZE * GROUPS * expected
+def test_bytes_of_a_key_and_a_value_of_128_bfloat16_channels(name: str, expected: tuple[int, int]) -> None:
+    for format, size in zip(BY_NAME[name], expected, strict=True):
+        pool = allocate(format, (BLOCKS, BLOCK_SIZE, GROUPS), 128, torch.bfloat16, torch.device("meta"))
+        assert sum(tensor.nbytes for tensor in pool.tensors) == BLOCKS * BLOCK_SIZE * GROUPS * size
 
 
 @pytest.mark.parametrize("channels", [5, 64])

@@ -74,27 +74,29 @@ def test_the_engine_changes_no_token(family: tuple[str, Path], kv_cache: str, mo
 
 
 def test_logits_are_near_those_of_the_float_cache(family: tuple[str, Path]) -> None:
-    _, folder = family
-    prompt = [*BEGINNING, GMASK, SOP] if family[0] == "chatglm" else [*BEGINNING, *range(40, 60)]
+    name, folder = family
+    prompt = [*BEGINNING, GMASK, SOP] if name == "chatglm" else [*BEGINNING, *range(40, 60)]
     exact = all_logits(engine_of(folder, allow_pickle=True), prompt)
     error = {}
     for kv_cache in FORMATS:
         logits = all_logits(engine_of(folder, allow_pickle=True, kv_cache=kv_cache), prompt)
         error[kv_cache] = float((logits - exact).norm() / exact.norm())
-    assert 0 < error["int8"] < error["fp8"] < error["int4"] < 0.5  # steps of 1/127, 1/16 and 1/7 of what they round
+    # Steps of 1/127, 1/16 and 1/15 of what they round. A router may make another expert of a small step: there is no order then.
+    assert all(0 < size < 0.5 for size in error.values())
+    assert name == "deepseek" or error["int8"] < min(error["fp8"], error["int4"])
 
 
 @pytest.mark.parametrize(
     ("kv_cache", "expected"),
-    [("none", 16 * 4), ("int8", 16 + 4), ("fp8", 16 + 4), ("int4", 16 // 2 + 2 * 4)],
+    [("none", 2 * 16 * 4), ("int8", 2 * (16 + 4)), ("fp8", 2 * (16 + 4)), ("int4", 16 // 2 + 4 * 4 + 16 // 2 + 4)],
 )
 def test_the_pool_holds_what_its_bytes_say(tmp_path: Path, kv_cache: str, expected: int) -> None:
     write_llama(tmp_path)
     engine = engine_of(tmp_path, kv_cache=kv_cache, block_size=4, kv_cache_memory=str(10**6))
     layers, groups = 2, 2
-    assert engine.runner.kv_bytes_per_token == layers * 2 * groups * expected
+    assert engine.runner.kv_bytes_per_token == layers * groups * expected
     num_blocks = engine.scheduler.block_manager.num_blocks
-    assert num_blocks == 10**6 // (4 * layers * 2 * groups * expected)
+    assert num_blocks == 10**6 // (4 * layers * groups * expected)
     stored = sum(tensor.nbytes for tensor in engine.runner._cache.tensors)
     assert stored == num_blocks * 4 * engine.runner.kv_bytes_per_token <= 10**6
     assert engine.dtype == torch.float32
