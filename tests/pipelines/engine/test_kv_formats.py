@@ -9,7 +9,7 @@ import torch
 
 from conf.decoding import DecodeConfig
 from pipelines.engine import Engine
-from tests.builders import all_logits, engine_of, generate, write_llama
+from tests.builders import SHARED, all_logits, engine_of, generate, write_llama
 from tests.models.test_chatglm import GMASK, SOP
 from tests.models.test_deepseek import V3_GROUPS, build
 from tests.models.test_goldens import link
@@ -100,3 +100,30 @@ def test_the_pool_holds_what_its_bytes_say(tmp_path: Path, kv_cache: str, expect
     stored = sum(tensor.nbytes for tensor in engine.runner._cache.tensors)
     assert stored == num_blocks * 4 * engine.runner.kv_bytes_per_token <= 10**6
     assert engine.dtype == torch.float32
+
+
+BABYLLAMA = SHARED / "data" / "models" / "babyllama_tok105"
+WINDOW, NUM_WINDOWS = 250, 40
+
+
+@pytest.mark.skipif(not BABYLLAMA.is_dir(), reason="needs the real models beside the repository")
+def test_perplexity_of_a_real_model() -> None:
+    """The text of LOG.md, which has +0.011, +0.37 and +0.71 %; the limits are what the formats are meant to keep."""
+    text = (SHARED / "data" / "text" / "tiny_stories_944k.txt").read_text()[
+        200_000 : 200_000 + WINDOW * NUM_WINDOWS * 2
+    ]
+    nll = {}
+    for kv_cache in ("none", *FORMATS):
+        engine = engine_of(BABYLLAMA, tokenizer="", kv_cache=kv_cache)
+        assert engine.tokenizer is not None
+        ids = engine.tokenizer.encode(text, True)
+        windows = [ids[i * WINDOW : (i + 1) * WINDOW] for i in range(NUM_WINDOWS)]
+        losses = [
+            torch.nn.functional.cross_entropy(all_logits(engine, window)[:-1], torch.tensor(window[1:]))
+            for window in windows
+        ]
+        nll[kv_cache] = torch.stack(losses).mean()
+    rise = {kv_cache: float((nll[kv_cache] - nll["none"]).exp()) - 1 for kv_cache in FORMATS}
+    assert abs(rise["int8"]) < 0.001
+    assert abs(rise["fp8"]) < 0.01
+    assert abs(rise["int4"]) < 0.02
