@@ -54,6 +54,13 @@ class QuantScheme(Enum):
     none = "none"
 
 
+class KVCacheFormat(Enum):
+    none = "none"  # model.dtype
+    int8 = "int8"
+    fp8 = "fp8"  # e4m3
+    int4 = "int4"
+
+
 class DeviceType(Enum):
     auto = "auto"  # cuda if there is one, else cpu
     cpu = "cpu"
@@ -122,6 +129,8 @@ class ParallelConfig:
 @dataclass
 class QuantConfig:
     scheme: QuantScheme = QuantScheme.none
+    kv_cache: KVCacheFormat = KVCacheFormat.none
+    """How keys and values are kept; the quantised ones with scales of each token and head. Goes with every scheme."""
 
 
 @dataclass

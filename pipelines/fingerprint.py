@@ -48,6 +48,7 @@ def fingerprint(run: RunConfig, engine: Engine, prompts: Prompts) -> Fingerprint
         "model.tokenizer": tokenizer is not None,
         "device.type": engine.device.type,
         "quant.scheme": run.quant.scheme.name,
+        "quant.kv_cache": run.quant.kv_cache.name,
         "predict.add_special_tokens": run.predict.add_special_tokens,
         "predict.chat_template": _chat_template(run.predict.chat_template),
     }

@@ -8,6 +8,7 @@ import torch
 
 from conf.errors import UserError
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
+from kernels.kv_format import FORMATS, KVFormat
 from models.batch import KVCache
 from models.causal_lm import ModelShape
 from models.config import ConfigReader
@@ -70,7 +71,7 @@ def load_engine(
         initialise_randomly(model, dtype, device)
     usual = run.decode.resolved(decode)
     sequences = max(AUTO_SEQUENCES, max_num_requests * max(usual.n, usual.num_beams or 1))
-    cache = _kv_cache(run.device, shape, sequences, context, dtype, device)
+    cache = _kv_cache(run.device, shape, sequences, context, FORMATS[run.quant.kv_cache.name], dtype, device)
     sizes = max_num_requests, run.device.max_batched_tokens
     return Engine(model, cache, tokenizer, context, eos, decode, *sizes)
 
@@ -88,13 +89,14 @@ def _kv_cache(
     shape: ModelShape,
     max_num_sequences: int,
     context: ContextLimit,
+    formats: tuple[KVFormat, KVFormat],
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:
     block_size = config.block_size or BLOCK_SIZE[device.type]
     wanted_blocks = max_num_sequences * -(-context.num_tokens // block_size)
-    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, dtype, device)
-    return allocate_kv_cache(shape, num_blocks, block_size, dtype, device)
+    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, formats, dtype, device)
+    return allocate_kv_cache(shape, num_blocks, block_size, formats, dtype, device)
 
 
 def _device(config: DeviceConfig) -> torch.device:

@@ -44,6 +44,7 @@ def test_every_option_composes_and_says_when_to_choose_it(group: str, option: st
         ("modle=tiny", "modle"),
         ("decode.top_p=0", "decode.top_p=0.0 is not allowed"),
         ("quant.group_size=3", "group_size"),
+        ("quant.kv_cache=int5", "int5.*none, int8, fp8, int4"),
         ("hydra.run.dri=/x", "hydra.run.dri"),
     ],
 )
