@@ -124,7 +124,12 @@ def _as_saved(run: RunConfig) -> RunConfig:
         if (v := getattr(run.evaluate, key)) not in (None, "none") and os.path.exists(v)
     }
     evaluate = replace(run.evaluate, **measured_on)
-    return replace(run, model=replace(model, **folders), predict=saved, evaluate=evaluate)
+    output, lora = (
+        path and os.path.abspath(os.path.expanduser(path)) for path in (run.convert.output, run.convert.lora)
+    )
+    convert = replace(run.convert, output=output, lora=lora)
+    saved_model = replace(model, **folders)
+    return replace(run, model=saved_model, predict=saved, evaluate=evaluate, convert=convert)
 
 
 def _plain(value: Any) -> Any:

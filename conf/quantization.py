@@ -28,6 +28,13 @@ class Activations(Enum):
     static = "static"  # a scale for each layer, from calibration
 
 
+class KVCacheFormat(Enum):
+    none = "none"  # model.dtype
+    int8 = "int8"
+    fp8 = "fp8"  # e4m3
+    int4 = "int4"
+
+
 WEIGHT_ONLY = (QuantScheme.int8, QuantScheme.int4)
 METHODS = {
     QuantScheme.none: (QuantMethod.rtn,),
@@ -87,6 +94,8 @@ class QuantConfig:
     """Layers that stay as they are: names or globs. `lm_head` is every model's head."""
     overrides: dict[str, str] = field(default_factory=dict)
     """Layers of another scheme: name or glob: `int8`, `int4`, `int4/32` (groups of 32) or `none`."""
+    kv_cache: KVCacheFormat = KVCacheFormat.none
+    """How keys and values are kept; the quantised ones with scales of each token and head. Goes with every scheme."""
 
     def __post_init__(self) -> None:
         scheme, weight_only = self.scheme.name, self.scheme in WEIGHT_ONLY

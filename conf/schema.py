@@ -5,6 +5,7 @@ The classes stay mutable because Hydra merges overrides into them; after composi
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -17,6 +18,7 @@ class Task(Enum):
     predict = "predict"
     bench = "bench"
     evaluate = "evaluate"
+    convert = "convert"
 
 
 class DType(Enum):
@@ -26,9 +28,23 @@ class DType(Enum):
     float16 = "float16"
 
 
+class ConvertDType(Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    q8_0 = "q8_0"  # 8 bits in groups of 32 (format=gguf)
+
+
 class Weights(Enum):
     checkpoint = "checkpoint"
     random = "random"  # initialised from config.json alone, for benchmarks
+
+
+class CheckpointFormat(Enum):
+    hf = "hf"  # Hugging Face's: config.json and safetensors
+    sharded = "sharded"  # our own: a file for each rank, and layout.json
+    gguf = "gguf"  # llama.cpp's: one file with the tokenizer in it
 
 
 class ParallelMode(Enum):
@@ -41,6 +57,13 @@ class DeviceType(Enum):
     cuda = "cuda"
 
 
+def typed(value: object) -> str:
+    """As on the command line."""
+    if isinstance(value, Enum):
+        return value.name
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
 def _is_memory(text: str) -> bool:
     try:
         return text == "auto" or 0 < float(text) < math.inf
@@ -48,12 +71,23 @@ def _is_memory(text: str) -> bool:
         return False
 
 
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def _bytes(text: str) -> int:
+    """Of a size such as 500MB (1000s), 2GiB (1024s) or 4096; 0 for what is none."""
+    match = SIZE.fullmatch(text)
+    if match is None:
+        return 0
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+
+
 @dataclass
 class ModelConfig:
     """Where a model is and how to hold it. Its architecture comes from the checkpoint's config.json."""
 
     path: str = ""
-    """Folder in Hugging Face's layout or Meta's own, or a hub id such as `meta-llama/Llama-2-7b-hf`."""
+    """Folder in Hugging Face's layout, Meta's own or ours, or a hub id such as `meta-llama/Llama-2-7b-hf`."""
     dtype: DType = DType.auto
     weights: Weights = Weights.checkpoint
     tokenizer: str | None = ""
@@ -62,9 +96,13 @@ class ModelConfig:
     """Most prompt + new tokens of any sequence; null: what the checkpoint was made for."""
     allow_pickle: bool = False
     """Read `.bin`, `.pt` and `.pth` files too (with `weights_only=True`)."""
+    verify: bool = False
+    """Compare every file with the folder's manifest.json before anything is loaded."""
 
     def __post_init__(self) -> None:
         check(bool(self.path), "model.path", repr(self.path), "a folder or a hub id")
+        random = self.weights is Weights.random
+        check(not (self.verify and random), "model.verify", "true", "false, or model.weights=checkpoint")
         check(
             self.max_length is None or self.max_length > 0,
             "model.max_length",
@@ -184,6 +222,54 @@ class EvaluateConfig:
 
 
 @dataclass
+class ConvertConfig:
+    """The checkpoint of `model.path`, written in another layout, division or dtype."""
+
+    output: str | None = None
+    """Folder that is made; it appears when it is complete."""
+    format: CheckpointFormat = CheckpointFormat.hf
+    tp: int = 1
+    """Ranks that share every matrix (format=sharded)."""
+    pp: int = 1
+    """Stages that share the layers (format=sharded)."""
+    dtype: ConvertDType = ConvertDType.auto
+    """auto: each tensor as it is stored, in GGUF what most are."""
+    lora: str | None = None
+    """Folder of an adapter in PEFT's layout, which is merged into the weights."""
+    max_shard_size: str = "5GB"
+    """Most bytes of a file of weights (format=hf): a number with B, KB, MB, GB, TB (1000s) or KiB, MiB, GiB, TiB (1024s)."""
+    overwrite: bool = False
+    """Replace a model that is in `output`."""
+
+    @property
+    def max_shard_bytes(self) -> int:
+        return _bytes(self.max_shard_size)
+
+    def __post_init__(self) -> None:
+        check(self.output != "", "convert.output", repr(self.output), "the folder to make")
+        for name in ("tp", "pp"):
+            value = getattr(self, name)
+            check(value > 0, f"convert.{name}", value, "a number above 0")
+            if value > 1 and self.format is not CheckpointFormat.sharded:
+                raise UserError(
+                    f"convert.{name}={value} is not used by convert.format={self.format.name}: leave it at 1, or give format=sharded"
+                )
+        check(
+            self.max_shard_bytes > 0, "convert.max_shard_size", self.max_shard_size, "a size such as 500MB, 5GB or 2GiB"
+        )
+        if self.dtype is ConvertDType.q8_0 and self.format is not CheckpointFormat.gguf:
+            raise UserError(
+                f"convert.dtype=q8_0 is not used by convert.format={self.format.name}: give convert.format=gguf"
+            )
+        check(self.lora != "", "convert.lora", repr(self.lora), "the folder of an adapter, or null")
+        if self.max_shard_size != "5GB" and self.format is not CheckpointFormat.hf:
+            raise UserError(
+                f"convert.max_shard_size={self.max_shard_size} is not used by convert.format={self.format.name}: "
+                "leave it at 5GB, or give convert.format=hf"
+            )
+
+
+@dataclass
 class RunConfig:
     task: Task = Task.predict
     model: ModelConfig = field(default_factory=lambda: ModelConfig(path="?"))
@@ -194,6 +280,7 @@ class RunConfig:
     predict: PredictConfig = field(default_factory=PredictConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    convert: ConvertConfig = field(default_factory=ConvertConfig)
 
     def __post_init__(self) -> None:
         """A task has a section of its own name; what is set in another task's section nobody would read."""
@@ -204,6 +291,6 @@ class RunConfig:
                 default = getattr(unchanged, name)
                 if value != default:
                     raise UserError(
-                        f"{other.name}.{name}={value} is not used by task={self.task.name}: "
-                        f"leave it at {'null' if default is None else default}, or give task={other.name}"
+                        f"{other.name}.{name}={typed(value)} is not used by task={self.task.name}: "
+                        f"leave it at {typed(default)}, or give task={other.name}"
                     )

@@ -112,6 +112,8 @@ class Transformer(nn.Module):
 
 class GPT2(CausalLM):
     config: GPT2Config
+    row_parallel = ("c_proj",)
+    replicated = ("wpe",)
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()

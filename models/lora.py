@@ -216,7 +216,7 @@ class MergedFile:
     """A file of the base whose changed tensors are read with the adapter in them."""
 
     def __init__(self, base: WeightFile, changes: dict[str, Change], adapter: SafetensorsFile) -> None:
-        self.path, self.shapes, self.is_mapped = base.path, base.shapes, base.is_mapped
+        self.path, self.shapes, self.dtypes, self.is_mapped = base.path, base.shapes, base.dtypes, base.is_mapped
         self._base = base
         self._changes = changes
         self._adapter = adapter

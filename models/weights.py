@@ -5,7 +5,7 @@ Then the tensors are streamed, so that peak host memory is about the model plus 
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,35 @@ LISTED = 8  # tensors that an error names of each sort
 
 def checkpoint_dtype(files: list[WeightFile]) -> torch.dtype:
     """The dtype of the checkpoint's first tensor."""
-    name = next(iter(files[0].shapes), None)
-    if name is None:
+    if not files[0].dtypes:
         raise UserError(f"{files[0].path} holds no tensors")
-    return next(iter(files[0].read([name])))[1].dtype
+    return next(iter(files[0].dtypes.values()))
+
+
+def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, ...]) -> dict[str, str]:
+    """Which of the model's parameters each tensor of the checkpoint is.
+
+    Tensors whose names end in one of `ignored`, or begin as the model says, are none.
+    Raises UserError that lists all missing, unexpected and wrong-shaped tensors, and for parameters that are no floats.
+    """
+    expected = expected_shapes(model)
+    names = full_names(expected)
+    _compare(expected, files, names, ignored, model.ignored_prefixes)
+    matched = {name: names[name] for file in files for name in file.shapes if name in names}
+    parameters = parameter_shapes(model)
+    for file in files:
+        for name in matched.keys() & file.dtypes.keys():
+            if matched[name] in parameters and not file.dtypes[name].is_floating_point:
+                raise UserError(
+                    f"{file.path}: {name} is {file.dtypes[name]}, but its layer is not quantised: expected floats"
+                )
+    return matched
+
+
+def expected_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
+    """Of all tensors that are wanted of a checkpoint: parameters, and what quantised layers are made of."""
+    parts = quantized_parts(model).items()
+    return parameter_shapes(model) | {name: layer.tensors()[own] for name, (layer, own) in parts}
 
 
 def parameter_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
@@ -49,20 +74,16 @@ def load_weights(
 ) -> None:
     """Replace the model's (meta) parameters by the checkpoint's tensors, cast to `dtype` on `device`. Quantised layers take theirs uncast.
 
-    Tensors whose names end in one of `ignored`, or begin as the model says, are left out.
-    `on_bytes(done, total)` is called after every tensor, with bytes of the dtype.
-    Raises UserError that lists all missing, unexpected and wrong-shaped tensors.
+    `on_bytes(done, total)` is called after every tensor, with bytes of the dtype. Raises UserError as `match_tensors` does.
     """
+    matched = match_tensors(model, files, ignored)
     parameters, parts = parameter_shapes(model), quantized_parts(model)
-    expected = parameters | {name: layer.tensors()[own] for name, (layer, own) in parts.items()}
-    names = full_names(expected)
-    _compare(expected, files, names, ignored, model.ignored_prefixes)
-    total = sum(torch.Size(shape).numel() for shape in expected.values()) * dtype.itemsize
+    total = sum(torch.Size(shape).numel() for shape in expected_shapes(model).values()) * dtype.itemsize
     done, damaged = 0, []
     incomplete: dict[QuantizedLinear, dict[str, Tensor]] = {}
     for file in files:
-        for found_name, tensor in file.read(name for name in file.shapes if name in names):
-            name = names[found_name]
+        for found_name, tensor in file.read(name for name in file.shapes if name in matched):
+            name = matched[found_name]
             if tensor.is_floating_point() and _holds_nan(tensor):
                 damaged.append(name)
             if name in parts:
@@ -72,12 +93,7 @@ def load_weights(
                 if came.keys() == layer.tensors().keys():
                     layer.load(incomplete.pop(layer), dtype, device)
             if name in parameters:
-                if not tensor.is_floating_point():
-                    raise UserError(
-                        f"{file.path}: {found_name} is {tensor.dtype}, but its layer is not quantised: expected floats"
-                    )
-                own_dtype = _parameter_dtype(model, name, dtype)
-                assign(model, name, tensor.to(device, own_dtype, copy=file.is_mapped))
+                assign(model, name, tensor.to(device, _parameter_dtype(model, name, dtype), copy=file.is_mapped))
             done += tensor.numel() * dtype.itemsize
             on_bytes(done, total)
     if damaged:
@@ -94,6 +110,20 @@ def _holds_nan(tensor: Tensor) -> bool:
     if tensor.dtype.itemsize == 1:  # float8, which torch cannot add up
         tensor = tensor.float()
     return bool(tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any())  # the sum needs no memory
+
+
+class CastFile:
+    """A file whose parameters are read in another dtype; what is no parameter, or stays float32 in every model, is read as it is."""
+
+    def __init__(self, file: WeightFile, model: CausalLM, matched: dict[str, str], dtype: torch.dtype) -> None:
+        self._file = file
+        self.path, self.shapes, self.is_mapped = file.path, file.shapes, file.is_mapped
+        cast = {name for name in file.shapes if name in matched and not name.endswith(model.float32_tensors)}
+        self.dtypes = file.dtypes | dict.fromkeys(cast, dtype)
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._file.read(names):
+            yield name, tensor.to(self.dtypes[name])
 
 
 def _parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dtype:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from models.config import ConfigReader
@@ -16,6 +17,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 class WeightFile(Protocol):
     path: Path
     shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    """As `read` gives them."""
     is_mapped: bool
     """Whether what is read are views of the file, so that it must be copied to be kept."""
 

@@ -52,6 +52,7 @@ class CkptFile:
         except ValueError as error:  # UserError is one, too
             raise UserError(f"{path} is damaged or not a MindSpore checkpoint: {error}") from error
         self.shapes = {name: stored.dims for name, stored in self._stored.items()}
+        self.dtypes = {name: DTYPES[stored.tensor_type] for name, stored in self._stored.items()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:

@@ -74,11 +74,13 @@ class JoinedRanks:
     def __init__(self, path: Path, ranks: Sequence[Sequence[WeightFile]], expected: Shapes) -> None:
         self.path = path
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         self._pieces: dict[str, Pieces] = {}
         faults: list[str] = []
         for name, files in _holders(ranks).items():
             shape = files[0].shapes[name]
             self.shapes[name] = expected.get(name, shape)  # an unexpected one is refused where all are compared
+            self.dtypes[name] = files[0].dtypes[name]
             pieces = _match(name, files, self.shapes[name])
             if pieces is None:
                 other = next((file for file in files if file.shapes[name] != shape), files[0])

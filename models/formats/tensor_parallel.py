@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from conf.errors import UserError
@@ -65,6 +66,7 @@ class Unfused:
         self.is_mapped = file.is_mapped
         self._file = file
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         self._sources: dict[str, tuple[str, int]] = {}  # a tensor's source in the file, and its first row there
         for source, shape in file.shapes.items():
             start = 0
@@ -72,6 +74,7 @@ class Unfused:
                 if name in self.shapes:
                     raise UserError(f"{self.path} has {name} twice, alone and fused")
                 self.shapes[name] = (rows, *shape[1:]) if shape else shape
+                self.dtypes[name] = file.dtypes[source]
                 self._sources[name] = source, start
                 start += rows
 

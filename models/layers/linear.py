@@ -28,12 +28,16 @@ def linear_per_head(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
+    output_axis = 0  # of the weight
+
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class Conv1D(nn.Module):
     """A linear layer whose weight is stored [in, out], as the original code's convolutions of width 1 were."""
+
+    output_axis = 1
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()

@@ -56,8 +56,8 @@ class Engine:
         max_batched_tokens: int,
     ) -> None:
         """`decode_defaults`: settings of DecodeConfig that hold where a request says nothing."""
-        num_blocks, self._block_size = cache.keys[0].shape[:2]
-        self.device, self.dtype = cache.keys[0].device, cache.keys[0].dtype
+        num_blocks, self._block_size = cache.tensors[0].shape[:2]
+        self.device, self.dtype = cache.tensors[0].device, cache.dtype
         self.context = context
         self.tokenizer = tokenizer
         self._shape = model.config

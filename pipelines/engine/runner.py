@@ -29,7 +29,7 @@ class Runner:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values in all layers."""
-        return sum(layer[0, 0].nbytes for layer in [*self._cache.keys, *self._cache.values])
+        return sum(tensor[0, 0].nbytes for tensor in self._cache.tensors)
 
     def mark_prompt(self, token_ids: list[int]) -> tuple[int, ...]:
         return self._model.mark_prompt(token_ids)
@@ -37,8 +37,8 @@ class Runner:
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks of the cache in all layers, from and to."""
         if copies:
-            sources, targets = torch.tensor(copies, device=self._cache.keys[0].device).T
-            for keys, values in zip(self._cache.keys, self._cache.values, strict=True):
+            sources, targets = torch.tensor(copies, device=self._cache.tensors[0].device).T
+            for keys, values in self._cache.layers:
                 copy_blocks(keys, values, sources, targets)
 
     def run(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from conf.errors import UserError
 from quantization.layouts.base import StoredWeight
 from quantization.weight_format import WeightFormat, quantize
 
@@ -22,4 +23,6 @@ class FloatLayout:
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
         weight = tensors["weight"]
+        if not weight.is_floating_point():
+            raise UserError(f"weight is {weight.dtype}, expected floats to quantise")
         return StoredWeight(quantize(weight.T if self.is_transposed else weight, self.format))
