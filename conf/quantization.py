@@ -128,3 +128,45 @@ class QuantConfig:
         if not used and getattr(self, name) != unchanged:
             reason = f"goes with quant.{with_what}" if with_what else f"is not used by quant={self.scheme.name}"
             raise UserError(f"quant.{name}={getattr(self, name)} {reason}: leave it at {unchanged}")
+
+
+@dataclass
+class CalibrateConfig:
+    """What activations are observed on."""
+
+    data: str | None = None
+    """A `.txt` or `.jsonl` as of predict; null: texts that come with Quintet."""
+    num_samples: int = 128
+    sequence_length: int = 512
+    """Tokens of a sample, at most."""
+    seed: int = 0
+    """Which samples are taken."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_samples", "sequence_length"):
+            check(getattr(self, name) > 0, f"calibrate.{name}", getattr(self, name), "a number above 0")
+        check(self.seed >= 0, "calibrate.seed", self.seed, "a number from 0")
+
+
+class ExportFormat(Enum):
+    compressed_tensors = "compressed_tensors"  # all schemes; vLLM and transformers load it
+    awq = "awq"  # AutoAWQ's GEMM, int4 in groups
+    gptq = "gptq"  # GPTQ's first version, int4 in groups
+
+
+@dataclass
+class ExportConfig:
+    format: ExportFormat = ExportFormat.compressed_tensors
+    """Layout of a quantised model's files."""
+
+
+@dataclass
+class QuantizeConfig:
+    """Make a quantised model of `model.path` by `quant`."""
+
+    output: str | None = None
+    """Folder that is made, and appears when it is complete; null: beside the others that were made without a name."""
+    overwrite: bool = False
+    """Replace a model that is in `output`."""
+    dry_run: bool = False
+    """Only say what would be quantised, and estimate memory and time."""

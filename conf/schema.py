@@ -11,7 +11,7 @@ from enum import Enum
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError, check
-from conf.quantization import QuantConfig
+from conf.quantization import CalibrateConfig, ExportConfig, QuantConfig, QuantizeConfig
 
 
 class Task(Enum):
@@ -19,6 +19,7 @@ class Task(Enum):
     bench = "bench"
     evaluate = "evaluate"
     convert = "convert"
+    quantize = "quantize"
 
 
 class DType(Enum):
@@ -281,9 +282,16 @@ class RunConfig:
     bench: BenchConfig = field(default_factory=BenchConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     convert: ConvertConfig = field(default_factory=ConvertConfig)
+    quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
 
     def __post_init__(self) -> None:
         """A task has a section of its own name; what is set in another task's section nobody would read."""
+        calibrates = self.task is Task.quantize or self.quant.needs_calibration
+        if not calibrates and (self.calibrate, self.export) != (CalibrateConfig(), ExportConfig()):
+            scheme = f"quant={self.quant.scheme.name} with task={self.task.name}"
+            raise UserError(f"calibrate and export are not used by {scheme}: leave them out, or give task=quantize")
         for other in [task for task in Task if task is not self.task]:
             section = getattr(self, other.name)
             unchanged = type(section)()

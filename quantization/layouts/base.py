@@ -41,6 +41,11 @@ class WeightLayout(Protocol):
         """Raises UserError for values that cannot be."""
 
 
+class WritableLayout(WeightLayout, Protocol):
+    def write(self, stored: StoredWeight) -> dict[str, Tensor]:
+        """The tensors, by their own names."""
+
+
 class StoredQuantization(Protocol):
     """What the `quantization_config` of a checkpoint says."""
 

@@ -159,6 +159,10 @@ def write_config(schemes: dict[str, LinearScheme], kept: list[str]) -> dict[str,
     }
 
 
+def is_packed(scheme: LinearScheme) -> bool:
+    return _format(scheme) == PACKED
+
+
 def _format(scheme: LinearScheme) -> str:
     if scheme.weights.kind is CodeKind.FP8:
         return FLOATS

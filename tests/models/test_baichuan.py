@@ -35,7 +35,7 @@ def reader(**changes: Any) -> ConfigReader:
 def test_the_head_is_normalised_once(family: str, tmp_path: Path) -> None:
     golden = load_file(GOLDENS / family / "golden.safetensors")
     engine = engine_of(link(family, tmp_path))
-    model = engine.runner._model
+    model = engine.runner.model
     assert isinstance(model, Baichuan)
     assert isinstance(model.lm_head, NormHead)
     stored, num_parameters = model.lm_head.weight, len(list(model.parameters()))

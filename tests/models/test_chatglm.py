@@ -117,7 +117,7 @@ def test_large_scores_fit_in_float16(folder: Path, golden: dict[str, Tensor]) ->
     logits = []
     for dtype in (DType.float16, DType.float32):
         engine = load_engine(replace(run, model=replace(run.model, dtype=dtype)), 1)
-        for name, parameter in engine.runner._model.named_parameters():
+        for name, parameter in engine.runner.model.named_parameters():
             if "query_key_value" in name:
                 parameter.unflatten(0, (4, 3, 16))[:, :2].mul_(100)  # queries and keys: products are above 65504
         logits.append(all_logits(engine, golden["input_ids"][0].tolist()).float())
@@ -132,7 +132,7 @@ def test_a_reply_that_has_begun_goes_on_the_same(engine: Engine, golden: dict[st
 
 
 def test_marks_of_a_prompt(engine: Engine) -> None:
-    model = engine.runner._model
+    model = engine.runner.model
     assert isinstance(model, ChatGLM)
     assert model.mark_prompt([9, 9, GMASK, SOP]) == (3, 2)
     assert model.mark_prompt([MASK, 9, GMASK, SOP, SOP, GMASK]) == (3, 2)

@@ -160,7 +160,7 @@ def test_layers_for_more_tokens_are_left_out(tmp_path: Path) -> None:
 
 def test_cache_holds_latents_only(tmp_path: Path) -> None:
     build(2).save_pretrained(tmp_path)
-    cache = engine_of(tmp_path).runner._cache
+    cache = engine_of(tmp_path).runner.cache
     assert {tensor.shape[2:] for tensor in cache.tensors} == {(1, 24 + 8), (1, 0)}
 
 
@@ -169,7 +169,7 @@ def test_the_routers_correction_stays_float32(tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path)
     run = run_config(tmp_path)
     run.model.dtype = DType.bfloat16
-    model: nn.Module = load_engine(run, 1).runner._model  # type: ignore[assignment]
+    model: nn.Module = load_engine(run, 1).runner.model  # type: ignore[assignment]
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     kept = {name for name, dtype in dtypes.items() if dtype is torch.float32}
     assert kept == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2)}

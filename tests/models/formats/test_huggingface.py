@@ -90,7 +90,7 @@ def make_run(folder: Path, device: DeviceType = DeviceType.cpu, **model: Any) ->
 
 def load(folder: Path, **model: Any) -> dict[str, Tensor]:
     """The parameters of the model that a run gets."""
-    loaded: nn.Module = load_engine(make_run(folder, **model), 1).runner._model  # type: ignore[assignment]
+    loaded: nn.Module = load_engine(make_run(folder, **model), 1).runner.model  # type: ignore[assignment]
     return dict(loaded.named_parameters())
 
 

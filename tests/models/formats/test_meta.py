@@ -99,7 +99,7 @@ def load(folder: Path, **model: Any) -> Any:
 
 
 def parameters(folder: Path, **model: Any) -> dict[str, Tensor]:
-    loaded: nn.Module = load(folder, **model).runner._model
+    loaded: nn.Module = load(folder, **model).runner.model
     return dict(loaded.named_parameters())
 
 

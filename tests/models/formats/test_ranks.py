@@ -59,7 +59,7 @@ def write_ranks(folder: Path, ranks: Ranks, whole: Path) -> Path:
 
 
 def parameters(folder: Path) -> dict[str, Tensor]:
-    loaded: nn.Module = load_engine(run_config(folder), 1).runner._model  # type: ignore[assignment]
+    loaded: nn.Module = load_engine(run_config(folder), 1).runner.model  # type: ignore[assignment]
     return dict(loaded.named_parameters())
 
 

@@ -1,0 +1,226 @@
+"""`task=quantize`: a quantised model, made layer by layer, with a report of what that costs in quality.
+
+A run that ended early is continued by the next one of the same model, settings and texts: finished layers are kept.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.errors import UserError, check
+from conf.quantization import CalibrateConfig, ExportConfig, QuantConfig, QuantScheme
+from conf.schema import RunConfig, Weights
+from models.batch import Batch, KVCache
+from models.causal_lm import CausalLM
+from models.config import ConfigReader
+from models.formats.huggingface_writer import write_companions
+from models.formats.manifest import MANIFEST, write_manifest
+from models.hub import find_checkpoint
+from models.layers.linear import Linear
+from pipelines import report
+from pipelines.assembly import assemble, find_and_open
+from pipelines.calibration_data import CalibrationData, read_calibration_data
+from pipelines.engine import Engine
+from pipelines.engine.batch import whole_batch
+from pipelines.fingerprint import file_fingerprint, sha256_of
+from pipelines.journal import dumps
+from pipelines.output_folder import complete_folder, refuse_existing
+from pipelines.quantize_preflight import print_preflight
+from pipelines.quantize_report import Predictions, write_report
+from quantization.artefact import Artefact
+from quantization.calibration import LayerByLayer
+from quantization.layouts.base import Layer, WritableLayout
+from quantization.layouts.compressed_tensors import CompressedWeight, is_packed, write_config
+from quantization.plan import plan
+from quantization.quantizer import LinearReport, Quantizer, parts_of
+from quantization.scheme import LinearScheme
+
+JOB = "job.json"
+MADE = report.REPOSITORY / "outputs" / "quantized"  # models that were made without a name
+
+
+def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
+    """Raises UserError for what cannot be quantised; layers that are finished by then are kept for the next run."""
+    check(run.quant.scheme is not QuantScheme.none, "quant", "none", "int8, int4, a8w8 or fp8 with task=quantize")
+    if run.quantize.dry_run:
+        print_preflight(run)
+        return
+    start = time.perf_counter()
+    target = _default_target(run)
+    if run.quantize.output is not None:
+        target = Path(os.path.abspath(Path(run.quantize.output).expanduser()))
+    refuse_existing(target, run.quantize.overwrite, "quantize")
+    with report.progress_bar() as progress:
+        metrics = _make(run, target, progress)
+    peak = report.peak_memory_bytes(torch.device("cpu"))
+    metrics |= {"quantize_s": time.perf_counter() - start, "peak_memory_bytes": peak}
+    report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
+    _print(metrics, target, output_dir)
+
+
+def find_or_make(run: RunConfig, progress: report.ProgressSink) -> Path:
+    """The folder of the model that `quant` makes of `model` on the texts of `calibrate`, made now if it was not yet. Raises UserError."""
+    target = _default_target(run)
+    if not (target / MANIFEST).is_file():
+        _make(run, target, progress)
+    return target
+
+
+def _default_target(run: RunConfig) -> Path:
+    """A folder whose name tells apart weights, quantisation and calibration."""
+    digest = hashlib.sha256(dumps(_job(run)).encode()).hexdigest()
+    name = Path(run.model.path).resolve().name if Path(run.model.path).exists() else run.model.path.replace("/", "_")
+    return MADE / f"{name}-{run.quant.scheme.name}-{run.quant.method.name}-{digest[:12]}"
+
+
+def _job(run: RunConfig) -> dict[str, Any]:
+    """What decides the outcome: the model's files, how they are quantised, and on which texts."""
+    if run.model.weights is not Weights.checkpoint:
+        raise UserError(
+            "model.weights=random has nothing to calibrate: leave it out, or give a quant that needs no calibration"
+        )
+    path = find_checkpoint(run.model.path, True, run.model.allow_pickle)
+    quant = {key: value for key, value in asdict(run.quant).items() if key != "kv_cache"}
+    data = run.calibrate.data and sha256_of(Path(run.calibrate.data)) if run.calibrate.data else None
+    if run.calibrate.data is not None and not Path(run.calibrate.data).is_file():
+        raise UserError(f"calibrate.data={run.calibrate.data} is not a file: give a .txt or a .jsonl")
+    job = {
+        "quant": quant,
+        "calibrate": asdict(run.calibrate) | {"data": data},
+        "export": asdict(run.export),
+        "dtype": run.model.dtype,
+        "tokenizer": run.model.tokenizer,
+        "files": file_fingerprint(path, "model"),
+    }
+    return dict(json.loads(json.dumps(job, default=lambda value: value.name)))
+
+
+def _make(run: RunConfig, target: Path, progress: report.ProgressSink) -> dict[str, Any]:
+    """Quantise into the folder `target`; metrics."""
+    float_run = replace(run, quant=QuantConfig(), calibrate=CalibrateConfig(), export=ExportConfig())
+    engine = assemble(float_run, 1, progress.loaded)
+    data = read_calibration_data(run.calibrate, engine.tokenizer, engine.context.num_tokens, engine.sees_later_tokens)
+    model = engine.runner.model
+    bytes_before = engine.runner.weight_bytes
+    schemes = plan(model, run.quant)
+    config = write_config(schemes, _kept(model, schemes))
+    with complete_folder(target, run.quantize.overwrite, "quantize", resumable=True) as folder:
+        artefact = _begin(folder, _job(run))
+        parts = parts_of(model, schemes)
+        artefact.write_rest(model, parts)
+        before = Predictions(engine, data.held_out)
+        reports = _quantize(run.quant, engine, data, artefact, schemes, progress)
+        metrics = before.compared_with(engine) | {
+            "num_layers": len(reports),
+            "weight_bytes_before": bytes_before,
+            "weight_bytes": engine.runner.weight_bytes,
+        }
+        write_report(folder, run, data.source, reports, metrics)
+        _finish(run, engine, artefact, config)
+    return metrics
+
+
+def _begin(folder: Path, job: dict[str, Any]) -> Artefact:
+    """What is there of the same job is kept, anything else is removed."""
+    try:
+        same = json.loads((folder / JOB).read_text(encoding="utf-8")) == job
+    except (OSError, ValueError):
+        same = False
+    if not same:
+        for file in folder.iterdir():
+            file.unlink()
+        (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
+    return Artefact(folder, _layout_of)
+
+
+def _layout_of(layer: Layer, scheme: LinearScheme, found: Mapping[str, tuple[int, ...]]) -> WritableLayout:
+    return CompressedWeight(layer.shape, scheme, is_packed(scheme), found)
+
+
+def _quantize(
+    config: QuantConfig,
+    engine: Engine,
+    data: CalibrationData,
+    artefact: Artefact,
+    schemes: dict[str, LinearScheme],
+    progress: report.ProgressSink,
+) -> list[LinearReport]:
+    """All parts in their order; those that an earlier run finished are read."""
+    model, cache = engine.runner.model, engine.runner.cache
+    one_layer = KVCache(
+        [cache.layers[0]] * len(cache.layers)
+    )  # a batch is computed in one step: layers need not remember
+    layers = LayerByLayer(model, _batches(engine, data.samples), one_layer)
+    quantizer, reports = Quantizer(model, config, layers), []
+    parts = parts_of(model, schemes)
+    for i, part in enumerate(parts):
+        if artefact.has(part):
+            reports += artefact.read(part, model)
+        else:
+            stored, new = quantizer.quantize(part)
+            artefact.write(part, model, stored, new)
+            reports += new
+        if part.index < len(layers.layers):
+            layers.advance()
+        progress.quantized(i + 1, len(parts))
+    return reports
+
+
+def _batches(engine: Engine, samples: list[list[int]]) -> list[Batch]:
+    """As many samples in a batch as a step takes."""
+    block_size = engine.runner.cache.tensors[0].shape[1]
+    longest = max(map(len, samples))
+    at_once = engine.num_at_once(longest)
+    if not at_once:
+        raise UserError(
+            f"a sample of {longest} tokens is more than device.max_batched_tokens, or than the KV cache holds: "
+            "give a smaller calibrate.sequence_length"
+        )
+    batches = []
+    for start in range(0, len(samples), at_once):
+        group = samples[start : start + at_once]
+        num_blocks = -(-longest // block_size)
+        tables = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(len(group))]
+        marks = [engine.runner.mark_prompt(sample) for sample in group]
+        batches.append(whole_batch(group, [len(s) for s in group], tables, marks, block_size, engine.device))
+    return batches
+
+
+def _kept(model: CausalLM, schemes: dict[str, LinearScheme]) -> list[str]:
+    """Linear layers that stay floats, by name."""
+    return [name for name, module in model.named_modules() if isinstance(module, Linear) and name not in schemes]
+
+
+def _finish(run: RunConfig, engine: Engine, artefact: Artefact, quantization_config: dict[str, Any]) -> None:
+    checkpoint = find_and_open(run.model)
+    config = ConfigReader(checkpoint.config.values | {"quantization_config": quantization_config}, "config.json")
+    artefact.write_index()
+    write_companions(replace(checkpoint, config=config), artefact.folder, engine.dtype)
+    (artefact.folder / JOB).unlink()
+    write_manifest(artefact.folder, {})
+
+
+def _print(metrics: dict[str, Any], target: Path, output_dir: Path) -> None:
+    report.print_table(
+        [
+            ("layers", f"{metrics['num_layers']:,}"),
+            (
+                "weights",
+                f"{metrics['weight_bytes_before'] / 1e6:,.1f} MB before, {metrics['weight_bytes'] / 1e6:,.1f} MB now",
+            ),
+            ("perplexity", f"{metrics['perplexity_before']:,.4f} before, {metrics['perplexity']:,.4f} now"),
+            ("KL divergence", f"{metrics['kl_mean']:.3g}"),
+            ("equal most likely tokens", f"{metrics['top1_agreement']:.2%}"),
+            ("time", f"{metrics['quantize_s']:.1f} s"),
+            ("peak memory", f"{metrics['peak_memory_bytes'] / 1e6:,.0f} MB"),
+        ]
+    )
+    print(f"model: {target}")
+    print(f"output: {output_dir}")
