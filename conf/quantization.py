@@ -40,8 +40,8 @@ METHODS = {
     QuantScheme.none: (QuantMethod.rtn,),
     QuantScheme.int8: (QuantMethod.rtn, QuantMethod.gptq, QuantMethod.awq),
     QuantScheme.int4: (QuantMethod.rtn, QuantMethod.gptq, QuantMethod.awq),
-    QuantScheme.a8w8: (QuantMethod.rtn, QuantMethod.smoothquant),
-    QuantScheme.fp8: (QuantMethod.rtn, QuantMethod.smoothquant),
+    QuantScheme.a8w8: (QuantMethod.rtn, QuantMethod.smoothquant, QuantMethod.gptq),
+    QuantScheme.fp8: (QuantMethod.rtn, QuantMethod.smoothquant, QuantMethod.gptq),
 }
 
 
