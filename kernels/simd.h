@@ -1,0 +1,14 @@
+// Vectors of 16 lanes: one register under AVX-512, a pair of them under AVX2, so that a kernel is written once.
+// Results may differ between the two instruction sets, never within one: each function is a fixed order of operations.
+#pragma once
+
+#include <cstdint>
+#include <immintrin.h>
+
+constexpr int64_t LANES = 16;
+
+#ifdef __AVX512F__
+#include "simd_avx512.h"
+#else
+#include "simd_avx2.h"
+#endif
