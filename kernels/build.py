@@ -75,7 +75,9 @@ def load(name: str) -> ctypes.CDLL:
                     _compile(compiler, name, path)
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise NotBuilt(f"{error}; make the folder writable, or name another in the environment variable XDG_CACHE_HOME") from error
+        raise NotBuilt(
+            f"{error}; make the folder writable, or name another in the environment variable XDG_CACHE_HOME"
+        ) from error
 
 
 def cache_folder() -> Path:

@@ -6,7 +6,7 @@
 
 // Calls work(context, chunk) once for every chunk of 0 .. num_chunks - 1, on the calling thread and the pool's; returns when all are done.
 // Several threads may call it: one call's work follows the other's. Not from within work.
-void run_chunks(int64_t num_chunks, void (*work)(void *, int64_t), void *context);
+extern "C" void run_chunks(int64_t num_chunks, void (*work)(void *, int64_t), void *context);
 
 template <class Work> void parallel_for(int64_t num_chunks, Work &&work) {
   using Body = std::remove_reference_t<Work>;

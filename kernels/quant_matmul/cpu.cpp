@@ -40,13 +40,10 @@ struct Weight {
   int64_t num_steps() const { return divide_up(num_inputs, 2 * STEP) * 2; }
   int64_t whole_group() const { return group_size == num_inputs ? num_steps() * STEP : group_size; }
   int64_t tile_bytes() const { return num_steps() * STEP * LANES * bits / 8; }
-  const float *scales(int64_t tile) const {
-    return reinterpret_cast<const float *>(codes + num_tiles() * tile_bytes()) + tile * num_groups() * LANES;
-  }
-  const int8_t *zeros(int64_t tile) const {
-    return reinterpret_cast<const int8_t *>(scales(num_tiles())) + tile * num_groups() * LANES;
-  }
-  int32_t offset() const { return bits == 8 ? 128 : 8; }  // what symmetric codes are stored with, for bytes are unsigned
+  const float *scales() const { return reinterpret_cast<const float *>(codes + num_tiles() * tile_bytes()); }
+  const int8_t *zeros() const { return reinterpret_cast<const int8_t *>(scales() + num_tiles() * num_groups() * LANES); }
+  // What was added to symmetric codes, for bytes are unsigned: their zero point. 1 if every group has its own.
+  int32_t offset() const { return has_zeros ? 1 : bits == 8 ? 128 : 8; }
 };
 
 // Up to MAX rows of activations, step after step: bytes [num_steps, num_rows, LIMBS, 4].
@@ -55,15 +52,16 @@ template <int LIMBS> struct Panel {
   int64_t num_rows;
   int32_t *bytes;
   float *scales;   // [num_segments, num_rows]
-  int32_t *sums;   // [num_segments, num_rows], of the fixed point numbers
+  int32_t *sums;   // [num_segments, num_rows], of the integers, times the weight's offset if it has no zero points
 };
 
 // All rows of a call in panels of nearly equal height.
 template <int LIMBS> struct Activations {
   int64_t num_rows, num_inputs, segment, num_steps;
+  int32_t offset;
   int64_t num_segments = divide_up(num_inputs, segment);
   int64_t num_panels = divide_up(num_rows, Panel<LIMBS>::MAX_ROWS);
-  int64_t height = divide_up(num_rows, num_panels);
+  int64_t height = divide_up(num_rows, std::max<int64_t>(num_panels, 1));
   int64_t bytes_per_row = num_steps * LIMBS * STEP + num_segments * 8;
   char *memory = nullptr;
 
@@ -115,7 +113,7 @@ void fix_row(const Activations<2> &all, const Panel<2> &panel, int64_t row, cons
       std::memcpy(at + 1, high + step * STEP, STEP);
     }
     panel.scales[segment * panel.num_rows + row] = finite ? (normal ? magnitude / FIXED_POINT_MAX : 0.0f) : NAN;
-    panel.sums[segment * panel.num_rows + row] = sum(total);
+    panel.sums[segment * panel.num_rows + row] = sum(total) * all.offset;
   }
 }
 
@@ -126,82 +124,97 @@ void take_row(const Activations<1> &all, const Panel<1> &panel, int64_t row, con
     int32_t total = 0;
     for (int64_t i = begin; i < end; ++i) total += codes[i];
     panel.scales[segment * panel.num_rows + row] = scale;
-    panel.sums[segment * panel.num_rows + row] = total;
+    panel.sums[segment * panel.num_rows + row] = total * all.offset;
   }
-  for (int64_t step = 0; step < all.num_steps; ++step) {
+  const int64_t whole = all.num_inputs / STEP;
+  for (int64_t step = 0; step < whole; ++step) std::memcpy(panel.bytes + step * panel.num_rows + row, codes + step * STEP, STEP);
+  for (int64_t step = whole; step < all.num_steps; ++step) {
     int32_t bytes = 0;
-    std::memcpy(&bytes, codes + step * STEP, std::clamp<int64_t>(all.num_inputs - step * STEP, 0, STEP));
+    std::memcpy(&bytes, codes + step * STEP, std::max<int64_t>(all.num_inputs - step * STEP, 0));
     panel.bytes[step * panel.num_rows + row] = bytes;
   }
 }
 
 // --- the product ---
 
-// TILES tiles of ROWS rows, in registers; out [ROWS, TILES, 16].
+// sums [ROWS, TILES, LIMBS] = the dot products of `num_vectors` vectors of codes. A function of its own and never inlined: among other code
+// the compiler keeps half of the sums in memory (2.2 times slower).
 template <int BITS, int LIMBS, int ROWS, int TILES>
-void multiply_tiles(const Weight &weight, const Activations<LIMBS> &all, const Panel<LIMBS> &x, int64_t tile, float *out) {
+[[gnu::noinline]] void dot_segment(const uint8_t *codes, int64_t tile_bytes, const int32_t *bytes, int64_t num_vectors, Ints *result) {
   constexpr int STEPS = 8 / BITS;  // in a vector of codes
-  const int64_t tile_bytes = weight.tile_bytes();
-  const uint8_t *codes = weight.codes + tile * tile_bytes;
-  const float *scales = weight.scales(tile);
-  const int8_t *zeros = weight.zeros(tile);
-  const int64_t num_groups = weight.num_groups();
-  const int32_t *bytes = x.bytes;
-  Floats totals[ROWS][TILES];
+  Ints sums[ROWS][TILES][LIMBS];
   UNROLL
   for (int row = 0; row < ROWS; ++row)
     UNROLL
-    for (int t = 0; t < TILES; ++t) totals[row][t] = splat(0.0f);
-  for (int64_t segment = 0; segment < all.num_segments; ++segment) {
-    const int64_t begin = segment * all.segment, group = begin / weight.group_size;
-    const int64_t num_vectors = (std::min(begin + all.segment, all.num_steps * STEP) - begin) / STEP / STEPS;
-    Ints sums[ROWS][TILES][LIMBS];
+    for (int t = 0; t < TILES; ++t)
+      UNROLL
+      for (int limb = 0; limb < LIMBS; ++limb) sums[row][t][limb] = splat(0);
+  for (int64_t vector = 0; vector < num_vectors; ++vector, codes += 64, bytes += STEPS * ROWS * LIMBS) {
+    Ints w[TILES];
     UNROLL
-    for (int row = 0; row < ROWS; ++row)  // begins at minus the zero points' part
-      UNROLL
-      for (int t = 0; t < TILES; ++t) {
-        const int32_t sum = x.sums[segment * ROWS + row];
-        sums[row][t][0] = weight.has_zeros ? multiply(load_bytes(zeros + (t * num_groups + group) * LANES), splat(-sum))
-                                           : splat(static_cast<int32_t>(-static_cast<uint32_t>(weight.offset()) * sum));
-        if constexpr (LIMBS == 2) sums[row][t][1] = splat(0);
-      }
-    for (int64_t vector = 0; vector < num_vectors; ++vector, codes += 64, bytes += STEPS * ROWS * LIMBS) {
-      Ints w[TILES];
-      UNROLL
-      for (int t = 0; t < TILES; ++t) {
-        if (ROWS <= 4) _mm_prefetch(reinterpret_cast<const char *>(codes + t * tile_bytes + 2048), _MM_HINT_T0);
-        w[t] = load(codes + t * tile_bytes);
-      }
-      UNROLL
-      for (int step = 0; step < STEPS; ++step) {
-        Ints w_step[TILES];
-        UNROLL
-        for (int t = 0; t < TILES; ++t)
-          w_step[t] = BITS == 8 ? w[t] : bit_and(step ? shift_right<4>(w[t]) : w[t], splat(0x0f0f0f0f));
-        UNROLL
-        for (int row = 0; row < ROWS; ++row)
-          UNROLL
-          for (int limb = 0; limb < LIMBS; ++limb) {
-            const Ints x_step = splat(bytes[(step * ROWS + row) * LIMBS + limb]);
-            UNROLL
-            for (int t = 0; t < TILES; ++t) sums[row][t][limb] = dot_bytes(sums[row][t][limb], w_step[t], x_step);
-          }
-      }
+    for (int t = 0; t < TILES; ++t) {
+      if (ROWS <= 4) _mm_prefetch(reinterpret_cast<const char *>(codes + t * tile_bytes + 2048), _MM_HINT_T0);
+      w[t] = load(codes + t * tile_bytes);
     }
     UNROLL
-    for (int row = 0; row < ROWS; ++row)
+    for (int step = 0; step < STEPS; ++step) {
+      Ints w_step[TILES];
       UNROLL
-      for (int t = 0; t < TILES; ++t) {
-        Ints sum = sums[row][t][0];
-        if constexpr (LIMBS == 2) sum = add(sum, shift_left<8>(sums[row][t][1]));
-        const Floats scale = multiply(load(scales + (t * num_groups + group) * LANES), splat(x.scales[segment * ROWS + row]));
-        totals[row][t] = multiply_add(to_floats(sum), scale, totals[row][t]);
-      }
+      for (int t = 0; t < TILES; ++t) w_step[t] = BITS == 8 ? w[t] : bit_and(step ? shift_right<4>(w[t]) : w[t], splat(0x0f0f0f0f));
+      UNROLL
+      for (int row = 0; row < ROWS; ++row)
+        UNROLL
+        for (int limb = 0; limb < LIMBS; ++limb) {
+          const Ints x_step = splat(bytes[(step * ROWS + row) * LIMBS + limb]);
+          UNROLL
+          for (int t = 0; t < TILES; ++t) sums[row][t][limb] = dot_bytes(sums[row][t][limb], w_step[t], x_step);
+        }
+    }
   }
   UNROLL
   for (int row = 0; row < ROWS; ++row)
     UNROLL
-    for (int t = 0; t < TILES; ++t) store(out + (row * TILES + t) * LANES, totals[row][t]);
+    for (int t = 0; t < TILES; ++t)
+      UNROLL
+      for (int limb = 0; limb < LIMBS; ++limb) result[(row * TILES + t) * LIMBS + limb] = sums[row][t][limb];
+}
+
+// TILES tiles of ROWS rows; out [ROWS, TILES, 16].
+template <int BITS, int LIMBS, int ROWS, int TILES>
+void multiply_tiles(const Weight &weight, const Activations<LIMBS> &all, const Panel<LIMBS> &x, int64_t tile, float *out) {
+  const int64_t num_groups = weight.num_groups();
+  const uint8_t *codes = weight.codes + tile * weight.tile_bytes();
+  const int32_t *bytes = x.bytes;
+  std::fill(out, out + ROWS * TILES * LANES, 0.0f);
+  for (int64_t segment = 0; segment < all.num_segments; ++segment) {
+    const int64_t begin = segment * all.segment, size = std::min(all.segment, all.num_steps * STEP - begin);
+    const int64_t num_vectors = size * BITS / (8 * STEP), group = begin / weight.group_size;
+    Ints sums[ROWS][TILES][LIMBS];
+    dot_segment<BITS, LIMBS, ROWS, TILES>(codes, weight.tile_bytes(), bytes, num_vectors, &sums[0][0][0]);
+    UNROLL
+    for (int t = 0; t < TILES; ++t) {
+      const int64_t place = ((tile + t) * num_groups + group) * LANES;
+      const Floats scale = load(weight.scales() + place);
+      UNROLL
+      for (int row = 0; row < ROWS; ++row) {
+        Ints zeros = splat(x.sums[segment * ROWS + row]);
+        if (weight.has_zeros) zeros = multiply(load_bytes(weight.zeros() + place), zeros);
+        Ints sum = subtract(sums[row][t][0], zeros);
+        if constexpr (LIMBS == 2) sum = add(sum, shift_left<8>(sums[row][t][1]));
+        const Floats both = LIMBS == 2 ? multiply(scale, splat(x.scales[segment * ROWS + row])) : scale;
+        float *total = out + (row * TILES + t) * LANES;
+        store(total, multiply_add(to_floats(sum), both, load(total)));
+      }
+    }
+    codes += num_vectors * 64;
+    bytes += size / STEP * ROWS * LIMBS;
+  }
+  if constexpr (LIMBS == 1)  // one scale for the whole row
+    for (int row = 0; row < ROWS; ++row)
+      for (int t = 0; t < TILES; ++t) {
+        float *total = out + (row * TILES + t) * LANES;
+        store(total, multiply(load(total), splat(x.scales[row])));
+      }
 }
 
 struct Output {
@@ -263,7 +276,7 @@ float *row_buffer(int64_t count) {
 extern "C" void quant_matmul(const void *x, int32_t dtype, const uint8_t *blob, void *out, int64_t num_rows, int64_t num_inputs,
                              int64_t num_outputs, int64_t group_size, int32_t bits, int32_t has_zeros) {
   const Weight weight{num_inputs, num_outputs, group_size, bits, has_zeros != 0, blob};
-  Activations<2> all{num_rows, num_inputs, std::min(weight.whole_group(), SEGMENT), weight.num_steps()};
+  Activations<2> all{num_rows, num_inputs, std::min(weight.whole_group(), SEGMENT), weight.num_steps(), weight.offset()};
   all.allocate();
   prepare_panels(all, [&](const Panel<2> &panel, int64_t row, int64_t index) {
     float *floats = row_buffer(num_inputs);
@@ -278,7 +291,7 @@ extern "C" void quant_matmul_int8(const int8_t *codes, const float *scales, int6
                                   int32_t dtype, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int64_t group_size,
                                   int32_t bits, int32_t has_zeros) {
   const Weight weight{num_inputs, num_outputs, group_size, bits, has_zeros != 0, blob};
-  Activations<1> all{num_rows, num_inputs, weight.whole_group(), weight.num_steps()};
+  Activations<1> all{num_rows, num_inputs, weight.whole_group(), weight.num_steps(), weight.offset()};
   all.allocate();
   prepare_panels(all, [&](const Panel<1> &panel, int64_t row, int64_t index) {
     take_row(all, panel, row, codes + index * num_inputs, scales[index * scale_stride]);

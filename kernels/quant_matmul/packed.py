@@ -30,8 +30,14 @@ class PackedWeight:
     has_zero_points: bool
 
     def __post_init__(self) -> None:
-        if self.blob.dtype != torch.uint8 or self.blob.shape != (sum(self._part_sizes()),) or not self.blob.is_contiguous():
-            raise ValueError(f"a packed weight of {sum(self._part_sizes())} bytes cannot be {tuple(self.blob.shape)} {self.blob.dtype}")
+        if (
+            self.blob.dtype != torch.uint8
+            or self.blob.shape != (sum(self._part_sizes()),)
+            or not self.blob.is_contiguous()
+        ):
+            raise ValueError(
+                f"a packed weight of {sum(self._part_sizes())} bytes cannot be {tuple(self.blob.shape)} {self.blob.dtype}"
+            )
 
     @property
     def num_groups(self) -> int:
@@ -107,11 +113,19 @@ def _in_tiles(codes: Tensor) -> Tensor:
 
 def _check(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> None:
     if bits not in (4, 8) or (bits == 8 and zero_points is not None):
-        raise ValueError(f"{bits} bits with{'out' if zero_points is None else ''} zero points: only 4 and 8, and zero points with 4")
-    if codes.dtype != torch.int8 or scales.dtype != torch.float32 or (zero_points is not None and zero_points.dtype != torch.int8):
+        raise ValueError(
+            f"{bits} bits with{'out' if zero_points is None else ''} zero points: only 4 and 8, and zero points with 4"
+        )
+    if (
+        codes.dtype != torch.int8
+        or scales.dtype != torch.float32
+        or (zero_points is not None and zero_points.dtype != torch.int8)
+    ):
         raise ValueError("codes and zero points are int8, scales float32")
     if scales.shape[0] != codes.shape[0] or (zero_points is not None and zero_points.shape != scales.shape):
-        raise ValueError(f"scales {list(scales.shape)} and their zero points do not belong to codes {list(codes.shape)}")
+        raise ValueError(
+            f"scales {list(scales.shape)} and their zero points do not belong to codes {list(codes.shape)}"
+        )
     if not 0 < codes.shape[1] <= MAX_INPUTS:
         raise ValueError(f"{codes.shape[1]} inputs: a kernel adds 1 to {MAX_INPUTS}")
     if bits == 4 and codes.numel():

@@ -42,4 +42,6 @@ def exact_product(a: Tensor, b: Tensor) -> Tensor:
     come out wrong (pytorch/pytorch#195066). The sum of 1024 products of int8 is exact in float32, in any order.
     """
     pieces = zip(a.split(1024, dim=1), b.split(1024, dim=1), strict=True)
-    return sum((linear(x.float(), y.float()).double() for x, y in pieces), torch.zeros(len(a), len(b), dtype=torch.float64))
+    return sum(
+        (linear(x.float(), y.float()).double() for x, y in pieces), torch.zeros(len(a), len(b), dtype=torch.float64)
+    )
