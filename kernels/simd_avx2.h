@@ -42,6 +42,7 @@ inline Ints add(Ints a, Ints b) { return {_mm256_add_epi32(a.low, b.low), _mm256
 inline Ints subtract(Ints a, Ints b) { return {_mm256_sub_epi32(a.low, b.low), _mm256_sub_epi32(a.high, b.high)}; }
 inline Ints multiply(Ints a, Ints b) { return {_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)}; }
 inline Ints larger(Ints a, Ints b) { return {_mm256_max_epi32(a.low, b.low), _mm256_max_epi32(a.high, b.high)}; }
+inline Ints smaller(Ints a, Ints b) { return {_mm256_min_epi32(a.low, b.low), _mm256_min_epi32(a.high, b.high)}; }
 template <int BITS> inline Ints shift_left(Ints a) { return {_mm256_slli_epi32(a.low, BITS), _mm256_slli_epi32(a.high, BITS)}; }
 template <int BITS> inline Ints shift_right(Ints a) { return {_mm256_srai_epi32(a.low, BITS), _mm256_srai_epi32(a.high, BITS)}; }
 inline int32_t largest(Ints x) {
@@ -57,8 +58,8 @@ inline int32_t sum(Ints x) {
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
 
-inline Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
 inline Floats multiply(Floats a, Floats b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+inline Floats divide(Floats a, Floats b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
   return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }

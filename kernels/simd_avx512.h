@@ -24,13 +24,14 @@ inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Ints subtract(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 inline Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
 inline Ints larger(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
+inline Ints smaller(Ints a, Ints b) { return _mm512_min_epi32(a, b); }
 template <int BITS> inline Ints shift_left(Ints a) { return _mm512_slli_epi32(a, BITS); }
 template <int BITS> inline Ints shift_right(Ints a) { return _mm512_srai_epi32(a, BITS); }
 inline int32_t largest(Ints x) { return _mm512_reduce_max_epi32(x); }
 inline int32_t sum(Ints x) { return _mm512_reduce_add_epi32(x); }
 
-inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 
 // Each lane: sum plus four unsigned bytes times four signed bytes, modulo 2^32.

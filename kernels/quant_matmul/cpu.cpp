@@ -308,9 +308,11 @@ extern "C" void quantize_rows(const void *x, int32_t dtype, int8_t *codes, float
       const bool finite = magnitude <= std::numeric_limits<float>::max();
       const float scale = finite ? magnitude / 127 : NAN, divisor = scale > 0 ? scale : 1.0f;
       scales[row] = finite ? divisor : scale;
-      for (int64_t i = 0; i < num_inputs; ++i) {
-        const float code = std::nearbyint(floats[i] / divisor);
-        codes[row * num_inputs + i] = finite ? static_cast<int8_t>(std::clamp(code, -127.0f, 127.0f)) : 0;
+      for (int64_t i = 0; i < num_inputs; i += LANES) {
+        const Ints code = round_to_ints(divide(load(floats + i), splat(divisor)));
+        alignas(16) int8_t bytes[LANES];
+        store_bytes(bytes, finite ? smaller(larger(code, splat(-127)), splat(127)) : splat(0));
+        std::memcpy(codes + row * num_inputs + i, bytes, std::min(LANES, num_inputs - i));
       }
     }
   });
