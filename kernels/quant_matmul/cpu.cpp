@@ -16,19 +16,14 @@
 
 namespace {
 
-// Accumulators stay in registers only if the loops over them are unrolled, which the compiler does not do unasked for as many as 24.
-#define UNROLL _Pragma("GCC unroll 16")
-
 constexpr int64_t STEP = 4;
-constexpr int64_t SEGMENT = 128;       // inputs that share a scale of fixed point, and whose sum fits 32 bits
+constexpr int64_t SEGMENT = 128;            // inputs that share a scale of fixed point, and whose sum fits 32 bits
 constexpr int64_t TILES_PER_CHUNK = 4;
 constexpr int64_t PANELS_PER_CHUNK = 16;
 constexpr int32_t FIXED_POINT_MAX = 32512;  // 256 * 127: then both limbs fit a signed byte
 constexpr float LEAST_NORMAL = 1e-33f;      // below it the reciprocal of the scale would overflow
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// The packed weight; kernels/quant_matmul/__init__.py describes its parts.
+// The packed weight; kernels/quant_matmul/packed.py describes its parts.
 struct Weight {
   int64_t num_inputs, num_outputs, group_size;
   int bits;
@@ -46,13 +41,13 @@ struct Weight {
   int32_t offset() const { return has_zeros ? 1 : bits == 8 ? 128 : 8; }
 };
 
-// Up to MAX rows of activations, step after step: bytes [num_steps, num_rows, LIMBS, 4].
+// Up to MAX_ROWS rows of activations, step after step: bytes [num_steps, num_rows, LIMBS, 4].
 template <int LIMBS> struct Panel {
   static constexpr int MAX_ROWS = std::max(1, ACCUMULATORS / 2 / LIMBS);
   int64_t num_rows;
   int32_t *bytes;
-  float *scales;   // [num_segments, num_rows]
-  int32_t *sums;   // [num_segments, num_rows], of the integers, times the weight's offset if it has no zero points
+  float *scales;  // [num_segments, num_rows]
+  int32_t *sums;  // [num_segments, num_rows], of the integers, times the weight's offset if it has no zero points
 };
 
 // All rows of a call in panels of nearly equal height.
@@ -249,13 +244,14 @@ template <int LIMBS> void multiply_all(const Weight &weight, const Activations<L
     const int64_t first = chunk / panel_chunks * TILES_PER_CHUNK, last = std::min(first + TILES_PER_CHUNK, weight.num_tiles());
     const int64_t panel = chunk % panel_chunks * PANELS_PER_CHUNK, end = std::min(panel + PANELS_PER_CHUNK, all.num_panels);
     for (int64_t p = panel; p < end; ++p) {
-      const auto multiply = weight.bits == 8 ? multiply_panel<8, LIMBS, Panel<LIMBS>::MAX_ROWS> : multiply_panel<4, LIMBS, Panel<LIMBS>::MAX_ROWS>;
+      constexpr int MAX_ROWS = Panel<LIMBS>::MAX_ROWS;
+      const auto multiply = weight.bits == 8 ? multiply_panel<8, LIMBS, MAX_ROWS> : multiply_panel<4, LIMBS, MAX_ROWS>;
       multiply(weight, all, all.panel(p), p * all.height, first, last, out);
     }
   });
 }
 
-// Prepares every panel: on the calling thread if there is only one, for sharing costs more than a few rows.
+// Prepares every row of every panel.
 template <int LIMBS, class Prepare> void prepare_panels(const Activations<LIMBS> &all, Prepare &&prepare) {
   parallel_for(all.num_panels, [&](int64_t p) {
     const Panel<LIMBS> panel = all.panel(p);
