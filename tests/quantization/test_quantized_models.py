@@ -19,8 +19,8 @@ FAMILIES = sorted(folder.name for folder in GOLDENS.iterdir() if not folder.name
 # as a share of the logits' standard deviation.
 SCHEMES = {
     "int8": (QuantConfig(QuantScheme.int8), 0.05),
-    "int4": (QuantConfig(QuantScheme.int4, group_size=16), 0.6),
-    "int4 asymmetric": (QuantConfig(QuantScheme.int4, group_size=16, symmetric=False), 0.4),
+    "int4": (QuantConfig(QuantScheme.int4), 0.6),
+    "int4 asymmetric": (QuantConfig(QuantScheme.int4, symmetric=False), 0.5),
     "a8w8": (QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic), 0.12),
     "fp8": (QuantConfig(QuantScheme.fp8, activations=Activations.dynamic), 0.2),
 }
