@@ -16,6 +16,7 @@ from models.config import ConfigReader
 from models.formats import Checkpoint, WeightFile, open_checkpoint, open_tokenizer
 from models.formats.manifest import verify_manifest
 from models.hub import find_checkpoint
+from models.linear_layers import pack_layers
 from models.registry import find_architecture
 from models.tokenizers import Tokenizer
 from models.weights import DTYPES, checkpoint_dtype, initialise_randomly, load_weights, parameter_shapes
@@ -35,11 +36,15 @@ DEFAULT_THREADS = torch.get_num_threads()  # torch's choice, before anybody set 
 
 
 def assemble(
-    run: RunConfig, max_num_requests: int, on_bytes: Callable[[int, int], None] = lambda done, total: None
+    run: RunConfig,
+    max_num_requests: int,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+    packed: bool = True,
 ) -> Engine:
     """Load model and tokenizer and make an engine for so many requests at once. `on_bytes(done, total)` follows the weights.
 
-    The scheme of `quant` needs no calibration. Raises UserError for whatever is wrong with the checkpoint, the tokenizer or the device.
+    The scheme of `quant` needs no calibration. `packed`: weights are held as the machine's kernels want them, where there are such.
+    Raises UserError for whatever is wrong with the checkpoint, the tokenizer or the device.
     """
     assert not run.quant.needs_calibration
     if max_num_requests > run.device.max_batched_tokens:
@@ -73,6 +78,8 @@ def assemble(
     files = checkpoint.open_weights(parameter_shapes(model)) if with_weights else []
     _quantize(model, run.quant, stored, files)
     dtype = _dtype(run.model.dtype, reader, files)
+    if packed:
+        pack_layers(model, dtype, device)
     if files:
         load_weights(model, files, architecture.ignored_tensors, dtype, device, on_bytes)
     else:

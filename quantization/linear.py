@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from conf.quantization import Activations
 from kernels.quant_matmul import PackedWeight, pack, quant_matmul, quant_matmul_int8, quantize_rows
-from models.layers.linear import QuantizedLinear, linear
+from models.layers.linear import PackedLinear, linear
 from quantization.activations import quantize_per_token, quantize_static
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight, WeightLayout
 from quantization.scheme import LinearScheme
 
 
-class CodedLinear(QuantizedLinear):
+class CodedLinear(PackedLinear):
     """Layers of any scheme: what they are made of, and what their inputs go through before the product."""
 
     def __init__(

@@ -8,9 +8,10 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.quantization import QuantConfig
 from models.causal_lm import CausalLM
-from models.layers.linear import Conv1D, Linear, TiedHead
+from models.layers.linear import Layer
+from models.linear_layers import linear_layers, replace_layer
 from quantization.codes import CodeKind
-from quantization.layouts.base import Layer, StoredQuantization, StoredWeight, WeightLayout
+from quantization.layouts.base import StoredQuantization, StoredWeight, WeightLayout
 from quantization.layouts.floats import FloatLayout
 from quantization.linear import CodedLinear, Fp8Linear, IntLinear
 from quantization.scheme import LinearScheme, override_of, scheme_of
@@ -18,22 +19,9 @@ from quantization.scheme import LinearScheme, override_of, scheme_of
 HEAD = "lm_head"  # the head's name in skip and overrides, whatever a family calls it
 
 
-def quantizable_layers(model: CausalLM) -> dict[str, Layer]:
-    """By name all linear layers but those that the model keeps (`FloatLinear` and other classes of their own)."""
-    parameters = {id(parameter): name.removesuffix(".weight") for name, parameter in model.named_parameters()}
-    layers = {}
-    for name, module in model.named_modules():
-        if type(module) in (Linear, Conv1D, TiedHead):
-            outputs, inputs = module.weight.shape[::-1] if type(module) is Conv1D else module.weight.shape
-            source = parameters[id(module.weight)]
-            has_bias = getattr(module, "bias", None) is not None
-            layers[name] = Layer(name, source, (outputs, inputs), type(module) is Conv1D, has_bias)
-    return layers
-
-
 def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
     """The scheme of each layer that gets one, by its name. Raises UserError for a pattern that matches none."""
-    layers = quantizable_layers(model)
+    layers = linear_layers(model)
     aliases = {name: (name, HEAD) if model.get_submodule(name) is model.head else (name,) for name in layers}
     if HEAD not in {alias for names in aliases.values() for alias in names}:
         aliases[HEAD] = (HEAD,)  # a head that is kept anyway may be skipped, too
@@ -60,7 +48,7 @@ def quantize_while_loading(model: CausalLM, config: QuantConfig) -> dict[str, Li
 
     Returns the schemes by layer. Raises UserError for a pattern that matches nothing and for groups that do not divide a layer.
     """
-    schemes, layers = plan(model, config), quantizable_layers(model)
+    schemes, layers = plan(model, config), linear_layers(model)
     for name, scheme in schemes.items():
         layer = layers[name]
         size = scheme.weights.group_size
@@ -78,7 +66,7 @@ def place_stored_layers(
 ) -> dict[str, LinearScheme]:
     """Put in the places of the model's layers those that the checkpoint holds quantised. `shapes` are those of its tensors, by name."""
     schemes = {}
-    for name, layer in quantizable_layers(model).items():
+    for name, layer in linear_layers(model).items():
         scheme = stored.scheme(layer)
         if scheme is not None and (layer.source == name or f"{name}.weight_scale" in shapes):
             found = {
@@ -103,7 +91,6 @@ def place_quantized(model: CausalLM, layer: Layer, scheme: LinearScheme, stored:
 
 def _replace(model: CausalLM, layer: Layer, source: str, scheme: LinearScheme, layout: WeightLayout) -> CodedLinear:
     kind = Fp8Linear if scheme.weights.kind is CodeKind.FP8 else IntLinear
-    parent, _, own = layer.name.rpartition(".")
     new = kind(source, scheme, layout, layer.shape[0], layer.has_bias)
-    setattr(model.get_submodule(parent), own, new)
+    replace_layer(model, layer, new)
     return new

@@ -1,6 +1,7 @@
 """The linear layer, whose every row is computed the same way however many rows there are."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +66,22 @@ def make_head(embedding: nn.Embedding, tied: bool) -> nn.Module:
     return TiedHead(embedding) if tied else Linear(channels, vocab_size, bias=False)
 
 
-class QuantizedLinear(nn.Module, ABC):
-    """What stands in the place of a `Linear` or `Conv1D` whose weight is held in fewer bits. Schemes of `quantization/` implement it.
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer whose weight may be held in another form."""
+
+    name: str
+    source: str
+    """The name of its weight in a float checkpoint, without `.weight`: of a tied head the embedding's."""
+    shape: tuple[int, int]
+    """[O, I]"""
+    is_transposed: bool
+    """Whether a float checkpoint holds it as [I, O]."""
+    has_bias: bool
+
+
+class PackedLinear(nn.Module, ABC):
+    """What stands in the place of a `Linear`, `Conv1D` or `TiedHead` whose weight is held in another form: a machine's, or fewer bits.
 
     Its parameters are made when all of its tensors have come from the checkpoint, so that no more than one layer is there in floats.
     """

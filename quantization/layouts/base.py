@@ -6,22 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from models.layers.linear import Layer
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A linear layer that can be quantised."""
-
-    name: str
-    source: str
-    """The name of its weight in a float checkpoint, without `.weight`: of a tied head the embedding's."""
-    shape: tuple[int, int]
-    """[O, I]"""
-    is_transposed: bool
-    """Whether a float checkpoint holds it as [I, O]."""
-    has_bias: bool
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.quantization import Activations
 from models.config import ConfigReader
+from models.layers.linear import Layer
 from quantization.codes import CodeKind
-from quantization.layouts.base import Layer, StoredWeight
+from quantization.layouts.base import StoredWeight
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat
 

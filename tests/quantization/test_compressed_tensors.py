@@ -14,10 +14,11 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.quantization import Activations
 from models.config import ConfigReader
+from models.layers.linear import Layer
 from quantization.codes import CodeKind
 from quantization.gptq import Hessian, gptq
 from quantization.layouts import read_quantization
-from quantization.layouts.base import Layer, StoredWeight
+from quantization.layouts.base import StoredWeight
 from quantization.layouts.compressed_tensors import CompressedWeight, pack, unpack, write_config
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat, quantize
