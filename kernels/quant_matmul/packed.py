@@ -86,8 +86,8 @@ def find_group_size(num_inputs: int, num_groups: int) -> int:
 def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> PackedWeight:
     """codes int8 [N, K], scales float32 [N, G], zero points int8 [N, G] or None if symmetric.
 
-    `bits` is 8 (symmetric) or 4 (codes -8 .. 7 if symmetric, else 0 .. 15 and zero points -112 .. 127). A group has 32, 64, 128 or all K inputs, the last one what
-    is left. Raises ValueError for anything else.
+    `bits` is 8 (symmetric) or 4 (codes -8 .. 7 if symmetric, else 0 .. 15 and zero points -112 .. 127). A group has 32, 64, 128 or all K
+    inputs, the last one what is left. Raises ValueError for anything else.
     """
     num_outputs, num_inputs = codes.shape
     group_size = find_group_size(num_inputs, scales.shape[1])
