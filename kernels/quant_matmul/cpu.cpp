@@ -146,8 +146,8 @@ struct Sources {
   int64_t num_segments, num_vectors, last_vectors;  // vectors of codes in a segment, and in the last one
 };
 
-// TILES tiles of ROWS rows; out [ROWS, TILES, 16]. Sums and totals fill the registers. Never inlined: among other code, or with a branch for
-// the zero points, the compiler keeps half of them in memory (2.2 times slower).
+// TILES tiles of ROWS rows; out [ROWS, TILES, 16]. Sums and totals fill the registers. Never inlined: among other code, or with a branch
+// for the zero points, the compiler keeps half of them in memory (2.2 times slower).
 template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
 [[gnu::noinline]] void multiply_tiles(Sources from, float *out) {
   constexpr int STEPS = 8 / BITS;  // in a vector of codes

@@ -129,7 +129,7 @@ def test_half_precision_is_float32_rounded_once(any_way: str, dtype: torch.dtype
 
 
 def test_float32_contract(any_way: str) -> None:
-    """8 bits, weight only: within 1e-4 of the reference (measured: 1.4e-5)."""
+    """8 bits, weight only: within 1e-4 of the reference (measured: 2.6e-5)."""
     codes, scales, _, group = make(100, 4096, 8, 0, False)
     x = randn(9, 4096)
     expected = reference.quant_matmul(x, codes, scales, None, group)
