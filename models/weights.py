@@ -54,9 +54,8 @@ def load_weights(
     Raises UserError that lists all missing, unexpected and wrong-shaped tensors.
     """
     parameters, parts = parameter_shapes(model), quantized_parts(model)
-    expected = parameters | {name: layer.tensors()[own] for name, (layer, own) in parts.items()}
-    names = full_names(expected)
-    _compare(expected, files, names, ignored, model.ignored_prefixes)
+    names = match_tensors(model, files, ignored)
+    expected = expected_shapes(model)
     total = sum(torch.Size(shape).numel() for shape in expected.values()) * dtype.itemsize
     done, damaged = 0, []
     incomplete: dict[QuantizedLinear, dict[str, Tensor]] = {}
@@ -94,6 +93,20 @@ def _holds_nan(tensor: Tensor) -> bool:
     if tensor.dtype.itemsize == 1:  # float8, which torch cannot add up
         tensor = tensor.float()
     return bool(tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any())  # the sum needs no memory
+
+
+def expected_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
+    """Of all tensors that a checkpoint of the model must have, by name."""
+    parts = {name: layer.tensors()[own] for name, (layer, own) in quantized_parts(model).items()}
+    return parameter_shapes(model) | parts
+
+
+def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, ...]) -> dict[str, str]:
+    """The model's names by those that the tensors may have. `ignored`: as for `load_weights`, whose errors these are."""
+    expected = expected_shapes(model)
+    names = full_names(expected)
+    _compare(expected, files, names, ignored, model.ignored_prefixes)
+    return names
 
 
 def _parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dtype:

@@ -12,10 +12,10 @@ from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig,
 from models.batch import KVCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
-from models.formats import Checkpoint, WeightFile, open_checkpoint
+from models.formats import Checkpoint, WeightFile, open_checkpoint, open_tokenizer
 from models.hub import find_checkpoint
 from models.registry import find_architecture
-from models.tokenizers import Tokenizer, load_tokenizer
+from models.tokenizers import Tokenizer
 from models.weights import DTYPES, checkpoint_dtype, initialise_randomly, load_weights, parameter_shapes
 from pipelines.engine import Engine
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
@@ -138,11 +138,10 @@ def _tokenizer(config: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:
         return None
     if not config.tokenizer:
         return checkpoint.load_tokenizer()
-    own = Path(config.tokenizer).expanduser()
-    tokenizer = load_tokenizer(own) if own.is_dir() else None
+    tokenizer = open_tokenizer(Path(config.tokenizer).expanduser())
     if tokenizer is None:
         raise UserError(
-            f"model.tokenizer={config.tokenizer} is not a folder with tokenizer files: give such a folder, or null for none"
+            f"model.tokenizer={config.tokenizer} is not a folder with tokenizer files: give such a folder, a GGUF file, or null for none"
         )
     return tokenizer
 

@@ -25,7 +25,8 @@ class PackedWeight:
         codes = self.codes.float().unflatten(1, (self.scales.shape[1], -1))
         if self.zero_points is not None:
             codes = codes - self.zero_points.unsqueeze(2)
-        return (codes * self.scales.unsqueeze(2)).flatten(1)
+        weight: Tensor = (codes * self.scales.unsqueeze(2)).flatten(1)
+        return weight
 
 
 def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> PackedWeight:

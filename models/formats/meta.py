@@ -14,6 +14,7 @@ from conf.errors import UserError
 from models.config import ConfigReader, read_json
 from models.formats.base import Checkpoint, WeightFile
 from models.formats.huggingface import GENERATION_CONFIG, PickleFile
+from models.formats.rotary_rows import half_apart
 from models.tokenizers import load_tokenizer
 
 PARAMS = "params.json"
@@ -182,8 +183,7 @@ class MetaShards:
             raise UserError(
                 f"{self.path}: {name} has {tensor.shape[0]} rows, which are not {heads} heads of an even size"
             )
-        ordered: Tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)  # type: ignore[no-untyped-call]
-        return ordered
+        return half_apart(tensor, heads)
 
 
 def _our_name(source: str, embedding_cut: int) -> tuple[str, int | None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from models.config import read_json
 from models.tokenizers.base import Message, Tokenizer
 from models.tokenizers.chat import LLAMA2
-from models.tokenizers.huggingface import HuggingFaceTokenizer
+from models.tokenizers.huggingface import load_huggingface
 from models.tokenizers.sentencepiece import (
     BaichuanTokenizer,
     ChatGLM2Tokenizer,
@@ -40,10 +40,10 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         return BaichuanTokenizer(pieces, turns, eos_after_answers=not is_second)
     if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
         is_llama2 = kind == "llama" and pieces.is_file() and _is_sentencepiece(pieces)
-        return HuggingFaceTokenizer(folder, LLAMA2 if is_llama2 else None)
+        return load_huggingface(folder, LLAMA2 if is_llama2 else None)
     if pieces.is_file():
         return SentencePieceTokenizer(pieces) if _is_sentencepiece(pieces) else Llama3Tokenizer(pieces)
-    return HuggingFaceTokenizer(folder) if (folder / "tokenizer_config.json").is_file() else None
+    return load_huggingface(folder) if (folder / "tokenizer_config.json").is_file() else None
 
 
 def _is_sentencepiece(file: Path) -> bool:

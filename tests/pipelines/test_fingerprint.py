@@ -1,5 +1,6 @@
 """What a job is: contents, not places; and nothing that leaves its rows as they are."""
 
+import os
 import shutil
 import subprocess
 from dataclasses import replace
@@ -10,7 +11,8 @@ from conf.schema import RunConfig
 from pipelines.fingerprint import fingerprint
 from pipelines.loading import load_engine
 from pipelines.prompts import read_prompts
-from tests.builders import run_config
+from tests.builders import run_config, write_llama
+from tests.gguf_twins import write_twin
 
 
 def of(run: RunConfig, data: str = "Once") -> dict[str, Any]:
@@ -64,3 +66,13 @@ def test_weights_in_folders_of_ranks_are_parts(chatty: Path, tmp_path: Path) -> 
     assert of(run_config(folder))["model/rank_0/model.safetensors"].endswith(
         f" bytes of {(folder / 'rank_0' / 'model.safetensors').stat().st_mtime_ns}"
     )
+
+
+def test_a_model_in_one_file_is_a_part(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    file = write_twin(tmp_path, tmp_path / "x.gguf")
+    parts = of(run_config(file))
+    assert [name for name in parts if name.startswith("model/")] == ["model/x.gguf"]
+    assert parts["model/x.gguf"].startswith(f"{file.stat().st_size} bytes of ")
+    os.utime(file, ns=(0, 0))
+    assert of(run_config(file))["model/x.gguf"] != parts["model/x.gguf"]
