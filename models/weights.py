@@ -71,9 +71,10 @@ def load_weights(
                 if came.keys() == layer.tensors().keys():
                     layer.load(incomplete.pop(layer), dtype, device)
             if name in parameters:
-                if not tensor.is_floating_point():
+                if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
                     raise UserError(
-                        f"{file.path}: {found_name} is {tensor.dtype}, but its layer is not quantised: expected floats"
+                        f"{file.path}: {found_name} is {tensor.dtype}, but its layer is not quantised: expected floats of 16 or 32 "
+                        "bits, or scales beside it"
                     )
                 own_dtype = _parameter_dtype(model, name, dtype)
                 assign(model, name, tensor.to(device, own_dtype, copy=file.is_mapped))

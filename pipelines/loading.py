@@ -13,6 +13,7 @@ from models.batch import KVCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.formats import Checkpoint, WeightFile, open_checkpoint, open_tokenizer
+from models.formats.gguf import GGUFWeights
 from models.hub import find_checkpoint
 from models.registry import find_architecture
 from models.tokenizers import Tokenizer
@@ -22,6 +23,7 @@ from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_
 from pipelines.engine.request import ContextLimit
 from pipelines.generation_config import decode_defaults, eos_token_ids
 from quantization.layouts import read_quantization
+from quantization.layouts.gguf import read_gguf_quantization
 from quantization.plan import place_stored_layers, quantize_while_loading
 from quantization.scheme import scheme_of
 
@@ -61,13 +63,13 @@ def load_engine(
         )
     eos = eos_token_ids(checkpoint.generation_config, reader, tokenizer)
     decode = decode_defaults(checkpoint.generation_config, context.num_tokens)
-    if unread := reader.unread():
-        log.warning("the config in %s has keys that are not used: %s", path, ", ".join(unread))
     with torch.device("meta"):
         model = architecture.build(shape).eval()
     with_weights = run.model.weights is Weights.checkpoint
     files = checkpoint.open_weights(parameter_shapes(model)) if with_weights else []
     _quantize(model, run.quant, checkpoint, files)
+    if unread := reader.unread():
+        log.warning("the config in %s has keys that are not used: %s", path, ", ".join(unread))
     dtype = _dtype(run.model.dtype, reader, files)
     if files:
         load_weights(model, files, architecture.ignored_tensors, dtype, device, on_bytes)
@@ -82,12 +84,15 @@ def load_engine(
 
 def _quantize(model: CausalLM, config: QuantConfig, checkpoint: Checkpoint, files: list[WeightFile]) -> None:
     """Give the model (on the meta device) the layers that the checkpoint or the `quant` option asks for."""
-    stored = read_quantization(checkpoint.config)
+    stored = read_quantization(checkpoint.config) or read_gguf_quantization(files)
     if stored is None:
         if config.scheme is not QuantScheme.none:
             quantize_while_loading(model, config)
         return
     schemes = place_stored_layers(model, stored, {name: shape for file in files for name, shape in file.shapes.items()})
+    for file in files:
+        if isinstance(file, GGUFWeights):
+            file.keep_codes(schemes)
     if config.scheme is not QuantScheme.none and scheme_of(config) not in schemes.values():
         held = ", ".join(sorted(set(map(str, schemes.values()))))
         raise UserError(

@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from conf.errors import UserError
 from conf.quantization import QuantConfig
 from models.causal_lm import CausalLM
-from models.layers.linear import Conv1D, Linear, TiedHead
+from models.layers.linear import Conv1D, FloatLinear, Linear, TiedHead
 from quantization.codes import CodeKind
-from quantization.layouts.base import Layer, StoredQuantization, StoredWeight, WeightLayout
+from quantization.layouts.base import Layer, StoredQuantization, StoredWeight, WeightLayout, holds_codes
 from quantization.layouts.floats import FloatLayout
-from quantization.linear import CodedLinear, Fp8Linear, IntLinear
+from quantization.linear import CodedLinear, DequantizedLinear, Fp8Linear, IntLinear
 from quantization.scheme import LinearScheme, override_of, scheme_of
 
 HEAD = "lm_head"  # the head's name in skip and overrides, whatever a family calls it
@@ -20,12 +20,18 @@ HEAD = "lm_head"  # the head's name in skip and overrides, whatever a family cal
 
 def quantizable_layers(model: CausalLM) -> dict[str, Layer]:
     """By name all linear layers but those that the model keeps (`FloatLinear` and other classes of their own)."""
+    return linear_layers(model, Linear, Conv1D, TiedHead)
+
+
+def linear_layers(model: CausalLM, *kinds: type[nn.Module]) -> dict[str, Layer]:
+    """By name the layers of exactly these classes."""
     parameters = {id(parameter): name.removesuffix(".weight") for name, parameter in model.named_parameters()}
     layers = {}
     for name, module in model.named_modules():
-        if type(module) in (Linear, Conv1D, TiedHead):
-            outputs, inputs = module.weight.shape[::-1] if type(module) is Conv1D else module.weight.shape
-            source = parameters[id(module.weight)]
+        if type(module) in kinds:
+            weight: Tensor = module.weight  # type: ignore[assignment]
+            outputs, inputs = weight.shape[::-1] if type(module) is Conv1D else weight.shape
+            source = parameters[id(weight)]
             has_bias = getattr(module, "bias", None) is not None
             layers[name] = Layer(name, source, (outputs, inputs), type(module) is Conv1D, has_bias)
     return layers
@@ -77,18 +83,27 @@ def place_stored_layers(
     model: CausalLM, stored: StoredQuantization, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, LinearScheme]:
     """Put in the places of the model's layers those that the checkpoint holds quantised. `shapes` are those of its tensors, by name."""
+    tensors: dict[str, dict[str, tuple[int, ...]]] = {}  # by module and own name
+    for tensor, shape in shapes.items():
+        module, _, own = tensor.rpartition(".")
+        tensors.setdefault(module, {})[own] = shape
+    quantizable = quantizable_layers(model)
     schemes = {}
-    for name, layer in quantizable_layers(model).items():
-        scheme = stored.scheme(layer)
-        if scheme is not None and (layer.source == name or f"{name}.weight_scale" in shapes):
-            found = {
-                own: shape
-                for tensor, shape in shapes.items()
-                for own in [tensor.removeprefix(f"{name}.")]
-                if own != tensor
-            }
-            _replace(model, layer, name, scheme, stored.layout(layer, found))
+    for name, layer in (quantizable | linear_layers(model, FloatLinear)).items():
+        found = tensors.get(name, {})
+        scheme = stored.scheme(layer, found)
+        is_kept = name not in quantizable or layer.source != name  # a tied head may be quantised beside its embedding
+        if scheme is None or is_kept and not holds_codes(found):
+            continue
+        try:
+            layout = stored.layout(layer, found)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
+        if name in quantizable:
+            _replace(model, layer, name, scheme, layout)
             schemes[name] = scheme
+        else:
+            _put(model, DequantizedLinear(name, scheme, layout, layer.shape[0], layer.has_bias), name)
     return schemes
 
 
@@ -103,7 +118,10 @@ def place_quantized(model: CausalLM, layer: Layer, scheme: LinearScheme, stored:
 
 def _replace(model: CausalLM, layer: Layer, source: str, scheme: LinearScheme, layout: WeightLayout) -> CodedLinear:
     kind = Fp8Linear if scheme.weights.kind is CodeKind.FP8 else IntLinear
-    parent, _, own = layer.name.rpartition(".")
-    new = kind(source, scheme, layout, layer.shape[0], layer.has_bias)
+    return _put(model, kind(source, scheme, layout, layer.shape[0], layer.has_bias), layer.name)
+
+
+def _put(model: CausalLM, new: CodedLinear, name: str) -> CodedLinear:
+    parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, new)
     return new

@@ -18,7 +18,8 @@ from quantization.codes import CodeKind
 from quantization.gptq import Hessian, gptq
 from quantization.layouts import read_quantization
 from quantization.layouts.base import Layer, StoredWeight
-from quantization.layouts.compressed_tensors import CompressedWeight, pack, unpack, write_config
+from quantization.layouts.compressed_tensors import CompressedWeight, write_config
+from quantization.layouts.packing import pack, unpack
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat, quantize
 
@@ -57,7 +58,7 @@ def layout(scheme: LinearScheme, found: dict[str, tuple[int, ...]] | None = None
         ConfigReader({"quantization_config": write_config({LAYER.name: scheme}, [])}, "config.json")
     )
     assert config is not None
-    assert config.scheme(LAYER) == scheme
+    assert config.scheme(LAYER, {}) == scheme
     made = config.layout(LAYER, found or {})
     assert isinstance(made, CompressedWeight)
     return made
@@ -168,7 +169,7 @@ def test_layers_are_found_by_name_by_expression_and_by_class() -> None:
     config = read_quantization(ConfigReader({"quantization_config": values}, "config.json"))
     assert config is not None
     found = {
-        name: config.scheme(Layer(name, name, SHAPE, False, False))
+        name: config.scheme(Layer(name, name, SHAPE, False, False), {})
         for name in ("model.layers.3.mlp.up_proj", "model.layers.3.mlp.down_proj", "lm_head", "model.layers.0.mlp.gate")
     }
     assert list(found.values()) == [SCHEMES["int4"], SCHEMES["int8"], None, None]
