@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 
 from conf.errors import UserError
@@ -19,7 +19,7 @@ from quantization.layouts.base import Layer, StoredWeight
 from quantization.linear import Fp8Linear
 from quantization.scheme import LinearScheme
 from tests.builders import all_logits, engine_of
-from tests.oracle import random_prompts
+from tests.oracle import random_prompts, write_model
 from tests.quantization.samples import random
 from tests.quantization.twins import assert_rows_are_independent, change, write_twins
 
@@ -28,6 +28,15 @@ BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", 
 SMALL_BLOCKS = BLOCKS | {"weight_block_size": [48, 32]}
 WHOLE = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 2,
+}
 INPUT_SCALE = 0.02  # activations of these models reach about 9
 
 
@@ -137,19 +146,19 @@ def test_names_of_transformers_for_one_scale() -> None:
 
 def test_a_layer_that_the_model_keeps_in_floats_is_dequantised(tmp_path: Path) -> None:
     """DeepSeek's kv_b_proj, whose weight is used in other ways too, is fp8 in DeepSeek's own files."""
-    golden = Path(__file__).resolve().parents[1] / "goldens" / "deepseek_v3"
     packed, floats = tmp_path / "packed", tmp_path / "floats"
-    plain, quantised = {}, {}
-    for name, tensor in load_file(golden / "model.safetensors").items():
-        plain[name] = quantised[name] = tensor
+    write_model(floats, DeepseekV3ForCausalLM, **DEEPSEEK)
+    plain = load_file(floats / "model.safetensors")
+    quantised = dict(plain)
+    for name, tensor in plain.items():
         if name.endswith("kv_b_proj.weight"):
-            codes, plain[name] = encode(BLOCKS, tensor.float())
-            quantised |= {name: codes["weight"], f"{name}_scale_inv": codes["weight_scale_inv"]}
-    config = json.loads((golden / "config.json").read_text())
-    for folder, tensors, more in ((floats, plain, {}), (packed, quantised, {"quantization_config": BLOCKS})):
-        folder.mkdir()
-        save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(config | more))
+            tensors, plain[name] = encode(BLOCKS, tensor)
+            quantised |= {name: tensors["weight"], f"{name}_scale_inv": tensors["weight_scale_inv"]}
+    save_file(plain, floats / "model.safetensors")
+    packed.mkdir()
+    save_file(quantised, packed / "model.safetensors")
+    config = json.loads((floats / "config.json").read_text()) | {"quantization_config": BLOCKS}
+    (packed / "config.json").write_text(json.dumps(config))
     assert all_logits(engine_of(packed), [1, 2, 3, 4, 5]).equal(all_logits(engine_of(floats), [1, 2, 3, 4, 5]))
 
 
