@@ -157,10 +157,7 @@ def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def initialise_randomly(model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
-    """Norms 1, biases 0, all else normal with a standard deviation of 0.02; always the same values on one kind of device.
-
-    Raises UserError where a layer is made of other tensors than floats.
-    """
+    """Norms 1, biases 0, all else normal with a standard deviation of 0.02; always the same values on one kind of device."""
     generator = torch.Generator(device).manual_seed(0)
 
     def make(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -172,6 +169,4 @@ def initialise_randomly(model: CausalLM, dtype: torch.dtype, device: torch.devic
     for name, parameter in list(model.named_parameters()):
         assign(model, name, make(name, tuple(parameter.shape), _parameter_dtype(model, name, dtype)))
     for layer in dict.fromkeys(layer for layer, _ in quantized_parts(model).values()):
-        if not layer.tensors().keys() <= {"weight", "bias"}:
-            raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
         layer.load({own: make(own, shape, dtype) for own, shape in layer.tensors().items()}, dtype, device)

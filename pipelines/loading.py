@@ -89,6 +89,8 @@ def _quantize(model: CausalLM, config: QuantConfig, checkpoint: Checkpoint, file
         if config.scheme is not QuantScheme.none:
             quantize_while_loading(model, config)
         return
+    if not files:
+        raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
     schemes = place_stored_layers(model, stored, {name: shape for file in files for name, shape in file.shapes.items()})
     for file in files:
         if isinstance(file, GGUFWeights):

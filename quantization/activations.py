@@ -65,6 +65,7 @@ def quantize_per_token(x: Tensor, kind: CodeKind) -> tuple[Tensor, Tensor]:
 
 def quantize_per_token_group(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """fp8 codes [T, I] of x [T, I], and scales [T, ceil(I / size)] float32, one for each token and group of `size` channels."""
+    size = min(size, x.shape[1])
     padded = functional.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size))  # [T, G, size]
     codes, scales = quantize_per_token(padded.flatten(0, 1), CodeKind.FP8)
     return codes.view(len(x), -1)[:, : x.shape[1]], scales.view(len(x), -1)

@@ -94,7 +94,7 @@ class Fp8Weight:
         codes = of_type(tensors, "weight", torch.float8_e4m3fn)
         scales = positive(tensors[self._scale_name], self._scale_name)
         if self.block:
-            rows, columns = self.block
+            rows, columns = min(self.block[0], self.shape[0]), min(self.block[1], self.shape[1])
             width = math.gcd(columns, self.shape[1])  # groups are of one size, also where a row ends inside of a block
             scales = scales.repeat_interleave(rows, 0)[: self.shape[0]]
             scales = scales.repeat_interleave(columns // width, 1)[:, : self.shape[1] // width]

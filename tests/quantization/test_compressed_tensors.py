@@ -131,6 +131,17 @@ def test_impossible_values(change: dict[str, Tensor], message: str) -> None:
         layout(scheme, shapes(tensors)).read(tensors)
 
 
+def test_groups_that_do_not_divide_a_layer() -> None:
+    with pytest.raises(UserError, match=r"groups of 32 do not divide the 40 input channels of a weight \[96, 40\]"):
+        CompressedWeight((96, 40), LinearScheme(WeightFormat(4, group_size=32)), True, {})
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "input_scale"])
+def test_one_scale_cannot_be_several(name: str) -> None:
+    assert layout(SCHEMES["fp8 per tensor"], {name: (40,)}).tensors()[name] == (1,)
+    assert layout(SCHEMES["fp8 per tensor"], {name: ()}).tensors()[name] == ()
+
+
 def test_an_impossible_group_index() -> None:
     scheme = SCHEMES["int4"]
     tensors = layout(scheme).write(stored(scheme)) | {"weight_g_idx": torch.zeros(96, dtype=torch.int32)}
@@ -147,6 +158,10 @@ def test_an_impossible_group_index() -> None:
         ({"sparsity_config": {"format": "dense"}}, "sparsity_config=.* is not supported"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme=.* is not supported"),
         ({"ignore": "lm_head"}, "ignore is not a list of texts"),
+        (
+            {"config_groups": {"group_0": {"weights": {"type": "float", "strategy": "group", "group_size": 32}}}},
+            "strategy='group' is not supported: only 'channel', 'tensor'",
+        ),
         ({"new_key": 1}, "settings that are not known: new_key"),
         (
             {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "rotation": 1}}}},

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM
+from transformers import DeepseekV3ForCausalLM, FineGrainedFP8Config, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 
 from conf.errors import UserError
@@ -26,6 +26,7 @@ from tests.quantization.twins import assert_rows_are_independent, change, write_
 NAME = "model.layers.0.mlp.up_proj"
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SMALL_BLOCKS = BLOCKS | {"weight_block_size": [48, 32]}
+HUGE_BLOCKS = BLOCKS | {"weight_block_size": [2**40, 2**40]}  # of which nothing of that size may be made
 WHOLE = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
 DEEPSEEK = {
@@ -56,6 +57,7 @@ def encode_blocks(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tens
 def encode(config: dict[str, Any], weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     block = config.get("weight_block_size")
     codes, scales = encode_blocks(weight, *(block or weight.shape))
+    block = block and [min(size, 2**20) for size in block]  # transformers makes a row of scales for each row of a block
     dequantised = _dequantize_fp8_weight(codes, scales if block else scales[0, 0], block, torch.float32)
     tensors = {"weight": codes, "weight_scale_inv" if block else "weight_scale": scales if block else scales[0, 0]}
     if config["activation_scheme"] == "static":
@@ -90,14 +92,14 @@ def read(
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (130, 384), (72, 200), (1, 64)])
-@pytest.mark.parametrize("config", [BLOCKS, SMALL_BLOCKS, WHOLE])
+@pytest.mark.parametrize("config", [BLOCKS, SMALL_BLOCKS, HUGE_BLOCKS, WHOLE])
 def test_weights_are_transformers(config: dict[str, Any], shape: tuple[int, int]) -> None:
     tensors, expected = encode(config, random(*shape) * torch.linspace(0.1, 3, shape[1]))
     assert read(config, tensors, shape)[1].weight.dequantize().equal(expected)  # the same products of two numbers
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (130, 384), (72, 200)])
-@pytest.mark.parametrize("config", [BLOCKS, SMALL_BLOCKS, WHOLE, STATIC])
+@pytest.mark.parametrize("config", [BLOCKS, SMALL_BLOCKS, HUGE_BLOCKS, WHOLE, STATIC])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_is_the_product_of_rounded_activations(
     config: dict[str, Any], shape: tuple[int, int], dtype: torch.dtype
@@ -133,6 +135,16 @@ def test_a_model_is_transformers_with_such_layers(config: dict[str, Any], tmp_pa
         # An activation at the edge of two codes may fall to either side, because float32 sums in another order.
         assert error < 0.01 < unrounded
     assert_rows_are_independent(own, random_prompts(96, (5, 1, 17)))
+
+
+def test_transformers_reads_the_same_weights(tmp_path: Path) -> None:
+    config = BLOCKS | {"weight_block_size": [32, 16]}  # which divide all layers, as transformers wants it here
+    packed, floats = write_twins(tmp_path, config, lambda name, weight: encode(config, weight))
+    settings = FineGrainedFP8Config(dequantize=True, weight_block_size=(32, 16))
+    reference = LlamaForCausalLM.from_pretrained(packed, dtype=torch.float32, quantization_config=settings)
+    expected = load_file(floats / "model.safetensors")
+    for name, tensor in reference.state_dict().items():
+        assert tensor.equal(expected[name]), name
 
 
 def test_names_of_transformers_for_one_scale() -> None:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from conf.schema import Weights
 from models.config import ConfigReader
+from pipelines.loading import load_engine
 from quantization.codes import CodeKind
 from quantization.gptq import Hessian, gptq
 from quantization.layouts import awq, read_quantization
@@ -19,7 +21,7 @@ from quantization.layouts.base import Layer, StoredQuantization, StoredWeight
 from quantization.layouts.gptq import GptqWeight
 from quantization.scheme import Activations, LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat, quantize
-from tests.builders import engine_of
+from tests.builders import engine_of, run_config
 from tests.quantization.samples import random
 from tests.quantization.twins import (
     assert_same_model,
@@ -338,3 +340,15 @@ def test_groups_that_do_not_divide_a_layer(tmp_path: Path) -> None:
     packed, _ = write_twins(tmp_path, AWQ | {"group_size": 24}, lambda name, weight: awq_tensors(weight, 32))
     with pytest.raises(UserError, match="q_proj: groups of 24 do not divide the 64 input channels of a weight"):
         engine_of(packed)
+
+
+def test_random_weights_of_a_quantised_checkpoint(tmp_path: Path) -> None:
+    packed, _ = write_twins(tmp_path, AWQ, lambda name, weight: awq_tensors(weight, 32))
+    with pytest.raises(UserError, match="model.weights=random makes float weights, but this checkpoint is quantised"):
+        load_engine(run_config(packed, weights=Weights.random), 3)
+
+
+def test_every_key_of_a_quantised_config_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    packed, _ = write_twins(tmp_path, AWQ, lambda name, weight: awq_tensors(weight, 32))
+    engine_of(packed)
+    assert "not used" not in caplog.text
