@@ -42,10 +42,10 @@ def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, 
     parameters = parameter_shapes(model)
     for file in files:
         for name in matched.keys() & file.dtypes.keys():
-            if matched[name] in parameters and not file.dtypes[name].is_floating_point:
-                raise UserError(
-                    f"{file.path}: {name} is {file.dtypes[name]}, but its layer is not quantised: expected floats"
-                )
+            dtype = file.dtypes[name]
+            if matched[name] in parameters and (not dtype.is_floating_point or dtype.itemsize == 1):
+                remedy = "expected floats of 16 or 32 bits, or scales beside it"
+                raise UserError(f"{file.path}: {name} is {dtype}, but its layer is not quantised: {remedy}")
     return matched
 
 
@@ -188,6 +188,4 @@ def initialise_randomly(model: CausalLM, dtype: torch.dtype, device: torch.devic
     for name, parameter in list(model.named_parameters()):
         assign(model, name, make(name, tuple(parameter.shape), _parameter_dtype(model, name, dtype)))
     for layer in dict.fromkeys(layer for layer, _ in packed_parts(model).values()):
-        if not layer.tensors().keys() <= {"weight", "bias"}:
-            raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
         layer.load({own: make(own, shape, dtype) for own, shape in layer.tensors().items()}, dtype, device)

@@ -14,6 +14,7 @@ from models.batch import KVCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.formats import Checkpoint, WeightFile, open_checkpoint, open_tokenizer
+from models.formats.gguf import GGUFWeights
 from models.formats.manifest import verify_manifest
 from models.hub import find_checkpoint
 from models.linear_layers import pack_layers
@@ -26,6 +27,7 @@ from pipelines.engine.request import ContextLimit
 from pipelines.generation_config import decode_defaults, eos_token_ids
 from quantization.layouts import read_quantization
 from quantization.layouts.base import StoredQuantization
+from quantization.layouts.gguf import read_gguf_quantization
 from quantization.plan import place_stored_layers, quantize_while_loading
 from quantization.scheme import scheme_of
 
@@ -58,7 +60,6 @@ def assemble(
         torch.cuda.reset_peak_memory_stats(device)
     checkpoint = find_and_open(run.model)
     reader = checkpoint.config
-    stored = read_quantization(reader)
     architecture = find_architecture(reader)
     shape: ModelShape = architecture.read_config(reader)
     context = _context(run.model, shape, reader)
@@ -70,13 +71,13 @@ def assemble(
         )
     eos = eos_token_ids(checkpoint.generation_config, reader, tokenizer)
     decode = decode_defaults(checkpoint.generation_config, context.num_tokens)
-    if unread := reader.unread():
-        log.warning("the config in %s has keys that are not used: %s", checkpoint.path, ", ".join(unread))
     with torch.device("meta"):
         model = architecture.build(shape).eval()
     with_weights = run.model.weights is Weights.checkpoint
     files = checkpoint.open_weights(parameter_shapes(model)) if with_weights else []
-    _quantize(model, run.quant, stored, files)
+    _quantize(model, run.quant, read_quantization(reader) or read_gguf_quantization(files), files)
+    if unread := reader.unread():
+        log.warning("the config in %s has keys that are not used: %s", checkpoint.path, ", ".join(unread))
     dtype = _dtype(run.model.dtype, reader, files)
     if packed:
         pack_layers(model, dtype, device)
@@ -97,7 +98,12 @@ def _quantize(model: CausalLM, config: QuantConfig, stored: StoredQuantization |
         if config.scheme is not QuantScheme.none:
             quantize_while_loading(model, config)
         return
+    if not files:
+        raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
     schemes = place_stored_layers(model, stored, {name: shape for file in files for name, shape in file.shapes.items()})
+    for file in files:
+        if isinstance(file, GGUFWeights):
+            file.keep_codes(schemes)
     if config.scheme is not QuantScheme.none and scheme_of(config) not in schemes.values():
         held = ", ".join(sorted(set(map(str, schemes.values()))))
         raise UserError(

@@ -8,12 +8,12 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.quantization import QuantConfig
 from models.causal_lm import CausalLM
-from models.layers.linear import Layer
+from models.layers.linear import FloatLinear, Layer
 from models.linear_layers import linear_layers, replace_layer
 from quantization.codes import CodeKind
-from quantization.layouts.base import StoredQuantization, StoredWeight, WeightLayout
+from quantization.layouts.base import StoredQuantization, StoredWeight, WeightLayout, holds_codes
 from quantization.layouts.floats import FloatLayout
-from quantization.linear import CodedLinear, Fp8Linear, IntLinear
+from quantization.linear import CodedLinear, DequantizedLinear, Fp8Linear, IntLinear
 from quantization.scheme import LinearScheme, override_of, scheme_of
 
 HEAD = "lm_head"  # the head's name in skip and overrides, whatever a family calls it
@@ -65,18 +65,27 @@ def place_stored_layers(
     model: CausalLM, stored: StoredQuantization, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, LinearScheme]:
     """Put in the places of the model's layers those that the checkpoint holds quantised. `shapes` are those of its tensors, by name."""
+    tensors: dict[str, dict[str, tuple[int, ...]]] = {}  # by module and own name
+    for tensor, shape in shapes.items():
+        module, _, own = tensor.rpartition(".")
+        tensors.setdefault(module, {})[own] = shape
+    quantizable = linear_layers(model)
     schemes = {}
-    for name, layer in linear_layers(model).items():
-        scheme = stored.scheme(layer)
-        if scheme is not None and (layer.source == name or f"{name}.weight_scale" in shapes):
-            found = {
-                own: shape
-                for tensor, shape in shapes.items()
-                for own in [tensor.removeprefix(f"{name}.")]
-                if own != tensor
-            }
-            _replace(model, layer, name, scheme, stored.layout(layer, found))
+    for name, layer in (quantizable | linear_layers(model, FloatLinear)).items():
+        found = tensors.get(name, {})
+        scheme = stored.scheme(layer, found)
+        is_kept = name not in quantizable or layer.source != name  # a tied head may be quantised beside its embedding
+        if scheme is None or is_kept and not holds_codes(found):
+            continue
+        try:
+            layout = stored.layout(layer, found)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
+        if name in quantizable:
+            _replace(model, layer, name, scheme, layout)
             schemes[name] = scheme
+        else:
+            replace_layer(model, name, DequantizedLinear(name, scheme, layout, layer.shape[0], layer.has_bias))
     return schemes
 
 
@@ -92,5 +101,5 @@ def place_quantized(model: CausalLM, layer: Layer, scheme: LinearScheme, stored:
 def _replace(model: CausalLM, layer: Layer, source: str, scheme: LinearScheme, layout: WeightLayout) -> CodedLinear:
     kind = Fp8Linear if scheme.weights.kind is CodeKind.FP8 else IntLinear
     new = kind(source, scheme, layout, layer.shape[0], layer.has_bias)
-    replace_layer(model, layer, new)
+    replace_layer(model, layer.name, new)
     return new

@@ -36,8 +36,16 @@ class WritableLayout(WeightLayout, Protocol):
 class StoredQuantization(Protocol):
     """What the `quantization_config` of a checkpoint says."""
 
-    def scheme(self, layer: Layer) -> LinearScheme | None:
-        """None for a layer that is stored in floats."""
+    def scheme(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
+        """None for a layer that is stored in floats. `found` are the shapes of the tensors that the file has under the layer's name."""
 
     def layout(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> WeightLayout:
-        """For a layer that has a scheme. `found` are the shapes of the tensors that the file has under the layer's name."""
+        """For a layer that has a scheme."""
+
+
+def holds_codes(found: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a layer's tensors in the file are more than those of a float layer.
+
+    For formats whose tools do not say which layers they left out, or say it in patterns that each tool matches in its own way.
+    """
+    return bool(found.keys() - {"weight", "bias"})
