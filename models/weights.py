@@ -39,11 +39,11 @@ def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, 
     names = full_names(expected)
     _compare(expected, files, names, ignored, model.ignored_prefixes)
     matched = {name: names[name] for file in files for name in file.shapes if name in names}
-    parameters = parameter_shapes(model)
+    floats = parameter_shapes(model).keys() | {n for n, (layer, _) in packed_parts(model).items() if layer.from_floats}
     for file in files:
         for name in matched.keys() & file.dtypes.keys():
             dtype = file.dtypes[name]
-            if matched[name] in parameters and (not dtype.is_floating_point or dtype.itemsize == 1):
+            if matched[name] in floats and (not dtype.is_floating_point or dtype.itemsize == 1):
                 remedy = "expected floats of 16 or 32 bits, or scales beside it"
                 raise UserError(f"{file.path}: {name} is {dtype}, but its layer is not quantised: {remedy}")
     return matched

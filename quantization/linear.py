@@ -13,6 +13,7 @@ from models.layers.linear import PackedLinear, linear
 from quantization.activations import quantize_per_token, quantize_per_token_group, quantize_static
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight, WeightLayout
+from quantization.layouts.floats import FloatLayout
 from quantization.scheme import LinearScheme
 
 
@@ -24,6 +25,7 @@ class CodedLinear(PackedLinear):
     ) -> None:
         super().__init__()
         self.source = source
+        self.from_floats = isinstance(layout, FloatLayout)
         self.scheme = scheme
         self._layout = layout
         self._bias_shape = {"bias": (num_outputs,)} if has_bias else {}

@@ -12,6 +12,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 class DenseLinear(PackedLinear):
     """x [R, I] -> [R, O]. The packed weight takes the place of the checkpoint's."""
 
+    from_floats = True
+
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         self.source = layer.source

@@ -89,6 +89,9 @@ class PackedLinear(nn.Module, ABC):
     source: str
     """The name that its tensors have in the checkpoint, before their own: its own, or of a tied head the embedding's."""
 
+    from_floats: bool
+    """Whether they are floats of 16 or 32 bits, as of a layer that is not packed."""
+
     @abstractmethod
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Own names and shapes of the tensors that it is made of."""
