@@ -40,6 +40,10 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     target = Path(os.path.abspath(Path(run.convert.output).expanduser()))
     _refuse_overlap(target, checkpoint.path, output_dir)
     refuse_existing(target, run.convert.overwrite, "convert")
+    if checkpoint.config.raw("quantization_config") is not None:
+        raise UserError(
+            f"{checkpoint.path} is quantised, and task=convert takes float checkpoints only: give the float model"
+        )
     architecture = find_architecture(checkpoint.config)
     with torch.device("meta"):
         model = architecture.build(architecture.read_config(checkpoint.config))

@@ -33,6 +33,9 @@ def pack(weight: Tensor) -> PackedMatrix:
         raise ValueError(f"a weight of {weight.dtype} cannot be packed: only float32 and bfloat16")
     num_outputs, num_inputs = weight.shape
     per_step = 4 // weight.element_size()
-    padded = functional.pad(weight, (0, -num_inputs % per_step, 0, -num_outputs % TILE))
-    tiles = padded.view(len(padded) // TILE, TILE, -1, per_step).transpose(1, 2).contiguous()
+    missing = -num_inputs % per_step, -num_outputs % TILE
+    padded = (
+        functional.pad(weight, (0, missing[0], 0, missing[1])) if any(missing) else weight
+    )  # pad copies, whatever is missing
+    tiles = padded.reshape(len(padded) // TILE, TILE, -1, per_step).transpose(1, 2).contiguous()
     return PackedMatrix(tiles, num_outputs, num_inputs)
