@@ -39,9 +39,9 @@ def assemble(
 ) -> Engine:
     """Load model and tokenizer and make an engine for so many requests at once. `on_bytes(done, total)` follows the weights.
 
-    The scheme of `quant` needs no calibration. Raises UserError for whatever is wrong with the checkpoint, the tokenizer or the device.
+    A scheme that needs calibration is for a model that is quantised by it already.
+    Raises UserError for whatever is wrong with the checkpoint, the tokenizer or the device.
     """
-    assert not run.quant.needs_calibration
     if max_num_requests > run.device.max_batched_tokens:
         raise UserError(
             f"batch_size={max_num_requests} is more than device.max_batched_tokens={run.device.max_batched_tokens}: "
@@ -87,6 +87,7 @@ def assemble(
 def _quantize(model: CausalLM, config: QuantConfig, stored: StoredQuantization | None, files: list[WeightFile]) -> None:
     """Give the model (on the meta device) the layers that the checkpoint or the `quant` option asks for."""
     if stored is None:
+        assert not config.needs_calibration
         if config.scheme is not QuantScheme.none:
             quantize_while_loading(model, config)
         return
@@ -105,6 +106,12 @@ def find_and_open(config: ModelConfig) -> Checkpoint:
     if config.verify:
         verify_manifest(path)
     return open_checkpoint(path, config.allow_pickle)
+
+
+def is_quantized(config: ModelConfig) -> bool:
+    """Whether the checkpoint of `model.path` is. Raises UserError where there is none."""
+    path = find_checkpoint(config.path, config.weights is Weights.checkpoint, config.allow_pickle)
+    return open_checkpoint(path, config.allow_pickle).config.section("quantization_config") is not None
 
 
 def _kv_cache(

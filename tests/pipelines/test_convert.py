@@ -421,9 +421,7 @@ def test_two_conversions_to_one_target_do_not_mix(
 
     monkeypatch.setattr("pipelines.convert.write_huggingface", meanwhile(run_convert.__globals__["write_huggingface"]))
     convert(source, tmp_path / "made")
-    assert messages == [
-        f"another conversion writes convert.output={tmp_path / 'made'}: wait for it, or give another folder"
-    ]
+    assert messages == [f"another run writes convert.output={tmp_path / 'made'}: wait for it, or give another folder"]
     verify_manifest(tmp_path / "made")
 
 
