@@ -234,7 +234,10 @@ class CompressedWeight:
             wanted = torch.float8_e4m3fn if format.kind is CodeKind.FP8 else torch.int8
             codes = _of_type(tensors, "weight", wanted)
         zero_points = self._zero_points(tensors)
-        scales = scales.reshape(1, 1).expand(outputs, 1) if format.per_tensor else scales
+        if format.per_tensor:
+            scales = scales.reshape(1, 1)
+            if format.kind is CodeKind.INT:  # whose products have a scale for each output
+                scales = scales.repeat(outputs, 1)
         permutation = _permutation(tensors["weight_g_idx"], format.group_size) if "weight_g_idx" in tensors else None
         if permutation is not None:
             codes = codes[:, permutation]
