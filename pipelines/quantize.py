@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from conf.errors import UserError, check
-from conf.quantization import CalibrateConfig, ExportConfig, KVCacheFormat, QuantConfig, QuantScheme
+from conf.quantization import CalibrateConfig, ExportConfig, KVCacheFormat, QuantConfig, QuantMethod, QuantScheme
 from conf.schema import RunConfig, Weights
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
@@ -23,7 +23,7 @@ from models.config import ConfigReader
 from models.formats.huggingface_writer import write_companions
 from models.formats.manifest import MANIFEST, write_manifest
 from models.hub import find_checkpoint
-from models.layers.linear import Linear
+from models.layers.linear import Linear, TiedHead
 from pipelines import report
 from pipelines.assembly import assemble, find_and_open, is_quantized
 from pipelines.calibration_data import CalibrationData, read_calibration_data
@@ -121,7 +121,9 @@ def _make(run: RunConfig, target: Path, progress: report.ProgressSink) -> dict[s
     model = engine.runner.model
     bytes_before = engine.runner.weight_bytes
     schemes = plan(model, run.quant)
-    config = write_config(schemes, _kept(model, schemes))
+    gptq = run.quant.gptq
+    permuted = run.quant.method is QuantMethod.gptq and gptq.act_order and not gptq.static_groups
+    config = write_config(schemes, _kept(model, schemes), permuted)
     with complete_folder(target, run.quantize.overwrite, "quantize", resumable=True) as folder:
         artefact = _begin(folder, _job(run))
         parts = parts_of(model, schemes)
@@ -203,7 +205,8 @@ def _batches(engine: Engine, samples: list[list[int]]) -> list[Batch]:
 
 def _kept(model: CausalLM, schemes: dict[str, LinearScheme]) -> list[str]:
     """Linear layers that stay floats, by name."""
-    return [name for name, module in model.named_modules() if isinstance(module, Linear) and name not in schemes]
+    linears = [name for name, module in model.named_modules() if isinstance(module, Linear | TiedHead)]
+    return [name for name in linears if name not in schemes]
 
 
 def _finish(run: RunConfig, engine: Engine, artefact: Artefact, quantization_config: dict[str, Any]) -> None:

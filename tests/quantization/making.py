@@ -94,8 +94,7 @@ def make(run: RunConfig, output_dir: Path) -> Engine:
     quantize_assemble = quantize.assemble
     with patch.object(quantize, "assemble", assemble), patch("pipelines.quantize_report._draw"):
         quantize.run_quantize(run, output_dir, dump)
-    (engine,) = made
-    return engine
+    return made[0]  # others may have been made meanwhile
 
 
 def reloaded(folder: Path, kv_cache: str = "none") -> Engine:
