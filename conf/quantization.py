@@ -36,12 +36,13 @@ class KVCacheFormat(Enum):
 
 
 WEIGHT_ONLY = (QuantScheme.int8, QuantScheme.int4)
+GROUP_SIZES = (32, 64, 128, -1)  # what kernels and other tools have
 METHODS = {
     QuantScheme.none: (QuantMethod.rtn,),
     QuantScheme.int8: (QuantMethod.rtn, QuantMethod.gptq, QuantMethod.awq),
     QuantScheme.int4: (QuantMethod.rtn, QuantMethod.gptq, QuantMethod.awq),
-    QuantScheme.a8w8: (QuantMethod.rtn, QuantMethod.smoothquant),
-    QuantScheme.fp8: (QuantMethod.rtn, QuantMethod.smoothquant),
+    QuantScheme.a8w8: (QuantMethod.rtn, QuantMethod.smoothquant, QuantMethod.gptq),
+    QuantScheme.fp8: (QuantMethod.rtn, QuantMethod.smoothquant, QuantMethod.gptq),
 }
 
 
@@ -101,9 +102,7 @@ class QuantConfig:
         scheme, weight_only = self.scheme.name, self.scheme in WEIGHT_ONLY
         allowed = ", ".join(method.name for method in METHODS[self.scheme])
         check(self.method in METHODS[self.scheme], "quant.method", self.method.name, f"{allowed} with quant={scheme}")
-        check(
-            self.group_size == -1 or self.group_size > 1, "quant.group_size", self.group_size, "a number above 1, or -1"
-        )
+        check(self.group_size in GROUP_SIZES, "quant.group_size", self.group_size, "32, 64, 128, or -1")
         self._only(self.scheme in WEIGHT_ONLY, "group_size")
         self._only(self.scheme is QuantScheme.int4, "symmetric")
         self._only(self.scheme is QuantScheme.fp8, "per_tensor")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.formats.base import WeightFile
-from models.layers.linear import QuantizedLinear
+from models.layers.linear import PackedLinear
 
 log = logging.getLogger(__name__)
 
@@ -42,16 +42,16 @@ def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, 
     parameters = parameter_shapes(model)
     for file in files:
         for name in matched.keys() & file.dtypes.keys():
-            if matched[name] in parameters and not file.dtypes[name].is_floating_point:
-                raise UserError(
-                    f"{file.path}: {name} is {file.dtypes[name]}, but its layer is not quantised: expected floats"
-                )
+            dtype = file.dtypes[name]
+            if matched[name] in parameters and (not dtype.is_floating_point or dtype.itemsize == 1):
+                remedy = "expected floats of 16 or 32 bits, or scales beside it"
+                raise UserError(f"{file.path}: {name} is {dtype}, but its layer is not quantised: {remedy}")
     return matched
 
 
 def expected_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
-    """Of all tensors that are wanted of a checkpoint: parameters, and what quantised layers are made of."""
-    parts = quantized_parts(model).items()
+    """Of all tensors that are wanted of a checkpoint: parameters, and what packed layers are made of."""
+    parts = packed_parts(model).items()
     return parameter_shapes(model) | {name: layer.tensors()[own] for name, (layer, own) in parts}
 
 
@@ -72,15 +72,15 @@ def load_weights(
     device: torch.device,
     on_bytes: Callable[[int, int], None],
 ) -> None:
-    """Replace the model's (meta) parameters by the checkpoint's tensors, cast to `dtype` on `device`. Quantised layers take theirs uncast.
+    """Replace the model's (meta) parameters by the checkpoint's tensors, cast to `dtype` on `device`. Packed layers take theirs uncast.
 
     `on_bytes(done, total)` is called after every tensor, with bytes of the dtype. Raises UserError as `match_tensors` does.
     """
     matched = match_tensors(model, files, ignored)
-    parameters, parts = parameter_shapes(model), quantized_parts(model)
+    parameters, parts = parameter_shapes(model), packed_parts(model)
     total = sum(torch.Size(shape).numel() for shape in expected_shapes(model).values()) * dtype.itemsize
     done, damaged = 0, []
-    incomplete: dict[QuantizedLinear, dict[str, Tensor]] = {}
+    incomplete: dict[PackedLinear, dict[str, Tensor]] = {}
     for file in files:
         for found_name, tensor in file.read(name for name in file.shapes if name in matched):
             name = matched[found_name]
@@ -100,9 +100,9 @@ def load_weights(
         log.warning("%d tensors hold NaN: %s", len(damaged), _listed(damaged))
 
 
-def quantized_parts(model: CausalLM) -> dict[str, tuple[QuantizedLinear, str]]:
-    """By their names in the checkpoint the tensors that quantised layers are made of: the layer, and the tensor's own name in it."""
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+def packed_parts(model: CausalLM) -> dict[str, tuple[PackedLinear, str]]:
+    """By their names in the checkpoint the tensors that packed layers are made of: the layer, and the tensor's own name in it."""
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     return {f"{layer.source}.{own}": (layer, own) for layer in layers for own in layer.tensors()}
 
 
@@ -187,7 +187,5 @@ def initialise_randomly(model: CausalLM, dtype: torch.dtype, device: torch.devic
 
     for name, parameter in list(model.named_parameters()):
         assign(model, name, make(name, tuple(parameter.shape), _parameter_dtype(model, name, dtype)))
-    for layer in dict.fromkeys(layer for layer, _ in quantized_parts(model).values()):
-        if not layer.tensors().keys() <= {"weight", "bias"}:
-            raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
+    for layer in dict.fromkeys(layer for layer, _ in packed_parts(model).values()):
         layer.load({own: make(own, shape, dtype) for own, shape in layer.tensors().items()}, dtype, device)

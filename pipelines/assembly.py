@@ -14,8 +14,10 @@ from models.batch import KVCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.formats import Checkpoint, WeightFile, open_checkpoint, open_tokenizer
+from models.formats.gguf import GGUFWeights
 from models.formats.manifest import verify_manifest
 from models.hub import find_checkpoint
+from models.linear_layers import pack_layers
 from models.registry import find_architecture
 from models.tokenizers import Tokenizer
 from models.weights import DTYPES, checkpoint_dtype, initialise_randomly, load_weights, parameter_shapes
@@ -25,6 +27,7 @@ from pipelines.engine.request import ContextLimit
 from pipelines.generation_config import decode_defaults, eos_token_ids
 from quantization.layouts import read_quantization
 from quantization.layouts.base import StoredQuantization
+from quantization.layouts.gguf import read_gguf_quantization
 from quantization.plan import place_stored_layers, quantize_while_loading
 from quantization.scheme import scheme_of
 
@@ -35,11 +38,15 @@ DEFAULT_THREADS = torch.get_num_threads()  # torch's choice, before anybody set 
 
 
 def assemble(
-    run: RunConfig, max_num_requests: int, on_bytes: Callable[[int, int], None] = lambda done, total: None
+    run: RunConfig,
+    max_num_requests: int,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+    packed: bool = True,
 ) -> Engine:
     """Load model and tokenizer and make an engine for so many requests at once. `on_bytes(done, total)` follows the weights.
 
     A scheme that needs calibration is for a model that is quantised by it already.
+    `packed`: weights are held as the machine's kernels want them, where there are such.
     Raises UserError for whatever is wrong with the checkpoint, the tokenizer or the device.
     """
     if max_num_requests > run.device.max_batched_tokens:
@@ -53,7 +60,6 @@ def assemble(
         torch.cuda.reset_peak_memory_stats(device)
     checkpoint = find_and_open(run.model)
     reader = checkpoint.config
-    stored = read_quantization(reader)
     architecture = find_architecture(reader)
     shape: ModelShape = architecture.read_config(reader)
     context = _context(run.model, shape, reader)
@@ -65,14 +71,16 @@ def assemble(
         )
     eos = eos_token_ids(checkpoint.generation_config, reader, tokenizer)
     decode = decode_defaults(checkpoint.generation_config, context.num_tokens)
-    if unread := reader.unread():
-        log.warning("the config in %s has keys that are not used: %s", checkpoint.path, ", ".join(unread))
     with torch.device("meta"):
         model = architecture.build(shape).eval()
     with_weights = run.model.weights is Weights.checkpoint
     files = checkpoint.open_weights(parameter_shapes(model)) if with_weights else []
-    _quantize(model, run.quant, stored, files)
+    _quantize(model, run.quant, read_quantization(reader) or read_gguf_quantization(files), files)
+    if unread := reader.unread():
+        log.warning("the config in %s has keys that are not used: %s", checkpoint.path, ", ".join(unread))
     dtype = _dtype(run.model.dtype, reader, files)
+    if packed:
+        pack_layers(model, dtype, device)
     if files:
         load_weights(model, files, architecture.ignored_tensors, dtype, device, on_bytes)
     else:
@@ -91,7 +99,12 @@ def _quantize(model: CausalLM, config: QuantConfig, stored: StoredQuantization |
         if config.scheme is not QuantScheme.none:
             quantize_while_loading(model, config)
         return
+    if not files:
+        raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
     schemes = place_stored_layers(model, stored, {name: shape for file in files for name, shape in file.shapes.items()})
+    for file in files:
+        if isinstance(file, GGUFWeights):
+            file.keep_codes(schemes)
     if config.scheme is not QuantScheme.none and scheme_of(config) not in schemes.values():
         held = ", ".join(sorted(set(map(str, schemes.values()))))
         raise UserError(

@@ -23,7 +23,7 @@ from models.config import ConfigReader
 from models.formats.huggingface_writer import write_companions
 from models.formats.manifest import MANIFEST, write_manifest
 from models.hub import find_checkpoint
-from models.layers.linear import Linear, TiedHead
+from models.layers.linear import Layer, Linear, TiedHead
 from pipelines import report
 from pipelines.assembly import assemble, find_and_open, is_quantized
 from pipelines.calibration_data import CalibrationData, read_calibration_data
@@ -36,7 +36,7 @@ from pipelines.quantize_preflight import print_preflight
 from pipelines.quantize_report import Predictions, perplexity, write_report
 from quantization.artefact import Artefact
 from quantization.calibration import LayerByLayer
-from quantization.layouts.base import Layer, WritableLayout
+from quantization.layouts.base import WritableLayout
 from quantization.layouts.compressed_tensors import CompressedWeight, is_packed, write_config
 from quantization.linear import CodedLinear
 from quantization.plan import plan
@@ -116,7 +116,7 @@ def _job(run: RunConfig) -> dict[str, Any]:
 def _make(run: RunConfig, target: Path, progress: report.ProgressSink) -> dict[str, Any]:
     """Quantise into the folder `target`; metrics."""
     float_run = replace(run, quant=QuantConfig(), calibrate=CalibrateConfig(), export=ExportConfig())
-    engine = assemble(float_run, 1, progress.loaded)
+    engine = assemble(float_run, 1, progress.loaded, packed=False)
     data = read_calibration_data(run.calibrate, engine.tokenizer, engine.context.num_tokens, engine.sees_later_tokens)
     model = engine.runner.model
     bytes_before = engine.runner.weight_bytes

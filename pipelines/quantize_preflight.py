@@ -7,11 +7,12 @@ import torch
 
 from conf.quantization import QuantMethod
 from conf.schema import RunConfig
+from models.linear_layers import linear_layers
 from models.registry import find_architecture
 from models.weights import DTYPES
 from pipelines.assembly import find_and_open
 from pipelines.report import print_table
-from quantization.plan import plan, quantizable_layers
+from quantization.plan import plan
 from quantization.scheme import LinearScheme
 
 PASSES = 2  # of the calibration tokens through each layer: to observe, and to go on
@@ -24,7 +25,7 @@ def print_preflight(run: RunConfig) -> None:
     architecture = find_architecture(checkpoint.config)
     with torch.device("meta"):
         model = architecture.build(architecture.read_config(checkpoint.config))
-    layers, schemes = quantizable_layers(model), plan(model, run.quant)
+    layers, schemes = linear_layers(model), plan(model, run.quant)
     itemsize = DTYPES.get(run.model.dtype.name, torch.float16).itemsize
     sizes = {name: layers[name].shape[0] * layers[name].shape[1] for name in schemes}
     before = sum(parameter.numel() for parameter in model.parameters()) * itemsize

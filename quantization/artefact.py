@@ -15,10 +15,12 @@ from torch import Tensor
 from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.formats.safetensors_writer import Entry, SafetensorsWriter, content_of
+from models.layers.linear import Layer
+from models.linear_layers import linear_layers
 from models.weights import assign
-from quantization.layouts.base import Layer, StoredWeight, WritableLayout
+from quantization.layouts.base import StoredWeight, WritableLayout
 from quantization.linear import CodedLinear
-from quantization.plan import place_quantized, quantizable_layers
+from quantization.plan import place_quantized
 from quantization.quantizer import LinearReport, Part
 from quantization.scheme import LinearScheme
 
@@ -67,7 +69,7 @@ class Artefact:
                 reports = [LinearReport(**report) for report in json.loads(file.metadata()["reports"])]
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is damaged ({error}): remove {self.folder} to begin anew") from error
-        layers = quantizable_layers(model)
+        layers = linear_layers(model)
         for name, scheme in part.schemes.items():
             own = {t.removeprefix(f"{name}."): tensors.pop(t) for t in list(tensors) if t.startswith(f"{name}.")}
             if "bias" in own:

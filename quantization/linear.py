@@ -1,6 +1,6 @@
 """Linear layers whose weights, and where wanted activations, are codes.
 
-R rows, I input channels, O output channels.
+R rows, I input channels, O output channels, G groups of input channels.
 """
 
 import torch
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from conf.quantization import Activations
 from kernels.quant_matmul import PackedWeight, pack, quant_matmul, quant_matmul_int8, quantize_rows
-from models.layers.linear import QuantizedLinear, linear
-from quantization.activations import quantize_per_token, quantize_static
+from models.layers.linear import PackedLinear, linear
+from quantization.activations import quantize_per_token, quantize_per_token_group, quantize_static
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight, WeightLayout
 from quantization.scheme import LinearScheme
 
 
-class CodedLinear(QuantizedLinear):
+class CodedLinear(PackedLinear):
     """Layers of any scheme: what they are made of, and what their inputs go through before the product."""
 
     def __init__(
@@ -48,9 +48,9 @@ class CodedLinear(QuantizedLinear):
         permutation, input_scale = stored.weight.permutation, stored.input_scale
         self.permutation = None if permutation is None else permutation.to(device)
         self.input_scale = None if input_scale is None else input_scale.to(device, torch.float32)
-        self._hold(stored, device)
+        self._hold(stored, dtype, device)
 
-    def _hold(self, stored: StoredWeight, device: torch.device) -> None:
+    def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
         raise NotImplementedError
 
     def _multiply(self, x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class CodedLinear(QuantizedLinear):
 class IntLinear(CodedLinear):
     """4- or 8-bit integer weights, packed once for the machine; activations floats or 8-bit integers."""
 
-    def _hold(self, stored: StoredWeight, device: torch.device) -> None:
+    def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
         w = stored.weight
         zero_points = None if w.zero_points is None else w.zero_points.to(device)
         self._weight: PackedWeight = pack(
@@ -86,13 +86,17 @@ class IntLinear(CodedLinear):
 class Fp8Linear(CodedLinear):
     """float8 weights and activations. The products of two codes are exact in bfloat16, so they are multiplied as such, or as floats."""
 
-    def _hold(self, stored: StoredWeight, device: torch.device) -> None:
-        self.codes = nn.Parameter(stored.weight.codes.to(device), requires_grad=False)  # [O, I] float8_e4m3fn
-        self.scales = nn.Parameter(stored.weight.scales.to(device), requires_grad=False)  # [O, 1] or [1, 1] float32
+    def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
+        self.codes = nn.Parameter(
+            stored.weight.codes.to(device, copy=True), requires_grad=False
+        )  # [O, I] float8_e4m3fn
+        self.scales = nn.Parameter(stored.weight.scales.to(device), requires_grad=False)  # [O, G] or [1, 1] float32
 
     def _multiply(self, x: Tensor) -> Tensor:
         if self.scheme.activations is Activations.none:
             return linear(x, (self.codes.to(x.dtype) * self.scales).to(x.dtype))
+        if self.scheme.weights.group_size:
+            return self._multiply_groups(x, self.scheme.weights.group_size)
         if self.scheme.activations is Activations.dynamic:
             codes, scales = quantize_per_token(x, CodeKind.FP8)
         else:
@@ -100,3 +104,24 @@ class Fp8Linear(CodedLinear):
             codes, scales = quantize_static(x, self.input_scale, CodeKind.FP8), self.input_scale
         y = linear(codes.to(x.dtype), self.codes.to(x.dtype))
         return (y * scales * self.scales.reshape(1, -1)).to(x.dtype)
+
+    def _multiply_groups(self, x: Tensor, size: int) -> Tensor:
+        """Activations with a scale for each token and group of `size`. Sums of a group are made of codes alone, its scales come after."""
+        codes, scales = quantize_per_token_group(x, size)
+        width = x.shape[1] // self.scales.shape[1]
+        y = x.new_zeros(x.shape[0], self.codes.shape[0], dtype=torch.float32)
+        for group, start in enumerate(range(0, x.shape[1], width)):
+            channels = slice(start, start + width)
+            products = linear(codes[:, channels].float(), self.codes[:, channels].float())  # [R, O]
+            y += products * scales[:, start // size, None] * self.scales[:, group]
+        return y.to(x.dtype)
+
+
+class DequantizedLinear(CodedLinear):
+    """A layer that the model keeps in floats (`FloatLinear`), of a checkpoint that does not: its codes become floats when they come."""
+
+    def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight = nn.Parameter(stored.weight.dequantize().to(device, dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)

@@ -8,27 +8,15 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.quantization import QuantConfig
 from models.causal_lm import CausalLM
-from models.layers.linear import Conv1D, Linear, TiedHead
+from models.layers.linear import FloatLinear, Layer
+from models.linear_layers import linear_layers, replace_layer
 from quantization.codes import CodeKind
-from quantization.layouts.base import Layer, StoredQuantization, StoredWeight, WeightLayout
+from quantization.layouts.base import StoredQuantization, StoredWeight, WeightLayout, holds_codes
 from quantization.layouts.floats import FloatLayout
-from quantization.linear import CodedLinear, Fp8Linear, IntLinear
+from quantization.linear import CodedLinear, DequantizedLinear, Fp8Linear, IntLinear
 from quantization.scheme import LinearScheme, override_of, scheme_of
 
 HEAD = "lm_head"  # the head's name in skip and overrides, whatever a family calls it
-
-
-def quantizable_layers(model: CausalLM) -> dict[str, Layer]:
-    """By name all linear layers but those that the model keeps (`FloatLinear` and other classes of their own)."""
-    parameters = {id(parameter): name.removesuffix(".weight") for name, parameter in model.named_parameters()}
-    layers = {}
-    for name, module in model.named_modules():
-        if type(module) in (Linear, Conv1D, TiedHead):
-            outputs, inputs = module.weight.shape[::-1] if type(module) is Conv1D else module.weight.shape
-            source = parameters[id(module.weight)]
-            has_bias = getattr(module, "bias", None) is not None
-            layers[name] = Layer(name, source, (outputs, inputs), type(module) is Conv1D, has_bias)
-    return layers
 
 
 def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
@@ -36,7 +24,7 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
 
     Raises UserError for a pattern that matches none, for groups that do not divide a layer, and where no layer gets a scheme.
     """
-    layers = quantizable_layers(model)
+    layers = linear_layers(model)
     aliases = {name: (name, HEAD) if model.get_submodule(name) is model.head else (name,) for name in layers}
     if HEAD not in {alias for names in aliases.values() for alias in names}:
         aliases[HEAD] = (HEAD,)  # a head that is kept anyway may be skipped, too
@@ -75,7 +63,7 @@ def quantize_while_loading(model: CausalLM, config: QuantConfig) -> dict[str, Li
 
     Returns the schemes by layer. Raises UserError as `plan` does.
     """
-    schemes, layers = plan(model, config), quantizable_layers(model)
+    schemes, layers = plan(model, config), linear_layers(model)
     for name, scheme in schemes.items():
         layer = layers[name]
         _replace(model, layer, layer.source, scheme, FloatLayout(layer.shape, layer.is_transposed, scheme.weights))
@@ -86,18 +74,27 @@ def place_stored_layers(
     model: CausalLM, stored: StoredQuantization, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, LinearScheme]:
     """Put in the places of the model's layers those that the checkpoint holds quantised. `shapes` are those of its tensors, by name."""
+    tensors: dict[str, dict[str, tuple[int, ...]]] = {}  # by module and own name
+    for tensor, shape in shapes.items():
+        module, _, own = tensor.rpartition(".")
+        tensors.setdefault(module, {})[own] = shape
+    quantizable = linear_layers(model)
     schemes = {}
-    for name, layer in quantizable_layers(model).items():
-        scheme = stored.scheme(layer)
-        if scheme is not None and (layer.source == name or f"{name}.weight_scale" in shapes):
-            found = {
-                own: shape
-                for tensor, shape in shapes.items()
-                for own in [tensor.removeprefix(f"{name}.")]
-                if own != tensor
-            }
-            _replace(model, layer, name, scheme, stored.layout(layer, found))
+    for name, layer in (quantizable | linear_layers(model, FloatLinear)).items():
+        found = tensors.get(name, {})
+        scheme = stored.scheme(layer, found)
+        is_kept = name not in quantizable or layer.source != name  # a tied head may be quantised beside its embedding
+        if scheme is None or is_kept and not holds_codes(found):
+            continue
+        try:
+            layout = stored.layout(layer, found)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
+        if name in quantizable:
+            _replace(model, layer, name, scheme, layout)
             schemes[name] = scheme
+        else:
+            replace_layer(model, name, DequantizedLinear(name, scheme, layout, layer.shape[0], layer.has_bias))
     return schemes
 
 
@@ -112,7 +109,6 @@ def place_quantized(model: CausalLM, layer: Layer, scheme: LinearScheme, stored:
 
 def _replace(model: CausalLM, layer: Layer, source: str, scheme: LinearScheme, layout: WeightLayout) -> CodedLinear:
     kind = Fp8Linear if scheme.weights.kind is CodeKind.FP8 else IntLinear
-    parent, _, own = layer.name.rpartition(".")
     new = kind(source, scheme, layout, layer.shape[0], layer.has_bias)
-    setattr(model.get_submodule(parent), own, new)
+    replace_layer(model, layer.name, new)
     return new

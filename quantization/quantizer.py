@@ -13,12 +13,13 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantMethod
 from models.causal_lm import CausalLM
+from models.linear_layers import linear_layers
 from quantization.activations import quantize_per_token, quantize_static, static_scale
 from quantization.awq import search_clip
 from quantization.calibration import LayerByLayer, Observed, find_layers
 from quantization.gptq import gptq
 from quantization.layouts.base import StoredWeight
-from quantization.plan import place_quantized, quantizable_layers
+from quantization.plan import place_quantized
 from quantization.scheme import LinearScheme
 from quantization.smoothing import Smoother, Weights
 from quantization.weight_format import QuantizedWeight, quantize
@@ -92,7 +93,7 @@ class Quantizer:
             error = _error(weights[name], chosen, scheme, group) if group else None
             note = "; ".join(filter(None, (notes.get(name), note)))
             reports.append(LinearReport(full_names[name], str(scheme), rounded_errors.get(name), error, note))
-        linears = quantizable_layers(self._model)
+        linears = linear_layers(self._model)
         for full_name, scheme in part.schemes.items():
             place_quantized(self._model, linears[full_name], scheme, stored[full_name])
         return stored, reports
@@ -132,7 +133,7 @@ class Quantizer:
 def float_weight(model: CausalLM, name: str) -> Tensor:
     """The weight [O, I] float32 of a linear layer."""
     weight: Tensor = model.get_submodule(name).weight.detach().float()  # type: ignore[operator, union-attr]
-    return weight.T if quantizable_layers(model)[name].is_transposed else weight
+    return weight.T if linear_layers(model)[name].is_transposed else weight
 
 
 def _input_scale(group: Observed | None, groups: list[Observed], scheme: LinearScheme) -> Tensor | None:

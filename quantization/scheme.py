@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from conf.errors import UserError
-from conf.quantization import Activations, QuantConfig, QuantScheme
+from conf.errors import check
+from conf.quantization import GROUP_SIZES, Activations, QuantConfig, QuantScheme
 from quantization.codes import CodeKind
 from quantization.weight_format import WeightFormat
 
@@ -38,10 +38,12 @@ def scheme_of(config: QuantConfig) -> LinearScheme:
 
 def override_of(pattern: str, text: str) -> LinearScheme | None:
     """`int8`, `int4`, with groups `int4/32`, or `none`, which is no scheme."""
-    name, _, size = text.partition("/")
-    is_group = size.isdecimal() and int(size[:9]) > 1 if size else "/" not in text
-    if name not in ("none", "int8", "int4") or not is_group or name == "none" and size:
-        raise UserError(
-            f"quant.overrides.{pattern}={text} is not possible: give int8, int4, either with groups such as int4/32, or none"
-        )
-    return None if name == "none" else LinearScheme(WeightFormat(int(name[3:]), group_size=int(size) if size else None))
+    sizes = {"": None} | {f"/{size}": size for size in GROUP_SIZES if size > 0}
+    schemes: dict[str, LinearScheme | None] = {"none": None}
+    schemes |= {
+        f"int{bits}{suffix}": LinearScheme(WeightFormat(bits, group_size=size))
+        for bits in (8, 4)
+        for suffix, size in sizes.items()
+    }
+    check(text in schemes, f"quant.overrides.{pattern}", text, ", ".join(schemes))
+    return schemes[text]

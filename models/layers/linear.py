@@ -1,22 +1,15 @@
 """The linear layer, whose every row is computed the same way however many rows there are."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# A CPU's matrix product takes other paths, which sum in another order, for fewer rows than these (measured with MKL and oneDNN on AVX2
-# and AVX-512, every count from 1 to 80: float32 differs up to 11, bfloat16 at 1). Zero rows are added up to them.
-MIN_ROWS = {torch.float32: 12, torch.bfloat16: 2, torch.float16: 2}
+from kernels.matmul.reference import MIN_ROWS, linear
 
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [R, I] times weight [O, I] transposed, plus bias [O]: [R, O]. On a CPU a row's bits do not depend on the other rows."""
-    num_rows, least = x.shape[0], MIN_ROWS.get(x.dtype, 1)
-    if num_rows >= least or x.device.type != "cpu":
-        return functional.linear(x, weight, bias)
-    return functional.linear(functional.pad(x, (0, 0, 0, least - num_rows)), weight, bias)[:num_rows]
+__all__ = ["Linear", "linear", "linear_per_head"]
 
 
 def linear_per_head(x: Tensor, weight: Tensor) -> Tensor:
@@ -73,8 +66,22 @@ def make_head(embedding: nn.Embedding, tied: bool) -> nn.Module:
     return TiedHead(embedding) if tied else Linear(channels, vocab_size, bias=False)
 
 
-class QuantizedLinear(nn.Module, ABC):
-    """What stands in the place of a `Linear` or `Conv1D` whose weight is held in fewer bits. Schemes of `quantization/` implement it.
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer whose weight may be held in another form."""
+
+    name: str
+    source: str
+    """The name of its weight in a float checkpoint, without `.weight`: of a tied head the embedding's."""
+    shape: tuple[int, int]
+    """[O, I]"""
+    is_transposed: bool
+    """Whether a float checkpoint holds it as [I, O]."""
+    has_bias: bool
+
+
+class PackedLinear(nn.Module, ABC):
+    """What stands in the place of a `Linear`, `Conv1D` or `TiedHead` whose weight is held in another form: a machine's, or fewer bits.
 
     Its parameters are made when all of its tensors have come from the checkpoint, so that no more than one layer is there in floats.
     """

@@ -4,10 +4,15 @@ from collections.abc import Callable
 
 from conf.errors import UserError
 from models.config import ConfigReader
+from quantization.layouts import awq, compressed_tensors, fp8, gptq
 from quantization.layouts.base import StoredQuantization
-from quantization.layouts.compressed_tensors import METHOD, read_compressed_tensors
 
-READERS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {METHOD: read_compressed_tensors}
+READERS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
+    compressed_tensors.METHOD: compressed_tensors.read_compressed_tensors,
+    awq.METHOD: awq.read_awq,
+    gptq.METHOD: gptq.read_gptq,
+    fp8.METHOD: fp8.read_fp8,
+}
 
 
 def read_quantization(config: ConfigReader) -> StoredQuantization | None:

@@ -6,22 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from models.layers.linear import Layer
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A linear layer that can be quantised."""
-
-    name: str
-    source: str
-    """The name of its weight in a float checkpoint, without `.weight`: of a tied head the embedding's."""
-    shape: tuple[int, int]
-    """[O, I]"""
-    is_transposed: bool
-    """Whether a float checkpoint holds it as [I, O]."""
-    has_bias: bool
 
 
 @dataclass(frozen=True)
@@ -49,8 +36,16 @@ class WritableLayout(WeightLayout, Protocol):
 class StoredQuantization(Protocol):
     """What the `quantization_config` of a checkpoint says."""
 
-    def scheme(self, layer: Layer) -> LinearScheme | None:
-        """None for a layer that is stored in floats."""
+    def scheme(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
+        """None for a layer that is stored in floats. `found` are the shapes of the tensors that the file has under the layer's name."""
 
     def layout(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> WeightLayout:
-        """For a layer that has a scheme. `found` are the shapes of the tensors that the file has under the layer's name."""
+        """For a layer that has a scheme."""
+
+
+def holds_codes(found: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a layer's tensors in the file are more than those of a float layer.
+
+    For formats whose tools do not say which layers they left out, or say it in patterns that each tool matches in its own way.
+    """
+    return bool(found.keys() - {"weight", "bias"})

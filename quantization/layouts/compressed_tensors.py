@@ -14,15 +14,17 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.quantization import Activations
 from models.config import ConfigReader
+from models.layers.linear import Layer
 from quantization.codes import CodeKind
-from quantization.layouts.base import Layer, StoredWeight
+from quantization.layouts.base import StoredWeight
+from quantization.layouts.checks import channel_order, divided, of_type, positive, scalar_shape
+from quantization.layouts.packing import num_words, pack, unpack
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat
 
 METHOD = "compressed-tensors"
 PACKED, INTEGERS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
 FORMATS = (PACKED, INTEGERS, FLOATS, "naive-quantized")
-WORD = 32  # bits of an int32, into which smaller codes are packed
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class CompressedTensors:
     groups: tuple[_Group, ...]
     ignore: tuple[str, ...]
 
-    def scheme(self, layer: Layer) -> LinearScheme | None:
+    def scheme(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
         group = self._group(layer.name)
         return group.scheme if group else None
 
@@ -91,7 +93,8 @@ def _read_group(group: ConfigReader | None, name: str, general: str) -> _Group:
         raise UserError(f"quantization_config: {name} has no weights")
     group.expect("output_activations", (None, {}), None)
     kind = CodeKind(weights.expect("type", ("int", "float"), "int").replace("float", "fp8"))
-    strategy = weights.expect("strategy", ("channel", "group", "tensor"), "channel")
+    strategies = ("channel", "tensor", "group") if kind is CodeKind.INT else ("channel", "tensor")
+    strategy = weights.expect("strategy", strategies, "channel")
     weights.expect("dynamic", (False,), False)
     weights.expect("block_structure", (None,), None)
     symmetric = weights.get("symmetric", bool, True)
@@ -207,56 +210,61 @@ class CompressedWeight:
     is_packed: bool
     found: Mapping[str, tuple[int, ...]]
 
+    def __post_init__(self) -> None:
+        divided(self.shape, self.scheme.weights.group_size)
+
     def tensors(self) -> dict[str, tuple[int, ...]]:
         (outputs, inputs), format = self.shape, self.scheme.weights
-        groups = inputs // (format.group_size or inputs)
+        groups = divided(self.shape, format.group_size)
         scale: tuple[int, ...] = (outputs, groups)
         if format.per_tensor:
-            scale = self.found.get("weight_scale", (1,))[:1]  # (1,), or a scalar
+            scale = scalar_shape(self.found, "weight_scale")
         names: dict[str, tuple[int, ...]] = {"weight_scale": scale}
         if self.is_packed:
-            names |= {"weight_packed": (outputs, _words(inputs, format.bits)), "weight_shape": (2,)}
+            names |= {"weight_packed": (outputs, num_words(inputs, format.bits)), "weight_shape": (2,)}
         else:
             names["weight"] = self.shape
         if not format.symmetric:
-            names["weight_zero_point"] = (_words(outputs, format.bits), groups) if self.is_packed else scale
+            names["weight_zero_point"] = (num_words(outputs, format.bits), groups) if self.is_packed else scale
         if "weight_g_idx" in self.found:
             names["weight_g_idx"] = (inputs,)
         if self.scheme.activations is Activations.static:
-            names["input_scale"] = self.found.get("input_scale", (1,))[:1]
+            names["input_scale"] = scalar_shape(self.found, "input_scale")
         return names
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
         """Raises UserError for a wrong dtype or shape inside, and for scales that are not positive numbers."""
         (outputs, inputs), format = self.shape, self.scheme.weights
-        scales = _positive(tensors["weight_scale"], "weight_scale")
+        scales = positive(tensors["weight_scale"], "weight_scale")
         if self.is_packed:
             if tensors["weight_shape"].tolist() != list(self.shape):
                 raise UserError(f"weight_shape is {tensors['weight_shape'].tolist()}, expected {list(self.shape)}")
-            codes = unpack(_of_type(tensors, "weight_packed", torch.int32), format.bits, inputs)
+            codes = unpack(of_type(tensors, "weight_packed", torch.int32), format.bits, inputs)
         else:
             wanted = torch.float8_e4m3fn if format.kind is CodeKind.FP8 else torch.int8
-            codes = _of_type(tensors, "weight", wanted)
+            codes = of_type(tensors, "weight", wanted)
         zero_points = self._zero_points(tensors)
         if format.per_tensor:
             scales = scales.reshape(1, 1)
             if format.kind is CodeKind.INT:  # whose products have a scale for each output
                 scales = scales.repeat(outputs, 1)
-        permutation = _permutation(tensors["weight_g_idx"], format.group_size) if "weight_g_idx" in tensors else None
+        permutation = None
+        if "weight_g_idx" in tensors:
+            permutation = channel_order(tensors["weight_g_idx"], format.group_size, "weight_g_idx")
         if permutation is not None:
             codes = codes[:, permutation]
         if format.bits == 4 and not format.symmetric:
             codes = codes + 8  # from -8..7 to 0..15, as the zero points
         static = self.scheme.activations is Activations.static
-        input_scale = _positive(tensors["input_scale"], "input_scale").reshape(()) if static else None
+        input_scale = positive(tensors["input_scale"], "input_scale").reshape(()) if static else None
         return StoredWeight(QuantizedWeight(codes, scales, zero_points, permutation), input_scale)
 
     def _zero_points(self, tensors: dict[str, Tensor]) -> Tensor | None:
         if self.scheme.weights.symmetric:
             return None
         if not self.is_packed:
-            return _of_type(tensors, "weight_zero_point", torch.int8)
-        packed = _of_type(tensors, "weight_zero_point", torch.int32)
+            return of_type(tensors, "weight_zero_point", torch.int8)
+        packed = of_type(tensors, "weight_zero_point", torch.int32)
         return unpack(packed.T, self.scheme.weights.bits, self.shape[0]).T + 8
 
     def write(self, stored: StoredWeight) -> dict[str, Tensor]:
@@ -279,45 +287,3 @@ class CompressedWeight:
         if stored.input_scale is not None:
             tensors["input_scale"] = stored.input_scale.reshape(1)
         return {name: tensor.contiguous() for name, tensor in tensors.items()}
-
-
-def _words(count: int, bits: int) -> int:
-    return -(-count * bits // WORD)
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Signed codes int8 [R, C] as int32 [R, ceil(C * bits / 32)]: lowest bits first, 2^(bits-1) added so that none is negative."""
-    per_word = WORD // bits
-    unsigned = codes.int() + 2 ** (bits - 1)
-    padded = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % per_word)).unflatten(1, (-1, per_word))
-    words: Tensor = (padded << torch.arange(0, WORD, bits, dtype=torch.int32)).sum(2, dtype=torch.int32)
-    return words
-
-
-def unpack(words: Tensor, bits: int, count: int) -> Tensor:
-    """What `pack` was given: int8 [R, count]."""
-    unsigned: Tensor = (words.unsqueeze(2) >> torch.arange(0, WORD, bits, dtype=torch.int32)) & (2**bits - 1)
-    codes: Tensor = unsigned.flatten(1)[:, :count] - 2 ** (bits - 1)
-    return codes.to(torch.int8)
-
-
-def _of_type(tensors: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
-    if tensors[name].dtype != dtype:
-        raise UserError(f"{name} is {tensors[name].dtype}, expected {dtype}")
-    return tensors[name]
-
-
-def _positive(scales: Tensor, name: str) -> Tensor:
-    values = scales.float()
-    if not (values.isfinite() & (values > 0)).all():
-        raise UserError(f"{name} has values that are not finite numbers above 0: the file is damaged, quantise again")
-    return values
-
-
-def _permutation(group_index: Tensor, group_size: int | None) -> Tensor:
-    """Input channels in the order of their groups, from the group of each [I]."""
-    order = group_index.long().argsort(stable=True)
-    size = group_size or len(order)
-    if not group_index.long()[order].equal(torch.arange(len(order)) // size):
-        raise UserError(f"weight_g_idx does not put the {len(order)} input channels into groups of {size}")
-    return order

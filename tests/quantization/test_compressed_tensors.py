@@ -14,11 +14,13 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.quantization import Activations
 from models.config import ConfigReader
+from models.layers.linear import Layer
 from quantization.codes import CodeKind
 from quantization.gptq import Hessian, gptq
 from quantization.layouts import read_quantization
-from quantization.layouts.base import Layer, StoredWeight
-from quantization.layouts.compressed_tensors import CompressedWeight, pack, unpack, write_config
+from quantization.layouts.base import StoredWeight
+from quantization.layouts.compressed_tensors import CompressedWeight, write_config
+from quantization.layouts.packing import pack, unpack
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat, quantize
 
@@ -57,7 +59,7 @@ def layout(scheme: LinearScheme, found: dict[str, tuple[int, ...]] | None = None
         ConfigReader({"quantization_config": write_config({LAYER.name: scheme}, [], permuted=False)}, "config.json")
     )
     assert config is not None
-    assert config.scheme(LAYER) == scheme
+    assert config.scheme(LAYER, {}) == scheme
     made = config.layout(LAYER, found or {})
     assert isinstance(made, CompressedWeight)
     return made
@@ -130,6 +132,17 @@ def test_impossible_values(change: dict[str, Tensor], message: str) -> None:
         layout(scheme, shapes(tensors)).read(tensors)
 
 
+def test_groups_that_do_not_divide_a_layer() -> None:
+    with pytest.raises(UserError, match=r"groups of 32 do not divide the 40 input channels of a weight \[96, 40\]"):
+        CompressedWeight((96, 40), LinearScheme(WeightFormat(4, group_size=32)), True, {})
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "input_scale"])
+def test_one_scale_cannot_be_several(name: str) -> None:
+    assert layout(SCHEMES["fp8 per tensor"], {name: (40,)}).tensors()[name] == (1,)
+    assert layout(SCHEMES["fp8 per tensor"], {name: ()}).tensors()[name] == ()
+
+
 def test_an_impossible_group_index() -> None:
     scheme = SCHEMES["int4"]
     tensors = layout(scheme).write(stored(scheme)) | {"weight_g_idx": torch.zeros(96, dtype=torch.int32)}
@@ -146,6 +159,10 @@ def test_an_impossible_group_index() -> None:
         ({"sparsity_config": {"format": "dense"}}, "sparsity_config=.* is not supported"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme=.* is not supported"),
         ({"ignore": "lm_head"}, "ignore is not a list of texts"),
+        (
+            {"config_groups": {"group_0": {"weights": {"type": "float", "strategy": "group", "group_size": 32}}}},
+            "strategy='group' is not supported: only 'channel', 'tensor'",
+        ),
         ({"new_key": 1}, "settings that are not known: new_key"),
         (
             {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "rotation": 1}}}},
@@ -168,7 +185,7 @@ def test_layers_are_found_by_name_by_expression_and_by_class() -> None:
     config = read_quantization(ConfigReader({"quantization_config": values}, "config.json"))
     assert config is not None
     found = {
-        name: config.scheme(Layer(name, name, SHAPE, False, False))
+        name: config.scheme(Layer(name, name, SHAPE, False, False), {})
         for name in ("model.layers.3.mlp.up_proj", "model.layers.3.mlp.down_proj", "lm_head", "model.layers.0.mlp.gate")
     }
     assert list(found.values()) == [SCHEMES["int4"], SCHEMES["int8"], None, None]

