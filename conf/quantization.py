@@ -142,8 +142,8 @@ class CalibrateConfig:
     """Which samples are taken."""
 
     def __post_init__(self) -> None:
-        for name in ("num_samples", "sequence_length"):
-            check(getattr(self, name) > 0, f"calibrate.{name}", getattr(self, name), "a number above 0")
+        check(self.num_samples > 0, "calibrate.num_samples", self.num_samples, "a number above 0")
+        check(self.sequence_length > 1, "calibrate.sequence_length", self.sequence_length, "a number above 1")
         check(self.seed >= 0, "calibrate.seed", self.seed, "a number from 0")
 
 

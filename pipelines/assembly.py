@@ -45,10 +45,10 @@ def assemble(
 ) -> Engine:
     """Load model and tokenizer and make an engine for so many requests at once. `on_bytes(done, total)` follows the weights.
 
-    The scheme of `quant` needs no calibration. `packed`: weights are held as the machine's kernels want them, where there are such.
+    A scheme that needs calibration is for a model that is quantised by it already.
+    `packed`: weights are held as the machine's kernels want them, where there are such.
     Raises UserError for whatever is wrong with the checkpoint, the tokenizer or the device.
     """
-    assert not run.quant.needs_calibration
     if max_num_requests > run.device.max_batched_tokens:
         raise UserError(
             f"batch_size={max_num_requests} is more than device.max_batched_tokens={run.device.max_batched_tokens}: "
@@ -95,6 +95,7 @@ def assemble(
 def _quantize(model: CausalLM, config: QuantConfig, stored: StoredQuantization | None, files: list[WeightFile]) -> None:
     """Give the model (on the meta device) the layers that the checkpoint or the `quant` option asks for."""
     if stored is None:
+        assert not config.needs_calibration
         if config.scheme is not QuantScheme.none:
             quantize_while_loading(model, config)
         return
@@ -118,6 +119,12 @@ def find_and_open(config: ModelConfig) -> Checkpoint:
     if config.verify:
         verify_manifest(path)
     return open_checkpoint(path, config.allow_pickle)
+
+
+def is_quantized(config: ModelConfig) -> bool:
+    """Whether the checkpoint of `model.path` is. Raises UserError where there is none."""
+    path = find_checkpoint(config.path, config.weights is Weights.checkpoint, config.allow_pickle)
+    return open_checkpoint(path, config.allow_pickle).config.section("quantization_config") is not None
 
 
 def _kv_cache(

@@ -3,9 +3,10 @@
 import logging
 from dataclasses import replace
 
+from conf.errors import UserError
 from conf.quantization import CalibrateConfig, ExportConfig, QuantConfig
 from conf.schema import RunConfig
-from pipelines.assembly import assemble
+from pipelines.assembly import assemble, is_quantized
 from pipelines.engine import Engine
 from pipelines.quantize import find_or_make
 from pipelines.report import NO_PROGRESS, ProgressSink
@@ -15,7 +16,12 @@ log = logging.getLogger(__name__)
 
 def load_engine(run: RunConfig, max_num_requests: int, progress: ProgressSink = NO_PROGRESS) -> Engine:
     """An engine for so many requests at once. Raises UserError as `assemble` and `find_or_make` do."""
-    if run.quant.needs_calibration:
+    if run.quant.needs_calibration and is_quantized(run.model):
+        if run.calibrate != CalibrateConfig():
+            raise UserError(
+                "calibrate is not used by a model that is quantised already: leave it out, or give the float model"
+            )
+    elif run.quant.needs_calibration:
         folder = find_or_make(run, progress)
         log.warning("quant=%s is the calibrated model in %s", run.quant.scheme.name, folder)
         model, quant = replace(run.model, path=str(folder)), QuantConfig(kv_cache=run.quant.kv_cache)

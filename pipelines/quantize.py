@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from conf.errors import UserError, check
-from conf.quantization import CalibrateConfig, ExportConfig, QuantConfig, QuantScheme
+from conf.quantization import CalibrateConfig, ExportConfig, KVCacheFormat, QuantConfig, QuantMethod, QuantScheme
 from conf.schema import RunConfig, Weights
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
@@ -23,9 +23,9 @@ from models.config import ConfigReader
 from models.formats.huggingface_writer import write_companions
 from models.formats.manifest import MANIFEST, write_manifest
 from models.hub import find_checkpoint
-from models.layers.linear import Layer, Linear
+from models.layers.linear import Layer, Linear, TiedHead
 from pipelines import report
-from pipelines.assembly import assemble, find_and_open
+from pipelines.assembly import assemble, find_and_open, is_quantized
 from pipelines.calibration_data import CalibrationData, read_calibration_data
 from pipelines.engine import Engine
 from pipelines.engine.batch import whole_batch
@@ -33,11 +33,12 @@ from pipelines.fingerprint import file_fingerprint, sha256_of
 from pipelines.journal import dumps
 from pipelines.output_folder import complete_folder, refuse_existing
 from pipelines.quantize_preflight import print_preflight
-from pipelines.quantize_report import Predictions, write_report
+from pipelines.quantize_report import Predictions, perplexity, write_report
 from quantization.artefact import Artefact
 from quantization.calibration import LayerByLayer
 from quantization.layouts.base import WritableLayout
 from quantization.layouts.compressed_tensors import CompressedWeight, is_packed, write_config
+from quantization.linear import CodedLinear
 from quantization.plan import plan
 from quantization.quantizer import LinearReport, Quantizer, parts_of
 from quantization.scheme import LinearScheme
@@ -49,6 +50,15 @@ MADE = report.REPOSITORY / "outputs" / "quantized"  # models that were made with
 def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Raises UserError for what cannot be quantised; layers that are finished by then are kept for the next run."""
     check(run.quant.scheme is not QuantScheme.none, "quant", "none", "int8, int4, a8w8 or fp8 with task=quantize")
+    kv_cache = run.quant.kv_cache
+    check(
+        kv_cache is KVCacheFormat.none,
+        "quant.kv_cache",
+        kv_cache.name,
+        "none with task=quantize: give it when the model is used",
+    )
+    if is_quantized(run.model):
+        raise UserError(f"model.path={run.model.path} is quantised already: give the float model that it was made of")
     if run.quantize.dry_run:
         print_preflight(run)
         return
@@ -88,15 +98,16 @@ def _job(run: RunConfig) -> dict[str, Any]:
         )
     path = find_checkpoint(run.model.path, True, run.model.allow_pickle)
     quant = {key: value for key, value in asdict(run.quant).items() if key != "kv_cache"}
-    data = run.calibrate.data and sha256_of(Path(run.calibrate.data)) if run.calibrate.data else None
-    if run.calibrate.data is not None and not Path(run.calibrate.data).is_file():
-        raise UserError(f"calibrate.data={run.calibrate.data} is not a file: give a .txt or a .jsonl")
+    data, tokenizer = run.calibrate.data, run.model.tokenizer
+    if data is not None and not Path(data).is_file():
+        raise UserError(f"calibrate.data={data} is not a file: give a .txt or a .jsonl")
     job = {
         "quant": quant,
-        "calibrate": asdict(run.calibrate) | {"data": data},
+        "calibrate": asdict(run.calibrate) | {"data": data and sha256_of(Path(data))},
         "export": asdict(run.export),
         "dtype": run.model.dtype,
-        "tokenizer": run.model.tokenizer,
+        "max_length": run.model.max_length,
+        "tokenizer": tokenizer and file_fingerprint(Path(tokenizer).expanduser(), "tokenizer"),
         "files": file_fingerprint(path, "model"),
     }
     return dict(json.loads(json.dumps(job, default=lambda value: value.name)))
@@ -110,7 +121,9 @@ def _make(run: RunConfig, target: Path, progress: report.ProgressSink) -> dict[s
     model = engine.runner.model
     bytes_before = engine.runner.weight_bytes
     schemes = plan(model, run.quant)
-    config = write_config(schemes, _kept(model, schemes))
+    gptq = run.quant.gptq
+    permuted = run.quant.method is QuantMethod.gptq and gptq.act_order and not gptq.static_groups
+    config = write_config(schemes, _kept(model, schemes), permuted)
     with complete_folder(target, run.quantize.overwrite, "quantize", resumable=True) as folder:
         artefact = _begin(folder, _job(run))
         parts = parts_of(model, schemes)
@@ -174,33 +187,34 @@ def _quantize(
 
 
 def _batches(engine: Engine, samples: list[list[int]]) -> list[Batch]:
-    """As many samples in a batch as a step takes."""
-    block_size = engine.runner.cache.tensors[0].shape[1]
+    """A sample in each, so that what is found does not depend on how many there is memory for."""
     longest = max(map(len, samples))
-    at_once = engine.num_at_once(longest)
-    if not at_once:
+    if not engine.num_at_once(longest):
         raise UserError(
             f"a sample of {longest} tokens is more than device.max_batched_tokens, or than the KV cache holds: "
             "give a smaller calibrate.sequence_length"
         )
-    batches = []
-    for start in range(0, len(samples), at_once):
-        group = samples[start : start + at_once]
-        num_blocks = -(-longest // block_size)
-        tables = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(len(group))]
-        marks = [engine.runner.mark_prompt(sample) for sample in group]
-        batches.append(whole_batch(group, [len(s) for s in group], tables, marks, block_size, engine.device))
-    return batches
+    block_size = engine.runner.cache.tensors[0].shape[1]
+    table = list(range(-(-longest // block_size)))
+    marks = [engine.runner.mark_prompt(sample) for sample in samples]
+    return [
+        whole_batch([sample], [len(sample)], [table], [mark], block_size, engine.device)
+        for sample, mark in zip(samples, marks, strict=True)
+    ]
 
 
 def _kept(model: CausalLM, schemes: dict[str, LinearScheme]) -> list[str]:
     """Linear layers that stay floats, by name."""
-    return [name for name, module in model.named_modules() if isinstance(module, Linear) and name not in schemes]
+    linears = [name for name, module in model.named_modules() if isinstance(module, Linear | TiedHead)]
+    return [name for name in linears if name not in schemes]
 
 
 def _finish(run: RunConfig, engine: Engine, artefact: Artefact, quantization_config: dict[str, Any]) -> None:
     checkpoint = find_and_open(run.model)
-    config = ConfigReader(checkpoint.config.values | {"quantization_config": quantization_config}, "config.json")
+    changed: dict[str, Any] = {"quantization_config": quantization_config}
+    if isinstance(engine.runner.model.head, CodedLinear):  # beside an embedding in floats, if it was tied to that
+        changed["tie_word_embeddings"] = False
+    config = ConfigReader(checkpoint.config.values | changed, "config.json")
     artefact.write_index()
     write_companions(replace(checkpoint, config=config), artefact.folder, engine.dtype)
     (artefact.folder / JOB).unlink()
@@ -215,7 +229,10 @@ def _print(metrics: dict[str, Any], target: Path, output_dir: Path) -> None:
                 "weights",
                 f"{metrics['weight_bytes_before'] / 1e6:,.1f} MB before, {metrics['weight_bytes'] / 1e6:,.1f} MB now",
             ),
-            ("perplexity", f"{metrics['perplexity_before']:,.4f} before, {metrics['perplexity']:,.4f} now"),
+            (
+                "perplexity",
+                f"{perplexity(metrics['perplexity_before'])} before, {perplexity(metrics['perplexity'])} now",
+            ),
             ("KL divergence", f"{metrics['kl_mean']:.3g}"),
             ("equal most likely tokens", f"{metrics['top1_agreement']:.2%}"),
             ("time", f"{metrics['quantize_s']:.1f} s"),

@@ -3,7 +3,6 @@
 R scored tokens, V tokens in the vocabulary.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from conf.schema import RunConfig
 from pipelines.engine import Engine
-from pipelines.scoring import LOGIT_ROWS, Window
+from pipelines.scoring import LOGIT_ROWS, Scores
 from quantization.quantizer import LinearReport
 
 REPORT, PICTURE = "report.md", "errors.png"
@@ -20,35 +19,38 @@ MOST_TOKENS = 1024  # whose predictions are remembered: [1024, V] in float32
 
 
 class Predictions:
-    """What an engine predicts for each token of some texts but their first."""
+    """What an engine predicts for each token of some texts but their first; after them, if they are prompts that see themselves whole."""
 
     def __init__(self, engine: Engine, texts: list[list[int]]) -> None:
+        self._are_prompts = engine.sees_later_tokens
         per_text = max(2, MOST_TOKENS // len(texts))
-        self._windows = [Window(text[-per_text:], len(text[-per_text:]) - 1) for text in texts if len(text) > 1]
-        self._log_probabilities = [self._predict(engine, window) for window in self._windows]
+        self._texts = texts if self._are_prompts else [text[-per_text:] for text in texts]
+        self._log_probabilities = [self._predict(engine, text) for text in self._texts]
 
-    def compared_with(self, engine: Engine) -> dict[str, float]:
-        """perplexity before and of `engine`, mean KL(before || engine) in nats, and the share of equal most likely tokens."""
-        sums = torch.zeros(4, dtype=torch.float64)
-        for window, before in zip(self._windows, self._log_probabilities, strict=True):
-            after = self._predict(engine, window)
-            targets = torch.tensor(window.token_ids[1:])[:, None]
-            sums[0] -= before.gather(1, targets).sum(dtype=torch.float64)
-            sums[1] -= after.gather(1, targets).sum(dtype=torch.float64)
-            sums[2] += (before.exp() * (before - after)).sum(dtype=torch.float64)
-            sums[3] += (before.argmax(1) == after.argmax(1)).sum()
-        nll_before, nll, kl, agreed = (sums / sum(window.num_scored for window in self._windows)).tolist()
+    def compared_with(self, engine: Engine) -> dict[str, float | None]:
+        """perplexity before and of `engine` (None of prompts), mean KL(before || engine) in nats, share of equal most likely tokens."""
+        was, now, kl, num_agreed = Scores(), Scores(), 0.0, 0
+        for text, before in zip(self._texts, self._log_probabilities, strict=True):
+            after = self._predict(engine, text)
+            if not self._are_prompts:
+                targets = torch.tensor(text[1:])[:, None]
+                was.nll -= float(before.gather(1, targets).sum(dtype=torch.float64))
+                now.nll -= float(after.gather(1, targets).sum(dtype=torch.float64))
+            kl += float((before.exp() * (before - after)).sum(dtype=torch.float64))
+            num_agreed += int((before.argmax(1) == after.argmax(1)).sum())
+            was.num_tokens = now.num_tokens = now.num_tokens + len(before)
         return {
-            "perplexity_before": math.exp(nll_before),
-            "perplexity": math.exp(nll),
-            "kl_mean": kl,
-            "top1_agreement": agreed,
+            "perplexity_before": None if self._are_prompts else was.perplexity,
+            "perplexity": None if self._are_prompts else now.perplexity,
+            "kl_mean": kl / now.num_tokens,
+            "top1_agreement": num_agreed / now.num_tokens,
         }
 
     @torch.inference_mode()
-    def _predict(self, engine: Engine, window: Window) -> Tensor:
+    def _predict(self, engine: Engine, text: list[int]) -> Tensor:
         """Log probabilities [R, V] float32."""
-        hidden = engine.hidden_states([window.token_ids[:-1]], [window.num_scored])
+        seen, num_outputs = (text, 1) if self._are_prompts else (text[:-1], len(text) - 1)
+        hidden = engine.hidden_states([seen], [num_outputs])
         rows = [engine.runner.logits(part).float().log_softmax(-1).cpu() for part in hidden.split(LOGIT_ROWS)]
         return torch.cat(rows)
 
@@ -64,7 +66,7 @@ def write_report(
         "",
         "| on held-out text | float | quantised |",
         "|---|---|---|",
-        f"| perplexity | {metrics['perplexity_before']:.4f} | {metrics['perplexity']:.4f} |",
+        f"| perplexity | {perplexity(metrics['perplexity_before'])} | {perplexity(metrics['perplexity'])} |",
         f"| KL divergence (nats) | | {metrics['kl_mean']:.3g} |",
         f"| equal most likely tokens | | {metrics['top1_agreement']:.2%} |",
         f"| weights (MB) | {before / 1e6:.1f} | {after / 1e6:.1f} ({1 - after / before:.0%} less) |",
@@ -77,6 +79,11 @@ def write_report(
     ]
     (folder / REPORT).write_text("\n".join(lines) + "\n", encoding="utf-8")
     _draw(folder / PICTURE, reports)
+
+
+def perplexity(value: float | None) -> str:
+    """Of prompts that see themselves whole there is none."""
+    return "-" if value is None else f"{value:,.4f}"
 
 
 def _share(error: float | None) -> str:

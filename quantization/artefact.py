@@ -10,11 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.errors import UserError
 from models.causal_lm import CausalLM
+from models.formats.safetensors_writer import Entry, SafetensorsWriter, content_of
 from models.layers.linear import Layer
 from models.linear_layers import linear_layers
 from models.weights import assign
@@ -96,11 +96,11 @@ class Artefact:
 
     def _save(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
         partial = self.folder / f".{name}.partial"
-        save_file(
-            {n: tensor.detach().cpu().contiguous() for n, tensor in tensors.items()},
-            partial,
-            {"format": "pt", **metadata},
-        )
+        entries = [Entry(n, tensor.dtype, tuple(tensor.shape)) for n, tensor in tensors.items()]
+        entries.sort(key=lambda entry: (-entry.dtype.itemsize, entry.name))
+        with SafetensorsWriter(partial, entries, metadata) as writer:  # the library's own has the metadata in any order
+            for entry in entries:
+                writer.write(content_of(tensors[entry.name].detach().cpu()))
         descriptor = os.open(partial, os.O_RDONLY)
         try:
             os.fsync(descriptor)

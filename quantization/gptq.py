@@ -61,7 +61,12 @@ def gptq(
     rest = weight.float().T[order]  # [I, O]: a channel's weights lie side by side
     dynamic = format.group_size is not None and not static_groups
     _round(rest, factor, format, done, range(len(order)) if dynamic else order.tolist(), dynamic)
-    return replace(done, permutation=order if dynamic and act_order else None), damping
+    if not (dynamic and act_order):
+        return done, damping
+    # Within a group channels are put in their original order, because files say no more than the group of each.
+    order, within = order.unflatten(0, (done.scales.shape[1], -1)).sort(1)  # [G, I / G]
+    codes = codes.unflatten(1, within.shape).gather(2, within.expand(len(codes), -1, -1))  # [O, G, I / G]
+    return replace(done, codes=codes.flatten(1), permutation=order.flatten()), damping
 
 
 def _round(

@@ -20,7 +20,10 @@ HEAD = "lm_head"  # the head's name in skip and overrides, whatever a family cal
 
 
 def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
-    """The scheme of each layer that gets one, by its name. Raises UserError for a pattern that matches none."""
+    """The scheme of each layer that gets one, by its name.
+
+    Raises UserError for a pattern that matches none, for groups that do not divide a layer, and where no layer gets a scheme.
+    """
     layers = linear_layers(model)
     aliases = {name: (name, HEAD) if model.get_submodule(name) is model.head else (name,) for name in layers}
     if HEAD not in {alias for names in aliases.values() for alias in names}:
@@ -35,7 +38,19 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
                 f"quant.{field} has {pattern!r}, which matches no layer: there are {', '.join(_kinds(aliases))} and so on"
             )
         schemes |= {name: scheme for name in matched if name in layers}
-    return {name: scheme for name, scheme in schemes.items() if scheme is not None}
+    chosen = {name: scheme for name, scheme in schemes.items() if scheme is not None}
+    if not chosen:
+        raise UserError(
+            f"quant={config.scheme.name} leaves all {len(layers)} layers as they are: skip fewer, or give quant=none"
+        )
+    for name, scheme in chosen.items():
+        size = scheme.weights.group_size
+        if size and layers[name].shape[1] % size:
+            raise UserError(
+                f"{name} has {layers[name].shape[1]} input channels, which groups of {size} do not divide: "
+                f"give a quant.group_size that does, quant.overrides, or quant.skip=[{name}]"
+            )
+    return chosen
 
 
 def _kinds(names: Iterable[str]) -> list[str]:
@@ -46,17 +61,11 @@ def _kinds(names: Iterable[str]) -> list[str]:
 def quantize_while_loading(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
     """Put in the places of the model's layers, which are on the meta device, such that quantise their float weights when they come.
 
-    Returns the schemes by layer. Raises UserError for a pattern that matches nothing and for groups that do not divide a layer.
+    Returns the schemes by layer. Raises UserError as `plan` does.
     """
     schemes, layers = plan(model, config), linear_layers(model)
     for name, scheme in schemes.items():
         layer = layers[name]
-        size = scheme.weights.group_size
-        if size and layer.shape[1] % size:
-            raise UserError(
-                f"{name} has {layer.shape[1]} input channels, which groups of {size} do not divide: "
-                f"give a quant.group_size that does, quant.overrides, or quant.skip=[{name}]"
-            )
         _replace(model, layer, layer.source, scheme, FloatLayout(layer.shape, layer.is_transposed, scheme.weights))
     return schemes
 

@@ -135,8 +135,11 @@ def _texts(value: Any, key: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def write_config(schemes: dict[str, LinearScheme], kept: list[str]) -> dict[str, Any]:
-    """The quantization_config of layers by their names; `kept` are the linear layers that stay floats."""
+def write_config(schemes: dict[str, LinearScheme], kept: list[str], permuted: bool) -> dict[str, Any]:
+    """The quantization_config of layers by their names; `kept` are the linear layers that stay floats.
+
+    `permuted`: groups are not neighbouring channels. It is said so, because readers that ignore it would compute something else.
+    """
     by_scheme: dict[LinearScheme, list[str]] = {}
     for name, scheme in schemes.items():
         by_scheme.setdefault(scheme, []).append(name)
@@ -145,7 +148,7 @@ def write_config(schemes: dict[str, LinearScheme], kept: list[str]) -> dict[str,
     groups = {
         f"group_{i}": {
             "targets": ["Linear"] if scheme == usual else names,
-            "weights": _write_weights(scheme.weights),
+            "weights": _write_weights(scheme.weights, permuted),
             "input_activations": _write_activations(scheme),
             "output_activations": None,
             "format": _format(scheme),
@@ -172,7 +175,7 @@ def _format(scheme: LinearScheme) -> str:
     return PACKED if scheme.activations is Activations.none else INTEGERS
 
 
-def _write_weights(format: WeightFormat) -> dict[str, Any]:
+def _write_weights(format: WeightFormat, permuted: bool) -> dict[str, Any]:
     strategy = "tensor" if format.per_tensor else "channel" if format.group_size is None else "group"
     return {
         "num_bits": format.bits,
@@ -180,6 +183,7 @@ def _write_weights(format: WeightFormat) -> dict[str, Any]:
         "symmetric": format.symmetric,
         "strategy": strategy,
         "group_size": format.group_size,
+        "actorder": "group" if permuted and format.group_size else None,
         "dynamic": False,
     }
 
@@ -240,7 +244,10 @@ class CompressedWeight:
             wanted = torch.float8_e4m3fn if format.kind is CodeKind.FP8 else torch.int8
             codes = of_type(tensors, "weight", wanted)
         zero_points = self._zero_points(tensors)
-        scales = scales.reshape(1, 1).expand(outputs, 1) if format.per_tensor else scales
+        if format.per_tensor:
+            scales = scales.reshape(1, 1)
+            if format.kind is CodeKind.INT:  # whose products have a scale for each output
+                scales = scales.repeat(outputs, 1)
         permutation = None
         if "weight_g_idx" in tensors:
             permutation = channel_order(tensors["weight_g_idx"], format.group_size, "weight_g_idx")

@@ -56,7 +56,7 @@ def shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 def layout(scheme: LinearScheme, found: dict[str, tuple[int, ...]] | None = None) -> CompressedWeight:
     config = read_quantization(
-        ConfigReader({"quantization_config": write_config({LAYER.name: scheme}, [])}, "config.json")
+        ConfigReader({"quantization_config": write_config({LAYER.name: scheme}, [], permuted=False)}, "config.json")
     )
     assert config is not None
     assert config.scheme(LAYER, {}) == scheme
@@ -80,7 +80,7 @@ def test_the_package_reads_what_is_written(name: str) -> None:
     scheme = SCHEMES[name]
     own = stored(scheme)
     tensors = layout(scheme).write(own)
-    config = write_config({LAYER.name: scheme}, ["lm_head"])
+    config = write_config({LAYER.name: scheme}, ["lm_head"], permuted=False)
     parsed = QuantizationConfig.model_validate(json.loads(json.dumps(config)))
     group = parsed.config_groups["group_0"]
     found = COMPRESSORS[config["format"]].decompress(dict(tensors), group)["weight"]
@@ -171,14 +171,14 @@ def test_an_impossible_group_index() -> None:
     ],
 )
 def test_unknown_settings(change: dict[str, Any], message: str) -> None:
-    values = write_config({LAYER.name: SCHEMES["int4"]}, []) | change
+    values = write_config({LAYER.name: SCHEMES["int4"]}, [], permuted=False) | change
     with pytest.raises(UserError, match=message):
         read_quantization(ConfigReader({"quantization_config": values}, "config.json"))
 
 
 def test_layers_are_found_by_name_by_expression_and_by_class() -> None:
-    values = write_config({LAYER.name: SCHEMES["int4"]}, ["lm_head", "re:.*gate$"])
-    other = write_config({LAYER.name: SCHEMES["int8"]}, [])["config_groups"]["group_0"] | {
+    values = write_config({LAYER.name: SCHEMES["int4"]}, ["lm_head", "re:.*gate$"], permuted=False)
+    other = write_config({LAYER.name: SCHEMES["int8"]}, [], permuted=False)["config_groups"]["group_0"] | {
         "targets": ["re:.*down_proj"]
     }
     values["config_groups"]["group_1"] = other
