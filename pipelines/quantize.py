@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from models.config import ConfigReader
 from models.formats.huggingface_writer import write_companions
 from models.formats.manifest import MANIFEST, write_manifest
 from models.hub import find_checkpoint
-from models.layers.linear import Layer, Linear, TiedHead
+from models.layers.linear import Linear, TiedHead
 from pipelines import report
 from pipelines.assembly import assemble, find_and_open, is_quantized
 from pipelines.calibration_data import CalibrationData, read_calibration_data
@@ -34,10 +33,9 @@ from pipelines.journal import dumps
 from pipelines.output_folder import complete_folder, refuse_existing
 from pipelines.quantize_preflight import print_preflight
 from pipelines.quantize_report import Predictions, perplexity, write_report
-from quantization.artefact import Artefact
+from quantization.artefact import Artefact, LayoutOf
 from quantization.calibration import LayerByLayer
-from quantization.layouts.base import WritableLayout
-from quantization.layouts.compressed_tensors import CompressedWeight, is_packed, write_config
+from quantization.export import export_as
 from quantization.linear import CodedLinear
 from quantization.plan import plan
 from quantization.quantizer import LinearReport, Quantizer, parts_of
@@ -120,27 +118,26 @@ def _make(run: RunConfig, target: Path, progress: report.ProgressSink) -> dict[s
     data = read_calibration_data(run.calibrate, engine.tokenizer, engine.context.num_tokens, engine.sees_later_tokens)
     model = engine.runner.model
     bytes_before = engine.runner.weight_bytes
-    schemes = plan(model, run.quant)
-    gptq = run.quant.gptq
-    permuted = run.quant.method is QuantMethod.gptq and gptq.act_order and not gptq.static_groups
-    config = write_config(schemes, _kept(model, schemes), permuted)
+    schemes, gptq = plan(model, run.quant), run.quant.gptq
+    is_permuted = run.quant.method is QuantMethod.gptq and gptq.act_order and not gptq.static_groups
+    export = export_as(run.export.format, schemes, _kept(model, schemes), is_permuted)
     with complete_folder(target, run.quantize.overwrite, "quantize", resumable=True) as folder:
-        artefact = _begin(folder, _job(run))
-        parts = parts_of(model, schemes)
+        artefact = _begin(folder, _job(run), export.layout_of)
+        parts = parts_of(model, export.schemes)
         artefact.write_rest(model, parts)
         before = Predictions(engine, data.held_out)
-        reports = _quantize(run.quant, engine, data, artefact, schemes, progress)
+        reports = _quantize(run.quant, engine, data, artefact, export.schemes, progress)
         metrics = before.compared_with(engine) | {
             "num_layers": len(reports),
             "weight_bytes_before": bytes_before,
             "weight_bytes": engine.runner.weight_bytes,
         }
         write_report(folder, run, data.source, reports, metrics)
-        _finish(run, engine, artefact, config)
+        _finish(run, engine, artefact, export.config)
     return metrics
 
 
-def _begin(folder: Path, job: dict[str, Any]) -> Artefact:
+def _begin(folder: Path, job: dict[str, Any], layout_of: LayoutOf) -> Artefact:
     """What is there of the same job is kept, anything else is removed."""
     try:
         same = json.loads((folder / JOB).read_text(encoding="utf-8")) == job
@@ -150,11 +147,7 @@ def _begin(folder: Path, job: dict[str, Any]) -> Artefact:
         for file in folder.iterdir():
             file.unlink()
         (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
-    return Artefact(folder, _layout_of)
-
-
-def _layout_of(layer: Layer, scheme: LinearScheme, found: Mapping[str, tuple[int, ...]]) -> WritableLayout:
-    return CompressedWeight(layer.shape, scheme, is_packed(scheme), found)
+    return Artefact(folder, layout_of)
 
 
 def _quantize(
