@@ -118,7 +118,18 @@ def _as_saved(run: RunConfig) -> RunConfig:
         template = os.path.abspath(template)
     resume = "none" if predict.resume == "none" else "auto"
     saved = replace(predict, data=data, chat_template=template, resume=resume)
-    return replace(run, model=replace(model, **folders), predict=saved)
+    measured_on = {
+        key: os.path.abspath(v)
+        for key in ("data", "questions", "reference")
+        if (v := getattr(run.evaluate, key)) not in (None, "none") and os.path.exists(v)
+    }
+    evaluate = replace(run.evaluate, **measured_on)
+    output, lora = (
+        path and os.path.abspath(os.path.expanduser(path)) for path in (run.convert.output, run.convert.lora)
+    )
+    convert = replace(run.convert, output=output, lora=lora)
+    saved_model = replace(model, **folders)
+    return replace(run, model=saved_model, predict=saved, evaluate=evaluate, convert=convert)
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ The classes stay mutable because Hydra merges overrides into them; after composi
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -15,6 +16,8 @@ from conf.errors import UserError, check
 class Task(Enum):
     predict = "predict"
     bench = "bench"
+    evaluate = "evaluate"
+    convert = "convert"
 
 
 class DType(Enum):
@@ -24,9 +27,23 @@ class DType(Enum):
     float16 = "float16"
 
 
+class ConvertDType(Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    q8_0 = "q8_0"  # 8 bits in groups of 32 (format=gguf)
+
+
 class Weights(Enum):
     checkpoint = "checkpoint"
     random = "random"  # initialised from config.json alone, for benchmarks
+
+
+class CheckpointFormat(Enum):
+    hf = "hf"  # Hugging Face's: config.json and safetensors
+    sharded = "sharded"  # our own: a file for each rank, and layout.json
+    gguf = "gguf"  # llama.cpp's: one file with the tokenizer in it
 
 
 class ParallelMode(Enum):
@@ -37,10 +54,24 @@ class QuantScheme(Enum):
     none = "none"
 
 
+class KVCacheFormat(Enum):
+    none = "none"  # model.dtype
+    int8 = "int8"
+    fp8 = "fp8"  # e4m3
+    int4 = "int4"
+
+
 class DeviceType(Enum):
     auto = "auto"  # cuda if there is one, else cpu
     cpu = "cpu"
     cuda = "cuda"
+
+
+def typed(value: object) -> str:
+    """As on the command line."""
+    if isinstance(value, Enum):
+        return value.name
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
 def _is_memory(text: str) -> bool:
@@ -50,12 +81,23 @@ def _is_memory(text: str) -> bool:
         return False
 
 
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def _bytes(text: str) -> int:
+    """Of a size such as 500MB (1000s), 2GiB (1024s) or 4096; 0 for what is none."""
+    match = SIZE.fullmatch(text)
+    if match is None:
+        return 0
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+
+
 @dataclass
 class ModelConfig:
     """Where a model is and how to hold it. Its architecture comes from the checkpoint's config.json."""
 
     path: str = ""
-    """Folder in Hugging Face's layout or Meta's own, or a hub id such as `meta-llama/Llama-2-7b-hf`."""
+    """Folder in Hugging Face's layout, Meta's own or ours, or a hub id such as `meta-llama/Llama-2-7b-hf`."""
     dtype: DType = DType.auto
     weights: Weights = Weights.checkpoint
     tokenizer: str | None = ""
@@ -64,9 +106,13 @@ class ModelConfig:
     """Most prompt + new tokens of any sequence; null: what the checkpoint was made for."""
     allow_pickle: bool = False
     """Read `.bin`, `.pt` and `.pth` files too (with `weights_only=True`)."""
+    verify: bool = False
+    """Compare every file with the folder's manifest.json before anything is loaded."""
 
     def __post_init__(self) -> None:
         check(bool(self.path), "model.path", repr(self.path), "a folder or a hub id")
+        random = self.weights is Weights.random
+        check(not (self.verify and random), "model.verify", "true", "false, or model.weights=checkpoint")
         check(
             self.max_length is None or self.max_length > 0,
             "model.max_length",
@@ -83,6 +129,8 @@ class ParallelConfig:
 @dataclass
 class QuantConfig:
     scheme: QuantScheme = QuantScheme.none
+    kv_cache: KVCacheFormat = KVCacheFormat.none
+    """How keys and values are kept; the quantised ones with scales of each token and head. Goes with every scheme."""
 
 
 @dataclass
@@ -163,6 +211,82 @@ class BenchConfig:
 
 
 @dataclass
+class EvaluateConfig:
+    """What a model is measured on: a text, questions, or both."""
+
+    data: str | None = None
+    """A `.txt`, whole as one text, or a `.jsonl` with a text as `text` or `prompt` in each row: gives the perplexity."""
+    window: int | None = None
+    """Most tokens that the model sees of a text at once; null: 512, or the context where that is shorter."""
+    stride: int | None = None
+    """Tokens from one window's beginning to the next one's; null: the window, so that they do not overlap."""
+    questions: str | None = None
+    """A `.jsonl` of rows as in predict, each with its `answer`: gives the accuracy of greedy tokens."""
+    reference: str = "none"
+    """Folder or hub id of the float model that this one comes from: gives KL divergence and agreement on `data`; none: neither."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 2), ("stride", 1)):
+            value = getattr(self, name)
+            check(value is None or value >= least, f"evaluate.{name}", value, f"a number from {least}, or null")
+        if self.window and self.stride:
+            limit = f"at most evaluate.window={self.window}, so that no token is left out"
+            check(self.stride <= self.window, "evaluate.stride", self.stride, limit)
+        check(bool(self.reference), "evaluate.reference", repr(self.reference), "a folder, a hub id or none")
+        for name, unset in (("window", None), ("stride", None), ("reference", "none")):
+            if self.data is None and (value := getattr(self, name)) != unset:
+                raise UserError(f"evaluate.{name}={value} needs a text: give evaluate.data=FILE too")
+
+
+@dataclass
+class ConvertConfig:
+    """The checkpoint of `model.path`, written in another layout, division or dtype."""
+
+    output: str | None = None
+    """Folder that is made; it appears when it is complete."""
+    format: CheckpointFormat = CheckpointFormat.hf
+    tp: int = 1
+    """Ranks that share every matrix (format=sharded)."""
+    pp: int = 1
+    """Stages that share the layers (format=sharded)."""
+    dtype: ConvertDType = ConvertDType.auto
+    """auto: each tensor as it is stored, in GGUF what most are."""
+    lora: str | None = None
+    """Folder of an adapter in PEFT's layout, which is merged into the weights."""
+    max_shard_size: str = "5GB"
+    """Most bytes of a file of weights (format=hf): a number with B, KB, MB, GB, TB (1000s) or KiB, MiB, GiB, TiB (1024s)."""
+    overwrite: bool = False
+    """Replace a model that is in `output`."""
+
+    @property
+    def max_shard_bytes(self) -> int:
+        return _bytes(self.max_shard_size)
+
+    def __post_init__(self) -> None:
+        check(self.output != "", "convert.output", repr(self.output), "the folder to make")
+        for name in ("tp", "pp"):
+            value = getattr(self, name)
+            check(value > 0, f"convert.{name}", value, "a number above 0")
+            if value > 1 and self.format is not CheckpointFormat.sharded:
+                raise UserError(
+                    f"convert.{name}={value} is not used by convert.format={self.format.name}: leave it at 1, or give format=sharded"
+                )
+        check(
+            self.max_shard_bytes > 0, "convert.max_shard_size", self.max_shard_size, "a size such as 500MB, 5GB or 2GiB"
+        )
+        if self.dtype is ConvertDType.q8_0 and self.format is not CheckpointFormat.gguf:
+            raise UserError(
+                f"convert.dtype=q8_0 is not used by convert.format={self.format.name}: give convert.format=gguf"
+            )
+        check(self.lora != "", "convert.lora", repr(self.lora), "the folder of an adapter, or null")
+        if self.max_shard_size != "5GB" and self.format is not CheckpointFormat.hf:
+            raise UserError(
+                f"convert.max_shard_size={self.max_shard_size} is not used by convert.format={self.format.name}: "
+                "leave it at 5GB, or give convert.format=hf"
+            )
+
+
+@dataclass
 class RunConfig:
     task: Task = Task.predict
     model: ModelConfig = field(default_factory=lambda: ModelConfig(path="?"))
@@ -172,6 +296,8 @@ class RunConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     predict: PredictConfig = field(default_factory=PredictConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    convert: ConvertConfig = field(default_factory=ConvertConfig)
 
     def __post_init__(self) -> None:
         """A task has a section of its own name; what is set in another task's section nobody would read."""
@@ -182,6 +308,6 @@ class RunConfig:
                 default = getattr(unchanged, name)
                 if value != default:
                     raise UserError(
-                        f"{other.name}.{name}={value} is not used by task={self.task.name}: "
-                        f"leave it at {'null' if default is None else default}, or give task={other.name}"
+                        f"{other.name}.{name}={typed(value)} is not used by task={self.task.name}: "
+                        f"leave it at {typed(default)}, or give task={other.name}"
                     )

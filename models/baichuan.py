@@ -155,6 +155,8 @@ class Decoder(nn.Module):
 class NormHead(nn.Module):
     """A head whose rows have length 1 (Baichuan 2, arXiv 2309.10305). Checkpoints hold it as it was trained."""
 
+    output_axis = 0
+
     def __init__(self, c: BaichuanConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))

@@ -1,14 +1,15 @@
 """What the engine hands to a model: the tokens of one step and the cache they read and write.
 
-T tokens of S sequences, M blocks in the longest block table, N blocks of B slots, G key/value heads, D channels per key head,
-E per value head.
+T tokens of S sequences, M blocks in the longest block table, N blocks of B slots, G key/value heads.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
+
+from kernels.kv_format import PagedVectors
 
 
 @dataclass(frozen=True)
@@ -26,17 +27,22 @@ class Batch:
     output_rows: Tensor  # [R] rows of the tokens whose hidden states and logits are wanted
 
 
-LayerCache: TypeAlias = tuple[Tensor, Tensor]
-"""One layer's keys [N, B, G, D] and values [N, B, G, E]."""
+LayerCache: TypeAlias = tuple[PagedVectors, PagedVectors]
+"""One layer's keys and values."""
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of all sequences, one pair of paged tensors per layer. Allocated by the engine, filled by the model."""
+    """Keys and values of all sequences. Allocated by the engine, filled by the model."""
 
-    keys: list[Tensor]  # per layer [N, B, G, D]
-    values: list[Tensor]  # per layer [N, B, G, E]
+    layers: list[LayerCache]
 
     @property
-    def layers(self) -> Iterator[LayerCache]:
-        return zip(self.keys, self.values, strict=True)
+    def tensors(self) -> list[Tensor]:
+        """All that is stored, each [N, B, G, *]."""
+        return [tensor for keys, values in self.layers for tensor in keys.tensors + values.tensors]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self.layers[0][0].dtype

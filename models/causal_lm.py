@@ -44,11 +44,16 @@ class ModelShape:
 
 
 class CausalLM(nn.Module):
-    """The base of every architecture's model. Modules are named as the checkpoint's tensors are, so no map of names is needed."""
+    """The base of every architecture's model. Modules are named as the checkpoint's tensors are, so no map of names is needed, and are
+    registered in the order of the computation: what comes before the list of layers, the layers, what comes after."""
 
     config: ModelShape
     float32_tensors: tuple[str, ...] = ()
     """Ends of the names of parameters that stay float32 in a model of another dtype."""
+    row_parallel: tuple[str, ...] = ("o_proj", "down_proj")
+    """Linear layers that write into the residual stream: tensor parallelism divides their inputs, of all others the outputs."""
+    replicated: tuple[str, ...] = ()
+    """Linear layers and embeddings that every rank of tensor parallelism has whole: routers, tables of positions, latents."""
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:

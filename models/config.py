@@ -54,6 +54,11 @@ class ConfigReader:
             raise UserError(f"{folder} has no {name}: model.path must be a folder in Hugging Face layout")
         return cls(read_json(file), str(file))
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """All of the object, read or not."""
+        return dict(self._values)
+
     def get(self, key: str, kind: type[T], default: T) -> T:
         """The value of an optional key; null counts as absent."""
         self._read.add(key)

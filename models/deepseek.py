@@ -299,6 +299,7 @@ class Decoder(nn.Module):
 
 class Deepseek(CausalLM):
     config: DeepseekConfig
+    replicated = ("q_a_proj", "kv_a_proj_with_mqa")
     float32_tensors = ("e_score_correction_bias",)  # many experts' scores lie closer together than bfloat16 tells apart
 
     def __init__(self, config: DeepseekConfig) -> None:

@@ -61,6 +61,8 @@ def read_config(config: ConfigReader) -> GPT2Config:
 class Conv1D(nn.Module):
     """A linear layer whose weight is stored [in, out], as the original code's convolutions of width 1 were."""
 
+    output_axis = 1
+
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(inputs, outputs))
@@ -125,6 +127,8 @@ class Transformer(nn.Module):
 
 class GPT2(CausalLM):
     config: GPT2Config
+    row_parallel = ("c_proj",)
+    replicated = ("wpe",)
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()

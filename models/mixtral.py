@@ -74,5 +74,8 @@ class MixtralLayer(nn.Module):
 
 
 class Mixtral(DecoderLM):
+    row_parallel = ("o_proj", "w2")
+    replicated = ("gate",)
+
     def __init__(self, c: MixtralConfig) -> None:
         super().__init__(c, (MixtralLayer(c) for _ in range(c.num_hidden_layers)))

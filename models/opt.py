@@ -114,14 +114,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(c.vocab_size, c.word_embed_proj_dim)
         self.embed_positions = nn.Embedding(c.max_position_embeddings + POSITION_OFFSET, c.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.num_hidden_layers))
         self.is_projected = c.word_embed_proj_dim != c.hidden_size
         if self.is_projected:
             self.project_in = Linear(c.word_embed_proj_dim, c.hidden_size, bias=False)
-            self.project_out = Linear(c.hidden_size, c.word_embed_proj_dim, bias=False)
+        self.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.num_hidden_layers))
         self.has_final_layer_norm = c.has_final_layer_norm
         if c.has_final_layer_norm:
             self.final_layer_norm = layer_norm(c)
+        if self.is_projected:
+            self.project_out = Linear(c.hidden_size, c.word_embed_proj_dim, bias=False)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         x = self.embed_tokens(batch.token_ids)  # [T, P]
@@ -146,6 +147,8 @@ class Model(nn.Module):
 
 class OPT(CausalLM):
     config: OPTConfig
+    row_parallel = ("out_proj", "fc2")
+    replicated = ("embed_positions", "project_in", "project_out")
 
     def __init__(self, config: OPTConfig) -> None:
         super().__init__()

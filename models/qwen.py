@@ -169,6 +169,7 @@ class Transformer(nn.Module):
 
 class Qwen(CausalLM):
     config: QwenConfig
+    row_parallel = ("c_proj",)
 
     def __init__(self, config: QwenConfig) -> None:
         super().__init__()

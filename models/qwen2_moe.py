@@ -59,6 +59,8 @@ class SparseMoeBlock(nn.Module):
 
 
 class Qwen2Moe(DecoderLM):
+    replicated = ("gate", "shared_expert_gate")
+
     def __init__(self, c: Qwen2MoeConfig) -> None:
         super().__init__(
             c,

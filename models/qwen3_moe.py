@@ -47,6 +47,8 @@ class SparseMoeBlock(nn.Module):
 
 
 class Qwen3Moe(DecoderLM):
+    replicated = ("gate",)
+
     def __init__(self, c: Qwen3MoeConfig) -> None:
         super().__init__(
             c,

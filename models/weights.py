@@ -5,7 +5,7 @@ Then the tensors are streamed, so that peak host memory is about the model plus 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,37 @@ LISTED = 8  # tensors that an error names of each sort
 
 def checkpoint_dtype(files: list[WeightFile]) -> torch.dtype:
     """The dtype of the checkpoint's first tensor."""
-    name = next(iter(files[0].shapes), None)
-    if name is None:
+    if not files[0].dtypes:
         raise UserError(f"{files[0].path} holds no tensors")
-    return next(iter(files[0].read([name])))[1].dtype
+    return next(iter(files[0].dtypes.values()))
+
+
+def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, ...]) -> dict[str, str]:
+    """Which of the model's parameters each tensor of the checkpoint is.
+
+    Tensors whose names end in one of `ignored`, or begin as the model says, are none.
+    Raises UserError that lists all missing, unexpected and wrong-shaped tensors, and for parameters that are no floats.
+    """
+    expected = parameter_shapes(model)
+    names = full_names(expected)
+    _compare(expected, files, names, ignored, model.ignored_prefixes)
+    matched = {name: names[name] for file in files for name in file.shapes if name in names}
+    for file in files:
+        for name in matched.keys() & file.dtypes.keys():
+            if not file.dtypes[name].is_floating_point:
+                raise UserError(
+                    f"{file.path}: {name} is {file.dtypes[name]}, not a float: quantised checkpoints are not supported"
+                )
+    return matched
+
+
+def parameter_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def full_names(expected: Collection[str]) -> dict[str, str]:
+    """A checkpoint's names and the model's. Saved without its head, it lacks the trunk's name: h.0.weight is transformer.h.0.weight."""
+    return {name.partition(".")[2]: name for name in expected} | {name: name for name in expected}
 
 
 def load_weights(
@@ -39,24 +66,16 @@ def load_weights(
 ) -> None:
     """Replace the model's (meta) parameters by the checkpoint's tensors, cast to `dtype` on `device`.
 
-    Tensors whose names end in one of `ignored`, or begin as the model says, are left out.
-    `on_bytes(done, total)` is called after every tensor.
-    Raises UserError that lists all missing, unexpected and wrong-shaped tensors.
+    `on_bytes(done, total)` is called after every tensor. Raises UserError as `match_tensors` does.
     """
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    # Saved without its head, a checkpoint lacks the trunk's name: h.0.weight is transformer.h.0.weight.
-    full_names = {name.partition(".")[2]: name for name in expected} | {name: name for name in expected}
-    _compare(expected, files, full_names, ignored, model.ignored_prefixes)
-    dtypes = {name: _parameter_dtype(model, name, dtype) for name in expected}
-    total = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in expected.items())
+    matched = match_tensors(model, files, ignored)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    dtypes = {name: _parameter_dtype(model, name, dtype) for name in sizes}
+    total = sum(size * dtypes[name].itemsize for name, size in sizes.items())
     done, damaged = 0, []
     for file in files:
-        for name, tensor in file.read(name for name in file.shapes if name in full_names):
-            if not tensor.is_floating_point():
-                raise UserError(
-                    f"{file.path}: {name} is {tensor.dtype}, not a float: quantised checkpoints are not supported"
-                )
-            full_name = full_names[name]
+        for name, tensor in file.read(name for name in file.shapes if name in matched):
+            full_name = matched[name]
             if tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any():  # the sum needs no memory
                 damaged.append(full_name)
             assign(model, full_name, tensor.to(device, dtypes[full_name], copy=file.is_mapped))
@@ -66,6 +85,20 @@ def load_weights(
         log.warning("%d tensors hold NaN: %s", len(damaged), _listed(damaged))
 
 
+class CastFile:
+    """A file whose parameters are read in another dtype; what is no parameter, or stays float32 in every model, is read as it is."""
+
+    def __init__(self, file: WeightFile, model: CausalLM, matched: dict[str, str], dtype: torch.dtype) -> None:
+        self._file = file
+        self.path, self.shapes, self.is_mapped = file.path, file.shapes, file.is_mapped
+        cast = {name for name in file.shapes if name in matched and not name.endswith(model.float32_tensors)}
+        self.dtypes = file.dtypes | dict.fromkeys(cast, dtype)
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._file.read(names):
+            yield name, tensor.to(self.dtypes[name])
+
+
 def _parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith(model.float32_tensors) else dtype
 
@@ -73,7 +106,7 @@ def _parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dt
 def _compare(
     expected: dict[str, tuple[int, ...]],
     files: list[WeightFile],
-    full_names: dict[str, str],
+    names: dict[str, str],
     ignored: tuple[str, ...],
     ignored_prefixes: tuple[str, ...],
 ) -> None:
@@ -81,7 +114,7 @@ def _compare(
     twice = []
     for file in files:
         for name, shape in file.shapes.items():
-            full_name = full_names.get(name, name)
+            full_name = names.get(name, name)
             twice += [name] if full_name in found else []
             found[full_name] = shape
     # A head that is tied to the embedding may be in the checkpoint as a second copy.

@@ -1,7 +1,9 @@
 """What decides the rows of a job, by name, so that a job is continued only as what it was, and what has changed can be said."""
 
+import glob
 import hashlib
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,8 +13,27 @@ from pipelines.engine import Engine
 from pipelines.journal import Fingerprint, dumps
 from pipelines.prompts import Prompts
 
-READ = ("*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt")  # config and tokenizer, by content
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # too long to read again: by size and time
+READ = (
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "vocab.txt",
+    "merges.txt",
+    "*.yaml",
+    "*.yml",
+)  # config and tokenizer
+WEIGHTS = (
+    "*.safetensors",
+    "*.gguf",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "rank_*/*.safetensors",
+    "rank_*/*.ckpt",
+)  # too long: by size and time
+SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")  # one of the files of a GGUF model: all of them count
 
 
 def fingerprint(run: RunConfig, engine: Engine, prompts: Prompts) -> Fingerprint:
@@ -27,6 +48,7 @@ def fingerprint(run: RunConfig, engine: Engine, prompts: Prompts) -> Fingerprint
         "model.tokenizer": tokenizer is not None,
         "device.type": engine.device.type,
         "quant.scheme": run.quant.scheme.name,
+        "quant.kv_cache": run.quant.kv_cache.name,
         "predict.add_special_tokens": run.predict.add_special_tokens,
         "predict.chat_template": _chat_template(run.predict.chat_template),
     }
@@ -41,9 +63,12 @@ def _chat_template(chat_template: str) -> str:
     return chat_template if chat_template in ("auto", "none") else _sha256(Path(chat_template))
 
 
-def _files(folder: Path, name: str) -> Fingerprint:
-    contents = {file.name: _sha256(file) for pattern in READ for file in folder.glob(pattern)}
-    stats = {file.name: file.stat() for pattern in WEIGHTS for file in folder.glob(pattern)}
+def _files(path: Path, name: str) -> Fingerprint:
+    """Of a folder, or of a file that holds everything."""
+    parts = SPLIT.sub(r"-?????\1", glob.escape(path.name))
+    folder, weights = (path, WEIGHTS) if path.is_dir() else (path.parent, (parts,))
+    contents = {file.name: _sha256(file) for pattern in READ for file in path.glob(pattern)}
+    stats = {str(file.relative_to(folder)): file.stat() for pattern in weights for file in folder.glob(pattern)}
     times = {file: f"{stat.st_size} bytes of {stat.st_mtime_ns}" for file, stat in stats.items()}
     return {f"{name}/{file}": value for file, value in sorted((contents | times).items())}
 

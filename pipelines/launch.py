@@ -7,10 +7,17 @@ from pathlib import Path
 
 from conf.schema import RunConfig, Task
 from pipelines.bench import run_bench
+from pipelines.convert import run_convert
+from pipelines.evaluate import run_evaluate
 from pipelines.predict import run_predict
 from pipelines.report import Dump, reader_may_leave, reset_peak_memory
 
-TASKS = {Task.predict: run_predict, Task.bench: run_bench}
+TASKS = {
+    Task.predict: run_predict,
+    Task.bench: run_bench,
+    Task.evaluate: run_evaluate,
+    Task.convert: run_convert,
+}
 
 
 def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:

@@ -8,14 +8,16 @@ import torch
 
 from conf.errors import UserError
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
+from kernels.kv_format import FORMATS, KVFormat
 from models.batch import KVCache
 from models.causal_lm import ModelShape
 from models.config import ConfigReader
-from models.formats import Checkpoint, WeightFile, open_checkpoint
+from models.formats import Checkpoint, WeightFile, open_checkpoint, open_tokenizer
+from models.formats.manifest import verify_manifest
 from models.hub import find_checkpoint
 from models.registry import find_architecture
-from models.tokenizers import Tokenizer, load_tokenizer
-from models.weights import DTYPES, checkpoint_dtype, initialise_randomly, load_weights
+from models.tokenizers import Tokenizer
+from models.weights import DTYPES, checkpoint_dtype, initialise_randomly, load_weights, parameter_shapes
 from pipelines.engine import Engine
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
 from pipelines.engine.request import ContextLimit
@@ -43,8 +45,7 @@ def load_engine(
     torch.set_num_threads(run.device.threads or DEFAULT_THREADS)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    path = find_checkpoint(run.model.path, run.model.weights is Weights.checkpoint, run.model.allow_pickle)
-    checkpoint = open_checkpoint(path, run.model.allow_pickle)
+    checkpoint = find_and_open(run.model)
     reader = checkpoint.config
     architecture = find_architecture(reader)
     shape: ModelShape = architecture.read_config(reader)
@@ -58,10 +59,11 @@ def load_engine(
     eos = eos_token_ids(checkpoint.generation_config, reader, tokenizer)
     decode = decode_defaults(checkpoint.generation_config, context.num_tokens)
     if unread := reader.unread():
-        log.warning("the config in %s has keys that are not used: %s", path, ", ".join(unread))
+        log.warning("the config in %s has keys that are not used: %s", checkpoint.path, ", ".join(unread))
     with torch.device("meta"):
         model = architecture.build(shape).eval()
-    files = checkpoint.open_weights() if run.model.weights is Weights.checkpoint else []
+    with_weights = run.model.weights is Weights.checkpoint
+    files = checkpoint.open_weights(parameter_shapes(model)) if with_weights else []
     dtype = _dtype(run.model.dtype, reader, files)
     if files:
         load_weights(model, files, architecture.ignored_tensors, dtype, device, on_bytes)
@@ -69,9 +71,17 @@ def load_engine(
         initialise_randomly(model, dtype, device)
     usual = run.decode.resolved(decode)
     sequences = max(AUTO_SEQUENCES, max_num_requests * max(usual.n, usual.num_beams or 1))
-    cache = _kv_cache(run.device, shape, sequences, context, dtype, device)
+    cache = _kv_cache(run.device, shape, sequences, context, FORMATS[run.quant.kv_cache.name], dtype, device)
     sizes = max_num_requests, run.device.max_batched_tokens
     return Engine(model, cache, tokenizer, context, eos, decode, *sizes)
+
+
+def find_and_open(config: ModelConfig) -> Checkpoint:
+    """The checkpoint of `model.path`, its files verified where that is asked for. Raises UserError."""
+    path = find_checkpoint(config.path, config.weights is Weights.checkpoint, config.allow_pickle)
+    if config.verify:
+        verify_manifest(path)
+    return open_checkpoint(path, config.allow_pickle)
 
 
 def _kv_cache(
@@ -79,13 +89,14 @@ def _kv_cache(
     shape: ModelShape,
     max_num_sequences: int,
     context: ContextLimit,
+    formats: tuple[KVFormat, KVFormat],
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:
     block_size = config.block_size or BLOCK_SIZE[device.type]
     wanted_blocks = max_num_sequences * -(-context.num_tokens // block_size)
-    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, dtype, device)
-    return allocate_kv_cache(shape, num_blocks, block_size, dtype, device)
+    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, formats, dtype, device)
+    return allocate_kv_cache(shape, num_blocks, block_size, formats, dtype, device)
 
 
 def _device(config: DeviceConfig) -> torch.device:
@@ -116,11 +127,10 @@ def _tokenizer(config: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:
         return None
     if not config.tokenizer:
         return checkpoint.load_tokenizer()
-    own = Path(config.tokenizer).expanduser()
-    tokenizer = load_tokenizer(own) if own.is_dir() else None
+    tokenizer = open_tokenizer(Path(config.tokenizer).expanduser())
     if tokenizer is None:
         raise UserError(
-            f"model.tokenizer={config.tokenizer} is not a folder with tokenizer files: give such a folder, or null for none"
+            f"model.tokenizer={config.tokenizer} is not a folder with tokenizer files: give such a folder, a GGUF file, or null for none"
         )
     return tokenizer
 

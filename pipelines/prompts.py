@@ -55,7 +55,7 @@ class Lines:
         """Raises UserError where the stream is not UTF-8, and at its end if it had nothing but blank lines."""
         offset = 0
         for content in self._stream:  # up to the next \n: no other character ends a line
-            line = self._decode(content, offset).removesuffix("\n").removesuffix("\r")
+            line = decode_utf8(content, self.where, offset).removesuffix("\n").removesuffix("\r")
             self._sha256.update(content)
             offset += len(content)
             if line.strip():
@@ -66,12 +66,14 @@ class Lines:
         if not self.num_kept:
             raise UserError(f"{self.where} has no prompts")
 
-    def _decode(self, content: bytes, offset: int) -> str:
-        try:
-            return content.decode("utf-8").removeprefix("" if offset else "\ufeff")
-        except UnicodeDecodeError as error:
-            at = f"byte {offset + error.start} is 0x{content[error.start]:02x}"
-            raise UserError(f"{self.where} is not UTF-8 ({at}): convert it first") from error
+
+def decode_utf8(content: bytes, where: str, offset: int = 0) -> str:
+    """The text of bytes that begin at `offset` of a file, without its byte order mark. Raises UserError for the first wrong byte."""
+    try:
+        return content.decode("utf-8").removeprefix("" if offset else "\ufeff")
+    except UnicodeDecodeError as error:
+        at = f"byte {offset + error.start} is 0x{content[error.start]:02x}"
+        raise UserError(f"{where} is not UTF-8 ({at}): convert it first") from error
 
 
 class Prompts:

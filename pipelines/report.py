@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from conf.schema import RunConfig
@@ -128,23 +128,37 @@ class ProgressSink(Protocol):
     """What the stages tell about how far they are."""
 
     def loaded(self, done: int, total: int) -> None: ...
+    def converted(self, done: int, total: int) -> None: ...
     def generated(self, num_rows: int, total_rows: int | None, tokens_per_s: float) -> None: ...
+    def scored(self, num_tokens: int, total_tokens: int) -> None: ...
 
 
 class _Bar:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._load = progress.add_task("load", total=None, note="", visible=False)
+        self._score = progress.add_task("score", total=None, note="", visible=False)
+        self._convert = progress.add_task("convert", total=None, note="", visible=False)
         self._generate = progress.add_task("generate", total=None, note="", visible=False)
 
     def loaded(self, done: int, total: int) -> None:
-        note = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
-        self._progress.update(self._load, completed=done, total=total, note=note, visible=True)
+        self._bytes(self._load, done, total)
+
+    def converted(self, done: int, total: int) -> None:
+        self._bytes(self._convert, done, total)
 
     def generated(self, num_rows: int, total_rows: int | None, tokens_per_s: float) -> None:
         of_all = "" if total_rows is None else f" of {total_rows}"
         note = f"{num_rows}{of_all} rows, {tokens_per_s:,.0f} tokens/s"
         self._progress.update(self._generate, completed=num_rows, total=total_rows, note=note, visible=True)
+
+    def scored(self, num_tokens: int, total_tokens: int) -> None:
+        note = f"{num_tokens:,} of {total_tokens:,} tokens"
+        self._progress.update(self._score, completed=num_tokens, total=total_tokens, note=note, visible=True)
+
+    def _bytes(self, task: TaskID, done: int, total: int) -> None:
+        note = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+        self._progress.update(task, completed=done, total=total, note=note, visible=True)
 
 
 @contextmanager

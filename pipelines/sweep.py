@@ -26,6 +26,7 @@ Table = dict[str, list[str]]
 MAIN = {  # metric: name, unit, factor
     "accuracy": ("accuracy", "%", 100),
     "perplexity": ("perplexity", "", 1),
+    "kl_mean": ("KL divergence", "", 1),
     "prefill_tokens_per_s": ("prefill", "tokens/s", 1),
     "decode_tokens_per_s": ("decode", "tokens/s", 1),
     "tokens_per_s": ("speed", "tokens/s", 1),

@@ -8,7 +8,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from conf.decoding import DecodeConfig
-from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, PredictConfig, RunConfig
+from conf.schema import (
+    DeviceConfig,
+    DeviceType,
+    DType,
+    KVCacheFormat,
+    ModelConfig,
+    PredictConfig,
+    QuantConfig,
+    RunConfig,
+)
 from pipelines.engine import Completion, Engine, Output
 from pipelines.engine.batch import build_batch
 from pipelines.loading import load_engine
@@ -50,13 +59,20 @@ def run_config(folder: Path, **model: Any) -> RunConfig:
 
 
 def engine_of(
-    folder: Path, batch_size: int = 3, tokenizer: str | None = None, allow_pickle: bool = False, **device: Any
+    folder: Path,
+    batch_size: int = 3,
+    tokenizer: str | None = None,
+    allow_pickle: bool = False,
+    kv_cache: str = "none",
+    **device: Any,
 ) -> Engine:
     """A float32 engine on the CPU. `tokenizer=""` takes the folder's own; `device` are fields of DeviceConfig."""
     run = run_config(folder)
     model = replace(run.model, tokenizer=tokenizer, allow_pickle=allow_pickle)
     config = DeviceConfig(DeviceType.cpu, **device)
-    return load_engine(replace(run, model=model, device=config), batch_size)
+    return load_engine(
+        replace(run, model=model, device=config, quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache])), batch_size
+    )
 
 
 def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> list[Output]:

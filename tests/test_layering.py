@@ -23,11 +23,28 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "hydra": ("run", "conf.compose"),
     "omegaconf": ("run", "conf.compose"),
     "triton": ("kernels.*.triton",),
-    "transformers": ("models.tokenizers.huggingface", "models.tokenizers.base", "models.tiny.train"),
-    "sentencepiece": ("models.tokenizers.sentencepiece",),
+    "transformers": (
+        "models.tokenizers.huggingface",
+        "models.tokenizers.base",
+        "models.tokenizers.gguf",
+        "models.tiny.train",
+    ),
+    "sentencepiece": (
+        "models.tokenizers.sentencepiece",
+        "models.tokenizers.gguf",
+        "models.tokenizers.gguf_vocabulary",
+    ),
+    "gguf": (
+        "models.gguf_header",
+        "models.formats.gguf",
+        "models.formats.gguf_writer",
+        "models.tokenizers.gguf",
+        "models.tokenizers.gguf_vocabulary",
+    ),
     "tiktoken": ("models.tokenizers.tiktoken",),
     "huggingface_hub": ("models.hub",),
     "rich": ("pipelines.report",),
+    "yaml": ("models.formats.mindspore_config",),
     "matplotlib": ("pipelines.sweep",),
 }
 

@@ -1,12 +1,14 @@
-"""N blocks of B slots, G key/value heads, D channels per head."""
+"""C copies."""
 
 from torch import Tensor
 
+from kernels.kv_format import PagedVectors
 
-def copy_blocks(key_cache: Tensor, value_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+
+def copy_blocks(key_cache: PagedVectors, value_cache: PagedVectors, sources: Tensor, targets: Tensor) -> None:
     """Block `targets[i]` becomes a copy of what block `sources[i]` was before the call. In place.
 
-    Caches [N, B, G, D]; sources and targets [C] int64, the targets all different. A block may be both: all are read before any is written.
+    sources and targets [C] int64, the targets all different. A block may be both: all are read before any is written.
     """
-    key_cache[targets] = key_cache[sources]
-    value_cache[targets] = value_cache[sources]
+    for stored in key_cache.tensors + value_cache.tensors:
+        stored[targets] = stored[sources]

@@ -4,11 +4,13 @@ H query heads in G groups (one key/value head each), D channels per key head, E 
 import torch
 from torch import Tensor
 
+from kernels.kv_format import PagedVectors
+
 
 def paged_attention(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    key_cache: PagedVectors,
+    value_cache: PagedVectors,
     block_tables: Tensor,
     query_starts: Tensor,
     context_lengths: Tensor,
@@ -21,8 +23,8 @@ def paged_attention(
     """softmax(scale * q k^T) v for every new token over its own sequence, up to and including itself.
 
     query [T, H, D]: sequence s owns rows query_starts[s] to query_starts[s+1], the last of its context_lengths[s] tokens,
-    whose keys and values are in the cache already. Caches [N, B, G, D] and [N, B, G, E]; block_tables [S, M] int64, of which
-    sequence s uses the first ceil(L / B); query_starts [S+1], context_lengths [S] int64.
+    whose keys and values are in the cache already. Caches of [N, B, G, *] with D and E channels; block_tables [S, M] int64, of
+    which sequence s uses the first ceil(L / B); query_starts [S+1], context_lengths [S] int64.
 
     soft_cap c: scores become c * tanh(score / c) (Gemma 2). window w: a token sees itself and the w - 1 before it (arXiv 2310.06825).
     alibi_slopes [H] float32: slope * (key's position - query's position) is added to the scores (arXiv 2108.12409).
@@ -30,13 +32,13 @@ def paged_attention(
 
     Returns [T, H, E] in query's dtype; the softmax is float32.
     """
-    output = query.new_empty(*query.shape[:2], value_cache.shape[-1])
-    block_size, groups = key_cache.shape[1], key_cache.shape[2]
+    output = query.new_empty(*query.shape[:2], value_cache.channels)
+    block_size, groups = key_cache.tensors[0].shape[1:3]
     starts = query_starts.tolist()
     for s, length in enumerate(context_lengths.tolist()):
         blocks = block_tables[s, : -(-length // block_size)]
-        keys = key_cache[blocks].flatten(0, 1)[:length].permute(1, 2, 0)  # [G, D, L]
-        values = value_cache[blocks].flatten(0, 1)[:length].transpose(0, 1)  # [G, L, E]
+        keys = _read(key_cache, blocks, length).permute(1, 2, 0)  # [G, D, L]
+        values = _read(value_cache, blocks, length).transpose(0, 1)  # [G, L, E]
         q = query[starts[s] : starts[s + 1]]  # [Q, H, D]
         grouped = q.unflatten(1, (groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [G, H/G * Q, D]
         scores = (grouped @ keys).unflatten(1, (-1, q.shape[0])).float() * scale  # [G, H/G, Q, L]
@@ -56,3 +58,9 @@ def paged_attention(
         attended = (weights @ values).unflatten(1, (-1, q.shape[0]))  # [G, H/G, Q, E]
         output[starts[s] : starts[s + 1]] = attended.flatten(0, 1).transpose(0, 1)
     return output
+
+
+def _read(cache: PagedVectors, blocks: Tensor, length: int) -> Tensor:
+    """The first so many vectors of a sequence's blocks: [L, G, D] in the cache's dtype."""
+    stored = tuple(part[blocks].flatten(0, 1)[:length] for part in cache.tensors)
+    return cache.format.decode(stored)[..., : cache.channels].to(cache.dtype)

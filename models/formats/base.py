@@ -1,19 +1,24 @@
 """A checkpoint of any layout, presented in Hugging Face's terms: config.json's keys, and weights by its names and shapes."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from models.config import ConfigReader
 from models.tokenizers import Tokenizer
 
+Shapes = Mapping[str, tuple[int, ...]]
+
 
 class WeightFile(Protocol):
     path: Path
     shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    """As `read` gives them."""
     is_mapped: bool
     """Whether what is read are views of the file, so that it must be copied to be kept."""
 
@@ -29,5 +34,6 @@ class Checkpoint:
     config: ConfigReader
     generation_config: dict[str, Any]
     """generation_config.json's keys; empty where the layout has none."""
-    open_weights: Callable[[], list[WeightFile]]
+    open_weights: Callable[[Shapes], list[WeightFile]]
+    """Takes the shapes of the model's parameters, by which layouts in pieces are joined; the others do not look at them."""
     load_tokenizer: Callable[[], Tokenizer | None]

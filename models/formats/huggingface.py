@@ -12,9 +12,12 @@ from torch import Tensor
 from conf.errors import UserError
 from models.config import ConfigReader, read_json
 from models.formats.base import Checkpoint, WeightFile
+from models.formats.safetensors_writer import SAFETENSORS_DTYPES
 from models.tokenizers import load_tokenizer
 
+CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+WEIGHTS = "model.safetensors"
 
 
 def open_huggingface(folder: Path, allow_pickle: bool) -> Checkpoint:
@@ -22,7 +25,7 @@ def open_huggingface(folder: Path, allow_pickle: bool) -> Checkpoint:
         folder,
         ConfigReader.from_folder(folder),
         read_json(folder / GENERATION_CONFIG),
-        partial(open_weight_files, folder, allow_pickle),
+        lambda expected: open_weight_files(folder, allow_pickle),
         partial(load_tokenizer, folder),
     )
 
@@ -34,9 +37,14 @@ class SafetensorsFile:
         self.path = path
         try:
             with safe_open(path, framework="pt") as file:
-                self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+                self.shapes = {name: tuple(tensor.get_shape()) for name, tensor in slices.items()}
+                codes = {name: tensor.get_dtype() for name, tensor in slices.items()}
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is truncated or not a safetensors file: {error}") from error
+        if unknown := next((name for name, code in codes.items() if code not in SAFETENSORS_DTYPES), None):
+            raise UserError(f"{path}: {unknown} is {codes[unknown]}, a type that is not supported")
+        self.dtypes = {name: SAFETENSORS_DTYPES[code] for name, code in codes.items()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
@@ -52,7 +60,9 @@ class PickleFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._load().items()}
+        tensors = self._load()
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         tensors = self._load()
@@ -73,7 +83,7 @@ class PickleFile:
 
 def open_weight_files(folder: Path, allow_pickle: bool) -> list[WeightFile]:
     """The folder's weight files. Raises UserError where there are none, where one is missing or damaged, and for pickles not allowed."""
-    if names := _weight_names(folder, "model.safetensors"):
+    if names := _weight_names(folder, WEIGHTS):
         return [SafetensorsFile(folder / name) for name in names]
     if names := _weight_names(folder, "pytorch_model.bin") or _lone_pickle(folder):
         if not allow_pickle:

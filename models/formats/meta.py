@@ -14,6 +14,7 @@ from conf.errors import UserError
 from models.config import ConfigReader, read_json
 from models.formats.base import Checkpoint, WeightFile
 from models.formats.huggingface import GENERATION_CONFIG, PickleFile
+from models.formats.rotary_rows import half_apart
 from models.tokenizers import load_tokenizer
 
 PARAMS = "params.json"
@@ -50,7 +51,7 @@ def open_meta(folder: Path, allow_pickle: bool) -> Checkpoint:
         folder,
         read_meta_config(folder, allow_pickle),
         read_json(folder / GENERATION_CONFIG),
-        partial(open_meta_shards, folder, allow_pickle),
+        lambda expected: open_meta_shards(folder, allow_pickle),
         partial(load_tokenizer, folder),
     )
 
@@ -74,6 +75,7 @@ def read_meta_config(folder: Path, allow_pickle: bool) -> ConfigReader:
     eps, theta = params.positive("norm_eps", 1e-5), params.positive("rope_theta", 10000.0)
     scaled = params.get("use_scaled_rope", bool, False)
     values: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": dim,
         "intermediate_size": -(-int(multiplier * int(8 * dim / 3)) // multiple) * multiple,
@@ -89,7 +91,8 @@ def read_meta_config(folder: Path, allow_pickle: bool) -> ConfigReader:
         "max_position_embeddings": params.count("max_seq_len", _context_length(theta, scaled, eps)),
     }
     params.raw("max_batch_size")
-    return ConfigReader(values | {key: params.raw(key) for key in params.unread()}, str(folder / PARAMS))
+    values |= {key: params.raw(key) for key in params.unread()}
+    return ConfigReader({key: value for key, value in values.items() if value is not None}, str(folder / PARAMS))
 
 
 def _sizes(params: ConfigReader) -> tuple[int, int, int]:
@@ -147,11 +150,15 @@ class MetaShards:
         self._shards = shards
         self._heads = {"q_proj": heads, "k_proj": groups}
         for shard in shards[1:]:
-            if shard.shapes != shards[0].shapes:
-                differing = min(name for name, _ in shard.shapes.items() ^ shards[0].shapes.items())
+            if (shard.shapes, shard.dtypes) != (shards[0].shapes, shards[0].dtypes):
+                differences = (
+                    shard.shapes.items() ^ shards[0].shapes.items() | shard.dtypes.items() ^ shards[0].dtypes.items()
+                )
+                differing = min(name for name, _ in differences)
                 raise UserError(f"{shard.path} and {self.path.name} do not belong together: they differ in {differing}")
         self._sources: dict[str, tuple[str, int | None]] = {}  # our name: Meta's, and how it is cut
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         for source, shape in shards[0].shapes.items():
             if source.endswith(COMPUTED):
                 continue
@@ -161,6 +168,7 @@ class MetaShards:
             if cut is not None and len(shape) != 2:
                 raise UserError(f"{self.path}: {source} has {len(shape)} dimensions, expected 2")
             self.shapes[name] = tuple(n * len(shards) if i == cut else n for i, n in enumerate(shape))
+            self.dtypes[name] = shards[0].dtypes[source]
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         wanted = list(names)
@@ -182,8 +190,7 @@ class MetaShards:
             raise UserError(
                 f"{self.path}: {name} has {tensor.shape[0]} rows, which are not {heads} heads of an even size"
             )
-        ordered: Tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)  # type: ignore[no-untyped-call]
-        return ordered
+        return half_apart(tensor, heads)
 
 
 def _our_name(source: str, embedding_cut: int) -> tuple[str, int | None]:

@@ -4,6 +4,7 @@ T tokens, S sequences, H query heads, G key/value heads, D channels per key head
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ def attend_latent(
     return paged_attention(
         query,
         keys,
-        keys[..., :value_channels],
+        replace(keys, channels=value_channels),
         batch.block_tables,
         batch.query_starts,
         batch.context_lengths,

@@ -18,5 +18,7 @@ def linear_per_head(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
+    output_axis = 0  # of the weight
+
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)

@@ -128,6 +128,11 @@ def _llama3(c: RotaryConfig) -> Tensor:
     return torch.where(wavelengths < c.original_length / c.high_freq_factor, frequencies, result)
 
 
+def llama3_factors(c: RotaryConfig) -> Tensor:
+    """What Llama 3's scaling divides each frequency by: [D/2] float32."""
+    return _frequencies(c.theta, c.head_dim) / _llama3(c)
+
+
 def _yarn(c: RotaryConfig) -> Tensor:
     """Interpolate channels that turn less than beta_slow times over the original context, keep those above beta_fast (arXiv 2309.00071)."""
 

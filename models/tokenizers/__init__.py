@@ -8,7 +8,7 @@ from pathlib import Path
 from models.config import read_json
 from models.tokenizers.base import Message, Tokenizer
 from models.tokenizers.chat import LLAMA2
-from models.tokenizers.huggingface import HuggingFaceTokenizer
+from models.tokenizers.huggingface import load_huggingface
 from models.tokenizers.sentencepiece import (
     BaichuanTokenizer,
     ChatGLM2Tokenizer,
@@ -17,7 +17,21 @@ from models.tokenizers.sentencepiece import (
 )
 from models.tokenizers.tiktoken import Llama3Tokenizer, QwenTokenizer
 
-__all__ = ["Message", "Tokenizer", "load_tokenizer"]
+__all__ = ["TOKENIZER_FILES", "Message", "Tokenizer", "load_tokenizer"]
+
+TOKENIZER_FILES = (  # patterns of what a tokenizer is read from
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+)
 
 CHATGLM3_LENGTH = 8192  # seq_length of ChatGLM3-6B's config.json; otherwise it is ChatGLM2-6B's
 
@@ -40,10 +54,14 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         return BaichuanTokenizer(pieces, turns, eos_after_answers=not is_second)
     if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
         is_llama2 = kind == "llama" and pieces.is_file() and _is_sentencepiece(pieces)
-        return HuggingFaceTokenizer(folder, LLAMA2 if is_llama2 else None)
+        return load_huggingface(folder, LLAMA2 if is_llama2 else None)
     if pieces.is_file():
-        return SentencePieceTokenizer(pieces) if _is_sentencepiece(pieces) else Llama3Tokenizer(pieces)
-    return HuggingFaceTokenizer(folder) if (folder / "tokenizer_config.json").is_file() else None
+        if not _is_sentencepiece(pieces):
+            return Llama3Tokenizer(pieces)
+        tokenizer = SentencePieceTokenizer(pieces)
+        tokenizer.chat_template = config.get("chat_template") or tokenizer.chat_template
+        return tokenizer
+    return load_huggingface(folder) if (folder / "tokenizer_config.json").is_file() else None
 
 
 def _is_sentencepiece(file: Path) -> bool:

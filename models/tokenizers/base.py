@@ -1,7 +1,9 @@
 """What the pipelines need of any tokenizer, with the same rules for every family."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -21,6 +23,10 @@ class Tokenizer(ABC):
     eos_token_id: int | None
     turn_end_ids: tuple[int, ...] = ()
     """Tokens besides eos that end an answer in this family's conversations."""
+    chat_template: str | None = None
+    """Jinja source of its conversations; None where code writes them, or where it has none."""
+    special_tokens: Mapping[str, str] = MappingProxyType({})
+    """bos_token and eos_token, for templates that name them."""
 
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
@@ -29,16 +35,23 @@ class Tokenizer(ABC):
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         """Exactly the tokens' text: no clean-up of spaces, whatever the tokenizer's settings say."""
 
+    def save(self, folder: Path) -> None:
+        """Write it as files that `load_tokenizer` and transformers read, for tokenizers that came in no files of their own."""
+        raise NotImplementedError
+
     def encode_messages(self, messages: list[Message], template: str | None) -> tuple[str, list[int]]:
         """The conversation as text and as token ids, ready for the assistant's turn. `template` is Jinja source; None: the family's own.
 
         Raises UserError where there is no template and where the template refuses the messages.
         """
+        template = template or self.chat_template
         if template is None:
             token_ids = self._own_format(messages)
             return self.decode(token_ids, skip_special_tokens=False), token_ids
         try:
-            rendered, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True)
+            rendered, _ = render_jinja_template(
+                [messages], chat_template=template, add_generation_prompt=True, **self.special_tokens
+            )
         except Exception as error:  # the template's own raise_exception, or any fault of its Jinja
             raise UserError(f"the chat template does not take these messages: {error}") from error
         return rendered[0], self.encode(rendered[0], add_special_tokens=False)  # the template wrote any BOS

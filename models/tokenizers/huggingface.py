@@ -1,5 +1,7 @@
 """Tokenizer files that transformers reads: tokenizer.json, or vocab.json with merges.txt. No remote code."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,22 +14,29 @@ SETTINGS = ("tokenizer_config.json", "config.json", "tokenizer.json")  # without
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    def __init__(self, folder: Path, template: str | None = None) -> None:
-        """`template`: the family's, where the files hold none. Raises UserError if the files cannot be read."""
-        self.source = folder
+    def __init__(self, source: Path, read: Callable[[], PreTrainedTokenizerBase], template: str | None = None) -> None:
+        """`template`: the family's, where what is read holds none. Raises UserError if it cannot be read."""
+        self.source = source
         try:
-            self._tokenizer: PreTrainedTokenizerBase = _read(folder)
+            self._tokenizer = read()
         except Exception as error:  # whatever a damaged file makes the library raise
             raise UserError(
-                f"the tokenizer in {folder} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                f"the tokenizer in {source} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             ) from error
-        self._template = template
+        self.chat_template = self._tokenizer.chat_template or template
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.bos_token_id = cast(int | None, self._tokenizer.bos_token_id)
         self.eos_token_id = cast(int | None, self._tokenizer.eos_token_id)
 
+    @property
+    def backend(self) -> Any:
+        """The `tokenizers.Tokenizer` that does the work."""
+        return self._tokenizer.backend_tokenizer
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return cast(list[int], self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        # Not verbose: it would warn of texts beyond the model's context, which are the engine's to refuse or to cut into windows.
+        encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        return cast(list[int], encoded["input_ids"])
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         text = self._tokenizer.decode(
@@ -35,8 +44,11 @@ class HuggingFaceTokenizer(Tokenizer):
         )
         return cast(str, text)
 
+    def save(self, folder: Path) -> None:
+        self._tokenizer.save_pretrained(folder)
+
     def encode_messages(self, messages: list[Message], template: str | None) -> tuple[str, list[int]]:
-        template = template or self._tokenizer.chat_template or self._template
+        template = template or self.chat_template
         if template is None:
             self._own_format(messages)  # raises: there is none
         try:
@@ -46,6 +58,11 @@ class HuggingFaceTokenizer(Tokenizer):
         except Exception as error:  # the template's own raise_exception, or any fault of its Jinja
             raise UserError(f"the chat template does not take these messages: {error}") from error
         return text, self.encode(text, add_special_tokens=False)
+
+
+def load_huggingface(folder: Path, template: str | None = None) -> HuggingFaceTokenizer:
+    """Raises UserError if the folder's files cannot be read."""
+    return HuggingFaceTokenizer(folder, partial(_read, folder), template)
 
 
 def _read(folder: Path) -> PreTrainedTokenizerBase:

@@ -15,25 +15,34 @@ from models.tokenizers.chat import LLAMA2
 class SentencePieceTokenizer(Tokenizer):
     """Llama's: BOS before a text, and special tokens where a text names them."""
 
-    def __init__(self, file: Path, specials: Mapping[str, int] | None = None) -> None:
-        """`specials`: tokens beyond the vocabulary's own, by name. Raises UserError if the file cannot be read."""
+    chat_template: str | None = LLAMA2
+
+    def __init__(self, file: Path, model: bytes | None = None) -> None:
+        """`model`: the ModelProto, where the file is none itself. Raises UserError if it cannot be read."""
         self.source = file.parent
         try:
-            self._pieces = SentencePieceProcessor(model_file=str(file))
+            self._pieces = SentencePieceProcessor(
+                **({"model_file": str(file)} if model is None else {"model_proto": model})
+            )
         except (OSError, RuntimeError) as error:
-            raise UserError(f"the tokenizer in {file.parent} cannot be read: {file.name}: {error}") from error
+            reason = " ".join(str(error).split())
+            raise UserError(f"the tokenizer in {file.parent} cannot be read: {file.name}: {reason}") from error
         control = range(self._pieces.get_piece_size())
-        own = {self._pieces.id_to_piece(id): id for id in control if self._pieces.is_control(id)}
-        self._specials = own | dict(specials or {})
+        self._specials = {self._pieces.id_to_piece(id): id for id in control if self._pieces.is_control(id)}
         self._special_names = {id: name for name, id in self._specials.items()}
         self.size = max(self._pieces.get_piece_size(), *(id + 1 for id in self._special_names))
         self.bos_token_id = self._pieces.bos_id() if self._pieces.bos_id() >= 0 else None
         self.eos_token_id = self._pieces.eos_id() if self._pieces.eos_id() >= 0 else None
 
+    @property
+    def model_proto(self) -> bytes:
+        model: bytes = self._pieces.serialized_model_proto()
+        return model
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         begin = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
         named = "|".join(re.escape(name) for name in sorted(self._specials, key=len, reverse=True))
-        parts = re.split(f"({named})", text)  # every second part is a special token
+        parts = re.split(f"({named})", text) if named else [text]  # every second part is a special token
         ids = [[self._specials[part]] if i % 2 else self._encode_pieces(part) for i, part in enumerate(parts)]
         return begin + list(itertools.chain.from_iterable(ids))
 
@@ -57,12 +66,11 @@ class SentencePieceTokenizer(Tokenizer):
         text: str = self._pieces.decode(ids)
         return text
 
-    def _own_format(self, messages: list[Message]) -> list[int]:
-        return self.encode_messages(messages, LLAMA2)[1]
-
 
 class BaichuanTokenizer(SentencePieceTokenizer):
     """Turns are marked by ids that generation_config.json names (Baichuan-13B-Chat, Baichuan2-Chat)."""
+
+    chat_template = None
 
     def __init__(self, file: Path, turns: Mapping[str, object], eos_after_answers: bool) -> None:
         """`turns`: the ids that open the turns of user and assistant; other than numbers in a model that is not for chats."""
@@ -93,6 +101,8 @@ class BaichuanTokenizer(SentencePieceTokenizer):
 
 class ChatGLM2Tokenizer(SentencePieceTokenizer):
     """ChatGLM2 and ChatGLM3: [gMASK] sop before a text; special tokens follow the pieces and are not read from a text."""
+
+    chat_template = None
 
     NAMES = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
     ROLES = ("system", "user", "assistant", "observation")  # of ChatGLM3
@@ -127,6 +137,7 @@ class ChatGLM2Tokenizer(SentencePieceTokenizer):
 class ChatGLMTokenizer(SentencePieceTokenizer):
     """ChatGLM-6B: [gMASK] <sop> after a text; line breaks, tabs and runs of spaces are pieces of their own."""
 
+    chat_template = None
     MOST_BLANKS = 80
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -1,6 +1,7 @@
 """The plan of a step as tensors."""
 
 import itertools
+from collections.abc import Iterable
 
 import torch
 
@@ -44,4 +45,35 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
             [item.sequence.request.prompt_marks for item in plan.scheduled], dtype=torch.int64, device=device
         ),
         output_rows=tensor(output_rows),
+    )
+
+
+def whole_batch(
+    prompts: list[list[int]],
+    num_outputs: list[int],
+    block_tables: list[list[int]],
+    prompt_marks: list[tuple[int, ...]],
+    block_size: int,
+    device: torch.device,
+) -> Batch:
+    """Prompts from their first token to their last, each over its own blocks; the last `num_outputs` tokens of each are output rows."""
+    lengths = [len(prompt) for prompt in prompts]
+    ends = list(itertools.accumulate(lengths))
+    places = [
+        (table, position) for table, length in zip(block_tables, lengths, strict=True) for position in range(length)
+    ]
+
+    def tensor(values: Iterable[object]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int64, device=device)
+
+    return Batch(
+        token_ids=tensor(itertools.chain(*prompts)),
+        positions=tensor(position for _, position in places),
+        slots=tensor(table[p // block_size] * block_size + p % block_size for table, p in places),
+        block_tables=tensor(itertools.zip_longest(*block_tables, fillvalue=0)).T,  # [S, M]
+        query_starts=tensor([0, *ends]),
+        context_lengths=tensor(lengths),
+        prompt_lengths=tensor(length for length in lengths for _ in range(length)),
+        prompt_marks=tensor(prompt_marks),
+        output_rows=tensor(row for end, n in zip(ends, num_outputs, strict=True) for row in range(end - n, end)),
     )

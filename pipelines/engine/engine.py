@@ -12,7 +12,7 @@ from conf.errors import UserError
 from models.batch import KVCache
 from models.causal_lm import CausalLM
 from models.tokenizers import Tokenizer
-from pipelines.engine.batch import build_batch
+from pipelines.engine.batch import build_batch, whole_batch
 from pipelines.engine.beam_search import BeamSearch
 from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.contrastive_search import ContrastiveSearch
@@ -56,8 +56,8 @@ class Engine:
         max_batched_tokens: int,
     ) -> None:
         """`decode_defaults`: settings of DecodeConfig that hold where a request says nothing."""
-        num_blocks, self._block_size = cache.keys[0].shape[:2]
-        self.device, self.dtype = cache.keys[0].device, cache.keys[0].dtype
+        num_blocks, self._block_size = cache.tensors[0].shape[:2]
+        self.device, self.dtype = cache.tensors[0].device, cache.dtype
         self.context = context
         self.tokenizer = tokenizer
         self._shape = model.config
@@ -191,9 +191,6 @@ class Engine:
         plan = self.scheduler.plan()
         self.runner.copy_blocks(plan.copies)
         hidden, logits = self.runner.run(build_batch(plan, self._block_size, self.device))  # [R, E], [R, V]
-        if not logits.isfinite().all():
-            remedy = "the weights are damaged, or model.dtype=float16 is too small for them: try model.dtype=float32"
-            raise UserError(f"the model's logits are not finite: {remedy}")
         self.scheduler.commit(plan)
         rows = _observe(plan, hidden, logits)
         self._sample([group for group in plan.ready if not group.search], rows, logits)
@@ -202,6 +199,32 @@ class Engine:
                 continuations = group.search.advance(group, logits[[rows[sequence] for sequence in group.sequences]])
                 self.scheduler.branch(group, continuations)
                 self.num_generated_tokens += 1
+
+    def num_at_once(self, num_tokens: int) -> int:
+        """How many prompts of so many tokens `hidden_states` takes in one step."""
+        blocks = self.scheduler.block_manager
+        by_memory = blocks.num_free_blocks // blocks.num_blocks_for(num_tokens)
+        return min(by_memory, self.scheduler.max_batched_tokens // num_tokens)
+
+    @torch.inference_mode()
+    def hidden_states(self, prompts: list[list[int]], num_outputs: list[int]) -> Tensor:
+        """Hidden states [R, E] of the last `num_outputs` tokens of each prompt, computed in one step that nothing else is in.
+
+        The prompts' keys and values are read from the cache, as those of requests are. No more than `num_at_once` prompts.
+        """
+        blocks = self.scheduler.block_manager
+        tables = [blocks.allocate(blocks.num_blocks_for(len(prompt))) for prompt in prompts]
+        try:
+            marks = [self.runner.mark_prompt(prompt) for prompt in prompts]
+            return self.runner.hidden(whole_batch(prompts, num_outputs, tables, marks, self._block_size, self.device))
+        finally:
+            for table in tables:
+                blocks.free(table)
+
+    @property
+    def sees_later_tokens(self) -> bool:
+        """Whether a prompt's tokens see later ones, so that they are not predicted from those before them."""
+        return self._shape.needs_whole_prompt
 
     def _sample(self, groups: list[SequenceGroup], rows: dict[Sequence, int], logits: Tensor) -> None:
         """A token for each sequence of groups that do not search; those that end leave their group."""

@@ -5,6 +5,7 @@ import os
 import torch
 
 from conf.errors import UserError
+from kernels.kv_format import KVFormat, PagedVectors, Unquantised, allocate
 from models.batch import KVCache
 from models.causal_lm import ModelShape
 
@@ -13,23 +14,41 @@ AUTO_SHARE = 0.5  # of the memory that is free when the pool is made, at most
 
 
 def allocate_kv_cache(
-    shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    shape: ModelShape,
+    num_blocks: int,
+    block_size: int,
+    formats: tuple[KVFormat, KVFormat],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> KVCache:
-    """Not initialised: nothing is read before it is written, and on a CPU no page is taken before (torch.zeros would take them all)."""
+    """Not initialised. `formats` of keys and of values; `dtype` is what the model computes in."""
     size = (num_blocks, block_size, shape.num_key_value_heads)
-    keys, values = (
-        [torch.empty((*size, channels), dtype=dtype, device=device) for _ in range(shape.num_hidden_layers)]
-        for channels in (shape.head_dim, shape.value_head_dim)
+
+    def paged(format: KVFormat, channels: int) -> PagedVectors:
+        # Of a latent cache the values have no channels, hence nothing to quantise.
+        return allocate(format if channels else Unquantised(), size, channels, dtype, device)
+
+    of_keys, of_values = formats
+    return KVCache(
+        [
+            (paged(of_keys, shape.head_dim), paged(of_values, shape.value_head_dim))
+            for _ in range(shape.num_hidden_layers)
+        ]
     )
-    return KVCache(keys, values)
 
 
 def choose_num_blocks(
-    shape: ModelShape, wanted_blocks: int, block_size: int, memory: str, dtype: torch.dtype, device: torch.device
+    shape: ModelShape,
+    wanted_blocks: int,
+    block_size: int,
+    memory: str,
+    formats: tuple[KVFormat, KVFormat],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> int:
     """How many blocks `device.kv_cache_memory` holds; with auto no more than `wanted_blocks`. Raises UserError for none or too many."""
-    channels = shape.num_key_value_heads * (shape.head_dim + shape.value_head_dim)
-    block_bytes = shape.num_hidden_layers * block_size * channels * dtype.itemsize
+    one_block = allocate_kv_cache(shape, 1, block_size, formats, dtype, torch.device("meta"))
+    block_bytes = sum(tensor.nbytes for tensor in one_block.tensors)
     free = _free_memory(device)
     if memory == "auto":
         return max(1, min(wanted_blocks, int(AUTO_SHARE * free) // block_bytes))

@@ -1,7 +1,11 @@
 """Runs a model on batches over its cache."""
 
-import torch
+import itertools
 
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
 from kernels.copy_blocks import copy_blocks
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
@@ -14,7 +18,8 @@ class Runner:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self._model.parameters())
+        """Bytes of all weights as they are held: parameters, and the buffers that stand for them where they are packed."""
+        return sum(tensor.nbytes for tensor in itertools.chain(self._model.parameters(), self._model.buffers()))
 
     @property
     def step_weight_bytes(self) -> int:
@@ -24,7 +29,7 @@ class Runner:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values in all layers."""
-        return sum(layer[0, 0].nbytes for layer in [*self._cache.keys, *self._cache.values])
+        return sum(tensor[0, 0].nbytes for tensor in self._cache.tensors)
 
     def mark_prompt(self, token_ids: list[int]) -> tuple[int, ...]:
         return self._model.mark_prompt(token_ids)
@@ -32,11 +37,23 @@ class Runner:
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks of the cache in all layers, from and to."""
         if copies:
-            sources, targets = torch.tensor(copies, device=self._cache.keys[0].device).T
-            for keys, values in zip(self._cache.keys, self._cache.values, strict=True):
+            sources, targets = torch.tensor(copies, device=self._cache.tensors[0].device).T
+            for keys, values in self._cache.layers:
                 copy_blocks(keys, values, sources, targets)
 
-    def run(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Hidden states [R, E] and logits [R, V] of the batch's output rows, in the model's dtype."""
-        hidden = self._model(batch, self._cache)
-        return hidden, self._model.logits(hidden)
+        hidden = self.hidden(batch)
+        return hidden, self.logits(hidden)
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Hidden states [R, E] of the batch's output rows, in the model's dtype."""
+        return self._model(batch, self._cache)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] of hidden states [R, E]. Raises UserError where one is not finite."""
+        logits = self._model.logits(hidden)
+        if not logits.isfinite().all():
+            remedy = "the weights are damaged, or model.dtype=float16 is too small for them: try model.dtype=float32"
+            raise UserError(f"the model's logits are not finite: {remedy}")
+        return logits

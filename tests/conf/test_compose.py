@@ -44,6 +44,7 @@ def test_every_option_composes_and_says_when_to_choose_it(group: str, option: st
         ("modle=tiny", "modle"),
         ("decode.top_p=0", "decode.top_p=0.0 is not allowed"),
         ("quant.group_size=3", "group_size"),
+        ("quant.kv_cache=int5", "int5.*none, int8, fp8, int4"),
         ("hydra.run.dri=/x", "hydra.run.dri"),
     ],
 )
@@ -104,6 +105,8 @@ def test_a_saved_config_runs_again_from_any_folder(tmp_path: Path, monkeypatch: 
     assert saved.model.path == str(tmp_path / "model")
     assert saved.predict.data == str(tmp_path / "rows.jsonl")
     assert saved.predict.chat_template == str(tmp_path / "chat.jinja")
+    saved = OmegaConf.create(dump(compose_run_config(["task=convert", "convert.output=made"]), tmp_path))
+    assert saved.convert.output == str(tmp_path / "made")
     saved = OmegaConf.create(dump(compose_run_config(["model.path=org/name", "predict.data=conf"]), tmp_path))
     assert (saved.model.path, saved.predict.data, saved.predict.chat_template) == ("org/name", "conf", "auto")
 

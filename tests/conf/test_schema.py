@@ -4,7 +4,18 @@ import pytest
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import BenchConfig, DeviceConfig, ModelConfig, PredictConfig, RunConfig, Task
+from conf.schema import (
+    BenchConfig,
+    CheckpointFormat,
+    ConvertConfig,
+    DeviceConfig,
+    EvaluateConfig,
+    ModelConfig,
+    PredictConfig,
+    RunConfig,
+    Task,
+    Weights,
+)
 
 BAD = [
     (DecodeConfig, {"max_new_tokens": 0}, "decode.max_new_tokens=0 is not allowed: give a number above 0, or null"),
@@ -33,10 +44,21 @@ BAD = [
     (DeviceConfig, {"threads": 0}, "device.threads=0"),
     (ModelConfig, {"path": ""}, "model.path='' .* a folder or a hub id"),
     (ModelConfig, {"path": "x", "max_length": 0}, "model.max_length=0"),
+    (
+        ModelConfig,
+        {"path": "x", "verify": True, "weights": Weights.random},
+        "model.verify=true is not allowed: give false, or model.weights=checkpoint",
+    ),
     (PredictConfig, {"batch_size": 0}, "predict.batch_size=0"),
     (PredictConfig, {"chat_template": ""}, "predict.chat_template=''"),
     (PredictConfig, {"resume": ""}, "predict.resume='' .* auto, none or the folder of an unfinished job"),
     (PredictConfig, {"max_errors": -1}, "predict.max_errors=-1 .* from 0, or null"),
+    (EvaluateConfig, {"data": "x", "window": 1}, "evaluate.window=1 .* from 2, or null"),
+    (EvaluateConfig, {"data": "x", "stride": 0}, "evaluate.stride=0 .* from 1, or null"),
+    (EvaluateConfig, {"data": "x", "window": 8, "stride": 9}, "evaluate.stride=9 .* at most evaluate.window=8"),
+    (EvaluateConfig, {"data": "x", "reference": ""}, "evaluate.reference='' .* a folder, a hub id or none"),
+    (EvaluateConfig, {"questions": "x", "window": 8}, "evaluate.window=8 needs a text: give evaluate.data=FILE too"),
+    (EvaluateConfig, {"questions": "x", "reference": "y"}, "evaluate.reference=y needs a text"),
 ]
 
 
@@ -75,6 +97,12 @@ def test_settings_of_another_task_are_refused() -> None:
     message = "predict.batch_size=3 is not used by task=bench: leave it at 16, or give task=predict"
     with pytest.raises(UserError, match=message):
         RunConfig(task=Task.bench, predict=PredictConfig(batch_size=3))
+    with pytest.raises(
+        UserError, match="convert.format=sharded is not used by task=predict: leave it at hf, or give task=convert"
+    ):
+        RunConfig(convert=ConvertConfig(format=CheckpointFormat.sharded))
+    with pytest.raises(UserError, match="convert.overwrite=true is not used by task=bench: leave it at false"):
+        RunConfig(task=Task.bench, convert=ConvertConfig(overwrite=True))
     with pytest.raises(UserError, match="predict.data=x is not used by task=bench: leave it at null"):
         RunConfig(task=Task.bench, predict=PredictConfig(data="x"))
     with pytest.raises(

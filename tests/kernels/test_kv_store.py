@@ -2,6 +2,7 @@
 
 import torch
 
+from kernels.kv_format import PagedVectors, Unquantised
 from kernels.kv_store import kv_store
 
 
@@ -9,7 +10,8 @@ def test_writes_slots_and_nothing_else() -> None:
     key_cache, value_cache = torch.full((2, 5, 4, 2, 8), torch.nan)  # N=5 blocks of B=4 slots
     slots = torch.tensor([19, 0, 7])
     key, value = torch.randn(2, 3, 2, 8, generator=torch.Generator().manual_seed(0))
-    kv_store(key, value, key_cache, value_cache, slots)
+    caches = [PagedVectors((cache,), Unquantised(), 8, torch.float32) for cache in (key_cache, value_cache)]
+    kv_store(key, value, *caches, slots)
     for cache, new in ((key_cache, key), (value_cache, value)):
         assert torch.equal(cache[4, 3], new[0])
         assert torch.equal(cache[0, 0], new[1])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.kv_format import PagedVectors, Unquantised
 from kernels.paged_attention import paged_attention
 
 BLOCK_SIZE = 4
@@ -60,8 +61,8 @@ def check(
     width = max(map(len, tables))
     result = paged_attention(
         torch.cat(queries),
-        key_cache,
-        value_cache,
+        PagedVectors((key_cache,), Unquantised(), head_dim, torch.float32),
+        PagedVectors((value_cache,), Unquantised(), value_dim, torch.float32),
         torch.tensor([table + [0] * (width - len(table)) for table in tables]),
         torch.tensor([0, *torch.tensor([new for new, _ in lengths]).cumsum(0).tolist()]),
         torch.tensor([total for _, total in lengths]),

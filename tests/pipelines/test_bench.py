@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from conf.compose import dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import BenchConfig, PredictConfig, RunConfig, Task
+from conf.schema import BenchConfig, KVCacheFormat, PredictConfig, QuantConfig, RunConfig, Task
 from pipelines import bench
 from tests.builders import engine_of, run_config, write_llama
 
@@ -66,6 +66,16 @@ def test_a_run_leaves_its_metrics(tmp_path: Path) -> None:
     assert (
         metrics["kv_bytes"] == 2 * (9 + 2) * 2 * 2 * 2 * 16 * 4
     )  # rows, tokens, K and V, layers, heads, channels, float32
+
+
+def test_bytes_of_a_quantised_cache_are_those_it_takes(tmp_path: Path) -> None:
+    write_llama(tmp_path / "model")
+    run = job(tmp_path / "model", prompt_tokens=9, new_tokens=4, batch_size=2, repeats=1)
+    bench.run_bench(replace(run, quant=QuantConfig(kv_cache=KVCacheFormat.int8)), tmp_path / "out", dump)
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics["kv_bytes"] == 2 * (9 + 2) * 2 * 2 * 2 * (
+        16 + 4
+    )  # as above, of an int8 channel each and a float32 scale
 
 
 @pytest.mark.parametrize(

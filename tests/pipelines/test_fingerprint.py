@@ -1,5 +1,7 @@
 """What a job is: contents, not places; and nothing that leaves its rows as they are."""
 
+import os
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +11,8 @@ from conf.schema import RunConfig
 from pipelines.fingerprint import fingerprint
 from pipelines.loading import load_engine
 from pipelines.prompts import read_prompts
-from tests.builders import run_config
+from tests.builders import run_config, write_llama
+from tests.gguf_twins import write_twin
 
 
 def of(run: RunConfig, data: str = "Once") -> dict[str, Any]:
@@ -20,6 +23,7 @@ def test_parts_have_the_names_of_the_config_and_of_the_files(chatty: Path) -> No
     parts = of(run_config(chatty))
     assert parts["model.dtype"] == "float32"
     assert parts["device.type"] == "cpu"
+    assert (parts["quant.scheme"], parts["quant.kv_cache"]) == ("none", "none")
     assert (parts["decode.seed"], parts["decode.stop"]) == (None, [])
     assert parts["model/model.safetensors"].startswith(f"{(chatty / 'model.safetensors').stat().st_size} bytes of ")
     assert {"model/config.json", "model/tokenizer.json", "model/tokenizer_config.json"} <= parts.keys()
@@ -53,3 +57,23 @@ def test_equal_prompts_are_equal_input(chatty: Path, tmp_path: Path) -> None:
     run = run_config(chatty)
     assert of(run, str(file))["input"] == of(run, str(file.rename(tmp_path / "moved.txt")))["input"]
     assert of(run, "Once")["input"] != of(run, "Twice")["input"]
+
+
+def test_weights_in_folders_of_ranks_are_parts(chatty: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "ranks"
+    shutil.copytree(chatty, folder)
+    (folder / "rank_0").mkdir()
+    (folder / "model.safetensors").rename(folder / "rank_0" / "model.safetensors")
+    assert of(run_config(folder))["model/rank_0/model.safetensors"].endswith(
+        f" bytes of {(folder / 'rank_0' / 'model.safetensors').stat().st_mtime_ns}"
+    )
+
+
+def test_a_model_in_one_file_is_a_part(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    file = write_twin(tmp_path, tmp_path / "x.gguf")
+    parts = of(run_config(file))
+    assert [name for name in parts if name.startswith("model/")] == ["model/x.gguf"]
+    assert parts["model/x.gguf"].startswith(f"{file.stat().st_size} bytes of ")
+    os.utime(file, ns=(0, 0))
+    assert of(run_config(file))["model/x.gguf"] != parts["model/x.gguf"]

@@ -2,9 +2,6 @@
 
 import io
 import json
-import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from models.llama import LlamaConfig, read_config
 from models.tokenizers import load_tokenizer
 from pipelines.loading import load_engine
 from tests.builders import SHARED, all_logits, engine_of, run_config, write_llama
-from tests.models.formats.test_huggingface import MEASURE, START, make_tensors
+from tests.models.formats.test_huggingface import make_tensors, peak_of_loading
 
 NAMES = {
     "input_layernorm": "attention_norm",
@@ -139,12 +136,7 @@ def test_peak_memory_is_the_model_and_what_is_open(tmp_path: Path) -> None:
         write_meta(tmp_path / name, tensors, 2, **sizes)
     sizes_of_all = sorted(tensor.nbytes for tensor in tensors.values())
     total, largest = sum(sizes_of_all), sizes_of_all[-1]
-    command = [sys.executable, "-c", START, sys.executable, "-c", MEASURE]
-    folders = [str(tmp_path / "small"), str(tmp_path / "large")]
-    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    peak = int(subprocess.run([*command, *folders], env=os.environ | path, stdout=subprocess.PIPE, check=True).stdout)
-    for file in (tmp_path / "large").iterdir():
-        file.unlink()  # folders of past tests are kept for a while
+    peak = peak_of_loading(tmp_path / "small", tmp_path / "large")
     # As in test_checkpoint, and what is mapped: at most the largest tensors of as many as are read at once. This model has only two
     # layers; a loader that keeps all mapped takes two models.
     assert total * 0.9 < peak < total + 2 * largest + sum(sizes_of_all[-AT_ONCE:])

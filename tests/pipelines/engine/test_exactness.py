@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conf.decoding import DecodeConfig
-from conf.schema import DType
+from conf.schema import DType, KVCacheFormat, QuantConfig
 from pipelines.engine import Completion, Engine
 from pipelines.loading import load_engine
 from tests.builders import complete, run_config, write_llama
@@ -24,11 +24,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[DType.float32, DType.bfloat16], ids=lambda dtype: dtype.name)
+@pytest.fixture(
+    scope="module", params=["float32 none", "bfloat16 none", "float32 int4", "bfloat16 int8", "bfloat16 fp8"]
+)
 def engine(folder: Path, request: pytest.FixtureRequest) -> Engine:
-    run = run_config(folder)
+    dtype, kv_cache = request.param.split()
+    run = replace(run_config(folder), quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache]))
     device = replace(run.device, threads=THREADS)
-    return load_engine(replace(run, model=replace(run.model, dtype=request.param), device=device), len(PROMPTS))
+    return load_engine(replace(run, model=replace(run.model, dtype=DType[dtype]), device=device), len(PROMPTS))
 
 
 def in_order(engine: Engine, order: list[int], batch_size: int) -> dict[int, Completion]:

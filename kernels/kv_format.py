@@ -1,0 +1,130 @@
+"""How the keys and values of all tokens lie in the paged cache: the layout that kv_store, paged_attention and copy_blocks share.
+
+A vector is what one token has in one head: N blocks of B slots, G key/value heads, D channels per head.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+INT8_MAX, FLOAT8_MAX, INT4_MAX = 127, 448, 15
+TINY = torch.finfo(torch.float32).tiny
+
+
+class KVFormat(Protocol):
+    """What is stored of a vector of D channels. Each vector is encoded on its own, so nothing depends on a token's company."""
+
+    def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
+        """The tensors to store, each [..., *] for vectors [..., D]."""
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        """Vectors from what `encode` gave: [..., D], or wider where D was padded."""
+
+
+class Unquantised:
+    """Vectors as they are."""
+
+    def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
+        return (vectors,)
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        return stored[0]
+
+
+class Int8:
+    """int8 codes [D] and a float32 scale: x = code * scale, symmetric. An element is off by half a scale at most."""
+
+    def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
+        vectors = vectors.float()
+        scale = _scale(vectors, INT8_MAX)
+        return (vectors / scale[..., None]).round().to(torch.int8), scale
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        codes, scale = stored
+        return codes.float() * scale[..., None]
+
+
+class Float8:
+    """float8_e4m3fn codes [D] (arXiv 2209.05433) and a float32 scale: x = code * scale. An element is off by 1/16 of itself at most, or
+    by 2^-10 of a scale where that is more."""
+
+    def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
+        vectors = vectors.float()
+        scale = _scale(vectors, FLOAT8_MAX)
+        return (vectors / scale[..., None]).to(torch.float8_e4m3fn), scale
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        codes, scale = stored
+        return codes.float() * scale[..., None]
+
+
+@dataclass(frozen=True)
+class Int4:
+    """Two codes from 0 to 15 in a byte [P/2], channel 2i in its low bits, and for each group of C channels a scale and the lowest value,
+    float16 [P/C, 2]: x = code * scale + lowest. P is D padded to whole groups.
+
+    An element is off by half a scale at most, and by the rounding of `lowest`, 2^-11 of it.
+    """
+
+    num_groups: int
+    """Of a head of 16 to 128 channels. Wider ones have more groups, of 128 / num_groups channels; narrower ones groups of 4 at least."""
+
+    def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
+        vectors = vectors.float()
+        size = self._group_size(vectors.shape[-1])
+        padding = vectors[..., -1:].expand(*vectors.shape[:-1], -vectors.shape[-1] % size)  # widens no group's range
+        groups = torch.cat((vectors, padding), dim=-1).unflatten(-1, (-1, size))  # [..., P/C, C]
+        lowest, highest = groups.aminmax(dim=-1)
+        lowest, scale = lowest.half(), ((highest - lowest) / INT4_MAX).half()
+        steps = (groups - lowest.float()[..., None]) / scale.float().clamp(min=TINY)[..., None]
+        codes = steps.round().clamp(0, INT4_MAX).to(torch.uint8).flatten(-2)  # [..., P]
+        return codes[..., ::2] | codes[..., 1::2] << 4, torch.stack((scale, lowest), dim=-1)
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        packed, ranges = stored
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)  # [..., P]
+        scale, lowest = ranges.float().unsqueeze(-2).unbind(-1)  # [..., P/C, 1]
+        groups: Tensor = codes.unflatten(-1, (ranges.shape[-2], -1)) * scale + lowest  # [..., P/C, C]
+        return groups.flatten(-2)
+
+    def _group_size(self, channels: int) -> int:
+        """C, an even number."""
+        return min(max(4, 2 * math.ceil(channels / (2 * self.num_groups))), 128 // self.num_groups)
+
+
+def _scale(vectors: Tensor, largest_code: float) -> Tensor:
+    """float32, one for each vector; above 0, so that zeros have codes too. NaN and infinite where the vector is."""
+    return (vectors.abs().amax(-1) / largest_code).clamp(min=TINY)
+
+
+FORMATS: dict[str, tuple[KVFormat, KVFormat]] = {
+    "none": (Unquantised(), Unquantised()),
+    "int8": (Int8(), Int8()),
+    "fp8": (Float8(), Float8()),
+    # Some channels of keys are far larger than the others: LOG.md has the perplexity by the number of groups.
+    "int4": (Int4(4), Int4(1)),
+}
+"""Of keys and of values, by the names of `quant.kv_cache`."""
+
+
+@dataclass(frozen=True)
+class PagedVectors:
+    """The keys, or the values, of one layer."""
+
+    tensors: tuple[Tensor, ...]  # each [N, B, G, *], as `format` encodes
+    format: KVFormat
+    channels: int  # D; of less than what is stored the first ones are meant
+    dtype: torch.dtype  # of the vectors when they are read
+
+
+def allocate(
+    format: KVFormat, size: tuple[int, int, int], channels: int, dtype: torch.dtype, device: torch.device
+) -> PagedVectors:
+    """A pool of `size` [N, B, G]. Not initialised: nothing is read before it is written, and on a CPU no page is taken before
+    (torch.zeros would take them all)."""
+    one = format.encode(torch.empty(channels, dtype=dtype, device="meta"))
+    tensors = tuple(torch.empty((*size, *part.shape), dtype=part.dtype, device=device) for part in one)
+    return PagedVectors(tensors, format, channels, dtype)

@@ -1,0 +1,287 @@
+"""GGUF, the one-file layout of llama.cpp, whole or split. Presented as what the rest reads: config.json's keys, and weights with Hugging
+Face's names, shapes and order of rows, dequantised while they are read.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from conf.errors import UserError
+from models.config import ConfigReader
+from models.formats.base import Checkpoint, WeightFile
+from models.formats.gguf_names import ARCHITECTURE, ROTARY_FACTORS, expert_names, hugging_face_name
+from models.formats.rotary_rows import half_apart
+from models.gguf_header import GGUFHeader, TensorInfo, is_gguf, read_gguf_header
+from models.layers.rotary import RotaryConfig, llama3_factors
+from models.tokenizers.gguf import load_gguf_tokenizer
+
+SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+STORED = {  # types that are read as they are
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
+END_TOKENS = ("eos", "eot", "eom")  # of the text, of a turn, of a message
+NO_EFFECT = ("rope.scaling.finetuned", "tensor_data_layout")  # provenance
+DEQUANTISED_AT_ONCE = 2**20  # values, so that the library's intermediate results stay small beside a tensor
+LLAMA3_ORIGINAL_LENGTHS = [2**i for i in range(4, 25)]  # tried until one gives the file's factors
+
+
+def is_gguf_layout(path: Path) -> bool:
+    """A GGUF file, or a folder with one and without a config.json."""
+    if not path.is_dir():
+        return is_gguf(path)
+    return not (path / "config.json").is_file() and any(is_gguf(file) for file in path.glob("*.gguf"))
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Raises UserError for files that are damaged or missing, and for what llama.cpp has and the families here do not."""
+    headers = read_gguf_headers(path)
+    config = read_gguf_config(headers)
+    return Checkpoint(
+        headers[0].path,
+        config,
+        {},
+        lambda expected: open_gguf_weights(headers, config),
+        partial(load_gguf_tokenizer, headers[0]),
+    )
+
+
+def read_gguf_headers(path: Path) -> list[GGUFHeader]:
+    """Of the file, or of all files that it was split into; of a folder's one model. The first has the metadata."""
+    if path.is_dir():
+        files = sorted(file for file in path.glob("*.gguf") if is_gguf(file))
+        models = sorted({SPLIT_NAME.sub(r"\1", file.name) for file in files})
+        if len(models) > 1:
+            raise UserError(
+                f"{path} holds {len(models)} GGUF models ({', '.join(models[:8])}): give model.path=FILE.gguf"
+            )
+        path = files[0]
+    name = SPLIT_NAME.fullmatch(path.name)
+    count = int(name[3]) if name else 1
+    paths = [path.with_name(f"{name[1]}-{i + 1:05}-of-{name[3]}.gguf") for i in range(count)] if name else [path]
+    if missing := next((file.name for file in paths if not file.is_file()), None):
+        raise UserError(f"{path} is one of {count} files of a model, but {missing} is missing beside it")
+    headers = [read_gguf_header(file) for file in paths]
+    for i, header in enumerate(headers):
+        section = header.section("split")
+        number, split = section.get("no", int, 0), section.get("count", int, 0)
+        if split not in (0, 1) and (split, number) != (count, i):
+            raise UserError(
+                f"{header.path} says that it is file {number} of {split} (split.no, split.count): its name does not"
+            )
+    return headers
+
+
+def read_gguf_config(headers: list[GGUFHeader]) -> ConfigReader:
+    """The metadata in config.json's terms. What only the tensors tell - vocabulary, head, biases, type - is taken from them."""
+    path = headers[0].path
+    architecture = headers[0].section("general").expect("architecture", tuple(sorted(set(ARCHITECTURE.values()))), None)
+    tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
+    if not tensors:
+        raise UserError(
+            f"{path} holds a vocabulary and no tensors: it can be a tokenizer (model.tokenizer=FILE), but no model"
+        )
+    if listed := next((key for key in headers[0].arrays if key.startswith(f"{architecture}.")), None):
+        raise UserError(
+            f"{path}: {listed[:80]!r} has a value for each layer, which is not supported: expected one number"
+        )
+    read = headers[0].section(architecture)
+    most_experts = max(tensor.shape[0] if len(tensor.shape) == 3 else len(tensors) for tensor in tensors.values())
+    for key, most in (("block_count", len(tensors)), ("expert_count", most_experts)):
+        if (
+            number := read.get(key, int, 0)
+        ) > most:  # a model of so many modules must not be built to see that they are missing
+            raise UserError(f"{path}: {architecture}.{key}={number} is more than its {len(tensors)} tensors can be")
+    heads, hidden_size = read.count("attention.head_count"), read.count("embedding_length")
+    head_dim = read.count("attention.key_length", max(hidden_size // heads, 1))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        read.expect(key, (head_dim,), head_dim)
+    read.expect("attention.causal", (True,), True)
+    for key in NO_EFFECT:
+        read.raw(key)
+    embedding = tensors.get("token_embd.weight")
+    values: dict[str, Any] = {
+        "hidden_size": hidden_size,
+        "intermediate_size": read.count("feed_forward_length"),
+        "num_hidden_layers": read.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": read.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": read.positive("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": read.count("context_length"),
+        "vocab_size": read.count("vocab_size", embedding.shape[0] if embedding else None),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "rope_theta": read.positive("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(read, headers, head_dim),
+        "torch_dtype": _dtype(list(tensors.values())),
+    }
+    values |= _family(read, architecture, tensors) | _special_tokens(headers[0].section("tokenizer.ggml"))
+    return ConfigReader(values | {f"{architecture}.{key}": read.raw(key) for key in read.unread()}, str(path))
+
+
+def _family(read: ConfigReader, architecture: str, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
+    """llama.cpp's `llama` is Mixtral where it has experts, and Mistral where it has a window."""
+    if architecture == "qwen2":
+        return {"model_type": "qwen2"}
+    window = None if read.raw("attention.sliding_window") is None else read.count("attention.sliding_window")
+    if read.get("expert_count", int, 0):
+        experts = {
+            "num_local_experts": read.count("expert_count"),
+            "num_experts_per_tok": read.count("expert_used_count"),
+        }
+        return {"model_type": "mixtral", "sliding_window": window} | experts
+    if window is not None:
+        return {"model_type": "mistral", "sliding_window": window}
+    biases = {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_gate.bias" in tensors}
+    return {"model_type": "llama"} | biases
+
+
+def _special_tokens(read: ConfigReader) -> dict[str, Any]:
+    ends = (read.raw(f"{name}_token_id") for name in END_TOKENS)
+    return {"bos_token_id": read.raw("bos_token_id"), "eos_token_id": [id for id in ends if id is not None] or None}
+
+
+def _dtype(tensors: list[TensorInfo]) -> str:
+    """In which most bytes are stored. float16 for quantised ones: a value is a float16 scale times a small integer, which float16 rounds by
+    2^-12, but bfloat16 by 2^-9, and that is half a step of Q8_0.
+    """
+    stored = [tensor.type if tensor.type in STORED else None for tensor in tensors]
+    num_bytes = {kind: sum(t.num_bytes for t, of in zip(tensors, stored, strict=True) if of is kind) for kind in stored}
+    kind = max(num_bytes, key=num_bytes.__getitem__)
+    return str(torch.float16 if kind is None else STORED[kind]).removeprefix("torch.")
+
+
+def _rope_scaling(read: ConfigReader, headers: list[GGUFHeader], head_dim: int) -> dict[str, Any] | None:
+    kind = read.expect("rope.scaling.type", ("none", "linear", "yarn"), "none")
+    for key in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor"):
+        read.expect(f"rope.scaling.{key}", (None, 1.0), None)
+    factors = next(
+        ((header, header.tensors[ROTARY_FACTORS]) for header in headers if ROTARY_FACTORS in header.tensors), None
+    )
+    if factors:
+        read.expect("rope.scaling.type", ("none",), "none")
+        return _llama3_scaling(*factors, read.positive("rope.freq_base", 10000.0), head_dim)
+    if kind == "none":
+        read.expect("rope.scaling.factor", (None, 0.0, 1.0), None)
+        return None
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": read.positive("rope.scaling.factor")}
+    names = {
+        "original_max_position_embeddings": "rope.scaling.original_context_length",
+        "beta_fast": "rope.scaling.yarn_beta_fast",
+        "beta_slow": "rope.scaling.yarn_beta_slow",
+    }
+    return scaling | {
+        ours: read.raw(key) for ours, key in names.items() if kind == "yarn" and read.raw(key) is not None
+    }
+
+
+def _llama3_scaling(header: GGUFHeader, tensor: TensorInfo, theta: float, head_dim: int) -> dict[str, Any] | None:
+    """The parameters of Llama 3.1's scaling from what it divides each frequency by. They are verified, not trusted to be Llama's."""
+    if tensor.shape != (head_dim // 2,):
+        raise UserError(
+            f"{header.path}: {ROTARY_FACTORS} has the shape {list(tensor.shape)}, expected {[head_dim // 2]}"
+        )
+    factors = _read_tensor(header.path, tensor).float()
+    factor = float(str(np.float32(factors.max().item())))
+    if bool((factors == 1).all()):
+        return None
+    for original in LLAMA3_ORIGINAL_LENGTHS:
+        # Besides the factor only two of the four parameters are free: the three others multiplied by one number give the same.
+        tried = RotaryConfig(head_dim, original, theta, "llama3", factor, original)
+        if torch.allclose(
+            factors, llama3_factors(tried), rtol=1e-5, atol=0
+        ):  # float32, and near numbers are subtracted
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": tried.low_freq_factor,
+                "high_freq_factor": tried.high_freq_factor,
+                "original_max_position_embeddings": original,
+            }
+    raise UserError(
+        f"{header.path}: {ROTARY_FACTORS} holds factors that are not those of Llama 3's scaling, which is not supported"
+    )
+
+
+def open_gguf_weights(headers: list[GGUFHeader], config: ConfigReader) -> list[WeightFile]:
+    """`config`: as read_gguf_config gives it. Raises UserError where two tensors are the same of ours."""
+    turned = ARCHITECTURE[config.require("model_type", str)] == "llama"
+    heads = {"q_proj": config.count("num_attention_heads"), "k_proj": config.count("num_key_value_heads")}
+    return [GGUFWeights(header, heads if turned else {}) for header in headers]
+
+
+class GGUFWeights:
+    """The tensors of one file, by Hugging Face's names; one is in memory at a time.
+
+    They are read, not mapped: a mapping of a file that becomes shorter ends the process.
+    """
+
+    is_mapped = False
+
+    def __init__(self, header: GGUFHeader, heads: dict[str, int]) -> None:
+        """`heads`: of the projections whose rows llama.cpp turned."""
+        self.path = header.path
+        self._heads = heads
+        self._sources: dict[str, TensorInfo] = {}
+        for name, tensor in header.tensors.items():
+            if name == ROTARY_FACTORS:
+                continue
+            for ours, source in _hugging_face_tensors(name, tensor).items():
+                if ours in self._sources:
+                    raise UserError(f"{self.path} holds {ours} twice: the second is in {name!r}")
+                self._sources[ours] = source
+        self.shapes = {name: source.shape for name, source in self._sources.items()}
+        self.dtypes = {name: STORED.get(source.type, torch.float32) for name, source in self._sources.items()}
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            tensor = _read_tensor(self.path, self._sources[name])
+            heads = self._heads.get(name.split(".")[-2]) if "_proj." in name else None
+            if heads is None:
+                yield name, tensor
+                continue
+            if tensor.shape[0] % (2 * heads):
+                raise UserError(
+                    f"{self.path}: {name} has {tensor.shape[0]} rows, which are not {heads} heads of an even size"
+                )
+            yield name, half_apart(tensor, heads)
+
+
+def _hugging_face_tensors(name: str, tensor: TensorInfo) -> dict[str, TensorInfo]:
+    """What a tensor is in Hugging Face's terms: itself, or the experts that it holds one after the other."""
+    experts = expert_names(name, tensor.shape[0]) if len(tensor.shape) == 3 else None
+    if experts is None:
+        return {hugging_face_name(name): tensor}
+    size = tensor.num_bytes // len(experts)
+    return {
+        ours: TensorInfo(tensor.shape[1:], tensor.type, tensor.offset + i * size, size)
+        for i, ours in enumerate(experts)
+    }
+
+
+def _read_tensor(path: Path, tensor: TensorInfo) -> Tensor:
+    """In its own type, or dequantised to float32. Memory of its own."""
+    data = np.fromfile(path, np.uint8, tensor.num_bytes, offset=tensor.offset)
+    if len(data) != tensor.num_bytes:
+        raise UserError(
+            f"{path} has {len(data)} bytes of a tensor at {tensor.offset}, expected {tensor.num_bytes}: it was changed"
+        )
+    if tensor.type in STORED:
+        return torch.from_numpy(data).view(STORED[tensor.type]).view(tensor.shape)
+    rows = data.reshape(math.prod(tensor.shape[:-1]), -1)
+    values = np.empty((len(rows), tensor.shape[-1]), np.float32)
+    at_once = max(1, DEQUANTISED_AT_ONCE // tensor.shape[-1])
+    with np.errstate(all="ignore"):  # a damaged scale gives NaN, which is reported where the weights are loaded
+        for start in range(0, len(rows), at_once):
+            values[start : start + at_once] = dequantize(rows[start : start + at_once], tensor.type)
+    return torch.from_numpy(values).view(tensor.shape)

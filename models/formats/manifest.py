@@ -1,0 +1,55 @@
+"""manifest.json: what every file of a folder holds, by its size and sha256, so that damage is found before a model is loaded."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from models.config import ConfigReader
+
+MANIFEST = "manifest.json"
+LISTED = 8  # files that an error names
+
+
+def write_manifest(folder: Path, sha256: dict[str, str]) -> None:
+    """`sha256`: of the files that were hashed while they were written; the others are read."""
+    files = {
+        file.name: {"size": file.stat().st_size, "sha256": sha256.get(file.name) or _sha256(file)}
+        for file in sorted(folder.iterdir())
+    }
+    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
+
+
+def verify_manifest(path: Path) -> None:
+    """Raises UserError that names every file that differs, is missing or is not listed. Hidden files may be there."""
+    folder = path if path.is_dir() else path.parent
+    if not (folder / MANIFEST).is_file():
+        raise UserError(
+            f"model.verify=true, but {folder} has no {MANIFEST}: task=convert writes one; give model.verify=false to load without"
+        )
+    listed: dict[str, Any] = ConfigReader.from_folder(folder, MANIFEST).require("files", dict)
+    present = {file.name for file in folder.iterdir() if not file.name.startswith(".")} - {MANIFEST}
+    faults = [fault for name, entry in listed.items() if (fault := _fault(folder, name, entry))]
+    faults += [f"{name} is there, but not listed" for name in sorted(present - listed.keys())]
+    if faults:
+        more = f" and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
+        raise UserError(f"{folder} is not what its {MANIFEST} lists: {'; '.join(faults[:LISTED])}{more}")
+
+
+def _fault(folder: Path, name: str, entry: Any) -> str | None:
+    if not isinstance(entry, dict) or Path(name).name != name:
+        return f"{name!r} is listed wrongly: expected a file of the folder itself with size and sha256"
+    file = folder / name
+    if not file.is_file():
+        return f"{name} is missing"
+    if (found := file.stat().st_size) != (expected := entry.get("size")):
+        return f"{name} has {found} bytes, expected {expected!r}"
+    if (digest := _sha256(file)) != (wanted := entry.get("sha256")):
+        return f"{name} has sha256 {digest}, expected {wanted!r}"
+    return None
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,177 @@
+"""Tensors that several ranks hold in pieces, joined one at a time while they are read.
+
+A rank holds the tensors of its pipeline stage. Of each it holds a slice (tensor parallelism cuts a matrix's rows or columns,
+arXiv 1909.08053), or all of it, or the same slice as other ranks (key/value heads fewer than ranks, data parallelism). Which of
+these it is follows from the shape that the model expects and from the module's name; nothing else is guessed.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from models.formats.base import Shapes, WeightFile
+
+T = TypeVar("T")
+
+RANK_FOLDER = re.compile(r"rank_(0|[1-9][0-9]{0,4})")
+ROWS, COLUMNS = 0, 1
+# Only these are ever cut. Another cut of them is no tensor parallelism (an optimizer's parallelism cuts rows of everything), and a fused
+# matrix cut in one of two possible orders is none of these.
+CUTS = {
+    "embed_tokens": (ROWS, COLUMNS),
+    "lm_head": (ROWS,),
+    "q_proj": (ROWS,),
+    "k_proj": (ROWS,),
+    "v_proj": (ROWS,),
+    "o_proj": (COLUMNS,),
+    "gate_proj": (ROWS,),
+    "up_proj": (ROWS,),
+    "down_proj": (COLUMNS,),
+}
+LISTED = 4  # tensors that an error names
+
+
+def rank_folders(folder: Path, pattern: str) -> list[Path]:
+    """Subfolders rank_0, rank_1, ... that hold files of the pattern, in order. Raises UserError where one is missing."""
+    found = {
+        int(match[1]): path
+        for path in folder.iterdir()
+        if (match := RANK_FOLDER.fullmatch(path.name)) and any(path.glob(pattern))
+    }
+    return in_order(found, f"{folder}: rank_{{}}/{pattern}")
+
+
+def in_order(found: dict[int, T], name: str) -> list[T]:
+    """The values of 0, 1, ... Raises UserError with `name` formatted for the first number that is missing."""
+    for i in range(len(found)):
+        if i not in found:
+            numbers = ", ".join(map(str, sorted(found)[:LISTED]))
+            raise UserError(f"{name.format(i)} is missing (found: {numbers}{', ...' * (len(found) > LISTED)})")
+    return [found[i] for i in range(len(found))]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    files: list[WeightFile]
+    """One for each rank that holds the tensor, in order."""
+    dim: int | None
+    """The dimension that is cut; None: every rank holds all."""
+    count: int
+    """Different slices; where there are fewer than files, some are held twice or more."""
+
+
+class JoinedRanks:
+    """All ranks as one file. Raises UserError that names the tensors whose pieces do not make up what is expected."""
+
+    is_mapped = False
+
+    def __init__(self, path: Path, ranks: Sequence[Sequence[WeightFile]], expected: Shapes) -> None:
+        self.path = path
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._pieces: dict[str, Pieces] = {}
+        faults: list[str] = []
+        for name, files in _holders(ranks).items():
+            shape = files[0].shapes[name]
+            self.shapes[name] = expected.get(name, shape)  # an unexpected one is refused where all are compared
+            self.dtypes[name] = files[0].dtypes[name]
+            pieces = _match(name, files, self.shapes[name])
+            if pieces is None:
+                other = next((file for file in files if file.shapes[name] != shape), files[0])
+                faults.append(
+                    f"{other.path}: {name} is {list(other.shapes[name])}, one of {len(files)} pieces, "
+                    f"expected {list(self.shapes[name])} or its tensor-parallel slices"
+                )
+            else:
+                self._pieces[name] = pieces
+        if faults:
+            more = f" and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
+            raise UserError("; ".join(faults[:LISTED]) + more)
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            pieces = self._pieces[name]
+            if pieces.dim is None:
+                whole = _read_one(pieces.files[0], name)
+                yield name, whole.clone() if pieces.files[0].is_mapped else whole
+            else:
+                yield name, self._join(name, pieces, pieces.dim)
+
+    def _join(self, name: str, pieces: Pieces, dim: int) -> Tensor:
+        tensors = (_read_one(file, name) for file in pieces.files)
+        if pieces.count < len(pieces.files):
+            tensors = (tensor for tensor in self._without_copies(name, list(tensors), pieces.count))
+        whole, at = torch.empty(0), 0
+        for piece in tensors:  # as they come, so that only one is in memory beside the whole
+            if at == 0:
+                whole = piece.new_empty(self.shapes[name])
+            if piece.dtype != whole.dtype:
+                raise UserError(f"{self.path}: pieces of {name} are {whole.dtype} and {piece.dtype}")
+            whole.narrow(dim, at, piece.shape[dim]).copy_(piece)
+            at += piece.shape[dim]
+        return whole
+
+    def _without_copies(self, name: str, tensors: list[Tensor], count: int) -> list[Tensor]:
+        """Copies stand side by side (heads held by several ranks) or `count` apart (data parallelism); what is equal tells."""
+        repeats = len(tensors) // count
+        side_by_side = [tensors[i * repeats : (i + 1) * repeats] for i in range(count)]
+        apart = [tensors[i::count] for i in range(count)]
+        for groups in (side_by_side, apart):
+            if all(_same_bytes(group[0], other) for group in groups for other in group[1:]):
+                return [group[0] for group in groups]
+        raise UserError(
+            f"{self.path}: {name} has {len(tensors)} pieces where {count} make it up, and they are no copies of each other: "
+            "slices of optimizer parallelism are not supported, join them first"
+        )
+
+
+def _holders(ranks: Sequence[Sequence[WeightFile]]) -> dict[str, list[WeightFile]]:
+    """For each tensor the files that hold it, one for a rank."""
+    holders: dict[str, list[WeightFile]] = {}
+    for files in ranks:
+        own: dict[str, WeightFile] = {}
+        for file in files:
+            for name in file.shapes:
+                if name in own:
+                    raise UserError(f"{file.path} and {own[name].path.name} of the same rank both hold {name}")
+                own[name] = file
+        for name, file in own.items():
+            holders.setdefault(name, []).append(file)
+    return holders
+
+
+def _match(name: str, files: list[WeightFile], expected: tuple[int, ...]) -> Pieces | None:
+    """How the pieces make up a tensor of the expected shape; None where they do not."""
+    shape = files[0].shapes[name]
+    if len(shape) != len(expected) or any(file.shapes[name] != shape for file in files):
+        return None
+    differing = [dim for dim in range(len(shape)) if shape[dim] != expected[dim]]
+    if not differing:
+        return Pieces(files, None, 1)
+    dim = differing[0]
+    if len(differing) > 1 or dim not in _cuts(name) or shape[dim] < 1 or expected[dim] % shape[dim]:
+        return None
+    count = expected[dim] // shape[dim]
+    return None if len(files) % count else Pieces(files, dim, count)
+
+
+def _cuts(name: str) -> tuple[int, ...]:
+    """The dimensions along which tensor parallelism may cut; a bias follows its matrix's rows."""
+    module, _, leaf = name.rpartition(".")
+    cuts = CUTS.get(module.rpartition(".")[2], ())
+    return cuts if leaf == "weight" else (ROWS,) if ROWS in cuts else ()
+
+
+def _read_one(file: WeightFile, name: str) -> Tensor:
+    return next(iter(file.read([name])))[1]
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Unlike torch.equal also where both hold NaN."""
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

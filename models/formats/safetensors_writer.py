@@ -1,0 +1,106 @@
+"""A safetensors file in one pass: names, dtypes and shapes are known beforehand, so the header comes first and then one tensor at a time.
+
+The format: 8 bytes with the header's length (little endian), the header (JSON; names, dtypes, shapes, offsets), the tensors' bytes
+(https://huggingface.co/docs/safetensors). The library itself writes only what is in memory as a whole.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from models.formats.base import WeightFile
+
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
+HEADER_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that is going to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def entries_of(files: list[WeightFile]) -> list[Entry]:
+    """All tensors of a checkpoint in its own order, but those of wider types first, so that each begins where its type may."""
+    entries = [Entry(name, file.dtypes[name], shape) for file in files for name, shape in file.shapes.items()]
+    return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+
+
+def read_in_order(files: list[WeightFile], entries: Iterable[Entry]) -> Iterator[tuple[str, Tensor]]:
+    """One tensor at a time, which is freed when its reader lets it go; neighbours that are in one file are read in one go."""
+    owners = {name: file for file in files for name in file.shapes}
+    for file, group in groupby((entry.name for entry in entries), key=owners.__getitem__):
+        yield from file.read(list(group))
+
+
+def content_of(tensor: Tensor) -> memoryview:
+    """A tensor's bytes; a copy only where it is not contiguous."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
+
+
+class SafetensorsWriter:
+    """Takes the tensors in the order of `entries`; in memory is the one that is being written."""
+
+    def __init__(self, path: Path, entries: list[Entry]) -> None:
+        self.path = path
+        self._sha256 = hashlib.sha256()
+        self._file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
+        self.write(_header(entries))
+
+    def __enter__(self) -> "SafetensorsWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    @property
+    def sha256(self) -> str:
+        """Of the file so far."""
+        return self._sha256.hexdigest()
+
+    def write(self, content: bytes | memoryview) -> None:
+        """The bytes of the next tensor."""
+        self._file.write(content)
+        self._sha256.update(content)
+
+
+def _header(entries: list[Entry]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers wants to know whose tensors these are
+    offset = 0
+    for entry in entries:
+        end = offset + entry.nbytes
+        header[entry.name] = {"dtype": CODES[entry.dtype], "shape": entry.shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

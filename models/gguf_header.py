@@ -1,0 +1,254 @@
+"""What a GGUF file says of itself: metadata and where its tensors lie, parsed strictly, because the file is untrusted input.
+
+Layout (ggml's docs/gguf.md): magic, version, counts, key-value pairs, tensor infos, padding, tensor data; all numbers little-endian.
+Every count is checked against the bytes that are left before anything is read or allocated by it.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+from io import BufferedReader
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
+from numpy.typing import NDArray
+
+from conf.errors import UserError
+from models.config import ConfigReader
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+KEY_BYTES, NAME_BYTES, DIMENSIONS = 65535, 64, 4  # the most of each, as the specification says
+SCALARS = {
+    GGUFValueType.UINT8: "<B",
+    GGUFValueType.INT8: "<b",
+    GGUFValueType.UINT16: "<H",
+    GGUFValueType.INT16: "<h",
+    GGUFValueType.UINT32: "<I",
+    GGUFValueType.INT32: "<i",
+    GGUFValueType.FLOAT32: "<f",
+    GGUFValueType.BOOL: "<B",
+    GGUFValueType.UINT64: "<Q",
+    GGUFValueType.INT64: "<q",
+    GGUFValueType.FLOAT64: "<d",
+}
+TYPES = {
+    GGMLQuantizationType[name]
+    for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL".split()
+}
+SHORTEST_PAIR = 8 + 4 + 1  # bytes of a pair with an empty key and a value of one byte
+SHORTEST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes of a tensor info with an empty name and one dimension
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    shape: tuple[int, ...]
+    """Slowest dimension first, as torch has it; the file has it the other way round."""
+    type: GGMLQuantizationType
+    offset: int
+    """In bytes from the beginning of the file."""
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    path: Path
+    scalars: dict[str, Any]
+    """Numbers, booleans and texts by key."""
+    arrays: dict[str, list[str] | NDArray[Any]]
+    tensors: dict[str, TensorInfo]
+
+    def section(self, name: str) -> ConfigReader:
+        """The scalars whose keys begin with `name.`, by the rest of their keys."""
+        values = {
+            key.removeprefix(f"{name}."): value for key, value in self.scalars.items() if key.startswith(f"{name}.")
+        }
+        return ConfigReader(values, f"{self.path}: {name}")
+
+    def numbers(self, key: str, kind: str, count: int) -> list[Any]:
+        """An array of `count` numbers of a kind of numpy's: "i" for integers of either sign, "f". Raises UserError for anything else."""
+        values = self.arrays.get(key)
+        found = "none" if values is None else f"{len(values)} texts" if isinstance(values, list) else values.dtype.kind
+        if not isinstance(values, np.ndarray) or values.dtype.kind.replace("u", "i") != kind:
+            raise UserError(f"{self.path}: {key} must be an array of kind {kind!r}, found {found}")
+        if len(values) != count:
+            raise UserError(f"{self.path}: {key} has {len(values)} values, expected {count}")
+        return list(values.tolist())
+
+    def texts(self, key: str) -> list[str]:
+        """Raises UserError for anything but an array of texts."""
+        values = self.arrays.get(key)
+        if not isinstance(values, list):
+            raise UserError(
+                f"{self.path}: {key} must be an array of texts, found {'none' if values is None else 'numbers'}"
+            )
+        return values
+
+
+def is_gguf(path: Path) -> bool:
+    """Raises nothing: what cannot be opened is none."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def read_gguf_header(path: Path) -> GGUFHeader:
+    """Raises UserError, with what was expected and what was found, for what the specification does not allow and for types unknown here."""
+    try:
+        with open(path, "rb") as file:
+            return _HeaderParser(path, file).parse()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+class _HeaderParser:
+    def __init__(self, path: Path, file: BufferedReader) -> None:
+        self._path = path
+        self._file = file
+        self._size = path.stat().st_size
+        self._at = 0
+
+    def parse(self) -> GGUFHeader:
+        if (magic := self._take(4, "the magic")) != MAGIC:
+            raise self._error(f"the magic is {magic!r}, expected {MAGIC!r}: this is no GGUF file")
+        version = self._number("<I", "the version")
+        if version and not version & 0xFFFF:
+            raise self._error("the file is big-endian, expected little-endian: convert it to that")
+        if version not in VERSIONS:
+            raise self._error(f"version {version} is not supported: only {', '.join(map(str, VERSIONS))}")
+        num_tensors = self._count("tensors", SHORTEST_TENSOR)
+        num_pairs = self._count("key-value pairs", SHORTEST_PAIR)
+        scalars: dict[str, Any] = {}
+        arrays: dict[str, list[str] | NDArray[Any]] = {}
+        for _ in range(num_pairs):
+            key = self._name("a key", KEY_BYTES)
+            if key in scalars or key in arrays:
+                raise self._error(f"the key {key[:80]!r} is there twice")
+            kind = self._value_type(key)
+            if kind is GGUFValueType.ARRAY:
+                arrays[key] = self._array(key)
+            else:
+                scalars[key] = self._value(key, kind)
+        alignment = scalars.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1):
+            raise self._error(f"general.alignment is {str(alignment)[:40]!r}, expected a power of two of at least 8")
+        return GGUFHeader(self._path, scalars, arrays, self._tensors(num_tensors, alignment))
+
+    def _error(self, text: str) -> UserError:
+        return UserError(f"{self._path}: {text}")
+
+    def _take(self, num_bytes: int, what: str) -> bytes:
+        left = self._size - self._at
+        if num_bytes > left:
+            raise self._error(
+                f"{what} needs {num_bytes} bytes at {self._at}, but {left} are left: the file is truncated or damaged"
+            )
+        data = self._file.read(num_bytes)
+        if len(data) != num_bytes:  # it became shorter meanwhile
+            raise self._error(f"{what} at {self._at} has {len(data)} bytes, expected {num_bytes}")
+        self._at += num_bytes
+        return data
+
+    def _number(self, format: str, what: str) -> Any:
+        return struct.unpack(format, self._take(struct.calcsize(format), what))[0]
+
+    def _count(self, what: str, shortest: int) -> int:
+        """A number of things of which each takes at least so many bytes."""
+        count: int = self._number("<Q", f"the number of {what}")
+        if count * shortest > self._size - self._at:
+            raise self._error(f"{count} {what} are announced, but only {self._size - self._at} bytes are left")
+        return count
+
+    def _text(self, what: str, most: int) -> str:
+        length = self._number("<Q", f"the length of {what}")
+        if length > most:
+            raise self._error(f"{what} has {length} bytes, expected at most {most}")
+        try:
+            return self._take(length, what).decode()
+        except UnicodeDecodeError as error:
+            raise self._error(f"{what} at {self._at - length} is not UTF-8: {error.reason}") from error
+
+    def _name(self, what: str, most: int) -> str:
+        name = self._text(what, most)
+        if not name.isprintable():  # it stands in messages of one line
+            raise self._error(f"{what} is {name[:80]!r}, which cannot be printed")
+        return name
+
+    def _value_type(self, key: str) -> GGUFValueType:
+        kind = self._number("<I", f"the type of {key[:80]!r}")
+        if kind not in GGUFValueType._value2member_map_:
+            raise self._error(f"{key[:80]!r} has the value type {kind}, expected 0 to {max(GGUFValueType)}")
+        return GGUFValueType(kind)
+
+    def _value(self, key: str, kind: GGUFValueType) -> Any:
+        if kind is GGUFValueType.STRING:
+            return self._text(f"the value of {key[:80]!r}", self._size)
+        value = self._number(SCALARS[kind], f"the value of {key[:80]!r}")
+        if kind is GGUFValueType.BOOL:
+            if value > 1:
+                raise self._error(f"{key[:80]!r} is {value}, expected 0 or 1")
+            return bool(value)
+        # The shortest decimal that is this float32 is what its author wrote: 1e-5, and not 9.99999974737875e-06.
+        return float(str(np.float32(value))) if kind is GGUFValueType.FLOAT32 else value
+
+    def _array(self, key: str) -> list[str] | NDArray[Any]:
+        kind = self._value_type(key)
+        if kind is GGUFValueType.ARRAY:
+            raise self._error(f"{key[:80]!r} is an array of arrays, which is not supported")
+        what = f"values of {key[:80]!r}"
+        if kind is GGUFValueType.STRING:
+            return [self._text(f"a value of {key[:80]!r}", self._size) for _ in range(self._count(what, 8))]
+        dtype = np.dtype("?" if kind is GGUFValueType.BOOL else SCALARS[kind])
+        count = self._count(what, dtype.itemsize)
+        return np.frombuffer(self._take(count * dtype.itemsize, what), dtype)
+
+    def _tensors(self, count: int, alignment: int) -> dict[str, TensorInfo]:
+        infos = {}
+        for _ in range(count):
+            name = self._name("a tensor's name", NAME_BYTES)
+            if name in infos:
+                raise self._error(f"the tensor {name!r} is there twice")
+            infos[name] = self._tensor(name, alignment)
+        start = -(-self._at // alignment) * alignment
+        tensors = {name: TensorInfo(t.shape, t.type, start + t.offset, t.num_bytes) for name, t in infos.items()}
+        for name, tensor in tensors.items():
+            end = tensor.offset + tensor.num_bytes
+            if end > self._size:
+                raise self._error(
+                    f"the tensor {name!r} ends at {end}, but the file has {self._size} bytes: it is truncated or damaged"
+                )
+        in_order = sorted(tensors.items(), key=lambda item: item[1].offset)
+        for (name, tensor), (other, following) in pairwise(in_order):
+            if tensor.offset + tensor.num_bytes > following.offset:
+                raise self._error(f"the tensors {name!r} and {other!r} overlap at {following.offset}")
+        return tensors
+
+    def _tensor(self, name: str, alignment: int) -> TensorInfo:
+        """With the offset that the file has, which counts from the beginning of the data."""
+        rank = self._number("<I", f"the rank of {name!r}")
+        if not 1 <= rank <= DIMENSIONS:
+            raise self._error(f"the tensor {name!r} has {rank} dimensions, expected 1 to {DIMENSIONS}")
+        shape = tuple(self._number("<Q", f"the shape of {name!r}") for _ in range(rank))[::-1]
+        number = self._number("<I", f"the type of {name!r}")
+        offset = self._number("<Q", f"the offset of {name!r}")
+        if number not in TYPES:
+            known = number in GGMLQuantizationType._value2member_map_
+            found = GGMLQuantizationType(number).name if known else f"number {number}"
+            supported = ", ".join(kind.name for kind in sorted(TYPES))
+            raise self._error(f"the tensor {name!r} has the type {found}, which is not supported: only {supported}")
+        kind = GGMLQuantizationType(number)
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        if 0 in shape or math.prod(shape) >= 2**63:
+            raise self._error(f"the tensor {name!r} has the shape {list(shape)}, which cannot be")
+        if shape[-1] % block:
+            raise self._error(
+                f"the tensor {name!r} has rows of {shape[-1]}, expected a multiple of {block} for {kind.name}"
+            )
+        if offset % alignment:
+            raise self._error(f"the tensor {name!r} has the offset {offset}, expected a multiple of {alignment}")
+        return TensorInfo(shape, kind, offset, math.prod(shape) // block * block_bytes)

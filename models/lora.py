@@ -1,0 +1,242 @@
+"""A LoRA adapter in PEFT's layout, added to the weights of any checkpoint while they are read (arXiv 2106.09685).
+
+W' = W + s (B A), with s = alpha / r, or alpha / sqrt(r) where it is rank-stabilised (arXiv 2312.03732).
+I inputs, O outputs, r rank, V vocabulary, E hidden channels.
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from models.causal_lm import CausalLM
+from models.config import ConfigReader
+from models.formats.base import WeightFile
+from models.formats.huggingface import SafetensorsFile
+from models.gpt2 import Conv1D
+from models.weights import full_names, parameter_shapes
+
+Number = TypeVar("Number", int, float)
+
+log = logging.getLogger(__name__)
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+FACTORS = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?")
+WHOLE = re.compile(r"(.+?)(\.base_layer)?\.(weight|bias)")
+# A pattern is a regular expression to PEFT; these are all that needs no search, and what people write.
+PLAIN_PATTERN = re.compile(r"\^?(\w|\\?\.)+")
+HEAD = "lm_head"
+# Of the ways to begin training, those that leave the base's weights as they are.
+KEEP_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+# Training and bookkeeping; which modules are adapted, the tensors say themselves. PEFT sets fan_in_fan_out by the module's class, too.
+OF_TRAINING = (
+    "auto_mapping base_model_name_or_path corda_config eva_config exclude_modules fan_in_fan_out inference_mode "
+    "layers_pattern layers_to_transform loftq_config lora_dropout lora_ga_config megatron_config megatron_core peft_version "
+    "qalora_group_size revision runtime_config target_modules task_type"
+).split()
+UNSUPPORTED = (
+    "alora_invocation_tokens arrow_config ensure_weight_tying kasa_config layer_replication lora_bias monteclora_config target_parameters "
+    "trainable_token_indices use_bdlora use_dora use_qalora velora_config"
+).split()
+
+
+def merge_lora(files: list[WeightFile], adapter: Path, model: CausalLM) -> list[WeightFile]:
+    """The same files with the adapter in them: sums in float32, results in the base's dtype, a tensor at a time.
+
+    `model`, which may be on the meta device, is the one that the files are for. Raises UserError for what is wrong with the adapter or
+    not supported, and where it belongs to another model.
+    """
+    settings = read_settings(adapter)
+    path = adapter / WEIGHTS
+    if not path.is_file():
+        raise UserError(f"{adapter} has no {WEIGHTS}: save the adapter as safetensors")
+    weights = SafetensorsFile(path)
+    changes = _changes(weights, settings, model)
+    known = full_names(parameter_shapes(model))
+    merged: list[WeightFile] = []
+    missing = set(changes)
+    for file in files:
+        own = {name: changes[known[name]] for name in file.shapes if known.get(name) in changes}
+        missing -= {known[name] for name in own}
+        merged.append(MergedFile(file, own, weights))
+    if missing:
+        raise UserError(f"{path} changes {min(missing)}, which {files[0].path.parent} does not hold")
+    return merged
+
+
+@dataclass(frozen=True)
+class Settings:
+    r: int
+    alpha: float
+    use_rslora: bool
+    ranks: dict[str, int]
+    """By pattern; the first that fits a module's name counts."""
+    alphas: dict[str, float]
+    trains_biases: bool
+    modules_to_save: tuple[str, ...]
+
+    def rank(self, module: str) -> int:
+        return _first_match(self.ranks, module, self.r)
+
+    def scale(self, module: str) -> float:
+        rank = self.rank(module)
+        return _first_match(self.alphas, module, self.alpha) / (rank**0.5 if self.use_rslora else rank)
+
+
+def read_settings(adapter: Path) -> Settings:
+    """Raises UserError for a missing or damaged adapter_config.json, and for what it asks for and is not implemented."""
+    if not (adapter / CONFIG).is_file():
+        raise UserError(f"{adapter} has no {CONFIG}: give the folder of a PEFT adapter")
+    config = ConfigReader.from_folder(adapter, CONFIG)
+    config.expect("peft_type", ("LORA",), None)
+    config.expect("init_lora_weights", KEEP_BASE, True)
+    for key in UNSUPPORTED:
+        config.expect(key, (None, False, [], {}), None)
+    for key in OF_TRAINING:
+        config.raw(key)
+    saved = config.raw("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise UserError(f"{adapter / CONFIG}: modules_to_save={saved!r} is not a list of names")
+    ranks, alphas = (_patterns(config, key, str(adapter / CONFIG)) for key in ("rank_pattern", "alpha_pattern"))
+    settings = Settings(
+        r=config.count("r", 8),
+        alpha=config.positive("lora_alpha", 8.0),
+        use_rslora=config.get("use_rslora", bool, False),
+        ranks={key: ranks.count(key) for key in config.get("rank_pattern", dict, {})},
+        alphas={key: alphas.positive(key) for key in config.get("alpha_pattern", dict, {})},
+        trains_biases=config.expect("bias", ("none", "all", "lora_only"), "none") != "none",
+        modules_to_save=tuple(saved),
+    )
+    if unread := config.unread():
+        log.warning("%s has keys that are not used: %s", adapter / CONFIG, ", ".join(unread))
+    return settings
+
+
+def _patterns(config: ConfigReader, key: str, where: str) -> ConfigReader:
+    patterns: dict[str, Any] = config.get(key, dict, {})
+    for pattern in patterns:
+        if not PLAIN_PATTERN.fullmatch(pattern):
+            raise UserError(f"{where}: {key} has {pattern!r}: of regular expressions only names and dots are supported")
+    return ConfigReader(patterns, f"{where}: {key}")
+
+
+def _first_match(patterns: dict[str, Number], module: str, default: Number) -> Number:
+    """As `get_pattern_key` of peft/utils/other.py chooses."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+@dataclass
+class Change:
+    """What becomes of one parameter: another tensor in its place, a product added, or both."""
+
+    replacement: str | None = None
+    a: str | None = None
+    """The adapter's tensor A [r, I], for an embedding [r, V]."""
+    b: str | None = None
+    """B [O, r], for an embedding [E, r]."""
+    scale: float = 0.0
+    is_transposed: bool = False
+    """Whether the parameter is [I, O], as embeddings [V, E] and GPT-2's convolutions are."""
+
+
+def _changes(weights: SafetensorsFile, settings: Settings, model: CausalLM) -> dict[str, Change]:
+    """By the model's names; every tensor of the adapter is in one of them."""
+    changes: dict[str, Change] = {}
+    for key in weights.shapes:
+        name = key.removeprefix(PREFIX)
+        if name != key and (match := FACTORS.fullmatch(name)):
+            target, role = f"{match[1]}.weight", match[3].lower()
+        elif name != key and (match := WHOLE.fullmatch(name)) and _is_saved(match, settings):
+            target, role = f"{match[1]}.{match[3]}", "replacement"
+        else:
+            raise UserError(
+                f"{weights.path}: {key} is not used: neither a factor of LoRA nor a module that {CONFIG} says is saved"
+            )
+        change = changes.setdefault(target, Change())
+        if other := getattr(change, role):
+            raise UserError(f"{weights.path}: {key} and {other} are the same for {target}")
+        setattr(change, role, key)
+    for name, change in changes.items():
+        _check(name, change, weights, settings, model)
+    return changes
+
+
+def _is_saved(match: re.Match[str], settings: Settings) -> bool:
+    """PEFT saves the adapted embedding itself too, as a base layer, and takes names for ends of names (`_set_trainable`)."""
+    module, base_layer, leaf = match.groups()
+    if leaf == "bias" and settings.trains_biases:
+        return True
+    return bool(base_layer) or module.endswith(settings.modules_to_save)
+
+
+def _check(name: str, change: Change, weights: SafetensorsFile, settings: Settings, model: CausalLM) -> None:
+    """Compares shapes and fills in how the factors are applied."""
+    module = name.rpartition(".")[0]
+    parameter = dict(model.named_parameters()).get(name)
+    tied = any(isinstance(layer, nn.Embedding) and layer.weight is model.head for layer in model.modules())
+    if tied and (module == HEAD or parameter is model.head):
+        raise UserError(
+            f"{weights.path} changes {module}, but head and embedding of this model are one and cannot change apart"
+        )
+    if parameter is None:
+        raise UserError(
+            f"{weights.path} changes {name}, which this model does not have: the adapter belongs to another one"
+        )
+    if change.replacement is not None:
+        _expect_shape(weights, change.replacement, tuple(parameter.shape))
+    if change.a is None and change.b is None:
+        return
+    if change.a is None or change.b is None:
+        raise UserError(f"{weights.path}: {change.a or change.b} has no partner: LoRA has two factors, A and B")
+    layer = model.get_submodule(module)
+    if not isinstance(layer, (nn.Linear, nn.Embedding, Conv1D)):
+        raise UserError(f"{weights.path} adapts {module}, but LoRA on {type(layer).__name__} is not supported")
+    change.is_transposed = not isinstance(layer, nn.Linear)
+    change.scale = settings.scale(module)
+    outputs, inputs = reversed(parameter.shape) if change.is_transposed else parameter.shape
+    rank = settings.rank(module)
+    _expect_shape(weights, change.a, (rank, inputs))
+    _expect_shape(weights, change.b, (outputs, rank))
+
+
+def _expect_shape(weights: SafetensorsFile, key: str, expected: tuple[int, ...]) -> None:
+    if weights.shapes[key] != expected:
+        raise UserError(
+            f"{weights.path}: {key} is {list(weights.shapes[key])}, expected {list(expected)} by model and {CONFIG}"
+        )
+
+
+class MergedFile:
+    """A file of the base whose changed tensors are read with the adapter in them."""
+
+    def __init__(self, base: WeightFile, changes: dict[str, Change], adapter: SafetensorsFile) -> None:
+        self.path, self.shapes, self.dtypes, self.is_mapped = base.path, base.shapes, base.dtypes, base.is_mapped
+        self._base = base
+        self._changes = changes
+        self._adapter = adapter
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._base.read(names):
+            yield name, self._changed(name, tensor) if name in self._changes else tensor
+
+    def _changed(self, name: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            raise UserError(f"{self.path}: {name} is {tensor.dtype}: an adapter can be merged into floats only")
+        change, dtype = self._changes[name], tensor.dtype
+        if change.replacement is not None:
+            tensor = self._read(change.replacement)
+        if change.a is not None and change.b is not None:
+            a, b = self._read(change.a).float(), self._read(change.b).float()
+            left, right = (a.T, b.T) if change.is_transposed else (b, a)
+            tensor = torch.addmm(tensor.float(), left, right, alpha=change.scale)
+        return tensor.to(dtype)
+
+    def _read(self, key: str) -> Tensor:
+        return next(iter(self._adapter.read([key])))[1]

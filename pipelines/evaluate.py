@@ -1,0 +1,276 @@
+"""`task=evaluate`: perplexity of a text, divergence from a reference model, and the share of questions that are answered right.
+
+An answer is right if the continuation, without the white space around it, begins with exactly the answer's lines: a model that goes on with
+another line is not wrong for it, one that goes on in the same line is. Continuations are greedy.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from conf.decoding import NEUTRAL, DecodeConfig
+from conf.errors import UserError
+from conf.schema import EvaluateConfig, QuantConfig, RunConfig, Weights
+from models.tokenizers import Tokenizer
+from pipelines import report
+from pipelines.engine import Engine
+from pipelines.loading import load_engine
+from pipelines.prompts import FIELDS, Lines, PromptEncoder, PromptRow, decode_utf8, parse_row
+from pipelines.scoring import Scores, score, sliding_windows
+
+log = logging.getLogger(__name__)
+
+DEFAULT_WINDOW = 512  # tokens
+BATCH_SIZE = 16  # questions at once
+GREEDY = {"temperature": 0, "num_beams": 1, "penalty_alpha": 0, "n": 1, "logprobs": None, "prompt_logprobs": None}
+
+
+@dataclass(frozen=True)
+class Text:
+    where: str  # for errors: its file, and its row in a .jsonl
+    text: str
+
+
+@dataclass(frozen=True)
+class Question:
+    where: str
+    row: PromptRow
+    answer: str
+
+
+def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
+    """Raises UserError, before anything is written, for files, rows and models that cannot be measured."""
+    data, asked = run.evaluate.data, run.evaluate.questions
+    if data is None and asked is None:
+        raise UserError("there is nothing to evaluate: give evaluate.data=FILE, evaluate.questions=FILE.jsonl or both")
+    texts = [] if data is None else read_texts(Path(data))
+    questions = [] if asked is None else read_questions(Path(asked))
+    if not questions:
+        _check_decode_is_unset(run.decode)
+    start = time.perf_counter()
+    with report.progress_bar() as progress:
+        engine = load_engine(run, min(BATCH_SIZE, run.device.max_batched_tokens), progress.loaded)
+        if engine.tokenizer is None:
+            raise UserError("task=evaluate measures on text, but there is no tokenizer: give model.tokenizer=PATH")
+        run = _resolved(run, engine)
+        token_ids = [_encode(engine.tokenizer, text) for text in texts]
+        reference = _load_reference(run, engine, dict(zip(texts, token_ids, strict=True)), progress.loaded)
+        load_s, start = time.perf_counter() - start, time.perf_counter()
+        right = right_answers(engine, questions, run.decode, progress.generated)
+        scores = _score(run.evaluate, engine, reference, token_ids, progress) if texts else None
+    metrics = {
+        **_quality(scores, right),
+        "load_s": load_s,
+        "evaluate_s": time.perf_counter() - start,
+        "weight_bytes": engine.runner.weight_bytes,
+        "peak_memory_bytes": report.peak_memory_bytes(engine.device),
+    }
+    report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
+    _print(metrics, output_dir)
+
+
+def right_answers(
+    engine: Engine,
+    questions: list[Question],
+    decode: DecodeConfig,
+    on_answer: Callable[[int, int, float], None] = lambda num_done, total, tokens_per_s: None,
+) -> list[bool]:
+    """Whether each question is answered right. Raises UserError, before any is asked, for one that the model does not take."""
+    encoder = PromptEncoder(engine.tokenizer, add_special_tokens=True, chat_template="auto")
+    requests = []
+    for i, question in enumerate(questions):
+        try:
+            requests.append(engine.request(i, encoder.encode(question.row).token_ids, decode))
+        except UserError as error:
+            raise UserError(f"{question.where} cannot be asked: {error}") from error
+    right = [False] * len(questions)
+    start, before = time.perf_counter(), engine.num_generated_tokens
+    for num_done, output in enumerate(engine.generate(requests), 1):
+        right[output.request_id] = is_right(output.completions[0].text or "", questions[output.request_id].answer)
+        tokens_per_s = (engine.num_generated_tokens - before) / (time.perf_counter() - start)
+        on_answer(num_done, len(questions), tokens_per_s)
+    return right
+
+
+def is_right(continuation: str, answer: str) -> bool:
+    num_lines = answer.strip().count("\n") + 1
+    return "\n".join(continuation.strip().split("\n")[:num_lines]).strip() == answer.strip()
+
+
+def read_texts(path: Path) -> list[Text]:
+    """A .txt as one text, a .jsonl as one for each row. Raises UserError for a file or a row that holds none."""
+    where = f"evaluate.data={path}"
+    if path.suffix not in (".txt", ".jsonl") or not path.is_file():
+        raise UserError(f"{where} is not a file that ends in .txt or .jsonl: give one")
+    if path.suffix == ".txt":
+        return [Text(where, decode_utf8(path.read_bytes(), where))]
+    texts = []
+    for row, values in _read_rows(path, where, {"text", "prompt", "id"}):
+        given = [values[name] for name in ("text", "prompt") if values.get(name) is not None]
+        if len(given) != 1 or not isinstance(given[0], str):
+            raise UserError(f'{row} needs a text as either "text" or "prompt"')
+        texts.append(Text(row, given[0]))
+    return texts
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Rows as of task=predict, each with its `answer`. Raises UserError for a file or a row that is none."""
+    where = f"evaluate.questions={path}"
+    if path.suffix != ".jsonl" or not path.is_file():
+        raise UserError(f"{where} is not a file that ends in .jsonl: give one")
+    questions: list[Question] = []
+    for row, values in _read_rows(path, where, {*FIELDS, "answer"}):
+        prompt, answer = parse_row(len(questions), values), values.get("answer")
+        if prompt.error:
+            raise UserError(f"{row} cannot be asked: {prompt.error}")
+        if prompt.decode:
+            raise UserError(f"{row} has decode settings of its own, but all questions are asked alike: leave them out")
+        if not isinstance(answer, str) or not answer.strip():
+            raise UserError(f'{row} needs its "answer", a text that is not empty, but has {json.dumps(answer)[:40]}')
+        questions.append(Question(row, prompt, answer))
+    return questions
+
+
+def _read_rows(path: Path, where: str, known: set[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Each row's name for errors and its values."""
+    rows: list[tuple[str, dict[str, Any]]] = []
+    unused: set[str] = set()
+    with open(path, "rb") as file:
+        for index, line in enumerate(Lines(file, where)):
+            name = f"row {index} of {where}"
+            try:
+                values = json.loads(line)
+            except (ValueError, RecursionError) as error:  # not JSON, a number too long, nested too deep
+                raise UserError(f"{name} is not a JSON object: {error}") from error
+            if not isinstance(values, dict):
+                raise UserError(f"{name} is not a JSON object but {type(values).__name__}")
+            rows.append((name, values))
+            unused |= set(values) - known
+    if unused:
+        log.warning("%s has fields that are not used: %s", where, ", ".join(sorted(unused)))
+    return rows
+
+
+def _check_decode_is_unset(decode: DecodeConfig) -> None:
+    for name, default in vars(DecodeConfig()).items():
+        if (value := getattr(decode, name)) not in (default, NEUTRAL.get(name)):
+            raise UserError(
+                f"decode.{name}={value} is not used without evaluate.questions: leave it out, or ask questions"
+            )
+
+
+def _resolved(run: RunConfig, engine: Engine) -> RunConfig:
+    """With what the model says where the run says nothing. Raises UserError for what the measures do not take."""
+    evaluate = run.evaluate
+    if evaluate.questions is not None:
+        run = replace(run, decode=engine.resolve(run.decode))
+        for name, greedy in GREEDY.items():
+            if (value := getattr(run.decode, name)) != greedy:
+                remedy = "leave it out, or give decode=greedy"
+                raise UserError(
+                    f"decode.{name}={value} is not used by task=evaluate, whose tokens are greedy: {remedy}"
+                )
+        engine.check(run.decode)
+    if evaluate.data is None:
+        return run
+    if engine.sees_later_tokens:
+        raise UserError(
+            "evaluate.data needs a model whose tokens are predicted from those before them, but this one's prompts see themselves "
+            "whole, so that a text has no perplexity: give evaluate.questions alone"
+        )
+    context = engine.context
+    window = evaluate.window or min(DEFAULT_WINDOW, context.num_tokens)
+    stride = evaluate.stride or window
+    if window > context.num_tokens:
+        raise UserError(
+            f"evaluate.window={window} is more than the model takes ({context}): give at most {context.num_tokens}"
+        )
+    if stride > window:
+        raise UserError(f"evaluate.stride={stride} is more than the window, {window} tokens: give at most that")
+    return replace(run, evaluate=replace(evaluate, window=window, stride=stride))
+
+
+def _encode(tokenizer: Tokenizer | None, text: Text) -> list[int]:
+    """With the tokenizer's BOS and the like."""
+    try:
+        token_ids = PromptEncoder(tokenizer, True, "none").encode(PromptRow(0, prompt=text.text)).token_ids
+    except UserError as error:
+        raise UserError(f"{text.where}: {error}") from error
+    if len(token_ids) < 2:
+        found = f"{len(token_ids)} token{'' if len(token_ids) == 1 else 's'}"
+        raise UserError(f"{text.where} is too short: it is {found}, of which the first is not scored: give at least 2")
+    return token_ids
+
+
+def _score(
+    evaluate: EvaluateConfig,
+    engine: Engine,
+    reference: Engine | None,
+    token_ids: list[list[int]],
+    progress: report.ProgressSink,
+) -> Scores:
+    assert evaluate.window is not None
+    assert evaluate.stride is not None
+    windows = [window for ids in token_ids for window in sliding_windows(ids, evaluate.window, evaluate.stride)]
+    total = sum(window.num_scored for window in windows)
+    return score(engine, windows, reference, lambda num_tokens: progress.scored(num_tokens, total))
+
+
+def _load_reference(
+    run: RunConfig, engine: Engine, token_ids: dict[Text, list[int]], on_bytes: Callable[[int, int], None]
+) -> Engine | None:
+    """The reference beside the model, not quantised, with the same model.dtype. Raises UserError where its tokens are others."""
+    path = run.evaluate.reference
+    if path == "none":
+        return None
+    where = f"evaluate.reference={path}"
+    # Its cache need hold no more than windows.
+    model = replace(run.model, path=path, weights=Weights.checkpoint, max_length=run.evaluate.window)
+    try:
+        reference = load_engine(replace(run, model=model, quant=QuantConfig()), 1, on_bytes)
+    except UserError as error:
+        raise UserError(f"{where} cannot be loaded: {error}") from error
+    if reference.vocab_size != engine.vocab_size:
+        sizes = f"{reference.vocab_size} tokens, but the model's {engine.vocab_size}"
+        raise UserError(f"{where} has a vocabulary of {sizes}: give the model that this one comes from")
+    for text, expected in token_ids.items() if reference.tokenizer else ():
+        if _encode(reference.tokenizer, text) != expected:
+            what = f"another tokenizer, which reads {text.where} as other tokens"
+            raise UserError(f"{where} has {what}: give the model that this one comes from")
+    return reference
+
+
+def _quality(scores: Scores | None, right: list[bool]) -> dict[str, Any]:
+    """null for what was not measured."""
+    return {
+        "nll_per_token": scores and scores.nll_per_token,
+        "perplexity": scores and scores.perplexity,
+        "kl_mean": scores and scores.kl_mean,
+        "top1_agreement": scores and scores.top1_agreement,
+        "num_scored_tokens": scores.num_tokens if scores else 0,
+        "accuracy": sum(right) / len(right) if right else None,
+        "num_questions": len(right),
+    }
+
+
+def _print(metrics: dict[str, Any], output_dir: Path) -> None:
+    def shown(name: str, style: str, unit: str = "", factor: float = 1.0) -> str:
+        return "-" if metrics[name] is None else f"{metrics[name] * factor:{style}}{unit}"
+
+    report.print_table(
+        [
+            ("scored tokens", shown("num_scored_tokens", ",.0f")),
+            ("negative log likelihood", shown("nll_per_token", ".5f", " per token")),
+            ("perplexity", shown("perplexity", ",.4f")),
+            ("KL divergence", shown("kl_mean", ".3g")),
+            ("equal most likely tokens", shown("top1_agreement", ".2f", " %", 100)),
+            ("accuracy", shown("accuracy", ".2f", f" % of {metrics['num_questions']:,}", 100)),
+            ("weights", shown("weight_bytes", ",.1f", " MB", 1e-6)),
+            ("peak memory", shown("peak_memory_bytes", ",.0f", " MB", 1e-6)),
+        ]
+    )
+    print(f"output: {output_dir}")

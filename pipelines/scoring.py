@@ -1,0 +1,115 @@
+"""How well a model predicts given tokens: their log likelihood, and how far its predictions are from another model's.
+
+R scored tokens, V tokens in the vocabulary, E hidden channels (each model's own). Logarithms are natural.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from conf.errors import UserError
+from pipelines.engine import Engine
+
+LOGIT_ROWS = 256  # rows of logits at a time: [R, V] of a whole step would be larger than many a model
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens that a model sees at once, of which the last `num_scored` are predicted, each from all those before it."""
+
+    token_ids: list[int]
+    num_scored: int
+
+
+def sliding_windows(token_ids: list[int], window: int, stride: int) -> list[Window]:
+    """Windows of at most `window` tokens that begin every `stride` tokens; each scores what no window before it has.
+
+    As in transformers' "Perplexity of fixed-length models". A window's first token has nothing before it and is not scored: with
+    stride < window that is the text's first token alone.
+    """
+    windows, scored = [], 0
+    for start in range(0, len(token_ids), stride):
+        seen = token_ids[start : start + window]
+        end = start + len(seen)
+        if num_scored := end - max(scored, start + 1):
+            windows.append(Window(seen, num_scored))
+        scored = end
+        if end == len(token_ids):
+            break
+    return windows
+
+
+@dataclass
+class Scores:
+    """Sums over scored tokens; with a reference also of KL(reference || model), in nats, and of equal most likely tokens."""
+
+    num_tokens: int = 0
+    nll: float = 0.0
+    kl: float | None = None
+    num_agreed: int | None = None
+
+    @property
+    def nll_per_token(self) -> float:
+        return self.nll / self.num_tokens
+
+    @property
+    def perplexity(self) -> float | None:
+        """None where it is beyond the largest float."""
+        try:
+            return math.exp(self.nll_per_token)
+        except OverflowError:
+            return None
+
+    @property
+    def kl_mean(self) -> float | None:
+        return None if self.kl is None else self.kl / self.num_tokens
+
+    @property
+    def top1_agreement(self) -> float | None:
+        """A share from 0 to 1."""
+        return None if self.num_agreed is None else self.num_agreed / self.num_tokens
+
+
+def score(
+    engine: Engine,
+    windows: list[Window],
+    reference: Engine | None = None,
+    on_step: Callable[[int], None] = lambda num_tokens: None,
+) -> Scores:
+    """Score the windows, as many in a step as both engines take. `on_step` is told how many tokens are scored.
+
+    The reference has the same vocabulary and device. Raises UserError for windows that do not fit in a step, and for logits
+    that are not finite.
+    """
+    engines = [engine] if reference is None else [engine, reference]
+    longest = max(len(window.token_ids) for window in windows)
+    at_once = min(each.num_at_once(longest) for each in engines)
+    if not at_once:
+        limits = "device.max_batched_tokens, or than the KV cache holds"
+        remedy = "give a smaller evaluate.window, or raise device.max_batched_tokens or device.kv_cache_memory"
+        raise UserError(f"a window of {longest} tokens is more than {limits}: {remedy}")
+    scores = Scores() if reference is None else Scores(kl=0.0, num_agreed=0)
+    for start in range(0, len(windows), at_once):
+        _score_step(scores, engines, windows[start : start + at_once])
+        on_step(scores.num_tokens)
+    return scores
+
+
+@torch.inference_mode()
+def _score_step(scores: Scores, engines: list[Engine], windows: list[Window]) -> None:
+    # The last token of a window predicts nothing in it.
+    prompts, counts = [w.token_ids[:-1] for w in windows], [w.num_scored for w in windows]
+    hidden = [engine.hidden_states(prompts, counts) for engine in engines]  # each [R, E]
+    targets = torch.tensor([id for w in windows for id in w.token_ids[-w.num_scored :]], device=hidden[0].device)  # [R]
+    for start in range(0, len(targets), LOGIT_ROWS):
+        rows = slice(start, start + LOGIT_ROWS)
+        logits = [engine.runner.logits(h[rows]).float() for engine, h in zip(engines, hidden, strict=True)]
+        own, *expected = [each.log_softmax(-1) for each in logits]  # float32 [R, V]
+        scores.num_tokens += len(own)
+        scores.nll -= own.gather(-1, targets[rows, None]).sum(dtype=torch.float64).item()
+        if scores.kl is not None and scores.num_agreed is not None:
+            # Float32 differences are small and exact to about 1e-6; their sums are float64, so that they stay so.
+            scores.kl += (expected[0].exp() * (expected[0] - own)).sum(dtype=torch.float64).item()
+            scores.num_agreed += int((logits[0].argmax(-1) == logits[1].argmax(-1)).sum())

@@ -1,0 +1,112 @@
+"""GGUF twins of checkpoints in Hugging Face's layout, written with the gguf package alone, as llama.cpp's converter does it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.torch import load_file
+
+TOP = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+BLOCK = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+}
+EXPERT = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
+
+
+def llama_cpp_tensors(folder: Path, permuted: bool = True, merged: bool = True) -> dict[str, np.ndarray]:
+    """float32 arrays by llama.cpp's names; experts in one tensor, or as before April 2024 in one for each."""
+    config = json.loads((folder / "config.json").read_text())
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    tensors: dict[str, np.ndarray] = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, tensor in sorted(load_file(folder / "model.safetensors").items()):
+        module, _, leaf = name.rpartition(".")
+        array, parts = tensor.float().numpy(), module.split(".")
+        if permuted and parts[-1] in heads:
+            n = heads[parts[-1]]
+            array = array.reshape(n, 2, array.shape[0] // n // 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+        if module in TOP:
+            tensors[f"{TOP[module]}.{leaf}"] = array
+        elif "experts" in parts and merged:
+            experts.setdefault(f"blk.{parts[2]}.{EXPERT[parts[-1]]}_exps.{leaf}", {})[int(parts[-2])] = array
+        elif "experts" in parts:
+            tensors[f"blk.{parts[2]}.{EXPERT[parts[-1]]}.{parts[-2]}.{leaf}"] = array
+        else:
+            tensors[f"blk.{parts[2]}.{BLOCK['.'.join(parts[3:])]}.{leaf}"] = array
+    return tensors | {name: np.stack([arrays[i] for i in sorted(arrays)]) for name, arrays in experts.items()}
+
+
+def add_shape(writer: gguf.GGUFWriter, folder: Path) -> None:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = config.get("rope_parameters") or {}
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+    if head_dim * config["num_attention_heads"] != config["hidden_size"]:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if config.get("sliding_window") and config["model_type"] != "qwen2":
+        writer.add_sliding_window(config["sliding_window"])
+    if config.get("num_local_experts"):
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+
+
+def write_tensors(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray], kind: str) -> None:
+    """Vectors and routers as float32, the rest as `kind`, a name of ggml's."""
+    for name, array in tensors.items():
+        wanted = "F32" if array.ndim == 1 or "ffn_gate_inp" in name else kind
+        type = gguf.GGMLQuantizationType[wanted]
+        writer.add_tensor(name, gguf.quants.quantize(array, type), raw_dtype=type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_twin(folder: Path, file: Path, kind: str = "F32", merged: bool = True, **metadata: Any) -> Path:
+    """`metadata`: more keys, dots as double underscores."""
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    architecture = "qwen2" if model_type == "qwen2" else "llama"
+    writer = gguf.GGUFWriter(file, architecture)
+    add_shape(writer, folder)
+    for key, value in metadata.items():
+        writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
+    write_tensors(writer, llama_cpp_tensors(folder, architecture == "llama", merged), kind)
+    return file
+
+
+def pack(*fields: Any) -> bytes:
+    """Header bytes: texts with their length, (format, number) pairs, bytes as they are."""
+    import struct
+
+    return b"".join(
+        field
+        if isinstance(field, bytes)
+        else struct.pack("<Q", len(field.encode())) + field.encode()
+        if isinstance(field, str)
+        else struct.pack(*field)
+        for field in fields
+    )

@@ -1,0 +1,177 @@
+"""The formats of the cache: bounds of every element in float64, the bytes written out by hand, and pools of NaN around what is stored."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from kernels.copy_blocks import copy_blocks
+from kernels.kv_format import FORMATS as BY_NAME
+from kernels.kv_format import Float8, Int4, Int8, KVFormat, PagedVectors, Unquantised, allocate
+from kernels.kv_store import kv_store
+from kernels.paged_attention import paged_attention
+from tests.kernels.test_paged_attention import Options, written_out
+
+FORMATS: dict[str, KVFormat] = {
+    "int8": Int8(),
+    "fp8": Float8(),
+    "int4, four groups": Int4(4),
+    "int4, one group": Int4(1),
+    "none": Unquantised(),
+}
+QUANTISED = [name for name in FORMATS if name != "none"]
+GROUP_SIZES = {  # of int4 by channels: with one group, and with four
+    1: (4, 4), 2: (4, 4), 5: (6, 4), 8: (8, 4), 16: (16, 4), 17: (18, 6), 64: (64, 16), 80: (80, 20), 128: (128, 32), 576: (128, 32),
+}  # fmt: skip
+BLOCKS, BLOCK_SIZE, GROUPS = 7, 4, 3
+NAN_BYTE = 0xFF  # NaN in float8, float16 and float32; -1 in int8
+
+
+def vectors(tokens: int, channels: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Tiny and huge ones, some with an outlying channel, some zero."""
+    generator = torch.Generator().manual_seed(channels)
+    x = torch.randn(tokens, GROUPS, channels, generator=generator)
+    x *= 10.0 ** torch.randint(-3, 4, (tokens, GROUPS, 1), generator=generator)
+    x[::3, :, 0] *= 30
+    x[1::7] = 0
+    return x.to(dtype)
+
+
+def poisoned(name: str, channels: int, dtype: torch.dtype = torch.float32) -> PagedVectors:
+    pool = allocate(FORMATS[name], (BLOCKS, BLOCK_SIZE, GROUPS), channels, dtype, torch.device("cpu"))
+    for tensor in pool.tensors:
+        tensor.view(torch.uint8).fill_(NAN_BYTE)
+    return pool
+
+
+def bound(name: str, x: torch.Tensor) -> torch.Tensor:
+    """How far each element may be off, [..., D]: half a step of its scale. float32 rounds scale, quotient and product: 1 + 2^-20."""
+    largest = x.abs().amax(-1, keepdim=True)
+    if name == "int8":
+        half = (largest / 127 / 2).expand_as(x)
+    elif name == "fp8":  # 3 bits after the point; below 2^-6 steps of 2^-9
+        half = (x.abs() / 16).maximum(largest / 448 * 2**-10)
+    else:  # a group's range in 15 steps; float16 rounds the scale by 2^-11, below 2^-14 by 2^-25, and the lowest value likewise
+        parts = x.split(GROUP_SIZES[x.shape[-1]]["four" in name], dim=-1)
+        lows, ranges = [p.amin(-1, True) for p in parts], [p.amax(-1, True) - p.amin(-1, True) for p in parts]
+        steps = [r / 15 / 2 * (1 + 2**-11) + 15 * 2**-25 + r * 2**-11 + low.abs() * 2**-11 + 2**-25
+                 for r, low in zip(ranges, lows, strict=True)]  # fmt: skip
+        half = torch.cat([step.expand_as(p) for step, p in zip(steps, parts, strict=True)], dim=-1)
+    return half * (1 + 2**-20)
+
+
+@pytest.mark.parametrize("channels", GROUP_SIZES)
+@pytest.mark.parametrize("name", QUANTISED)
+def test_every_element_is_within_half_a_step(name: str, channels: int) -> None:
+    x = vectors(29, channels)
+    stored = FORMATS[name].encode(x)
+    back = FORMATS[name].decode(stored)[..., :channels]
+    assert ((back.double() - x.double()).abs() <= bound(name, x.double())).all()
+    for i in (0, 1, 14):  # alone as in company, to the bit
+        for part, whole in zip(FORMATS[name].encode(x[i]), stored, strict=True):
+            assert part.view(torch.uint8).equal(whole[i].view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_encoded_as_the_same_numbers_in_float32(name: str, dtype: torch.dtype) -> None:
+    x = vectors(9, 64, torch.float32).clamp(-6e4, 6e4).to(dtype)
+    for half, single in zip(FORMATS[name].encode(x), FORMATS[name].encode(x.float()), strict=True):
+        assert half.view(torch.uint8).equal(single.view(torch.uint8))
+
+
+def test_int8_and_float8_written_out() -> None:
+    x = torch.tensor([[-254.0, 3.0, 0.0, 100.0], [0.0, 0.0, 0.0, 0.0]])
+    codes, scales = FORMATS["int8"].encode(x)
+    assert codes.tolist() == [[-127, 2, 0, 50], [0] * 4]  # 1.5 rounds to the even 2
+    assert scales[0] == 2.0
+    codes, scales = FORMATS["fp8"].encode(x[:, :3])
+    assert codes.float().tolist() == [[-448.0, 5.5, 0.0], [0.0] * 3]  # 3 / 0.567 = 5.29
+    assert scales[0] == torch.tensor(254.0) / 448
+
+
+def test_int4_written_out() -> None:
+    x = torch.tensor([-1.0, 14.0, 2.0, 0.0, 10.0, 10.0, 11.0, 25.0, 7.0])  # D=9: groups of 6, padded with the last one
+    packed, ranges = Int4(2).encode(x)
+    assert ranges.tolist() == [[1.0, -1.0], [pytest.approx(18 / 15, rel=2**-11), 7.0]]
+    assert packed.tolist() == [0xF0, 0x13, 0xBB, 0xF3, 0x00, 0x00]  # 0 15, 3 1, 11 11; 3.3 15, 0 0, 0 0
+    back = Int4(2).decode((packed, ranges))
+    assert back.shape == (12,)
+    assert back[:6].tolist() == [-1.0, 14.0, 2.0, 0.0, 10.0, 10.0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
+    x = vectors(2, 16)
+    x[0, 1, 3] = bad
+    back = FORMATS[name].decode(FORMATS[name].encode(x))
+    assert not back[0, 1].isfinite().all()
+    assert back[1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("none", (256, 256)), ("int8", (132, 132)), ("fp8", (132, 132)), ("int4", (80, 68))],
+)
+def test_bytes_of_a_key_and_a_value_of_128_bfloat16_channels(name: str, expected: tuple[int, int]) -> None:
+    for format, size in zip(BY_NAME[name], expected, strict=True):
+        pool = allocate(format, (BLOCKS, BLOCK_SIZE, GROUPS), 128, torch.bfloat16, torch.device("meta"))
+        assert sum(tensor.nbytes for tensor in pool.tensors) == BLOCKS * BLOCK_SIZE * GROUPS * size
+
+
+@pytest.mark.parametrize("channels", [5, 64])
+@pytest.mark.parametrize("name", FORMATS)
+def test_store_and_copy_touch_nothing_else(name: str, channels: int) -> None:
+    keys, values = poisoned(name, channels), poisoned(name, channels)
+    before = [tensor.clone() for tensor in keys.tensors]
+    key, value = vectors(3, channels), -vectors(3, channels)
+    kv_store(key, value, keys, values, torch.tensor([19, 0, 7]))
+    for pool, new in ((keys, key), (values, value)):
+        for stored, part in zip(pool.tensors, pool.format.encode(new), strict=True):
+            for (block, offset), one in zip(((4, 3), (0, 0), (1, 3)), part, strict=True):
+                assert stored[block, offset].view(torch.uint8).equal(one.view(torch.uint8))
+    copy_blocks(keys, values, torch.tensor([4, 1]), torch.tensor([2, 5]))
+    for stored, old in zip(keys.tensors, before, strict=True):
+        assert stored[[2, 5]].view(torch.uint8).equal(stored[[4, 1]].view(torch.uint8))
+        assert stored[[3, 6]].view(torch.uint8).equal(old[[3, 6]].view(torch.uint8))
+        untouched = [slot for slot in range(8) if slot not in (0, 7)]
+        assert stored.flatten(0, 1)[untouched].view(torch.uint8).equal(old.flatten(0, 1)[untouched].view(torch.uint8))
+
+
+OPTIONS: list[Options] = [
+    {},
+    {"soft_cap": 2.0, "window": 6, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0, 0.3, 0.1])},
+    {"prefix_lengths": torch.tensor([9, 0, 3])},
+]
+
+
+@pytest.mark.parametrize(("channels", "value_channels"), [(8, 8), (17, 5), (80, 80), (64, 40)], ids=str)
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
+def test_attention_reads_what_was_stored(name: str, channels: int, value_channels: int, options: Options) -> None:
+    """In a pool of NaN, against attention in float64 over the vectors that were encoded and decoded one by one."""
+    keys, values = poisoned(name, channels), poisoned(name, value_channels)
+    lengths, tables = [(4, 9), (1, 1), (7, 7)], [[5, 1, 3], [6, 0, 0], [0, 2, 0]]
+    generator = torch.Generator().manual_seed(0)
+    queries, expected = [], []
+    for s, (new, total) in enumerate(lengths):
+        key = torch.randn(total, GROUPS, channels, generator=generator)
+        value = torch.randn(total, GROUPS, value_channels, generator=generator)
+        slots = torch.tensor([tables[s][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(total)])
+        kv_store(key, value, keys, values, slots)
+        query = torch.randn(new, 2 * GROUPS, channels, generator=generator)
+        kept = [
+            torch.stack([FORMATS[name].decode(FORMATS[name].encode(row))[..., : row.shape[-1]] for row in rows])
+            for rows in (key, value)
+        ]
+        queries.append(query)
+        expected.append(written_out(query, kept[0], kept[1], channels**-0.5, s, options))
+    starts = torch.tensor([0, *itertools.accumulate(new for new, _ in lengths)])
+    context = torch.tensor([total for _, total in lengths])
+    result = paged_attention(
+        torch.cat(queries), keys, values, torch.tensor(tables), starts, context, channels**-0.5, **options
+    )
+    # float32 sums of at most 80 terms
+    torch.testing.assert_close(result.double(), torch.cat(expected), rtol=0, atol=2e-6)

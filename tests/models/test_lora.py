@@ -1,0 +1,297 @@
+"""Merged adapters against PEFT's own merge_and_unload() in transformers."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from conf.errors import UserError
+from models.causal_lm import CausalLM
+from models.formats import WeightFile, open_checkpoint
+from models.lora import merge_lora
+from models.registry import find_architecture
+from models.weights import load_weights, parameter_shapes
+from tests.builders import all_logits, engine_of, write_llama
+
+PROMPT = list(range(3, 40))
+QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def write_gpt2(folder: Path, **config: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **config)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.15)
+    model.save_pretrained(folder)
+    return model
+
+
+def write_adapter(folder: Path, base: PreTrainedModel, **config: Any) -> Tensor:
+    """A random adapter of the base; the logits [T, V] of PEFT's merged model, of the adapter as it was saved."""
+    copy = type(base).from_pretrained(folder.parent / "base")
+    model = get_peft_model(copy, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **config))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
+    model.save_pretrained(folder)
+    fresh = type(base).from_pretrained(folder.parent / "base")
+    merged = PeftModel.from_pretrained(fresh, folder).merge_and_unload().eval()
+    with torch.inference_mode():
+        return merged(torch.tensor([PROMPT])).logits[0]
+
+
+def base_files(folder: Path) -> tuple[list[WeightFile], CausalLM]:
+    checkpoint = open_checkpoint(folder, allow_pickle=False)
+    architecture = find_architecture(checkpoint.config)
+    with torch.device("meta"):
+        model = architecture.build(architecture.read_config(checkpoint.config))
+    return checkpoint.open_weights(parameter_shapes(model)), model
+
+
+def merge(tmp_path: Path) -> list[WeightFile]:
+    files, model = base_files(tmp_path / "base")
+    return merge_lora(files, tmp_path / "adapter", model)
+
+
+def merged_logits(tmp_path: Path) -> Tensor:
+    """Logits [T, V] of the engine whose weights are the merged ones."""
+    engine = engine_of(tmp_path / "base")
+    load_weights(
+        engine.runner._model, merge(tmp_path), (), torch.float32, torch.device("cpu"), lambda done, total: None
+    )
+    return all_logits(engine, PROMPT)
+
+
+def assert_as_peft(tmp_path: Path, expected: Tensor, base: PreTrainedModel) -> None:
+    """Both compute in float32, and sum in other orders: 1e-4 of the largest logit. The adapter must matter, or nothing is shown."""
+    with torch.inference_mode():
+        unchanged = base(torch.tensor([PROMPT])).logits[0]
+    tolerance = 1e-4 * expected.abs().max().item()
+    assert (unchanged - expected).abs().max() > 100 * tolerance
+    assert (merged_logits(tmp_path) - expected).abs().max() < tolerance
+
+
+ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}, id="plain"),
+        pytest.param({"r": 3, "lora_alpha": 5, "target_modules": ALL_LINEAR}, id="all linear"),
+        pytest.param({"r": 4, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]}, id="rslora"),
+        pytest.param(
+            {
+                "r": 2,
+                "target_modules": ALL_LINEAR,
+                "rank_pattern": {"^model.layers.1.self_attn.q_proj": 7, "down_proj": 3, "layers.0.mlp.down_proj": 5},
+                "alpha_pattern": {"q_proj": 3, r"layers\.1\.mlp\.up_proj": 32},
+            },
+            id="patterns",
+        ),
+        pytest.param({"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}, id="saved head"),
+        pytest.param({"target_modules": ["o_proj"], "modules_to_save": ["norm"]}, id="saved norm"),
+        pytest.param({"target_modules": ["embed_tokens", "lm_head", "k_proj"]}, id="embedding and head"),
+    ],
+)
+def test_llama_as_peft(config: dict[str, Any], tmp_path: Path) -> None:
+    base = write_llama(tmp_path / "base")
+    assert_as_peft(tmp_path, write_adapter(tmp_path / "adapter", base, **config), base)
+
+
+@pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
+def test_biases_as_peft(bias: str, tmp_path: Path) -> None:
+    base = write_llama(tmp_path / "base", attention_bias=True)
+    adapter = write_adapter(tmp_path / "adapter", base, target_modules=["q_proj", "o_proj"], bias=bias)
+    assert_as_peft(tmp_path, adapter, base)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tied_heads_stay_tied(tied: bool, tmp_path: Path) -> None:
+    base = write_llama(tmp_path / "base", tie_word_embeddings=tied)
+    assert_as_peft(tmp_path, write_adapter(tmp_path / "adapter", base, target_modules=["q_proj", "down_proj"]), base)
+
+
+@pytest.mark.parametrize("bias", ["none", "all"])
+def test_gpt2_whose_matrices_are_transposed(bias: str, tmp_path: Path) -> None:
+    """c_proj of attention is square, so that its shape does not tell."""
+    base = write_gpt2(tmp_path / "base")
+    modules = ["c_attn", "c_proj", "c_fc"]
+    expected = write_adapter(tmp_path / "adapter", base, target_modules=modules, fan_in_fan_out=True, bias=bias)
+    assert_as_peft(tmp_path, expected, base)
+
+
+def test_gpt2_with_a_head_of_its_own(tmp_path: Path) -> None:
+    """Convolutions and a linear layer: of the two PEFT saves one value of fan_in_fan_out."""
+    base = write_gpt2(tmp_path / "base", tie_word_embeddings=False)
+    expected = write_adapter(tmp_path / "adapter", base, target_modules=["c_attn", "c_proj", "wte", "lm_head"])
+    assert_as_peft(tmp_path, expected, base)
+
+
+def test_a_base_saved_without_its_head(tmp_path: Path) -> None:
+    base = write_gpt2(tmp_path / "base")
+    expected = write_adapter(tmp_path / "adapter", base, target_modules=["c_attn"], fan_in_fan_out=True)
+    base.transformer.save_pretrained(tmp_path / "base")
+    assert_as_peft(tmp_path, expected, base)
+
+
+def test_other_tensors_are_untouched_and_dtypes_kept(tmp_path: Path) -> None:
+    base = write_llama(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", base, target_modules=["q_proj"])
+    file = tmp_path / "base" / "model.safetensors"
+    before = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    save_file(before, file, {"format": "pt"})
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for merged in merge(tmp_path):
+        for name, tensor in merged.read(merged.shapes):
+            assert tensor.dtype == torch.bfloat16
+            if "q_proj" not in name:
+                assert torch.equal(tensor, before[name]), name
+                continue
+            a, b = (adapter[f"base_model.model.{name[:-7]}.lora_{x}.weight"].double() for x in "AB")
+            # lora_alpha / r is 1. Summed in float32 it may fall on the other side of a half in bfloat16, an 8-bit mantissa.
+            torch.testing.assert_close(tensor.double(), before[name].double() + b @ a, rtol=2**-8, atol=1e-6)
+
+
+def write_changed(tmp_path: Path, config: dict[str, Any], tensors: dict[str, Tensor | None]) -> None:
+    """An adapter of q_proj with other settings, and with tensors changed, added or (None) taken away."""
+    base = write_llama(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    changed = load_file(weights) | tensors
+    save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, weights)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "LOHA"}, r"adapter_config\.json: peft_type='LOHA' is not supported: only 'LORA'"),
+        ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication=.* is not supported"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters=.* is not supported"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices=.* is not supported"),
+        ({"lora_bias": True}, "lora_bias=True is not supported"),
+        ({"bias": "some"}, "bias='some' is not supported: only 'none', 'all', 'lora_only'"),
+        ({"r": 0}, "r=0 is not a number above 0"),
+        ({"r": "4"}, "r='4' is not of type int"),
+        ({"lora_alpha": math.inf}, "lora_alpha=inf is not a finite number above 0"),
+        ({"rank_pattern": {"q_proj": -1}}, "rank_pattern: q_proj=-1 is not a number above 0"),
+        ({"rank_pattern": {"(a+)+b": 4}}, r"rank_pattern has '\(a\+\)\+b': of regular expressions only names and dots"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save='lm_head' is not a list of names"),
+        ({"r": 5}, r"q_proj\.lora_[AB]\.weight is \[.*4.*\], expected \[.*5.*\] by model and adapter_config\.json"),
+    ],
+    ids=str,
+)
+def test_refused_settings(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_changed(tmp_path, config, {})
+    with pytest.raises(UserError, match=message):
+        merge(tmp_path)
+
+
+OTHER = "base_model.model.model.layers.5.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({f"{QUERY}.lora_A.weight": None}, r"layers\.0\.self_attn\.q_proj\.lora_B\.weight has no partner"),
+        ({f"{QUERY}.lora_A.weight": torch.ones(4, 32)}, r"q_proj\.lora_A\.weight is \[4, 32\], expected \[4, 64\]"),
+        ({f"{QUERY}.lora_B.weight": torch.ones(32, 4)}, r"q_proj\.lora_B\.weight is \[32, 4\], expected \[64, 4\]"),
+        (
+            {f"{OTHER}.lora_A.weight": torch.ones(4, 64)},
+            r"layers\.5\.self_attn\.q_proj\.weight, which this model does not have",
+        ),
+        ({"base_model.model.lm_head.weight": torch.ones(96, 64)}, r"lm_head\.weight is not used: neither a factor"),
+        ({f"{QUERY}.bias": torch.ones(64)}, r"q_proj\.bias is not used"),
+        ({f"{QUERY}.lora_magnitude_vector": torch.ones(64)}, r"lora_magnitude_vector is not used"),
+        ({f"{QUERY}.lora_A": torch.ones(4, 64)}, r"are the same for model\.layers\.0\.self_attn\.q_proj\.weight"),
+        (
+            {"q_proj.lora_A.weight": torch.ones(4, 64)},
+            r"adapter_model\.safetensors: q_proj\.lora_A\.weight is not used",
+        ),
+        ({f"{QUERY}.base_layer.weight": torch.ones(3, 64)}, r"base_layer\.weight is \[3, 64\], expected \[64, 64\]"),
+        (
+            {f"base_model.model.model.norm.lora_{x}.weight": torch.ones(4, 4) for x in "AB"},
+            r"adapts model\.norm, but LoRA on RMSNorm is not supported",
+        ),
+    ],
+    ids=range(11),
+)
+def test_tensors_that_do_not_fit(tensors: dict[str, Tensor | None], message: str, tmp_path: Path) -> None:
+    write_changed(tmp_path, {}, tensors)
+    with pytest.raises(UserError, match=message):
+        merge(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+    ],
+    ids=str,
+)
+def test_a_tied_head_cannot_change_apart(config: dict[str, Any], tmp_path: Path) -> None:
+    base = write_llama(tmp_path / "base", tie_word_embeddings=True)
+    write_adapter(tmp_path / "adapter", base, **config)
+    with pytest.raises(UserError, match=r"head and embedding of this model are one and cannot change apart"):
+        merge(tmp_path)
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    write_changed(tmp_path, {}, {})
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors is truncated"):
+        merge(tmp_path)
+    weights.unlink()
+    with pytest.raises(UserError, match=r"adapter has no adapter_model\.safetensors: save the adapter as safetensors"):
+        merge(tmp_path)
+    (tmp_path / "adapter" / "adapter_config.json").unlink()
+    with pytest.raises(UserError, match=r"adapter has no adapter_config\.json: give the folder of a PEFT adapter"):
+        merge(tmp_path)
+
+
+def test_a_base_without_the_tensor(tmp_path: Path) -> None:
+    write_changed(tmp_path, {}, {})
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.self_attn.q_proj.weight"]
+    save_file(tensors, file)
+    with pytest.raises(
+        UserError, match=r"changes model\.layers\.0\.self_attn\.q_proj\.weight, which .*base does not hold"
+    ):
+        merge(tmp_path)
+
+
+def test_a_quantised_base(tmp_path: Path) -> None:
+    write_changed(tmp_path, {}, {})
+    file = tmp_path / "base" / "model.safetensors"
+    save_file({name: tensor.to(torch.int8) for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(UserError, match=r"q_proj\.weight is torch\.int8: an adapter can be merged into floats only"):
+        [list(merged.read(merged.shapes)) for merged in merge(tmp_path)]
+
+
+def test_unknown_keys_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And none that PEFT itself writes."""
+    write_changed(tmp_path, {}, {})
+    merge(tmp_path)
+    assert not caplog.records
+    write_changed(tmp_path, {"lora_temperature": 2}, {})
+    merge(tmp_path)
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["lora_temperature"]

@@ -1,0 +1,180 @@
+"""Axes against transformers' own plans for tensor parallelism, where it has them, and against Megatron's rule by hand; stages by hand."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from conf.errors import UserError
+from models.causal_lm import CausalLM
+from models.config import ConfigReader
+from models.partition import Place, partition, split_axis
+from models.registry import find_architecture
+from tests.builders import SMALL
+from tests.models.test_goldens import GOLDENS
+
+PLANS = {"colwise": 0, "rowwise": 1, "colwise_gather_output": 0, "rowwise_split_input": 1, "replicated": None}
+
+
+def build(config: dict[str, Any]) -> CausalLM:
+    reader = ConfigReader(config, "config.json")
+    architecture = find_architecture(reader)
+    with torch.device("meta"):
+        return architecture.build(architecture.read_config(reader))
+
+
+def golden(family: str, **changes: Any) -> CausalLM:
+    return build(json.loads((GOLDENS / family / "config.json").read_text()) | changes)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "glm", "glm4"])
+def test_axes_are_those_of_transformers(model_type: str) -> None:
+    sizes = {**SMALL, "head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}
+    config = AutoConfig.for_model(model_type, **sizes)
+    model = build(config.to_dict())
+    plan = {re.compile(name.replace("*", r"\d+")): PLANS.get(kind) for name, kind in config.base_model_tp_plan.items()}
+    axes = {name: split_axis(model, name) for name, parameter in model.named_parameters() if parameter.ndim == 2}
+    layers = {name: axis for name, axis in axes.items() if ".layers." in name}
+    expected = {
+        name: next(axis for pattern, axis in plan.items() if pattern.fullmatch(name[len("model.") : -len(".weight")]))
+        for name in layers
+    }
+    assert layers == expected
+    assert len(layers) >= 2 * 4
+    assert {name: axis for name, axis in axes.items() if name not in layers}.items() >= {
+        ("model.embed_tokens.weight", 0)
+    }
+    norms = [name for name, parameter in model.named_parameters() if "norm" in name]
+    assert {split_axis(model, name) for name in norms} == {None}
+
+
+# The last parts of a layer's tensors by axis; what is not named is whole.
+AXES = {
+    "baichuan-7b": ({"W_pack.weight", "gate_proj.weight", "up_proj.weight"}, {"o_proj.weight", "down_proj.weight"}),
+    "bloom": (
+        {"query_key_value.weight", "query_key_value.bias", "dense_h_to_4h.weight", "dense_h_to_4h.bias"},
+        {"dense.weight", "dense_4h_to_h.weight"},
+    ),
+    "chatglm": (
+        {"query_key_value.weight", "query_key_value.bias", "dense_h_to_4h.weight", "dense_h_to_4h.bias"},
+        {"dense.weight", "dense_4h_to_h.weight"},
+    ),
+    "chatglm2": (
+        {"query_key_value.weight", "query_key_value.bias", "dense_h_to_4h.weight"},
+        {"dense.weight", "dense_4h_to_h.weight"},
+    ),
+    # Transposed: c_proj is cut along its first axis, which are its inputs, as are the biases of the others along their only one.
+    "gpt2": ({"c_attn.bias", "c_fc.bias", "c_proj.weight"}, {"c_attn.weight", "c_fc.weight"}),
+    "mixtral": (
+        {"q_proj.weight", "k_proj.weight", "v_proj.weight", "w1.weight", "w3.weight"},
+        {"o_proj.weight", "w2.weight"},
+    ),
+    "opt": (
+        {f"{name}.{kind}" for name in ("q_proj", "k_proj", "v_proj", "fc1") for kind in ("weight", "bias")},
+        {"out_proj.weight", "fc2.weight"},
+    ),
+    "qwen": ({"c_attn.weight", "c_attn.bias", "w1.weight", "w2.weight"}, {"c_proj.weight"}),
+    "qwen2_moe": (
+        {f"{name}_proj.{kind}" for name in "qkv" for kind in ("weight", "bias")} | {"gate_proj.weight", "up_proj.weight"},
+        {"o_proj.weight", "down_proj.weight"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", AXES)
+def test_axes_by_hand(family: str) -> None:
+    model = golden(family)
+    found: dict[int | None, set[str]] = {0: set(), 1: set(), None: set()}
+    for name, _ in model.named_parameters():
+        if re.search(r"\.\d+\.", name):
+            found[split_axis(model, name)].add(".".join(name.split(".")[-2:]))
+    assert (found[0], found[1]) == AXES[family]
+    assert not found[None] & (found[0] | found[1])
+
+
+def test_embeddings_and_heads_are_cut_along_the_vocabulary_and_tables_of_positions_are_not() -> None:
+    gpt2, baichuan2, opt = golden("gpt2", tie_word_embeddings=False), golden("baichuan2-7b"), golden("opt")
+    assert [split_axis(gpt2, name) for name in ("transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight")] == [
+        0, None, 0,
+    ]  # fmt: skip
+    assert split_axis(baichuan2, "lm_head.weight") == 0  # whose rows are normalised
+    assert split_axis(opt, "model.decoder.embed_positions.weight") is None
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 8, "q_lora_rank": 8,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True, "rms_norm_eps": 1e-6, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def test_latents_and_routers_are_whole() -> None:
+    model = build(DEEPSEEK)
+    whole = {name.split(".", 3)[-1] for name, _ in model.named_parameters() if split_axis(model, name) is None}
+    assert {"self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "mlp.gate.weight"} <= whole
+    cut = {name.split(".", 3)[-1]: split_axis(model, name) for name, _ in model.named_parameters()}
+    assert (cut["self_attn.q_b_proj.weight"], cut["self_attn.kv_b_proj.weight"], cut["self_attn.o_proj.weight"]) == (
+        0,
+        0,
+        1,
+    )
+    assert cut["mlp.experts.3.down_proj.weight"] == cut["mlp.shared_experts.down_proj.weight"] == 1
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 5, 7])
+def test_stages_hold_consecutive_layers_of_nearly_equal_number(pp: int) -> None:
+    model = build({**SMALL, "model_type": "llama", "num_hidden_layers": 7, "rms_norm_eps": 1e-5})
+    names = {name: name for name, _ in model.named_parameters()}
+    places = partition(model, names, 1, pp)
+    layers = [places[f"model.layers.{i}.input_layernorm.weight"].stage for i in range(7)]
+    assert layers == sorted(layers)
+    sizes = [layers.count(stage) for stage in range(pp)]
+    assert max(sizes) - min(sizes) <= 1
+    assert min(sizes) > 0
+    assert len({places[name].stage for name in names if name.startswith("model.layers.3.")}) == 1
+    assert places["model.embed_tokens.weight"] == Place(0, None)
+    assert places["model.norm.weight"] == places["lm_head.weight"] == Place(pp - 1, None)
+
+
+def test_what_comes_before_the_layers_is_in_the_first_stage_in_every_family() -> None:
+    first, last = set(), set()
+    for family in ("bloom", "chatglm", "chatglm2", "gpt2", "opt", "qwen"):
+        changes = {"word_embed_proj_dim": 24} if family == "opt" else {}
+        model = golden(family, **changes)
+        places = partition(model, {name: name for name, _ in model.named_parameters()}, 1, 2)
+        outside = {name: place.stage for name, place in places.items() if not re.search(r"\.\d+\.", name)}
+        first |= {name.split(".")[-2] for name, stage in outside.items() if stage == 0}
+        last |= {name.split(".")[-2] for name, stage in outside.items() if stage == 1}
+    assert first == {
+        "word_embeddings", "word_embeddings_layernorm", "wte", "wpe", "embed_tokens", "embed_positions", "project_in",
+    }  # fmt: skip
+    assert last == {"ln_f", "final_layernorm", "final_layer_norm", "lm_head", "output_layer", "project_out"}
+
+
+def test_tensors_that_are_no_parameters_are_whole_and_go_with_their_layer() -> None:
+    model = build({**SMALL, "model_type": "llama", "rms_norm_eps": 1e-5})
+    names = dict.fromkeys(
+        ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.9.rotary_emb.inv_freq", "x.inv_freq"]
+    )
+    names |= {name: name for name, _ in model.named_parameters()}  # type: ignore[misc]
+    places = partition(model, names, 2, 2)
+    assert [places[name] for name in list(names)[:3]] == [Place(0, None), Place(1, None), Place(1, None)]
+
+
+def test_divisions_that_the_model_does_not_take(caplog: pytest.LogCaptureFixture) -> None:
+    model = build({**SMALL, "model_type": "llama", "rms_norm_eps": 1e-5})
+    names = {name: name for name, _ in model.named_parameters()}
+    with pytest.raises(UserError, match="pp=3 is more than the model's 2 layers: give at most 2"):
+        partition(model, names, 1, 3)
+    with pytest.raises(UserError, match="tp=7 divides no tensor of this model: give a divisor"):
+        partition(model, names, 7, 1)
+    places = partition(model, names, 11, 1)  # of 96 x 64 it divides nothing, but the 88 feed-forward channels
+    assert places["model.layers.0.mlp.down_proj.weight"] == Place(0, 1)
+    assert places["model.embed_tokens.weight"] == Place(0, None)
+    assert "tp=11 does not divide what is stored whole: model.embed_tokens.weight" in caplog.text
+    assert "and 6 more" in caplog.text

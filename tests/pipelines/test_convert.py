@@ -1,0 +1,510 @@
+"""`task=convert`: tensors equal to the bit whatever way they went, by the libraries' own reading; nothing half made, nothing touched."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conf.compose import dump
+from conf.errors import UserError
+from conf.schema import CheckpointFormat, ConvertConfig, ConvertDType, DType, ModelConfig, RunConfig, Task, Weights
+from models.formats import open_checkpoint
+from models.formats.manifest import verify_manifest
+from models.formats.safetensors_writer import SafetensorsWriter
+from pipelines.convert import run_convert
+from pipelines.loading import load_engine
+from tests.builders import SHARED, all_logits, engine_of, run_config
+from tests.models.formats.test_huggingface import START, make_tensors, write_shards, write_whole
+from tests.models.formats.test_meta import tensors_of, write_meta
+from tests.models.test_goldens import FAMILIES, GOLDENS, TOLERANCE, link
+from tests.test_run import run
+
+SHARDED = CheckpointFormat.sharded
+
+
+def convert(source: Path, target: Path, model: dict[str, Any] | None = None, **settings: Any) -> Path:
+    """Runs the task; its own files go beside the target."""
+    config = RunConfig(
+        Task.convert, ModelConfig(str(source), **(model or {})), convert=ConvertConfig(output=str(target), **settings)
+    )
+    run_convert(config, target.with_name(f"{target.name}-run"), dump)
+    return target
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """Of a folder in Hugging Face's layout, as the libraries read them."""
+    found: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    for file in folder.glob("*.bin"):
+        found |= torch.load(file, weights_only=True)
+    return found
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def names(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_whole(tmp_path_factory.mktemp("source"), make_tensors())
+
+
+def test_round_trip_over_three_divisions(chatty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chatty = shutil.copytree(chatty, tmp_path / "source")
+    (chatty / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.7}')
+    (chatty / "notes.txt").write_text("neither weights nor tokenizer")
+    before = contents(chatty)
+    first = convert(chatty, tmp_path / "4x2", format=SHARDED, tp=4, pp=2)
+    second = convert(first, tmp_path / "2x1", {"verify": True}, format=SHARDED, tp=2)
+    last = convert(second, tmp_path / "hf", {"verify": True})
+    assert_same(tensors_in(last), tensors_in(chatty))
+    assert contents(chatty) == before
+    ranks = {f"rank_{stage}_{rank}.safetensors" for stage in range(2) for rank in range(4)}
+    beside = {"config.json", "generation_config.json", "manifest.json", "tokenizer.json", "tokenizer_config.json"}
+    assert names(first) == ranks | beside | {"layout.json"}
+    assert names(last) == beside | {"model.safetensors"}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert contents(last)[name] == before[name]
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads(contents(last)[name]) == json.loads(before[name])
+    assert names(tmp_path) == {"source", "4x2", "2x1", "hf", "4x2-run", "2x1-run", "hf-run"}  # nothing hidden is left
+    assert names(tmp_path / "hf-run") == {"metrics.json", "environment.json", "config.yaml"}
+    metrics = json.loads(contents(tmp_path / "4x2-run")["metrics.json"])
+    tensors = tensors_in(chatty)
+    assert metrics["num_tensors"] == len(tensors)
+    assert metrics["bytes_read"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert metrics["bytes_written"] == sum(file.stat().st_size for file in first.iterdir())
+    assert metrics["num_files"] == len(names(first))
+    assert min(metrics["convert_s"], metrics["peak_memory_bytes"]) > 0
+    assert str(last) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_goes_and_comes_back(family: str, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    folder = link(family, tmp_path / "source")
+    sharded = convert(folder, tmp_path / "sharded", {"allow_pickle": True}, format=SHARDED, tp=2, pp=2)
+    golden = load_file(GOLDENS / family / "golden.safetensors")
+    prompt = golden["input_ids"][0].tolist()
+    torch.testing.assert_close(all_logits(engine_of(sharded), prompt), golden["logits"][0], atol=TOLERANCE, rtol=0)
+    layout = json.loads((sharded / "layout.json").read_text())
+    divided = [entry for entry in layout["tensors"].values() if entry["axis"] is not None]
+    assert len(divided) > len(layout["tensors"]) / 4
+    assert {entry["stage"] for entry in layout["tensors"].values()} == {0, 1}
+    assert_same(tensors_in(convert(sharded, tmp_path / "hf")), tensors_in(folder))
+
+
+def test_the_sharded_folder_loads_to_the_same_parameters(chatty: Path, tmp_path: Path) -> None:
+    sharded = convert(chatty, tmp_path / "sharded", format=SHARDED, tp=2, pp=2)
+    engines = [load_engine(run_config(folder, verify=folder == sharded), 3) for folder in (chatty, sharded)]
+    expected, found = (dict(engine.runner._model.named_parameters()) for engine in engines)
+    assert_same(found, expected)
+
+
+def test_transformers_loads_what_a_meta_source_became(tmp_path: Path) -> None:
+    expected = tensors_of(tmp_path / "twin")
+    meta = write_meta(tmp_path / "meta", expected, num_shards=2)
+    folder = convert(meta, tmp_path / "hf", {"allow_pickle": True})
+    assert_same(tensors_in(folder), expected)
+    prompt = torch.tensor([list(range(3, 43))])
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in (folder, tmp_path / "twin")]
+    with torch.no_grad():
+        found, wanted = (model(prompt).logits for model in models)
+    assert found.dtype == wanted.dtype == torch.float32
+    assert torch.equal(found, wanted)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("llama", ["LlamaForCausalLM"])
+    assert None not in config.values()
+    through = convert(meta, tmp_path / "sharded", {"allow_pickle": True}, format=SHARDED, tp=2)
+    assert_same(tensors_in(convert(through, tmp_path / "back")), expected)
+
+
+def test_transformers_loads_shards_and_tokenizer(chatty: Path, tmp_path: Path) -> None:
+    folder = convert(chatty, tmp_path / "hf", max_shard_size="100KB")
+    model, twin = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, chatty))
+    assert_same(model.state_dict(), twin.state_dict())
+    text = "I love Beijing, because"
+    ids = [AutoTokenizer.from_pretrained(path)(text)["input_ids"] for path in (folder, chatty)]
+    assert ids[0] == ids[1]
+
+
+def test_files_are_at_most_of_the_size_given(source: Path, tmp_path: Path) -> None:
+    folder = convert(source, tmp_path / "hf", max_shard_size="20KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert [file.name for file in shards] == [
+        f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))
+    ]
+    sizes = [sum(tensor.nbytes for tensor in load_file(file).values()) for file in shards]
+    assert max(sizes) <= 20_000
+    assert all(one + two > 20_000 - 8192 for one, two in zip(sizes, sizes[1:], strict=False))  # the largest tensor's
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(sizes)
+    assert {name: file.name for file in shards for name in load_file(file)} == index["weight_map"]
+    assert_same(tensors_in(folder), make_tensors())
+    verify_manifest(folder)
+    alone = convert(source, tmp_path / "alone", max_shard_size="1")  # a tensor is never cut
+    assert len(list(alone.glob("model-*"))) == len(make_tensors())
+
+
+def test_shards_of_a_source_in_shards(tmp_path: Path) -> None:
+    tensors = make_tensors()
+    listed = list(tensors.items())
+    (tmp_path / "source").mkdir()
+    folder = write_shards(tmp_path / "source", [dict(listed[i::3]) for i in range(3)])
+    assert_same(tensors_in(convert(folder, tmp_path / "hf")), tensors)
+    sharded = convert(folder, tmp_path / "sharded", format=SHARDED, tp=2, pp=2)
+    assert_same(tensors_in(convert(sharded, tmp_path / "back")), tensors)
+
+
+@pytest.mark.parametrize("settings", [{}, {"format": SHARDED, "tp": 2}], ids=["hf", "sharded"])
+def test_tensors_keep_their_types_or_are_cast(settings: dict[str, Any], tmp_path: Path) -> None:
+    tensors = make_tensors()
+    for i, name in enumerate(tensors):
+        tensors[name] = tensors[name].to((torch.float32, torch.bfloat16, torch.float16)[i % 3])
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(4)}  # which is no parameter
+    (tmp_path / "source").mkdir()
+    source = write_whole(tmp_path / "source", tensors | frequencies, torch_dtype="float32")
+    kept = convert(source, tmp_path / "kept", **settings)
+    cast = convert(source, tmp_path / "cast", dtype=ConvertDType.bfloat16, **settings)
+    files = [open_checkpoint(folder, False).open_weights({})[0] for folder in (kept, cast)]
+    found = [dict(file.read(file.shapes)) for file in files]
+    assert_same(found[0], tensors | frequencies)
+    assert_same(found[1], {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()} | frequencies)
+    dtypes = [json.loads((folder / "config.json").read_text())["torch_dtype"] for folder in (kept, cast)]
+    assert dtypes == ["float32", "bfloat16"]
+
+
+def test_a_pickled_source_needs_permission(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    source = write_whole(tmp_path / "source", make_tensors())
+    torch.save(make_tensors(), source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"only pickled weights .*model\.allow_pickle=true"):
+        convert(source, tmp_path / "hf")
+    assert_same(tensors_in(convert(source, tmp_path / "hf", {"allow_pickle": True})), make_tensors())
+
+
+def refused(source: Path, tmp_path: Path, message: str, target: str = "made/hf", **settings: Any) -> None:
+    """With that message, and without a trace."""
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=message) as caught:
+        convert(source, tmp_path / target, **settings)
+    assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_existing_target_is_replaced_only_where_asked_for(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "made", max_shard_size="20KB")
+    shutil.rmtree(tmp_path / "made-run")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("not a model")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "made")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    exists = r"exists: give another folder, or convert\.overwrite=true to replace it"
+    for name in ("made", "notes", "file", "link", "dangling"):
+        refused(source, tmp_path, exists, name)
+    for name in ("notes", "file", "link", "dangling"):
+        refused(source, tmp_path, "is not the folder of a model, which alone is replaced", name, overwrite=True)
+    convert(source, tmp_path / "made", overwrite=True)
+    assert names(tmp_path / "made") == {"config.json", "manifest.json", "model.safetensors"}
+    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
+    (tmp_path / "empty").mkdir()
+    convert(source, tmp_path / "empty", overwrite=True)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "Ctrl-C"])
+@pytest.mark.parametrize(("place", "moment"), [("write", 4), ("fsync", 2), ("rename", 1), ("rename", 2)])
+def test_what_fails_leaves_the_old_model_or_none(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, place: str, moment: int
+) -> None:
+    convert(source, tmp_path / "made")
+    before, calls = contents(tmp_path / "made"), []
+    owner = SafetensorsWriter if place == "write" else os
+    real = getattr(owner, place)
+
+    def failing(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == moment:
+            raise error
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, place, failing)
+    with pytest.raises(type(error)):
+        convert(source, tmp_path / "made", overwrite=True, format=SHARDED, tp=2)
+    assert contents(tmp_path / "made") == before
+    calls.clear()
+    if (place, moment) != ("rename", 2):  # which is for overwriting alone
+        with pytest.raises(type(error)):
+            convert(source, tmp_path / "other", format=SHARDED, tp=2)
+    assert names(tmp_path) == {"made", "made-run"}
+
+
+def test_the_source_is_never_touched(source: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(source, tmp_path / "a" / "source")
+    (tmp_path / "link").symlink_to(folder)
+    before = contents(folder)
+    for target in ("a/source", "a/source/inside", "a", ".", "link", "link/inside", "a/x/../source"):
+        refused(folder, tmp_path, "is, holds or lies in the source", target, overwrite=True)
+    with pytest.raises(UserError, match="is or holds the run's own folder"):
+        run_convert(RunConfig(Task.convert, ModelConfig(str(folder)), convert=ConvertConfig(str(tmp_path / "out"))),
+                    tmp_path / "out" / "x", dump)  # fmt: skip
+    assert contents(folder) == before
+
+
+def test_sources_that_cannot_be_converted(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad").mkdir()
+    bad = write_whole(tmp_path / "bad", make_tensors(), quantization_config={"quant_method": "gptq"})
+    refused(bad, tmp_path, "quantization_config=.* is not supported")
+    write_whole(bad, {name: tensor.to(torch.int8) for name, tensor in make_tensors().items()})
+    refused(bad, tmp_path, "is torch.int8, not a float: quantised checkpoints are not supported")
+    write_whole(bad, make_tensors(), num_hidden_layers=3)
+    refused(bad, tmp_path, "does not hold the model that its config describes: missing: model.layers.2")
+    write_whole(bad, make_tensors(), model_type="nonesuch")
+    refused(bad, tmp_path, "model_type='nonesuch' is not supported")
+    (bad / "model.safetensors").unlink()
+    write_whole(bad, {})
+    (bad / "model.safetensors").unlink()
+    refused(bad, tmp_path, "has no weights")
+    refused(tmp_path / "nowhere", tmp_path, "there is no folder .*nowhere")
+    refused(source, tmp_path, "pp=3 is more than the model's 2 layers", format=SHARDED, pp=3)
+    refused(source, tmp_path, "tp=7 divides no tensor of this model", format=SHARDED, tp=7)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"dtype": DType.bfloat16}, r"model\.dtype=bfloat16 is not used by task=convert: give convert\.dtype"),
+        ({"weights": Weights.random}, r"model\.weights=random is not used by task=convert"),
+        ({"tokenizer": None}, r"model\.tokenizer=null is not used by task=convert: its files are copied as they are"),
+        ({"max_length": 5}, r"model\.max_length=5 is not used by task=convert"),
+        ({"verify": True}, r"model\.verify=true, but .* has no manifest\.json"),
+    ],
+)
+def test_settings_that_nobody_would_read(source: Path, tmp_path: Path, model: dict[str, Any], message: str) -> None:
+    refused(source, tmp_path, message, model=model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"output": ""}, r"convert\.output='' is not allowed"),
+        ({"tp": 0, "format": SHARDED}, r"convert\.tp=0 is not allowed: give a number above 0"),
+        ({"pp": -1, "format": SHARDED}, r"convert\.pp=-1 is not allowed"),
+        ({"tp": 2}, r"convert\.tp=2 is not used by convert\.format=hf: leave it at 1, or give format=sharded"),
+        ({"pp": 2}, r"convert\.pp=2 is not used by convert\.format=hf"),
+        ({"max_shard_size": "1GB", "format": SHARDED}, r"convert\.max_shard_size=1GB is not used by .*=sharded"),
+        *[({"max_shard_size": size}, rf"max_shard_size={size} is not allowed: give a size such as 500MB")
+          for size in ("", "0", "-5MB", "5XB", "GB", "0.1", "1e9", "inf", "nan", "5 5MB")],
+    ],
+)  # fmt: skip
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ConvertConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [("5GB", 5 * 10**9), ("500MB", 500 * 10**6), ("500mb", 500 * 10**6), ("2GiB", 2 * 2**30), ("1.5 KB", 1500),
+     ("4096", 4096), ("7B", 7), ("1TB", 10**12), ("3M", 3 * 10**6)],
+)  # fmt: skip
+def test_sizes(size: str, expected: int) -> None:
+    assert ConvertConfig(max_shard_size=size).max_shard_bytes == expected
+
+
+# Kills a conversion wherever an argument says, by a signal that nothing can catch. Every one is a fork of a process that has only imported.
+DRIVER = """
+import json, os, signal, sys
+from pathlib import Path
+from conf.schema import CheckpointFormat, ConvertConfig, ModelConfig, RunConfig, Task
+from models.formats.safetensors_writer import SafetensorsWriter
+from pipelines.convert import run_convert
+
+source, base, moments = json.loads(sys.argv[1])
+
+
+def before(owner, name, moment):
+    real, calls = getattr(owner, name), []
+
+    def hooked(*arguments):
+        calls.append(arguments)
+        if len(calls) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments)
+
+    setattr(owner, name, hooked)
+
+
+def convert_here(target, folder, **settings):
+    settings = ConvertConfig(output=target, format=CheckpointFormat.sharded, tp=2, **settings)
+    run_convert(RunConfig(Task.convert, ModelConfig(source), convert=settings), folder, lambda *_: "")
+
+
+def convert(target, hook=None, **settings):
+    child = os.fork()
+    if child == 0:
+        if hook:
+            before({"write": SafetensorsWriter, "fsync": os, "rename": os}[hook[0]], *hook)
+        convert_here(target, Path(base) / "run", **settings)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+sys.stdout, out = open(os.devnull, "w"), sys.stdout
+convert_here(f"{base}/here", Path(f"{base}/here-run"))  # for all that this imports
+seen = []
+for i, moment in enumerate(moments):
+    target = f"{base}/{i}"
+    seen.append([convert(target, moment), os.path.exists(target), convert(target)])
+seen.append([convert(target, ("write", 3), overwrite=True), os.path.exists(target), 0])
+seen.append([convert(target, ("rename", 2), overwrite=True), os.path.exists(target), convert(target, overwrite=True)])
+json.dump(seen, out)
+"""
+
+
+def test_killed_at_any_moment_it_leaves_nothing_under_the_name(source: Path, tmp_path: Path) -> None:
+    moments = [("write", 1), ("write", 2), ("write", 9), ("fsync", 1), ("fsync", 3), ("rename", 1)]
+    arguments = json.dumps([str(source), str(tmp_path), moments])
+    command = [sys.executable, "-c", DRIVER, arguments]
+    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, check=True)
+    *killed, while_writing, between_renames = json.loads(done.stdout)
+    assert killed == [[-9, False, 0]] * len(moments)  # and the next one does it
+    assert while_writing == [-9, True, 0]  # the old one
+    assert between_renames == [-9, False, 0]
+    for i in range(len(moments)):
+        verify_manifest(tmp_path / f"{i}")
+        assert_same(tensors_in(convert(tmp_path / f"{i}", tmp_path / f"hf{i}")), make_tensors())
+    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def test_two_conversions_to_one_target_do_not_mix(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = []
+
+    def meanwhile(function: Callable[..., Any]) -> Callable[..., Any]:
+        def hooked(*arguments: Any) -> Any:
+            monkeypatch.undo()
+            with pytest.raises(UserError) as caught:
+                convert(source, tmp_path / "made")
+            messages.append(str(caught.value))
+            return function(*arguments)
+
+        return hooked
+
+    monkeypatch.setattr("pipelines.convert.write_huggingface", meanwhile(run_convert.__globals__["write_huggingface"]))
+    convert(source, tmp_path / "made")
+    assert messages == [
+        f"another conversion writes convert.output={tmp_path / 'made'}: wait for it, or give another folder"
+    ]
+    verify_manifest(tmp_path / "made")
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from conf.compose import dump
+from conf.schema import CheckpointFormat, ConvertConfig, ModelConfig, RunConfig, Task
+from pipelines.convert import run_convert
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def convert(source, target, **settings):
+    settings = ConvertConfig(output=target, **settings)
+    run_convert(RunConfig(Task.convert, ModelConfig(source), convert=settings), Path(f"{target}-run"), lambda *_: "")
+    return target
+
+small, large, out = sys.argv[1:]
+division = {"format": CheckpointFormat.sharded, "tp": 2, "pp": 2}
+for name, source in ("small", small), ("large", large):
+    before = peak()
+    convert(convert(source, f"{out}/{name}-sharded", **division), f"{out}/{name}-hf")
+print(peak() - before)
+"""
+
+
+def test_peak_memory_is_a_tensor(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    tensors = make_tensors(32)
+    sizes = {"hidden_size": 32 * 32, "intermediate_size": 48 * 32, "vocab_size": 64 * 32}
+    large = write_whole(tmp_path / "large", tensors, **sizes)
+    command = [sys.executable, "-c", START, sys.executable, "-c", MEASURE, str(source), str(large), str(tmp_path)]
+    # glibc keeps freed memory of up to 32 MB a piece, so here all of it shall go back at once.
+    returned = environment() | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, env=returned, stdout=subprocess.PIPE, check=True, text=True)
+    peak = int(done.stdout.splitlines()[-1])
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    assert_same(tensors_in(tmp_path / "large-hf"), tensors)
+    for folder in (large, tmp_path / "large-hf", tmp_path / "large-sharded"):
+        shutil.rmtree(folder)  # folders of past tests are kept for a while
+    assert peak < 2 * largest  # the tensor and a piece of it, which is half; measured 1.5
+    assert 8 * largest < total
+
+
+def test_the_command_line(source: Path, tmp_path: Path) -> None:
+    arguments = ["task=convert", f"model.path={source}", f"hydra.run.dir={tmp_path / 'run'}"]
+    sharded = ["convert.format=sharded", "convert.tp=2", "convert.pp=2"]
+    done = run(*arguments, *sharded, f"convert.output={tmp_path / 'made'}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"model: {tmp_path / 'made'}" in done.stdout
+    verified = run(f"model.path={tmp_path / 'made'}", "model.verify=true", "task=bench", "bench.prompt_tokens=5",
+                   "bench.new_tokens=2", "bench.repeats=1", f"hydra.run.dir={tmp_path / 'bench'}")  # fmt: skip
+    assert verified.returncode == 0, verified.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["convert.outptu=x"], r"Key 'outptu' not in 'ConvertConfig'.*there are output, format, tp"),
+        (["convert.format=gguff"], "gguff"),
+        (["convert.tp=two"], "two"),
+        (["convert.tp=2"], "convert.tp=2 is not used by convert.format=hf"),
+        (["convert.max_shard_size=5XB"], "convert.max_shard_size=5XB is not allowed: give a size such as 500MB"),
+        ([], "convert.output is missing: give the folder to make"),
+        (["predict.batch_size=3"], "predict.batch_size=3 is not used by task=convert"),
+    ],
+)
+def test_typos_on_the_command_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = run("task=convert", *arguments, f"hydra.run.dir={tmp_path / 'run'}")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert re.search(message, done.stderr)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the real small models are not beside the repository")
+def test_a_real_model_goes_and_comes_back(tmp_path: Path) -> None:
+    folder = SHARED / "data" / "models" / "stories260K"
+    sharded = convert(folder, tmp_path / "sharded", format=SHARDED, tp=4, pp=3)
+    assert_same(tensors_in(convert(sharded, tmp_path / "hf")), load_file(folder / "model.safetensors"))
+    engines = [engine_of(path, tokenizer="") for path in (folder, sharded)]
+    prompt = engines[0].tokenizer.encode("Once upon a time", add_special_tokens=True)  # type: ignore[union-attr]
+    assert torch.equal(*(all_logits(engine, prompt) for engine in engines))
