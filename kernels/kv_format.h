@@ -28,19 +28,32 @@ inline Floats shrunken_float8(Ints codes) {
   return as_floats(add(bit_and(codes, splat(INT32_MIN)), shift_left<20>(bit_and(codes, splat(0x7f)))));
 }
 
-// Vector number `index` in float32, before it is rounded to the cache's dtype. x has room for whole multiples of 16.
+// Of the floats that read_vector writes: whole vectors, and all codes of int4.
+inline int64_t room_for(const PagedVectors &cache) {
+  const int64_t written = cache.format == KVFormat::int4 ? 2 * cache.stored_size : cache.channels;
+  return (written + LANES - 1) / LANES * LANES;
+}
+
+// x has room for all codes of the vector, also where fewer channels are meant.
+inline void read_int4(const PagedVectors &cache, const uint8_t *stored, const uint16_t *ranges, float *x) {
+  for (int64_t i = 0; i < cache.stored_size; ++i) {
+    x[2 * i] = static_cast<float>(stored[i] & 15);
+    x[2 * i + 1] = static_cast<float>(stored[i] >> 4);
+  }
+  const int64_t num_groups = cache.scales_size / 2, size = 2 * cache.stored_size / num_groups;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    const float scale = _cvtsh_ss(ranges[2 * group]), lowest = _cvtsh_ss(ranges[2 * group + 1]);
+    for (int64_t i = group * size; i < (group + 1) * size; ++i) x[i] = x[i] * scale + lowest;
+  }
+}
+
+// Vector number `index` in float32, before it is rounded to the cache's dtype. x has room for room_for(cache) numbers.
 inline void read_vector(const PagedVectors &cache, int64_t index, float *x) {
   const uint8_t *stored = cache.stored + index * cache.stored_bytes();
   if (cache.format == KVFormat::unquantised) {
     read_floats(stored, cache.dtype, 0, cache.channels, x);
   } else if (cache.format == KVFormat::int4) {
-    const auto *ranges = static_cast<const uint16_t *>(cache.scales) + index * cache.scales_size;
-    const int64_t size = 4 * cache.stored_size / cache.scales_size;  // of a group: an even number of channels
-    for (int64_t first = 0; first < cache.channels; first += size) {
-      const float scale = _cvtsh_ss(ranges[first / size * 2]), lowest = _cvtsh_ss(ranges[first / size * 2 + 1]);
-      const int64_t end = first + size < cache.channels ? first + size : cache.channels;
-      for (int64_t i = first; i < end; ++i) x[i] = (stored[i / 2] >> (i & 1) * 4 & 15) * scale + lowest;
-    }
+    read_int4(cache, stored, static_cast<const uint16_t *>(cache.scales) + index * cache.scales_size, x);
   } else {
     const Floats scale = splat(static_cast<const float *>(cache.scales)[index]);
     for (int64_t i = 0; i < cache.channels; i += LANES) {

@@ -1,5 +1,6 @@
 // Writes new keys and values into the paged cache; kernels/kv_store/reference.py is the specification, and the bits are the same.
 #include <algorithm>
+#include <bit>
 #include <cfloat>
 #include <cmath>
 #include <vector>
@@ -14,30 +15,33 @@ constexpr float INT8_MAX_CODE = 127, FLOAT8_MAX_CODE = 448, INT4_MAX_CODE = 15;
 
 uint16_t to_float16(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 
-// Above 0, so that zeros have codes too. NaN where the vector has one.
+// Above 0, so that zeros have codes too. NaN where the vector has one: bits of magnitudes compare like integers, and NaN's are the largest.
 float scale_of(const float *x, int64_t channels, float largest_code) {
-  float largest = 0;
-  bool nan = false;
-  for (int64_t i = 0; i < channels; ++i) largest = std::max(largest, std::fabs(x[i])), nan |= std::isnan(x[i]);
-  return nan ? NAN : std::max(largest / largest_code, FLT_MIN);
+  int32_t largest = 0;
+  for (int64_t i = 0; i < channels; ++i) largest = std::max(largest, std::bit_cast<int32_t>(x[i]) & 0x7fffffff);
+  return std::max(std::bit_cast<float>(largest) / largest_code, FLT_MIN);
 }
 
-int8_t to_int8(float x) { return std::isnan(x) ? 0 : static_cast<int8_t>(std::nearbyint(x)); }
-
-// To nearest, ties to even; above 464 there is only NaN.
+// To nearest, ties to even; above 464 there is only NaN. Below 2^-6 the steps are 2^-9, the last place of 2^14 in float32.
 uint8_t to_float8(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint8_t sign = bits >> 24 & 0x80;
-  bits &= 0x7fffffff;
-  if (bits > 0x43e80000) return sign | 0x7f;  // 464, or NaN
-  if (bits < 0x3c800000) {                    // 2^-6: its steps are 2^-9
-    float magnitude;
-    std::memcpy(&magnitude, &bits, 4);
-    return sign | static_cast<uint8_t>(std::nearbyint(magnitude * 512));
+  const uint32_t bits = std::bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffff;
+  const uint32_t tiny = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) - std::bit_cast<uint32_t>(0x1p14f);
+  const uint32_t normal = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
+  const uint32_t code = magnitude > std::bit_cast<uint32_t>(464.0f) ? 0x7f : magnitude < std::bit_cast<uint32_t>(0x1p-6f) ? tiny : normal;
+  return static_cast<uint8_t>(code | (bits >> 24 & 0x80));
+}
+
+// x is padded to whole vectors.
+void write_int8(const float *x, int64_t channels, float scale, uint8_t *codes) {
+  for (int64_t i = 0; i < channels; i += LANES) {
+    int8_t some[LANES];
+    store_bytes(some, round_to_ints(divide(load(x + i), splat(scale))));
+    std::memcpy(codes + i, some, std::min(channels - i, LANES));
   }
-  bits += 0x7ffff + (bits >> 20 & 1);
-  return sign | static_cast<uint8_t>((bits >> 20) - (120 << 3));
+}
+
+void write_float8(const float *__restrict x, int64_t channels, float scale, uint8_t *__restrict codes) {
+  for (int64_t i = 0; i < channels; ++i) codes[i] = to_float8(x[i] / scale);
 }
 
 void write_int4(const float *x, int64_t channels, int64_t num_groups, int64_t stored_size, uint8_t *codes, uint16_t *ranges) {
@@ -73,10 +77,8 @@ void write_vector(const PagedVectors &cache, int64_t index, const float *x) {
   const bool int8 = cache.format == KVFormat::int8;
   const float scale = scale_of(x, cache.channels, int8 ? INT8_MAX_CODE : FLOAT8_MAX_CODE);
   static_cast<float *>(cache.scales)[index] = scale;
-  if (int8)
-    for (int64_t i = 0; i < cache.channels; ++i) stored[i] = static_cast<uint8_t>(to_int8(x[i] / scale));
-  else
-    for (int64_t i = 0; i < cache.channels; ++i) stored[i] = to_float8(x[i] / scale);
+  if (int8) return write_int8(x, cache.channels, scale, stored);
+  write_float8(x, cache.channels, scale, stored);
 }
 
 void store_token(const PagedVectors &cache, const uint8_t *vectors, int64_t token, int64_t token_stride, int64_t slot) {
@@ -86,7 +88,7 @@ void store_token(const PagedVectors &cache, const uint8_t *vectors, int64_t toke
     return;
   }
   thread_local std::vector<float> x;
-  x.resize(cache.channels);
+  x.resize(cache.channels + LANES);
   for (int64_t head = 0; head < cache.num_heads; ++head) {
     read_floats(vectors, cache.dtype, token * token_stride + head * cache.channels, cache.channels, x.data());
     write_vector(cache, cache.index(slot, head), x.data());

@@ -43,7 +43,7 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
 ) -> Tensor:
-    """What `reference.paged_attention` says. Scores, the softmax and all sums are float32; products are of the caches' dtype (of float16: float32)."""
+    """What `reference.paged_attention` says, in float32; bfloat16 keys, values and weights are multiplied as such and added in float32."""
     library, keys, values = build.library(), key_cache.view, value_cache.view
     if library is None or keys is None or values is None or query.dtype != key_cache.dtype:
         return reference.paged_attention(
@@ -60,6 +60,7 @@ def paged_attention(
             prefix_lengths,
         )
     query, block_tables = query.contiguous(), block_tables.contiguous()
+    prefix_lengths = None if prefix_lengths is None else prefix_lengths.contiguous()
     out = torch.empty(query.shape[0], query.shape[1], value_cache.channels, dtype=query.dtype)
     _declared(library).paged_attention(
         query.data_ptr(),

@@ -125,7 +125,7 @@ void find_vectors(const Rows &rows, const PagedVectors &cache, int64_t first, in
   const int64_t element = cache.dtype == Dtype::bfloat16 ? 2 : 4;
   const bool in_place = cache.format == KVFormat::unquantised && cache.dtype != Dtype::float16 && cache.channels * element == bytes;
   uint8_t *copies = scratch.room(scratch.vectors, (TILE + 1) * bytes);
-  float *x = scratch.room(scratch.floats, 2 * words);
+  float *x = scratch.room(scratch.floats, std::max(2 * words, room_for(cache)));
   if (count < TILE) std::memset(copies + TILE * bytes, 0, bytes);
   const int64_t *block = rows.table() + first / cache.block_size;
   int64_t offset = first % cache.block_size;

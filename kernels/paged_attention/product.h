@@ -60,10 +60,11 @@ template <bool BFLOAT16, int ROWS, int TILES> void multiply_rows(const Product &
 }
 
 template <bool BFLOAT16> void multiply_panels(const Product &p, int64_t first, int64_t last) {
+  const int64_t panels = (last - first + MAX_PANEL - 1) / MAX_PANEL, height = (last - first + panels - 1) / panels;
   for (int64_t tile = 0; tile < p.num_tiles;) {
     const int64_t num_tiles = tile + VECTORS <= p.num_tiles ? VECTORS : 1;
-    for (int64_t row = first; row < last; row += MAX_PANEL) {
-      const int64_t count = std::min<int64_t>(last - row, MAX_PANEL);
+    for (int64_t row = first; row < last; row += height) {
+      const int64_t count = std::min(last - row, height);
       if (num_tiles == 1)
         multiply_rows<BFLOAT16, MAX_PANEL, 1>(p, tile, row, count);
       else
