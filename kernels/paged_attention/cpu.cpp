@@ -33,12 +33,12 @@ struct Call {
   const float *slopes;                                  // null if there are none
   int64_t table_width, num_sequences, num_heads, window;  // window: 0 if there is none
   float scale, soft_cap;                                // soft_cap: 0 if there is none
+  int64_t heads_per_group = num_heads / keys.num_heads;
 
   int64_t element_bytes() const { return keys.dtype == Dtype::bfloat16 ? 2 : 4; }  // of what is multiplied
   int64_t key_words() const { return divide_up(keys.channels * element_bytes(), VECTOR_BYTES) * LANES; }
   int64_t value_words() const { return divide_up(values.channels * element_bytes(), VECTOR_BYTES) * LANES; }
   int64_t value_width() const { return divide_up(values.channels, LANES) * LANES; }
-  int64_t heads_per_group() const { return num_heads / keys.num_heads; }
   int64_t num_new(int64_t s) const { return starts[s + 1] - starts[s]; }
 };
 
@@ -47,8 +47,8 @@ struct Rows {
   const Call &call;
   int64_t sequence, group, first, count;
 
-  int64_t token(int64_t row) const { return (first + row) / call.heads_per_group(); }
-  int64_t head(int64_t row) const { return group * call.heads_per_group() + (first + row) % call.heads_per_group(); }
+  int64_t token(int64_t row) const { return (first + row) / call.heads_per_group; }
+  int64_t head(int64_t row) const { return group * call.heads_per_group + (first + row) % call.heads_per_group; }
   int64_t place(int64_t row) const { return (call.starts[sequence] + token(row)) * call.num_heads + head(row); }
   int64_t length() const { return call.lengths[sequence]; }
   int64_t position(int64_t row) const { return length() - call.num_new(sequence) + token(row); }
@@ -82,7 +82,7 @@ struct Partial {
 struct Scratch {
   std::vector<uint8_t> query, vectors, keys, values;
   std::vector<float> total, partial, floats;
-  alignas(64) float scores[MAX_ROWS * TILE], kept[MAX_ROWS];
+  alignas(64) float scores[MAX_ROWS * TILE], kept[MAX_ROWS] = {}, sums[MAX_ROWS];
   alignas(64) uint8_t weights[MAX_ROWS * TILE * WORD_BYTES];
   const uint8_t *at[TILE];
 
@@ -181,7 +181,7 @@ Floats lane_numbers() {
   return load(NUMBERS);
 }
 
-// Turns the row's scores of the keys first .. first + 63 into weights, and says how much is kept of what was summed so far.
+// Turns the row's scores of the keys first .. first + 63 into weights. scratch.sums: theirs; scratch.kept: by how much the highest rose.
 void weigh(const Rows &rows, int64_t row, int64_t first, Partial &partial, Scratch &scratch) {
   const Call &call = rows.call;
   float *scores = scratch.scores + row * TILE;
@@ -213,9 +213,15 @@ void weigh(const Rows &rows, int64_t row, int64_t first, Partial &partial, Scrat
     else
       store(reinterpret_cast<float *>(scratch.weights) + row * TILE + i * LANES, weight);
   }
-  scratch.kept[row] = exp_scalar(before - highest);
+  scratch.kept[row] = before - highest;
+  scratch.sums[row] = sum(total);
   partial.highest[row] = highest;
-  partial.sum[row] = partial.sum[row] * scratch.kept[row] + sum(total);
+}
+
+void weigh_rows(const Rows &rows, int64_t first_row, int64_t last_row, int64_t first, Partial &partial, Scratch &scratch) {
+  for (int64_t row = first_row; row < last_row; ++row) weigh(rows, row, first, partial, scratch);
+  for (int64_t row = first_row / LANES * LANES; row < last_row; row += LANES) store(scratch.kept + row, exp(load(scratch.kept + row)));
+  for (int64_t row = first_row; row < last_row; ++row) partial.sum[row] = partial.sum[row] * scratch.kept[row] + scratch.sums[row];
 }
 
 void attend_split(const Rows &rows, int64_t split, const uint8_t *query, Partial &partial, Scratch &scratch) {
@@ -236,7 +242,7 @@ void attend_split(const Rows &rows, int64_t split, const uint8_t *query, Partial
     find_vectors(rows, call.keys, first, key_words, scratch);
     pack_keys(scratch.at, key_words, keys);
     compute(dtype, scores, a, b);
-    for (int64_t row = a; row < b; ++row) weigh(rows, row, first, partial, scratch);
+    weigh_rows(rows, a, b, first, partial, scratch);
     find_vectors(rows, call.values, first, call.value_words(), scratch);
     pack_values(scratch.at, dtype, width / LANES, values);
     compute(dtype, attended, a, b);
@@ -284,7 +290,7 @@ int64_t list_units(const Call &call, std::vector<Unit> &units) {
   int64_t floats = 0;
   units.clear();
   for (int64_t s = 0; s < call.num_sequences; ++s) {
-    const int64_t num_rows = call.num_new(s) * call.heads_per_group();
+    const int64_t num_rows = call.num_new(s) * call.heads_per_group;
     if (num_rows == 0) continue;
     for (int64_t first = (num_rows - 1) / MAX_ROWS * MAX_ROWS; first >= 0; first -= MAX_ROWS)  // the longest contexts first
       for (int64_t group = 0; group < call.keys.num_heads; ++group) {

@@ -26,10 +26,10 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """What `reference.rms_norm` says. A row's bits depend on that row alone."""
     library, dtype, shape = build.library(), build.DTYPES.get(x.dtype), x.shape
-    if library is None or dtype is None or weight.dtype != x.dtype or x.device.type != "cpu":
+    if library is None or dtype is None or weight.dtype != x.dtype or not x.is_cpu:
         return reference.rms_norm(x, weight, eps)
     x, channels = x.contiguous(), shape[-1]
-    out = torch.empty(shape, dtype=x.dtype)
+    out = torch.empty(*shape, dtype=x.dtype)
     _declared(library).rms_norm(
         x.data_ptr(), weight.data_ptr(), out.data_ptr(), dtype, x.numel() // channels, channels, eps
     )

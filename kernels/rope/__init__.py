@@ -27,7 +27,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """What `reference.rope` says, in float32 and rounded once. The heads of a token must lie side by side, or are copied there."""
     library, dtype = build.library(), build.DTYPES.get(x.dtype)
-    if library is None or dtype is None or x.device.type != "cpu" or cos.dtype != x.dtype:
+    if library is None or dtype is None or not x.is_cpu or cos.dtype != x.dtype:
         return reference.rope(x, cos, sin, interleaved)
     num_tokens, num_heads, channels = x.shape
     token_stride, head_stride, channel_stride = x.stride()

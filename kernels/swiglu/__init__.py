@@ -26,7 +26,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """What `reference.swiglu` says. Rows may lie apart, as the halves of a fused matrix's outputs do."""
     library, dtype = build.library(), build.DTYPES.get(gate.dtype)
-    if library is None or dtype is None or gate.ndim != 2 or gate.device.type != "cpu" or up.dtype != gate.dtype:
+    if library is None or dtype is None or gate.ndim != 2 or not gate.is_cpu or up.dtype != gate.dtype:
         return reference.swiglu(gate, up)
     gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
     num_rows, channels = gate.shape
