@@ -61,6 +61,7 @@ struct Rows {
   const int64_t *table() const { return call.tables + sequence * call.table_width; }
   int64_t first_split() const { return begin(0) / SPLIT; }
   int64_t end_split() const { return divide_up(end(count - 1), SPLIT); }
+  int64_t num_splits() const { return end_split() - first_split(); }
 };
 
 // Softmax over some keys, not yet divided: the highest score, the sum of exp(score - highest), and the values weighted by these.
@@ -118,8 +119,22 @@ const uint8_t *query_words(const Rows &rows, Scratch &scratch) {
   return query;
 }
 
+// The slots of a sequence's tokens, one after another.
+struct Slots {
+  const int64_t *block, block_size;
+  int64_t offset;
+
+  Slots(const PagedVectors &cache, const int64_t *table, int64_t token)
+      : block(table + token / cache.block_size), block_size(cache.block_size), offset(token % cache.block_size) {}
+  int64_t next() {
+    const int64_t slot = *block * block_size + offset;
+    if (++offset == block_size) offset = 0, ++block;
+    return slot;
+  }
+};
+
 // scratch.at: where the vectors of the keys first .. first + 63 lie, in the cache itself where it holds whole vectors of words. Those
-// behind the sequence's end are zeros.
+// behind the sequence's end are zeros. Fetches those of the next tile (decode over 4,096 tokens of 128 channels: 1.15 to 1.28 times as fast).
 void find_vectors(const Rows &rows, const PagedVectors &cache, int64_t first, int64_t words, Scratch &scratch) {
   const int64_t count = std::min(rows.length() - first, TILE), bytes = words * WORD_BYTES;
   const int64_t element = cache.dtype == Dtype::bfloat16 ? 2 : 4;
@@ -127,22 +142,21 @@ void find_vectors(const Rows &rows, const PagedVectors &cache, int64_t first, in
   uint8_t *copies = scratch.room(scratch.vectors, (TILE + 1) * bytes);
   float *x = scratch.room(scratch.floats, std::max(2 * words, room_for(cache)));
   if (count < TILE) std::memset(copies + TILE * bytes, 0, bytes);
-  const int64_t *block = rows.table() + first / cache.block_size;
-  int64_t offset = first % cache.block_size;
+  Slots here(cache, rows.table(), first), ahead(cache, rows.table(), first + TILE);
   for (int64_t i = 0; i < TILE; ++i) {
-    if (i >= count) {
-      scratch.at[i] = copies + TILE * bytes;
-      continue;
+    scratch.at[i] = copies + (i < count ? i : TILE) * bytes;
+    if (i >= count) continue;
+    const int64_t index = cache.index(here.next(), rows.group);
+    if (first + TILE + i < rows.length()) {
+      const uint8_t *later = cache.stored + cache.index(ahead.next(), rows.group) * cache.stored_bytes();
+      for (int64_t byte = 0; byte < cache.stored_bytes(); byte += 64) _mm_prefetch(reinterpret_cast<const char *>(later + byte), _MM_HINT_T0);
     }
-    const int64_t index = cache.index(*block * cache.block_size + offset, rows.group);
-    if (++offset == cache.block_size) offset = 0, ++block;
     if (in_place) {
       scratch.at[i] = cache.stored + index * cache.stored_bytes();
-      continue;
+    } else {
+      read_vector(cache, index, x);
+      write_words(cache.dtype, x, cache.channels, words, copies + i * bytes);
     }
-    read_vector(cache, index, x);
-    write_words(cache.dtype, x, cache.channels, words, copies + i * bytes);
-    scratch.at[i] = copies + i * bytes;
   }
 }
 
@@ -292,19 +306,15 @@ int64_t list_units(const Call &call, std::vector<Unit> &units) {
   for (int64_t s = 0; s < call.num_sequences; ++s) {
     const int64_t num_rows = call.num_new(s) * call.heads_per_group;
     if (num_rows == 0) continue;
-    for (int64_t first = (num_rows - 1) / MAX_ROWS * MAX_ROWS; first >= 0; first -= MAX_ROWS)  // the longest contexts first
-      for (int64_t group = 0; group < call.keys.num_heads; ++group) {
-        const Rows rows{call, s, group, first, std::min(num_rows - first, MAX_ROWS)};
-        const int64_t first_split = rows.first_split(), end = rows.end_split();
-        if (num_rows > MAX_ROWS || end - first_split == 1) {
-          units.push_back({rows, -1, 0});
-          continue;
+    const bool in_splits = num_rows <= MAX_ROWS && Rows{call, s, 0, 0, num_rows}.num_splits() > 1;
+    for (int64_t first = (num_rows - 1) / MAX_ROWS * MAX_ROWS; first >= 0; first -= MAX_ROWS) {  // the longest contexts first
+      const Rows rows{call, s, 0, first, std::min(num_rows - first, MAX_ROWS)};
+      for (int64_t split = rows.first_split(); split < (in_splits ? rows.end_split() : rows.first_split() + 1); ++split)
+        for (int64_t group = 0; group < call.keys.num_heads; ++group) {  // innermost: their vectors share pages
+          units.push_back({{call, s, group, first, rows.count}, in_splits ? split : -1, floats});
+          if (in_splits) floats += Partial::size(rows.count, call.value_width());
         }
-        for (int64_t split = first_split; split < end; ++split) {
-          units.push_back({rows, split, floats});
-          floats += Partial::size(rows.count, call.value_width());
-        }
-      }
+    }
   }
   return floats;
 }
@@ -326,13 +336,13 @@ void run_unit(const Unit &unit, float *partials, Scratch &scratch) {
   write_out(rows, total, scratch);
 }
 
-// `unit` is the first split of its rows; the others follow it.
+// `unit` is the first split of its rows; the others follow it, each behind the same split of the other groups.
 void join_splits(const Unit *unit, float *partials, Scratch &scratch) {
   const Rows &rows = unit->rows;
   const int64_t width = rows.call.value_width();
   Partial total = Partial::of_nothing(scratch.room(scratch.total, Partial::size(rows.count, width)), rows.count, width);
-  for (int64_t i = 0; i < rows.end_split() - rows.first_split(); ++i)
-    join(Partial(partials + unit[i].place, rows.count, width), rows.count, width, total);
+  for (int64_t i = 0; i < rows.num_splits(); ++i)
+    join(Partial(partials + unit[i * rows.call.keys.num_heads].place, rows.count, width), rows.count, width, total);
   write_out(rows, total, scratch);
 }
 
