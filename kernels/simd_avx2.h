@@ -1,6 +1,8 @@
 // The vectors of simd.h with AVX2 and FMA: correct and plain. AVX2 has no dot products of bytes or bfloat16.
 #pragma once
 
+#include "rows.h"
+
 constexpr int ACCUMULATORS = 4;  // pairs; of the 16 registers 8 are left for operands
 
 struct Floats {
@@ -21,15 +23,30 @@ inline Ints load_bytes(const int8_t *at) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(at));
   return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
 }
+inline Ints load_halves(const uint16_t *at) {
+  const auto *halves = reinterpret_cast<const __m128i *>(at);
+  return {_mm256_cvtepu16_epi32(_mm_loadu_si128(halves)), _mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1))};
+}
 inline void store(float *at, Floats x) {
   _mm256_storeu_ps(at, x.low);
   _mm256_storeu_ps(at + 8, x.high);
+}
+inline void store(uint8_t *at, Ints x) {
+  auto *halves = reinterpret_cast<__m256i *>(at);
+  _mm256_storeu_si256(halves, x.low);
+  _mm256_storeu_si256(halves + 1, x.high);
 }
 inline void store_bytes(int8_t *at, Ints x) {
   alignas(32) int32_t wide[LANES];
   _mm256_store_si256(reinterpret_cast<__m256i *>(wide), x.low);
   _mm256_store_si256(reinterpret_cast<__m256i *>(wide + 8), x.high);
   for (int lane = 0; lane < LANES; ++lane) at[lane] = static_cast<int8_t>(wide[lane]);
+}
+
+inline void store_bfloat16(uint16_t *at, Floats x) {  // to nearest, ties to even
+  alignas(32) float wide[LANES];
+  store(wide, x);
+  for (int lane = 0; lane < LANES; ++lane) at[lane] = to_bfloat16(wide[lane]);
 }
 
 inline Ints as_ints(Floats x) { return {_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)}; }
@@ -58,6 +75,23 @@ inline int32_t sum(Ints x) {
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
 
+inline Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+inline Floats subtract(Floats a, Floats b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+inline Floats larger(Floats a, Floats b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }   // b if either is NaN
+inline Floats smaller(Floats a, Floats b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }  // b if either is NaN
+inline float largest(Floats x) {
+  const __m256 eight = _mm256_max_ps(x.low, x.high);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+inline float sum(Floats x) {
+  const __m256 eight = _mm256_add_ps(x.low, x.high);
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+inline float first(Floats x) { return _mm256_cvtss_f32(x.low); }
 inline Floats multiply(Floats a, Floats b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
 inline Floats divide(Floats a, Floats b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
@@ -84,4 +118,13 @@ inline Ints dot_bytes(Ints sum, Ints bytes, Ints x) {
 // Each lane: sum plus two bfloat16 times two bfloat16.
 inline Floats dot_bfloat16(Floats sum, Ints a, Ints b) {
   return {dot_bfloat16(sum.low, a.low, b.low), dot_bfloat16(sum.high, a.high, b.high)};
+}
+
+// Lane j of row i and lane i of row j change places.
+inline void transpose(Ints (&rows)[LANES]) {
+  alignas(32) int32_t from[LANES][LANES], to[LANES][LANES];
+  for (int i = 0; i < LANES; ++i) store(reinterpret_cast<uint8_t *>(from[i]), rows[i]);
+  for (int i = 0; i < LANES; ++i)
+    for (int j = 0; j < LANES; ++j) to[i][j] = from[j][i];
+  for (int i = 0; i < LANES; ++i) rows[i] = load(reinterpret_cast<const uint8_t *>(to[i]));
 }

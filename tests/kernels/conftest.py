@@ -46,7 +46,11 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Outputs are full of NaN (99 for integers) before they are written, and what lies behind them must stay so."""
     margins: list[tuple[Tensor, float]] = []
 
-    def empty(*shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    unpoisoned = torch.empty
+
+    def empty(*shape: Any, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Tensor:
+        if torch.device(device).type != "cpu":
+            return unpoisoned(*shape, dtype=dtype, device=device)
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         poison = float("nan") if dtype.is_floating_point else 99
         numel = torch.Size(sizes).numel()
