@@ -24,10 +24,13 @@ READERS = {
 
 def write_outlier_twin(model: Path, output: Path, seed: int = 0) -> None:
     """Raises ValueError where a tensor cannot be scaled exactly, or no norm is found."""
-    shutil.copytree(model, output)
-    files = {path: load_file(path) for path in sorted(output.glob("*.safetensors"))}
+    files = {output / path.name: load_file(path) for path in sorted(model.glob("*.safetensors"))}
     holders = {name: tensors for tensors in files.values() for name in tensors}
-    norms = [name for name in sorted(holders) if name.split(".")[-2] in READERS]
+    norms = [
+        f"{layer}.{norm}.weight"
+        for layer in sorted({name.removesuffix(".mlp.up_proj.weight") for name in holders if "mlp.up_proj" in name})
+        for norm in READERS
+    ]
     if not norms:
         raise ValueError(f"{model} has no tensors named as Llama's norms are")
     chosen = random.Random(seed)
@@ -40,6 +43,7 @@ def write_outlier_twin(model: Path, output: Path, seed: int = 0) -> None:
         for reader in READERS[norm]:
             column = f"{layer}.{reader}.weight"  # [O, I]
             _multiply(holders[column], column, 1 / factors)
+    shutil.copytree(model, output)
     for path, tensors in files.items():
         save_file(tensors, path, {"format": "pt"})
 

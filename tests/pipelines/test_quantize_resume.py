@@ -150,6 +150,7 @@ def test_an_ended_run_is_continued(
 
 def test_another_job_uses_nothing_of_it(data: Path, tmp_path: Path, quantized_parts: list[int]) -> None:
     run = quantize_run(LLAMA, CALIBRATED["a8w8 static"], tmp_path / "made", data)
+    run = replace(run, quantize=replace(run.quantize, overwrite=True))
     changes = [
         replace(run, calibrate=replace(run.calibrate, seed=1)),
         replace(run, quant=CALIBRATED["a8w8 static smoothquant"]),
@@ -158,7 +159,7 @@ def test_another_job_uses_nothing_of_it(data: Path, tmp_path: Path, quantized_pa
     for changed in changes:
         quantized_parts.clear()
         ended_by(KeyboardInterrupt(), run, tmp_path)
-        make(replace(changed, quantize=replace(run.quantize, overwrite=True)), tmp_path / "run")
+        make(replace(changed, quantize=run.quantize), tmp_path / "run")
         assert quantized_parts == [0, 0, 1, 2]
 
 
