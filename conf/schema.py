@@ -121,7 +121,7 @@ class ParallelConfig:
 class DeviceConfig:
     type: DeviceType = DeviceType.auto
     threads: int | None = None
-    """Threads of the CPU operators; null: torch's choice."""
+    """Threads of the CPU operators; null: one for each physical core that the process may use."""
     max_batched_tokens: int = 2048
     """Most tokens in one step. Longer prompts are computed in chunks, beside the rows that generate."""
     block_size: int | None = None

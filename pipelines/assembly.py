@@ -10,6 +10,7 @@ from conf.errors import UserError
 from conf.quantization import QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
 from kernels.kv_format import FORMATS, KVFormat
+from kernels.threads import set_threads
 from models.batch import KVCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
@@ -56,6 +57,8 @@ def assemble(
         )
     device = _device(run.device)
     torch.set_num_threads(run.device.threads or DEFAULT_THREADS)
+    if run.device.threads is not None:
+        set_threads(run.device.threads)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     checkpoint = find_and_open(run.model)
