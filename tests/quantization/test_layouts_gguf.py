@@ -93,7 +93,7 @@ def test_a_file_runs_packed_without_an_option(family: str, kind: str, tmp_path: 
     ids = [output.token_ids for output in complete(expected, prompts, decode)]
     assert [output.token_ids for output in complete(own, prompts, decode)] == ids
     assert_rows_are_independent(own, prompts)
-    model = own.runner._model
+    model = own.runner.model
     assert isinstance(model.head, TiedHead if family == "llama_tied" else IntLinear)
     embedding = model.get_submodule("model.embed_tokens").weight
     assert embedding.equal(load_file(folder / "model.safetensors")["model.embed_tokens.weight"])  # type: ignore[union-attr, operator]
@@ -112,7 +112,7 @@ def test_other_types_are_dequantised_beside_them(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    model = engine_of(file).runner._model
+    model = engine_of(file).runner.model
     packed = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, IntLinear)}
     assert packed == {"v_proj", "up_proj"}
 
@@ -131,7 +131,7 @@ def test_a_file_of_floats_is_quantised_where_an_option_says_so(tmp_path: Path) -
     file = write_twin(tmp_path, tmp_path / "twin.gguf", "F16")
     assert read_gguf_quantization(open_checkpoint(file, False).open_weights({})) is None
     engine = load_engine(replace(run_config(file), quant=QuantConfig(QuantScheme.int8)), 3)
-    assert isinstance(engine.runner._model.get_submodule("model.layers.0.mlp.up_proj"), IntLinear)
+    assert isinstance(engine.runner.model.get_submodule("model.layers.0.mlp.up_proj"), IntLinear)
 
 
 def test_a_damaged_scale_is_refused(tmp_path: Path) -> None:
