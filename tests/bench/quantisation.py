@@ -44,7 +44,9 @@ def main() -> None:
     rows, base = [], 0.0
     for name, options in CELLS.items():
         texts = calibrate if any(word in name for word in CALIBRATED) else []
-        metrics = evaluate([f"model.path={args.model}", f"evaluate.data={args.text}", *options, *texts, *args.overrides])
+        metrics = evaluate(
+            [f"model.path={args.model}", f"evaluate.data={args.text}", *options, *texts, *args.overrides]
+        )
         base = base or metrics["perplexity"]
         rows.append(
             {
