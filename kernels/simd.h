@@ -7,6 +7,11 @@
 
 constexpr int64_t LANES = 16;
 
+// Vectors in an array stay in registers only if the loops over them are unrolled, which the compiler does not do unasked for as many as 24.
+#define UNROLL _Pragma("GCC unroll 16")
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 #ifdef __AVX512F__
 #include "simd_avx512.h"
 #else

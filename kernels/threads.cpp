@@ -1,5 +1,5 @@
-// The thread pool: chunks are claimed from a counter, so a thread whose core is busy with something else claims fewer. The caller waits only
-// for threads that hold a chunk, never for one that has not been scheduled. A barrier of all threads (GOMP's) costs 10 times there.
+// The thread pool: chunks are claimed from a counter, so a thread whose core is busy with something else claims fewer. The caller waits
+// only for threads that hold a chunk, never for one that has not been scheduled. A barrier of all threads (GOMP's) costs 10 times there.
 #include "threads.h"
 
 #include <atomic>
@@ -40,39 +40,50 @@ void wake(std::atomic<uint32_t> &value, std::atomic<uint32_t> &sleepers) {
   if (sleepers.load() != 0) syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
 }
 
-// The first hardware thread of every physical core that this process may run on.
-std::vector<int> physical_cores() {
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  sched_getaffinity(0, sizeof allowed, &allowed);
-  std::vector<int> cores;
-  cpu_set_t taken;
-  CPU_ZERO(&taken);
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-    if (!CPU_ISSET(cpu, &allowed) || CPU_ISSET(cpu, &taken)) continue;
-    cores.push_back(cpu);
-    char path[96];
-    std::snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", cpu);
-    if (std::FILE *file = std::fopen(path, "r")) {  // such as "0-1" or "0,64"
-      int first, last;
-      char separator = ',';
-      while (std::fscanf(file, "%d", &first) == 1) {
-        last = first;
-        if (std::fscanf(file, "%c", &separator) == 1 && separator == '-' && std::fscanf(file, "%d%c", &last, &separator) < 1) break;
-        for (int sibling = first; sibling <= last && sibling < CPU_SETSIZE; ++sibling) CPU_SET(sibling, &taken);
+// The physical cores that this process may run on, each by its first hardware thread.
+struct Cores {
+  std::vector<int> all;
+  int of[CPU_SETSIZE];  // hardware thread -> its core
+
+  Cores() {
+    cpu_set_t allowed;
+    CPU_ZERO(&allowed);
+    sched_getaffinity(0, sizeof allowed, &allowed);
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) of[cpu] = -1;
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+      if (CPU_ISSET(cpu, &allowed) && of[cpu] < 0) {
+        all.push_back(cpu);
+        of[cpu] = cpu;
+        claim_siblings(cpu);
       }
-      std::fclose(file);
-    }
   }
-  return cores;
-}
+
+  // thread_siblings_list is such as "0-1" or "0,64"
+  void claim_siblings(int core) {
+    char path[96];
+    std::snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", core);
+    std::FILE *file = std::fopen(path, "r");
+    if (!file) return;
+    for (int first = 0, last = 0; std::fscanf(file, "%d", &first) == 1;) {
+      if (std::fscanf(file, "-%d", &last) != 1) last = first;
+      for (int sibling = first; sibling <= last && sibling < CPU_SETSIZE; ++sibling) of[sibling] = core;
+      if (std::fgetc(file) != ',') break;
+    }
+    std::fclose(file);
+  }
+
+  int here() const {
+    const int cpu = sched_getcpu();
+    return cpu < 0 || cpu >= CPU_SETSIZE ? -1 : of[cpu];
+  }
+};
 
 struct Pool {
-  std::vector<int> cores = physical_cores();
-  std::atomic<int> num_threads{static_cast<int>(cores.size())};
+  Cores cores;
+  std::atomic<int> num_threads{static_cast<int>(cores.all.size())};
   std::mutex one_call;
   std::vector<pthread_t> workers;
-  std::vector<int> places;  // the core that each worker is pinned to
+  std::vector<int> places;  // the core that a worker is pinned to; more threads than cores are not
 
   void (*work)(void *, int64_t) = nullptr;
   void *context = nullptr;
@@ -100,13 +111,13 @@ struct Pool {
 
   // The calling thread is not pinned: threads that it starts later would inherit its one core. Workers keep out of its way instead.
   void place_workers() {
-    const int here = sched_getcpu();
-    for (size_t i = 0; i < workers.size() && i < places.size(); ++i)
+    const int here = cores.here();
+    for (size_t i = 0; i < places.size(); ++i)
       if (places[i] == here) pin(i, spare_core(here));
   }
 
   int spare_core(int here) const {
-    for (int core : cores) {
+    for (int core : cores.all) {
       bool used = core == here;
       for (int place : places) used = used || place == core;
       if (!used) return core;
@@ -124,7 +135,7 @@ struct Pool {
 
   void start_workers() {
     if (static_cast<int>(workers.size()) >= num_threads - 1) return;
-    const int here = sched_getcpu();
+    const int here = cores.here();
     sigset_t all, before;  // signals are the caller's: Python answers them in its main thread
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -132,7 +143,7 @@ struct Pool {
       pthread_t worker;
       if (pthread_create(&worker, nullptr, [](void *pool) -> void * { return static_cast<Pool *>(pool)->serve(), nullptr; }, this)) break;
       workers.push_back(worker);
-      if (workers.size() < cores.size()) {
+      if (workers.size() < cores.all.size()) {
         places.push_back(-1);
         pin(workers.size() - 1, spare_core(here));
       }

@@ -10,9 +10,6 @@
 #include "../simd.h"
 #include "../threads.h"
 
-// Sums stay in registers only if the loops over them are unrolled, which the compiler does not do unasked for as many as 24.
-#define UNROLL _Pragma("GCC unroll 16")
-
 namespace {
 
 constexpr int64_t STEP_BYTES = 4;
@@ -20,8 +17,6 @@ constexpr int64_t VECTOR_BYTES = LANES * STEP_BYTES;
 constexpr int64_t TILES_PER_CHUNK = 4;
 constexpr int64_t PANELS_PER_CHUNK = 16;
 constexpr int MAX_ROWS = ACCUMULATORS / 2;  // of a panel: two tiles of it fill the registers
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Product {
   Dtype dtype;
@@ -46,7 +41,8 @@ void fill_panel(const Product &product, int64_t panel) {
   auto *to = reinterpret_cast<int32_t *>(product.panels) + first * num_steps;
   for (int64_t row = 0; row < height; ++row) {
     const char *from = product.x + (first + row) * row_bytes;
-    for (int64_t step = 0; step < row_bytes / STEP_BYTES; ++step) std::memcpy(to + step * height + row, from + step * STEP_BYTES, STEP_BYTES);
+    for (int64_t step = 0; step < row_bytes / STEP_BYTES; ++step)
+      std::memcpy(to + step * height + row, from + step * STEP_BYTES, STEP_BYTES);
     if (const int64_t rest = row_bytes % STEP_BYTES) {  // an odd number of bfloat16
       int32_t last = 0;
       std::memcpy(&last, from + row_bytes - rest, rest);
@@ -125,7 +121,8 @@ extern "C" void matmul(const void *x, int32_t dtype, const uint8_t *weight, cons
   parallel_for(tile_chunks * panel_chunks, [&](int64_t chunk) {
     const int64_t first = chunk / panel_chunks * TILES_PER_CHUNK, last = std::min(first + TILES_PER_CHUNK, product.num_tiles());
     const int64_t panel = chunk % panel_chunks * PANELS_PER_CHUNK, end = std::min(panel + PANELS_PER_CHUNK, product.num_panels());
-    const auto multiply = product.dtype == Dtype::float32 ? multiply_panel<Dtype::float32, MAX_ROWS> : multiply_panel<Dtype::bfloat16, MAX_ROWS>;
+    const auto multiply =
+        product.dtype == Dtype::float32 ? multiply_panel<Dtype::float32, MAX_ROWS> : multiply_panel<Dtype::bfloat16, MAX_ROWS>;
     for (int64_t p = panel; p < end; ++p) multiply(product, p, first, last);
   });
 }

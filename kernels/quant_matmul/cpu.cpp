@@ -16,19 +16,15 @@
 
 namespace {
 
-// Accumulators stay in registers only if the loops over them are unrolled, which the compiler does not do unasked for as many as 24.
-#define UNROLL _Pragma("GCC unroll 16")
-
 constexpr int64_t STEP = 4;
-constexpr int64_t SEGMENT = 128;       // inputs that share a scale of fixed point, and whose sum fits 32 bits
+constexpr int64_t VECTOR_BYTES = STEP * LANES;
+constexpr int64_t SEGMENT = 128;            // inputs that share a scale of fixed point, and whose sum fits 32 bits
 constexpr int64_t TILES_PER_CHUNK = 4;
-constexpr int64_t PANELS_PER_CHUNK = 16;
+constexpr int64_t PANELS_PER_CHUNK = 32;
 constexpr int32_t FIXED_POINT_MAX = 32512;  // 256 * 127: then both limbs fit a signed byte
 constexpr float LEAST_NORMAL = 1e-33f;      // below it the reciprocal of the scale would overflow
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// The packed weight; kernels/quant_matmul/__init__.py describes its parts.
+// The packed weight; kernels/quant_matmul/packed.py describes its parts.
 struct Weight {
   int64_t num_inputs, num_outputs, group_size;
   int bits;
@@ -46,13 +42,13 @@ struct Weight {
   int32_t offset() const { return has_zeros ? 1 : bits == 8 ? 128 : 8; }
 };
 
-// Up to MAX rows of activations, step after step: bytes [num_steps, num_rows, LIMBS, 4].
+// Up to MAX_ROWS rows of activations, step after step: bytes [num_steps, num_rows, LIMBS, 4].
 template <int LIMBS> struct Panel {
-  static constexpr int MAX_ROWS = std::max(1, ACCUMULATORS / 2 / LIMBS);
+  static constexpr int MAX_ROWS = std::max(1, ACCUMULATORS / 2 / (LIMBS + 1));  // of two tiles, with a total for each
   int64_t num_rows;
   int32_t *bytes;
-  float *scales;   // [num_segments, num_rows]
-  int32_t *sums;   // [num_segments, num_rows], of the integers, times the weight's offset if it has no zero points
+  float *scales;  // [num_segments, num_rows]
+  int32_t *sums;  // [num_segments, num_rows], of the integers, times the weight's offset if it has no zero points
 };
 
 // All rows of a call in panels of nearly equal height.
@@ -137,84 +133,83 @@ void take_row(const Activations<1> &all, const Panel<1> &panel, int64_t row, con
 
 // --- the product ---
 
-// sums [ROWS, TILES, LIMBS] = the dot products of `num_vectors` vectors of codes. A function of its own and never inlined: among other code
-// the compiler keeps half of the sums in memory (2.2 times slower).
-template <int BITS, int LIMBS, int ROWS, int TILES>
-[[gnu::noinline]] void dot_segment(const uint8_t *codes, int64_t tile_bytes, const int32_t *bytes, int64_t num_vectors, Ints *result) {
-  constexpr int STEPS = 8 / BITS;  // in a vector of codes
-  Ints sums[ROWS][TILES][LIMBS];
-  UNROLL
-  for (int row = 0; row < ROWS; ++row)
-    UNROLL
-    for (int t = 0; t < TILES; ++t)
-      UNROLL
-      for (int limb = 0; limb < LIMBS; ++limb) sums[row][t][limb] = splat(0);
-  for (int64_t vector = 0; vector < num_vectors; ++vector, codes += 64, bytes += STEPS * ROWS * LIMBS) {
-    Ints w[TILES];
-    UNROLL
-    for (int t = 0; t < TILES; ++t) {
-      if (ROWS <= 4) _mm_prefetch(reinterpret_cast<const char *>(codes + t * tile_bytes + 2048), _MM_HINT_T0);
-      w[t] = load(codes + t * tile_bytes);
-    }
-    UNROLL
-    for (int step = 0; step < STEPS; ++step) {
-      Ints w_step[TILES];
-      UNROLL
-      for (int t = 0; t < TILES; ++t) w_step[t] = BITS == 8 ? w[t] : bit_and(step ? shift_right<4>(w[t]) : w[t], splat(0x0f0f0f0f));
-      UNROLL
-      for (int row = 0; row < ROWS; ++row)
-        UNROLL
-        for (int limb = 0; limb < LIMBS; ++limb) {
-          const Ints x_step = splat(bytes[(step * ROWS + row) * LIMBS + limb]);
-          UNROLL
-          for (int t = 0; t < TILES; ++t) sums[row][t][limb] = dot_bytes(sums[row][t][limb], w_step[t], x_step);
-        }
-    }
-  }
-  UNROLL
-  for (int row = 0; row < ROWS; ++row)
-    UNROLL
-    for (int t = 0; t < TILES; ++t)
-      UNROLL
-      for (int limb = 0; limb < LIMBS; ++limb) result[(row * TILES + t) * LIMBS + limb] = sums[row][t][limb];
-}
+// Where a kernel starts to read.
+struct Sources {
+  const uint8_t *codes;  // of the first tile; the next one is tile_bytes behind it
+  int64_t tile_bytes;
+  const float *scales;   // of the first tile and group; the next tile is tile_scales behind it, the next segment group_scales
+  const int8_t *zeros;
+  int64_t tile_scales, group_scales;
+  const int32_t *x_bytes;
+  const float *x_scales;
+  const int32_t *x_sums;
+  int64_t num_segments, num_vectors, last_vectors;  // vectors of codes in a segment, and in the last one
+};
 
-// TILES tiles of ROWS rows; out [ROWS, TILES, 16].
-template <int BITS, int LIMBS, int ROWS, int TILES>
-void multiply_tiles(const Weight &weight, const Activations<LIMBS> &all, const Panel<LIMBS> &x, int64_t tile, float *out) {
-  const int64_t num_groups = weight.num_groups();
-  const uint8_t *codes = weight.codes + tile * weight.tile_bytes();
-  const int32_t *bytes = x.bytes;
-  std::fill(out, out + ROWS * TILES * LANES, 0.0f);
-  for (int64_t segment = 0; segment < all.num_segments; ++segment) {
-    const int64_t begin = segment * all.segment, size = std::min(all.segment, all.num_steps * STEP - begin);
-    const int64_t num_vectors = size * BITS / (8 * STEP), group = begin / weight.group_size;
+// TILES tiles of ROWS rows; out [ROWS, TILES, 16]. Sums and totals fill the registers. Never inlined: among other code, or with a branch
+// for the zero points, the compiler keeps half of them in memory (2.2 times slower).
+template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
+[[gnu::noinline]] void multiply_tiles(Sources from, float *out) {
+  constexpr int STEPS = 8 / BITS;  // in a vector of codes
+  Floats totals[ROWS][TILES];
+  UNROLL
+  for (int row = 0; row < ROWS; ++row)
+    UNROLL
+    for (int t = 0; t < TILES; ++t) totals[row][t] = splat(0.0f);
+  for (int64_t segment = 0; segment < from.num_segments; ++segment) {
     Ints sums[ROWS][TILES][LIMBS];
-    dot_segment<BITS, LIMBS, ROWS, TILES>(codes, weight.tile_bytes(), bytes, num_vectors, &sums[0][0][0]);
+    UNROLL
+    for (int row = 0; row < ROWS; ++row)
+      UNROLL
+      for (int t = 0; t < TILES; ++t)
+        UNROLL
+        for (int limb = 0; limb < LIMBS; ++limb) sums[row][t][limb] = splat(0);
+    const uint8_t *end = from.codes + (segment + 1 < from.num_segments ? from.num_vectors : from.last_vectors) * VECTOR_BYTES;
+    for (; from.codes != end; from.codes += VECTOR_BYTES, from.x_bytes += STEPS * ROWS * LIMBS) {
+      Ints w[TILES];
+      UNROLL
+      for (int t = 0; t < TILES; ++t) {
+        if (ROWS <= 4) _mm_prefetch(reinterpret_cast<const char *>(from.codes + t * from.tile_bytes + 2048), _MM_HINT_T0);
+        w[t] = load(from.codes + t * from.tile_bytes);
+      }
+      UNROLL
+      for (int step = 0; step < STEPS; ++step) {
+        Ints w_step[TILES];
+        UNROLL
+        for (int t = 0; t < TILES; ++t)
+          w_step[t] = BITS == 8 ? w[t] : bit_and(step ? shift_right<4>(w[t]) : w[t], splat(0x0f0f0f0f));
+        UNROLL
+        for (int row = 0; row < ROWS; ++row)
+          UNROLL
+          for (int limb = 0; limb < LIMBS; ++limb) {
+            const Ints x_step = splat(from.x_bytes[(step * ROWS + row) * LIMBS + limb]);
+            UNROLL
+            for (int t = 0; t < TILES; ++t) sums[row][t][limb] = dot_bytes(sums[row][t][limb], w_step[t], x_step);
+          }
+      }
+    }
     UNROLL
     for (int t = 0; t < TILES; ++t) {
-      const int64_t place = ((tile + t) * num_groups + group) * LANES;
-      const Floats scale = load(weight.scales() + place);
+      const Floats scale = load(from.scales + t * from.tile_scales);
       UNROLL
       for (int row = 0; row < ROWS; ++row) {
-        Ints zeros = splat(x.sums[segment * ROWS + row]);
-        if (weight.has_zeros) zeros = multiply(load_bytes(weight.zeros() + place), zeros);
+        Ints zeros = splat(from.x_sums[row]);
+        if constexpr (ZEROS) zeros = multiply(load_bytes(from.zeros + t * from.tile_scales), zeros);
         Ints sum = subtract(sums[row][t][0], zeros);
         if constexpr (LIMBS == 2) sum = add(sum, shift_left<8>(sums[row][t][1]));
-        const Floats both = LIMBS == 2 ? multiply(scale, splat(x.scales[segment * ROWS + row])) : scale;
-        float *total = out + (row * TILES + t) * LANES;
-        store(total, multiply_add(to_floats(sum), both, load(total)));
+        const Floats both = LIMBS == 2 ? multiply(scale, splat(from.x_scales[row])) : scale;
+        totals[row][t] = multiply_add(to_floats(sum), both, totals[row][t]);
       }
     }
-    codes += num_vectors * 64;
-    bytes += size / STEP * ROWS * LIMBS;
+    from.scales += from.group_scales, from.zeros += from.group_scales;
+    from.x_sums += ROWS;
+    if (LIMBS == 2) from.x_scales += ROWS;  // int8 has one for the whole row
   }
-  if constexpr (LIMBS == 1)  // one scale for the whole row
-    for (int row = 0; row < ROWS; ++row)
-      for (int t = 0; t < TILES; ++t) {
-        float *total = out + (row * TILES + t) * LANES;
-        store(total, multiply(load(total), splat(x.scales[row])));
-      }
+  UNROLL
+  for (int row = 0; row < ROWS; ++row)
+    UNROLL
+    for (int t = 0; t < TILES; ++t)
+      store(out + (row * TILES + t) * LANES, LIMBS == 2 ? totals[row][t] : multiply(totals[row][t], splat(from.x_scales[row])));
 }
 
 struct Output {
@@ -223,22 +218,26 @@ struct Output {
 };
 
 // One panel times the tiles first .. last - 1.
-template <int BITS, int LIMBS, int ROWS>
-void multiply_panel(const Weight &weight, const Activations<LIMBS> &all, const Panel<LIMBS> &x, int64_t first_row, int64_t first,
-                    int64_t last, Output out) {
+template <int BITS, int LIMBS, bool ZEROS, int ROWS>
+void multiply_panel(const Weight &weight, const Activations<LIMBS> &all, int64_t panel, int64_t first, int64_t last, Output out) {
+  const Panel<LIMBS> x = all.panel(panel);
   if constexpr (ROWS > 1)
-    if (x.num_rows < ROWS) return multiply_panel<BITS, LIMBS, ROWS - 1>(weight, all, x, first_row, first, last, out);
-  constexpr int FIT = ACCUMULATORS / (ROWS * LIMBS), TILES = FIT >= 4 ? 4 : FIT >= 2 ? 2 : 1;
+    if (x.num_rows < ROWS) return multiply_panel<BITS, LIMBS, ZEROS, ROWS - 1>(weight, all, panel, first, last, out);
+  constexpr int FIT = ACCUMULATORS / (ROWS * (LIMBS + 1)), TILES = FIT >= 4 ? 4 : FIT >= 2 ? 2 : 1;
   alignas(64) float result[ROWS * TILES * LANES];
+  const int64_t num_groups = weight.num_groups(), whole = all.segment * (all.num_segments - 1);
   for (int64_t tile = first; tile < last;) {
-    const int64_t num_tiles = tile + TILES <= last ? TILES : 1;
-    if (num_tiles == TILES)
-      multiply_tiles<BITS, LIMBS, ROWS, TILES>(weight, all, x, tile, result);
-    else
-      multiply_tiles<BITS, LIMBS, ROWS, 1>(weight, all, x, tile, result);
+    const int64_t num_tiles = tile + TILES <= last ? TILES : 1, scale = tile * num_groups * LANES;
+    const auto multiply =
+        num_tiles == TILES ? multiply_tiles<BITS, LIMBS, ZEROS, ROWS, TILES> : multiply_tiles<BITS, LIMBS, ZEROS, ROWS, 1>;
+    multiply({weight.codes + tile * weight.tile_bytes(), weight.tile_bytes(), weight.scales() + scale, weight.zeros() + scale,
+              num_groups * LANES, num_groups > 1 ? LANES : 0, x.bytes, x.scales, x.sums, all.num_segments,
+              all.segment * BITS / (8 * STEP), (all.num_steps * STEP - whole) * BITS / (8 * STEP)},
+             result);
     const int64_t count = std::min(num_tiles * LANES, weight.num_outputs - tile * LANES);
     for (int64_t row = 0; row < ROWS; ++row)
-      write_floats(out.memory, out.dtype, (first_row + row) * weight.num_outputs + tile * LANES, count, result + row * num_tiles * LANES);
+      write_floats(out.memory, out.dtype, (panel * all.height + row) * weight.num_outputs + tile * LANES, count,
+                   result + row * num_tiles * LANES);
     tile += num_tiles;
   }
 }
@@ -248,14 +247,15 @@ template <int LIMBS> void multiply_all(const Weight &weight, const Activations<L
   parallel_for(tile_chunks * panel_chunks, [&](int64_t chunk) {
     const int64_t first = chunk / panel_chunks * TILES_PER_CHUNK, last = std::min(first + TILES_PER_CHUNK, weight.num_tiles());
     const int64_t panel = chunk % panel_chunks * PANELS_PER_CHUNK, end = std::min(panel + PANELS_PER_CHUNK, all.num_panels);
-    for (int64_t p = panel; p < end; ++p) {
-      const auto multiply = weight.bits == 8 ? multiply_panel<8, LIMBS, Panel<LIMBS>::MAX_ROWS> : multiply_panel<4, LIMBS, Panel<LIMBS>::MAX_ROWS>;
-      multiply(weight, all, all.panel(p), p * all.height, first, last, out);
-    }
+    constexpr int ROWS = Panel<LIMBS>::MAX_ROWS;
+    const auto multiply = weight.bits == 8     ? multiply_panel<8, LIMBS, false, ROWS>
+                          : weight.has_zeros ? multiply_panel<4, LIMBS, true, ROWS>
+                                             : multiply_panel<4, LIMBS, false, ROWS>;
+    for (int64_t p = panel; p < end; ++p) multiply(weight, all, p, first, last, out);
   });
 }
 
-// Prepares every panel: on the calling thread if there is only one, for sharing costs more than a few rows.
+// Prepares every row of every panel.
 template <int LIMBS, class Prepare> void prepare_panels(const Activations<LIMBS> &all, Prepare &&prepare) {
   parallel_for(all.num_panels, [&](int64_t p) {
     const Panel<LIMBS> panel = all.panel(p);

@@ -86,8 +86,8 @@ def find_group_size(num_inputs: int, num_groups: int) -> int:
 def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> PackedWeight:
     """codes int8 [N, K], scales float32 [N, G], zero points int8 [N, G] or None if symmetric.
 
-    `bits` is 8 (symmetric) or 4 (codes -8 .. 7 if symmetric, else 0 .. 15). A group has 32, 64, 128 or all K inputs, the last one what
-    is left. Raises ValueError for anything else.
+    `bits` is 8 (symmetric) or 4 (codes -8 .. 7 if symmetric, else 0 .. 15 and zero points -112 .. 127). A group has 32, 64, 128 or all K
+    inputs, the last one what is left. Raises ValueError for anything else.
     """
     num_outputs, num_inputs = codes.shape
     group_size = find_group_size(num_inputs, scales.shape[1])
@@ -133,3 +133,5 @@ def _check(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int)
         allowed = (-8, 7) if zero_points is None else (0, 15)
         if least < allowed[0] or largest > allowed[1]:
             raise ValueError(f"codes of 4 bits from {least} to {largest}: they go from {allowed[0]} to {allowed[1]}")
+    if zero_points is not None and zero_points.numel() and int(zero_points.min()) < -112:
+        raise ValueError(f"a zero point of {int(zero_points.min())}: from -112 on, a code minus it fits 8 bits")
