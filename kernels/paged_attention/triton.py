@@ -21,6 +21,11 @@ from kernels.kv_format import PagedVectors
 FULL_GPU = 264  # programs that keep an H200 busy: two for each of its 132 multiprocessors
 SPLIT_POSITIONS = 256  # a part shorter than this costs more to join than it saves
 MAX_SPLITS = 64
+COUNTS = (
+    "num_tokens",
+    "num_sequences",
+    "table_stride",
+)  # which vary from step to step: Triton shall not compile anew for 1 or for 16
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,8 @@ def paged_attention(
         block_tables.stride(0),
         num_tokens,
         num_sequences,
-        num_heads,
-        key_channels,
-        value_channels,
+        key_channels=key_channels,
+        value_channels=value_channels,
         soft_cap=soft_cap,
         window=window,
         block_size=block_size,
@@ -114,8 +118,8 @@ def paged_attention(
             output,
             num_tokens,
             num_sequences,
-            num_heads,
-            value_channels,
+            num_heads=num_heads,
+            value_channels=value_channels,
             SPLITS=splits,
             VALUE=triton.next_power_of_2(value_channels),
             num_warps=4,
@@ -126,14 +130,14 @@ def paged_attention(
 def choose_launch(num_tokens: int, num_sequences: int, heads: int, channels: int, dtype: torch.dtype) -> Launch:
     """For `heads` query heads that share a key. Prefill has many rows to share a key among, decode has few; wide heads and float32 need
     the shared memory for fewer positions."""
-    narrow = channels <= 128 and dtype.itemsize == 2
+    narrow, warps = channels <= 128 and dtype.itemsize == 2, 8 if dtype.itemsize == 4 else 4
     wanted = heads * triton.cdiv(num_tokens, num_sequences)
     if channels > 256:
-        return Launch(16, 16 if dtype.itemsize == 4 else 32, 4, 2)
+        return Launch(16, 16 if dtype.itemsize == 4 else 32, warps, 2)
     if wanted <= 16:
-        return Launch(16, 64 if narrow else 32, 4, 3 if narrow else 2)
+        return Launch(16, 64 if narrow else 32, warps, 3 if narrow else 2)
     if wanted <= 64 or not narrow:
-        return Launch(32 if wanted <= 32 or not narrow else 64, 64 if narrow else 32, 4, 2)
+        return Launch(32 if wanted <= 32 or not narrow else 64, 64 if narrow else 32, warps, 2)
     return Launch(128, 64, 8, 3)
 
 
@@ -145,7 +149,9 @@ def num_splits(programs: int, longest: int) -> int:
 
 def _storage(cache: PagedVectors) -> tuple[Tensor, Tensor | None]:
     """Codes (or the vectors themselves), and their scales (or ranges)."""
-    assert all(part.is_contiguous() for part in cache.tensors)  # the kernel computes addresses from a slot's number alone
+    assert all(
+        part.is_contiguous() for part in cache.tensors
+    )  # the kernel computes addresses from a slot's number alone
     return cache.tensors[0], cache.tensors[1] if len(cache.tensors) == 2 else None
 
 
@@ -169,8 +175,18 @@ def find_segment(starts, count, block, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _read(codes, scales, vectors, valid, channels, FIRST: tl.constexpr, SIZE: tl.constexpr, width: tl.constexpr,
-          group: tl.constexpr, dtype: tl.constexpr):
+def _read(
+    codes,
+    scales,
+    vectors,
+    valid,
+    channels: tl.constexpr,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    width: tl.constexpr,
+    group: tl.constexpr,
+    dtype: tl.constexpr,
+):
     """Channels FIRST to FIRST + SIZE of the vectors with these numbers [L]: [L, SIZE], 0 beyond `channels` and where not valid, because
     memory that was never written may hold NaN."""
     channel = FIRST + tl.arange(0, SIZE)
@@ -190,15 +206,46 @@ def _read(codes, scales, vectors, valid, channels, FIRST: tl.constexpr, SIZE: tl
     return tile.to(dtype)
 
 
-@triton.jit
-def _attend(query, key_codes, key_scales, value_codes, value_scales, block_tables, query_starts, context_lengths,
-            alibi_slopes, prefix_lengths, output, sums, scale, token_stride, head_stride, table_stride,
-            num_tokens, num_sequences, num_heads, key_channels, value_channels,
-            soft_cap: tl.constexpr, window: tl.constexpr, block_size: tl.constexpr, groups: tl.constexpr,
-            heads: tl.constexpr, key_width: tl.constexpr, value_width: tl.constexpr,
-            key_group: tl.constexpr, value_group: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-            HEADS: tl.constexpr, POSITIONS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr,
-            SPLITS: tl.constexpr):
+@triton.jit(do_not_specialize=COUNTS)
+def _attend(
+    query,
+    key_codes,
+    key_scales,
+    value_codes,
+    value_scales,
+    block_tables,
+    query_starts,
+    context_lengths,
+    alibi_slopes,
+    prefix_lengths,
+    output,
+    sums,
+    scale,
+    token_stride,
+    head_stride,
+    table_stride,
+    num_tokens,
+    num_sequences,
+    key_channels: tl.constexpr,
+    value_channels: tl.constexpr,
+    soft_cap: tl.constexpr,
+    window: tl.constexpr,
+    block_size: tl.constexpr,
+    groups: tl.constexpr,
+    heads: tl.constexpr,
+    key_width: tl.constexpr,
+    value_width: tl.constexpr,
+    key_group: tl.constexpr,
+    value_group: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    VALUE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     """One block of tokens, one group's heads (or HEADS of them), one part of the positions. With several parts, writes the part's own
     attention [SPLITS, T, H, E] and log2 of its sum of weights [SPLITS, T, H]; else the output [T, H, E]."""
     token_block, head_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -264,28 +311,45 @@ def _attend(query, key_codes, key_scales, value_codes, value_scales, block_table
         visible = (distance <= 0) | (seen < prefix)[None, :]
         if window is not None:
             visible &= distance > -window
-        scores = tl.where(visible & valid[None, :], scores * 1.4426950408889634, float("-inf"))  # log2(e): exp2 is one instruction
+        scores = tl.where(
+            visible & valid[None, :], scores * 1.4426950408889634, float("-inf")
+        )  # log2(e): exp2 is one instruction
         higher = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
         weights = tl.exp2(scores - base[:, None])
         keep = tl.exp2(highest - base)
         total = total * keep + tl.sum(weights, 1)
-        values = _read(value_codes, value_scales, vectors, valid, value_channels, 0, VALUE, value_width, value_group, dtype)
+        values = _read(
+            value_codes, value_scales, vectors, valid, value_channels, 0, VALUE, value_width, value_group, dtype
+        )
         attended = tl.dot(weights.to(dtype), values, attended * keep[:, None], input_precision="ieee")
         highest = higher
 
     attended /= tl.where(total > 0, total, 1.0)[:, None]
     channel = tl.arange(0, VALUE)
-    place = (split * num_tokens.to(tl.int64) + query_row) * num_heads + head  # [R]
-    tl.store(output + place[:, None] * value_channels + channel[None, :], attended.to(output.dtype.element_ty),
-             mask=own[:, None] & (channel < value_channels)[None, :])
+    place = (split * num_tokens.to(tl.int64) + query_row) * (groups * heads) + head  # [R]
+    tl.store(
+        output + place[:, None] * value_channels + channel[None, :],
+        attended.to(output.dtype.element_ty),
+        mask=own[:, None] & (channel < value_channels)[None, :],
+    )
     if SPLITS > 1:
         tl.store(sums + place, highest + tl.log2(total), mask=own)
 
 
-@triton.jit
-def _join(parts, sums, query_starts, output, num_tokens, num_sequences, num_heads, value_channels,
-          SPLITS: tl.constexpr, VALUE: tl.constexpr):
+@triton.jit(do_not_specialize=COUNTS)
+def _join(
+    parts,
+    sums,
+    query_starts,
+    output,
+    num_tokens,
+    num_sequences,
+    num_heads: tl.constexpr,
+    value_channels: tl.constexpr,
+    SPLITS: tl.constexpr,
+    VALUE: tl.constexpr,
+):
     """One token and head: the parts' attention, weighted by their sums of weights."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if token >= tl.load(query_starts + num_sequences):
@@ -297,4 +361,6 @@ def _join(parts, sums, query_starts, output, num_tokens, num_sequences, num_head
     mask = channel < value_channels
     tile = tl.load(parts + place[:, None] * value_channels + channel[None, :], mask=mask[None, :], other=0.0)
     result = tl.sum(tile * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(output + (token * num_heads + head) * value_channels + channel, result.to(output.dtype.element_ty), mask=mask)
+    tl.store(
+        output + (token * num_heads + head) * value_channels + channel, result.to(output.dtype.element_ty), mask=mask
+    )
