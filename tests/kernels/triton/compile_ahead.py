@@ -1,7 +1,7 @@
 """Compiles for sm_90 what each kernel's own launcher would launch, for the shapes of real models, on a machine without a GPU.
 
-Prints one JSON line for each launch: case, kernel, registers per thread, bytes of shared memory, bytes of stack per thread (spilled registers
-are there). The tensors are on the device "meta", so a launcher that looked at a value, and so waited for a GPU, would fail here.
+Prints one JSON line for each launch: case, kernel, registers per thread, bytes of shared memory, bytes of stack per thread (where spilled
+registers are), instructions for Hopper's matrix units. The tensors are on the device "meta", so a launcher that looked at a value, and so waited for a GPU, would fail here.
 """
 
 import json
@@ -43,7 +43,12 @@ def resources(compiled: Any) -> dict[str, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
     assert found, text
     registers, stack, local = map(int, found.groups())
-    return {"registers": registers, "shared": compiled.metadata.shared, "stack": stack + local}
+    return {
+        "registers": registers,
+        "shared": compiled.metadata.shared,
+        "stack": stack + local,
+        "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+    }
 
 
 def main(names: list[str]) -> None:

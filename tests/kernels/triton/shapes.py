@@ -8,10 +8,12 @@ import torch
 
 from kernels.kv_format import FORMATS, allocate
 from kernels.kv_store.triton import kv_store
+from kernels.moe.triton import mixture
 from kernels.paged_attention.triton import paged_attention
 from kernels.quant_matmul.triton import GPUWeight, quant_matmul, quant_matmul_codes, quantize_rows
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rope.triton import rope
+from kernels.sampling.triton import penalize, sample
 from kernels.swiglu.triton import swiglu
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -94,6 +96,28 @@ def multiply_codes(num_rows: int, dtype: torch.dtype, blocks: bool = False) -> N
 
 ROWS = (1, 16, 32, 64, 4096)  # one for each way to launch
 
+
+def draw(num_rows: int, vocab_size: int) -> None:
+    logits, numbers, ints = (
+        torch.empty(num_rows, vocab_size),
+        torch.empty(num_rows),
+        torch.zeros(num_rows, dtype=torch.int64),
+    )
+    sample(logits, numbers, ints, numbers, numbers, ints, ints)
+    penalize(logits, logits.int(), logits.bool(), numbers, numbers, numbers)
+
+
+def mix(num_tokens: int, num_experts: int, per_token: int, size: int, channels: int, quantised: bool = False) -> None:
+    dtype = torch.int8 if quantised else BF16
+    gate_up, down = (
+        torch.empty(num_experts, 2 * channels, size, dtype=dtype),
+        torch.empty(num_experts, size, channels, dtype=dtype),
+    )
+    scales = (torch.empty(gate_up.shape[:2]), torch.empty(down.shape[:2])) if quantised else ()
+    chosen = torch.zeros(num_tokens, per_token, dtype=torch.int64)
+    mixture(torch.empty(num_tokens, size, dtype=BF16), gate_up, down, chosen.float(), chosen, *scales)
+
+
 CASES: dict[str, Callable[[], None]] = {
     **{f"attention decode 1 {model}": partial(attend, model, 1, 1) for model in MODELS},
     **{f"attention decode 64 {kind}": partial(attend, "llama-3.1-8b", 64, 64, kind) for kind in FORMATS},
@@ -118,4 +142,10 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"matmul {rows} w8a8": partial(multiply_codes, rows, torch.int8) for rows in ROWS},
     **{f"matmul {rows} fp8": partial(multiply_codes, rows, FP8) for rows in ROWS},
     **{f"matmul {rows} fp8 blocks": partial(multiply_codes, rows, FP8, True) for rows in ROWS},
+    "sampling 128 llama-3": partial(draw, 128, 128256),
+    "sampling 1 llama-2": partial(draw, 1, 32000),
+    **{f"moe {tokens} mixtral": partial(mix, tokens, 8, 2, 4096, 14336) for tokens in (1, 128, 4096)},
+    "moe 1 mixtral int8": partial(mix, 1, 8, 2, 4096, 14336, True),
+    "moe 4096 mixtral int8": partial(mix, 4096, 8, 2, 4096, 14336, True),
+    "moe 64 qwen3-30b": partial(mix, 64, 128, 8, 2048, 768),
 }
