@@ -17,9 +17,9 @@ def mixture(
 ) -> Tensor:
     """The weighted sum of each token's experts (arXiv 1701.06538): down(silu(gate(x)) * up(x)).
 
-    x [T, E]; gate_up [N, 2F, E], the gate's rows first, and down [N, E, F] in x's dtype, or int8 with one float32 scale for each row, [N, 2F]
-    and [N, E]; weights float32 and chosen int64, both [T, K], a token's experts all different. Returns [T, E] in x's dtype; the sum over
-    experts is float32.
+    x [T, E]; gate_up [N, 2F, E], the gate's rows first, and down [N, E, F] in x's dtype, or int8 with one float32 scale for each row,
+    [N, 2F] and [N, E]; weights float32 and chosen int64, both [T, K], a token's experts all different. Returns [T, E] in x's dtype; the
+    sum over experts is float32.
     """
     output = torch.zeros(x.shape, device=x.device)
     for number in range(len(gate_up)):

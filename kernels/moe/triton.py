@@ -3,7 +3,7 @@ tokens of one expert, so that what no token chose is not read (arXiv 2211.15841)
 
 T tokens, E hidden channels, F channels of an expert, N experts, K experts of each token; P = T * K pairs of token and expert.
 
-The weight stands on the left of a product, as in kernels/quant_matmul/triton.py. The grid depends on T alone, and nothing waits for the GPU.
+The weight stands on the left of a product, as in kernels/quant_matmul/triton.py. The grid depends on T alone; nothing waits for the GPU.
 """
 
 from typing import NamedTuple

@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from kernels.kv_format import PagedVectors
-from kernels.paged_attention import reference
 
 __all__ = ["paged_attention"]
 
@@ -22,10 +21,20 @@ def paged_attention(
     prefix_lengths: Tensor | None = None,
 ) -> Tensor:
     """See kernels/paged_attention/reference.py."""
-    where = (block_tables, query_starts, context_lengths)
-    options = (soft_cap, window, alibi_slopes, prefix_lengths)
     if query.is_cuda:
-        from kernels.paged_attention import triton
-
-        return triton.paged_attention(query, key_cache, value_cache, *where, scale, *options)
-    return reference.paged_attention(query, key_cache, value_cache, *where, scale, *options)
+        from kernels.paged_attention.triton import paged_attention as implementation
+    else:
+        from kernels.paged_attention.reference import paged_attention as implementation
+    return implementation(
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        query_starts,
+        context_lengths,
+        scale,
+        soft_cap,
+        window,
+        alibi_slopes,
+        prefix_lengths,
+    )

@@ -68,9 +68,8 @@ def paged_attention(
     output = query.new_empty(num_tokens, num_heads, value_channels)
     main = max(16, triton.next_power_of_2(key_channels + 1) // 2)  # 80 is 64 + 16, 576 is 512 + 64
     rest = key_channels - main
-    wide = {"dtype": torch.float32, "device": query.device}
-    parts = torch.empty((splits, num_tokens, num_heads, value_channels), **wide) if splits > 1 else output
-    sums = torch.empty((splits, num_tokens, num_heads), **wide) if splits > 1 else None
+    parts = torch.empty(splits, num_tokens, num_heads, value_channels, device=query.device) if splits > 1 else output
+    sums = torch.empty(splits, num_tokens, num_heads, device=query.device) if splits > 1 else None
     _attend[(token_blocks, head_blocks, splits)](
         query,
         *_storage(key_cache),
@@ -129,16 +128,17 @@ def paged_attention(
 
 def choose_launch(num_tokens: int, num_sequences: int, heads: int, channels: int, dtype: torch.dtype) -> Launch:
     """For `heads` query heads that share a key. Prefill has many rows to share a key among, decode has few; wide heads and float32 need
-    the shared memory for fewer positions."""
-    narrow, warps = channels <= 128 and dtype.itemsize == 2, 8 if dtype.itemsize == 4 else 4
+    the shared memory for fewer positions. Matrix units of Hopper take 64 rows at least."""
     wanted = heads * triton.cdiv(num_tokens, num_sequences)
+    if dtype.itemsize == 4:
+        return Launch(16 if wanted <= 16 else 32, 32 if channels <= 256 else 16, 8, 2)
     if channels > 256:
-        return Launch(16, 16 if dtype.itemsize == 4 else 32, warps, 2)
+        return Launch(16, 32, 4, 2) if wanted <= 16 else Launch(64, 16, 8, 2)
     if wanted <= 16:
-        return Launch(16, 64 if narrow else 32, warps, 3 if narrow else 2)
-    if wanted <= 64 or not narrow:
-        return Launch(32 if wanted <= 32 or not narrow else 64, 64 if narrow else 32, warps, 2)
-    return Launch(128, 64, 8, 3)
+        return Launch(16, 64 if channels <= 128 else 32, 4, 3)
+    if wanted <= 64:
+        return Launch(64, 64 if channels <= 128 else 32, 4, 2)
+    return Launch(128, 64, 8, 3) if channels <= 128 else Launch(128, 32, 8, 2)
 
 
 def num_splits(programs: int, longest: int) -> int:

@@ -57,7 +57,8 @@ class GPUWeight:
 
 
 def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> GPUWeight:
-    """codes int8 or float8_e4m3fn [N, K] (`bits` 8) or int8 (`bits` 4: -8 .. 7 if symmetric, else 0 .. 15); zero points int8 [N, G] or None.
+    """codes int8 or float8_e4m3fn [N, K] (`bits` 8) or int8 (`bits` 4: -8 .. 7 if symmetric, else 0 .. 15); zero points int8 [N, G] or
+    None.
 
     scales float32 [N, G], where a group has 32, 64, 128 or all K inputs; for float8 also [1, 1], and [N / 128, K / 128] rounded up.
     Raises ValueError for other shapes.
@@ -227,7 +228,7 @@ def _rows(
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A tile of OUTPUTS outputs of ROWS rows, of one part of the inputs. Rows are numbered first: programs that run together share a weight."""
+    """OUTPUTS outputs of ROWS rows, of one part of the inputs. Programs that run together share a weight."""
     row_tiles = tl.cdiv(rows, ROWS)
     m = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) // row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)

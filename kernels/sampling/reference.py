@@ -27,8 +27,8 @@ def sample(
 
 
 def kept_tokens(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """bool [R, V]: the top_k likeliest and those equal to the last of them; of these the likeliest, the lowest id of equals first, up to the
-    one that brings their probability to top_p (arXiv 1904.09751); of these those at least min_p times as likely as the likeliest
+    """bool [R, V]: the top_k likeliest and those equal to the last of them; of these the likeliest, the lowest id of equals first, up to
+    the one that brings their probability to top_p (arXiv 1904.09751); of these those at least min_p times as likely as the likeliest
     (arXiv 2407.01082). scaled float64 [R, V]."""
     vocab_size = scaled.shape[1]
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
@@ -41,8 +41,8 @@ def kept_tokens(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
 
 
 def gumbel(seeds: Tensor, steps: Tensor, vocab_size: int) -> Tensor:
-    """float64 [R, V]: -log(-log(1 - u)), where u is number v of the SplitMix64 stream (Steele, Lea, Flood 2014) whose seed is number `steps`
-    of the stream of `seeds`."""
+    """float64 [R, V]: -log(-log(1 - u)), where u is number v of the SplitMix64 stream (Steele, Lea, Flood 2014) whose seed is number
+    `steps` of the stream of `seeds`."""
     token = torch.arange(1, vocab_size + 1, device=seeds.device)
     keys = _mix(_mix(seeds) + (steps + 1) * _signed(GAMMA))  # [R]
     bits = _shift(_mix(keys[:, None] + token * _signed(GAMMA)), 64 - BITS)
@@ -54,8 +54,8 @@ def penalize(
 ) -> Tensor:
     """Logits [R, V] float32 after the penalties for what was said.
 
-    counts int32 [R, V]: how often each token was generated; prompted bool [R, V]: whether it is in the prompt. The penalties are float32 [R];
-    repetition (arXiv 1909.05858; 1: off) is for both, presence and frequency (0: off) for what was generated.
+    counts int32 [R, V]: how often each token was generated; prompted bool [R, V]: whether it is in the prompt. The penalties are float32
+    [R]; repetition (arXiv 1909.05858; 1: off) is for both, presence and frequency (0: off) for what was generated.
     """
     divided = torch.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])
     logits = torch.where(prompted | (counts > 0), divided, logits)
@@ -71,7 +71,8 @@ def _mix(x: Tensor) -> Tensor:
 
 def _shift(x: Tensor, bits: int) -> Tensor:
     """To the right, zeros from the left."""
-    return (x >> bits) & (2 ** (64 - bits) - 1)
+    shifted: Tensor = (x >> bits) & (2 ** (64 - bits) - 1)
+    return shifted
 
 
 def _signed(x: int) -> int:

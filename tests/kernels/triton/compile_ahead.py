@@ -1,7 +1,8 @@
 """Compiles for sm_90 what each kernel's own launcher would launch, for the shapes of real models, on a machine without a GPU.
 
 Prints one JSON line for each launch: case, kernel, registers per thread, bytes of shared memory, bytes of stack per thread (where spilled
-registers are), instructions for Hopper's matrix units. The tensors are on the device "meta", so a launcher that looked at a value, and so waited for a GPU, would fail here.
+registers are), instructions for Hopper's matrix units. The tensors are on the device "meta", so a launcher that looked at a value, and
+so waited for a GPU, would fail here.
 """
 
 import json

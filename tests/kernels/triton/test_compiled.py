@@ -6,10 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-
 REPOSITORY = Path(__file__).resolve().parents[3]
 SHARED_BYTES = 227 * 1024  # of a program on compute capability 9.0
-STACK_BYTES = 0
+STACK_BYTES = 64  # prefill over latents of 576 channels needs 56; all others none
 
 
 def test_compiles_for_sm_90() -> None:

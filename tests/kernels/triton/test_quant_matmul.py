@@ -27,20 +27,26 @@ def values(codes: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int)
     return (codes.double() - offset) * scales.double()[:, group]
 
 
+def check_weight(
+    rows: int, outputs: int, inputs: int, bits: int, group_size: int | None, zero_points: bool, dtype: torch.dtype
+) -> None:
+    group = group_size or inputs
+    codes = random_codes(outputs, inputs, bits, zero_points)
+    scales = noise(outputs, -(-inputs // group)).abs() + 0.1
+    zeros = (codes[:, ::group] + 3).clamp(0, 15) if zero_points else None
+    x = noise(rows, inputs, dtype=dtype)
+    result = triton.quant_matmul(x.to(DEVICE), on_device(triton.pack(codes, scales, zeros, bits)))
+    assert_near(result, x.double() @ values(codes, scales, zeros, group).T)
+
+
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "zero_points"), [(4, False), (4, True), (8, False)])
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weights_of_8_and_4_bits(rows: int, bits: int, group_size: int | None, dtype: torch.dtype) -> None:
-    outputs, inputs = 70, 328  # neither a multiple of a tile
-    group = group_size or inputs
-    for zero_points in (False, True) if bits == 4 else (False,):
-        codes = random_codes(outputs, inputs, bits, zero_points)
-        scales = noise(outputs, -(-inputs // group)).abs() + 0.1
-        zeros = (codes[:, ::group] + 3).clamp(0, 15) if zero_points else None
-        x = noise(rows, inputs, dtype=dtype)
-        result = triton.quant_matmul(x.to(DEVICE), on_device(triton.pack(codes, scales, zeros, bits)))
-        assert_near(result, x.double() @ values(codes, scales, zeros, group).T)
+def test_weights_of_8_and_4_bits(
+    rows: int, bits: int, zero_points: bool, group_size: int | None, dtype: torch.dtype
+) -> None:
+    check_weight(rows, 70, 328, bits, group_size, zero_points, dtype)  # neither is a multiple of a tile
 
 
 @pytest.mark.parametrize("rows", ROWS)
