@@ -21,6 +21,7 @@ from kernels.kv_format import PagedVectors
 FULL_GPU = 264  # programs that keep an H200 busy: two for each of its 132 multiprocessors
 SPLIT_POSITIONS = 256  # a part shorter than this costs more to join than it saves
 MAX_SPLITS = 64
+LOG2_E = tl.constexpr(1.4426950408889634)  # to take powers of 2, which are one instruction
 COUNTS = (
     "num_tokens",
     "num_sequences",
@@ -55,21 +56,21 @@ def paged_attention(
 
     Rows of `query` from query_starts[S] on are padding, and so are sequences without new tokens: their results are not written.
     """
-    num_tokens, num_heads, key_channels = query.shape
+    num_tokens, num_heads, _ = query.shape
     num_sequences, table_width = block_tables.shape
-    block_size, groups = key_cache.tensors[0].shape[1:3]
-    heads, value_channels = num_heads // groups, value_cache.channels
-    launch = choose_launch(num_tokens, num_sequences, heads, max(key_channels, value_channels), query.dtype)
-    head_block = min(triton.next_power_of_2(heads), launch.rows)
-    token_block = launch.rows // min(heads, head_block)
+    shapes = _shapes(query, key_cache, value_cache)
+    heads, groups, value_channels = shapes["heads"], shapes["groups"], shapes["value_channels"]
+    launch = choose_launch(num_tokens, num_sequences, heads, max(shapes["key_channels"], value_channels), query.dtype)
+    head_block = min(heads, launch.rows)
+    token_block = launch.rows // head_block
     token_blocks = num_tokens // token_block + num_sequences  # at least as many as there are: each sequence rounds up
     head_blocks = groups * triton.cdiv(heads, head_block)
-    splits = num_splits(token_blocks * head_blocks, table_width * block_size)
+    splits = num_splits(token_blocks * head_blocks, table_width * shapes["block_size"])
     output = query.new_empty(num_tokens, num_heads, value_channels)
-    main = max(16, triton.next_power_of_2(key_channels + 1) // 2)  # 80 is 64 + 16, 576 is 512 + 64
-    rest = key_channels - main
-    parts = torch.empty(splits, num_tokens, num_heads, value_channels, device=query.device) if splits > 1 else output
-    sums = torch.empty(splits, num_tokens, num_heads, device=query.device) if splits > 1 else None
+    parts, sums = output, None
+    if splits > 1:
+        parts = torch.empty(splits, num_tokens, num_heads, value_channels, device=query.device)
+        sums = torch.empty(splits, num_tokens, num_heads, device=query.device)
     _attend[(token_blocks, head_blocks, splits)](
         query,
         *_storage(key_cache),
@@ -87,41 +88,22 @@ def paged_attention(
         block_tables.stride(0),
         num_tokens,
         num_sequences,
-        key_channels=key_channels,
-        value_channels=value_channels,
+        **shapes,
         soft_cap=soft_cap,
         window=window,
-        block_size=block_size,
-        groups=groups,
-        heads=heads,
-        key_width=key_cache.tensors[0].shape[-1],
-        value_width=value_cache.tensors[0].shape[-1],
-        key_group=_group_size(key_cache),
-        value_group=_group_size(value_cache),
         ROWS=launch.rows,
         TOKENS=token_block,
-        HEADS=min(heads, head_block),
+        HEADS=head_block,
         POSITIONS=launch.positions,
-        MAIN=main,
-        REST=0 if rest <= 0 else max(16, triton.next_power_of_2(rest)),
-        VALUE=max(16, triton.next_power_of_2(value_channels)),
         SPLITS=splits,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
     if splits > 1:
+        size = triton.next_power_of_2(value_channels)
+        counts = (num_tokens, num_sequences, num_heads, value_channels)
         _join[(num_tokens, num_heads)](
-            parts,
-            sums,
-            query_starts,
-            output,
-            num_tokens,
-            num_sequences,
-            num_heads=num_heads,
-            value_channels=value_channels,
-            SPLITS=splits,
-            VALUE=triton.next_power_of_2(value_channels),
-            num_warps=4,
+            parts, sums, query_starts, output, *counts, SPLITS=splits, VALUE=size, num_warps=4
         )
     return output
 
@@ -159,6 +141,27 @@ def _group_size(cache: PagedVectors) -> int:
     """Channels that share a range in an int4 cache; 0 for others."""
     codes, *scales = cache.tensors
     return 2 * codes.shape[-1] // scales[0].shape[-2] if codes.dtype == torch.uint8 else 0
+
+
+def _shapes(query: Tensor, key_cache: PagedVectors, value_cache: PagedVectors) -> dict[str, int]:
+    """What stays the same for all launches of a layer. Keys are read in two parts, powers of 2, because 80 is 64 + 16, and 576 512 + 64."""
+    block_size, groups = key_cache.tensors[0].shape[1:3]
+    channels = query.shape[-1]
+    main = max(16, triton.next_power_of_2(channels + 1) // 2)
+    return {
+        "key_channels": channels,
+        "value_channels": value_cache.channels,
+        "block_size": block_size,
+        "groups": groups,
+        "heads": query.shape[1] // groups,
+        "key_width": key_cache.tensors[0].shape[-1],
+        "value_width": value_cache.tensors[0].shape[-1],
+        "key_group": _group_size(key_cache),
+        "value_group": _group_size(value_cache),
+        "MAIN": main,
+        "REST": 0 if channels <= main else max(16, triton.next_power_of_2(channels - main)),
+        "VALUE": max(16, triton.next_power_of_2(value_cache.channels)),
+    }
 
 
 @triton.jit
@@ -204,6 +207,19 @@ def _read(
     if scales is not None:
         return (tile.to(tl.float32) * tl.load(scales + vectors, mask=valid, other=0.0)[:, None]).to(dtype)
     return tile.to(dtype)
+
+
+@triton.jit
+def _tiles(first_position, seen_end, split, window: tl.constexpr, POSITIONS: tl.constexpr, SPLITS: tl.constexpr):
+    """The first tile of positions of one part, and the first behind it."""
+    first, last = 0, tl.cdiv(seen_end, POSITIONS)
+    if window is not None:
+        first = tl.maximum(first_position - window + 1, 0) // POSITIONS
+    if SPLITS > 1:
+        each = tl.cdiv(last - first, SPLITS)
+        first += split * each
+        last = tl.minimum(last, first + each)
+    return first, last
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -272,20 +288,12 @@ def _attend(
     if alibi_slopes is not None:
         slope = tl.load(alibi_slopes + head, mask=own, other=0.0)
 
-    first_position = length - (end - start) + first
-    seen_end = tl.minimum(length, first_position + TOKENS)
     prefix = 0
     if prefix_lengths is not None:
         prefix = tl.load(prefix_lengths + s).to(tl.int32)
-        seen_end = tl.minimum(length, tl.maximum(seen_end, prefix))
-    first_tile = 0
-    if window is not None:
-        first_tile = tl.maximum(first_position - window + 1, 0) // POSITIONS
-    last_tile = tl.cdiv(seen_end, POSITIONS)
-    if SPLITS > 1:
-        tiles = tl.cdiv(last_tile - first_tile, SPLITS)
-        first_tile += split * tiles
-        last_tile = tl.minimum(last_tile, first_tile + tiles)
+    first_position = length - (end - start) + first
+    seen_end = tl.minimum(length, tl.maximum(first_position + TOKENS, prefix))
+    first_tile, last_tile = _tiles(first_position, seen_end, split, window, POSITIONS, SPLITS)
 
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -311,9 +319,7 @@ def _attend(
         visible = (distance <= 0) | (seen < prefix)[None, :]
         if window is not None:
             visible &= distance > -window
-        scores = tl.where(
-            visible & valid[None, :], scores * 1.4426950408889634, float("-inf")
-        )  # log2(e): exp2 is one instruction
+        scores = tl.where(visible & valid[None, :], scores * LOG2_E, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
         weights = tl.exp2(scores - base[:, None])

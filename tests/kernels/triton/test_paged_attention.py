@@ -79,8 +79,9 @@ def test_equals_the_reference(head_dim: int, heads: int, groups: int, lengths: l
 
 
 @pytest.mark.parametrize("kv_cache", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 80])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(torch.float32, 16), (torch.float16, 16), (torch.bfloat16, 80)], ids=str
+)
 def test_reads_every_format_of_the_cache(kv_cache: str, dtype: torch.dtype, head_dim: int) -> None:
     check(RAGGED, 4, 2, head_dim, dtype=dtype, kv_cache=kv_cache)
 

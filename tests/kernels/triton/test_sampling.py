@@ -23,7 +23,7 @@ def settings(
     return *options, torch.full((rows,), min_p), seeds, torch.arange(rows)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 5, 300, 9001])
+@pytest.mark.parametrize("vocab_size", [5, 300, 9001])
 @pytest.mark.parametrize(
     "options",
     [
@@ -39,7 +39,7 @@ def settings(
     ids=str,
 )
 def test_same_tokens_as_with_sorting(vocab_size: int, options: dict[str, float]) -> None:
-    rows = 17 if vocab_size <= 300 else 2
+    rows = 3 if vocab_size <= 300 else 2
     logits = 3 * noise(rows, vocab_size)
     each = settings(rows, **options)  # type: ignore[arg-type]
     expected = reference.sample(logits, *each)
@@ -49,8 +49,8 @@ def test_same_tokens_as_with_sorting(vocab_size: int, options: dict[str, float])
 @pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.4}, {"top_k": 9, "top_p": 0.7}], ids=str)
 def test_ties_are_kept_as_with_sorting(options: dict[str, float]) -> None:
     """Some eight values for 300 tokens; draws of one row."""
-    logits = noise(300).round(decimals=0).expand(20, -1).contiguous()
-    each = settings(20, temperature=1.5, **options)  # type: ignore[arg-type]
+    logits = noise(300).round(decimals=0).expand(5, -1).contiguous()
+    each = settings(5, temperature=1.5, **options)  # type: ignore[arg-type]
     tokens = triton.sample(*on(DEVICE, logits, *each)).cpu()
     assert torch.equal(tokens, reference.sample(logits, *each))
     kept = reference.kept_tokens(logits[:1].double() / 1.5, *(part[:1] for part in each[1:4]))
