@@ -71,30 +71,24 @@ def paged_attention(
     if splits > 1:
         parts = torch.empty(splits, num_tokens, num_heads, value_channels, device=query.device)
         sums = torch.empty(splits, num_tokens, num_heads, device=query.device)
+    caches = (*_storage(key_cache), *_storage(value_cache))
+    where = (block_tables, query_starts, context_lengths, alibi_slopes, prefix_lengths)
+    strides = (query.stride(0), query.stride(1), block_tables.stride(0))
+    tiles = {"ROWS": launch.rows, "TOKENS": token_block, "HEADS": head_block, "POSITIONS": launch.positions}
     _attend[(token_blocks, head_blocks, splits)](
         query,
-        *_storage(key_cache),
-        *_storage(value_cache),
-        block_tables,
-        query_starts,
-        context_lengths,
-        alibi_slopes,
-        prefix_lengths,
+        *caches,
+        *where,
         parts,
         sums,
         scale,
-        query.stride(0),
-        query.stride(1),
-        block_tables.stride(0),
+        *strides,
         num_tokens,
         num_sequences,
         **shapes,
+        **tiles,
         soft_cap=soft_cap,
         window=window,
-        ROWS=launch.rows,
-        TOKENS=token_block,
-        HEADS=head_block,
-        POSITIONS=launch.positions,
         SPLITS=splits,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
