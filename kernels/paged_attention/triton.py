@@ -172,6 +172,13 @@ def find_segment(starts, count, block, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _repeat(x, times: tl.constexpr):
+    """[L, C] to [L, C * times], each number so many times."""
+    wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], times])
+    return tl.reshape(wide, [x.shape[0], x.shape[1] * times])
+
+
+@triton.jit
 def _read(
     codes,
     scales,
@@ -192,9 +199,16 @@ def _read(
         byte = FIRST // 2 + tl.arange(0, SIZE // 2)
         inside = valid[:, None] & (byte < width)[None, :]
         pairs = tl.load(codes + vectors[:, None] * width + byte[None, :], mask=inside, other=0)
-        ranges = scales + (vectors[:, None] * (2 * width // group) + (2 * byte // group)[None, :]) * 2
-        scale = tl.load(ranges, mask=inside, other=0).to(tl.float32)
-        lowest = tl.load(ranges + 1, mask=inside, other=0).to(tl.float32)
+        whole: tl.constexpr = (
+            group & (group - 1) == 0 and group <= SIZE
+        )  # then a range is loaded once, not for each of its bytes
+        part = FIRST // group + tl.arange(0, SIZE // group) if whole else 2 * byte // group
+        known = valid[:, None] & (part < 2 * width // group)[None, :]
+        ranges = scales + (vectors[:, None] * (2 * width // group) + part[None, :]) * 2
+        scale = tl.load(ranges, mask=known, other=0).to(tl.float32)
+        lowest = tl.load(ranges + 1, mask=known, other=0).to(tl.float32)
+        if whole:
+            scale, lowest = _repeat(scale, group // 2), _repeat(lowest, group // 2)
         tile = tl.interleave((pairs & 15).to(tl.float32) * scale + lowest, (pairs >> 4).to(tl.float32) * scale + lowest)
         return tl.where(mask, tile, 0.0).to(dtype)
     tile = tl.load(codes + vectors[:, None] * width + channel[None, :], mask=mask, other=0.0)

@@ -288,7 +288,7 @@ def _rows(
     tl.store(output + place, result.to(output.dtype.element_ty), mask=known[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["size", "splits"])
+@triton.jit(do_not_specialize=["splits"])
 def _add(parts, output, size, splits, SIZE: tl.constexpr):
     """parts [splits, size], float32."""
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
