@@ -25,6 +25,10 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 def kv_store(key: Tensor, value: Tensor, key_cache: PagedVectors, value_cache: PagedVectors, slots: Tensor) -> None:
     """What `reference.kv_store` says. The heads of a token must lie side by side, or are copied there."""
+    if key.is_cuda:
+        from kernels.kv_store import triton  # not at the top: a process without a GPU need not load it
+
+        return triton.kv_store(key, value, key_cache, value_cache, slots)
     library, keys, values = build.library(), key_cache.view, value_cache.view
     if library is None or keys is None or values is None or key.dtype != key_cache.dtype:
         return reference.kv_store(key, value, key_cache, value_cache, slots)

@@ -44,21 +44,15 @@ def paged_attention(
     prefix_lengths: Tensor | None = None,
 ) -> Tensor:
     """What `reference.paged_attention` says, in float32; bfloat16 keys, values and weights are multiplied as such and added in float32."""
+    options = soft_cap, window, alibi_slopes, prefix_lengths
+    inputs = query, key_cache, value_cache, block_tables, query_starts, context_lengths, scale
+    if query.is_cuda:
+        from kernels.paged_attention import triton  # not at the top: a process without a GPU need not load it
+
+        return triton.paged_attention(*inputs, *options)
     library, keys, values = build.library(), key_cache.view, value_cache.view
     if library is None or keys is None or values is None or query.dtype != key_cache.dtype:
-        return reference.paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            query_starts,
-            context_lengths,
-            scale,
-            soft_cap,
-            window,
-            alibi_slopes,
-            prefix_lengths,
-        )
+        return reference.paged_attention(*inputs, *options)
     query, block_tables = query.contiguous(), block_tables.contiguous()
     prefix_lengths = None if prefix_lengths is None else prefix_lengths.contiguous()
     out = torch.empty(query.shape[0], query.shape[1], value_cache.channels, dtype=query.dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels import build
 from kernels.rms_norm import reference
 
-__all__ = ["rms_norm"]
+__all__ = ["add_rms_norm", "rms_norm"]
 
 
 @functools.cache
@@ -25,6 +25,10 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """What `reference.rms_norm` says. A row's bits depend on that row alone."""
+    if x.is_cuda:
+        from kernels.rms_norm import triton  # not at the top: a process without a GPU need not load it
+
+        return triton.rms_norm(x, weight, eps)
     library, dtype, shape = build.library(), build.DTYPES.get(x.dtype), x.shape
     if library is None or dtype is None or weight.dtype != x.dtype or not x.is_cpu:
         return reference.rms_norm(x, weight, eps)
@@ -34,3 +38,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x.data_ptr(), weight.data_ptr(), out.data_ptr(), dtype, x.numel() // channels, channels, eps
     )
     return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See kernels/rms_norm/reference.py."""
+    if x.is_cuda:
+        from kernels.rms_norm import triton
+
+        return triton.add_rms_norm(x, residual, weight, eps)
+    return reference.add_rms_norm(x, residual, weight, eps)

@@ -26,6 +26,10 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """What `reference.rope` says, in float32 and rounded once. The heads of a token must lie side by side, or are copied there."""
+    if x.is_cuda:
+        from kernels.rope import triton  # not at the top: a process without a GPU need not load it
+
+        return triton.rope(x, cos, sin, interleaved)
     library, dtype = build.library(), build.DTYPES.get(x.dtype)
     if library is None or dtype is None or not x.is_cpu or cos.dtype != x.dtype:
         return reference.rope(x, cos, sin, interleaved)

@@ -25,6 +25,10 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """What `reference.swiglu` says. Rows may lie apart, as the halves of a fused matrix's outputs do."""
+    if gate.is_cuda:
+        from kernels.swiglu import triton  # not at the top: a process without a GPU need not load it
+
+        return triton.swiglu(gate, up)
     library, dtype = build.library(), build.DTYPES.get(gate.dtype)
     if library is None or dtype is None or gate.ndim != 2 or not gate.is_cpu or up.dtype != gate.dtype:
         return reference.swiglu(gate, up)
