@@ -189,3 +189,12 @@ def test_layers_are_found_by_name_by_expression_and_by_class() -> None:
         for name in ("model.layers.3.mlp.up_proj", "model.layers.3.mlp.down_proj", "lm_head", "model.layers.0.mlp.gate")
     }
     assert list(found.values()) == [SCHEMES["int4"], SCHEMES["int8"], None, None]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("awq", "quantization_config='awq' is not of type dict"), ({"bits": 4}, "quant_method is missing")],
+)
+def test_what_is_no_quantization_config(value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_quantization(ConfigReader({"quantization_config": value}, "config.json"))
