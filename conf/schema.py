@@ -11,6 +11,7 @@ from enum import Enum
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError, check
+from conf.quantization import CalibrateConfig, ExportConfig, QuantConfig, QuantizeConfig
 
 
 class Task(Enum):
@@ -18,6 +19,7 @@ class Task(Enum):
     bench = "bench"
     evaluate = "evaluate"
     convert = "convert"
+    quantize = "quantize"
 
 
 class DType(Enum):
@@ -48,17 +50,6 @@ class CheckpointFormat(Enum):
 
 class ParallelMode(Enum):
     single = "single"
-
-
-class QuantScheme(Enum):
-    none = "none"
-
-
-class KVCacheFormat(Enum):
-    none = "none"  # model.dtype
-    int8 = "int8"
-    fp8 = "fp8"  # e4m3
-    int4 = "int4"
 
 
 class DeviceType(Enum):
@@ -127,17 +118,10 @@ class ParallelConfig:
 
 
 @dataclass
-class QuantConfig:
-    scheme: QuantScheme = QuantScheme.none
-    kv_cache: KVCacheFormat = KVCacheFormat.none
-    """How keys and values are kept; the quantised ones with scales of each token and head. Goes with every scheme."""
-
-
-@dataclass
 class DeviceConfig:
     type: DeviceType = DeviceType.auto
     threads: int | None = None
-    """Threads of the CPU operators; null: torch's choice."""
+    """Threads of the CPU operators; null: one for each physical core that the process may use."""
     max_batched_tokens: int = 2048
     """Most tokens in one step. Longer prompts are computed in chunks, beside the rows that generate."""
     block_size: int | None = None
@@ -298,9 +282,16 @@ class RunConfig:
     bench: BenchConfig = field(default_factory=BenchConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     convert: ConvertConfig = field(default_factory=ConvertConfig)
+    quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
 
     def __post_init__(self) -> None:
         """A task has a section of its own name; what is set in another task's section nobody would read."""
+        calibrates = self.task is Task.quantize or self.quant.needs_calibration
+        if not calibrates and (self.calibrate, self.export) != (CalibrateConfig(), ExportConfig()):
+            scheme = f"quant={self.quant.scheme.name} with task={self.task.name}"
+            raise UserError(f"calibrate and export are not used by {scheme}: leave them out, or give task=quantize")
         for other in [task for task in Task if task is not self.task]:
             section = getattr(self, other.name)
             unchanged = type(section)()

@@ -3,12 +3,16 @@
 A vector is what one token has in one head: N blocks of B slots, G key/value heads, D channels per head.
 """
 
+import ctypes
+import functools
 import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from kernels import build
 
 INT8_MAX, FLOAT8_MAX, INT4_MAX = 127, 448, 15
 TINY = torch.finfo(torch.float32).tiny
@@ -110,6 +114,25 @@ FORMATS: dict[str, tuple[KVFormat, KVFormat]] = {
 """Of keys and of values, by the names of `quant.kv_cache`."""
 
 
+class View(ctypes.Structure):
+    """`PagedVectors` in kernels/kv_format.h."""
+
+    _fields_ = (
+        ("stored", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("block_size", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+        ("stored_size", ctypes.c_int64),
+        ("scales_size", ctypes.c_int64),
+        ("format", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+    )
+
+
+NUMBERS = {Unquantised: 0, Int8: 1, Float8: 2, Int4: 3}  # `enum class KVFormat` in kv_format.h
+
+
 @dataclass(frozen=True)
 class PagedVectors:
     """The keys, or the values, of one layer."""
@@ -118,6 +141,26 @@ class PagedVectors:
     format: KVFormat
     channels: int  # D; of less than what is stored the first ones are meant
     dtype: torch.dtype  # of the vectors when they are read
+
+    @functools.cached_property
+    def view(self) -> View | None:
+        """For the C++ kernels; None where they cannot read it."""
+        if self.dtype not in build.DTYPES or type(self.format) not in NUMBERS:
+            return None
+        if any(part.device.type != "cpu" or not part.is_contiguous() for part in self.tensors):
+            return None
+        stored, scales = self.tensors[0], self.tensors[1] if len(self.tensors) == 2 else None
+        return View(
+            stored=stored.data_ptr(),
+            scales=None if scales is None else scales.data_ptr(),
+            block_size=stored.shape[1],
+            num_heads=stored.shape[2],
+            channels=self.channels,
+            stored_size=stored.shape[3],
+            scales_size=0 if scales is None else scales[0, 0, 0].numel(),
+            format=NUMBERS[type(self.format)],
+            dtype=build.DTYPES[self.dtype],
+        )
 
 
 def allocate(

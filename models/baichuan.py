@@ -19,7 +19,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.decoder import MLP
 from models.layers.attention import alibi_slopes, attend
-from models.layers.linear import Linear
+from models.layers.linear import Linear, linear
 from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryConfig, RotaryEmbedding
 
@@ -170,6 +170,9 @@ class NormHead(nn.Module):
             self._normalised = (self.weight,)
         return self.weight
 
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.unit_rows())
+
 
 class Baichuan(CausalLM):
     config: BaichuanConfig
@@ -182,10 +185,6 @@ class Baichuan(CausalLM):
             self.lm_head: NormHead | Linear = NormHead(config)
         else:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    @property
-    def head(self) -> Tensor:
-        return self.lm_head.unit_rows() if isinstance(self.lm_head, NormHead) else self.lm_head.weight
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         return self.model(batch, cache)  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.activation import gelu_tanh
 from models.layers.attention import alibi_slopes, attend
-from models.layers.linear import Linear
+from models.layers.linear import Linear, make_head
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,7 @@ class Bloom(CausalLM):
         super().__init__()
         self.config = config
         self.transformer = Transformer(config)
-        if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    @property
-    def head(self) -> Tensor:
-        return self.transformer.word_embeddings.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        self.lm_head = make_head(self.transformer.word_embeddings, config.tie_word_embeddings)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         return self.transformer(batch, cache)  # type: ignore[no-any-return]

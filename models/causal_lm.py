@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from models.batch import Batch, KVCache
-from models.layers.linear import linear
+from models.layers.linear import TiedHead
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,16 @@ class CausalLM(nn.Module):
         return ()
 
     @property
-    def head(self) -> Tensor:
-        """The weight [V, E] that turns hidden states into logits."""
-        raise NotImplementedError
+    def head(self) -> nn.Module:
+        """What turns hidden states [R, E] into logits [R, V]."""
+        return self.get_submodule("lm_head")
 
     @property
     def step_weight_bytes(self) -> int:
         """Bytes of weights that a decode step reads: all but embeddings that are no head, of which it reads a few rows."""
+        tied = self.head.weight if isinstance(self.head, TiedHead) else None
         embeddings = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
-        skipped = sum(weight.nbytes for weight in embeddings if weight is not self.head)
+        skipped = sum(weight.nbytes for weight in embeddings if weight is not tied)
         return sum(parameter.nbytes for parameter in self.parameters()) - skipped
 
     def mark_prompt(self, token_ids: list[int]) -> tuple[int, ...]:
@@ -83,4 +84,4 @@ class CausalLM(nn.Module):
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] from hidden states [R, E]."""
-        return linear(hidden, self.head)
+        return self.head(hidden)  # type: ignore[no-any-return]

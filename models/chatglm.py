@@ -186,10 +186,6 @@ class ChatGLM(CausalLM):
         self.transformer = Transformer(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    @property
-    def head(self) -> Tensor:
-        return self.lm_head.weight
-
     def mark_prompt(self, token_ids: list[int]) -> tuple[int, ...]:
         """Where the text ends, which is the first <sop>, and where its [gMASK] is, or its [MASK] if it has none."""
         c = self.config

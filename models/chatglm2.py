@@ -171,8 +171,8 @@ class ChatGLM2(CausalLM):
         self.transformer = Transformer(config)
 
     @property
-    def head(self) -> Tensor:
-        return self.transformer.output_layer.weight
+    def head(self) -> nn.Module:
+        return self.transformer.output_layer
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         return self.transformer(batch, cache)  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend
-from models.layers.linear import Linear
+from models.layers.linear import Linear, make_head
 from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
 
@@ -142,12 +142,7 @@ class DecoderLM(CausalLM):
         super().__init__()
         self.config = config
         self.model = Decoder(config, layers)
-        if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    @property
-    def head(self) -> Tensor:
-        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        self.lm_head = make_head(self.model.embed_tokens, config.tie_word_embeddings)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         return self.model(batch, cache)  # type: ignore[no-any-return]

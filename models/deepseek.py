@@ -18,7 +18,7 @@ from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend_latent
-from models.layers.linear import Linear, linear, linear_per_head
+from models.layers.linear import FloatLinear, Linear, linear, linear_per_head, make_head
 from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config, yarn_mscale
 
@@ -191,7 +191,9 @@ class Attention(nn.Module):
             self.q_b_proj = Linear(c.q_lora_rank, query_size, bias=False)
         self.kv_a_proj_with_mqa = Linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim, bias=c.attention_bias)
         self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, LATENT_NORM_EPS)
-        self.kv_b_proj = Linear(c.kv_lora_rank, c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim), bias=False)
+        self.kv_b_proj = FloatLinear(
+            c.kv_lora_rank, c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim), bias=False
+        )
         self.o_proj = Linear(c.num_attention_heads * c.v_head_dim, c.hidden_size, bias=c.attention_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
@@ -306,17 +308,12 @@ class Deepseek(CausalLM):
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = make_head(self.model.embed_tokens, config.tie_word_embeddings)
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
         first = self.config.num_hidden_layers  # the layers that predict more than one token come after the others
         return tuple(f"model.layers.{first + i}." for i in range(self.config.num_nextn_predict_layers))
-
-    @property
-    def head(self) -> Tensor:
-        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         return self.model(batch, cache)  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.activation import gelu_tanh
 from models.layers.attention import attend
-from models.layers.linear import Linear
+from models.layers.linear import Linear, make_head
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -98,13 +98,15 @@ def _read_windows(config: ConfigReader) -> tuple[int | None, ...]:
 class RMSNorm(nn.Module):
     """Multiplies by 1 + weight, and rounds to x's dtype last, as Gemma's own code does."""
 
+    weight_offset = 1
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x.float(), self.weight_offset + self.weight.float(), self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -181,12 +183,7 @@ class Gemma2(CausalLM):
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    @property
-    def head(self) -> Tensor:
-        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        self.lm_head = make_head(self.model.embed_tokens, config.tie_word_embeddings)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         return self.model(batch, cache)  # type: ignore[no-any-return]

@@ -5,7 +5,6 @@ T tokens, H heads, D channels per head, E hidden channels, F feed-forward channe
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
@@ -14,7 +13,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.activation import gelu_tanh
 from models.layers.attention import attend
-from models.layers.linear import Linear, linear
+from models.layers.linear import Conv1D, make_head
 
 
 @dataclass(frozen=True)
@@ -56,20 +55,6 @@ def read_config(config: ConfigReader) -> GPT2Config:
         scale_attn_by_inverse_layer_idx=config.get("scale_attn_by_inverse_layer_idx", bool, False),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, True),
     )
-
-
-class Conv1D(nn.Module):
-    """A linear layer whose weight is stored [in, out], as the original code's convolutions of width 1 were."""
-
-    output_axis = 1
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(inputs, outputs))
-        self.bias = nn.Parameter(torch.empty(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight.T, self.bias)
 
 
 class Attention(nn.Module):
@@ -134,12 +119,7 @@ class GPT2(CausalLM):
         super().__init__()
         self.config = config
         self.transformer = Transformer(config)
-        if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
-
-    @property
-    def head(self) -> Tensor:
-        return self.transformer.wte.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        self.lm_head = make_head(self.transformer.wte, config.tie_word_embeddings)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         return self.transformer(batch, cache)  # type: ignore[no-any-return]

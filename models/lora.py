@@ -19,7 +19,7 @@ from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.formats.base import WeightFile
 from models.formats.huggingface import SafetensorsFile
-from models.gpt2 import Conv1D
+from models.layers.linear import Conv1D, TiedHead
 from models.weights import full_names, parameter_shapes
 
 Number = TypeVar("Number", int, float)
@@ -180,8 +180,7 @@ def _check(name: str, change: Change, weights: SafetensorsFile, settings: Settin
     """Compares shapes and fills in how the factors are applied."""
     module = name.rpartition(".")[0]
     parameter = dict(model.named_parameters()).get(name)
-    tied = any(isinstance(layer, nn.Embedding) and layer.weight is model.head for layer in model.modules())
-    if tied and (module == HEAD or parameter is model.head):
+    if isinstance(model.head, TiedHead) and (module == HEAD or parameter is model.head.weight):
         raise UserError(
             f"{weights.path} changes {module}, but head and embedding of this model are one and cannot change apart"
         )

@@ -12,7 +12,7 @@ from kernels.swiglu import swiglu
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import Attention, DecoderConfig, DecoderLM, read_decoder_config
-from models.layers.linear import Linear
+from models.layers.linear import FloatLinear, Linear
 from models.layers.moe import route, run_experts
 from models.layers.norm import RMSNorm
 from models.layers.sliding_window import read_window
@@ -52,7 +52,7 @@ class SparseMoeBlock(nn.Module):
     def __init__(self, c: MixtralConfig) -> None:
         super().__init__()
         self.num_experts_per_tok = c.num_experts_per_tok
-        self.gate = Linear(c.hidden_size, c.num_local_experts, bias=False)
+        self.gate = FloatLinear(c.hidden_size, c.num_local_experts, bias=False)
         self.experts = nn.ModuleList(Expert(c) for _ in range(c.num_local_experts))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend
-from models.layers.linear import Linear
+from models.layers.linear import Linear, make_head
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": relu, "gelu": gelu}  # OPT's and Galactica's
 POSITION_OFFSET = 2  # the table's first rows belonged to padding
@@ -154,12 +154,7 @@ class OPT(CausalLM):
         super().__init__()
         self.config = config
         self.model = Model(config)
-        if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.word_embed_proj_dim, config.vocab_size, bias=False)
-
-    @property
-    def head(self) -> Tensor:
-        return self.model.decoder.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        self.lm_head = make_head(self.model.decoder.embed_tokens, config.tie_word_embeddings)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         return self.model.decoder(batch, cache)  # type: ignore[no-any-return]

@@ -177,9 +177,5 @@ class Qwen(CausalLM):
         self.transformer = Transformer(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    @property
-    def head(self) -> Tensor:
-        return self.lm_head.weight
-
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         return self.transformer(batch, cache)  # type: ignore[no-any-return]

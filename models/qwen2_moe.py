@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from models.config import ConfigReader
 from models.decoder import MLP, Attention, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
-from models.layers.linear import Linear
+from models.layers.linear import FloatLinear
 from models.layers.moe import MixtureConfig, read_mixture, route, run_experts
 from models.layers.sliding_window import read_windows
 
@@ -39,12 +39,12 @@ class SparseMoeBlock(nn.Module):
     def __init__(self, c: Qwen2MoeConfig) -> None:
         super().__init__()
         self.mixture = c.mixture
-        self.gate = Linear(c.hidden_size, c.mixture.num_experts, bias=False)
+        self.gate = FloatLinear(c.hidden_size, c.mixture.num_experts, bias=False)
         self.experts = nn.ModuleList(
             MLP(c.hidden_size, c.mixture.moe_intermediate_size) for _ in range(c.mixture.num_experts)
         )
         self.shared_expert = MLP(c.hidden_size, c.shared_expert_intermediate_size)
-        self.shared_expert_gate = Linear(c.hidden_size, 1, bias=False)
+        self.shared_expert_gate = FloatLinear(c.hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = route(self.gate(x), self.mixture.num_experts_per_tok, self.mixture.norm_topk_prob)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from models.config import ConfigReader
 from models.decoder import MLP, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
-from models.layers.linear import Linear
+from models.layers.linear import FloatLinear
 from models.layers.moe import MixtureConfig, read_mixture, route, run_experts
 from models.layers.sliding_window import read_windows
 from models.qwen3 import Attention
@@ -36,7 +36,7 @@ class SparseMoeBlock(nn.Module):
     def __init__(self, c: Qwen3MoeConfig) -> None:
         super().__init__()
         self.mixture = c.mixture
-        self.gate = Linear(c.hidden_size, c.mixture.num_experts, bias=False)
+        self.gate = FloatLinear(c.hidden_size, c.mixture.num_experts, bias=False)
         self.experts = nn.ModuleList(
             MLP(c.hidden_size, c.mixture.moe_intermediate_size) for _ in range(c.mixture.num_experts)
         )

@@ -90,7 +90,6 @@ def find_architecture(config: ConfigReader) -> Architecture:
         raise UserError(
             f"config.json: model_type={model_type!r} is not supported: only {', '.join(sorted(ARCHITECTURES))}"
         )
-    config.expect("quantization_config", (None,), None)
     if model_type == "chatglm" and config.raw("padded_vocab_size") is not None:
         return CHATGLM2
     return ARCHITECTURES[model_type]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.formats.base import WeightFile
+from models.layers.linear import PackedLinear
 
 log = logging.getLogger(__name__)
 
@@ -34,17 +35,24 @@ def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, 
     Tensors whose names end in one of `ignored`, or begin as the model says, are none.
     Raises UserError that lists all missing, unexpected and wrong-shaped tensors, and for parameters that are no floats.
     """
-    expected = parameter_shapes(model)
+    expected = expected_shapes(model)
     names = full_names(expected)
     _compare(expected, files, names, ignored, model.ignored_prefixes)
     matched = {name: names[name] for file in files for name in file.shapes if name in names}
+    floats = parameter_shapes(model).keys() | {n for n, (layer, _) in packed_parts(model).items() if layer.from_floats}
     for file in files:
         for name in matched.keys() & file.dtypes.keys():
-            if not file.dtypes[name].is_floating_point:
-                raise UserError(
-                    f"{file.path}: {name} is {file.dtypes[name]}, not a float: quantised checkpoints are not supported"
-                )
+            dtype = file.dtypes[name]
+            if matched[name] in floats and (not dtype.is_floating_point or dtype.itemsize == 1):
+                remedy = "expected floats of 16 or 32 bits, or scales beside it"
+                raise UserError(f"{file.path}: {name} is {dtype}, but its layer is not quantised: {remedy}")
     return matched
+
+
+def expected_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
+    """Of all tensors that are wanted of a checkpoint: parameters, and what packed layers are made of."""
+    parts = packed_parts(model).items()
+    return parameter_shapes(model) | {name: layer.tensors()[own] for name, (layer, own) in parts}
 
 
 def parameter_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
@@ -64,25 +72,44 @@ def load_weights(
     device: torch.device,
     on_bytes: Callable[[int, int], None],
 ) -> None:
-    """Replace the model's (meta) parameters by the checkpoint's tensors, cast to `dtype` on `device`.
+    """Replace the model's (meta) parameters by the checkpoint's tensors, cast to `dtype` on `device`. Packed layers take theirs uncast.
 
-    `on_bytes(done, total)` is called after every tensor. Raises UserError as `match_tensors` does.
+    `on_bytes(done, total)` is called after every tensor, with bytes of the dtype. Raises UserError as `match_tensors` does.
     """
     matched = match_tensors(model, files, ignored)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    dtypes = {name: _parameter_dtype(model, name, dtype) for name in sizes}
-    total = sum(size * dtypes[name].itemsize for name, size in sizes.items())
+    parameters, parts = parameter_shapes(model), packed_parts(model)
+    total = sum(torch.Size(shape).numel() for shape in expected_shapes(model).values()) * dtype.itemsize
     done, damaged = 0, []
+    incomplete: dict[PackedLinear, dict[str, Tensor]] = {}
     for file in files:
-        for name, tensor in file.read(name for name in file.shapes if name in matched):
-            full_name = matched[name]
-            if tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any():  # the sum needs no memory
-                damaged.append(full_name)
-            assign(model, full_name, tensor.to(device, dtypes[full_name], copy=file.is_mapped))
-            done += tensor.numel() * dtypes[full_name].itemsize
+        for found_name, tensor in file.read(name for name in file.shapes if name in matched):
+            name = matched[found_name]
+            if tensor.is_floating_point() and _holds_nan(tensor):
+                damaged.append(name)
+            if name in parts:
+                layer, own = parts[name]
+                came = incomplete.setdefault(layer, {})
+                came[own] = tensor
+                if came.keys() == layer.tensors().keys():
+                    layer.load(incomplete.pop(layer), dtype, device)
+            if name in parameters:
+                assign(model, name, tensor.to(device, _parameter_dtype(model, name, dtype), copy=file.is_mapped))
+            done += tensor.numel() * dtype.itemsize
             on_bytes(done, total)
     if damaged:
         log.warning("%d tensors hold NaN: %s", len(damaged), _listed(damaged))
+
+
+def packed_parts(model: CausalLM) -> dict[str, tuple[PackedLinear, str]]:
+    """By their names in the checkpoint the tensors that packed layers are made of: the layer, and the tensor's own name in it."""
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    return {f"{layer.source}.{own}": (layer, own) for layer in layers for own in layer.tensors()}
+
+
+def _holds_nan(tensor: Tensor) -> bool:
+    if tensor.dtype.itemsize == 1:  # float8, which torch cannot add up
+        tensor = tensor.float()
+    return bool(tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any())  # the sum needs no memory
 
 
 class CastFile:
@@ -146,12 +173,19 @@ def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def initialise_randomly(model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
-    """Norms 1, biases 0, all else normal with a standard deviation of 0.02; always the same values on one kind of device."""
+    """Norms 1, biases 0, all else normal with a standard deviation of 0.02; always the same values on one kind of device.
+
+    Raises UserError where a layer is made of other tensors than floats.
+    """
     generator = torch.Generator(device).manual_seed(0)
+
+    def make(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if len(shape) == 1:
+            return tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+        return tensor.normal_(0, RANDOM_STD, generator=generator)
+
     for name, parameter in list(model.named_parameters()):
-        tensor = torch.empty(parameter.shape, dtype=_parameter_dtype(model, name, dtype), device=device)
-        if parameter.ndim == 1:
-            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            tensor.normal_(0, RANDOM_STD, generator=generator)
-        assign(model, name, tensor)
+        assign(model, name, make(name, tuple(parameter.shape), _parameter_dtype(model, name, dtype)))
+    for layer in dict.fromkeys(layer for layer, _ in packed_parts(model).values()):
+        layer.load({own: make(own, shape, dtype) for own, shape in layer.tensors().items()}, dtype, device)

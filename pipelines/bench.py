@@ -40,7 +40,7 @@ def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         raise UserError(f"bench.data={bench.data} is not a file: give a .jsonl, or leave it out for random prompts")
     with report.progress_bar() as progress:
         start = time.perf_counter()
-        engine = load_engine(run, bench.batch_size, progress.loaded)
+        engine = load_engine(run, bench.batch_size, progress)
         load_s = time.perf_counter() - start
         resolved = replace(engine.resolve(run.decode), max_new_tokens=None, min_new_tokens=None, max_length=None)
         run = replace(run, decode=resolved)

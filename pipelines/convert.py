@@ -1,12 +1,9 @@
 """`task=convert`: a checkpoint of any layout, written in another. In memory is one tensor at a time, or a file of a pickled source."""
 
-import fcntl
 import json
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +15,8 @@ from conf.schema import CheckpointFormat, ConvertConfig, ConvertDType, ModelConf
 from models.causal_lm import CausalLM
 from models.formats import Checkpoint, WeightFile
 from models.formats.gguf_writer import write_gguf
-from models.formats.huggingface import CONFIG
 from models.formats.huggingface_writer import write_companions, write_huggingface
-from models.formats.manifest import MANIFEST, write_manifest
+from models.formats.manifest import write_manifest
 from models.formats.safetensors_writer import entries_of
 from models.formats.sharded import write_sharded
 from models.lora import merge_lora
@@ -28,7 +24,8 @@ from models.partition import partition
 from models.registry import find_architecture
 from models.weights import DTYPES, CastFile, checkpoint_dtype, match_tensors, parameter_shapes
 from pipelines import report
-from pipelines.loading import find_and_open
+from pipelines.assembly import find_and_open
+from pipelines.output_folder import complete_folder, refuse_existing
 
 GGUF_FILE = "model.gguf"
 
@@ -42,7 +39,11 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     checkpoint = find_and_open(run.model)
     target = Path(os.path.abspath(Path(run.convert.output).expanduser()))
     _refuse_overlap(target, checkpoint.path, output_dir)
-    _refuse_existing(target, run.convert.overwrite)
+    refuse_existing(target, run.convert.overwrite, "convert")
+    if checkpoint.config.raw("quantization_config") is not None:
+        raise UserError(
+            f"{checkpoint.path} is quantised, and task=convert takes float checkpoints only: give the float model"
+        )
     architecture = find_architecture(checkpoint.config)
     with torch.device("meta"):
         model = architecture.build(architecture.read_config(checkpoint.config))
@@ -55,7 +56,7 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     if dtype is not None:
         files = [CastFile(file, model, matched, dtype) for file in files]
     write = _writer(run.convert, replace(checkpoint, open_weights=lambda expected: files), model, matched, dtype)
-    with report.progress_bar() as progress, complete_folder(target, run.convert.overwrite) as folder:
+    with report.progress_bar() as progress, complete_folder(target, run.convert.overwrite, "convert") as folder:
         write_manifest(folder, write(folder, progress.converted))
     metrics = {
         "num_tensors": sum(len(file.shapes) for file in files),
@@ -122,68 +123,6 @@ def _refuse_overlap(target: Path, source: Path, output_dir: Path) -> None:
         raise UserError(
             f"convert.output={target} is or holds the run's own folder {output_dir}: give a folder elsewhere"
         )
-
-
-@contextmanager
-def complete_folder(target: Path, overwrite: bool) -> Iterator[Path]:
-    """An empty folder beside `target`, which takes its name when the block ends well and is removed when it does not.
-
-    Killed, the process leaves the hidden folder, and the next conversion to this target removes it; killed between the two renames of an
-    overwriting, it leaves the old model beside, hidden too. Raises UserError as `_refuse_existing` does.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial, replaced = (target.with_name(f".{target.name}.{what}") for what in ("partial", "replaced"))
-    partial.mkdir(exist_ok=True)
-    lock = os.open(partial, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"another conversion writes convert.output={target}: wait for it, or give another folder"
-            ) from error
-        try:
-            for leftover in partial.iterdir():
-                leftover.unlink()
-            yield partial
-            for path in (*partial.iterdir(), partial):
-                _sync(path)
-            _refuse_existing(target, overwrite)  # by now there may be one
-            shutil.rmtree(replaced, ignore_errors=True)
-            if target.exists():
-                os.rename(target, replaced)
-            os.rename(partial, target)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            if replaced.exists() and not target.exists():
-                os.rename(replaced, target)
-            raise
-        _sync(target.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-    finally:
-        os.close(lock)
-
-
-def _refuse_existing(target: Path, overwrite: bool) -> None:
-    """Raises UserError where anything is at `target`, or with `overwrite` what is no model and no empty folder."""
-    if not target.exists() and not target.is_symlink():
-        return
-    if not overwrite:
-        raise UserError(f"convert.output={target} exists: give another folder, or convert.overwrite=true to replace it")
-    is_model = any((target / name).is_file() for name in (CONFIG, MANIFEST))
-    is_empty = target.is_dir() and not any(target.iterdir())
-    if target.is_symlink() or not (is_model or is_empty):
-        raise UserError(
-            f"convert.output={target} is not the folder of a model, which alone is replaced: remove it yourself"
-        )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _print(metrics: dict[str, Any], target: Path, output_dir: Path) -> None:

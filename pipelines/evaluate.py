@@ -14,9 +14,11 @@ from typing import Any
 
 from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError
-from conf.schema import EvaluateConfig, QuantConfig, RunConfig, Weights
+from conf.quantization import QuantConfig
+from conf.schema import EvaluateConfig, RunConfig, Weights
 from models.tokenizers import Tokenizer
 from pipelines import report
+from pipelines.assembly import assemble
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
 from pipelines.prompts import FIELDS, Lines, PromptEncoder, PromptRow, decode_utf8, parse_row
@@ -53,7 +55,7 @@ def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         _check_decode_is_unset(run.decode)
     start = time.perf_counter()
     with report.progress_bar() as progress:
-        engine = load_engine(run, min(BATCH_SIZE, run.device.max_batched_tokens), progress.loaded)
+        engine = load_engine(run, min(BATCH_SIZE, run.device.max_batched_tokens), progress)
         if engine.tokenizer is None:
             raise UserError("task=evaluate measures on text, but there is no tokenizer: give model.tokenizer=PATH")
         run = _resolved(run, engine)
@@ -231,7 +233,7 @@ def _load_reference(
     # Its cache need hold no more than windows.
     model = replace(run.model, path=path, weights=Weights.checkpoint, max_length=run.evaluate.window)
     try:
-        reference = load_engine(replace(run, model=model, quant=QuantConfig()), 1, on_bytes)
+        reference = assemble(replace(run, model=model, quant=QuantConfig()), 1, on_bytes)
     except UserError as error:
         raise UserError(f"{where} cannot be loaded: {error}") from error
     if reference.vocab_size != engine.vocab_size:

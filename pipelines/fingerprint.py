@@ -47,32 +47,32 @@ def fingerprint(run: RunConfig, engine: Engine, prompts: Prompts) -> Fingerprint
         "model.max_length": run.model.max_length,
         "model.tokenizer": tokenizer is not None,
         "device.type": engine.device.type,
-        "quant.scheme": run.quant.scheme.name,
-        "quant.kv_cache": run.quant.kv_cache.name,
+        "quant": json.loads(json.dumps(asdict(run.quant), default=lambda value: value.name)),
+        "calibrate": asdict(run.calibrate) if run.quant.needs_calibration else None,
         "predict.add_special_tokens": run.predict.add_special_tokens,
         "predict.chat_template": _chat_template(run.predict.chat_template),
     }
     parts |= {f"decode.{name}": value for name, value in asdict(run.decode).items()}
-    parts |= _files(model, "model")
+    parts |= file_fingerprint(model, "model")
     if tokenizer and not tokenizer.samefile(model):
-        parts |= _files(tokenizer, "tokenizer")
+        parts |= file_fingerprint(tokenizer, "tokenizer")
     return dict(json.loads(dumps(parts)))  # as a journal gives it back: there all keys are texts
 
 
 def _chat_template(chat_template: str) -> str:
-    return chat_template if chat_template in ("auto", "none") else _sha256(Path(chat_template))
+    return chat_template if chat_template in ("auto", "none") else sha256_of(Path(chat_template))
 
 
-def _files(path: Path, name: str) -> Fingerprint:
+def file_fingerprint(path: Path, name: str) -> Fingerprint:
     """Of a folder, or of a file that holds everything."""
     parts = SPLIT.sub(r"-?????\1", glob.escape(path.name))
     folder, weights = (path, WEIGHTS) if path.is_dir() else (path.parent, (parts,))
-    contents = {file.name: _sha256(file) for pattern in READ for file in path.glob(pattern)}
+    contents = {file.name: sha256_of(file) for pattern in READ for file in path.glob(pattern)}
     stats = {str(file.relative_to(folder)): file.stat() for pattern in weights for file in folder.glob(pattern)}
     times = {file: f"{stat.st_size} bytes of {stat.st_mtime_ns}" for file, stat in stats.items()}
     return {f"{name}/{file}": value for file, value in sorted((contents | times).items())}
 
 
-def _sha256(file: Path) -> str:
+def sha256_of(file: Path) -> str:
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

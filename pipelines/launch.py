@@ -10,6 +10,7 @@ from pipelines.bench import run_bench
 from pipelines.convert import run_convert
 from pipelines.evaluate import run_evaluate
 from pipelines.predict import run_predict
+from pipelines.quantize import run_quantize
 from pipelines.report import Dump, reader_may_leave, reset_peak_memory
 
 TASKS = {
@@ -17,6 +18,7 @@ TASKS = {
     Task.bench: run_bench,
     Task.evaluate: run_evaluate,
     Task.convert: run_convert,
+    Task.quantize: run_quantize,
 }
 
 

@@ -1,147 +1,29 @@
-"""From a RunConfig to an engine: the place where model, quantisation, tokenizer and device come together."""
+"""From a RunConfig to an engine. A scheme that needs calibration is calibrated first, once: its model is kept and found again."""
 
 import logging
-from collections.abc import Callable
-from pathlib import Path
-
-import torch
+from dataclasses import replace
 
 from conf.errors import UserError
-from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
-from kernels.kv_format import FORMATS, KVFormat
-from models.batch import KVCache
-from models.causal_lm import ModelShape
-from models.config import ConfigReader
-from models.formats import Checkpoint, WeightFile, open_checkpoint, open_tokenizer
-from models.formats.manifest import verify_manifest
-from models.hub import find_checkpoint
-from models.registry import find_architecture
-from models.tokenizers import Tokenizer
-from models.weights import DTYPES, checkpoint_dtype, initialise_randomly, load_weights, parameter_shapes
+from conf.quantization import CalibrateConfig, ExportConfig, QuantConfig
+from conf.schema import RunConfig
+from pipelines.assembly import assemble, is_quantized
 from pipelines.engine import Engine
-from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
-from pipelines.engine.request import ContextLimit
-from pipelines.generation_config import decode_defaults, eos_token_ids
+from pipelines.quantize import find_or_make
+from pipelines.report import NO_PROGRESS, ProgressSink
 
 log = logging.getLogger(__name__)
 
-AUTO_SEQUENCES = 16  # for which an automatic pool has room at least: rows may ask for beams or samples of their own
-DEFAULT_THREADS = torch.get_num_threads()  # torch's choice, before anybody set another number
 
-
-def load_engine(
-    run: RunConfig, max_num_requests: int, on_bytes: Callable[[int, int], None] = lambda done, total: None
-) -> Engine:
-    """Load model and tokenizer and make an engine for so many requests at once. `on_bytes(done, total)` follows the weights.
-
-    Raises UserError for whatever is wrong with the checkpoint, the tokenizer or the device.
-    """
-    if max_num_requests > run.device.max_batched_tokens:
-        raise UserError(
-            f"batch_size={max_num_requests} is more than device.max_batched_tokens={run.device.max_batched_tokens}: "
-            "every row that runs needs a token of each step"
-        )
-    device = _device(run.device)
-    torch.set_num_threads(run.device.threads or DEFAULT_THREADS)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    checkpoint = find_and_open(run.model)
-    reader = checkpoint.config
-    architecture = find_architecture(reader)
-    shape: ModelShape = architecture.read_config(reader)
-    context = _context(run.model, shape, reader)
-    tokenizer = _tokenizer(run.model, checkpoint)
-    if tokenizer and tokenizer.size > shape.vocab_size:
-        raise UserError(
-            f"the tokenizer in {tokenizer.source} has ids up to {tokenizer.size - 1}, but the model's vocabulary is {shape.vocab_size}: "
-            "give model.tokenizer=PATH of the model's own, or null for none"
-        )
-    eos = eos_token_ids(checkpoint.generation_config, reader, tokenizer)
-    decode = decode_defaults(checkpoint.generation_config, context.num_tokens)
-    if unread := reader.unread():
-        log.warning("the config in %s has keys that are not used: %s", checkpoint.path, ", ".join(unread))
-    with torch.device("meta"):
-        model = architecture.build(shape).eval()
-    with_weights = run.model.weights is Weights.checkpoint
-    files = checkpoint.open_weights(parameter_shapes(model)) if with_weights else []
-    dtype = _dtype(run.model.dtype, reader, files)
-    if files:
-        load_weights(model, files, architecture.ignored_tensors, dtype, device, on_bytes)
-    else:
-        initialise_randomly(model, dtype, device)
-    usual = run.decode.resolved(decode)
-    sequences = max(AUTO_SEQUENCES, max_num_requests * max(usual.n, usual.num_beams or 1))
-    cache = _kv_cache(run.device, shape, sequences, context, FORMATS[run.quant.kv_cache.name], dtype, device)
-    sizes = max_num_requests, run.device.max_batched_tokens
-    return Engine(model, cache, tokenizer, context, eos, decode, *sizes)
-
-
-def find_and_open(config: ModelConfig) -> Checkpoint:
-    """The checkpoint of `model.path`, its files verified where that is asked for. Raises UserError."""
-    path = find_checkpoint(config.path, config.weights is Weights.checkpoint, config.allow_pickle)
-    if config.verify:
-        verify_manifest(path)
-    return open_checkpoint(path, config.allow_pickle)
-
-
-def _kv_cache(
-    config: DeviceConfig,
-    shape: ModelShape,
-    max_num_sequences: int,
-    context: ContextLimit,
-    formats: tuple[KVFormat, KVFormat],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> KVCache:
-    block_size = config.block_size or BLOCK_SIZE[device.type]
-    wanted_blocks = max_num_sequences * -(-context.num_tokens // block_size)
-    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, formats, dtype, device)
-    return allocate_kv_cache(shape, num_blocks, block_size, formats, dtype, device)
-
-
-def _device(config: DeviceConfig) -> torch.device:
-    if config.type is DeviceType.cuda and not torch.cuda.is_available():
-        raise UserError(
-            "device=cuda, but torch sees no CUDA device: give device=cpu or device=auto, or check the driver with nvidia-smi"
-        )
-    if config.type is DeviceType.auto:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.type.name)
-
-
-def _context(config: ModelConfig, shape: ModelShape, reader: ConfigReader) -> ContextLimit:
-    own = reader.raw("max_position_embeddings")
-    stretched = own is not None and own != shape.context_length
-    limit = ContextLimit(shape.context_length, f"{'stretched ' if stretched else ''}max_position_embeddings")
-    if config.max_length is None:
-        return limit
-    if config.max_length > limit.num_tokens:
-        raise UserError(
-            f"model.max_length={config.max_length} is more than the model's {limit}: give at most {limit.num_tokens}"
-        )
-    return ContextLimit(config.max_length, "model.max_length")
-
-
-def _tokenizer(config: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    if config.tokenizer is None:
-        return None
-    if not config.tokenizer:
-        return checkpoint.load_tokenizer()
-    tokenizer = open_tokenizer(Path(config.tokenizer).expanduser())
-    if tokenizer is None:
-        raise UserError(
-            f"model.tokenizer={config.tokenizer} is not a folder with tokenizer files: give such a folder, a GGUF file, or null for none"
-        )
-    return tokenizer
-
-
-def _dtype(wanted: DType, reader: ConfigReader, files: list[WeightFile]) -> torch.dtype:
-    """auto: what config.json says, else what the checkpoint's first tensor is, else float32."""
-    if wanted is not DType.auto:
-        return DTYPES[wanted.name]
-    name = reader.raw("torch_dtype") or reader.raw("dtype")
-    if name is None:
-        name = str(checkpoint_dtype(files)).removeprefix("torch.") if files else "float32"
-    if not isinstance(name, str) or name not in DTYPES:
-        raise UserError(f"the checkpoint's dtype {name!r} is not supported: give model.dtype={'|'.join(DTYPES)}")
-    return DTYPES[name]
+def load_engine(run: RunConfig, max_num_requests: int, progress: ProgressSink = NO_PROGRESS) -> Engine:
+    """An engine for so many requests at once. Raises UserError as `assemble` and `find_or_make` do."""
+    if run.quant.needs_calibration and is_quantized(run.model):
+        if run.calibrate != CalibrateConfig():
+            raise UserError(
+                "calibrate is not used by a model that is quantised already: leave it out, or give the float model"
+            )
+    elif run.quant.needs_calibration:
+        folder = find_or_make(run, progress)
+        log.warning("quant=%s is the calibrated model in %s", run.quant.scheme.name, folder)
+        model, quant = replace(run.model, path=str(folder)), QuantConfig(kv_cache=run.quant.kv_cache)
+        run = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), export=ExportConfig())
+    return assemble(run, max_num_requests, progress.loaded)

@@ -38,7 +38,7 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     prompts = read_prompts(run.predict.data)
     start = time.perf_counter()
     with report.progress_bar() as progress:
-        engine = load_engine(run, run.predict.batch_size, progress.loaded)
+        engine = load_engine(run, run.predict.batch_size, progress)
     run = replace(run, decode=engine.resolve(run.decode))
     engine.check(run.decode)
     encoder = PromptEncoder(engine.tokenizer, run.predict.add_special_tokens, run.predict.chat_template)

@@ -131,6 +131,20 @@ class ProgressSink(Protocol):
     def converted(self, done: int, total: int) -> None: ...
     def generated(self, num_rows: int, total_rows: int | None, tokens_per_s: float) -> None: ...
     def scored(self, num_tokens: int, total_tokens: int) -> None: ...
+    def quantized(self, num_layers: int, total_layers: int) -> None: ...
+
+
+class NoProgress:
+    """Tells nobody."""
+
+    def loaded(self, done: int, total: int) -> None: ...
+    def converted(self, done: int, total: int) -> None: ...
+    def generated(self, num_rows: int, total_rows: int | None, tokens_per_s: float) -> None: ...
+    def scored(self, num_tokens: int, total_tokens: int) -> None: ...
+    def quantized(self, num_layers: int, total_layers: int) -> None: ...
+
+
+NO_PROGRESS = NoProgress()
 
 
 class _Bar:
@@ -139,6 +153,7 @@ class _Bar:
         self._load = progress.add_task("load", total=None, note="", visible=False)
         self._score = progress.add_task("score", total=None, note="", visible=False)
         self._convert = progress.add_task("convert", total=None, note="", visible=False)
+        self._quantize = progress.add_task("quantize", total=None, note="", visible=False)
         self._generate = progress.add_task("generate", total=None, note="", visible=False)
 
     def loaded(self, done: int, total: int) -> None:
@@ -155,6 +170,10 @@ class _Bar:
     def scored(self, num_tokens: int, total_tokens: int) -> None:
         note = f"{num_tokens:,} of {total_tokens:,} tokens"
         self._progress.update(self._score, completed=num_tokens, total=total_tokens, note=note, visible=True)
+
+    def quantized(self, num_layers: int, total_layers: int) -> None:
+        note = f"{num_layers} of {total_layers} layers"
+        self._progress.update(self._quantize, completed=num_layers, total=total_layers, note=note, visible=True)
 
     def _bytes(self, task: TaskID, done: int, total: int) -> None:
         note = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"

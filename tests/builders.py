@@ -8,16 +8,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from conf.decoding import DecodeConfig
+from conf.quantization import KVCacheFormat, QuantConfig
 from conf.schema import (
     DeviceConfig,
     DeviceType,
     DType,
-    KVCacheFormat,
     ModelConfig,
     PredictConfig,
-    QuantConfig,
     RunConfig,
 )
+from models.causal_lm import CausalLM
+from models.layers.dense import DenseLinear
 from pipelines.engine import Completion, Engine, Output
 from pipelines.engine.batch import build_batch
 from pipelines.loading import load_engine
@@ -73,6 +74,17 @@ def engine_of(
     return load_engine(
         replace(run, model=model, device=config, quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache])), batch_size
     )
+
+
+def weights_of(model: CausalLM) -> dict[str, torch.Tensor]:
+    """By the checkpoint's names; those that are packed for the machine unpacked."""
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, DenseLinear)}
+    weights = {n: p.data for n, p in model.named_parameters() if n.rpartition(".")[0] not in packed}
+    for name, layer in packed.items():
+        if layer.source == name:  # not of a head that is tied
+            weights[f"{name}.weight"] = layer.weight
+            weights |= {} if layer.bias is None else {f"{name}.bias": layer.bias.data}
+    return weights
 
 
 def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> list[Output]:

@@ -8,6 +8,12 @@ import pytest
 # Before torch is imported: a second thread has nothing to do in models of this size, and on a busy machine it keeps the first waiting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch  # noqa: E402
+
+# Before triton is imported: without a GPU its kernels are interpreted. tests/kernels/triton/test_compiled.py compiles them elsewhere.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from tests.builders import write_llama  # noqa: E402
 from tests.tokenizers_for_tests import byte_level, save  # noqa: E402
 

@@ -1,5 +1,76 @@
-"""Causal attention over the paged cache, for prefill and decode alike."""
+"""Causal attention over the paged cache, for prefill and decode alike.
 
-from kernels.paged_attention.reference import paged_attention
+T new tokens of S sequences, H query heads of D channels, E channels per value. In C++ a token's bits depend on its sequence and its
+position alone: not on other sequences, on how its sequence was cut into steps, or on the number of threads.
+"""
+
+import ctypes
+import functools
+from ctypes import c_float, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from kernels import build
+from kernels.kv_format import PagedVectors
+from kernels.paged_attention import reference
 
 __all__ = ["paged_attention"]
+
+
+@functools.cache
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    numbers = (c_int64, c_int64, c_float, c_float, c_int64)
+    library.paged_attention.argtypes = (
+        *(c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p),
+        *numbers,
+        *(c_void_p, c_void_p, c_void_p),
+    )
+    library.paged_attention.restype = None
+    return library
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: PagedVectors,
+    value_cache: PagedVectors,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lengths: Tensor,
+    scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+) -> Tensor:
+    """What `reference.paged_attention` says, in float32; bfloat16 keys, values and weights are multiplied as such and added in float32."""
+    options = soft_cap, window, alibi_slopes, prefix_lengths
+    inputs = query, key_cache, value_cache, block_tables, query_starts, context_lengths, scale
+    if query.is_cuda:
+        from kernels.paged_attention import triton  # not at the top: a process without a GPU need not load it
+
+        return triton.paged_attention(*inputs, *options)
+    library, keys, values = build.library(), key_cache.view, value_cache.view
+    if library is None or keys is None or values is None or query.dtype != key_cache.dtype:
+        return reference.paged_attention(*inputs, *options)
+    query, block_tables = query.contiguous(), block_tables.contiguous()
+    prefix_lengths = None if prefix_lengths is None else prefix_lengths.contiguous()
+    out = torch.empty(query.shape[0], query.shape[1], value_cache.channels, dtype=query.dtype)
+    _declared(library).paged_attention(
+        query.data_ptr(),
+        ctypes.addressof(keys),
+        ctypes.addressof(values),
+        block_tables.data_ptr(),
+        block_tables.shape[1],
+        query_starts.data_ptr(),
+        context_lengths.data_ptr(),
+        context_lengths.shape[0],
+        query.shape[1],
+        scale,
+        soft_cap or 0.0,
+        window or 0,
+        None if alibi_slopes is None else alibi_slopes.data_ptr(),
+        None if prefix_lengths is None else prefix_lengths.data_ptr(),
+        out.data_ptr(),
+    )
+    return out

@@ -13,3 +13,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normalised.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and x + residual itself, both [T, D] in x's dtype."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total

@@ -1,5 +1,46 @@
-"""Rotary position embedding, applied to queries and keys."""
+"""Rotary position embedding, applied to queries and keys.
 
-from kernels.rope.reference import rope
+T tokens, H heads, D channels per head, of which R turn.
+"""
+
+import ctypes
+import functools
+from ctypes import c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from kernels import build
+from kernels.rope import reference
 
 __all__ = ["rope"]
+
+
+@functools.cache
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    numbers = (c_int32, *(c_int64,) * 5, c_int32)
+    library.rope.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p, *numbers)
+    library.rope.restype = None
+    return library
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """What `reference.rope` says, in float32 and rounded once. The heads of a token must lie side by side, or are copied there."""
+    if x.is_cuda:
+        from kernels.rope import triton  # not at the top: a process without a GPU need not load it
+
+        return triton.rope(x, cos, sin, interleaved)
+    library, dtype = build.library(), build.DTYPES.get(x.dtype)
+    if library is None or dtype is None or not x.is_cpu or cos.dtype != x.dtype:
+        return reference.rope(x, cos, sin, interleaved)
+    num_tokens, num_heads, channels = x.shape
+    token_stride, head_stride, channel_stride = x.stride()
+    if channel_stride != 1 or head_stride != channels:
+        x, token_stride = x.contiguous(), num_heads * channels
+    cos, sin = cos.contiguous(), sin.contiguous()
+    out = torch.empty(num_tokens, num_heads, channels, dtype=x.dtype)
+    _declared(library).rope(
+        *(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), dtype),
+        *(num_tokens, num_heads, channels, cos.shape[1], token_stride, interleaved),
+    )
+    return out

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
+from numpy.typing import NDArray
 from torch import Tensor
 
 from conf.errors import UserError
@@ -30,6 +31,12 @@ STORED = {  # types that are read as they are
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
+GROUP = 32  # values of a row that share a scale in the types below
+CODE_BITS = {
+    GGMLQuantizationType.Q8_0: 8,
+    GGMLQuantizationType.Q4_0: 4,
+}  # symmetric codes, so that quantised layers can take them
+SCALE_BYTES = 2  # float16, before a group's codes
 END_TOKENS = ("eos", "eot", "eom")  # of the text, of a turn, of a message
 NO_EFFECT = ("rope.scaling.finetuned", "tensor_data_layout")  # provenance
 DEQUANTISED_AT_ONCE = 2**20  # values, so that the library's intermediate results stay small beside a tensor
@@ -243,9 +250,28 @@ class GGUFWeights:
         self.shapes = {name: source.shape for name, source in self._sources.items()}
         self.dtypes = {name: STORED.get(source.type, torch.float32) for name, source in self._sources.items()}
 
+    def coded_modules(self) -> dict[str, int]:
+        """The modules whose weights hold small integers and a scale for each 32 of them, and the bits of the integers."""
+        return {
+            name.removesuffix(".weight"): CODE_BITS[source.type]
+            for name, source in self._sources.items()
+            if source.type in CODE_BITS and len(source.shape) == 2
+        }
+
+    def keep_codes(self, modules: Iterable[str]) -> None:
+        """From now on gives `codes` int8 [O, I] and `scales` float16 [O, I / 32] of these coded modules in place of their `weight`."""
+        for module in modules:
+            if source := self._sources.pop(f"{module}.weight", None):
+                self._sources |= {f"{module}.{part}": source for part in ("codes", "scales")}
+        self.shapes = {name: _shape(name, source) for name, source in self._sources.items()}
+
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            tensor = _read_tensor(self.path, self._sources[name])
+            source = self._sources[name]
+            if name.endswith((".codes", ".scales")):
+                tensor = _read_codes(self.path, source)[name.endswith(".scales")]
+            else:
+                tensor = _read_tensor(self.path, source)
             heads = self._heads.get(name.split(".")[-2]) if "_proj." in name else None
             if heads is None:
                 yield name, tensor
@@ -269,13 +295,35 @@ def _hugging_face_tensors(name: str, tensor: TensorInfo) -> dict[str, TensorInfo
     }
 
 
-def _read_tensor(path: Path, tensor: TensorInfo) -> Tensor:
-    """In its own type, or dequantised to float32. Memory of its own."""
+def _shape(name: str, source: TensorInfo) -> tuple[int, ...]:
+    return (source.shape[0], source.shape[1] // GROUP) if name.endswith(".scales") else source.shape
+
+
+def _read_codes(path: Path, tensor: TensorInfo) -> tuple[Tensor, Tensor]:
+    """Codes int8 [O, I] and scales float16 [O, I / 32] of a tensor of CODE_BITS. Memory of their own.
+
+    A group is its scale and its codes: Q8_0 as int8; Q4_0 plus 8 in 16 bytes, the first half of the group in their lower four bits.
+    """
+    groups = torch.from_numpy(_read_bytes(path, tensor)).view(tensor.shape[0], tensor.shape[1] // GROUP, -1)
+    scales = groups[:, :, :SCALE_BYTES].contiguous().view(torch.float16).flatten(1)
+    codes = groups[:, :, SCALE_BYTES:]
+    if CODE_BITS[tensor.type] == 4:
+        codes = torch.cat((codes & 15, codes >> 4), dim=2) - 8  # uint8, which wraps as int8 does
+    return codes.contiguous().view(torch.int8).flatten(1), scales
+
+
+def _read_bytes(path: Path, tensor: TensorInfo) -> NDArray[np.uint8]:
     data = np.fromfile(path, np.uint8, tensor.num_bytes, offset=tensor.offset)
     if len(data) != tensor.num_bytes:
         raise UserError(
             f"{path} has {len(data)} bytes of a tensor at {tensor.offset}, expected {tensor.num_bytes}: it was changed"
         )
+    return data
+
+
+def _read_tensor(path: Path, tensor: TensorInfo) -> Tensor:
+    """In its own type, or dequantised to float32. Memory of its own."""
+    data = _read_bytes(path, tensor)
     if tensor.type in STORED:
         return torch.from_numpy(data).view(STORED[tensor.type]).view(tensor.shape)
     rows = data.reshape(math.prod(tensor.shape[:-1]), -1)

@@ -33,6 +33,7 @@ SAFETENSORS_DTYPES = {
 }
 CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 HEADER_ALIGNMENT = 8
+FROM_TORCH = {"format": "pt"}  # transformers wants to know whose tensors these are
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,11 @@ def content_of(tensor: Tensor) -> memoryview:
 class SafetensorsWriter:
     """Takes the tensors in the order of `entries`; in memory is the one that is being written."""
 
-    def __init__(self, path: Path, entries: list[Entry]) -> None:
+    def __init__(self, path: Path, entries: list[Entry], metadata: dict[str, str] | None = None) -> None:
         self.path = path
         self._sha256 = hashlib.sha256()
         self._file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
-        self.write(_header(entries))
+        self.write(_header(entries, FROM_TORCH | (metadata or {})))
 
     def __enter__(self) -> "SafetensorsWriter":
         return self
@@ -94,8 +95,8 @@ class SafetensorsWriter:
         self._sha256.update(content)
 
 
-def _header(entries: list[Entry]) -> bytes:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers wants to know whose tensors these are
+def _header(entries: list[Entry], metadata: dict[str, str]) -> bytes:
+    header: dict[str, object] = {"__metadata__": metadata}
     offset = 0
     for entry in entries:
         end = offset + entry.nbytes

@@ -1,20 +1,15 @@
 """The linear layer, whose every row is computed the same way however many rows there are."""
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# A CPU's matrix product takes other paths, which sum in another order, for fewer rows than these (measured with MKL and oneDNN on AVX2
-# and AVX-512, every count from 1 to 80: float32 differs up to 11, bfloat16 at 1). Zero rows are added up to them.
-MIN_ROWS = {torch.float32: 12, torch.bfloat16: 2, torch.float16: 2}
+from kernels.matmul.reference import MIN_ROWS, linear
 
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [R, I] times weight [O, I] transposed, plus bias [O]: [R, O]. On a CPU a row's bits do not depend on the other rows."""
-    num_rows, least = x.shape[0], MIN_ROWS.get(x.dtype, 1)
-    if num_rows >= least or x.device.type != "cpu":
-        return functional.linear(x, weight, bias)
-    return functional.linear(functional.pad(x, (0, 0, 0, least - num_rows)), weight, bias)[:num_rows]
+__all__ = ["Linear", "linear", "linear_per_head"]
 
 
 def linear_per_head(x: Tensor, weight: Tensor) -> Tensor:
@@ -30,3 +25,77 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+
+class Conv1D(nn.Module):
+    """A linear layer whose weight is stored [in, out], as the original code's convolutions of width 1 were."""
+
+    output_axis = 1
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight.T, self.bias)
+
+
+class FloatLinear(Linear):
+    """One that a quantised model keeps: a router, whose few weights decide much, or a weight that is used in other ways too."""
+
+
+class TiedHead(nn.Module):
+    """An embedding [V, E] that is the head too. It has no parameters of its own."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple, or its weight would have a second name
+
+    @property
+    def weight(self) -> Tensor:
+        return self._embedding[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+def make_head(embedding: nn.Embedding, tied: bool) -> nn.Module:
+    """From hidden states [R, E] to logits [R, V]: the embedding again, or a weight of its own."""
+    vocab_size, channels = embedding.weight.shape
+    return TiedHead(embedding) if tied else Linear(channels, vocab_size, bias=False)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer whose weight may be held in another form."""
+
+    name: str
+    source: str
+    """The name of its weight in a float checkpoint, without `.weight`: of a tied head the embedding's."""
+    shape: tuple[int, int]
+    """[O, I]"""
+    is_transposed: bool
+    """Whether a float checkpoint holds it as [I, O]."""
+    has_bias: bool
+
+
+class PackedLinear(nn.Module, ABC):
+    """What stands in the place of a `Linear`, `Conv1D` or `TiedHead` whose weight is held in another form: a machine's, or fewer bits.
+
+    Its parameters are made when all of its tensors have come from the checkpoint, so that no more than one layer is there in floats.
+    """
+
+    source: str
+    """The name that its tensors have in the checkpoint, before their own: its own, or of a tied head the embedding's."""
+
+    from_floats: bool
+    """Whether they are floats of 16 or 32 bits, as of a layer that is not packed."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Own names and shapes of the tensors that it is made of."""
+
+    @abstractmethod
+    def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        """Make the parameters of them, which are on the CPU. `dtype` is the model's. Raises UserError for impossible values."""

@@ -37,7 +37,7 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
         token_ids=tensor(token_ids),
         positions=tensor(positions),
         slots=tensor(slots),
-        block_tables=torch.tensor(list(tables), dtype=torch.int64, device=device).T,  # [S, M]
+        block_tables=torch.tensor(list(tables), dtype=torch.int64, device=device).T.contiguous(),  # [S, M]
         query_starts=tensor(starts),
         context_lengths=tensor(context_lengths),
         prompt_lengths=tensor(prompt_lengths),
@@ -70,7 +70,7 @@ def whole_batch(
         token_ids=tensor(itertools.chain(*prompts)),
         positions=tensor(position for _, position in places),
         slots=tensor(table[p // block_size] * block_size + p % block_size for table, p in places),
-        block_tables=tensor(itertools.zip_longest(*block_tables, fillvalue=0)).T,  # [S, M]
+        block_tables=tensor(itertools.zip_longest(*block_tables, fillvalue=0)).T.contiguous(),  # [S, M]
         query_starts=tensor([0, *ends]),
         context_lengths=tensor(lengths),
         prompt_lengths=tensor(length for length in lengths for _ in range(length)),

@@ -13,32 +13,32 @@ from models.causal_lm import CausalLM
 
 class Runner:
     def __init__(self, model: CausalLM, cache: KVCache) -> None:
-        self._model = model
-        self._cache = cache
+        self.model = model
+        self.cache = cache
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights as they are held: parameters, and the buffers that stand for them where they are packed."""
-        return sum(tensor.nbytes for tensor in itertools.chain(self._model.parameters(), self._model.buffers()))
+        return sum(tensor.nbytes for tensor in itertools.chain(self.model.parameters(), self.model.buffers()))
 
     @property
     def step_weight_bytes(self) -> int:
         """Bytes of weights that a decode step reads."""
-        return self._model.step_weight_bytes
+        return self.model.step_weight_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values in all layers."""
-        return sum(tensor[0, 0].nbytes for tensor in self._cache.tensors)
+        return sum(tensor[0, 0].nbytes for tensor in self.cache.tensors)
 
     def mark_prompt(self, token_ids: list[int]) -> tuple[int, ...]:
-        return self._model.mark_prompt(token_ids)
+        return self.model.mark_prompt(token_ids)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks of the cache in all layers, from and to."""
         if copies:
-            sources, targets = torch.tensor(copies, device=self._cache.tensors[0].device).T
-            for keys, values in self._cache.layers:
+            sources, targets = torch.tensor(copies, device=self.cache.tensors[0].device).T
+            for keys, values in self.cache.layers:
                 copy_blocks(keys, values, sources, targets)
 
     def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -48,11 +48,11 @@ class Runner:
 
     def hidden(self, batch: Batch) -> Tensor:
         """Hidden states [R, E] of the batch's output rows, in the model's dtype."""
-        return self._model(batch, self._cache)  # type: ignore[no-any-return]
+        return self.model(batch, self.cache)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] of hidden states [R, E]. Raises UserError where one is not finite."""
-        logits = self._model.logits(hidden)
+        logits = self.model.logits(hidden)
         if not logits.isfinite().all():
             remedy = "the weights are damaged, or model.dtype=float16 is too small for them: try model.dtype=float32"
             raise UserError(f"the model's logits are not finite: {remedy}")

@@ -1,9 +1,12 @@
 """kv_store writes where the slots say, and nowhere else."""
 
+from collections.abc import Callable
+
+import pytest
 import torch
 
-from kernels.kv_format import PagedVectors, Unquantised
-from kernels.kv_store import kv_store
+from kernels.kv_format import FORMATS, PagedVectors, Unquantised, allocate
+from kernels.kv_store import kv_store, reference
 
 
 def test_writes_slots_and_nothing_else() -> None:
@@ -17,3 +20,30 @@ def test_writes_slots_and_nothing_else() -> None:
         assert torch.equal(cache[0, 0], new[1])
         assert torch.equal(cache[1, 3], new[2])
         assert cache.isnan().sum() == (5 * 4 - 3) * 2 * 8
+
+
+@pytest.mark.parametrize("channels", [8, 17, 64, 80, 576])
+@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_compiled_one_stores_the_same_bits(
+    compiled: Callable[[int], None], name: str, dtype: torch.dtype, channels: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    fused = torch.randn(1000, 3, 2 * channels, generator=generator).to(
+        dtype
+    )  # key and value of a token beside each other
+    fused *= torch.logspace(-9, 4, 1000)[:, None, None].to(dtype)
+    fused[5], fused[6, 1, 3] = 0, torch.nan
+    key, value = fused[..., :channels].contiguous(), fused[..., channels:]
+    slots = torch.randperm(1600, generator=generator)[:1000]
+    stored = []
+    for store in (reference.kv_store, kv_store):
+        compiled(3)
+        caches = [allocate(format, (100, 16, 3), channels, dtype, torch.device("cpu")) for format in FORMATS[name]]
+        tensors = caches[0].tensors + caches[1].tensors
+        for part in tensors:
+            part.copy_(torch.full(part.shape, torch.nan if part.dtype.is_floating_point else 99.0))
+        store(key, value, caches[0], caches[1], slots)
+        stored.append([part.float() if part.dtype == torch.float8_e4m3fn else part for part in tensors])
+    for expected, part in zip(*stored, strict=True):
+        torch.testing.assert_close(part, expected, rtol=0, atol=0, equal_nan=True)

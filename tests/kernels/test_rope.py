@@ -1,11 +1,14 @@
 """rope against complex multiplication in float64."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from kernels.rope import rope
+from kernels.rope import reference, rope
 
 
+@pytest.mark.usefixtures("any_way", "poisoned")
 @pytest.mark.parametrize("head_dim", [2, 8, 80, 128])
 @pytest.mark.parametrize("num_tokens", [1, 63])
 def test_equals_complex_rotation(head_dim: int, num_tokens: int) -> None:
@@ -21,6 +24,7 @@ def test_equals_complex_rotation(head_dim: int, num_tokens: int) -> None:
     )  # cos in float32
 
 
+@pytest.mark.usefixtures("any_way", "poisoned")
 def test_neighbours_may_be_the_pairs_and_channels_may_stay() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(7, 3, 24, generator=generator)
@@ -31,3 +35,23 @@ def test_neighbours_may_be_the_pairs_and_channels_may_stay() -> None:
     result = rope(x, angles.cos(), angles.sin(), interleaved=True)
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=1e-5)  # cos in float32
     assert result[..., 10:].equal(x[..., 10:])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)]
+)  # the reference rounds thrice
+def test_heads_of_a_fused_product_turn_where_they_lie(
+    compiled: Callable[[int], None], dtype: torch.dtype, tolerance: float, interleaved: bool
+) -> None:
+    fused = torch.randn(700, 7, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
+    angles = torch.rand(700, 12) * 100
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    expected = reference.rope(fused, cos, sin, interleaved)
+    for threads in range(1, 5):
+        compiled(threads)
+        result = torch.cat([rope(part, cos, sin, interleaved) for part in (fused[:, :4], fused[:, 4:])], 1)
+        torch.testing.assert_close(
+            result, expected, rtol=tolerance, atol=4 * tolerance
+        )  # differences of numbers up to 4
+    assert rope(fused.transpose(1, 2), cos[:, :3], sin[:, :3]).shape == (700, 48, 7)

@@ -1,11 +1,38 @@
 """swiglu against the formula in float64."""
 
+from collections.abc import Callable
+
+import pytest
 import torch
 
 from kernels.swiglu import swiglu
 
 
-def test_equals_formula() -> None:
-    gate, up = torch.randn(2, 63, 129, generator=torch.Generator().manual_seed(0)) * 5
+@pytest.mark.usefixtures("any_way", "poisoned")
+@pytest.mark.parametrize("shape", [(1, 7), (63, 129), (3, 9000)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)]
+)  # two roundings of half a unit
+def test_equals_formula(shape: tuple[int, int], dtype: torch.dtype, tolerance: float) -> None:
+    gate, up = (torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)) * 5).to(dtype)
     expected = gate.double() / (1 + (-gate.double()).exp()) * up.double()
-    torch.testing.assert_close(swiglu(gate, up).double(), expected, rtol=1e-6, atol=1e-6)  # float32 rounding
+    torch.testing.assert_close(swiglu(gate, up).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.usefixtures("any_way")
+def test_far_from_zero() -> None:
+    gate = torch.tensor([[-1e30, -200.0, -88.0, -80.0, 0.0, 80.0, 1e30, torch.inf, torch.nan]])
+    result = swiglu(gate, torch.ones_like(gate))[0]
+    assert result[:3].abs().max() < 1e-36
+    assert result[4:8].tolist() == [0, 80, torch.tensor(1e30), torch.inf]
+    torch.testing.assert_close(result[3].double(), torch.tensor(-80.0).double() * torch.tensor(-80.0).double().exp())
+    assert result[8].isnan()
+
+
+def test_halves_of_a_fused_product_to_the_bit_on_any_number_of_threads(compiled: Callable[[int], None]) -> None:
+    fused = torch.randn(300, 2 * 1001)
+    gate, up = fused.chunk(2, dim=-1)
+    alone = torch.cat([swiglu(g[None], u[None]) for g, u in zip(gate.contiguous(), up.contiguous(), strict=True)])
+    for threads in range(1, 5):
+        compiled(threads)
+        assert torch.equal(swiglu(gate, up), alone)

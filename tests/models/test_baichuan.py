@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from conf.errors import UserError
-from models.baichuan import Baichuan, read_config, read_version
+from models.baichuan import Baichuan, NormHead, read_config, read_version
 from models.config import ConfigReader
 from tests.builders import REPOSITORY, all_logits, engine_of
 from tests.models.test_goldens import link
@@ -35,17 +35,18 @@ def reader(**changes: Any) -> ConfigReader:
 def test_the_head_is_normalised_once(family: str, tmp_path: Path) -> None:
     golden = load_file(GOLDENS / family / "golden.safetensors")
     engine = engine_of(link(family, tmp_path))
-    model = engine.runner._model
+    model = engine.runner.model
     assert isinstance(model, Baichuan)
+    assert isinstance(model.lm_head, NormHead)
     stored, num_parameters = model.lm_head.weight, len(list(model.parameters()))
     logits = all_logits(engine, golden["input_ids"][0].tolist())
     assert (
         logits - golden["logits_unnormalised_head"][0]
     ).abs().max() > 0.5  # what a plain head gives is 0.7 to 1 away
-    bits = model.head.clone()
+    bits = model.lm_head.unit_rows().clone()
     all_logits(engine, golden["input_ids"][0].tolist())
-    assert model.head.equal(bits)
-    assert model.head is stored  # no second copy
+    assert model.lm_head.unit_rows().equal(bits)
+    assert model.lm_head.unit_rows() is stored  # no second copy
     assert len(list(model.parameters())) == num_parameters
     embedding = model.model.embed_tokens.weight
     assert engine.runner.step_weight_bytes == engine.runner.weight_bytes - embedding.nbytes
@@ -54,9 +55,10 @@ def test_the_head_is_normalised_once(family: str, tmp_path: Path) -> None:
 def test_a_head_that_is_loaded_again_is_normalised_again() -> None:
     with torch.device("meta"):
         model = Baichuan(read_config(reader(vocab_size=125696)))
-    assert model.head.is_meta  # asked for too early
+    assert isinstance(model.lm_head, NormHead)
+    assert model.lm_head.unit_rows().is_meta  # asked for too early
     model.lm_head.weight = torch.nn.Parameter(torch.full((5, 32), 3.0), requires_grad=False)
-    torch.testing.assert_close(model.head.norm(dim=1), torch.ones(5))
+    torch.testing.assert_close(model.lm_head.unit_rows().norm(dim=1), torch.ones(5))
 
 
 def test_alibi_slopes_are_no_weights_and_stay_float32() -> None:

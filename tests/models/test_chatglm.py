@@ -14,10 +14,10 @@ from conf.errors import UserError
 from conf.schema import DType
 from models.chatglm import ChatGLM, positions_2d, read_config
 from models.config import ConfigReader
+from pipelines.assembly import assemble
 from pipelines.engine import Engine
 from pipelines.engine.batch import build_batch
 from pipelines.engine.scheduler import StepPlan
-from pipelines.loading import load_engine
 from tests.builders import REPOSITORY, all_logits, complete, engine_of, generate, run_config
 from tests.models.test_goldens import TOLERANCE, greedy, link
 
@@ -116,8 +116,8 @@ def test_large_scores_fit_in_float16(folder: Path, golden: dict[str, Tensor]) ->
     run = run_config(folder)
     logits = []
     for dtype in (DType.float16, DType.float32):
-        engine = load_engine(replace(run, model=replace(run.model, dtype=dtype)), 1)
-        for name, parameter in engine.runner._model.named_parameters():
+        engine = assemble(replace(run, model=replace(run.model, dtype=dtype)), 1, packed=False)
+        for name, parameter in engine.runner.model.named_parameters():
             if "query_key_value" in name:
                 parameter.unflatten(0, (4, 3, 16))[:, :2].mul_(100)  # queries and keys: products are above 65504
         logits.append(all_logits(engine, golden["input_ids"][0].tolist()).float())
@@ -132,7 +132,7 @@ def test_a_reply_that_has_begun_goes_on_the_same(engine: Engine, golden: dict[st
 
 
 def test_marks_of_a_prompt(engine: Engine) -> None:
-    model = engine.runner._model
+    model = engine.runner.model
     assert isinstance(model, ChatGLM)
     assert model.mark_prompt([9, 9, GMASK, SOP]) == (3, 2)
     assert model.mark_prompt([MASK, 9, GMASK, SOP, SOP, GMASK]) == (3, 2)

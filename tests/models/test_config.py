@@ -182,12 +182,6 @@ def test_missing_model_type_is_refused() -> None:
         find_architecture(without("model_type"))
 
 
-@pytest.mark.parametrize("value", [{"quant_method": "gptq", "bits": 4}, {}, "awq"], ids=["gptq", "empty", "text"])
-def test_quantised_checkpoint_is_refused(value: object) -> None:
-    with pytest.raises(UserError, match="quantization_config=.* is not supported"):
-        find_architecture(reader(model_type="llama", quantization_config=value))
-
-
 def test_null_quantisation_is_none() -> None:
     assert find_architecture(reader(model_type="llama", quantization_config=None)) is ARCHITECTURES["llama"]
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -24,7 +23,7 @@ from models.config import ConfigReader
 from models.registry import find_architecture
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
-from tests.builders import all_logits, complete, engine_of, run_config
+from tests.builders import all_logits, complete, engine_of, run_config, weights_of
 
 NEW_TOKENS = 32
 SMALL = {
@@ -160,7 +159,7 @@ def test_layers_for_more_tokens_are_left_out(tmp_path: Path) -> None:
 
 def test_cache_holds_latents_only(tmp_path: Path) -> None:
     build(2).save_pretrained(tmp_path)
-    cache = engine_of(tmp_path).runner._cache
+    cache = engine_of(tmp_path).runner.cache
     assert {tensor.shape[2:] for tensor in cache.tensors} == {(1, 24 + 8), (1, 0)}
 
 
@@ -169,8 +168,8 @@ def test_the_routers_correction_stays_float32(tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path)
     run = run_config(tmp_path)
     run.model.dtype = DType.bfloat16
-    model: nn.Module = load_engine(run, 1).runner._model  # type: ignore[assignment]
-    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    model = load_engine(run, 1).runner.model
+    dtypes = {name: parameter.dtype for name, parameter in weights_of(model).items()}
     kept = {name for name, dtype in dtypes.items() if dtype is torch.float32}
     assert kept == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2)}
     assert dtypes["model.layers.1.mlp.gate.weight"] is torch.bfloat16

@@ -18,7 +18,8 @@ from models.formats import WeightFile, open_checkpoint
 from models.lora import merge_lora
 from models.registry import find_architecture
 from models.weights import load_weights, parameter_shapes
-from tests.builders import all_logits, engine_of, write_llama
+from pipelines.assembly import assemble
+from tests.builders import all_logits, run_config, write_llama
 
 PROMPT = list(range(3, 40))
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -66,10 +67,8 @@ def merge(tmp_path: Path) -> list[WeightFile]:
 
 def merged_logits(tmp_path: Path) -> Tensor:
     """Logits [T, V] of the engine whose weights are the merged ones."""
-    engine = engine_of(tmp_path / "base")
-    load_weights(
-        engine.runner._model, merge(tmp_path), (), torch.float32, torch.device("cpu"), lambda done, total: None
-    )
+    engine = assemble(run_config(tmp_path / "base"), 3, packed=False)
+    load_weights(engine.runner.model, merge(tmp_path), (), torch.float32, torch.device("cpu"), lambda done, total: None)
     return all_logits(engine, PROMPT)
 
 

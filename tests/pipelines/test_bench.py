@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from conf.compose import dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import BenchConfig, KVCacheFormat, PredictConfig, QuantConfig, RunConfig, Task
+from conf.quantization import KVCacheFormat, QuantConfig
+from conf.schema import BenchConfig, PredictConfig, RunConfig, Task
 from pipelines import bench
 from tests.builders import engine_of, run_config, write_llama
 
@@ -62,7 +63,7 @@ def test_a_run_leaves_its_metrics(tmp_path: Path) -> None:
         assert 0 < metrics[name]["p50"] <= metrics[name]["p90"] <= metrics[name]["p99"]
     assert 0 < metrics["decode_share_of_bandwidth"] < 1
     size = (tmp_path / "model" / "model.safetensors").stat().st_size
-    assert size * 0.9 < metrics["weight_bytes"] < size
+    assert size * 0.9 < metrics["weight_bytes"] < size * 1.05  # packed weights have outputs up to 16s
     assert (
         metrics["kv_bytes"] == 2 * (9 + 2) * 2 * 2 * 2 * 16 * 4
     )  # rows, tokens, K and V, layers, heads, channels, float32

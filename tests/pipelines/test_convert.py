@@ -24,7 +24,7 @@ from models.formats.manifest import verify_manifest
 from models.formats.safetensors_writer import SafetensorsWriter
 from pipelines.convert import run_convert
 from pipelines.loading import load_engine
-from tests.builders import SHARED, all_logits, engine_of, run_config
+from tests.builders import SHARED, all_logits, engine_of, run_config, weights_of
 from tests.models.formats.test_huggingface import START, make_tensors, write_shards, write_whole
 from tests.models.formats.test_meta import tensors_of, write_meta
 from tests.models.test_goldens import FAMILIES, GOLDENS, TOLERANCE, link
@@ -120,7 +120,7 @@ def test_every_family_goes_and_comes_back(family: str, tmp_path: Path) -> None:
 def test_the_sharded_folder_loads_to_the_same_parameters(chatty: Path, tmp_path: Path) -> None:
     sharded = convert(chatty, tmp_path / "sharded", format=SHARDED, tp=2, pp=2)
     engines = [load_engine(run_config(folder, verify=folder == sharded), 3) for folder in (chatty, sharded)]
-    expected, found = (dict(engine.runner._model.named_parameters()) for engine in engines)
+    expected, found = (weights_of(engine.runner.model) for engine in engines)
     assert_same(found, expected)
 
 
@@ -278,9 +278,9 @@ def test_the_source_is_never_touched(source: Path, tmp_path: Path) -> None:
 def test_sources_that_cannot_be_converted(source: Path, tmp_path: Path) -> None:
     (tmp_path / "bad").mkdir()
     bad = write_whole(tmp_path / "bad", make_tensors(), quantization_config={"quant_method": "gptq"})
-    refused(bad, tmp_path, "quantization_config=.* is not supported")
+    refused(bad, tmp_path, "is quantised, and task=convert takes float checkpoints only")
     write_whole(bad, {name: tensor.to(torch.int8) for name, tensor in make_tensors().items()})
-    refused(bad, tmp_path, "is torch.int8, not a float: quantised checkpoints are not supported")
+    refused(bad, tmp_path, "is torch.int8, but its layer is not quantised")
     write_whole(bad, make_tensors(), num_hidden_layers=3)
     refused(bad, tmp_path, "does not hold the model that its config describes: missing: model.layers.2")
     write_whole(bad, make_tensors(), model_type="nonesuch")
@@ -421,9 +421,7 @@ def test_two_conversions_to_one_target_do_not_mix(
 
     monkeypatch.setattr("pipelines.convert.write_huggingface", meanwhile(run_convert.__globals__["write_huggingface"]))
     convert(source, tmp_path / "made")
-    assert messages == [
-        f"another conversion writes convert.output={tmp_path / 'made'}: wait for it, or give another folder"
-    ]
+    assert messages == [f"another run writes convert.output={tmp_path / 'made'}: wait for it, or give another folder"]
     verify_manifest(tmp_path / "made")
 
 

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.errors import UserError
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, PredictConfig, RunConfig, Weights
 from pipelines.loading import load_engine
+from pipelines.report import NoProgress
+from tests.builders import weights_of
 
 HIDDEN, FEED_FORWARD, VOCAB, LAYERS, CONTEXT = 32, 48, 64, 2, 64
 CONFIG = {
@@ -34,6 +36,14 @@ CONFIG = {
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
 EMBEDDING = "model.embed_tokens.weight"
+
+
+class Recording(NoProgress):
+    def __init__(self, calls: list[tuple[int, int]]) -> None:
+        self._calls = calls
+
+    def loaded(self, done: int, total: int) -> None:
+        self._calls.append((done, total))
 
 
 def make_tensors(scale: int = 1) -> dict[str, Tensor]:
@@ -90,8 +100,7 @@ def make_run(folder: Path, device: DeviceType = DeviceType.cpu, **model: Any) ->
 
 def load(folder: Path, **model: Any) -> dict[str, Tensor]:
     """The parameters of the model that a run gets."""
-    loaded: nn.Module = load_engine(make_run(folder, **model), 1).runner._model  # type: ignore[assignment]
-    return dict(loaded.named_parameters())
+    return weights_of(load_engine(make_run(folder, **model), 1).runner.model)
 
 
 def assert_same(parameters: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -147,7 +156,7 @@ def test_checkpoint_saved_without_its_head_lacks_the_trunks_name(tmp_path: Path)
 def test_progress_ends_at_the_size_of_the_model(tmp_path: Path) -> None:
     tensors = make_tensors()
     calls: list[tuple[int, int]] = []
-    load_engine(make_run(write_whole(tmp_path, tensors)), 1, lambda *call: calls.append(call))
+    load_engine(make_run(write_whole(tmp_path, tensors)), 1, Recording(calls))
     size = sum(tensor.nbytes for tensor in tensors.values())
     assert len(calls) == len(tensors)
     assert {total for _, total in calls} == {size}
@@ -218,7 +227,7 @@ def test_all_faults_are_in_one_error(tmp_path: Path) -> None:
 def test_integer_tensors_are_refused(tmp_path: Path) -> None:
     tensors = make_tensors()
     tensors[QUERY] = tensors[QUERY].to(torch.int8)
-    with pytest.raises(UserError, match=rf"{QUERY} is torch\.int8, not a float: quantised"):
+    with pytest.raises(UserError, match=rf"{QUERY} is torch\.int8, but its layer is not quantised: expected floats"):
         load(write_whole(tmp_path, tensors))
 
 

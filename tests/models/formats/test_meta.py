@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.errors import UserError
 from conf.schema import Weights
@@ -17,8 +17,8 @@ from models.formats.meta import AT_ONCE, read_meta_config
 from models.llama import LlamaConfig, read_config
 from models.tokenizers import load_tokenizer
 from pipelines.loading import load_engine
-from tests.builders import SHARED, all_logits, engine_of, run_config, write_llama
-from tests.models.formats.test_huggingface import make_tensors, peak_of_loading
+from tests.builders import SHARED, all_logits, engine_of, run_config, weights_of, write_llama
+from tests.models.formats.test_huggingface import Recording, make_tensors, peak_of_loading
 
 NAMES = {
     "input_layernorm": "attention_norm",
@@ -99,8 +99,7 @@ def load(folder: Path, **model: Any) -> Any:
 
 
 def parameters(folder: Path, **model: Any) -> dict[str, Tensor]:
-    loaded: nn.Module = load(folder, **model).runner._model
-    return dict(loaded.named_parameters())
+    return weights_of(load(folder, **model).runner.model)
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
@@ -122,7 +121,7 @@ def test_bytes_of_progress_are_those_of_the_model(tmp_path: Path) -> None:
     tensors = tensors_of(tmp_path / "hf")
     calls: list[tuple[int, int]] = []
     meta = write_meta(tmp_path / "meta", tensors, 2)
-    load_engine(run_config(meta, allow_pickle=True), 1, lambda *call: calls.append(call))
+    load_engine(run_config(meta, allow_pickle=True), 1, Recording(calls))
     size = sum(tensor.nbytes for tensor in tensors.values())
     assert calls[-1] == (size, size)
     assert len(calls) == len(tensors)

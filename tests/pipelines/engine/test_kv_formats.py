@@ -97,7 +97,7 @@ def test_the_pool_holds_what_its_bytes_say(tmp_path: Path, kv_cache: str, expect
     assert engine.runner.kv_bytes_per_token == layers * groups * expected
     num_blocks = engine.scheduler.block_manager.num_blocks
     assert num_blocks == 10**6 // (4 * layers * groups * expected)
-    stored = sum(tensor.nbytes for tensor in engine.runner._cache.tensors)
+    stored = sum(tensor.nbytes for tensor in engine.runner.cache.tensors)
     assert stored == num_blocks * 4 * engine.runner.kv_bytes_per_token <= 10**6
     assert engine.dtype == torch.float32
 

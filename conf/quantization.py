@@ -1,0 +1,171 @@
+"""The `quant` group and what calibration reads. Standard library only, as conf/schema.py, which has the rest."""
+
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from conf.errors import UserError, check
+
+
+class QuantScheme(Enum):
+    none = "none"
+    int8 = "int8"  # weights; activations stay as they are
+    int4 = "int4"
+    a8w8 = "a8w8"  # int8 weights and activations
+    fp8 = "fp8"  # e4m3 weights and activations
+
+
+class QuantMethod(Enum):
+    rtn = "rtn"  # round to nearest
+    gptq = "gptq"  # arXiv 2210.17323
+    awq = "awq"  # arXiv 2306.00978
+    smoothquant = "smoothquant"  # arXiv 2211.10438
+
+
+class Activations(Enum):
+    none = "none"
+    dynamic = "dynamic"  # a scale for each token, found when it comes
+    static = "static"  # a scale for each layer, from calibration
+
+
+class KVCacheFormat(Enum):
+    none = "none"  # model.dtype
+    int8 = "int8"
+    fp8 = "fp8"  # e4m3
+    int4 = "int4"
+
+
+WEIGHT_ONLY = (QuantScheme.int8, QuantScheme.int4)
+GROUP_SIZES = (32, 64, 128, -1)  # what kernels and other tools have
+METHODS = {
+    QuantScheme.none: (QuantMethod.rtn,),
+    QuantScheme.int8: (QuantMethod.rtn, QuantMethod.gptq, QuantMethod.awq),
+    QuantScheme.int4: (QuantMethod.rtn, QuantMethod.gptq, QuantMethod.awq),
+    QuantScheme.a8w8: (QuantMethod.rtn, QuantMethod.smoothquant, QuantMethod.gptq),
+    QuantScheme.fp8: (QuantMethod.rtn, QuantMethod.smoothquant, QuantMethod.gptq),
+}
+
+
+@dataclass
+class SmoothConfig:
+    """How SmoothQuant divides the difficulty between activations and weights."""
+
+    alpha: float = 0.5
+    """0: all stays with the activations, 1: all goes to the weights."""
+    piecewise: bool = False
+    """Search an alpha for each group of channels instead, on the calibration data."""
+
+    def __post_init__(self) -> None:
+        check(0 <= self.alpha <= 1, "quant.smooth.alpha", self.alpha, "a number from 0 to 1")
+
+
+@dataclass
+class GptqConfig:
+    damping: float = 0.01
+    """Share of the Hessian's mean diagonal that is added to it; raised where that is not enough."""
+    act_order: bool = True
+    """Quantise the input channels with the largest activations first."""
+    static_groups: bool = True
+    """Choose the scales of all groups beforehand, so that groups stay neighbouring channels in spite of act_order."""
+
+    def __post_init__(self) -> None:
+        check(self.damping > 0, "quant.gptq.damping", self.damping, "a number above 0")
+
+
+@dataclass
+class QuantConfig:
+    """How weights, activations and the KV cache are stored. Groups and layers by name are those of the checkpoint."""
+
+    scheme: QuantScheme = QuantScheme.none
+    method: QuantMethod = QuantMethod.rtn
+    group_size: int = -1
+    """Input channels that share a scale; -1: all of an output channel's."""
+    symmetric: bool = True
+    """4-bit codes around 0; otherwise from 0 to 15 with a zero point for each group."""
+    per_tensor: bool = False
+    """fp8: one scale for a whole weight instead of one for each output channel."""
+    activations: Activations = Activations.none
+    smooth: SmoothConfig = field(default_factory=SmoothConfig)
+    shift: bool = False
+    """Move each channel's range of activations to around 0 first (Outlier Suppression+, arXiv 2304.09145)."""
+    auto_clip: bool = False
+    """Search for each group the range that gives the smallest output error on the calibration data."""
+    gptq: GptqConfig = field(default_factory=GptqConfig)
+    skip: list[str] = field(default_factory=list)
+    """Layers that stay as they are: names or globs. `lm_head` is every model's head."""
+    overrides: dict[str, str] = field(default_factory=dict)
+    """Layers of another scheme: name or glob: `int8`, `int4`, `int4/32` (groups of 32) or `none`."""
+    kv_cache: KVCacheFormat = KVCacheFormat.none
+    """How keys and values are kept; the quantised ones with scales of each token and head. Goes with every scheme."""
+
+    def __post_init__(self) -> None:
+        scheme, weight_only = self.scheme.name, self.scheme in WEIGHT_ONLY
+        allowed = ", ".join(method.name for method in METHODS[self.scheme])
+        check(self.method in METHODS[self.scheme], "quant.method", self.method.name, f"{allowed} with quant={scheme}")
+        check(self.group_size in GROUP_SIZES, "quant.group_size", self.group_size, "32, 64, 128, or -1")
+        self._only(self.scheme in WEIGHT_ONLY, "group_size")
+        self._only(self.scheme is QuantScheme.int4, "symmetric")
+        self._only(self.scheme is QuantScheme.fp8, "per_tensor")
+        self._only(self.method is QuantMethod.smoothquant, "smooth", "method=smoothquant")
+        self._only(self.method is QuantMethod.gptq, "gptq", "method=gptq")
+        self._only(self.method is QuantMethod.smoothquant, "shift", "method=smoothquant")
+        self._only(weight_only and self.method is not QuantMethod.gptq, "auto_clip", "quant=int8|int4, method=rtn|awq")
+        if self.scheme is QuantScheme.none:
+            self._only(False, "skip")
+            self._only(False, "overrides")
+        wanted = (Activations.none,) if weight_only or scheme == "none" else (Activations.dynamic, Activations.static)
+        names = " or ".join(kind.name for kind in wanted)
+        check(self.activations in wanted, "quant.activations", self.activations.name, f"{names} with quant={scheme}")
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.method is not QuantMethod.rtn or self.activations is Activations.static or self.auto_clip
+
+    def _only(self, used: bool, name: str, with_what: str = "") -> None:
+        default: Any = next(f for f in fields(self) if f.name == name)
+        unchanged = default.default_factory() if callable(default.default_factory) else default.default
+        if not used and getattr(self, name) != unchanged:
+            reason = f"goes with quant.{with_what}" if with_what else f"is not used by quant={self.scheme.name}"
+            raise UserError(f"quant.{name}={getattr(self, name)} {reason}: leave it at {unchanged}")
+
+
+@dataclass
+class CalibrateConfig:
+    """What activations are observed on."""
+
+    data: str | None = None
+    """A `.txt` or `.jsonl` as of predict; null: texts that come with Quintet."""
+    num_samples: int = 128
+    sequence_length: int = 512
+    """Tokens of a sample, at most."""
+    seed: int = 0
+    """Which samples are taken."""
+
+    def __post_init__(self) -> None:
+        check(self.num_samples > 0, "calibrate.num_samples", self.num_samples, "a number above 0")
+        check(self.sequence_length > 1, "calibrate.sequence_length", self.sequence_length, "a number above 1")
+        check(self.seed >= 0, "calibrate.seed", self.seed, "a number from 0")
+
+
+class ExportFormat(Enum):
+    compressed_tensors = "compressed_tensors"  # all schemes; vLLM and transformers load it
+    awq = "awq"  # AutoAWQ's GEMM, int4 in groups
+    gptq = "gptq"  # GPTQ's first version, int4 in groups
+
+
+@dataclass
+class ExportConfig:
+    format: ExportFormat = ExportFormat.compressed_tensors
+    """Layout of a quantised model's files."""
+
+
+@dataclass
+class QuantizeConfig:
+    """Make a quantised model of `model.path` by `quant`."""
+
+    output: str | None = None
+    """Folder that is made, and appears when it is complete; null: beside the others that were made without a name."""
+    overwrite: bool = False
+    """Replace a model that is in `output`."""
+    dry_run: bool = False
+    """Only say what would be quantised, and estimate memory and time."""

@@ -1,0 +1,107 @@
+"""Compiles the C++ kernels, once for each instruction set and compiler, and loads them."""
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+KERNELS = Path(__file__).resolve().parent
+
+# Levels of the x86-64 ABI and not `native`: one cache serves every machine of a cluster, and a CPU's odd features change no result.
+# No fast-math, and no contraction of a * b + c into one rounding: where the compiler does that depends on how it unrolled a loop, so an
+# element's bits would depend on its place. Kernels that want a fused multiply-add say so.
+FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+INSTRUCTION_SETS = {  # name, best first -> what /proc/cpuinfo must list, what the compiler is told
+    "avx512": (
+        {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "fma", "f16c"},
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+    ),
+    "avx2": ({"avx2", "fma", "f16c"}, ("-march=x86-64-v3",)),
+}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `enum class Dtype` in rows.h
+
+
+class NotBuilt(Exception):
+    """Why there are no fast kernels, and what to do about it."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The kernels for this CPU; None, after one warning, where they cannot be had: then the operators run in plain torch."""
+    try:
+        return load(instruction_set())
+    except NotBuilt as error:
+        log.warning("the CPU kernels are off, and plain torch is slower: %s", error)
+        return None
+
+
+def instruction_set() -> str:
+    """The best one that this CPU has. Raises NotBuilt if it has none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise NotBuilt(f"they need Linux on x86-64 ({error})") from error
+    present = set(next((line for line in lines if line.startswith("flags")), "").split())
+    for name, (needed, _) in INSTRUCTION_SETS.items():
+        if needed <= present:
+            return name
+    raise NotBuilt("this CPU has neither AVX-512 with VNNI and BF16 nor AVX2 with FMA; use another machine")
+
+
+@functools.cache
+def load(name: str) -> ctypes.CDLL:
+    """The kernels for the instruction set `name`, compiled if the cache does not hold them. Raises NotBuilt."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        raise NotBuilt("there is no C++ compiler; install g++ 11 or later, or name one in the environment variable CXX")
+    try:
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"kernels-{name}-{fingerprint(compiler, name)}.so"
+        if not path.exists():
+            with open(path.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not path.exists():  # another process may have built it meanwhile
+                    _compile(compiler, name, path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NotBuilt(
+            f"{error}; make the folder writable, or name another in the environment variable XDG_CACHE_HOME"
+        ) from error
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quintet"
+
+
+def sources() -> list[Path]:
+    return sorted([*KERNELS.glob("*.cpp"), *KERNELS.glob("*/cpu.cpp")])
+
+
+def fingerprint(compiler: str, name: str) -> str:
+    """What the library depends on: the sources, the flags, and the compiler with its version."""
+    version = subprocess.run([compiler, "--version"], capture_output=True).stdout
+    parts = [version, repr((FLAGS, INSTRUCTION_SETS[name][1])).encode()]
+    parts += [file.read_bytes() for file in [*sources(), *sorted(KERNELS.glob("**/*.h"))]]
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+
+
+def _compile(compiler: str, name: str, path: Path) -> None:
+    """Writes the library to `path`, all of it or nothing."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        command = [compiler, *FLAGS, *INSTRUCTION_SETS[name][1], *map(str, sources()), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise NotBuilt(f"{compiler} failed; g++ 11 or later compiles them. It says:\n{done.stderr.strip()[:2000]}")
+        made.replace(path)

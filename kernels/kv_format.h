@@ -1,0 +1,68 @@
+// The paged cache as kernels/kv_format.py lays it out.
+#pragma once
+
+#include <cstdint>
+
+#include "rows.h"
+#include "simd.h"
+
+enum class KVFormat : int32_t { unquantised, int8, float8, int4 };  // the numbers that kernels/kv_format.py passes
+
+// The keys or the values of one layer: N blocks of B slots, each with the vectors of G heads.
+struct PagedVectors {
+  uint8_t *stored;   // [N, B, G, stored_size]: vectors, or their codes
+  void *scales;      // [N, B, G, scales_size] float32, or float16 pairs of scale and lowest value; null without quantisation
+  int64_t block_size, num_heads, channels;
+  int64_t stored_size, scales_size;  // elements of a vector; a code of int4 is half a byte, two of them an element
+  KVFormat format;
+  Dtype dtype;       // of the vectors when they are read
+
+  int64_t index(int64_t slot, int64_t head) const { return slot * num_heads + head; }  // of a vector
+  int64_t stored_bytes() const {
+    return format != KVFormat::unquantised ? stored_size : stored_size * (dtype == Dtype::float32 ? 4 : 2);
+  }
+};
+
+// x * 2^-120 of e4m3 codes: sign, exponent and mantissa put where float32 has them. NaN comes with a scale that is NaN.
+inline Floats shrunken_float8(Ints codes) {
+  return as_floats(add(bit_and(codes, splat(INT32_MIN)), shift_left<20>(bit_and(codes, splat(0x7f)))));
+}
+
+// Of the floats that read_vector writes: whole vectors, and all codes of int4.
+inline int64_t room_for(const PagedVectors &cache) {
+  const int64_t written = cache.format == KVFormat::int4 ? 2 * cache.stored_size : cache.channels;
+  return (written + LANES - 1) / LANES * LANES;
+}
+
+// x has room for all codes of the vector, also where fewer channels are meant.
+inline void read_int4(const PagedVectors &cache, const uint8_t *stored, const uint16_t *ranges, float *x) {
+  for (int64_t i = 0; i < cache.stored_size; ++i) {
+    x[2 * i] = static_cast<float>(stored[i] & 15);
+    x[2 * i + 1] = static_cast<float>(stored[i] >> 4);
+  }
+  const int64_t num_groups = cache.scales_size / 2, size = 2 * cache.stored_size / num_groups;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    const float scale = _cvtsh_ss(ranges[2 * group]), lowest = _cvtsh_ss(ranges[2 * group + 1]);
+    for (int64_t i = group * size; i < (group + 1) * size; ++i) x[i] = x[i] * scale + lowest;
+  }
+}
+
+// Vector number `index` in float32, before it is rounded to the cache's dtype. x has room for room_for(cache) numbers.
+inline void read_vector(const PagedVectors &cache, int64_t index, float *x) {
+  const uint8_t *stored = cache.stored + index * cache.stored_bytes();
+  if (cache.format == KVFormat::unquantised) {
+    read_floats(stored, cache.dtype, 0, cache.channels, x);
+  } else if (cache.format == KVFormat::int4) {
+    read_int4(cache, stored, static_cast<const uint16_t *>(cache.scales) + index * cache.scales_size, x);
+  } else {
+    const Floats scale = splat(static_cast<const float *>(cache.scales)[index]);
+    for (int64_t i = 0; i < cache.channels; i += LANES) {
+      int8_t last[LANES] = {};
+      const auto *codes = reinterpret_cast<const int8_t *>(stored) + i;
+      if (cache.channels - i < LANES) codes = static_cast<int8_t *>(std::memcpy(last, codes, cache.channels - i));
+      const Ints wide = load_bytes(codes);
+      const Floats numbers = cache.format == KVFormat::int8 ? to_floats(wide) : multiply(shrunken_float8(wide), splat(0x1p120f));
+      store(x + i, multiply(numbers, scale));
+    }
+  }
+}

@@ -1,0 +1,110 @@
+// Writes new keys and values into the paged cache; kernels/kv_store/reference.py is the specification, and the bits are the same.
+#include <algorithm>
+#include <bit>
+#include <cfloat>
+#include <cmath>
+#include <vector>
+
+#include "../kv_format.h"
+#include "../threads.h"
+
+namespace {
+
+constexpr int64_t CHUNK_CHANNELS = 1 << 15;  // worth another thread
+constexpr float INT8_MAX_CODE = 127, FLOAT8_MAX_CODE = 448, INT4_MAX_CODE = 15;
+
+uint16_t to_float16(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+
+// Above 0, so that zeros have codes too. NaN where the vector has one: bits of magnitudes compare like integers, and NaN's are the largest.
+float scale_of(const float *x, int64_t channels, float largest_code) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < channels; ++i) largest = std::max(largest, std::bit_cast<int32_t>(x[i]) & 0x7fffffff);
+  return std::max(std::bit_cast<float>(largest) / largest_code, FLT_MIN);
+}
+
+// To nearest, ties to even; above 464 there is only NaN. Below 2^-6 the steps are 2^-9, the last place of 2^14 in float32.
+uint8_t to_float8(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffff;
+  const uint32_t tiny = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) - std::bit_cast<uint32_t>(0x1p14f);
+  const uint32_t normal = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
+  const uint32_t code = magnitude > std::bit_cast<uint32_t>(464.0f) ? 0x7f : magnitude < std::bit_cast<uint32_t>(0x1p-6f) ? tiny : normal;
+  return static_cast<uint8_t>(code | (bits >> 24 & 0x80));
+}
+
+// x is padded to whole vectors.
+void write_int8(const float *x, int64_t channels, float scale, uint8_t *codes) {
+  for (int64_t i = 0; i < channels; i += LANES) {
+    int8_t some[LANES];
+    store_bytes(some, round_to_ints(divide(load(x + i), splat(scale))));
+    std::memcpy(codes + i, some, std::min(channels - i, LANES));
+  }
+}
+
+void write_float8(const float *__restrict x, int64_t channels, float scale, uint8_t *__restrict codes) {
+  for (int64_t i = 0; i < channels; ++i) codes[i] = to_float8(x[i] / scale);
+}
+
+void write_int4(const float *x, int64_t channels, int64_t num_groups, int64_t stored_size, uint8_t *codes, uint16_t *ranges) {
+  const int64_t size = 2 * stored_size / num_groups;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    const int64_t first = group * size;
+    float group_x[128], lowest = INFINITY, highest = -INFINITY;
+    bool nan = false;
+    for (int64_t i = 0; i < size; ++i) {
+      group_x[i] = x[std::min(first + i, channels - 1)];
+      lowest = std::min(lowest, group_x[i]), highest = std::max(highest, group_x[i]), nan |= std::isnan(group_x[i]);
+    }
+    if (nan) lowest = highest = NAN;
+    ranges[2 * group] = to_float16((highest - lowest) / INT4_MAX_CODE);
+    ranges[2 * group + 1] = to_float16(lowest);
+    const float scale = std::max(_cvtsh_ss(ranges[2 * group]), FLT_MIN), base = _cvtsh_ss(ranges[2 * group + 1]);
+    for (int64_t i = 0; i < size; i += 2) {
+      uint8_t pair[2];
+      for (int64_t j = 0; j < 2; ++j) {
+        const float code = std::nearbyint((group_x[i + j] - base) / scale);
+        pair[j] = static_cast<uint8_t>(code > 0 ? std::min(code, INT4_MAX_CODE) : 0);
+      }
+      codes[(first + i) / 2] = pair[0] | pair[1] << 4;
+    }
+  }
+}
+
+void write_vector(const PagedVectors &cache, int64_t index, const float *x) {
+  uint8_t *stored = cache.stored + index * cache.stored_size;
+  if (cache.format == KVFormat::int4)
+    return write_int4(x, cache.channels, cache.scales_size / 2, cache.stored_size, stored,
+                      static_cast<uint16_t *>(cache.scales) + index * cache.scales_size);
+  const bool int8 = cache.format == KVFormat::int8;
+  const float scale = scale_of(x, cache.channels, int8 ? INT8_MAX_CODE : FLOAT8_MAX_CODE);
+  static_cast<float *>(cache.scales)[index] = scale;
+  if (int8) return write_int8(x, cache.channels, scale, stored);
+  write_float8(x, cache.channels, scale, stored);
+}
+
+void store_token(const PagedVectors &cache, const uint8_t *vectors, int64_t token, int64_t token_stride, int64_t slot) {
+  const int64_t element = cache.dtype == Dtype::float32 ? 4 : 2, count = cache.num_heads * cache.channels;
+  if (cache.format == KVFormat::unquantised) {
+    std::memcpy(cache.stored + slot * count * element, vectors + token * token_stride * element, count * element);
+    return;
+  }
+  thread_local std::vector<float> x;
+  x.resize(cache.channels + LANES);
+  for (int64_t head = 0; head < cache.num_heads; ++head) {
+    read_floats(vectors, cache.dtype, token * token_stride + head * cache.channels, cache.channels, x.data());
+    write_vector(cache, cache.index(slot, head), x.data());
+  }
+}
+
+}  // namespace
+
+// key and value [T, G, *] of the caches' dtype; strides from token to token, in elements
+extern "C" void kv_store(const uint8_t *key, const uint8_t *value, int64_t key_stride, int64_t value_stride, const PagedVectors *keys,
+                         const PagedVectors *values, const int64_t *slots, int64_t num_tokens) {
+  const int64_t tokens_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / (keys->num_heads * keys->channels), 1);
+  parallel_for((num_tokens + tokens_per_chunk - 1) / tokens_per_chunk, [&](int64_t chunk) {
+    for (int64_t token = chunk * tokens_per_chunk; token < std::min((chunk + 1) * tokens_per_chunk, num_tokens); ++token) {
+      store_token(*keys, key, token, key_stride, slots[token]);
+      store_token(*values, value, token, value_stride, slots[token]);
+    }
+  });
+}

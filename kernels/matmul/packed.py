@@ -1,0 +1,41 @@
+"""The packed form of a weight. N outputs, K inputs."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+TILE = 16  # outputs that a vector register holds beside each other
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A weight [N, K] in the order in which a kernel reads it; it takes the weight's place.
+
+    `tiles` [ceil(N / 16), ceil(K / P), 16, P] float32 or bfloat16: P inputs of one output fill 32 bits (float32 1, bfloat16 2),
+    then come 16 outputs, then the inputs. Zeros fill it up. A file may hold it, and it may be mapped from there.
+    """
+
+    tiles: Tensor
+    num_outputs: int
+    num_inputs: int
+
+    def unpack(self) -> Tensor:
+        """The weight [N, K]."""
+        rows = self.tiles.transpose(1, 2).reshape(len(self.tiles) * TILE, -1)
+        return rows[: self.num_outputs, : self.num_inputs].contiguous()
+
+
+def pack(weight: Tensor) -> PackedMatrix:
+    """weight [N, K] float32 or bfloat16. Raises ValueError for another dtype."""
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"a weight of {weight.dtype} cannot be packed: only float32 and bfloat16")
+    num_outputs, num_inputs = weight.shape
+    per_step = 4 // weight.element_size()
+    missing = -num_inputs % per_step, -num_outputs % TILE
+    padded = (
+        functional.pad(weight, (0, missing[0], 0, missing[1])) if any(missing) else weight
+    )  # pad copies, whatever is missing
+    tiles = padded.reshape(len(padded) // TILE, TILE, -1, per_step).transpose(1, 2).contiguous()
+    return PackedMatrix(tiles, num_outputs, num_inputs)

@@ -1,0 +1,380 @@
+"""Attention over the paged cache on a GPU: one kernel for prefill and decode, and one that joins the parts of long sequences.
+
+T new tokens of S sequences, M blocks in the longest table, N blocks of B slots, H query heads in G groups, D channels per key head,
+E per value head. In the kernel a tile has R rows, each one query of one head, and L positions.
+
+A program takes the queries of some tokens in the heads of one group, so that a key is read once for all of them and that the product has
+enough rows for matrix units (arXiv 2511.11581). Where this gives too few programs to fill a GPU, the positions are split, and `_join`
+adds what the parts found (arXiv 2311.01282). The grid depends on T, S and M alone, never on lengths: a CUDA graph may hold the launch,
+and nothing waits for the GPU.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.kv_format import PagedVectors
+
+FULL_GPU = 264  # programs that keep an H200 busy: two for each of its 132 multiprocessors
+SPLIT_POSITIONS = 256  # a part shorter than this costs more to join than it saves
+MAX_SPLITS = 64
+LOG2_E = tl.constexpr(1.4426950408889634)  # to take powers of 2, which are one instruction
+COUNTS = (
+    "num_tokens",
+    "num_sequences",
+    "table_stride",
+)  # which vary from step to step: Triton shall not compile anew for 1 or for 16
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Of a tile R rows, L positions."""
+
+    rows: int
+    positions: int
+    num_warps: int
+    num_stages: int
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: PagedVectors,
+    value_cache: PagedVectors,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lengths: Tensor,
+    scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+) -> Tensor:
+    """As kernels/paged_attention/reference.py says, with the softmax and all sums in float32.
+
+    Rows of `query` from query_starts[S] on are padding, and so are sequences without new tokens: their results are not written.
+    """
+    num_tokens, num_heads, _ = query.shape
+    num_sequences, table_width = block_tables.shape
+    shapes = _shapes(query, key_cache, value_cache)
+    heads, groups, value_channels = shapes["heads"], shapes["groups"], shapes["value_channels"]
+    launch = choose_launch(num_tokens, num_sequences, heads, max(shapes["key_channels"], value_channels), query.dtype)
+    head_block = min(heads, launch.rows)
+    token_block = launch.rows // head_block
+    token_blocks = num_tokens // token_block + num_sequences  # at least as many as there are: each sequence rounds up
+    head_blocks = groups * triton.cdiv(heads, head_block)
+    splits = num_splits(token_blocks * head_blocks, table_width * shapes["block_size"])
+    output = query.new_empty(num_tokens, num_heads, value_channels)
+    parts, sums = output, None
+    if splits > 1:
+        parts = torch.empty(splits, num_tokens, num_heads, value_channels, device=query.device)
+        sums = torch.empty(splits, num_tokens, num_heads, device=query.device)
+    caches = (*_storage(key_cache), *_storage(value_cache))
+    where = (block_tables, query_starts, context_lengths, alibi_slopes, prefix_lengths)
+    strides = (query.stride(0), query.stride(1), block_tables.stride(0))
+    tiles = {"ROWS": launch.rows, "TOKENS": token_block, "HEADS": head_block, "POSITIONS": launch.positions}
+    _attend[(token_blocks, head_blocks, splits)](
+        query,
+        *caches,
+        *where,
+        parts,
+        sums,
+        scale,
+        *strides,
+        num_tokens,
+        num_sequences,
+        **shapes,
+        **tiles,
+        soft_cap=soft_cap,
+        window=window,
+        SPLITS=splits,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    if splits > 1:
+        size = triton.next_power_of_2(value_channels)
+        counts = (num_tokens, num_sequences, num_heads, value_channels)
+        _join[(num_tokens, num_heads)](
+            parts, sums, query_starts, output, *counts, SPLITS=splits, VALUE=size, num_warps=4
+        )
+    return output
+
+
+def choose_launch(num_tokens: int, num_sequences: int, heads: int, channels: int, dtype: torch.dtype) -> Launch:
+    """For `heads` query heads that share a key. Prefill has many rows to share a key among, decode has few; wide heads and float32 need
+    the shared memory for fewer positions. Matrix units of Hopper take 64 rows at least."""
+    wanted = heads * triton.cdiv(num_tokens, num_sequences)
+    if dtype.itemsize == 4:
+        return Launch(16 if wanted <= 16 else 32, 32 if channels <= 256 else 16, 8, 2)
+    if channels > 256:
+        return Launch(16, 32, 4, 2) if wanted <= 16 else Launch(64, 16, 8, 2)
+    if wanted <= 16:
+        return Launch(16, 64 if channels <= 128 else 32, 4, 3)
+    if wanted <= 64:
+        return Launch(64, 64 if channels <= 128 else 32, 4, 2)
+    return Launch(128, 64, 8, 3) if channels <= 128 else Launch(128, 32, 8, 2)
+
+
+def num_splits(programs: int, longest: int) -> int:
+    """Parts of a sequence, a power of 2: enough to fill a GPU, none for less than SPLIT_POSITIONS of the `longest` possible one."""
+    wanted = min(triton.cdiv(FULL_GPU, programs), triton.cdiv(longest, SPLIT_POSITIONS), MAX_SPLITS)
+    return int(triton.next_power_of_2(wanted))
+
+
+def _storage(cache: PagedVectors) -> tuple[Tensor, Tensor | None]:
+    """Codes (or the vectors themselves), and their scales (or ranges)."""
+    assert all(
+        part.is_contiguous() for part in cache.tensors
+    )  # the kernel computes addresses from a slot's number alone
+    return cache.tensors[0], cache.tensors[1] if len(cache.tensors) == 2 else None
+
+
+def _group_size(cache: PagedVectors) -> int:
+    """Channels that share a range in an int4 cache; 0 for others."""
+    codes, *scales = cache.tensors
+    return 2 * codes.shape[-1] // scales[0].shape[-2] if codes.dtype == torch.uint8 else 0
+
+
+def _shapes(query: Tensor, key_cache: PagedVectors, value_cache: PagedVectors) -> dict[str, int]:
+    """What stays the same for all launches of a layer. Keys are read in two parts, powers of 2, because 80 is 64 + 16, and 576 512 + 64."""
+    block_size, groups = key_cache.tensors[0].shape[1:3]
+    channels = query.shape[-1]
+    main = max(16, triton.next_power_of_2(channels + 1) // 2)
+    return {
+        "key_channels": channels,
+        "value_channels": value_cache.channels,
+        "block_size": block_size,
+        "groups": groups,
+        "heads": query.shape[1] // groups,
+        "key_width": key_cache.tensors[0].shape[-1],
+        "value_width": value_cache.tensors[0].shape[-1],
+        "key_group": _group_size(key_cache),
+        "value_group": _group_size(value_cache),
+        "MAIN": main,
+        "REST": 0 if channels <= main else max(16, triton.next_power_of_2(channels - main)),
+        "VALUE": max(16, triton.next_power_of_2(value_cache.channels)),
+    }
+
+
+@triton.jit
+def find_segment(starts, count, block, BLOCK: tl.constexpr):
+    """The segment that owns the `block`-th block, if every segment [starts[s], starts[s+1]) has one block for each BLOCK begun, and one to
+    spare: segment s owns blocks from starts[s] // BLOCK + s on. Returns its number; a block behind its end belongs to nobody."""
+    low, high = 0, count  # the last s of [low, high) that begins at or before `block`
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = tl.load(starts + middle) // BLOCK + middle
+        low = tl.where(begins <= block, middle, low)
+        high = tl.where(begins <= block, high, middle)
+    return low
+
+
+@triton.jit
+def _repeat(x, times: tl.constexpr):
+    """[L, C] to [L, C * times], each number so many times."""
+    wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], times])
+    return tl.reshape(wide, [x.shape[0], x.shape[1] * times])
+
+
+@triton.jit
+def _read(
+    codes,
+    scales,
+    vectors,
+    valid,
+    channels: tl.constexpr,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    width: tl.constexpr,
+    group: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Channels FIRST to FIRST + SIZE of the vectors with these numbers [L]: [L, SIZE], 0 beyond `channels` and where not valid, because
+    memory that was never written may hold NaN."""
+    channel = FIRST + tl.arange(0, SIZE)
+    mask = valid[:, None] & (channel < channels)[None, :]
+    if group > 0:  # int4
+        byte = FIRST // 2 + tl.arange(0, SIZE // 2)
+        inside = valid[:, None] & (byte < width)[None, :]
+        pairs = tl.load(codes + vectors[:, None] * width + byte[None, :], mask=inside, other=0)
+        whole: tl.constexpr = (
+            group & (group - 1) == 0 and group <= SIZE
+        )  # then a range is loaded once, not for each of its bytes
+        part = FIRST // group + tl.arange(0, SIZE // group) if whole else 2 * byte // group
+        known = valid[:, None] & (part < 2 * width // group)[None, :]
+        ranges = scales + (vectors[:, None] * (2 * width // group) + part[None, :]) * 2
+        scale = tl.load(ranges, mask=known, other=0).to(tl.float32)
+        lowest = tl.load(ranges + 1, mask=known, other=0).to(tl.float32)
+        if whole:
+            scale, lowest = _repeat(scale, group // 2), _repeat(lowest, group // 2)
+        tile = tl.interleave((pairs & 15).to(tl.float32) * scale + lowest, (pairs >> 4).to(tl.float32) * scale + lowest)
+        return tl.where(mask, tile, 0.0).to(dtype)
+    tile = tl.load(codes + vectors[:, None] * width + channel[None, :], mask=mask, other=0.0)
+    if scales is not None:
+        return (tile.to(tl.float32) * tl.load(scales + vectors, mask=valid, other=0.0)[:, None]).to(dtype)
+    return tile.to(dtype)
+
+
+@triton.jit
+def _tiles(first_position, seen_end, split, window: tl.constexpr, POSITIONS: tl.constexpr, SPLITS: tl.constexpr):
+    """The first tile of positions of one part, and the first behind it."""
+    first, last = 0, tl.cdiv(seen_end, POSITIONS)
+    if window is not None:
+        first = tl.maximum(first_position - window + 1, 0) // POSITIONS
+    if SPLITS > 1:
+        each = tl.cdiv(last - first, SPLITS)
+        first += split * each
+        last = tl.minimum(last, first + each)
+    return first, last
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _attend(
+    query,
+    key_codes,
+    key_scales,
+    value_codes,
+    value_scales,
+    block_tables,
+    query_starts,
+    context_lengths,
+    alibi_slopes,
+    prefix_lengths,
+    output,
+    sums,
+    scale,
+    token_stride,
+    head_stride,
+    table_stride,
+    num_tokens,
+    num_sequences,
+    key_channels: tl.constexpr,
+    value_channels: tl.constexpr,
+    soft_cap: tl.constexpr,
+    window: tl.constexpr,
+    block_size: tl.constexpr,
+    groups: tl.constexpr,
+    heads: tl.constexpr,
+    key_width: tl.constexpr,
+    value_width: tl.constexpr,
+    key_group: tl.constexpr,
+    value_group: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    VALUE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One block of tokens, one group's heads (or HEADS of them), one part of the positions. With several parts, writes the part's own
+    attention [SPLITS, T, H, E] and log2 of its sum of weights [SPLITS, T, H]; else the output [T, H, E]."""
+    token_block, head_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head_blocks: tl.constexpr = (heads + HEADS - 1) // HEADS
+    group, first_head = head_block // head_blocks, head_block % head_blocks * HEADS
+    s = find_segment(query_starts, num_sequences, token_block, TOKENS)
+    start, end = tl.load(query_starts + s).to(tl.int32), tl.load(query_starts + s + 1).to(tl.int32)
+    first = (token_block - (start // TOKENS + s)) * TOKENS  # of the sequence's new tokens
+    if first >= end - start:
+        return
+    length = tl.load(context_lengths + s).to(tl.int32)
+
+    row = tl.arange(0, ROWS)
+    token, head = first + row // HEADS, group * heads + first_head + row % HEADS
+    own = (row < TOKENS * HEADS) & (token < end - start) & (first_head + row % HEADS < heads)
+    position = length - (end - start) + token  # [R]
+    query_row = (start + token).to(tl.int64)
+    queries = query + query_row[:, None] * token_stride + head[:, None] * head_stride
+    channel = tl.arange(0, MAIN)
+    q_main = tl.load(queries + channel[None, :], mask=own[:, None] & (channel < key_channels)[None, :], other=0.0)
+    if REST > 0:
+        channel = MAIN + tl.arange(0, REST)
+        q_rest = tl.load(queries + channel[None, :], mask=own[:, None] & (channel < key_channels)[None, :], other=0.0)
+    if alibi_slopes is not None:
+        slope = tl.load(alibi_slopes + head, mask=own, other=0.0)
+
+    prefix = 0
+    if prefix_lengths is not None:
+        prefix = tl.load(prefix_lengths + s).to(tl.int32)
+    first_position = length - (end - start) + first
+    seen_end = tl.minimum(length, tl.maximum(first_position + TOKENS, prefix))
+    first_tile, last_tile = _tiles(first_position, seen_end, split, window, POSITIONS, SPLITS)
+
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    attended = tl.zeros([ROWS, VALUE], tl.float32)
+    table = block_tables + s.to(tl.int64) * table_stride
+    for tile in range(first_tile, last_tile):
+        seen = tile * POSITIONS + tl.arange(0, POSITIONS)  # [L]
+        valid = seen < seen_end
+        block = tl.load(table + seen // block_size, mask=valid, other=0).to(tl.int64)
+        vectors = (block * block_size + seen % block_size) * groups + group
+        dtype: tl.constexpr = q_main.dtype
+        keys = _read(key_codes, key_scales, vectors, valid, key_channels, 0, MAIN, key_width, key_group, dtype)
+        scores = tl.dot(q_main, tl.trans(keys), input_precision="ieee")  # [R, L]
+        if REST > 0:
+            keys = _read(key_codes, key_scales, vectors, valid, key_channels, MAIN, REST, key_width, key_group, dtype)
+            scores = tl.dot(q_rest, tl.trans(keys), scores, input_precision="ieee")
+        scores *= scale
+        if soft_cap is not None:
+            scores = soft_cap * (1 - 2 / (tl.exp(2 / soft_cap * scores) + 1))  # tanh
+        distance = seen[None, :] - position[:, None]
+        if alibi_slopes is not None:
+            scores += slope[:, None] * distance
+        visible = (distance <= 0) | (seen < prefix)[None, :]
+        if window is not None:
+            visible &= distance > -window
+        scores = tl.where(visible & valid[None, :], scores * LOG2_E, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+        weights = tl.exp2(scores - base[:, None])
+        keep = tl.exp2(highest - base)
+        total = total * keep + tl.sum(weights, 1)
+        values = _read(
+            value_codes, value_scales, vectors, valid, value_channels, 0, VALUE, value_width, value_group, dtype
+        )
+        attended = tl.dot(weights.to(dtype), values, attended * keep[:, None], input_precision="ieee")
+        highest = higher
+
+    attended /= tl.where(total > 0, total, 1.0)[:, None]
+    channel = tl.arange(0, VALUE)
+    place = (split * num_tokens.to(tl.int64) + query_row) * (groups * heads) + head  # [R]
+    tl.store(
+        output + place[:, None] * value_channels + channel[None, :],
+        attended.to(output.dtype.element_ty),
+        mask=own[:, None] & (channel < value_channels)[None, :],
+    )
+    if SPLITS > 1:
+        tl.store(sums + place, highest + tl.log2(total), mask=own)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _join(
+    parts,
+    sums,
+    query_starts,
+    output,
+    num_tokens,
+    num_sequences,
+    num_heads: tl.constexpr,
+    value_channels: tl.constexpr,
+    SPLITS: tl.constexpr,
+    VALUE: tl.constexpr,
+):
+    """One token and head: the parts' attention, weighted by their sums of weights."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if token >= tl.load(query_starts + num_sequences):
+        return
+    split, channel = tl.arange(0, SPLITS), tl.arange(0, VALUE)
+    place = (split * num_tokens.to(tl.int64) + token) * num_heads + head  # [SPLITS]
+    exponent = tl.load(sums + place)
+    weight = tl.exp2(exponent - tl.max(exponent, 0))
+    mask = channel < value_channels
+    tile = tl.load(parts + place[:, None] * value_channels + channel[None, :], mask=mask[None, :], other=0.0)
+    result = tl.sum(tile * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(
+        output + (token * num_heads + head) * value_channels + channel, result.to(output.dtype.element_ty), mask=mask
+    )

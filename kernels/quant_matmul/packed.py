@@ -1,0 +1,137 @@
+"""The packed form of a quantised weight. N outputs, K inputs, G groups of inputs."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+TILE = 16  # outputs that a vector register holds beside each other
+MAX_INPUTS = 2**17 - 1  # more products of int8 do not fit into 32 bits
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """value[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] with g = i // group_size, in the order in which a kernel reads it.
+
+    `blob` [bytes] uint8 holds three parts, one behind the other; a file may hold it, and it may be mapped from there:
+
+    - codes: 16 outputs (a tile), then inputs, then outputs: bytes [tiles, K / 4, 16, 4] of 8 bits (plus 128), or [tiles, K / 8, 16, 4] with
+      inputs 0-3 in the lower and inputs 4-7 in the upper four bits (plus 8 if symmetric). K is rounded up to a multiple of 8, N of 16.
+    - scales: float32 [tiles, G, 16]
+    - zero points, unless symmetric: int8 [tiles, G, 16]
+    """
+
+    blob: Tensor
+    num_outputs: int
+    num_inputs: int
+    group_size: int
+    bits: int
+    has_zero_points: bool
+
+    def __post_init__(self) -> None:
+        if (
+            self.blob.dtype != torch.uint8
+            or self.blob.shape != (sum(self._part_sizes()),)
+            or not self.blob.is_contiguous()
+        ):
+            raise ValueError(
+                f"a packed weight of {sum(self._part_sizes())} bytes cannot be {tuple(self.blob.shape)} {self.blob.dtype}"
+            )
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.num_inputs // self.group_size)
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.num_outputs // TILE)
+
+    def _part_sizes(self) -> tuple[int, int, int]:
+        numbers = self.num_tiles * TILE * self.num_groups
+        codes = self.num_tiles * TILE * -(-self.num_inputs // 8) * self.bits
+        return codes, 4 * numbers, numbers if self.has_zero_points else 0
+
+    def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What `pack` was given: codes int8 [N, K], scales float32 [N, G], zero points int8 [N, G] or None."""
+        return self.unpack_tiles(0, self.num_tiles)
+
+    def unpack_tiles(self, first: int, last: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The same for outputs 16 * first .. 16 * last - 1."""
+        codes, scales, zeros = self.blob.split(self._part_sizes())
+        words = codes.view(self.num_tiles, -1, TILE, 4)[first:last]
+        num_outputs = min(self.num_outputs, last * TILE) - first * TILE
+        if self.bits == 8:
+            columns = (words ^ 128).view(torch.int8)[:, :, None]  # [tiles, K/4, 1, 16, 4]
+        else:
+            columns = torch.stack((words & 15, words >> 4), dim=2).view(torch.int8) - (0 if self.has_zero_points else 8)
+        plain = columns.permute(0, 3, 1, 2, 4).reshape((last - first) * TILE, -1)[:num_outputs, : self.num_inputs]
+
+        def per_group(part: Tensor, dtype: torch.dtype) -> Tensor:
+            tiles = part.view(dtype).view(self.num_tiles, self.num_groups, TILE)[first:last]
+            return tiles.transpose(1, 2).reshape(-1, self.num_groups)[:num_outputs]
+
+        zero_points = per_group(zeros, torch.int8) if self.has_zero_points else None
+        return plain.contiguous(), per_group(scales, torch.float32), zero_points
+
+
+def find_group_size(num_inputs: int, num_groups: int) -> int:
+    """The number of inputs in a group. Raises ValueError if no group size that kernels know gives `num_groups`."""
+    for size in (num_inputs, 128, 64, 32):
+        if -(-num_inputs // size) == num_groups:
+            return size
+    raise ValueError(f"{num_groups} groups of {num_inputs} inputs: a group has 32, 64 or 128 inputs, or all of them")
+
+
+def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> PackedWeight:
+    """codes int8 [N, K], scales float32 [N, G], zero points int8 [N, G] or None if symmetric.
+
+    `bits` is 8 (symmetric) or 4 (codes -8 .. 7 if symmetric, else 0 .. 15 and zero points -112 .. 127). A group has 32, 64, 128 or all K
+    inputs, the last one what is left. Raises ValueError for anything else.
+    """
+    num_outputs, num_inputs = codes.shape
+    group_size = find_group_size(num_inputs, scales.shape[1])
+    _check(codes, scales, zero_points, bits)
+    rows, columns = -num_outputs % TILE, -num_inputs % 8
+    if bits == 8:
+        parts = [_in_tiles(functional.pad(codes.view(torch.uint8) ^ 128, (0, columns, 0, rows)))]
+    else:
+        halves = functional.pad((codes + (8 if zero_points is None else 0)).view(torch.uint8), (0, columns, 0, rows))
+        halves = halves.view(num_outputs + rows, -1, 2, 4)  # [N, K/8, 2, 4]
+        parts = [_in_tiles((halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1))]
+    for numbers in (scales, zero_points):
+        if numbers is not None:
+            padded = functional.pad(numbers, (0, 0, 0, rows)).view(-1, TILE, numbers.shape[1])
+            parts.append(padded.transpose(1, 2).contiguous().view(torch.uint8).flatten())
+    return PackedWeight(torch.cat(parts), num_outputs, num_inputs, group_size, bits, zero_points is not None)
+
+
+def _in_tiles(codes: Tensor) -> Tensor:
+    """[N, C] uint8 in tiles of 16 outputs and columns of 4 bytes."""
+    return codes.view(codes.shape[0] // TILE, TILE, -1, 4).transpose(1, 2).reshape(-1)
+
+
+def _check(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> None:
+    if bits not in (4, 8) or (bits == 8 and zero_points is not None):
+        raise ValueError(
+            f"{bits} bits with{'out' if zero_points is None else ''} zero points: only 4 and 8, and zero points with 4"
+        )
+    if (
+        codes.dtype != torch.int8
+        or scales.dtype != torch.float32
+        or (zero_points is not None and zero_points.dtype != torch.int8)
+    ):
+        raise ValueError("codes and zero points are int8, scales float32")
+    if scales.shape[0] != codes.shape[0] or (zero_points is not None and zero_points.shape != scales.shape):
+        raise ValueError(
+            f"scales {list(scales.shape)} and their zero points do not belong to codes {list(codes.shape)}"
+        )
+    if not 0 < codes.shape[1] <= MAX_INPUTS:
+        raise ValueError(f"{codes.shape[1]} inputs: a kernel adds 1 to {MAX_INPUTS}")
+    if bits == 4 and codes.numel():
+        least, largest = (int(end) for end in codes.aminmax())
+        allowed = (-8, 7) if zero_points is None else (0, 15)
+        if least < allowed[0] or largest > allowed[1]:
+            raise ValueError(f"codes of 4 bits from {least} to {largest}: they go from {allowed[0]} to {allowed[1]}")
+    if zero_points is not None and zero_points.numel() and int(zero_points.min()) < -112:
+        raise ValueError(f"a zero point of {int(zero_points.min())}: from -112 on, a code minus it fits 8 bits")

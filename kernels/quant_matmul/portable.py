@@ -1,0 +1,47 @@
+"""The product without the C++ kernels: in torch operators, a block of outputs at a time. M rows, K inputs, N outputs, G groups."""
+
+import torch
+from torch import Tensor
+
+from kernels.matmul.reference import linear
+from kernels.quant_matmul.packed import PackedWeight
+from kernels.quant_matmul.reference import dequantize
+
+BLOCK_BYTES = 2**25  # of dequantised weights at a time: small beside a model, large beside the cost of a call
+
+
+def blocks(weight: PackedWeight) -> list[tuple[int, int]]:
+    tiles = max(1, BLOCK_BYTES // (64 * weight.num_inputs))
+    return [(first, min(first + tiles, weight.num_tiles)) for first in range(0, weight.num_tiles, tiles)]
+
+
+def quant_matmul(x: Tensor, weight: PackedWeight) -> Tensor:
+    """x [M, K] times weight transposed in float32: [M, N] in x's dtype."""
+    parts = [linear(x.float(), dequantize(*weight.unpack_tiles(*block), weight.group_size)) for block in blocks(weight)]
+    return torch.cat(parts, dim=1).to(x.dtype)
+
+
+def quant_matmul_int8(x_codes: Tensor, x_scales: Tensor, weight: PackedWeight, out_dtype: torch.dtype) -> Tensor:
+    """x_codes int8 [M, K] times weight transposed: exact integers in a group, groups in float32 in their order, then x_scales."""
+    parts = []
+    for block in blocks(weight):
+        codes, scales, zeros = weight.unpack_tiles(*block)
+        total = torch.zeros(x_codes.shape[0], len(codes))
+        for group in range(weight.num_groups):
+            inputs = slice(group * weight.group_size, (group + 1) * weight.group_size)
+            centred = codes[:, inputs] if zeros is None else codes[:, inputs] - zeros[:, group, None]
+            total += exact_product(x_codes[:, inputs], centred).float() * scales[:, group]
+        parts.append(total)
+    return (torch.cat(parts, dim=1) * x_scales).to(out_dtype)
+
+
+def exact_product(a: Tensor, b: Tensor) -> Tensor:
+    """a int8 [M, K] times b int8 [N, K] transposed: [M, N] integers in float64.
+
+    Not torch._int_mm: on a CPU without VNNI it saturates at 16 bits (huggingface/optimum-quanto#309), and one row or column may
+    come out wrong (pytorch/pytorch#195066). The sum of 1024 products of int8 is exact in float32, in any order.
+    """
+    pieces = zip(a.split(1024, dim=1), b.split(1024, dim=1), strict=True)
+    return sum(
+        (linear(x.float(), y.float()).double() for x, y in pieces), torch.zeros(len(a), len(b), dtype=torch.float64)
+    )

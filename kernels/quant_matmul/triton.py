@@ -1,0 +1,313 @@
+"""Matrix product with a quantised weight on a GPU: 8 or 4 bits with activations of 16, or activations of 8 bits too.
+
+M rows, K inputs, N outputs, G groups of inputs that share a scale, C inputs of a chunk: what a program reads of a weight at a time.
+
+One row is a sum of products in registers, and needs all of the GPU only for reading. More rows use matrix units; the weight stands on their
+left, because Hopper's take the left operand from registers, where its codes have just become numbers. A few rows give too few programs:
+then the inputs are split, and `_add` adds the parts (arXiv 2402.00025), in a fixed order, so that a result does not depend on luck.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FULL_GPU = 264  # programs that keep an H200 busy: two for each of its 132 multiprocessors
+BLOCK = 128  # outputs, and inputs, that share a scale in a float8 weight with blocks (arXiv 2412.19437)
+EPILOGUE_SIZE = 1024
+FLOAT8_MAX, INT8_MAX = 448.0, 127.0
+
+
+class Launch(NamedTuple):
+    outputs: int
+    rows: int
+    num_warps: int
+    num_stages: int
+
+
+LAUNCHES = {1: Launch(16, 1, 4, 3), 16: Launch(64, 16, 4, 4), 32: Launch(64, 32, 4, 4), 64: Launch(64, 64, 4, 4)}
+"""By the number of rows that it is for at most; more than the last have LARGE."""
+LARGE = Launch(128, 128, 8, 3)
+
+
+@dataclass(frozen=True)
+class GPUWeight:
+    """value[o, i] = (code[o, i] - zero[g, o]) * scale[g, o] with g = i // group_size, in the order in which a program reads it."""
+
+    codes: Tensor
+    """int8 or float8_e4m3fn [N, K], K rounded up to whole chunks; or uint8 [N, K/2]: in each chunk, byte j has input j in its lower and
+    input j + C/2 in its upper four bits (plus 8 if symmetric), so that either half of a byte meets inputs that lie beside each other."""
+    scales: Tensor
+    """float32 [G, N], or [G, ceil(N / 128)] of a float8 weight with blocks."""
+    zero_points: Tensor | None
+    """int8 [G, N], or None if symmetric."""
+    num_inputs: int
+    chunk: int
+
+    @property
+    def num_outputs(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def has_blocks(self) -> bool:
+        return self.codes.is_floating_point() and self.scales.shape[1] != self.num_outputs
+
+
+def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> GPUWeight:
+    """codes int8 or float8_e4m3fn [N, K] (`bits` 8) or int8 (`bits` 4: -8 .. 7 if symmetric, else 0 .. 15); zero points int8 [N, G] or
+    None.
+
+    scales float32 [N, G], where a group has 32, 64, 128 or all K inputs; for float8 also [1, 1], and [N / 128, K / 128] rounded up.
+    Raises ValueError for other shapes.
+    """
+    num_outputs, num_inputs = codes.shape
+    if codes.is_floating_point() and scales.numel() == 1:
+        scales = scales.expand(num_outputs, 1)
+    blocks = codes.is_floating_point() and scales.shape == (-(-num_outputs // BLOCK), -(-num_inputs // BLOCK))
+    sizes = [size for size in (128, 64, 32) if -(-num_inputs // size) == scales.shape[1]]
+    chunk = sizes[0] if sizes else BLOCK
+    if (not sizes and scales.shape[1] != 1) or (scales.shape[0] != num_outputs and not blocks):
+        raise ValueError(
+            f"scales {list(scales.shape)} of codes {list(codes.shape)}: a group has 32, 64, 128 or all inputs"
+        )
+    padded = codes.new_zeros(num_outputs, triton.cdiv(num_inputs, chunk) * chunk)
+    padded[:, :num_inputs] = codes
+    if bits == 4:
+        low, high = (padded + (8 if zero_points is None else 0)).unflatten(1, (-1, 2, chunk // 2)).unbind(2)
+        padded = (low | high << 4).view(torch.uint8).flatten(1)
+    zeros = None if zero_points is None else zero_points.T.contiguous()
+    return GPUWeight(padded, scales.float().T.contiguous(), zeros, num_inputs, chunk)
+
+
+def quant_matmul(x: Tensor, weight: GPUWeight) -> Tensor:
+    """x [M, K] (float32, bfloat16 or float16) times weight transposed: [M, N] in x's dtype, with float32 sums."""
+    return _multiply(x, None, weight, x.dtype)
+
+
+def quant_matmul_codes(x_codes: Tensor, x_scales: Tensor, weight: GPUWeight, out_dtype: torch.dtype) -> Tensor:
+    """(x_codes * x_scales) times weight transposed: [M, N] in `out_dtype`. Sums of int8 are exact within a chunk at least.
+
+    x_codes int8, or float8_e4m3fn as the weight is, [M, K]. x_scales float32 [M, 1], or [1, 1] for all rows; for a weight with blocks
+    [M, ceil(K / 128)].
+    """
+    return _multiply(x_codes, x_scales, weight, out_dtype)
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | None = None) -> tuple[Tensor, Tensor]:
+    """Codes [M, K] and float32 scales [M, K / group_size rounded up], one for a row if `group_size` is None: max |x| / the largest code,
+    1 if that is 0, NaN where x is not finite. x [M, K] of any float dtype; codes int8 or float8_e4m3fn, rounded half to even."""
+    x = x.contiguous()
+    rows, inputs = x.shape
+    size = inputs if group_size is None else group_size
+    groups = triton.cdiv(inputs, size)
+    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scales = torch.empty(rows, groups, device=x.device)
+    largest = FLOAT8_MAX if dtype.is_floating_point else INT8_MAX
+    padded = triton.next_power_of_2(size)
+    if rows:
+        warps = min(max(padded // 512, 1), 16)
+        _quantize_rows[(rows, groups)](x, codes, scales, inputs, size, SIZE=padded, largest=largest, num_warps=warps)
+    return codes, scales
+
+
+def _multiply(x: Tensor, x_scales: Tensor | None, weight: GPUWeight, dtype: torch.dtype) -> Tensor:
+    if x.ndim != 2 or x.shape[1] != weight.num_inputs:
+        raise ValueError(f"rows {list(x.shape)} cannot be multiplied by a weight of {weight.num_inputs} inputs")
+    x = x if x.stride(1) == 1 else x.contiguous()
+    rows, outputs = x.shape[0], weight.num_outputs
+    output = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+    if not rows:
+        return output
+    chunks, groups = triton.cdiv(weight.num_inputs, weight.chunk), weight.scales.shape[0]
+    launch = next((launch for most, launch in LAUNCHES.items() if rows <= most), LARGE)
+    programs = triton.cdiv(rows, launch.rows) * triton.cdiv(outputs, launch.outputs)
+    splits = 1 if rows == 1 else min(triton.cdiv(FULL_GPU, programs), triton.cdiv(chunks, 4))
+    parts = output if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
+    shared = {
+        "outputs": outputs,
+        "inputs": weight.num_inputs,
+        "CHUNK": weight.chunk,
+        "BITS": 4 if weight.codes.dtype == torch.uint8 else 8,
+        "GROUPED": groups > 1,
+        "SCALE_OUTPUTS": BLOCK if weight.has_blocks else 1,
+        "OUTPUTS": launch.outputs,
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+    }
+    tensors = (x, weight.codes, weight.scales, weight.zero_points)
+    if rows == 1:
+        _one_row[(programs,)](*tensors, x_scales, output, CHUNKS=max(1, 1024 // weight.chunk), **shared)
+        return output
+    stride = 0 if x_scales is None or x_scales.shape[0] == 1 else x_scales.stride(0)
+    grid = (programs, splits)
+    _rows[grid](*tensors, x_scales, parts, rows, x.stride(0), stride, splits, ROWS=launch.rows, **shared)
+    if splits > 1:
+        size = rows * outputs
+        _add[(triton.cdiv(size, EPILOGUE_SIZE),)](parts, output, size, splits, SIZE=EPILOGUE_SIZE)
+    return output
+
+
+@triton.jit
+def _one_row(
+    x,
+    codes,
+    scales,
+    zero_points,
+    x_scales,
+    output,
+    outputs: tl.constexpr,
+    inputs: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SCALE_OUTPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """OUTPUTS outputs of the only row, CHUNKS chunks at a time, so that neighbouring threads read a row of the weight side by side."""
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = n < outputs
+    chunks: tl.constexpr = (inputs + CHUNK - 1) // CHUNK
+    width: tl.constexpr = CHUNK * BITS // 8
+    byte = tl.arange(0, width)
+    wide: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+    total = tl.zeros([OUTPUTS, CHUNKS], tl.float32)
+    for first in range(0, chunks, CHUNKS):
+        c = first + tl.arange(0, CHUNKS)
+        known = inside[:, None] & (c < chunks)[None, :]
+        place = n.to(tl.int64)[:, None, None] * (chunks * width) + (c * width)[None, :, None] + byte[None, None, :]
+        tile = tl.load(codes + place, mask=known[:, :, None], other=0.0)  # [OUTPUTS, CHUNKS, width]
+        k = (c * CHUNK)[:, None] + byte[None, :]
+        x_low = tl.load(x + k, mask=k < inputs, other=0.0).to(wide)[None, :, :]
+        if BITS == 4:
+            zero = 8
+            if zero_points is not None:
+                place = c[None, :] * (outputs if GROUPED else 0) + n[:, None]
+                zero = tl.load(zero_points + place, mask=known, other=0).to(wide)[:, :, None]
+            k += CHUNK // 2
+            x_high = tl.load(x + k, mask=k < inputs, other=0.0).to(wide)[None, :, :]
+            products = ((tile & 15).to(wide) - zero) * x_low + ((tile >> 4).to(wide) - zero) * x_high
+        else:
+            products = tile.to(wide) * x_low
+        part = tl.sum(products, 2).to(tl.float32)
+        if GROUPED:
+            place = c[None, :] * ((outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS) + (n // SCALE_OUTPUTS)[:, None]
+            part *= tl.load(scales + place, mask=known, other=0.0)
+            if SCALE_OUTPUTS > 1 and x_scales is not None:
+                part *= tl.load(x_scales + c, mask=c < chunks, other=0.0)[None, :]
+        total += part
+    result = tl.sum(total, 1)
+    if not GROUPED:
+        result *= tl.load(scales + n // SCALE_OUTPUTS, mask=inside, other=0.0)
+    if x_scales is not None and (SCALE_OUTPUTS == 1 or not GROUPED):
+        result *= tl.load(x_scales)
+    tl.store(output + n, result.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _rows(
+    x,
+    codes,
+    scales,
+    zero_points,
+    x_scales,
+    output,
+    rows,
+    x_stride,
+    x_scale_stride,
+    splits,
+    outputs: tl.constexpr,
+    inputs: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SCALE_OUTPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """OUTPUTS outputs of ROWS rows, of one part of the inputs. Programs that run together share a weight."""
+    row_tiles = tl.cdiv(rows, ROWS)
+    m = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) // row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside, known = m < rows, n < outputs
+    chunks: tl.constexpr = (inputs + CHUNK - 1) // CHUNK
+    width: tl.constexpr = CHUNK * BITS // 8
+    dtype: tl.constexpr = x.dtype.element_ty
+    sums: tl.constexpr = tl.int32 if dtype == tl.int8 else tl.float32
+    imprecise: tl.constexpr = (
+        CHUNK if dtype == tl.float8e4nv else 0
+    )  # Hopper adds float8 with 14 bits: to float32 after each chunk
+    byte = tl.arange(0, width)
+    row = x + m.to(tl.int64)[:, None] * x_stride
+    weight = codes + n.to(tl.int64)[:, None] * (chunks * width) + byte[None, :]
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32 if GROUPED else sums)
+    each = tl.cdiv(chunks, splits)
+    first = tl.program_id(1) * each
+    for c in range(first, tl.minimum(first + each, chunks)):
+        tile = tl.load(weight + c * width, mask=known[:, None], other=0.0)
+        k = c * CHUNK + byte
+        x_low = tl.load(row + k[None, :], mask=inside[:, None] & (k < inputs)[None, :], other=0.0)
+        part = tl.zeros([OUTPUTS, ROWS], sums) if GROUPED else total
+        if BITS == 4:
+            low, high = (tile & 15).to(tl.int8), (tile >> 4).to(tl.int8)
+            if zero_points is not None:
+                zero = tl.load(zero_points + c * (outputs if GROUPED else 0) + n, mask=known, other=0)[:, None]
+                low, high = low - zero, high - zero
+            else:
+                low, high = low - 8, high - 8
+            k += CHUNK // 2
+            x_high = tl.load(row + k[None, :], mask=inside[:, None] & (k < inputs)[None, :], other=0.0)
+            part = tl.dot(low.to(dtype), tl.trans(x_low), part, input_precision="ieee", out_dtype=sums)
+            part = tl.dot(high.to(dtype), tl.trans(x_high), part, input_precision="ieee", out_dtype=sums)
+        else:
+            part = tl.dot(
+                tile.to(dtype),
+                tl.trans(x_low),
+                part,
+                input_precision="ieee",
+                out_dtype=sums,
+                max_num_imprecise_acc=imprecise,
+            )
+        if GROUPED:
+            place = c * ((outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS) + n // SCALE_OUTPUTS
+            part = part.to(tl.float32) * tl.load(scales + place, mask=known, other=0.0)[:, None]
+            if SCALE_OUTPUTS > 1 and x_scales is not None:
+                part *= tl.load(x_scales + m * x_scale_stride + c, mask=inside, other=0.0)[None, :]
+            total += part
+        else:
+            total = part
+    result = total.to(tl.float32)
+    if not GROUPED:
+        result *= tl.load(scales + n // SCALE_OUTPUTS, mask=known, other=0.0)[:, None]
+    if x_scales is not None and (SCALE_OUTPUTS == 1 or not GROUPED):
+        result *= tl.load(x_scales + m * x_scale_stride, mask=inside, other=0.0)[None, :]
+    place = (tl.program_id(1) * rows.to(tl.int64) + m)[None, :] * outputs + n[:, None]
+    tl.store(output + place, result.to(output.dtype.element_ty), mask=known[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _add(parts, output, size, splits, SIZE: tl.constexpr):
+    """parts [splits, size], float32."""
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    total = tl.zeros([SIZE], tl.float32)
+    for split in range(splits):
+        total += tl.load(parts + split * size.to(tl.int64) + place, mask=place < size, other=0.0)
+    tl.store(output + place, total.to(output.dtype.element_ty), mask=place < size)
+
+
+@triton.jit
+def _quantize_rows(x, codes, scales, inputs, group_size, SIZE: tl.constexpr, largest: tl.constexpr):
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    k = group * group_size + tl.arange(0, SIZE)
+    mask = (k < inputs) & (tl.arange(0, SIZE) < group_size)
+    part = tl.load(x + row * inputs + k, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.max(tl.abs(part), 0), largest)
+    scale = tl.where(scale == 0, 1.0, scale) + tl.sum(part * 0.0, 0)  # NaN if one is not finite: `max` would hide it
+    tl.store(scales + row * tl.num_programs(1) + group, scale)
+    part = tl.where(scale == scale, tl.div_rn(part, scale), 0.0)
+    if codes.dtype.element_ty == tl.int8:
+        part = (part + 12582912.0) - 12582912.0  # half to even: beside 1.5 * 2^23 there is no room for a fraction
+    tl.store(codes + row * inputs + k, part.to(codes.dtype.element_ty), mask=mask)

@@ -1,0 +1,55 @@
+// x / sqrt(mean(x^2) + eps) * weight for every row of D channels; kernels/rms_norm/reference.py is the specification.
+// The squares are added in four vectors, channel after channel, so a row's bits depend on the row alone.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "../rows.h"
+#include "../simd.h"
+#include "../threads.h"
+
+namespace {
+
+constexpr int64_t VECTORS = 4, PADDED = VECTORS * LANES;
+constexpr int64_t CHUNK_CHANNELS = 1 << 15;  // worth another thread
+
+float mean_square(const float *x, int64_t padded, int64_t channels) {
+  Floats sums[VECTORS] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+  for (int64_t i = 0; i < padded; i += PADDED)
+    for (int64_t v = 0; v < VECTORS; ++v) {
+      const Floats part = load(x + i + v * LANES);
+      sums[v] = multiply_add(part, part, sums[v]);
+    }
+  return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3]))) / channels;
+}
+
+// Rounds to the dtype and back.
+void round_to(Dtype dtype, float *x, int64_t count) {
+  if (dtype == Dtype::bfloat16)
+    for (int64_t i = 0; i < count; ++i) x[i] = from_bfloat16(to_bfloat16(x[i]));
+  else if (dtype == Dtype::float16)
+    for (int64_t i = 0; i < count; ++i) x[i] = _cvtsh_ss(_cvtss_sh(x[i], _MM_FROUND_TO_NEAREST_INT));
+}
+
+}  // namespace
+
+// x and out [rows, D], weight [D], all of one dtype
+extern "C" void rms_norm(const void *x, const void *weight, void *out, int32_t dtype, int64_t num_rows, int64_t channels, float eps) {
+  const int64_t padded = (channels + PADDED - 1) / PADDED * PADDED;
+  const int64_t rows_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / channels, 1);
+  parallel_for((num_rows + rows_per_chunk - 1) / rows_per_chunk, [&](int64_t chunk) {
+    thread_local std::vector<float> kept;
+    if (static_cast<int64_t>(kept.size()) < 2 * padded) kept.resize(2 * padded);
+    float *row = kept.data(), *factors = row + padded;
+    std::fill(row + channels, row + padded, 0.0f);
+    read_floats(weight, Dtype(dtype), 0, channels, factors);
+    for (int64_t i = chunk * rows_per_chunk; i < std::min((chunk + 1) * rows_per_chunk, num_rows); ++i) {
+      read_floats(x, Dtype(dtype), i * channels, channels, row);
+      const float inverse = 1 / std::sqrt(mean_square(row, padded, channels) + eps);
+      for (int64_t c = 0; c < channels; ++c) row[c] *= inverse;
+      round_to(Dtype(dtype), row, channels);
+      for (int64_t c = 0; c < channels; ++c) row[c] *= factors[c];
+      write_floats(out, Dtype(dtype), i * channels, channels, row);
+    }
+  });
+}

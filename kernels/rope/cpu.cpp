@@ -1,0 +1,47 @@
+// Turns pairs of channels of x [T, H, D] by the angles of their tokens; kernels/rope/reference.py is the specification.
+// Computed in float32 and rounded once; the reference rounds after each operation where x is narrower.
+#include <algorithm>
+#include <vector>
+
+#include "../rows.h"
+#include "../threads.h"
+
+namespace {
+
+constexpr int64_t CHUNK_CHANNELS = 1 << 15;  // worth another thread
+
+template <int64_t STEP>
+void turn_pairs(const float *first, const float *second, const float *cos, const float *sin, int64_t count, float *__restrict to_first,
+                float *__restrict to_second) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float a = first[i * STEP], b = second[i * STEP];
+    to_first[i * STEP] = a * cos[i] - b * sin[i];
+    to_second[i * STEP] = b * cos[i] + a * sin[i];
+  }
+}
+
+}  // namespace
+
+// cos and sin [T, half]; 2 * half of the channels turn. token_stride: from one token of x to the next, in elements; out has no gaps
+extern "C" void rope(const void *x, const void *cos, const void *sin, void *out, int32_t dtype, int64_t num_tokens, int64_t num_heads,
+                     int64_t channels, int64_t half, int64_t token_stride, int32_t interleaved) {
+  const int64_t tokens_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / (num_heads * channels), 1);
+  parallel_for((num_tokens + tokens_per_chunk - 1) / tokens_per_chunk, [&](int64_t chunk) {
+    thread_local std::vector<float> kept;
+    kept.resize(2 * channels + 2 * half);
+    float *from = kept.data(), *to = from + channels, *c = to + channels, *s = c + half;
+    for (int64_t token = chunk * tokens_per_chunk; token < std::min((chunk + 1) * tokens_per_chunk, num_tokens); ++token) {
+      read_floats(cos, Dtype(dtype), token * half, half, c);
+      read_floats(sin, Dtype(dtype), token * half, half, s);
+      for (int64_t head = 0; head < num_heads; ++head) {
+        read_floats(x, Dtype(dtype), token * token_stride + head * channels, channels, from);
+        if (interleaved)
+          turn_pairs<2>(from, from + 1, c, s, half, to, to + 1);
+        else
+          turn_pairs<1>(from, from + half, c, s, half, to, to + half);
+        std::copy(from + 2 * half, from + channels, to + 2 * half);
+        write_floats(out, Dtype(dtype), (token * num_heads + head) * channels, channels, to);
+      }
+    }
+  });
+}

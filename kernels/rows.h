@@ -1,0 +1,43 @@
+// Rows of float32, bfloat16 or float16 read as float32 and written from it (rounded to nearest, ties to even, as torch does).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <immintrin.h>
+
+enum class Dtype : int32_t { float32, bfloat16, float16 };  // the numbers that kernels/build.py passes
+
+inline float from_bfloat16(uint16_t half) {
+  const uint32_t bits = static_cast<uint32_t>(half) << 16;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+inline uint16_t to_bfloat16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const bool nan = (bits & 0x7fffffff) > 0x7f800000;
+  return nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// `count` numbers that begin `first` numbers behind `rows`
+inline void read_floats(const void *rows, Dtype dtype, int64_t first, int64_t count, float *x) {
+  const auto *halves = static_cast<const uint16_t *>(rows) + first;
+  if (dtype == Dtype::float32)
+    std::memcpy(x, static_cast<const float *>(rows) + first, count * sizeof(float));
+  else if (dtype == Dtype::bfloat16)
+    for (int64_t i = 0; i < count; ++i) x[i] = from_bfloat16(halves[i]);
+  else
+    for (int64_t i = 0; i < count; ++i) x[i] = _cvtsh_ss(halves[i]);
+}
+
+inline void write_floats(void *rows, Dtype dtype, int64_t first, int64_t count, const float *x) {
+  auto *halves = static_cast<uint16_t *>(rows) + first;
+  if (dtype == Dtype::float32)
+    std::memcpy(static_cast<float *>(rows) + first, x, count * sizeof(float));
+  else if (dtype == Dtype::bfloat16)
+    for (int64_t i = 0; i < count; ++i) halves[i] = to_bfloat16(x[i]);
+  else
+    for (int64_t i = 0; i < count; ++i) halves[i] = _cvtss_sh(x[i], _MM_FROUND_TO_NEAREST_INT);
+}

@@ -1,0 +1,130 @@
+// The vectors of simd.h with AVX2 and FMA: correct and plain. AVX2 has no dot products of bytes or bfloat16.
+#pragma once
+
+#include "rows.h"
+
+constexpr int ACCUMULATORS = 4;  // pairs; of the 16 registers 8 are left for operands
+
+struct Floats {
+  __m256 low, high;
+};
+struct Ints {
+  __m256i low, high;
+};
+
+inline Floats splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Ints splat(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline Floats load(const float *at) { return {_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)}; }
+inline Ints load(const uint8_t *at) {
+  const auto *halves = reinterpret_cast<const __m256i *>(at);
+  return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
+}
+inline Ints load_bytes(const int8_t *at) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(at));
+  return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+}
+inline Ints load_halves(const uint16_t *at) {
+  const auto *halves = reinterpret_cast<const __m128i *>(at);
+  return {_mm256_cvtepu16_epi32(_mm_loadu_si128(halves)), _mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1))};
+}
+inline void store(float *at, Floats x) {
+  _mm256_storeu_ps(at, x.low);
+  _mm256_storeu_ps(at + 8, x.high);
+}
+inline void store(uint8_t *at, Ints x) {
+  auto *halves = reinterpret_cast<__m256i *>(at);
+  _mm256_storeu_si256(halves, x.low);
+  _mm256_storeu_si256(halves + 1, x.high);
+}
+inline void store_bytes(int8_t *at, Ints x) {
+  alignas(32) int32_t wide[LANES];
+  _mm256_store_si256(reinterpret_cast<__m256i *>(wide), x.low);
+  _mm256_store_si256(reinterpret_cast<__m256i *>(wide + 8), x.high);
+  for (int lane = 0; lane < LANES; ++lane) at[lane] = static_cast<int8_t>(wide[lane]);
+}
+
+inline void store_bfloat16(uint16_t *at, Floats x) {  // to nearest, ties to even
+  alignas(32) float wide[LANES];
+  store(wide, x);
+  for (int lane = 0; lane < LANES; ++lane) at[lane] = to_bfloat16(wide[lane]);
+}
+
+inline Ints as_ints(Floats x) { return {_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)}; }
+inline Floats as_floats(Ints x) { return {_mm256_castsi256_ps(x.low), _mm256_castsi256_ps(x.high)}; }
+inline Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
+inline Ints round_to_ints(Floats x) { return {_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)}; }  // half to even
+
+inline Ints bit_and(Ints a, Ints b) { return {_mm256_and_si256(a.low, b.low), _mm256_and_si256(a.high, b.high)}; }
+inline Ints add(Ints a, Ints b) { return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)}; }
+inline Ints subtract(Ints a, Ints b) { return {_mm256_sub_epi32(a.low, b.low), _mm256_sub_epi32(a.high, b.high)}; }
+inline Ints multiply(Ints a, Ints b) { return {_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)}; }
+inline Ints larger(Ints a, Ints b) { return {_mm256_max_epi32(a.low, b.low), _mm256_max_epi32(a.high, b.high)}; }
+inline Ints smaller(Ints a, Ints b) { return {_mm256_min_epi32(a.low, b.low), _mm256_min_epi32(a.high, b.high)}; }
+template <int BITS> inline Ints shift_left(Ints a) { return {_mm256_slli_epi32(a.low, BITS), _mm256_slli_epi32(a.high, BITS)}; }
+template <int BITS> inline Ints shift_right(Ints a) { return {_mm256_srai_epi32(a.low, BITS), _mm256_srai_epi32(a.high, BITS)}; }
+inline int32_t largest(Ints x) {
+  const __m256i eight = _mm256_max_epi32(x.low, x.high);
+  __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+inline int32_t sum(Ints x) {
+  const __m256i eight = _mm256_add_epi32(x.low, x.high);
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+
+inline Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+inline Floats subtract(Floats a, Floats b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+inline Floats larger(Floats a, Floats b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }   // b if either is NaN
+inline Floats smaller(Floats a, Floats b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }  // b if either is NaN
+inline float largest(Floats x) {
+  const __m256 eight = _mm256_max_ps(x.low, x.high);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+inline float sum(Floats x) {
+  const __m256 eight = _mm256_add_ps(x.low, x.high);
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+inline float first(Floats x) { return _mm256_cvtss_f32(x.low); }
+inline Floats multiply(Floats a, Floats b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+inline Floats divide(Floats a, Floats b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+
+// Bytes 0 and 2 of each lane and bytes 1 and 3 are widened to 16 bits: vpmaddubsw on the bytes themselves would saturate.
+inline __m256i dot_bytes(__m256i sum, __m256i bytes, __m256i x) {
+  const __m256i even = _mm256_and_si256(bytes, _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16(bytes, 8);
+  const __m256i even_x = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd_x = _mm256_srai_epi16(x, 8);
+  return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(even, even_x), _mm256_madd_epi16(odd, odd_x)));
+}
+inline __m256 dot_bfloat16(__m256 sum, __m256i a, __m256i b) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int32_t>(0xffff0000));
+  const __m256 even = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), sum);
+  return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high)), even);
+}
+
+// Each lane: sum plus four unsigned bytes times four signed bytes, modulo 2^32.
+inline Ints dot_bytes(Ints sum, Ints bytes, Ints x) {
+  return {dot_bytes(sum.low, bytes.low, x.low), dot_bytes(sum.high, bytes.high, x.high)};
+}
+
+// Each lane: sum plus two bfloat16 times two bfloat16.
+inline Floats dot_bfloat16(Floats sum, Ints a, Ints b) {
+  return {dot_bfloat16(sum.low, a.low, b.low), dot_bfloat16(sum.high, a.high, b.high)};
+}
+
+// Lane j of row i and lane i of row j change places.
+inline void transpose(Ints (&rows)[LANES]) {
+  alignas(32) int32_t from[LANES][LANES], to[LANES][LANES];
+  for (int i = 0; i < LANES; ++i) store(reinterpret_cast<uint8_t *>(from[i]), rows[i]);
+  for (int i = 0; i < LANES; ++i)
+    for (int j = 0; j < LANES; ++j) to[i][j] = from[j][i];
+  for (int i = 0; i < LANES; ++i) rows[i] = load(reinterpret_cast<const uint8_t *>(to[i]));
+}

@@ -1,0 +1,71 @@
+// The vectors of simd.h with AVX-512 VNNI and BF16.
+#pragma once
+
+constexpr int ACCUMULATORS = 24;  // of the 32 registers; the others hold operands
+
+using Floats = __m512;
+using Ints = __m512i;
+
+inline Floats splat(float x) { return _mm512_set1_ps(x); }
+inline Ints splat(int32_t x) { return _mm512_set1_epi32(x); }
+inline Floats load(const float *at) { return _mm512_loadu_ps(at); }
+inline Ints load(const uint8_t *at) { return _mm512_loadu_si512(at); }
+inline Ints load_bytes(const int8_t *at) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at))); }
+inline Ints load_halves(const uint16_t *at) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at))); }
+inline void store(float *at, Floats x) { _mm512_storeu_ps(at, x); }
+inline void store(uint8_t *at, Ints x) { _mm512_storeu_si512(at, x); }
+inline void store_bfloat16(uint16_t *at, Floats x) {  // to nearest, ties to even; denormals become zero
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), (__m256i)_mm512_cvtneps_pbh(x));
+}
+inline void store_bytes(int8_t *at, Ints x) { _mm_storeu_si128(reinterpret_cast<__m128i *>(at), _mm512_cvtepi32_epi8(x)); }
+
+inline Ints as_ints(Floats x) { return _mm512_castps_si512(x); }
+inline Floats as_floats(Ints x) { return _mm512_castsi512_ps(x); }
+inline Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+inline Ints round_to_ints(Floats x) { return _mm512_cvtps_epi32(x); }  // half to even
+
+inline Ints bit_and(Ints a, Ints b) { return _mm512_and_si512(a, b); }
+inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints subtract(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
+inline Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
+inline Ints larger(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
+inline Ints smaller(Ints a, Ints b) { return _mm512_min_epi32(a, b); }
+template <int BITS> inline Ints shift_left(Ints a) { return _mm512_slli_epi32(a, BITS); }
+template <int BITS> inline Ints shift_right(Ints a) { return _mm512_srai_epi32(a, BITS); }
+inline int32_t largest(Ints x) { return _mm512_reduce_max_epi32(x); }
+inline int32_t sum(Ints x) { return _mm512_reduce_add_epi32(x); }
+
+inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }   // b if either is NaN
+inline Floats smaller(Floats a, Floats b) { return _mm512_min_ps(a, b); }  // b if either is NaN
+inline float largest(Floats x) { return _mm512_reduce_max_ps(x); }
+inline float sum(Floats x) { return _mm512_reduce_add_ps(x); }
+inline float first(Floats x) { return _mm512_cvtss_f32(x); }
+inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+
+// Each lane: sum plus four unsigned bytes times four signed bytes, modulo 2^32.
+inline Ints dot_bytes(Ints sum, Ints bytes, Ints x) { return _mm512_dpbusd_epi32(sum, bytes, x); }
+
+// Each lane: sum plus two bfloat16 times two bfloat16. The instruction takes denormals for zero.
+inline Floats dot_bfloat16(Floats sum, Ints a, Ints b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+
+// Lane j of row i and lane i of row j change places.
+inline void transpose(Ints (&rows)[LANES]) {
+  Ints pairs[LANES];
+  for (int i = 0; i < LANES; i += 4) {  // four by four within quarters of a register
+    const Ints a = _mm512_unpacklo_epi32(rows[i], rows[i + 1]), b = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    const Ints c = _mm512_unpacklo_epi32(rows[i + 2], rows[i + 3]), d = _mm512_unpackhi_epi32(rows[i + 2], rows[i + 3]);
+    pairs[i] = _mm512_unpacklo_epi64(a, c), pairs[i + 1] = _mm512_unpackhi_epi64(a, c);
+    pairs[i + 2] = _mm512_unpacklo_epi64(b, d), pairs[i + 3] = _mm512_unpackhi_epi64(b, d);
+  }
+  for (int i = 0; i < 4; ++i) {  // then the quarters
+    const Ints even_top = _mm512_shuffle_i32x4(pairs[i], pairs[i + 4], 0x88), odd_top = _mm512_shuffle_i32x4(pairs[i], pairs[i + 4], 0xdd);
+    const Ints even_low = _mm512_shuffle_i32x4(pairs[i + 8], pairs[i + 12], 0x88);
+    const Ints odd_low = _mm512_shuffle_i32x4(pairs[i + 8], pairs[i + 12], 0xdd);
+    rows[i] = _mm512_shuffle_i32x4(even_top, even_low, 0x88), rows[i + 8] = _mm512_shuffle_i32x4(even_top, even_low, 0xdd);
+    rows[i + 4] = _mm512_shuffle_i32x4(odd_top, odd_low, 0x88), rows[i + 12] = _mm512_shuffle_i32x4(odd_top, odd_low, 0xdd);
+  }
+}

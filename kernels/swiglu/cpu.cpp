@@ -1,0 +1,45 @@
+// silu(gate) * up; kernels/swiglu/reference.py is the specification. Every element is computed alike, wherever it stands.
+#include <algorithm>
+
+#include "../exp.h"
+#include "../rows.h"
+#include "../threads.h"
+
+namespace {
+
+constexpr int64_t CHUNK_CHANNELS = 1 << 13;  // worth another thread
+constexpr int64_t PIECE = 16 * LANES;        // in float32 at once
+
+void compute_piece(const void *gate, const void *up, void *out, Dtype dtype, int64_t gate_first, int64_t up_first, int64_t out_first,
+                   int64_t count) {
+  alignas(64) float g[PIECE] = {}, u[PIECE];
+  read_floats(gate, dtype, gate_first, count, g);
+  for (int64_t i = 0; i < count; i += LANES) {
+    const Floats x = load(g + i);
+    store(g + i, divide(x, add(splat(1.0f), exp(subtract(splat(0.0f), x)))));
+  }
+  if (dtype != Dtype::float32) {  // silu is rounded before it is multiplied
+    uint16_t rounded[PIECE];
+    write_floats(rounded, dtype, 0, count, g);
+    read_floats(rounded, dtype, 0, count, g);
+  }
+  read_floats(up, dtype, up_first, count, u);
+  for (int64_t i = 0; i < count; ++i) g[i] *= u[i];
+  write_floats(out, dtype, out_first, count, g);
+}
+
+}  // namespace
+
+// gate, up and out [rows, F] of one dtype; the strides are from row to row, in elements, and out has none
+extern "C" void swiglu(const void *gate, const void *up, void *out, int32_t dtype, int64_t num_rows, int64_t channels, int64_t gate_stride,
+                       int64_t up_stride) {
+  const int64_t chunks_per_row = (channels + CHUNK_CHANNELS - 1) / CHUNK_CHANNELS;
+  const int64_t rows_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / channels, 1);
+  parallel_for((num_rows + rows_per_chunk - 1) / rows_per_chunk * chunks_per_row, [&](int64_t chunk) {
+    const int64_t first_row = chunk / chunks_per_row * rows_per_chunk, first = chunk % chunks_per_row * CHUNK_CHANNELS;
+    for (int64_t row = first_row; row < std::min(first_row + rows_per_chunk, num_rows); ++row)
+      for (int64_t i = first; i < std::min(first + CHUNK_CHANNELS, channels); i += PIECE)
+        compute_piece(gate, up, out, Dtype(dtype), row * gate_stride + i, row * up_stride + i, row * channels + i,
+                      std::min(PIECE, channels - i));
+  });
+}

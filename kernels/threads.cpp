@@ -1,0 +1,205 @@
+// The thread pool: chunks are claimed from a counter, so a thread whose core is busy with something else claims fewer. The caller waits
+// only for threads that hold a chunk, never for one that has not been scheduled. A barrier of all threads (GOMP's) costs 10 times there.
+#include "threads.h"
+
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <mutex>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+namespace {
+
+// Waking a sleeping thread costs several microseconds on both sides, which a decode step would pay 200 times.
+constexpr auto SPIN = std::chrono::microseconds(50);
+constexpr uint32_t CLOSED = 1u << 31;
+
+// Waits until `value` is not `old`: spins for a while, then sleeps. Whoever changes `value` calls wake if `sleepers` is not 0.
+void wait_while(std::atomic<uint32_t> &value, uint32_t old, std::atomic<uint32_t> &sleepers) {
+  const auto end = std::chrono::steady_clock::now() + SPIN;
+  do
+    for (int i = 0; i < 32; ++i) {
+      if (value.load(std::memory_order_acquire) != old) return;
+      _mm_pause();
+    }
+  while (std::chrono::steady_clock::now() < end);
+  sleepers.fetch_add(1);
+  while (value.load() == old) syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
+  sleepers.fetch_sub(1);
+}
+
+void wake(std::atomic<uint32_t> &value, std::atomic<uint32_t> &sleepers) {
+  if (sleepers.load() != 0) syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+// The physical cores that this process may run on, each by its first hardware thread.
+struct Cores {
+  std::vector<int> all;
+  int of[CPU_SETSIZE];  // hardware thread -> its core
+
+  Cores() {
+    cpu_set_t allowed;
+    CPU_ZERO(&allowed);
+    sched_getaffinity(0, sizeof allowed, &allowed);
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) of[cpu] = -1;
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+      if (CPU_ISSET(cpu, &allowed) && of[cpu] < 0) {
+        all.push_back(cpu);
+        of[cpu] = cpu;
+        claim_siblings(cpu);
+      }
+  }
+
+  // thread_siblings_list is such as "0-1" or "0,64"
+  void claim_siblings(int core) {
+    char path[96];
+    std::snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", core);
+    std::FILE *file = std::fopen(path, "r");
+    if (!file) return;
+    for (int first = 0, last = 0; std::fscanf(file, "%d", &first) == 1;) {
+      if (std::fscanf(file, "-%d", &last) != 1) last = first;
+      for (int sibling = first; sibling <= last && sibling < CPU_SETSIZE; ++sibling) of[sibling] = core;
+      if (std::fgetc(file) != ',') break;
+    }
+    std::fclose(file);
+  }
+
+  int here() const {
+    const int cpu = sched_getcpu();
+    return cpu < 0 || cpu >= CPU_SETSIZE ? -1 : of[cpu];
+  }
+};
+
+struct Pool {
+  Cores cores;
+  std::atomic<int> num_threads{static_cast<int>(cores.all.size())};
+  std::mutex one_call;
+  std::vector<pthread_t> workers;
+  std::vector<int> places;  // the core that a worker is pinned to; more threads than cores are not
+
+  void (*work)(void *, int64_t) = nullptr;
+  void *context = nullptr;
+  int64_t num_chunks = 0;
+  bool ending = false;
+  alignas(64) std::atomic<int64_t> next_chunk{0};
+  alignas(64) std::atomic<uint32_t> call{0};      // counts calls: a worker waits for the next
+  alignas(64) std::atomic<uint32_t> gate{CLOSED};  // workers inside a call; CLOSED: the call takes no more of them
+  std::atomic<uint32_t> sleeping_workers{0}, sleeping_callers{0};
+
+  void claim_chunks() {
+    for (int64_t chunk; (chunk = next_chunk.fetch_add(1, std::memory_order_relaxed)) < num_chunks;) work(context, chunk);
+  }
+
+  void serve() {
+    for (uint32_t seen = 0;;) {
+      wait_while(call, seen, sleeping_workers);
+      seen = call.load(std::memory_order_acquire);
+      if (ending) return;
+      if (!(gate.fetch_add(1) & CLOSED)) claim_chunks();
+      gate.fetch_sub(1);
+      wake(gate, sleeping_callers);
+    }
+  }
+
+  // The calling thread is not pinned: threads that it starts later would inherit its one core. Workers keep out of its way instead.
+  void place_workers() {
+    const int here = cores.here();
+    for (size_t i = 0; i < places.size(); ++i)
+      if (places[i] == here) pin(i, spare_core(here));
+  }
+
+  int spare_core(int here) const {
+    for (int core : cores.all) {
+      bool used = core == here;
+      for (int place : places) used = used || place == core;
+      if (!used) return core;
+    }
+    return here;
+  }
+
+  void pin(size_t worker, int core) {
+    places[worker] = core;
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(core, &one);
+    pthread_setaffinity_np(workers[worker], sizeof one, &one);
+  }
+
+  void start_workers() {
+    if (static_cast<int>(workers.size()) >= num_threads - 1) return;
+    const int here = cores.here();
+    sigset_t all, before;  // signals are the caller's: Python answers them in its main thread
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (static_cast<int>(workers.size()) < num_threads - 1) {
+      pthread_t worker;
+      if (pthread_create(&worker, nullptr, [](void *pool) -> void * { return static_cast<Pool *>(pool)->serve(), nullptr; }, this)) break;
+      workers.push_back(worker);
+      if (workers.size() < cores.all.size()) {
+        places.push_back(-1);
+        pin(workers.size() - 1, spare_core(here));
+      }
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  void end_workers() {
+    ending = true;
+    call.fetch_add(1);
+    wake(call, sleeping_workers);
+    for (pthread_t worker : workers) pthread_join(worker, nullptr);
+    workers.clear();
+    places.clear();
+    ending = false;
+    call.store(0);
+  }
+
+  void run(int64_t chunks, void (*function)(void *, int64_t), void *argument) {
+    std::lock_guard lock(one_call);
+    work = function, context = argument, num_chunks = chunks;
+    next_chunk.store(0, std::memory_order_relaxed);
+    start_workers();
+    place_workers();
+    gate.fetch_and(~CLOSED);
+    call.fetch_add(1);
+    wake(call, sleeping_workers);
+    claim_chunks();
+    for (uint32_t inside = gate.fetch_or(CLOSED) | CLOSED; inside != CLOSED; inside = gate.load(std::memory_order_acquire))
+      wait_while(gate, inside, sleeping_callers);
+  }
+};
+
+// Never destroyed: workers may sleep in it while the process ends.
+Pool *pool = new Pool;
+
+// A child process has no workers, and the locks may be held by threads that it does not have.
+const int at_fork = pthread_atfork(nullptr, nullptr, [] {
+  const int num_threads = pool->num_threads;
+  pool = new Pool;
+  pool->num_threads = num_threads;
+});
+
+}  // namespace
+
+void run_chunks(int64_t num_chunks, void (*work)(void *, int64_t), void *context) {
+  if (num_chunks <= 1 || pool->num_threads == 1)
+    for (int64_t chunk = 0; chunk < num_chunks; ++chunk) work(context, chunk);
+  else
+    pool->run(num_chunks, work, context);
+}
+
+void set_threads(int32_t num_threads) {
+  std::lock_guard lock(pool->one_call);
+  pool->end_workers();
+  pool->num_threads = num_threads;
+}
+
+int32_t get_threads() { return pool->num_threads; }

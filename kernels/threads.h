@@ -1,0 +1,18 @@
+// A pool of threads that share one call's work. Which thread computes a chunk never shows in a result.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+// Calls work(context, chunk) once for every chunk of 0 .. num_chunks - 1, on the calling thread and the pool's; returns when all are done.
+// Several threads may call it: one call's work follows the other's. Not from within work.
+extern "C" void run_chunks(int64_t num_chunks, void (*work)(void *, int64_t), void *context);
+
+template <class Work> void parallel_for(int64_t num_chunks, Work &&work) {
+  using Body = std::remove_reference_t<Work>;
+  run_chunks(num_chunks, [](void *body, int64_t chunk) { (*static_cast<Body *>(body))(chunk); }, &work);
+}
+
+// Threads that share a call's work, with the calling one. At first: as many as the process may use physical cores.
+extern "C" void set_threads(int32_t num_threads);
+extern "C" int32_t get_threads();

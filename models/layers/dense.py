@@ -1,0 +1,40 @@
+"""Linear layers whose float weights are held in the order in which the CPU's kernels read them."""
+
+import torch
+from torch import Tensor, nn
+
+from kernels.matmul import PackedMatrix, matmul, pack
+from models.layers.linear import Layer, PackedLinear
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class DenseLinear(PackedLinear):
+    """x [R, I] -> [R, O]. The packed weight takes the place of the checkpoint's."""
+
+    from_floats = True
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.source = layer.source
+        self._layer = layer
+        self.bias: nn.Parameter | None = None  # [O]
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        (outputs, inputs), bias = self._layer.shape, {"bias": (self._layer.shape[0],)} if self._layer.has_bias else {}
+        return {"weight": (inputs, outputs) if self._layer.is_transposed else (outputs, inputs), **bias}
+
+    def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        weight = tensors["weight"].to(dtype)
+        self._weight: PackedMatrix = pack(weight.T if self._layer.is_transposed else weight)
+        self.tiles = nn.Parameter(self._weight.tiles, requires_grad=False)  # the same memory, so that it is counted
+        if self._layer.has_bias:
+            self.bias = nn.Parameter(tensors["bias"].to(dtype, copy=True), requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """[O, I], a copy."""
+        return self._weight.unpack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return matmul(x, self._weight, self.bias)

@@ -1,0 +1,38 @@
+"""A model's linear layers: which of them may be held in another form, and putting such in their places."""
+
+import torch
+from torch import Tensor, nn
+
+from kernels import build
+from models.causal_lm import CausalLM
+from models.layers.dense import DTYPES, DenseLinear
+from models.layers.linear import Conv1D, Layer, Linear, PackedLinear, TiedHead
+
+PACKABLE = (Linear, Conv1D, TiedHead)  # layers of other classes the model wants to keep as they are
+
+
+def linear_layers(model: CausalLM, *kinds: type[nn.Module]) -> dict[str, Layer]:
+    """By name the layers of exactly these classes; without any those whose weights may be held in another form."""
+    parameters = {id(parameter): name.removesuffix(".weight") for name, parameter in model.named_parameters()}
+    layers = {}
+    for name, module in model.named_modules():
+        if type(module) in (kinds or PACKABLE):
+            weight: Tensor = module.weight  # type: ignore[assignment]
+            is_transposed = type(module) is Conv1D
+            outputs, inputs = weight.shape[::-1] if is_transposed else weight.shape
+            has_bias = getattr(module, "bias", None) is not None
+            layers[name] = Layer(name, parameters[id(weight)], (outputs, inputs), is_transposed, has_bias)
+    return layers
+
+
+def replace_layer(model: CausalLM, name: str, new: PackedLinear) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, new)
+
+
+def pack_layers(model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
+    """Put in the places of the (meta) model's linear layers such that pack their weights when they come, if the kernels are there."""
+    if device.type != "cpu" or dtype not in DTYPES or build.library() is None:
+        return
+    for layer in linear_layers(model).values():
+        replace_layer(model, layer.name, DenseLinear(layer))

@@ -1,0 +1,193 @@
+"""From a RunConfig to an engine: the place where model, quantisation, tokenizer and device come together."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from conf.errors import UserError
+from conf.quantization import QuantConfig, QuantScheme
+from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
+from kernels.kv_format import FORMATS, KVFormat
+from kernels.threads import set_threads
+from models.batch import KVCache
+from models.causal_lm import CausalLM, ModelShape
+from models.config import ConfigReader
+from models.formats import Checkpoint, WeightFile, open_checkpoint, open_tokenizer
+from models.formats.gguf import GGUFWeights
+from models.formats.manifest import verify_manifest
+from models.hub import find_checkpoint
+from models.linear_layers import pack_layers
+from models.registry import find_architecture
+from models.tokenizers import Tokenizer
+from models.weights import DTYPES, checkpoint_dtype, initialise_randomly, load_weights, parameter_shapes
+from pipelines.engine import Engine
+from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
+from pipelines.engine.request import ContextLimit
+from pipelines.generation_config import decode_defaults, eos_token_ids
+from quantization.layouts import read_quantization
+from quantization.layouts.base import StoredQuantization
+from quantization.layouts.gguf import read_gguf_quantization
+from quantization.plan import place_stored_layers, quantize_while_loading
+from quantization.scheme import scheme_of
+
+log = logging.getLogger(__name__)
+
+AUTO_SEQUENCES = 16  # for which an automatic pool has room at least: rows may ask for beams or samples of their own
+DEFAULT_THREADS = torch.get_num_threads()  # torch's choice, before anybody set another number
+
+
+def assemble(
+    run: RunConfig,
+    max_num_requests: int,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+    packed: bool = True,
+) -> Engine:
+    """Load model and tokenizer and make an engine for so many requests at once. `on_bytes(done, total)` follows the weights.
+
+    A scheme that needs calibration is for a model that is quantised by it already.
+    `packed`: weights are held as the machine's kernels want them, where there are such.
+    Raises UserError for whatever is wrong with the checkpoint, the tokenizer or the device.
+    """
+    if max_num_requests > run.device.max_batched_tokens:
+        raise UserError(
+            f"batch_size={max_num_requests} is more than device.max_batched_tokens={run.device.max_batched_tokens}: "
+            "every row that runs needs a token of each step"
+        )
+    device = _device(run.device)
+    torch.set_num_threads(run.device.threads or DEFAULT_THREADS)
+    if run.device.threads is not None:
+        set_threads(run.device.threads)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    checkpoint = find_and_open(run.model)
+    reader = checkpoint.config
+    architecture = find_architecture(reader)
+    shape: ModelShape = architecture.read_config(reader)
+    context = _context(run.model, shape, reader)
+    tokenizer = _tokenizer(run.model, checkpoint)
+    if tokenizer and tokenizer.size > shape.vocab_size:
+        raise UserError(
+            f"the tokenizer in {tokenizer.source} has ids up to {tokenizer.size - 1}, but the model's vocabulary is {shape.vocab_size}: "
+            "give model.tokenizer=PATH of the model's own, or null for none"
+        )
+    eos = eos_token_ids(checkpoint.generation_config, reader, tokenizer)
+    decode = decode_defaults(checkpoint.generation_config, context.num_tokens)
+    with torch.device("meta"):
+        model = architecture.build(shape).eval()
+    with_weights = run.model.weights is Weights.checkpoint
+    files = checkpoint.open_weights(parameter_shapes(model)) if with_weights else []
+    _quantize(model, run.quant, read_quantization(reader) or read_gguf_quantization(files), files)
+    if unread := reader.unread():
+        log.warning("the config in %s has keys that are not used: %s", checkpoint.path, ", ".join(unread))
+    dtype = _dtype(run.model.dtype, reader, files)
+    if packed:
+        pack_layers(model, dtype, device)
+    if files:
+        load_weights(model, files, architecture.ignored_tensors, dtype, device, on_bytes)
+    else:
+        initialise_randomly(model, dtype, device)
+    usual = run.decode.resolved(decode)
+    sequences = max(AUTO_SEQUENCES, max_num_requests * max(usual.n, usual.num_beams or 1))
+    cache = _kv_cache(run.device, shape, sequences, context, FORMATS[run.quant.kv_cache.name], dtype, device)
+    sizes = max_num_requests, run.device.max_batched_tokens
+    return Engine(model, cache, tokenizer, context, eos, decode, *sizes)
+
+
+def _quantize(model: CausalLM, config: QuantConfig, stored: StoredQuantization | None, files: list[WeightFile]) -> None:
+    """Give the model (on the meta device) the layers that the checkpoint or the `quant` option asks for."""
+    if stored is None:
+        assert not config.needs_calibration
+        if config.scheme is not QuantScheme.none:
+            quantize_while_loading(model, config)
+        return
+    if not files:
+        raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
+    schemes = place_stored_layers(model, stored, {name: shape for file in files for name, shape in file.shapes.items()})
+    for file in files:
+        if isinstance(file, GGUFWeights):
+            file.keep_codes(schemes)
+    if config.scheme is not QuantScheme.none and scheme_of(config) not in schemes.values():
+        held = ", ".join(sorted(set(map(str, schemes.values()))))
+        raise UserError(
+            f"quant={config.scheme.name} contradicts the checkpoint, which is quantised already ({held}): "
+            "leave quant out, or give the float model"
+        )
+
+
+def find_and_open(config: ModelConfig) -> Checkpoint:
+    """The checkpoint of `model.path`, its files verified where that is asked for. Raises UserError."""
+    path = find_checkpoint(config.path, config.weights is Weights.checkpoint, config.allow_pickle)
+    if config.verify:
+        verify_manifest(path)
+    return open_checkpoint(path, config.allow_pickle)
+
+
+def is_quantized(config: ModelConfig) -> bool:
+    """Whether the checkpoint of `model.path` is. Raises UserError where there is none."""
+    path = find_checkpoint(config.path, config.weights is Weights.checkpoint, config.allow_pickle)
+    return open_checkpoint(path, config.allow_pickle).config.section("quantization_config") is not None
+
+
+def _kv_cache(
+    config: DeviceConfig,
+    shape: ModelShape,
+    max_num_sequences: int,
+    context: ContextLimit,
+    formats: tuple[KVFormat, KVFormat],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVCache:
+    block_size = config.block_size or BLOCK_SIZE[device.type]
+    wanted_blocks = max_num_sequences * -(-context.num_tokens // block_size)
+    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, formats, dtype, device)
+    return allocate_kv_cache(shape, num_blocks, block_size, formats, dtype, device)
+
+
+def _device(config: DeviceConfig) -> torch.device:
+    if config.type is DeviceType.cuda and not torch.cuda.is_available():
+        raise UserError(
+            "device=cuda, but torch sees no CUDA device: give device=cpu or device=auto, or check the driver with nvidia-smi"
+        )
+    if config.type is DeviceType.auto:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.type.name)
+
+
+def _context(config: ModelConfig, shape: ModelShape, reader: ConfigReader) -> ContextLimit:
+    own = reader.raw("max_position_embeddings")
+    stretched = own is not None and own != shape.context_length
+    limit = ContextLimit(shape.context_length, f"{'stretched ' if stretched else ''}max_position_embeddings")
+    if config.max_length is None:
+        return limit
+    if config.max_length > limit.num_tokens:
+        raise UserError(
+            f"model.max_length={config.max_length} is more than the model's {limit}: give at most {limit.num_tokens}"
+        )
+    return ContextLimit(config.max_length, "model.max_length")
+
+
+def _tokenizer(config: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    if config.tokenizer is None:
+        return None
+    if not config.tokenizer:
+        return checkpoint.load_tokenizer()
+    tokenizer = open_tokenizer(Path(config.tokenizer).expanduser())
+    if tokenizer is None:
+        raise UserError(
+            f"model.tokenizer={config.tokenizer} is not a folder with tokenizer files: give such a folder, a GGUF file, or null for none"
+        )
+    return tokenizer
+
+
+def _dtype(wanted: DType, reader: ConfigReader, files: list[WeightFile]) -> torch.dtype:
+    """auto: what config.json says, else what the checkpoint's first tensor is, else float32."""
+    if wanted is not DType.auto:
+        return DTYPES[wanted.name]
+    name = reader.raw("torch_dtype") or reader.raw("dtype")
+    if name is None:
+        name = str(checkpoint_dtype(files)).removeprefix("torch.") if files else "float32"
+    if not isinstance(name, str) or name not in DTYPES:
+        raise UserError(f"the checkpoint's dtype {name!r} is not supported: give model.dtype={'|'.join(DTYPES)}")
+    return DTYPES[name]

@@ -1,0 +1,236 @@
+"""`task=quantize`: a quantised model, made layer by layer, with a report of what that costs in quality.
+
+A run that ended early is continued by the next one of the same model, settings and texts: finished layers are kept.
+"""
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.errors import UserError, check
+from conf.quantization import CalibrateConfig, ExportConfig, KVCacheFormat, QuantConfig, QuantMethod, QuantScheme
+from conf.schema import RunConfig, Weights
+from models.batch import Batch, KVCache
+from models.causal_lm import CausalLM
+from models.config import ConfigReader
+from models.formats.huggingface_writer import write_companions
+from models.formats.manifest import MANIFEST, write_manifest
+from models.hub import find_checkpoint
+from models.layers.linear import Linear, TiedHead
+from pipelines import report
+from pipelines.assembly import assemble, find_and_open, is_quantized
+from pipelines.calibration_data import CalibrationData, read_calibration_data
+from pipelines.engine import Engine
+from pipelines.engine.batch import whole_batch
+from pipelines.fingerprint import file_fingerprint, sha256_of
+from pipelines.journal import dumps
+from pipelines.output_folder import complete_folder, refuse_existing
+from pipelines.quantize_preflight import print_preflight
+from pipelines.quantize_report import Predictions, perplexity, write_report
+from quantization.artefact import Artefact, LayoutOf
+from quantization.calibration import LayerByLayer
+from quantization.export import export_as
+from quantization.linear import CodedLinear
+from quantization.plan import plan
+from quantization.quantizer import LinearReport, Quantizer, parts_of
+from quantization.scheme import LinearScheme
+
+JOB = "job.json"
+MADE = report.REPOSITORY / "outputs" / "quantized"  # models that were made without a name
+
+
+def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
+    """Raises UserError for what cannot be quantised; layers that are finished by then are kept for the next run."""
+    check(run.quant.scheme is not QuantScheme.none, "quant", "none", "int8, int4, a8w8 or fp8 with task=quantize")
+    kv_cache = run.quant.kv_cache
+    check(
+        kv_cache is KVCacheFormat.none,
+        "quant.kv_cache",
+        kv_cache.name,
+        "none with task=quantize: give it when the model is used",
+    )
+    if is_quantized(run.model):
+        raise UserError(f"model.path={run.model.path} is quantised already: give the float model that it was made of")
+    if run.quantize.dry_run:
+        print_preflight(run)
+        return
+    start = time.perf_counter()
+    target = _default_target(run)
+    if run.quantize.output is not None:
+        target = Path(os.path.abspath(Path(run.quantize.output).expanduser()))
+    refuse_existing(target, run.quantize.overwrite, "quantize")
+    with report.progress_bar() as progress:
+        metrics = _make(run, target, progress)
+    peak = report.peak_memory_bytes(torch.device("cpu"))
+    metrics |= {"quantize_s": time.perf_counter() - start, "peak_memory_bytes": peak}
+    report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
+    _print(metrics, target, output_dir)
+
+
+def find_or_make(run: RunConfig, progress: report.ProgressSink) -> Path:
+    """The folder of the model that `quant` makes of `model` on the texts of `calibrate`, made now if it was not yet. Raises UserError."""
+    target = _default_target(run)
+    if not (target / MANIFEST).is_file():
+        _make(run, target, progress)
+    return target
+
+
+def _default_target(run: RunConfig) -> Path:
+    """A folder whose name tells apart weights, quantisation and calibration."""
+    digest = hashlib.sha256(dumps(_job(run)).encode()).hexdigest()
+    name = Path(run.model.path).resolve().name if Path(run.model.path).exists() else run.model.path.replace("/", "_")
+    return MADE / f"{name}-{run.quant.scheme.name}-{run.quant.method.name}-{digest[:12]}"
+
+
+def _job(run: RunConfig) -> dict[str, Any]:
+    """What decides the outcome: the model's files, how they are quantised, and on which texts."""
+    if run.model.weights is not Weights.checkpoint:
+        raise UserError(
+            "model.weights=random has nothing to calibrate: leave it out, or give a quant that needs no calibration"
+        )
+    path = find_checkpoint(run.model.path, True, run.model.allow_pickle)
+    quant = {key: value for key, value in asdict(run.quant).items() if key != "kv_cache"}
+    data, tokenizer = run.calibrate.data, run.model.tokenizer
+    if data is not None and not Path(data).is_file():
+        raise UserError(f"calibrate.data={data} is not a file: give a .txt or a .jsonl")
+    job = {
+        "quant": quant,
+        "calibrate": asdict(run.calibrate) | {"data": data and sha256_of(Path(data))},
+        "export": asdict(run.export),
+        "dtype": run.model.dtype,
+        "max_length": run.model.max_length,
+        "tokenizer": tokenizer and file_fingerprint(Path(tokenizer).expanduser(), "tokenizer"),
+        "files": file_fingerprint(path, "model"),
+    }
+    return dict(json.loads(json.dumps(job, default=lambda value: value.name)))
+
+
+def _make(run: RunConfig, target: Path, progress: report.ProgressSink) -> dict[str, Any]:
+    """Quantise into the folder `target`; metrics."""
+    float_run = replace(run, quant=QuantConfig(), calibrate=CalibrateConfig(), export=ExportConfig())
+    engine = assemble(float_run, 1, progress.loaded, packed=False)
+    data = read_calibration_data(run.calibrate, engine.tokenizer, engine.context.num_tokens, engine.sees_later_tokens)
+    model = engine.runner.model
+    bytes_before = engine.runner.weight_bytes
+    schemes, gptq = plan(model, run.quant), run.quant.gptq
+    is_permuted = run.quant.method is QuantMethod.gptq and gptq.act_order and not gptq.static_groups
+    export = export_as(run.export.format, schemes, _kept(model, schemes), is_permuted)
+    with complete_folder(target, run.quantize.overwrite, "quantize", resumable=True) as folder:
+        artefact = _begin(folder, _job(run), export.layout_of)
+        parts = parts_of(model, export.schemes)
+        artefact.write_rest(model, parts)
+        before = Predictions(engine, data.held_out)
+        reports = _quantize(run.quant, engine, data, artefact, export.schemes, progress)
+        metrics = before.compared_with(engine) | {
+            "num_layers": len(reports),
+            "weight_bytes_before": bytes_before,
+            "weight_bytes": engine.runner.weight_bytes,
+        }
+        write_report(folder, run, data.source, reports, metrics)
+        _finish(run, engine, artefact, export.config)
+    return metrics
+
+
+def _begin(folder: Path, job: dict[str, Any], layout_of: LayoutOf) -> Artefact:
+    """What is there of the same job is kept, anything else is removed."""
+    try:
+        same = json.loads((folder / JOB).read_text(encoding="utf-8")) == job
+    except (OSError, ValueError):
+        same = False
+    if not same:
+        for file in folder.iterdir():
+            file.unlink()
+        (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
+    return Artefact(folder, layout_of)
+
+
+def _quantize(
+    config: QuantConfig,
+    engine: Engine,
+    data: CalibrationData,
+    artefact: Artefact,
+    schemes: dict[str, LinearScheme],
+    progress: report.ProgressSink,
+) -> list[LinearReport]:
+    """All parts in their order; those that an earlier run finished are read."""
+    model, cache = engine.runner.model, engine.runner.cache
+    one_layer = KVCache(
+        [cache.layers[0]] * len(cache.layers)
+    )  # a batch is computed in one step: layers need not remember
+    layers = LayerByLayer(model, _batches(engine, data.samples), one_layer)
+    quantizer, reports = Quantizer(model, config, layers), []
+    parts = parts_of(model, schemes)
+    for i, part in enumerate(parts):
+        if artefact.has(part):
+            reports += artefact.read(part, model)
+        else:
+            stored, new = quantizer.quantize(part)
+            artefact.write(part, model, stored, new)
+            reports += new
+        if part.index < len(layers.layers):
+            layers.advance()
+        progress.quantized(i + 1, len(parts))
+    return reports
+
+
+def _batches(engine: Engine, samples: list[list[int]]) -> list[Batch]:
+    """A sample in each, so that what is found does not depend on how many there is memory for."""
+    longest = max(map(len, samples))
+    if not engine.num_at_once(longest):
+        raise UserError(
+            f"a sample of {longest} tokens is more than device.max_batched_tokens, or than the KV cache holds: "
+            "give a smaller calibrate.sequence_length"
+        )
+    block_size = engine.runner.cache.tensors[0].shape[1]
+    table = list(range(-(-longest // block_size)))
+    marks = [engine.runner.mark_prompt(sample) for sample in samples]
+    return [
+        whole_batch([sample], [len(sample)], [table], [mark], block_size, engine.device)
+        for sample, mark in zip(samples, marks, strict=True)
+    ]
+
+
+def _kept(model: CausalLM, schemes: dict[str, LinearScheme]) -> list[str]:
+    """Linear layers that stay floats, by name."""
+    linears = [name for name, module in model.named_modules() if isinstance(module, Linear | TiedHead)]
+    return [name for name in linears if name not in schemes]
+
+
+def _finish(run: RunConfig, engine: Engine, artefact: Artefact, quantization_config: dict[str, Any]) -> None:
+    checkpoint = find_and_open(run.model)
+    changed: dict[str, Any] = {"quantization_config": quantization_config}
+    if isinstance(engine.runner.model.head, CodedLinear):  # beside an embedding in floats, if it was tied to that
+        changed["tie_word_embeddings"] = False
+    config = ConfigReader(checkpoint.config.values | changed, "config.json")
+    artefact.write_index()
+    write_companions(replace(checkpoint, config=config), artefact.folder, engine.dtype)
+    (artefact.folder / JOB).unlink()
+    write_manifest(artefact.folder, {})
+
+
+def _print(metrics: dict[str, Any], target: Path, output_dir: Path) -> None:
+    report.print_table(
+        [
+            ("layers", f"{metrics['num_layers']:,}"),
+            (
+                "weights",
+                f"{metrics['weight_bytes_before'] / 1e6:,.1f} MB before, {metrics['weight_bytes'] / 1e6:,.1f} MB now",
+            ),
+            (
+                "perplexity",
+                f"{perplexity(metrics['perplexity_before'])} before, {perplexity(metrics['perplexity'])} now",
+            ),
+            ("KL divergence", f"{metrics['kl_mean']:.3g}"),
+            ("equal most likely tokens", f"{metrics['top1_agreement']:.2%}"),
+            ("time", f"{metrics['quantize_s']:.1f} s"),
+            ("peak memory", f"{metrics['peak_memory_bytes'] / 1e6:,.0f} MB"),
+        ]
+    )
+    print(f"model: {target}")
+    print(f"output: {output_dir}")

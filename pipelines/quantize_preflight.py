@@ -1,0 +1,64 @@
+"""`quantize.dry_run=true`: what would be quantised, and about how much memory and time that takes."""
+
+import time
+from collections import Counter
+
+import torch
+
+from conf.quantization import QuantMethod
+from conf.schema import RunConfig
+from models.linear_layers import linear_layers
+from models.registry import find_architecture
+from models.weights import DTYPES
+from pipelines.assembly import find_and_open
+from pipelines.report import print_table
+from quantization.plan import plan
+from quantization.scheme import LinearScheme
+
+PASSES = 2  # of the calibration tokens through each layer: to observe, and to go on
+GPTQ_PRODUCTS = 3  # matrix products [I, I] x [I, O + I] that GPTQ comes to for a layer
+
+
+def print_preflight(run: RunConfig) -> None:
+    """Raises UserError as quantising would, for what can be told from the config and the layers' shapes."""
+    checkpoint = find_and_open(run.model)
+    architecture = find_architecture(checkpoint.config)
+    with torch.device("meta"):
+        model = architecture.build(architecture.read_config(checkpoint.config))
+    layers, schemes = linear_layers(model), plan(model, run.quant)
+    itemsize = DTYPES.get(run.model.dtype.name, torch.float16).itemsize
+    sizes = {name: layers[name].shape[0] * layers[name].shape[1] for name in schemes}
+    before = sum(parameter.numel() for parameter in model.parameters()) * itemsize
+    saved = sum(size * itemsize - _bytes(size, schemes[name]) for name, size in sizes.items())
+    tokens = run.calibrate.num_samples * run.calibrate.sequence_length
+    operations = 2 * PASSES * tokens * sum(sizes.values())
+    if run.quant.method is QuantMethod.gptq:
+        shapes = [layers[name].shape for name in schemes]
+        operations += sum(2 * GPTQ_PRODUCTS * i * i * (o + i) + 2 * tokens * i * i for o, i in shapes)
+    largest = max(sizes.values(), default=0)
+    counts = Counter(str(scheme) for scheme in schemes.values())
+    print_table(
+        [
+            *((f"{count} layers", scheme) for scheme, count in counts.items()),
+            ("stay floats", ", ".join(sorted(layers.keys() - schemes.keys())) or "no linear layer"),
+            ("weights", f"{before / 1e6:,.1f} MB before, {(before - saved) / 1e6:,.1f} MB after"),
+            ("memory", f"about {(before + 3 * 4 * largest) / 1e6:,.0f} MB for weights while it runs"),
+            ("time", f"about {operations / _operations_per_s():,.0f} s on this machine"),
+        ]
+    )
+
+
+def _bytes(size: int, scheme: LinearScheme) -> float:
+    """Of the codes; scales are little."""
+    return size * scheme.weights.bits / 8
+
+
+def _operations_per_s() -> float:
+    """Of a float32 matrix product, measured now."""
+    a = torch.rand(512, 1024)
+    b = torch.rand(1024, 1024)
+    start, count = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - start) < 0.2:
+        a @ b
+        count += 1
+    return 2 * 512 * 1024 * 1024 * count / elapsed

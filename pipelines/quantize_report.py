@@ -1,0 +1,104 @@
+"""What quantisation changed: predictions on held-out text before and after, errors of each layer, as report.md and a picture.
+
+R scored tokens, V tokens in the vocabulary.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.schema import RunConfig
+from pipelines.engine import Engine
+from pipelines.scoring import LOGIT_ROWS, Scores
+from quantization.quantizer import LinearReport
+
+REPORT, PICTURE = "report.md", "errors.png"
+MOST_TOKENS = 1024  # whose predictions are remembered: [1024, V] in float32
+
+
+class Predictions:
+    """What an engine predicts for each token of some texts but their first; after them, if they are prompts that see themselves whole."""
+
+    def __init__(self, engine: Engine, texts: list[list[int]]) -> None:
+        self._are_prompts = engine.sees_later_tokens
+        per_text = max(2, MOST_TOKENS // len(texts))
+        self._texts = texts if self._are_prompts else [text[-per_text:] for text in texts]
+        self._log_probabilities = [self._predict(engine, text) for text in self._texts]
+
+    def compared_with(self, engine: Engine) -> dict[str, float | None]:
+        """perplexity before and of `engine` (None of prompts), mean KL(before || engine) in nats, share of equal most likely tokens."""
+        was, now, kl, num_agreed = Scores(), Scores(), 0.0, 0
+        for text, before in zip(self._texts, self._log_probabilities, strict=True):
+            after = self._predict(engine, text)
+            if not self._are_prompts:
+                targets = torch.tensor(text[1:])[:, None]
+                was.nll -= float(before.gather(1, targets).sum(dtype=torch.float64))
+                now.nll -= float(after.gather(1, targets).sum(dtype=torch.float64))
+            kl += float((before.exp() * (before - after)).sum(dtype=torch.float64))
+            num_agreed += int((before.argmax(1) == after.argmax(1)).sum())
+            was.num_tokens = now.num_tokens = now.num_tokens + len(before)
+        return {
+            "perplexity_before": None if self._are_prompts else was.perplexity,
+            "perplexity": None if self._are_prompts else now.perplexity,
+            "kl_mean": kl / now.num_tokens,
+            "top1_agreement": num_agreed / now.num_tokens,
+        }
+
+    @torch.inference_mode()
+    def _predict(self, engine: Engine, text: list[int]) -> Tensor:
+        """Log probabilities [R, V] float32."""
+        seen, num_outputs = (text, 1) if self._are_prompts else (text[:-1], len(text) - 1)
+        hidden = engine.hidden_states([seen], [num_outputs])
+        rows = [engine.runner.logits(part).float().log_softmax(-1).cpu() for part in hidden.split(LOGIT_ROWS)]
+        return torch.cat(rows)
+
+
+def write_report(
+    folder: Path, run: RunConfig, source: str, reports: list[LinearReport], metrics: dict[str, Any]
+) -> None:
+    before, after = metrics["weight_bytes_before"], metrics["weight_bytes"]
+    lines = [
+        f"# {Path(run.model.path).name}: quant={run.quant.scheme.name}, method={run.quant.method.name}",
+        "",
+        f"Calibrated on {run.calibrate.num_samples} samples of at most {run.calibrate.sequence_length} tokens from {source}.",
+        "",
+        "| on held-out text | float | quantised |",
+        "|---|---|---|",
+        f"| perplexity | {perplexity(metrics['perplexity_before'])} | {perplexity(metrics['perplexity'])} |",
+        f"| KL divergence (nats) | | {metrics['kl_mean']:.3g} |",
+        f"| equal most likely tokens | | {metrics['top1_agreement']:.2%} |",
+        f"| weights (MB) | {before / 1e6:.1f} | {after / 1e6:.1f} ({1 - after / before:.0%} less) |",
+        "",
+        f"Errors of a layer's outputs, relative, on calibration data ({PICTURE}):",
+        "",
+        "| layer | scheme | rounded to nearest | this method | |",
+        "|---|---|---|---|---|",
+        *(f"| {r.name} | {r.scheme} | {_share(r.rounded_error)} | {_share(r.error)} | {r.note} |" for r in reports),
+    ]
+    (folder / REPORT).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    _draw(folder / PICTURE, reports)
+
+
+def perplexity(value: float | None) -> str:
+    """Of prompts that see themselves whole there is none."""
+    return "-" if value is None else f"{value:,.4f}"
+
+
+def _share(error: float | None) -> str:
+    return "-" if error is None else f"{error:.3%}"
+
+
+def _draw(file: Path, reports: list[LinearReport]) -> None:
+    from matplotlib.figure import Figure  # not at the top: only this task needs it
+
+    known = [(r.rounded_error, r.error) for r in reports if r.rounded_error is not None and r.error is not None]
+    figure = Figure(figsize=(max(6, 0.12 * len(known)), 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([rounded for rounded, _ in known], ".", color="C7", label="rounded to nearest")
+    axes.plot([error for _, error in known], ".", color="C0", label="this method")
+    axes.set(xlabel="linear layer, in the model's order", ylabel="relative output error", yscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=150)

@@ -1,0 +1,71 @@
+"""Ranges of activations over a calibration run, and activations as codes.
+
+T tokens, I channels. An activation's codes are int8 from -128 to 127 or float8_e4m3fn; its scale is absmax / 127 or absmax / 448.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from conf.errors import UserError
+from quantization.codes import FP8_MAX, CodeKind, scale_of, to_fp8, to_int8
+
+HIGHEST = {CodeKind.INT: 127, CodeKind.FP8: FP8_MAX}
+
+
+def check_activations(num_tokens: int, *values: Tensor) -> None:
+    """UserError where calibration brought a layer no activations, or `values`, which were made of them, are not all finite."""
+    if num_tokens == 0:
+        raise UserError("no activations reached this layer: give more calibration data, or skip this layer")
+    if not all(value.isfinite().all() for value in values):
+        raise UserError("activations are NaN or infinite: calibrate in float32 or bfloat16, or skip this layer")
+
+
+class ActivationRange:
+    """The least and the greatest value of each channel, over all activations that were added."""
+
+    def __init__(self, num_channels: int, device: torch.device | str = "cpu") -> None:
+        self._minimum = torch.full((num_channels,), float("inf"), device=device)
+        self._maximum = torch.full((num_channels,), float("-inf"), device=device)
+        self._num_tokens = 0
+
+    def add(self, x: Tensor) -> None:
+        """Counts x [T, I] of any float dtype; how activations are cut into calls does not matter."""
+        if len(x):
+            self._minimum = torch.minimum(self._minimum, x.amin(0).float())
+            self._maximum = torch.maximum(self._maximum, x.amax(0).float())
+            self._num_tokens += len(x)
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """Minimum and maximum [I] float32. Errors as in check_activations."""
+        check_activations(self._num_tokens, self._minimum, self._maximum)
+        return self._minimum, self._maximum
+
+    def absmax(self) -> Tensor:
+        """The largest absolute value [I] float32. Errors as in check_activations."""
+        return torch.maximum(*(bound.abs() for bound in self.bounds()))
+
+
+def static_scale(absmax: Tensor, kind: CodeKind) -> Tensor:
+    """The one scale [] float32 of activations whose channels' largest absolute values are absmax [I]."""
+    return scale_of(absmax.max(), HIGHEST[kind])
+
+
+def quantize_static(x: Tensor, scale: Tensor, kind: CodeKind) -> Tensor:
+    """Codes, shaped like x, under a scale that was chosen before; what lies outside its range saturates."""
+    ratio = x.float() / scale
+    return to_int8(ratio) if kind is CodeKind.INT else to_fp8(ratio)
+
+
+def quantize_per_token(x: Tensor, kind: CodeKind) -> tuple[Tensor, Tensor]:
+    """Codes [T, I] of x [T, I], and the scales [T, 1] float32 that meet each token's largest value."""
+    scales = scale_of(x.abs().amax(1, keepdim=True), HIGHEST[kind])
+    return quantize_static(x, scales, kind), scales
+
+
+def quantize_per_token_group(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """fp8 codes [T, I] of x [T, I], and scales [T, ceil(I / size)] float32, one for each token and group of `size` channels."""
+    size = min(size, x.shape[1])
+    padded = functional.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size))  # [T, G, size]
+    codes, scales = quantize_per_token(padded.flatten(0, 1), CodeKind.FP8)
+    return codes.view(len(x), -1)[:, : x.shape[1]], scales.view(len(x), -1)

@@ -1,0 +1,122 @@
+"""A quantised checkpoint while it is made: a file for each part, so that what is done is kept, and at the end what makes a model of them.
+
+Files appear by rename when they are complete. The parts' reports are in their files' metadata.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from conf.errors import UserError
+from models.causal_lm import CausalLM
+from models.formats.safetensors_writer import Entry, SafetensorsWriter, content_of
+from models.layers.linear import Layer
+from models.linear_layers import linear_layers
+from models.weights import assign
+from quantization.layouts.base import StoredWeight, WritableLayout
+from quantization.linear import CodedLinear
+from quantization.plan import place_quantized
+from quantization.quantizer import LinearReport, Part
+from quantization.scheme import LinearScheme
+
+INDEX = "model.safetensors.index.json"
+REST = "model-rest.safetensors"
+
+
+LayoutOf = Callable[[Layer, LinearScheme, Mapping[str, tuple[int, ...]]], WritableLayout]
+"""The layout of a layer's weight in the files. The shapes are of what is there, when it is read."""
+
+
+class Artefact:
+    """The folder of a model that is being quantised."""
+
+    def __init__(self, folder: Path, layout_of: LayoutOf) -> None:
+        self.folder = folder
+        self._layout_of = layout_of
+
+    def has(self, part: Part) -> bool:
+        return (self.folder / _name(part)).is_file()
+
+    def write(self, part: Part, model: CausalLM, stored: dict[str, StoredWeight], reports: list[LinearReport]) -> None:
+        """Keep a part that is quantised: codes and scales as they were chosen, and the part's other parameters."""
+        tensors = _other_parameters(model, part.prefix)
+        for name, scheme in part.schemes.items():
+            bias = getattr(model.get_submodule(name), "bias", None)
+            outputs, inputs = stored[name].weight.codes.shape
+            layer = Layer(name, name, (outputs, inputs), is_transposed=False, has_bias=bias is not None)
+            own = self._layout_of(layer, scheme, {}).write(stored[name])
+            own |= {} if bias is None else {"bias": bias.data}
+            tensors |= {f"{name}.{own_name}": tensor for own_name, tensor in own.items()}
+        self._save(_name(part), tensors, {"reports": json.dumps([asdict(report) for report in reports])})
+
+    def write_rest(self, model: CausalLM, parts: list[Part]) -> None:
+        """What is in no part: embeddings, the last norm, a head that stays as it is."""
+        prefixes = tuple(part.prefix for part in parts)
+        tensors = {n: p.data for n, p in model.named_parameters() if not n.startswith(prefixes)}
+        self._save(REST, tensors, {})
+
+    def read(self, part: Part, model: CausalLM) -> list[LinearReport]:
+        """Put a part that was kept into the model, which has float layers there. Raises UserError if the file is damaged."""
+        path = self.folder / _name(part)
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+                reports = [LinearReport(**report) for report in json.loads(file.metadata()["reports"])]
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path} is damaged ({error}): remove {self.folder} to begin anew") from error
+        layers = linear_layers(model)
+        for name, scheme in part.schemes.items():
+            own = {t.removeprefix(f"{name}."): tensors.pop(t) for t in list(tensors) if t.startswith(f"{name}.")}
+            if "bias" in own:
+                assign(model, f"{name}.bias", own.pop("bias").to(model.get_submodule(name).weight.device))  # type: ignore[arg-type]
+            layout = self._layout_of(layers[name], scheme, {n: tuple(t.shape) for n, t in own.items()})
+            place_quantized(model, layers[name], scheme, layout.read(own))
+        for name, tensor in tensors.items():
+            assign(model, name, tensor.to(model.get_parameter(name).device))
+        return reports
+
+    def write_index(self) -> None:
+        """Raises UserError if a part's file is damaged."""
+        weight_map: dict[str, str] = {}
+        size = 0
+        for path in sorted(self.folder.glob("*.safetensors")):
+            try:
+                with safe_open(path, framework="pt") as file:
+                    weight_map |= dict.fromkeys(file.keys(), path.name)
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{path} is damaged ({error}): remove {self.folder} to begin anew") from error
+            size += path.stat().st_size
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _save(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+        partial = self.folder / f".{name}.partial"
+        entries = [Entry(n, tensor.dtype, tuple(tensor.shape)) for n, tensor in tensors.items()]
+        entries.sort(key=lambda entry: (-entry.dtype.itemsize, entry.name))
+        with SafetensorsWriter(partial, entries, metadata) as writer:  # the library's own has the metadata in any order
+            for entry in entries:
+                writer.write(content_of(tensors[entry.name].detach().cpu()))
+        descriptor = os.open(partial, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(partial, self.folder / name)
+
+
+def _name(part: Part) -> str:
+    return f"model-{part.index:05}.safetensors"
+
+
+def _other_parameters(model: CausalLM, prefix: str) -> dict[str, Tensor]:
+    coded = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, CodedLinear))
+    return {
+        name: parameter.data
+        for name, parameter in model.named_parameters()
+        if name.startswith(prefix) and not name.startswith(coded)
+    }

@@ -1,0 +1,77 @@
+"""AWQ (arXiv 2306.00978): input channels that matter are scaled up before a weight is rounded; and weights clipped where that helps.
+
+T tokens, O output channels, I input channels of one or several linear layers that share their input.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from conf.errors import check
+from quantization.activations import check_activations
+from quantization.fold import multiply_inputs
+from quantization.weight_format import WeightFormat, choose_scales, quantize
+
+NUM_RATIOS = 20  # exponents 0, 1/20 .. 19/20
+NUM_CLIPS = 10  # ranges shrunk by 0, 1/20 .. 9/20
+LEAST_MEAN = 1e-4  # of the largest: a channel that calibration hardly activated keeps some of its precision
+
+
+def search_scales(weights: Sequence[Tensor], x: Tensor, format: WeightFormat) -> Tensor:
+    """Scales [I] float32 by which the input is to be divided and the weights' columns multiplied before they are quantised.
+
+    weights [O, I] of the layers that share the input x [T, I], which is a sample. The scales are mean(abs(x)) ** ratio, normalised by
+    sqrt(max * min), of the ratio with the least squared error of all outputs; ratio 0, which is no scaling, is among them.
+    Errors as in choose_scales and check_activations.
+    """
+    check_activations(len(x), x)
+    wide = [weight.float() for weight in weights]
+    mean = x.float().abs().mean(0)
+    mean = (mean / mean.max().clamp_min(torch.finfo(torch.float32).tiny)).clamp_min(LEAST_MEAN)
+    best, least = torch.ones_like(mean), float("inf")
+    for step in range(NUM_RATIOS):
+        scales = mean ** (step / NUM_RATIOS)
+        scales = scales / (scales.max() * scales.min()).sqrt()
+        error = 0.0
+        for weight in wide:
+            quantized = quantize(multiply_inputs(weight, scales), format).dequantize() / scales
+            error += float(_row_errors(weight, quantized, x).sum())
+        if error < least:
+            best, least = scales, error
+    return best
+
+
+def search_clip(weight: Tensor, x: Tensor, format: WeightFormat) -> Tensor:
+    """weight [O, I] with each group (or row) clamped to the share of its absmax, 1 to 11/20, that has the least squared output error.
+
+    x [T, I] is a sample of the layer's input. A group's error is that of its own part of the output. UserError where the scale is
+    per tensor; errors as in choose_scales and check_activations.
+    """
+    check(not format.per_tensor, "auto_clip", True, "false where scales are per tensor")
+    check_activations(len(x), x)
+    choose_scales(weight, format)  # refuses what a single group could not name as well
+    size = format.group_size or weight.shape[1]
+    row = replace(format, group_size=None)
+    parts = zip(weight.split(size, 1), x.split(size, 1), strict=True)
+    return torch.cat([_clip_rows(part, inputs, row) for part, inputs in parts], 1)
+
+
+def _clip_rows(weight: Tensor, x: Tensor, format: WeightFormat) -> Tensor:
+    """The same for rows [O, I] that have one scale each."""
+    absmax = weight.abs().amax(1, keepdim=True)
+    best = weight
+    least = torch.full_like(absmax, float("inf"), dtype=torch.float32)  # [O, 1]
+    for step in range(NUM_CLIPS):
+        limit = absmax * (1 - step / 20)
+        clipped = weight.clamp(-limit, limit)
+        error = _row_errors(weight, quantize(clipped, format).dequantize(), x).unsqueeze(1)
+        best = torch.where(error < least, clipped, best)
+        least = torch.minimum(error, least)
+    return best
+
+
+def _row_errors(weight: Tensor, quantized: Tensor, x: Tensor) -> Tensor:
+    """The squared error [O] of each output, over all tokens."""
+    return (x.float() @ (weight.float() - quantized).T).square().sum(0)

@@ -1,0 +1,32 @@
+"""Numbers to codes: the one rounding that weights and activations share. It saturates, and ties go to the even code."""
+
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+FP8_MAX = 448.0  # the largest finite float8_e4m3fn
+
+
+class CodeKind(Enum):
+    INT = "int"
+    FP8 = "fp8"  # e4m3
+
+
+def to_int8(ratio: Tensor, lowest: float = -128, highest: float = 127) -> Tensor:
+    """`ratio` of any shape and float dtype, already divided by its scale, as int8 codes in [lowest, highest]."""
+    return ratio.round().clamp(lowest, highest).to(torch.int8)
+
+
+def to_fp8(ratio: Tensor) -> Tensor:
+    """`ratio` as float8_e4m3fn, not rounded to whole numbers first: below 8 the format has steps finer than 1."""
+    return ratio.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def scale_of(largest: Tensor, highest_code: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The float32 scale with which `largest` [...], which is not negative, meets `highest_code`; rounded to what `dtype` can hold.
+
+    1 where the quotient vanishes in `dtype`: all of that group's codes are then 0, and nothing is divided by 0.
+    """
+    scale = (largest.float() / highest_code).clamp(max=torch.finfo(dtype).max).to(dtype).float()
+    return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)

@@ -1,0 +1,51 @@
+"""How the files of a quantised model are laid out: by `export.format`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from conf.quantization import ExportFormat
+from models.layers.linear import Layer
+from quantization.artefact import LayoutOf
+from quantization.layouts import awq, compressed_tensors, gptq
+from quantization.layouts.base import WritableLayout
+from quantization.scheme import LinearScheme
+
+
+@dataclass(frozen=True)
+class Export:
+    schemes: dict[str, LinearScheme]
+    """By layer, with scales of the dtype that the files hold."""
+    config: dict[str, Any]
+    """The quantization_config."""
+    layout_of: LayoutOf
+
+
+def export_as(format: ExportFormat, schemes: dict[str, LinearScheme], kept: list[str], is_permuted: bool) -> Export:
+    """`kept`: linear layers that stay floats. `is_permuted`: whether weights have a permutation. UserError for what it cannot hold."""
+    if format is ExportFormat.compressed_tensors:
+        config = compressed_tensors.write_config(schemes, kept, is_permuted)
+        return Export(schemes, config, _compressed)
+    schemes = {  # these files have float16 scales: codes are chosen for what they are there
+        name: replace(scheme, weights=replace(scheme.weights, scale_dtype=torch.float16))
+        for name, scheme in schemes.items()
+    }
+    if format is ExportFormat.awq:
+        return Export(schemes, awq.write_config(schemes, kept), _awq)
+    config = gptq.write_config(schemes, kept, is_permuted)
+    is_v1 = config["checkpoint_format"] == gptq.V1
+
+    def layout(layer: Layer, scheme: LinearScheme, found: Mapping[str, tuple[int, ...]]) -> WritableLayout:
+        return gptq.GptqWeight(layer.shape, scheme.weights, is_v1)
+
+    return Export(schemes, config, layout)
+
+
+def _compressed(layer: Layer, scheme: LinearScheme, found: Mapping[str, tuple[int, ...]]) -> WritableLayout:
+    return compressed_tensors.CompressedWeight(layer.shape, scheme, compressed_tensors.is_packed(scheme), found)
+
+
+def _awq(layer: Layer, scheme: LinearScheme, found: Mapping[str, tuple[int, ...]]) -> WritableLayout:
+    return awq.AwqWeight(layer.shape, scheme.weights)

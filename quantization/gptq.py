@@ -1,0 +1,128 @@
+"""GPTQ (arXiv 2210.17323): rounds one input channel after the other, and lets the channels that follow make up for each error.
+
+T tokens, O output channels, I input channels, G groups of input channels, B channels of a block.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from conf.errors import check
+from quantization.activations import check_activations
+from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, encode
+
+BLOCK_SIZE = 128  # channels after which the rest of the matrix catches up, in one product
+
+
+class Hessian:
+    """The mean of x^T x [I, I] over a linear layer's inputs, in float32: the Hessian of its squared output error but for a factor."""
+
+    def __init__(self, num_inputs: int, device: torch.device | str = "cpu") -> None:
+        self._sum = torch.zeros(num_inputs, num_inputs, device=device)
+        self._num_tokens = 0
+
+    def add(self, x: Tensor) -> None:
+        """Counts activations x [T, I] of any float dtype; how they are cut into calls does not matter, but for rounding."""
+        wide = x.float()
+        self._sum.addmm_(wide.T, wide)
+        self._num_tokens += x.shape[0]
+
+    def mean(self) -> Tensor:
+        """The mean [I, I] float32. Errors as in check_activations."""
+        check_activations(self._num_tokens, self._sum)
+        return self._sum / self._num_tokens
+
+
+def gptq(
+    weight: Tensor,
+    hessian: Tensor,
+    format: WeightFormat,
+    damping: float = 0.01,
+    act_order: bool = True,
+    static_groups: bool = True,
+) -> tuple[QuantizedWeight, float]:
+    """Codes of weight [O, I] that leave the layer's output nearly as it was, and the damping that it took.
+
+    hessian [I, I] float32 is a `Hessian.mean()`. `damping` is a share of its mean diagonal, and grows tenfold until the Hessian can be
+    inverted. With `act_order` the channels of the largest activations come first. With `static_groups` a group is a run of neighbouring
+    channels, whose scale is chosen before anything is rounded; without, it is a run in the order of rounding, whose scale is chosen when
+    its turn comes, and `permutation` keeps that order. A channel that is never active is rounded to nearest. Errors as in choose_scales.
+    """
+    check(damping > 0, "damping", damping, "a positive number")
+    scales, zero_points = choose_scales(weight, format)
+    codes = encode(weight, scales, zero_points, format)  # each column is overwritten in its turn
+    done = QuantizedWeight(codes, scales, zero_points)
+    order = torch.arange(weight.shape[1], device=weight.device)
+    if act_order:
+        order = hessian.diagonal().argsort(descending=True, stable=True)
+    factor, damping = _inverse_factor(hessian, order, damping)
+    rest = weight.float().T[order]  # [I, O]: a channel's weights lie side by side
+    dynamic = format.group_size is not None and not static_groups
+    _round(rest, factor, format, done, range(len(order)) if dynamic else order.tolist(), dynamic)
+    if not (dynamic and act_order):
+        return done, damping
+    # Within a group channels are put in their original order, because files say no more than the group of each.
+    order, within = order.unflatten(0, (done.scales.shape[1], -1)).sort(1)  # [G, I / G]
+    codes = codes.unflatten(1, within.shape).gather(2, within.expand(len(codes), -1, -1))  # [O, G, I / G]
+    return replace(done, codes=codes.flatten(1), permutation=order.flatten()), damping
+
+
+def _round(
+    rest: Tensor, factor: Tensor, format: WeightFormat, done: QuantizedWeight, columns: Sequence[int], dynamic: bool
+) -> None:
+    """Writes the codes of rest [I, O], which is used up, into `done`: channel i at columns[i], with the scale of that column's group.
+
+    factor is _inverse_factor's. `dynamic`: a group's scales are chosen, and written, when its first channel is reached.
+    """
+    num_inputs, size = rest.shape[0], format.group_size or rest.shape[0]
+    # only within a block are channels up to date, so that is where a whole group must lie when its scale is chosen
+    step = size * max(1, BLOCK_SIZE // size) if dynamic else BLOCK_SIZE
+    for start in range(0, num_inputs, step):
+        end = min(start + step, num_inputs)
+        errors = torch.empty_like(rest[start:end])  # [B, O]
+        for i in range(start, end):
+            group = slice(columns[i] // size, columns[i] // size + 1)
+            if dynamic and i % size == 0:
+                _choose_group(rest[i : i + size].T, format, done, group)
+            scales = done.scales[:, group]  # [O, 1]
+            zero_points = None if done.zero_points is None else done.zero_points[:, group]
+            codes = encode(rest[i].unsqueeze(1), scales, zero_points, format)  # [O, 1]
+            done.codes[:, columns[i]] = codes.squeeze(1)
+            rounded = QuantizedWeight(codes, scales, zero_points).dequantize().squeeze(1)  # [O]
+            errors[i - start] = (rest[i] - rounded) / factor[i, i]
+            rest[i + 1 : end].addr_(factor[i, i + 1 : end], errors[i - start], alpha=-1)
+        rest[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+
+
+def _choose_group(weight: Tensor, format: WeightFormat, done: QuantizedWeight, group: slice) -> None:
+    """Writes into `done` the scales and zero points of one group, weight [O, I / G]."""
+    scales, zero_points = choose_scales(weight, format)
+    done.scales[:, group] = scales
+    if done.zero_points is not None and zero_points is not None:
+        done.zero_points[:, group] = zero_points
+
+
+def _inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tensor, float]:
+    """Upper triangular U [I, I] with U^T U the inverse of the damped Hessian in the given order, but for a factor; and the damping.
+
+    U is found without the inverse: H = R R^T with R upper is a Cholesky factorisation from the last row up, and U = R^-1.
+    """
+    assert hessian.isfinite().all()  # Hessian.mean sees to it; no damping would help
+    reverse = order.flip(0)
+    damped = hessian[reverse][:, reverse]
+    diagonal = damped.diagonal().clone()
+    if not diagonal.any():
+        return torch.eye(len(order), device=hessian.device), damping
+    damped /= diagonal.max()  # now damping can overflow nothing
+    diagonal /= diagonal.max()
+    while True:
+        damped.diagonal().copy_(diagonal + damping * diagonal.mean())
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            identity = torch.eye(len(order), device=hessian.device)
+            inverse = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
+            if inverse.isfinite().all():
+                return inverse, damping
+        damping *= 10

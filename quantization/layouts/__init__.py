@@ -1,0 +1,29 @@
+"""Layouts of quantised checkpoints, told by `quant_method` in the `quantization_config` of config.json."""
+
+from collections.abc import Callable
+
+from conf.errors import UserError
+from models.config import ConfigReader
+from quantization.layouts import awq, compressed_tensors, fp8, gptq
+from quantization.layouts.base import StoredQuantization
+
+READERS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
+    compressed_tensors.METHOD: compressed_tensors.read_compressed_tensors,
+    awq.METHOD: awq.read_awq,
+    gptq.METHOD: gptq.read_gptq,
+    fp8.METHOD: fp8.read_fp8,
+}
+
+
+def read_quantization(config: ConfigReader) -> StoredQuantization | None:
+    """None for a float checkpoint. Raises UserError for methods and settings that are not implemented."""
+    section = config.section("quantization_config")
+    if section is None:
+        return None
+    method = section.require("quant_method", str)
+    if method not in READERS:
+        raise UserError(f"quantization_config: quant_method={method!r} is not supported: only {', '.join(READERS)}")
+    stored = READERS[method](section)
+    if unread := section.unread():
+        raise UserError(f"quantization_config has settings that are not known: {', '.join(unread)}")
+    return stored

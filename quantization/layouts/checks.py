@@ -1,0 +1,55 @@
+"""What layouts ask of the tensors that a file brings, and of those that it is to take. All raise UserError."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+
+
+def of_type(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
+    if tensors[name].dtype != dtype:
+        raise UserError(f"{name} is {tensors[name].dtype}, expected {dtype}")
+    return tensors[name]
+
+
+def positive(scales: Tensor, name: str) -> Tensor:
+    """`scales` of any float dtype as float32."""
+    values = scales.float()
+    if not (values.isfinite() & (values > 0)).all():
+        raise UserError(f"{name} has values that are not finite numbers above 0: the file is damaged, quantise again")
+    return values
+
+
+def scalar_shape(found: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
+    """That of one number, which some tools write as [] and some as [1]."""
+    return () if found.get(name) == () else (1,)
+
+
+def channel_order(group_index: Tensor, group_size: int | None, name: str) -> Tensor | None:
+    """The input channels [I] int64 in the order of their groups, from the group of each [I]; None where they are in it."""
+    groups = group_index.long()
+    order = groups.argsort(stable=True)
+    size = group_size or len(order)
+    if not groups[order].equal(torch.arange(len(order)) // size):
+        raise UserError(f"{name} does not put the {len(order)} input channels into groups of {size}")
+    return None if groups.equal(groups[order]) else order
+
+
+def divided(shape: tuple[int, int], group_size: int | None) -> int:
+    """The number of groups of a weight's [O, I] input channels."""
+    size = group_size or shape[1]
+    if shape[1] % size:
+        raise UserError(
+            f"groups of {size} do not divide the {shape[1]} input channels of a weight {list(shape)}, which is not supported"
+        )
+    return shape[1] // size
+
+
+def as_float16(scales: Tensor) -> Tensor:
+    if not scales.half().float().equal(scales):
+        raise UserError(
+            "this layout holds scales in float16, but these were chosen in float32: quantise for this layout"
+        )
+    return scales.half()

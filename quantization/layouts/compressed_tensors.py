@@ -1,0 +1,289 @@
+"""The compressed-tensors layout, which vLLM and transformers load: its `quantization_config` and its tensors, read and written.
+
+O output channels, I input channels, G groups of input channels. Source: the package compressed-tensors, 0.20.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from conf.quantization import Activations
+from models.config import ConfigReader
+from models.layers.linear import Layer
+from quantization.codes import CodeKind
+from quantization.layouts.base import StoredWeight
+from quantization.layouts.checks import channel_order, divided, of_type, positive, scalar_shape
+from quantization.layouts.packing import num_words, pack, unpack
+from quantization.scheme import LinearScheme
+from quantization.weight_format import QuantizedWeight, WeightFormat
+
+METHOD = "compressed-tensors"
+PACKED, INTEGERS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
+FORMATS = (PACKED, INTEGERS, FLOATS, "naive-quantized")
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One of config_groups: some layers and their scheme."""
+
+    targets: tuple[str, ...]
+    scheme: LinearScheme
+    is_packed: bool
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    """A checkpoint's quantization_config."""
+
+    groups: tuple[_Group, ...]
+    ignore: tuple[str, ...]
+
+    def scheme(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
+        group = self._group(layer.name)
+        return group.scheme if group else None
+
+    def layout(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> "CompressedWeight":
+        group = self._group(layer.name)
+        assert group is not None
+        return CompressedWeight(layer.shape, group.scheme, group.is_packed, found)
+
+    def _group(self, name: str) -> _Group | None:
+        """A target that names the layer goes before one that names its class."""
+        if any(_matches(target, name) for target in self.ignore):
+            return None
+        named = [group for group in self.groups if any(_matches(target, name) for target in group.targets)]
+        return next(iter([*named, *(group for group in self.groups if "Linear" in group.targets)]), None)
+
+
+def _matches(target: str, name: str) -> bool:
+    """A name or, after `re:`, a regular expression that its beginning matches."""
+    if not target.startswith("re:"):
+        return name == target or name.endswith("." + target)
+    try:
+        return re.match(target[3:], name) is not None
+    except re.error as error:
+        raise UserError(f"quantization_config: {target} is not a regular expression: {error}") from error
+
+
+def read_compressed_tensors(config: ConfigReader) -> CompressedTensors:
+    """Raises UserError for what is not implemented: other formats and strategies, sparsity, transforms."""
+    general = config.expect("format", (*FORMATS, MIXED), PACKED)
+    for key in ("sparsity_config", "transform_config", "moe_sparsity_config", "kv_cache_scheme"):
+        config.expect(key, (None, {}), None)
+    for key in ("quantization_status", "global_compression_ratio", "version", "quant_method"):
+        config.raw(key)
+    groups = config.section("config_groups")
+    names = list(config.raw("config_groups") or {})
+    if not names or groups is None:
+        raise UserError("quantization_config: config_groups is empty")
+    return CompressedTensors(
+        tuple(_read_group(groups.section(name), name, general) for name in names),
+        _texts(config.raw("ignore") or [], "ignore"),
+    )
+
+
+def _read_group(group: ConfigReader | None, name: str, general: str) -> _Group:
+    weights = group.section("weights") if group else None
+    if group is None or weights is None:
+        raise UserError(f"quantization_config: {name} has no weights")
+    group.expect("output_activations", (None, {}), None)
+    kind = CodeKind(weights.expect("type", ("int", "float"), "int").replace("float", "fp8"))
+    strategies = ("channel", "tensor", "group") if kind is CodeKind.INT else ("channel", "tensor")
+    strategy = weights.expect("strategy", strategies, "channel")
+    weights.expect("dynamic", (False,), False)
+    weights.expect("block_structure", (None,), None)
+    symmetric = weights.get("symmetric", bool, True)
+    bits = weights.expect("num_bits", (8, 4) if kind is CodeKind.INT else (8,), 8)
+    group_size = weights.count("group_size") if strategy == "group" else None
+    _refuse_unknown(weights, f"{name}.weights")
+    file_format = group.expect("format", (None, *FORMATS), None) or general
+    scheme = LinearScheme(
+        WeightFormat(bits, kind, symmetric, group_size, per_tensor=strategy == "tensor"),
+        _read_activations(group.section("input_activations"), kind, name),
+    )
+    return _Group(_texts(group.raw("targets") or [], f"{name}.targets"), scheme, file_format == PACKED)
+
+
+def _read_activations(config: ConfigReader | None, kind: CodeKind, name: str) -> Activations:
+    if config is None:
+        return Activations.none
+    config.expect("num_bits", (8,), 8)
+    config.expect("type", ("int",) if kind is CodeKind.INT else ("float",), "int")
+    config.expect("symmetric", (True,), True)
+    dynamic = config.get("dynamic", bool, False)
+    config.expect("strategy", ("token",) if dynamic else ("tensor",), "token" if dynamic else "tensor")
+    _refuse_unknown(config, f"{name}.input_activations")
+    return Activations.dynamic if dynamic else Activations.static
+
+
+def _refuse_unknown(config: ConfigReader, name: str) -> None:
+    """How scales were found, and null or 0 for what does not apply, change nothing."""
+    for key in ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype", "group_size", "block_structure"):
+        config.raw(key)
+    if unread := config.unread():
+        raise UserError(f"quantization_config: {name} has settings that are not known: {', '.join(unread)}")
+
+
+def _texts(value: Any, key: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise UserError(f"quantization_config: {key} is not a list of texts")
+    return tuple(value)
+
+
+def write_config(schemes: dict[str, LinearScheme], kept: list[str], permuted: bool) -> dict[str, Any]:
+    """The quantization_config of layers by their names; `kept` are the linear layers that stay floats.
+
+    `permuted`: groups are not neighbouring channels. It is said so, because readers that ignore it would compute something else.
+    """
+    by_scheme: dict[LinearScheme, list[str]] = {}
+    for name, scheme in schemes.items():
+        by_scheme.setdefault(scheme, []).append(name)
+    usual = max(by_scheme, key=lambda scheme: len(by_scheme[scheme]))
+    formats = {_format(scheme) for scheme in by_scheme}
+    groups = {
+        f"group_{i}": {
+            "targets": ["Linear"] if scheme == usual else names,
+            "weights": _write_weights(scheme.weights, permuted),
+            "input_activations": _write_activations(scheme),
+            "output_activations": None,
+            "format": _format(scheme),
+        }
+        for i, (scheme, names) in enumerate(by_scheme.items())
+    }
+    return {
+        "quant_method": METHOD,
+        "format": formats.pop() if len(formats) == 1 else MIXED,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": kept,
+        "kv_cache_scheme": None,
+    }
+
+
+def is_packed(scheme: LinearScheme) -> bool:
+    return _format(scheme) == PACKED
+
+
+def _format(scheme: LinearScheme) -> str:
+    if scheme.weights.kind is CodeKind.FP8:
+        return FLOATS
+    return PACKED if scheme.activations is Activations.none else INTEGERS
+
+
+def _write_weights(format: WeightFormat, permuted: bool) -> dict[str, Any]:
+    strategy = "tensor" if format.per_tensor else "channel" if format.group_size is None else "group"
+    return {
+        "num_bits": format.bits,
+        "type": "float" if format.kind is CodeKind.FP8 else "int",
+        "symmetric": format.symmetric,
+        "strategy": strategy,
+        "group_size": format.group_size,
+        "actorder": "group" if permuted and format.group_size else None,
+        "dynamic": False,
+    }
+
+
+def _write_activations(scheme: LinearScheme) -> dict[str, Any] | None:
+    if scheme.activations is Activations.none:
+        return None
+    dynamic = scheme.activations is Activations.dynamic
+    return {
+        "num_bits": 8,
+        "type": "float" if scheme.weights.kind is CodeKind.FP8 else "int",
+        "symmetric": True,
+        "strategy": "token" if dynamic else "tensor",
+        "dynamic": dynamic,
+    }
+
+
+@dataclass(frozen=True)
+class CompressedWeight:
+    """The tensors of one weight. What may be there or not, and in which of two shapes, is taken from `found`."""
+
+    shape: tuple[int, int]
+    scheme: LinearScheme
+    is_packed: bool
+    found: Mapping[str, tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        divided(self.shape, self.scheme.weights.group_size)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        (outputs, inputs), format = self.shape, self.scheme.weights
+        groups = divided(self.shape, format.group_size)
+        scale: tuple[int, ...] = (outputs, groups)
+        if format.per_tensor:
+            scale = scalar_shape(self.found, "weight_scale")
+        names: dict[str, tuple[int, ...]] = {"weight_scale": scale}
+        if self.is_packed:
+            names |= {"weight_packed": (outputs, num_words(inputs, format.bits)), "weight_shape": (2,)}
+        else:
+            names["weight"] = self.shape
+        if not format.symmetric:
+            names["weight_zero_point"] = (num_words(outputs, format.bits), groups) if self.is_packed else scale
+        if "weight_g_idx" in self.found:
+            names["weight_g_idx"] = (inputs,)
+        if self.scheme.activations is Activations.static:
+            names["input_scale"] = scalar_shape(self.found, "input_scale")
+        return names
+
+    def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
+        """Raises UserError for a wrong dtype or shape inside, and for scales that are not positive numbers."""
+        (outputs, inputs), format = self.shape, self.scheme.weights
+        scales = positive(tensors["weight_scale"], "weight_scale")
+        if self.is_packed:
+            if tensors["weight_shape"].tolist() != list(self.shape):
+                raise UserError(f"weight_shape is {tensors['weight_shape'].tolist()}, expected {list(self.shape)}")
+            codes = unpack(of_type(tensors, "weight_packed", torch.int32), format.bits, inputs)
+        else:
+            wanted = torch.float8_e4m3fn if format.kind is CodeKind.FP8 else torch.int8
+            codes = of_type(tensors, "weight", wanted)
+        zero_points = self._zero_points(tensors)
+        if format.per_tensor:
+            scales = scales.reshape(1, 1)
+            if format.kind is CodeKind.INT:  # whose products have a scale for each output
+                scales = scales.repeat(outputs, 1)
+        permutation = None
+        if "weight_g_idx" in tensors:
+            permutation = channel_order(tensors["weight_g_idx"], format.group_size, "weight_g_idx")
+        if permutation is not None:
+            codes = codes[:, permutation]
+        if format.bits == 4 and not format.symmetric:
+            codes = codes + 8  # from -8..7 to 0..15, as the zero points
+        static = self.scheme.activations is Activations.static
+        input_scale = positive(tensors["input_scale"], "input_scale").reshape(()) if static else None
+        return StoredWeight(QuantizedWeight(codes, scales, zero_points, permutation), input_scale)
+
+    def _zero_points(self, tensors: dict[str, Tensor]) -> Tensor | None:
+        if self.scheme.weights.symmetric:
+            return None
+        if not self.is_packed:
+            return of_type(tensors, "weight_zero_point", torch.int8)
+        packed = of_type(tensors, "weight_zero_point", torch.int32)
+        return unpack(packed.T, self.scheme.weights.bits, self.shape[0]).T + 8
+
+    def write(self, stored: StoredWeight) -> dict[str, Tensor]:
+        weight, format = stored.weight, self.scheme.weights
+        codes, tensors = weight.codes, {"weight_scale": weight.scales}
+        if weight.permutation is not None:
+            assert format.group_size is not None
+            original = weight.permutation.argsort()
+            codes = codes[:, original]
+            tensors["weight_g_idx"] = (original // format.group_size).int()
+        if not self.is_packed:
+            tensors["weight"] = codes
+        else:
+            centred = codes if format.symmetric else codes - 8
+            tensors |= {"weight_packed": pack(centred, format.bits), "weight_shape": torch.tensor(self.shape)}
+        if weight.zero_points is not None:
+            tensors["weight_zero_point"] = pack((weight.zero_points - 8).T, format.bits).T
+        if format.per_tensor:
+            tensors["weight_scale"] = weight.scales.reshape(-1)[:1]
+        if stored.input_scale is not None:
+            tensors["input_scale"] = stored.input_scale.reshape(1)
+        return {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -1,0 +1,28 @@
+"""A float weight, which is quantised while it is loaded."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from conf.errors import UserError
+from quantization.layouts.base import StoredWeight
+from quantization.weight_format import WeightFormat, quantize
+
+
+@dataclass(frozen=True)
+class FloatLayout:
+    """weight [O, I], or [I, O] where it is transposed (Conv1D)."""
+
+    shape: tuple[int, int]
+    """[O, I]"""
+    is_transposed: bool
+    format: WeightFormat
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": self.shape[::-1] if self.is_transposed else self.shape}
+
+    def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
+        weight = tensors["weight"]
+        if not weight.is_floating_point():
+            raise UserError(f"weight is {weight.dtype}, expected floats to quantise")
+        return StoredWeight(quantize(weight.T if self.is_transposed else weight, self.format))

@@ -1,0 +1,105 @@
+"""Checkpoints of fp8 (e4m3) weights as DeepSeek, Qwen and vLLM have them, with a scale for each block of a weight, or one. Only read.
+
+O output channels, I input channels, B and C rows and columns of a block. Source: DeepSeek-V3, inference/kernel.py; transformers 5,
+integrations/finegrained_fp8.py; vLLM, quantization/fp8.py.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from conf.quantization import Activations
+from models.config import ConfigReader
+from models.layers.linear import Layer
+from quantization.codes import CodeKind
+from quantization.layouts.base import StoredWeight, holds_codes
+from quantization.layouts.checks import of_type, positive, scalar_shape
+from quantization.scheme import LinearScheme
+from quantization.weight_format import QuantizedWeight, WeightFormat
+
+METHOD = "fp8"
+# Which layers stayed floats, which the tensors themselves say, and how to train or load them.
+NO_EFFECT = ("quant_method", "modules_to_not_convert", "ignored_layers", "modules_to_convert", "dequantize")
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """A checkpoint's quantization_config. `block` is (B, C), None where a weight has one scale."""
+
+    block: tuple[int, int] | None
+    activations: Activations
+
+    def scheme(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
+        size = self.block[1] if self.block else None
+        format = WeightFormat(8, CodeKind.FP8, group_size=size, per_tensor=size is None)
+        return LinearScheme(format, self.activations) if holds_codes(found) else None
+
+    def layout(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> "Fp8Weight":
+        return Fp8Weight(layer.shape, self.block, self.activations is Activations.static, found)
+
+
+def read_fp8(config: ConfigReader) -> Fp8:
+    """Raises UserError for other number formats, and for static activations beside blocks."""
+    config.expect("fmt", (None, "e4m3"), None)
+    config.expect("scale_fmt", (None, "float"), None)
+    config.expect("expert_dtype", (None, "fp8"), None)
+    for key in ("kv_cache_scheme", "kv_cache_quant_method"):
+        config.expect(key, (None,), None)
+    for key in NO_EFFECT:
+        config.raw(key)
+    activations = Activations[config.expect("activation_scheme", ("dynamic", "static"), "dynamic")]
+    block = config.raw("weight_block_size")
+    if block is None:
+        return Fp8(None, activations)
+    if not isinstance(block, list) or [type(size) for size in block] != [int, int] or min(block) < 1:
+        raise UserError(f"quantization_config: weight_block_size={block!r} is not a list of two numbers above 0")
+    config.expect("activation_scheme", ("dynamic",), "dynamic")
+    return Fp8((block[0], block[1]), activations)
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """weight float8_e4m3fn [O, I] and its scales, [ceil(O / B), ceil(I / C)] or one; of static activations one more.
+
+    Tools call them `weight_scale_inv` or `weight_scale`, and `input_scale` or `activation_scale`: a value is code * scale with each.
+    """
+
+    shape: tuple[int, int]
+    block: tuple[int, int] | None
+    is_static: bool
+    found: Mapping[str, tuple[int, ...]]
+
+    @property
+    def _scale_name(self) -> str:
+        return "weight_scale" if "weight_scale" in self.found else "weight_scale_inv"
+
+    @property
+    def _input_name(self) -> str:
+        return "activation_scale" if "activation_scale" in self.found else "input_scale"
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        scales = scalar_shape(self.found, self._scale_name)
+        if self.block:
+            scales = (-(-self.shape[0] // self.block[0]), -(-self.shape[1] // self.block[1]))
+        names: dict[str, tuple[int, ...]] = {"weight": self.shape, self._scale_name: scales}
+        if self.is_static:
+            names[self._input_name] = scalar_shape(self.found, self._input_name)
+        return names
+
+    def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
+        """A block's scale becomes one of each of its rows. Raises UserError for a wrong dtype and scales that are not positive numbers."""
+        codes = of_type(tensors, "weight", torch.float8_e4m3fn)
+        scales = positive(tensors[self._scale_name], self._scale_name)
+        if self.block:
+            rows, columns = min(self.block[0], self.shape[0]), min(self.block[1], self.shape[1])
+            width = math.gcd(columns, self.shape[1])  # groups are of one size, also where a row ends inside of a block
+            scales = scales.repeat_interleave(rows, 0)[: self.shape[0]]
+            scales = scales.repeat_interleave(columns // width, 1)[:, : self.shape[1] // width]
+        else:
+            scales = scales.reshape(1, 1)
+        static = positive(tensors[self._input_name], self._input_name).reshape(()) if self.is_static else None
+        return StoredWeight(QuantizedWeight(codes, scales), static)

@@ -1,0 +1,200 @@
+"""GPTQ's layout, of AutoGPTQ (v1) and GPTQModel (v1 and v2). Its `quantization_config` and its tensors, read and written.
+
+O output channels, I input channels, G groups of input channels. Source: GPTQModel 2, gptqmodel/nn_modules/qlinear/torch.py,
+quantization/config.py, utils/model.py.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from conf.quantization import Activations
+from models.config import ConfigReader
+from models.layers.linear import Layer
+from quantization.codes import CodeKind
+from quantization.layouts.base import StoredWeight, holds_codes
+from quantization.layouts.checks import as_float16, channel_order, divided, of_type, positive
+from quantization.layouts.packing import num_words, pack, unpack
+from quantization.scheme import LinearScheme
+from quantization.weight_format import QuantizedWeight, WeightFormat
+
+METHOD = "gptq"
+V1, V2 = "gptq", "gptq_v2"
+ONES = {4: 0x11111111, 8: 0x01010101}  # a word of codes that are all 1
+# How the codes were found, which kernels ran, and which layers stayed floats, which the tensors themselves say.
+NO_EFFECT = """
+    quant_method damp_percent damp_auto_increment static_groups true_sequential mse act_group_aware model_name_or_path
+    model_file_base_name meta lm_head modules_in_block_to_quantize block_name_to_quantize module_name_preceding_first_block
+    batch_size cache_block_outputs dataset exllama_config max_input_length model_seqlen pad_token_id tokenizer
+    use_cuda_fp16 use_exllama disable_exllama version backend method quantizer
+""".split()
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """A checkpoint's quantization_config. `rules` are expressions for the beginning of layers' names and what these have instead."""
+
+    format: WeightFormat
+    rules: tuple[tuple[re.Pattern[str], WeightFormat | None], ...]
+    is_v1: bool
+    act_order: bool
+
+    def scheme(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
+        format = self._format(layer.name)
+        return LinearScheme(format) if format and holds_codes(found) else None
+
+    def layout(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> "GptqWeight":
+        format = self._format(layer.name)
+        assert format is not None
+        has_unused_bias = "bias" in found and not layer.has_bias
+        return GptqWeight(layer.shape, format, self.is_v1, self.act_order or "g_idx" in found, has_unused_bias)
+
+    def _format(self, name: str) -> WeightFormat | None:
+        return next((format for pattern, format in self.rules if pattern.match(name)), self.format)
+
+
+def read_gptq(config: ConfigReader) -> Gptq:
+    """Raises UserError for other numbers of bits, the layouts of other kernels, and rules that change more than bits, groups, symmetry."""
+    key = "checkpoint_format" if config.raw("checkpoint_format") is not None else "format"
+    version = config.expect(key, (V1, V2), V1)
+    config.expect("format", (None, V1, V2), None)
+    config.expect("is_marlin_format", (False, None), None)
+    config.expect("pack_dtype", ("int32",), "int32")
+    config.expect("rotation", (None, ""), None)
+    config.expect("adapter", (None, {}), None)
+    usual = _read_format(config, None)
+    act_order = config.get("desc_act", bool, False)
+    rules = config.section("dynamic")
+    patterns = list(config.get("dynamic", dict, {}))
+    for key in NO_EFFECT:
+        config.raw(key)
+    return Gptq(usual, tuple(_read_rule(rules, text, usual) for text in patterns if rules), version == V1, act_order)
+
+
+def _read_format(config: ConfigReader, usual: WeightFormat | None) -> WeightFormat:
+    """What a config or, where `usual` is given, a rule says."""
+    bits = config.expect("bits", (4, 8), usual.bits if usual else None)
+    symmetric = config.get("sym", bool, usual.symmetric if usual else True)
+    if bits == 8 and not symmetric:
+        raise UserError("quantization_config: sym=false with bits=8 is not supported: only with bits=4")
+    whole_rows = config.raw("group_size", -1 if usual and usual.group_size is None else None) == -1
+    group_size = None if whole_rows else config.count("group_size", usual.group_size if usual else None)
+    return WeightFormat(bits, symmetric=symmetric, group_size=group_size)
+
+
+def _read_rule(rules: ConfigReader, text: str, usual: WeightFormat) -> tuple[re.Pattern[str], WeightFormat | None]:
+    """`-:` leaves layers out, `+:` or nothing changes them; the first rule that matches holds."""
+    try:
+        pattern = re.compile(text.removeprefix("+:").removeprefix("-:"))
+    except re.error as error:
+        raise UserError(f"quantization_config: dynamic: {text!r} is not a regular expression: {error}") from error
+    if text.startswith("-:"):
+        return pattern, None
+    rule = rules.section(text)
+    if rule is None:
+        return pattern, usual
+    format = _read_format(rule, usual)
+    rule.raw("desc_act")  # the group of each channel is in the file
+    if unread := rule.unread():
+        raise UserError(f"quantization_config: dynamic: {text!r} has settings that are not known: {', '.join(unread)}")
+    return pattern, format
+
+
+def write_config(schemes: dict[str, LinearScheme], kept: list[str], act_order: bool) -> dict[str, Any]:
+    """The quantization_config of layers by their names; `kept` are the linear layers that stay floats.
+
+    `act_order`: whether any of the weights has a permutation. Asymmetric weights make it v2, because v1 has no zero point of 0.
+    Raises UserError for what the layout does not have: fp8, activations.
+    """
+    for scheme in schemes.values():
+        if scheme.weights.kind is not CodeKind.INT or scheme.activations is not Activations.none:
+            raise UserError(f"GPTQ holds int4 and int8 weights, not {scheme}: write compressed-tensors")
+    formats = [scheme.weights for scheme in schemes.values()]
+    usual = max(formats, key=formats.count)
+    others = {f"+:^{re.escape(name)}$": _written(s.weights) for name, s in schemes.items() if s.weights != usual}
+    return {
+        "quant_method": METHOD,
+        "checkpoint_format": V1 if all(format.symmetric for format in formats) else V2,
+        **_written(usual),
+        "desc_act": act_order,
+        "lm_head": "lm_head" in schemes,
+        "dynamic": {f"-:^{re.escape(name)}$": {} for name in kept} | others,
+    }
+
+
+def _written(format: WeightFormat) -> dict[str, Any]:
+    return {"bits": format.bits, "group_size": format.group_size or -1, "sym": format.symmetric}
+
+
+@dataclass(frozen=True)
+class GptqWeight:
+    """qweight int32 [I * bits / 32, O], qzeros int32 [G, O * bits / 32], scales float16 [G, O], g_idx int32 [I]: each channel's group.
+
+    All codes have zero points; symmetric ones that of the middle, 8 or 128. In v1 they are stored less 1: as in GPTQModel 1 is added to
+    the whole word, which gives back a zero point of 0 as GPTQModel wrote it (AutoGPTQ's files have none).
+    """
+
+    shape: tuple[int, int]
+    format: WeightFormat
+    is_v1: bool
+    has_group_index: bool = True
+    has_unused_bias: bool = False
+    """Early AutoGPTQ wrote biases of 0 for layers that have none."""
+
+    def __post_init__(self) -> None:
+        divided(self.shape, self.format.group_size)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        (outputs, inputs), bits = self.shape, self.format.bits
+        groups = divided(self.shape, self.format.group_size)
+        names: dict[str, tuple[int, ...]] = {
+            "qweight": (num_words(inputs, bits), outputs),
+            "qzeros": (groups, num_words(outputs, bits)),
+            "scales": (groups, outputs),
+        }
+        names |= {"g_idx": (inputs,)} if self.has_group_index else {}
+        return names | ({"bias": (outputs,)} if self.has_unused_bias else {})
+
+    def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
+        """Raises UserError for a wrong dtype, scales that are not positive numbers, and groups or zero points that cannot be."""
+        (outputs, inputs), bits = self.shape, self.format.bits
+        scales = positive(tensors["scales"], "scales").T.contiguous()  # [O, G]
+        codes = unpack(of_type(tensors, "qweight", torch.int32).T, bits, inputs)  # [O, I]
+        words = of_type(tensors, "qzeros", torch.int32)
+        zero_points = unpack(words + ONES[bits] if self.is_v1 else words, bits, outputs).T.contiguous()  # [O, G]
+        if self.has_unused_bias and tensors["bias"].any():
+            raise UserError("bias is not 0, but a layer of this model has none")
+        order = None
+        if self.has_group_index:
+            group_index = of_type(tensors, "g_idx", torch.int32)
+            order = channel_order(group_index, self.format.group_size, "g_idx")
+        if order is not None:
+            codes = codes[:, order]
+        if not self.format.symmetric:
+            return StoredWeight(QuantizedWeight(codes + 8, scales, zero_points + 8, order))
+        if zero_points.any():
+            raise UserError(f"qzeros has zero points other than {2 ** (bits - 1)}, but the config says sym=true")
+        return StoredWeight(QuantizedWeight(codes, scales, None, order))
+
+    def write(self, stored: StoredWeight) -> dict[str, Tensor]:
+        """Raises UserError for scales that float16 does not hold."""
+        weight, (_, inputs), bits = stored.weight, self.shape, self.format.bits
+        codes, zero_points = weight.codes, torch.zeros_like(weight.scales, dtype=torch.int8)
+        if weight.zero_points is not None:
+            codes, zero_points = codes - 8, weight.zero_points - 8
+        place = torch.arange(inputs)
+        if weight.permutation is not None:
+            place = weight.permutation.argsort()
+            codes = codes[:, place]
+        words = pack(zero_points.T, bits)
+        return {
+            "qweight": pack(codes, bits).T.contiguous(),
+            "qzeros": words - ONES[bits] if self.is_v1 else words,
+            "scales": as_float16(weight.scales).T.contiguous(),
+            "g_idx": (place // (self.format.group_size or inputs)).int(),
+        }

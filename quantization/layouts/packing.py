@@ -1,0 +1,29 @@
+"""Small codes in int32 words, as compressed-tensors, GPTQ and AWQ hold them: lowest bits first, and none negative.
+
+R rows, C codes in a row.
+"""
+
+import torch
+from torch import Tensor
+
+WORD = 32  # bits of an int32
+
+
+def num_words(count: int, bits: int) -> int:
+    return -(-count * bits // WORD)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Signed codes int8 [R, C] as int32 [R, ceil(C * bits / 32)]: lowest bits first, 2^(bits-1) added so that none is negative."""
+    per_word = WORD // bits
+    unsigned = codes.int() + 2 ** (bits - 1)
+    padded = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % per_word)).unflatten(1, (-1, per_word))
+    words: Tensor = (padded << torch.arange(0, WORD, bits, dtype=torch.int32)).sum(2, dtype=torch.int32)
+    return words
+
+
+def unpack(words: Tensor, bits: int, count: int) -> Tensor:
+    """What `pack` was given: int8 [R, count]."""
+    unsigned: Tensor = (words.unsqueeze(2) >> torch.arange(0, WORD, bits, dtype=torch.int32)) & (2**bits - 1)
+    codes: Tensor = unsigned.flatten(1)[:, :count] - 2 ** (bits - 1)
+    return codes.to(torch.int8)

@@ -1,0 +1,129 @@
+"""Linear layers whose weights, and where wanted activations, are codes.
+
+R rows, I input channels, O output channels, G groups of input channels.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from conf.quantization import Activations
+from kernels.quant_matmul import PackedWeight, pack, quant_matmul, quant_matmul_int8, quantize_rows
+from models.layers.linear import PackedLinear, linear
+from quantization.activations import quantize_per_token, quantize_per_token_group, quantize_static
+from quantization.codes import CodeKind
+from quantization.layouts.base import StoredWeight, WeightLayout
+from quantization.layouts.floats import FloatLayout
+from quantization.scheme import LinearScheme
+
+
+class CodedLinear(PackedLinear):
+    """Layers of any scheme: what they are made of, and what their inputs go through before the product."""
+
+    def __init__(
+        self, source: str, scheme: LinearScheme, layout: WeightLayout, num_outputs: int, has_bias: bool
+    ) -> None:
+        super().__init__()
+        self.source = source
+        self.from_floats = isinstance(layout, FloatLayout)
+        self.scheme = scheme
+        self._layout = layout
+        self._bias_shape = {"bias": (num_outputs,)} if has_bias else {}
+        self.bias: nn.Parameter | None = None
+        self.permutation: Tensor | None = None  # [I] int64
+        self.input_scale: Tensor | None = None  # float32 scalar
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return self._layout.tensors() | self._bias_shape
+
+    def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        bias = tensors.pop("bias") if self._bias_shape else None
+        try:
+            stored = self._layout.read(tensors)
+        except UserError as error:
+            raise UserError(f"{self.source}: {error}") from error
+        self.hold(stored, bias, dtype, device)
+
+    def hold(self, stored: StoredWeight, bias: Tensor | None, dtype: torch.dtype, device: torch.device) -> None:
+        """Make the parameters of a weight that is quantised, and of the bias [O]."""
+        self.bias = None if bias is None else nn.Parameter(bias.to(device, dtype, copy=True), requires_grad=False)
+        permutation, input_scale = stored.weight.permutation, stored.input_scale
+        self.permutation = None if permutation is None else permutation.to(device)
+        self.input_scale = None if input_scale is None else input_scale.to(device, torch.float32)
+        self._hold(stored, dtype, device)
+
+    def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
+        raise NotImplementedError
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self._multiply(x if self.permutation is None else x[:, self.permutation])  # [R, O]
+        return y if self.bias is None else y + self.bias
+
+
+class IntLinear(CodedLinear):
+    """4- or 8-bit integer weights, packed once for the machine; activations floats or 8-bit integers."""
+
+    def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
+        w = stored.weight
+        zero_points = None if w.zero_points is None else w.zero_points.to(device)
+        self._weight: PackedWeight = pack(
+            w.codes.to(device), w.scales.to(device), zero_points, self.scheme.weights.bits
+        )
+        self.packed = nn.Parameter(self._weight.blob, requires_grad=False)  # the same memory, so that it is counted
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        if self.scheme.activations is Activations.none:
+            return quant_matmul(x, self._weight)
+        if self.scheme.activations is Activations.dynamic:
+            codes, scales = quantize_rows(x)
+        else:
+            assert self.input_scale is not None
+            codes, scales = quantize_static(x, self.input_scale, CodeKind.INT), self.input_scale.reshape(1, 1)
+        return quant_matmul_int8(codes, scales, self._weight, x.dtype)
+
+
+class Fp8Linear(CodedLinear):
+    """float8 weights and activations. The products of two codes are exact in bfloat16, so they are multiplied as such, or as floats."""
+
+    def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
+        self.codes = nn.Parameter(
+            stored.weight.codes.to(device, copy=True), requires_grad=False
+        )  # [O, I] float8_e4m3fn
+        self.scales = nn.Parameter(stored.weight.scales.to(device), requires_grad=False)  # [O, G] or [1, 1] float32
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        if self.scheme.activations is Activations.none:
+            return linear(x, (self.codes.to(x.dtype) * self.scales).to(x.dtype))
+        if self.scheme.weights.group_size:
+            return self._multiply_groups(x, self.scheme.weights.group_size)
+        if self.scheme.activations is Activations.dynamic:
+            codes, scales = quantize_per_token(x, CodeKind.FP8)
+        else:
+            assert self.input_scale is not None
+            codes, scales = quantize_static(x, self.input_scale, CodeKind.FP8), self.input_scale
+        y = linear(codes.to(x.dtype), self.codes.to(x.dtype))
+        return (y * scales * self.scales.reshape(1, -1)).to(x.dtype)
+
+    def _multiply_groups(self, x: Tensor, size: int) -> Tensor:
+        """Activations with a scale for each token and group of `size`. Sums of a group are made of codes alone, its scales come after."""
+        codes, scales = quantize_per_token_group(x, size)
+        width = x.shape[1] // self.scales.shape[1]
+        y = x.new_zeros(x.shape[0], self.codes.shape[0], dtype=torch.float32)
+        for group, start in enumerate(range(0, x.shape[1], width)):
+            channels = slice(start, start + width)
+            products = linear(codes[:, channels].float(), self.codes[:, channels].float())  # [R, O]
+            y += products * scales[:, start // size, None] * self.scales[:, group]
+        return y.to(x.dtype)
+
+
+class DequantizedLinear(CodedLinear):
+    """A layer that the model keeps in floats (`FloatLinear`), of a checkpoint that does not: its codes become floats when they come."""
+
+    def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight = nn.Parameter(stored.weight.dequantize().to(device, dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)

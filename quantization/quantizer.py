@@ -1,0 +1,167 @@
+"""Quantises a model part by part, each on what the quantised parts before it give.
+
+O output channels, I input channels, T tokens.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from conf.quantization import Activations, QuantConfig, QuantMethod
+from models.causal_lm import CausalLM
+from models.linear_layers import linear_layers
+from quantization.activations import quantize_per_token, quantize_static, static_scale
+from quantization.awq import search_clip
+from quantization.calibration import LayerByLayer, Observed, find_layers
+from quantization.gptq import gptq
+from quantization.layouts.base import StoredWeight
+from quantization.plan import place_quantized
+from quantization.scheme import LinearScheme
+from quantization.smoothing import Smoother, Weights
+from quantization.weight_format import QuantizedWeight, quantize
+
+
+@dataclass(frozen=True)
+class Part:
+    """A decoder layer, or the head: what is quantised, stored and read back in one go."""
+
+    index: int
+    """The decoder layer's number; of the head the one after the last."""
+    prefix: str
+    """What the names of all its tensors begin with."""
+    schemes: dict[str, LinearScheme]
+    """By the full names of its linear layers."""
+
+
+@dataclass(frozen=True)
+class LinearReport:
+    """What became of one linear layer. Errors are those of its outputs on calibration data, relative to the float layer's outputs."""
+
+    name: str
+    scheme: str
+    rounded_error: float | None
+    """What rounding to nearest gives, without any method; None where no token reached the layer."""
+    error: float | None
+    note: str = ""
+
+
+def parts_of(model: CausalLM, schemes: dict[str, LinearScheme]) -> list[Part]:
+    """Every decoder layer, then the head where it has a scheme. Raises UserError for layers outside, which nothing reaches."""
+    parent, own = find_layers(model)
+    path = next(name for name, module in model.named_modules() if module is parent.get_submodule(own))
+    parts = [Part(i, f"{path}.{i}.", {}) for i in range(model.config.num_hidden_layers)]
+    head = Part(len(parts), "", {})
+    for name, scheme in schemes.items():
+        part = next((part for part in parts if name.startswith(part.prefix)), None)
+        if part is None and model.get_submodule(name) is not model.head:
+            raise UserError(
+                f"{name} lies outside of the layers, where calibration does not reach: give quant.skip=[{name}]"
+            )
+        (part or head).schemes[name] = scheme
+    return parts + [Part(head.index, f"{name}.", head.schemes) for name in head.schemes]
+
+
+class Quantizer:
+    """Takes the parts in their order, on the activations that `layers` has for them."""
+
+    def __init__(self, model: CausalLM, config: QuantConfig, layers: LayerByLayer) -> None:
+        self._model, self._config, self._layers = model, config, layers
+
+    def quantize(self, part: Part) -> tuple[dict[str, StoredWeight], list[LinearReport]]:
+        """Puts quantised layers in the places of the part's linear layers. Raises UserError, naming the layer, for what cannot be."""
+        schemes = {name.removeprefix(part.prefix): scheme for name, scheme in part.schemes.items()}
+        full_names = dict(zip(schemes, part.schemes, strict=True))
+        weights = {name: float_weight(self._model, full_names[name]) for name in schemes}
+        groups = self._observe(part, list(schemes))
+        inputs = {name: group for group in groups for name in group.linears}
+        with _naming(part.prefix):
+            rounded_errors = {
+                name: _error(weights[name], quantize(weights[name], schemes[name].weights), schemes[name], group)
+                for name, group in inputs.items()
+            }
+            notes = self._smooth(part, weights, groups, schemes)
+        stored, reports = {}, []
+        for name, scheme in schemes.items():
+            group = inputs.get(name)
+            with _naming(full_names[name]):
+                chosen, note = self._choose(weights[name], group, scheme)
+            stored[full_names[name]] = StoredWeight(chosen, _input_scale(group, groups, scheme))
+            error = _error(weights[name], chosen, scheme, group) if group else None
+            note = "; ".join(filter(None, (notes.get(name), note)))
+            reports.append(LinearReport(full_names[name], str(scheme), rounded_errors.get(name), error, note))
+        linears = linear_layers(self._model)
+        for full_name, scheme in part.schemes.items():
+            place_quantized(self._model, linears[full_name], scheme, stored[full_name])
+        return stored, reports
+
+    def _observe(self, part: Part, names: list[str]) -> list[Observed]:
+        with_hessian = self._config.method is QuantMethod.gptq
+        if part.index == len(self._layers.layers):
+            return [self._layers.observe_head(names, with_hessian)] if names else []
+        return self._layers.observe(names, with_hessian)
+
+    def _smooth(
+        self, part: Part, weights: Weights, groups: list[Observed], schemes: dict[str, LinearScheme]
+    ) -> dict[str, str]:
+        if self._config.method not in (QuantMethod.awq, QuantMethod.smoothquant):
+            return {}
+        if part.index == len(self._layers.layers):
+            return dict.fromkeys(schemes, "not smoothed: the head")
+        layer = self._layers.layers[part.index]
+        smoother = Smoother(layer, weights, self._config, lambda: self._layers.output(0))
+        return smoother.smooth(groups, {name: scheme.weights for name, scheme in schemes.items()})
+
+    def _choose(self, weight: Tensor, group: Observed | None, scheme: LinearScheme) -> tuple[QuantizedWeight, str]:
+        """Codes of weight [O, I], and a note."""
+        if group is None:
+            return quantize(weight, scheme.weights), "no calibration token came here: rounded to nearest"
+        if self._config.method is QuantMethod.gptq:
+            assert group.hessian is not None
+            config = self._config.gptq
+            how = config.damping, config.act_order, config.static_groups
+            chosen, damping = gptq(weight, group.hessian.mean(), scheme.weights, *how)
+            return chosen, f"damping raised to {damping:g}" if damping > config.damping else ""
+        if self._config.auto_clip:
+            weight = search_clip(weight, group.sample, scheme.weights)
+        return quantize(weight, scheme.weights), ""
+
+
+def float_weight(model: CausalLM, name: str) -> Tensor:
+    """The weight [O, I] float32 of a linear layer."""
+    weight: Tensor = model.get_submodule(name).weight.detach().float()  # type: ignore[operator, union-attr]
+    return weight.T if linear_layers(model)[name].is_transposed else weight
+
+
+def _input_scale(group: Observed | None, groups: list[Observed], scheme: LinearScheme) -> Tensor | None:
+    """For a layer that no token reached the widest of its part."""
+    if scheme.activations is not Activations.static:
+        return None
+    reaching = [group] if group else groups
+    absmax = torch.cat([group.absmax for group in reaching]) if reaching else torch.ones(1)
+    return static_scale(absmax, scheme.weights.kind)
+
+
+def _error(weight: Tensor, quantized: QuantizedWeight, scheme: LinearScheme, group: Observed) -> float:
+    """The error of x W^T, relative to it, that quantised weights and activations cause. weight [O, I]"""
+    x, kind = group.sample, scheme.weights.kind
+    outputs = x @ weight.T
+    if scheme.activations is Activations.static:
+        scale = static_scale(group.absmax, kind)
+        x = quantize_static(x, scale, kind).float() * scale
+    elif scheme.activations is Activations.dynamic:
+        codes, scales = quantize_per_token(x, kind)
+        x = codes.float() * scales
+    return float((x @ quantized.dequantize().T - outputs).norm() / outputs.norm().clamp(min=1e-30))
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """A UserError inside begins with the name."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{name.rstrip('.')}: {error}") from error

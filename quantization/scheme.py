@@ -1,0 +1,49 @@
+"""What a layer's scheme is: the format of its weight and what its activations become."""
+
+from dataclasses import dataclass
+
+from conf.errors import check
+from conf.quantization import GROUP_SIZES, Activations, QuantConfig, QuantScheme
+from quantization.codes import CodeKind
+from quantization.weight_format import WeightFormat
+
+
+@dataclass(frozen=True)
+class LinearScheme:
+    weights: WeightFormat
+    activations: Activations = Activations.none
+
+    def __str__(self) -> str:
+        w = self.weights
+        groups = (
+            "per tensor" if w.per_tensor else "per channel" if w.group_size is None else f"groups of {w.group_size}"
+        )
+        kind = "fp8" if w.kind is CodeKind.FP8 else f"int{w.bits}{'' if w.symmetric else ' asymmetric'}"
+        return f"{kind} {groups}" + (
+            f", {self.activations.name} activations" if self.activations.name != "none" else ""
+        )
+
+
+def scheme_of(config: QuantConfig) -> LinearScheme:
+    """The scheme that a quant option gives to every layer that no override names. Not for quant=none."""
+    group_size = None if config.group_size == -1 else config.group_size
+    formats = {
+        QuantScheme.int8: WeightFormat(8, group_size=group_size),
+        QuantScheme.int4: WeightFormat(4, symmetric=config.symmetric, group_size=group_size),
+        QuantScheme.a8w8: WeightFormat(8),
+        QuantScheme.fp8: WeightFormat(8, CodeKind.FP8, per_tensor=config.per_tensor),
+    }
+    return LinearScheme(formats[config.scheme], config.activations)
+
+
+def override_of(pattern: str, text: str) -> LinearScheme | None:
+    """`int8`, `int4`, with groups `int4/32`, or `none`, which is no scheme."""
+    sizes = {"": None} | {f"/{size}": size for size in GROUP_SIZES if size > 0}
+    schemes: dict[str, LinearScheme | None] = {"none": None}
+    schemes |= {
+        f"int{bits}{suffix}": LinearScheme(WeightFormat(bits, group_size=size))
+        for bits in (8, 4)
+        for suffix, size in sizes.items()
+    }
+    check(text in schemes, f"quant.overrides.{pattern}", text, ", ".join(schemes))
+    return schemes[text]

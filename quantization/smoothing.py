@@ -1,0 +1,134 @@
+"""Scales and shifts that make a layer's activations or weights easier to quantise, folded into what stands before its linear layers.
+
+Whether a fold is possible - whether nothing else reads what is scaled - is not told by an architecture but tried: the float layer's output
+must stay what it was. I input channels of linear layers, D channels of a norm, T tokens.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from conf.quantization import QuantConfig, QuantMethod
+from models.layers.linear import Conv1D
+from quantization.awq import search_scales
+from quantization.calibration import Observed
+from quantization.fold import divide_norm, divide_outputs, midpoint, multiply_inputs, shift_inputs, shift_norm
+from quantization.smoothquant import search_smooth_scales, smooth_scales
+from quantization.weight_format import WeightFormat
+
+# A linear layer whose output channels, times something, are the input channels of another one beside it.
+PRODUCERS = (("up_proj", "down_proj"), ("w3", "w2"), ("w1", "c_proj"), ("v_proj", "o_proj"))
+NUM_GROUPS = 3  # of channels that have an alpha of their own in a piecewise search
+# By how much a layer's output may differ after a fold, relatively: what two or three roundings in the dtype explain.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+Weights = dict[str, Tensor]
+"""By a linear layer's name in its decoder layer the weight [O, I] in float32, as it is going to be quantised."""
+
+
+class Smoother:
+    """Folds scales into one decoder layer."""
+
+    def __init__(self, layer: nn.Module, weights: Weights, config: QuantConfig, run: Callable[[], Tensor]) -> None:
+        """`run` gives the layer's output on some data. `weights` and the layer's parameters are changed."""
+        self._layer, self._weights, self._config, self._run = layer, weights, config, run
+        self._expected = run()
+
+    def smooth(self, groups: list[Observed], formats: dict[str, WeightFormat]) -> dict[str, str]:
+        """Scales every group whose producer is found; `groups` then tell of scaled inputs. Returns notes by linear layer."""
+        notes: dict[str, str] = {}
+        for group in sorted(
+            groups, key=lambda group: group.norm is not None
+        ):  # a norm's linear layers may be producers themselves
+            if self._config.shift and group.norm is not None:
+                self._shift(group)
+            scales = self._find_scales(group, formats[group.linears[0]])
+            if not self._fold(group, scales):
+                notes |= dict.fromkeys(group.linears, "not smoothed: nothing before it can be scaled")
+        return notes
+
+    def _find_scales(self, group: Observed, format: WeightFormat) -> Tensor:
+        weights = [self._weights[name] for name in group.linears]
+        if self._config.method is QuantMethod.awq:
+            return search_scales(weights, group.sample, format)
+        if self._config.smooth.piecewise:
+            return search_smooth_scales(group.sample, weights, NUM_GROUPS)
+        return smooth_scales(group.absmax, weights, self._config.smooth.alpha)
+
+    def _fold(self, group: Observed, scales: Tensor) -> bool:
+        """Divides the group's input by scales [I] and multiplies its weights' columns, unless that changes the layer's output."""
+        before = {name: parameter.data for name, parameter in self._layer.named_parameters()}
+        weights = dict(self._weights)
+        if group.norm is not None:
+            scales = self._divide_norm(group.norm, scales)
+        elif not self._divide_producer(group.linears[0], scales):
+            return False
+        for name in group.linears:
+            self._set_weight(name, multiply_inputs(self._weights[name], scales))
+        if self._keeps_output():
+            group.divide(scales)
+            return True
+        for name, parameter in self._layer.named_parameters():
+            parameter.data = before[name]
+        self._weights.update(weights)
+        return False
+
+    def _divide_norm(self, name: str, scales: Tensor) -> Tensor:
+        """Returns the scales that the norm's rounded weight stands for, so that the rounding is made up for where it is multiplied."""
+        weight, bias = self._parameters(name)
+        offset = float(getattr(self._layer.get_submodule(name), "weight_offset", 0))
+        divided, divided_bias = divide_norm(weight.data, None if bias is None else bias.data, scales, offset)
+        exact = (weight.data.float() + offset) / (divided.float() + offset)
+        weight.data = divided
+        if bias is not None and divided_bias is not None:
+            bias.data = divided_bias
+        return torch.where(exact.isfinite() & (exact > 0), exact, scales)
+
+    def _divide_producer(self, consumer: str, scales: Tensor) -> bool:
+        """Whether there is one."""
+        parent, _, own = consumer.rpartition(".")
+        for first, second in PRODUCERS:
+            producer = f"{parent}.{first}".strip(".")
+            if own == second and producer in self._weights and self._weights[producer].shape[0] == len(scales):
+                _, bias = self._parameters(producer)
+                divided, divided_bias = divide_outputs(
+                    self._weights[producer], None if bias is None else bias.data, scales
+                )
+                self._set_weight(producer, divided)
+                if bias is not None and divided_bias is not None:
+                    bias.data = divided_bias
+                return True
+        return False
+
+    def _shift(self, group: Observed) -> None:
+        """Raises UserError for a layer without the biases that a shift goes into."""
+        assert group.norm is not None
+        shift = midpoint(*group.bounds)
+        biases = {name: self._parameters(name)[1] for name in (group.norm, *group.linears)}
+        for name, bias in biases.items():
+            if bias is None:
+                needed = "quant.shift needs norms and linear layers with biases, as BLOOM, GPT-2 and OPT have"
+                raise UserError(f"{needed}, but {name} has none: leave it out")
+            is_norm = name == group.norm
+            bias.data = shift_norm(bias.data, shift) if is_norm else shift_inputs(self._weights[name], bias.data, shift)
+        if not self._keeps_output():
+            raise UserError(f"quant.shift changes what this architecture computes after {group.norm}: leave it out")
+        group.lessen(shift)
+
+    def _parameters(self, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """A module's weight and bias."""
+        module = self._layer.get_submodule(name)
+        return self._layer.get_parameter(f"{name}.weight"), getattr(module, "bias", None)
+
+    def _set_weight(self, name: str, weight: Tensor) -> None:
+        """weight [O, I] float32"""
+        self._weights[name] = weight
+        parameter, _ = self._parameters(name)
+        is_transposed = isinstance(self._layer.get_submodule(name), Conv1D)
+        parameter.data = (weight.T if is_transposed else weight).to(parameter.dtype)
+
+    def _keeps_output(self) -> bool:
+        found, expected = self._run().float(), self._expected.float()
+        return bool((found - expected).norm() <= TOLERANCES[self._expected.dtype] * expected.norm())

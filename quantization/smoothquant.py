@@ -1,0 +1,74 @@
+"""SmoothQuant (arXiv 2211.10438): input channels are scaled down, and the weights' columns up, until both suit eight bits.
+
+T tokens, O output channels, I input channels of one or several linear layers that share their input, K groups of channels.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from conf.errors import check
+from quantization.activations import check_activations, quantize_static, static_scale
+from quantization.codes import CodeKind
+from quantization.fold import multiply_inputs
+from quantization.weight_format import WeightFormat, quantize
+
+ALPHAS = tuple(step / 20 for step in range(4, 17))  # 0.2 to 0.8
+LEAST_SCALE = 1e-5
+NUM_ROUNDS = 20  # of k-means; in one dimension it is done long before
+
+
+def smooth_scales(absmax: Tensor, weights: Sequence[Tensor], alpha: float | Tensor = 0.5) -> Tensor:
+    """Scales [I] float32 by which the input is to be divided and the weights' columns multiplied: absmax ** alpha / wmax ** (1 - alpha).
+
+    absmax [I] of the input, weights [O, I] of all layers that share it, alpha from 0 to 1, also one per channel [I]. 1 where the
+    channel or all of its weights are 0.
+    """
+    wmax = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float()
+    scales = (absmax.float() ** alpha / wmax ** (1 - alpha)).clamp_min(LEAST_SCALE)
+    return torch.where((absmax > 0) & (wmax > 0), scales, 1.0)
+
+
+def search_smooth_scales(x: Tensor, weights: Sequence[Tensor], num_groups: int) -> Tensor:
+    """Scales [I] as of smooth_scales, with an alpha for each group of channels: the one of least `int8_output_error`.
+
+    x [T, I] is a sample of the input. Channels of like absmax are a group; groups are searched one after the other, and begin at alpha 0.5,
+    so the result is never worse than that. Errors as in check_activations.
+    """
+    check(num_groups > 0, "num_groups", num_groups, "a positive number")
+    check_activations(len(x), x)
+    absmax = x.abs().amax(0).float()
+    groups = group_channels(absmax, num_groups)
+    alphas = torch.full_like(absmax, 0.5)
+    least = int8_output_error(x, weights, smooth_scales(absmax, weights, alphas))
+    for group in range(num_groups):
+        for alpha in ALPHAS:
+            candidate = torch.where(groups == group, alpha, alphas)
+            error = int8_output_error(x, weights, smooth_scales(absmax, weights, candidate))
+            if error < least:
+                alphas, least = candidate, error
+    return smooth_scales(absmax, weights, alphas)
+
+
+def group_channels(absmax: Tensor, num_groups: int) -> Tensor:
+    """The group 0 .. K - 1 of each channel [I] int64: k-means of absmax [I], which begins at its quantiles. A group may be empty."""
+    centres = absmax.quantile((torch.arange(num_groups, device=absmax.device) + 0.5) / num_groups)
+    for _ in range(NUM_ROUNDS):
+        groups = (absmax.unsqueeze(1) - centres).abs().argmin(1)
+        centres = torch.stack(
+            [absmax[groups == k].mean() if (groups == k).any() else centres[k] for k in range(num_groups)]
+        )
+    return groups
+
+
+def int8_output_error(x: Tensor, weights: Sequence[Tensor], scales: Tensor) -> float:
+    """The squared error of the layers' outputs with x [T, I] / scales [I] in int8 per tensor, weights [O, I] in int8 per output channel."""
+    smooth = x.float() / scales
+    scale = static_scale(smooth.abs().amax(0), CodeKind.INT)
+    rounded = quantize_static(smooth, scale, CodeKind.INT).float() * scale
+    error = 0.0
+    for weight in weights:
+        outputs = rounded @ quantize(multiply_inputs(weight.float(), scales), WeightFormat()).dequantize().T
+        error += float((x.float() @ weight.float().T - outputs).square().sum())
+    return error

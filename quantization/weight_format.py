@@ -1,0 +1,109 @@
+"""What a quantised weight is: codes, their scales, and how they become numbers again.
+
+O output channels, I input channels, G groups of input channels that share a scale (1 where a whole row does).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError, check
+from quantization.codes import FP8_MAX, CodeKind, scale_of, to_fp8, to_int8
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How a weight's codes look. `group_size` counts the input channels that share a scale; None is all of a row.
+
+    Asymmetric codes are 4-bit: 0 to 15 with a zero point each. `scale_dtype` is the dtype in which a file will hold the scales:
+    they are rounded to it before any code is chosen, so that the file has the very weight that was chosen.
+    """
+
+    bits: int = 8
+    kind: CodeKind = CodeKind.INT
+    symmetric: bool = True
+    group_size: int | None = None
+    per_tensor: bool = False
+    scale_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        size = self.group_size
+        check(
+            self.bits == 8 or self.bits == 4 and self.kind is CodeKind.INT, "bits", self.bits, "8, or 4 for int codes"
+        )
+        check(self.symmetric or self.bits == 4, "symmetric", self.symmetric, "true, or bits=4")
+        check(size is None or size > 0, "group_size", size, "a positive number, or null")
+        check(size is None or not self.per_tensor, "group_size", size, "null where scales are per tensor")
+
+    @property
+    def code_range(self) -> tuple[float, float]:
+        """The lowest and the highest code."""
+        if self.kind is CodeKind.FP8:
+            return -FP8_MAX, FP8_MAX
+        return (-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1) if self.symmetric else (0, 2**self.bits - 1)
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """codes [O, I] int8 (4-bit ones unpacked) or float8_e4m3fn; scales [O, G] float32, or [1, 1] per tensor; zero_points [O, G] int8.
+
+    `permutation` [I] int64, where there is one, lists the input channels in the order of the codes' columns and groups:
+    x[:, permutation] meets `codes`.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zero_points: Tensor | None = None
+    permutation: Tensor | None = None
+
+    def dequantize(self) -> Tensor:
+        """(codes - zero_points) * scales [O, I] float32, with the input channels in their original order."""
+        codes = self.codes.float().unflatten(1, (self.scales.shape[1], -1))  # [O, G, I / G]
+        if self.zero_points is not None:
+            codes = codes - self.zero_points.unsqueeze(2)
+        weight: Tensor = (codes * self.scales.unsqueeze(2)).flatten(1)  # [O, I]
+        return weight if self.permutation is None else weight[:, self.permutation.argsort()]
+
+
+def choose_scales(weight: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor | None]:
+    """Scales and zero points (None where symmetric), shaped as in QuantizedWeight, with which every group's range meets its codes.
+
+    weight [O, I] of any float dtype. Symmetric: absmax / 127, / 7 or, for fp8, / 448. Asymmetric: the range from the minimum to the
+    maximum, widened to contain 0, over 15. UserError where a value is not finite or groups do not divide the input channels.
+    """
+    num_outputs, num_inputs = weight.shape
+    size = format.group_size or num_inputs
+    if num_inputs % size:
+        raise UserError(
+            f"groups of {size} do not divide the {num_inputs} input channels of a weight [{num_outputs}, {num_inputs}]: "
+            f"give a group_size that does, or null for one scale per output channel, or skip this layer"
+        )
+    if not weight.isfinite().all():
+        count = int((~weight.isfinite()).sum())
+        raise UserError(
+            f"{count} of {weight.numel()} weights are NaN or infinite: give a checkpoint without them, or skip this layer"
+        )
+    groups = weight.float().reshape((1, 1, -1) if format.per_tensor else (num_outputs, -1, size))  # [O, G, I / G]
+    lowest, highest = format.code_range
+    if format.symmetric:
+        return scale_of(groups.abs().amax(2), highest, format.scale_dtype), None
+    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+    scales = scale_of(high - low, highest, format.scale_dtype)
+    return scales, to_int8(-low / scales, lowest, highest)
+
+
+def encode(weight: Tensor, scales: Tensor, zero_points: Tensor | None, format: WeightFormat) -> Tensor:
+    """The codes [O, I] nearest to weight [O, I] under given scales and zero points, which are [O, G], or [1, 1] per tensor."""
+    ratio = weight.float().unflatten(1, (scales.shape[1], -1)) / scales.unsqueeze(2)  # [O, G, I / G]
+    if format.kind is CodeKind.FP8:
+        return to_fp8(ratio).flatten(1)
+    if zero_points is not None:  # rounded before it is added: ties would go by the zero point's parity
+        ratio = ratio.round() + zero_points.unsqueeze(2)
+    return to_int8(ratio, *format.code_range).flatten(1)
+
+
+def quantize(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
+    """weight [O, I] rounded to the nearest codes. Errors as in choose_scales."""
+    scales, zero_points = choose_scales(weight, format)
+    return QuantizedWeight(encode(weight, scales, zero_points, format), scales, zero_points)

@@ -1,0 +1,76 @@
+"""Perplexity of every scheme against the float model: `python tests/bench/quantisation.py MODEL TEXT CALIBRATION [OVERRIDES]`.
+
+Each cell is a run of task=evaluate of its own, in float32 on the CPU. Prints a table, and writes the rows as JSON with --json FILE.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+INT4 = ["quant=int4", "quant.group_size=32"]
+CELLS: dict[str, list[str]] = {
+    "float": [],
+    "int8": ["quant=int8"],
+    "a8w8, dynamic": ["quant=a8w8", "quant.method=rtn", "quant.activations=dynamic"],
+    "a8w8, static": ["quant=a8w8", "quant.method=rtn"],
+    "a8w8, static, smoothquant": ["quant=a8w8"],
+    "fp8": ["quant=fp8"],
+    "fp8, gptq": ["quant=fp8", "quant.method=gptq"],
+    "int4 g32, rtn": INT4,
+    "int4 g32, awq": [*INT4, "quant.method=awq"],
+    "int4 g32, awq, auto_clip": [*INT4, "quant.method=awq", "quant.auto_clip=true"],
+    "int4 g32, gptq": [*INT4, "quant.method=gptq"],
+    "kv_cache int8": ["quant.kv_cache=int8"],
+    "kv_cache fp8": ["quant.kv_cache=fp8"],
+    "kv_cache int4": ["quant.kv_cache=int4"],
+}
+CALIBRATED = ("a8w8, static", "gptq", "awq")  # what the names of cells that calibrate contain
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("text")
+    parser.add_argument("calibration")
+    parser.add_argument("--json")
+    parser.add_argument("overrides", nargs="*", help="for all cells")
+    args = parser.parse_args()
+    calibrate = [f"calibrate.data={args.calibration}", "calibrate.num_samples=64", "calibrate.sequence_length=256"]
+    rows, base = [], 0.0
+    for name, options in CELLS.items():
+        texts = calibrate if any(word in name for word in CALIBRATED) else []
+        metrics = evaluate(
+            [f"model.path={args.model}", f"evaluate.data={args.text}", *options, *texts, *args.overrides]
+        )
+        base = base or metrics["perplexity"]
+        rows.append(
+            {
+                "scheme": name,
+                "perplexity": round(metrics["perplexity"], 5),
+                "against_float": round(metrics["perplexity"] / base - 1, 5),
+                "weight_bytes": metrics["weight_bytes"],
+            }
+        )
+        print(f"| {name} | {metrics['perplexity']:.4f} | {metrics['perplexity'] / base - 1:+.2%} |", flush=True)
+    result = {"date": str(date.today()), "model": Path(args.model).name, "text": Path(args.text).name, "rows": rows}
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def evaluate(overrides: list[str]) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        common = ["task=evaluate", "device=cpu", "model.dtype=float32", f"hydra.run.dir={folder}/run"]
+        subprocess.run(
+            [sys.executable, str(REPOSITORY / "run.py"), *common, *overrides], check=True, stdout=subprocess.DEVNULL
+        )
+        metrics: dict[str, float] = json.loads((Path(folder) / "run" / "metrics.json").read_text(encoding="utf-8"))
+        return metrics
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Kernels as a model launches them: its sizes, its types, without waiting for the GPU, and captured in graphs.
+
+The same on small odd sizes is tests/kernels/triton, which runs on a GPU where there is one.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.kv_format import FORMATS, allocate
+from tests.kernels.triton.cases import assert_near, noise
+
+BF16 = torch.bfloat16
+LENGTHS = [(1, 700), (1, 33), (130, 130), (64, 400)]  # (new tokens, all tokens)
+
+
+@pytest.fixture
+def _never_waits() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kv_cache", FORMATS)
+@pytest.mark.parametrize("lengths", [[(1, 1500)] * 2, LENGTHS], ids=["decode", "mixed"])
+def test_attention_of_llama(kv_cache: str, lengths: list[tuple[int, int]]) -> None:
+    from tests.kernels.triton.test_paged_attention import check
+
+    check(lengths, 32, 8, 128, dtype=BF16, kv_cache=kv_cache)
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "head_dim", "options"),
+    [
+        (12, 2, 128, {}),
+        (16, 8, 256, {"window": 100, "soft_cap": 50.0}),
+        (40, 40, 128, {"alibi_slopes": torch.rand(40, generator=torch.Generator().manual_seed(0))}),
+        (32, 32, 80, {}),
+    ],
+    ids=["qwen2.5-1.5b", "gemma-2-9b", "baichuan-13b", "bloom-3b"],
+)
+def test_attention_of_other_models(heads: int, groups: int, head_dim: int, options: dict[str, Any]) -> None:
+    from tests.kernels.triton.test_paged_attention import check
+
+    check(LENGTHS, heads, groups, head_dim, dtype=BF16, **options)
+
+
+@pytest.mark.parametrize("lengths", [[(1, 700)] * 3, LENGTHS], ids=["decode", "mixed"])
+def test_attention_over_latents(lengths: list[tuple[int, int]]) -> None:
+    from tests.kernels.triton.test_paged_attention import check
+
+    check(lengths, 16, 1, 576, 512, dtype=BF16)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 50, 300])
+@pytest.mark.parametrize(("bits", "group_size", "zero_points"), [(8, None, False), (4, 128, False), (4, 32, True)])
+def test_quantised_products(rows: int, bits: int, group_size: int | None, zero_points: bool) -> None:
+    from tests.kernels.triton.test_quant_matmul import check_weight
+
+    check_weight(rows, 1536, 4096, bits, group_size, zero_points, BF16)
+
+
+def test_a_graph_of_decoding_follows_new_lengths() -> None:
+    """Captured with one set of lengths and tables, replayed with another."""
+    from kernels.paged_attention.triton import paged_attention
+
+    caches = []
+    for seed, format in enumerate(FORMATS["none"]):
+        cache = allocate(format, (64, 16, 8), 128, BF16, torch.device("cuda"))
+        cache.tensors[0].copy_(noise(64, 16, 8, 128, seed=seed))
+        caches.append(cache)
+    query = noise(4, 32, 128, dtype=BF16).cuda()
+    tables = torch.randperm(64, generator=torch.Generator().manual_seed(0)).view(4, 16).cuda()
+    lengths, starts = torch.tensor([5, 1, 1, 1]).cuda(), torch.arange(5).cuda()
+
+    def run() -> torch.Tensor:
+        return paged_attention(query, caches[0], caches[1], tables, starts, lengths, 128**-0.5)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+    lengths.copy_(torch.tensor([200, 3, 256, 0]))
+    starts.copy_(torch.tensor([0, 1, 2, 3, 3]))  # the last sequence is padding
+    tables.copy_(tables.flip(0))
+    graph.replay()
+    assert torch.equal(output[:3], run()[:3])
+
+
+@pytest.mark.usefixtures("_never_waits")
+def test_no_launch_waits_for_the_gpu() -> None:
+    from tests.kernels.triton.shapes import CASES
+
+    names = ("attention decode 64", "kv_store", "rows", "matmul 16", "sampling", "moe 1 mixtral int8")
+    with torch.device("cuda"):
+        for name, launch in CASES.items():
+            if name.startswith(names):
+                launch()
+
+
+def test_sampling_a_large_vocabulary() -> None:
+    from kernels.sampling import reference, triton
+
+    rows = 32
+    logits = 3 * noise(rows, 128256)
+    each = (
+        torch.full((rows,), 0.8),
+        torch.full((rows,), 200),
+        torch.full((rows,), 0.95),
+        torch.zeros(rows),
+        torch.arange(rows),
+        torch.arange(rows),
+    )
+    result = triton.sample(logits.cuda(), *(part.cuda() for part in each))
+    assert torch.equal(result.cpu(), reference.sample(logits, *each))
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 600])
+def test_a_mixture(tokens: int) -> None:
+    from kernels.moe import reference, triton
+    from models.layers.moe import route
+
+    x = noise(tokens, 1024, dtype=BF16)
+    gate_up, down = noise(8, 1024, 1024, dtype=BF16, seed=1) / 32, noise(8, 1024, 512, dtype=BF16, seed=2) / 32
+    weights, chosen = route(noise(tokens, 8, seed=3), 2, True)
+    result = triton.mixture(*(part.cuda() for part in (x, gate_up, down, weights, chosen)))
+    expected = reference.mixture(x.double(), gate_up.double(), down.double(), weights, chosen)
+    assert_near(result, expected)

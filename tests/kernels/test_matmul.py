@@ -1,0 +1,76 @@
+"""The dense product against float64, and its bits against any other batch and number of threads."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.matmul import matmul, pack
+
+ROWS = [1, 2, 3, 7, 8, 9, 63, 65]
+OUTPUTS = [1, 15, 16, 17, 100]
+INPUTS = [8, 31, 32, 64, 65, 127, 1000, 4096]
+# Of the sum of magnitudes. float32: 4096 additions round by 2^-24 each, mostly in both directions. bfloat16: the result is rounded once.
+TOLERANCES = [(torch.float32, 2**-20), (torch.bfloat16, 2**-8)]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+@pytest.mark.usefixtures("poisoned")
+def test_equals_float64_and_itself_in_any_batch(any_way: str, dtype: torch.dtype, tolerance: float) -> None:
+    for num_outputs in OUTPUTS:
+        for num_inputs in INPUTS:
+            weight, x = randn(num_outputs, num_inputs, dtype=dtype), randn(max(ROWS), num_inputs, dtype=dtype)
+            bias = randn(num_outputs, dtype=dtype) if num_outputs % 2 else None
+            packed = pack(weight)
+            assert torch.equal(packed.unpack(), weight)
+            expected, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+            if bias is not None:
+                expected, size = expected + bias.double(), size + bias.double().abs()
+            whole = matmul(x, packed, bias)
+            assert whole.dtype == dtype
+            assert ((whole - expected).abs() <= tolerance * size).all()
+            for num_rows in ROWS:
+                assert torch.equal(matmul(x[:num_rows], packed, bias), whole[:num_rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_rows_or_threads(compiled: Callable[[int], None], dtype: torch.dtype) -> None:
+    packed, x = pack(randn(100, 321, dtype=dtype)), randn(512, 321, dtype=dtype)
+    compiled(1)
+    whole = matmul(x, packed)
+    for num_threads in (1, 2, 3, 4):
+        compiled(num_threads)
+        for num_rows in [*range(1, 41), 64, 65, 512]:
+            assert torch.equal(matmul(x[-num_rows:], packed), whole[-num_rows:]), (num_threads, num_rows)
+
+
+def test_no_rows_no_columns_and_strided_rows(any_way: str) -> None:
+    weight, x = randn(17, 32), randn(5, 64)
+    assert matmul(x[:0, :32], pack(weight)).shape == (0, 17)
+    assert torch.equal(matmul(x[:, ::2], pack(weight)), matmul(x[:, ::2].contiguous(), pack(weight)))
+
+
+def test_nan_and_infinity_stay_in_their_row(any_way: str) -> None:
+    x = randn(3, 32)
+    x[1, 5], x[2, 7] = torch.nan, torch.inf
+    result = matmul(x, pack(randn(17, 32)))
+    assert result[0].isfinite().all()
+    assert result[1].isnan().all()
+    assert not result[2].isfinite().any()
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    packed = pack(randn(17, 32))
+    with pytest.raises(ValueError, match=r"rows \[2, 31\] of torch.float32 and a weight of 32 inputs of torch.float32"):
+        matmul(randn(2, 31), packed)
+    with pytest.raises(ValueError, match="of torch.bfloat16 and a weight of 32 inputs of torch.float32"):
+        matmul(randn(2, 32, dtype=torch.bfloat16), packed)
+    with pytest.raises(ValueError, match=r"a bias \[16\] of torch.float32 for 17 outputs of torch.float32"):
+        matmul(randn(2, 32), packed, randn(16))
+    with pytest.raises(ValueError, match="a weight of torch.float16 cannot be packed: only float32 and bfloat16"):
+        pack(randn(2, 32, dtype=torch.float16))

@@ -1,0 +1,198 @@
+"""The C++ attention against the formula in float64 over what the cache holds, and against itself, to the bit, in other company.
+
+S sequences, H query heads in G groups, D channels per key, E per value; of a sequence: Q new tokens, L in all.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.kv_format import FORMATS, PagedVectors, allocate
+from kernels.kv_store import kv_store
+from kernels.paged_attention import paged_attention
+
+Threads = Callable[[int], None]
+Options = dict[str, Any]
+BLOCK_SIZE = 16
+# Sums are float32. Weights and the result of the narrower two are rounded, each to half a unit of 2^-8 (2^-11) of values up to 5.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 3e-3}
+DTYPES = [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.float16, "none")]
+QUANTISED = [(dtype, name) for dtype in (torch.float32, torch.bfloat16) for name in ("int8", "fp8", "int4")]
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A cache with the keys and values of S sequences; everything else in it is NaN, or 99 where there is none."""
+
+    keys: PagedVectors
+    values: PagedVectors
+    tables: Tensor  # [S, M]
+    lengths: list[int]
+    queries: list[Tensor]  # of every sequence [L, H, D]
+
+    def vectors(self, cache: PagedVectors, s: int) -> Tensor:
+        """What the cache holds of sequence s: [L, G, channels] float64."""
+        blocks = self.tables[s, : -(-self.lengths[s] // BLOCK_SIZE)]
+        stored = tuple(part[blocks].flatten(0, 1)[: self.lengths[s]] for part in cache.tensors)
+        return cache.format.decode(stored)[..., : cache.channels].to(cache.dtype).double()
+
+
+def fill(
+    lengths: list[int], sizes: tuple[int, int, int, int], dtype: torch.dtype = torch.float32, name: str = "none"
+) -> Filled:
+    """`sizes`: H, G, D, E; values of 0 channels are the keys' first 2/3."""
+    heads, groups, head_dim, value_dim = sizes
+    generator = torch.Generator().manual_seed(1)
+    counts = [math.ceil(length / BLOCK_SIZE) for length in lengths]
+    order = torch.randperm(sum(counts) + 3, generator=generator).tolist()
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int64)
+    caches = [
+        allocate(format, (len(order), BLOCK_SIZE, groups), channels, dtype, torch.device("cpu"))
+        for format, channels in zip(FORMATS[name], (head_dim, value_dim or head_dim), strict=True)
+    ]
+    for part in caches[0].tensors + caches[1].tensors:
+        part.copy_(torch.full(part.shape, torch.nan if part.dtype.is_floating_point else 99.0))
+    queries = []
+    for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        blocks = torch.tensor([order.pop() for _ in range(count)])
+        tables[s, :count] = blocks
+        slots = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[:length]
+        key, value = (torch.randn(length, groups, cache.channels, generator=generator).to(dtype) for cache in caches)
+        kv_store(key, value, caches[0], caches[1], slots)
+        queries.append(torch.randn(length, heads, head_dim, generator=generator).to(dtype))
+    values = caches[1] if value_dim else replace(caches[0], channels=head_dim * 2 // 3)
+    return Filled(caches[0], values, tables, lengths, queries)
+
+
+def attend(filled: Filled, steps: list[tuple[int, int, int]], options: Options) -> list[Tensor]:
+    """`steps`: sequence, its tokens before this step and after it. Returns each one's [Q, H, E]."""
+    sequences = [s for s, _, _ in steps]
+    query = torch.cat([filled.queries[s][first:last] for s, first, last in steps])
+    counts = [last - first for _, first, last in steps]
+    per_sequence = {k: torch.stack((v, v), 1)[sequences][:, 0] for k, v in options.items() if k == "prefix_lengths"}
+    result = paged_attention(
+        query,
+        filled.keys,
+        filled.values,
+        filled.tables[sequences],
+        torch.tensor([0, *counts]).cumsum(0),
+        torch.tensor([last for _, _, last in steps]),
+        query.shape[2] ** -0.5,
+        **(options | per_sequence),
+    )
+    return list(result.split(counts))
+
+
+def formula(filled: Filled, s: int, first: int, options: Options) -> Tensor:
+    """The tokens of sequence s from `first` on: [Q, H, E] float64."""
+    keys, values = filled.vectors(filled.keys, s), filled.vectors(filled.values, s)
+    query = filled.queries[s][first:].double()
+    repeats = query.shape[1] // keys.shape[1]
+    scores = torch.einsum("qhd,lhd->hql", query, keys.repeat_interleave(repeats, 1)) * query.shape[2] ** -0.5
+    if cap := options.get("soft_cap"):
+        scores = cap * (scores / cap).tanh()
+    distance = torch.arange(len(keys)) - torch.arange(first, len(keys))[:, None]  # [Q, L]
+    if (slopes := options.get("alibi_slopes")) is not None:
+        scores = scores + slopes.double()[:, None, None] * distance
+    prefix = int(options["prefix_lengths"][s]) if "prefix_lengths" in options else 0
+    hidden = (distance > 0) & (torch.arange(len(keys)) >= prefix) | (distance <= -options.get("window", len(keys)))
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("hql,lhe->qhe", weights, values.repeat_interleave(repeats, 1))
+
+
+def check(filled: Filled, new: list[int], options: Options) -> None:
+    steps = [(s, length - count, length) for s, (length, count) in enumerate(zip(filled.lengths, new, strict=True))]
+    for (s, first, _), result in zip(steps, attend(filled, steps, options), strict=True):
+        expected, tolerance = formula(filled, s, first, options), TOLERANCE[result.dtype]
+        torch.testing.assert_close(result.double(), expected, rtol=0, atol=tolerance)
+
+
+SIZES = [
+    (4, 4, 8, 8),
+    (8, 2, 64, 64),
+    (3, 1, 80, 80),
+    (8, 1, 128, 40),
+    (2, 2, 17, 33),
+    (2, 1, 576, 512),
+    (70, 1, 24, 24),
+]
+IDS = "H{0[0]}-G{0[1]}-D{0[2]}-E{0[3]}".format
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("sizes", SIZES, ids=IDS)
+@pytest.mark.parametrize(("dtype", "name"), DTYPES, ids=str)
+def test_equals_the_formula(compiled: Threads, dtype: torch.dtype, name: str, sizes: tuple[int, int, int, int]) -> None:
+    lengths, new = [64, 5, 1, 63, 257, 1000], [1, 5, 1, 63, 7, 1]
+    check(fill(lengths, sizes, dtype, name), new, {})
+
+
+@pytest.mark.parametrize("sizes", [(8, 2, 64, 64), (3, 1, 20, 37), (4, 1, 48, 0)], ids=IDS)
+@pytest.mark.parametrize(("dtype", "name"), QUANTISED, ids=str)
+def test_reads_every_format(compiled: Threads, dtype: torch.dtype, name: str, sizes: tuple[int, int, int, int]) -> None:
+    check(fill([64, 5, 300], sizes, dtype, name), [1, 5, 7], {})
+
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 1.0])
+OPTIONS: list[Options] = [
+    {"soft_cap": 0.7},
+    {"soft_cap": 50.0},
+    {"window": 1},
+    {"window": 65},
+    {"window": 300},
+    {"alibi_slopes": SLOPES},
+    {"prefix_lengths": torch.tensor([10, 3, 1, 290, 0])},
+    {"soft_cap": 2.0, "window": 90, "alibi_slopes": SLOPES},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options))
+def test_options(compiled: Threads, options: Options) -> None:
+    for sizes in ((4, 1, 16, 16), (4, 4, 64, 64)):
+        check(fill([64, 5, 1, 300, 600], sizes), [1, 5, 1, 300, 200], options)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 1), (16, 2)])
+def test_long_prompt_whole(compiled: Threads, heads: int, groups: int) -> None:
+    check(fill([1000], (heads, groups, 64, 64)), [1000], {})
+
+
+EXACT = [
+    (torch.float32, "none", {}),
+    (torch.bfloat16, "none", {}),
+    (torch.bfloat16, "int8", {"window": 100}),
+    (torch.float32, "int4", {"soft_cap": 2.0, "alibi_slopes": SLOPES}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "name", "options"), EXACT, ids=str)
+def test_a_token_is_the_same_to_the_bit_in_one_step_in_chunks_and_in_company(
+    compiled: Threads, dtype: torch.dtype, name: str, options: Options
+) -> None:
+    filled = fill([700, 40, 333], (4, 2, 48, 48), dtype, name)
+    whole = [attend(filled, [(s, 0, length)], options)[0] for s, length in enumerate(filled.lengths)]
+    for threads, size in ((1, 1), (4, 5), (3, 16), (2, 300)):
+        compiled(threads)
+        chunks: list[list[Tensor]] = [[], [], []]
+        for first in range(0, max(filled.lengths), size):
+            left = [s for s, length in enumerate(filled.lengths) if length > first]
+            steps = [(s, first, min(first + size, filled.lengths[s])) for s in left]
+            for s, result in zip(left, attend(filled, steps, options), strict=True):
+                chunks[s].append(result)
+        for s, expected in enumerate(whole):
+            assert torch.equal(torch.cat(chunks[s]), expected)
+
+
+def test_what_is_not_a_number_shows(compiled: Threads) -> None:
+    filled = fill([30, 30], (2, 1, 16, 16))
+    filled.queries[0][7] = torch.nan
+    first, second = attend(filled, [(0, 0, 30), (1, 0, 30)], {})
+    assert first[7].isnan().all()
+    assert first[8:].isfinite().all()
+    assert first[:7].isfinite().all()
+    assert second.isfinite().all()

@@ -1,0 +1,223 @@
+"""The quantised products against float64, and their bits against any other batch and number of threads."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.quant_matmul import PackedWeight, pack, quant_matmul, quant_matmul_int8, quantize_rows, reference
+
+ROWS = [1, 2, 3, 7, 8, 9, 63, 65]
+SHAPES = [
+    (1, 8),
+    (15, 31),
+    (16, 32),
+    (17, 64),
+    (100, 65),
+    (1, 127),
+    (17, 127),
+    (15, 1000),
+    (100, 1000),
+    (16, 4096),
+    (17, 4096),
+]
+FORMATS = [  # bits, group size (0: all inputs), with zero points
+    *((8, group, False) for group in (0, 32, 64, 128)),
+    *((4, group, zeros) for group in (0, 32, 64, 128) for zeros in (False, True)),
+]
+FLOAT32 = 2**-20  # of the sum of magnitudes: what a float32 sum over the groups of 4096 inputs may round
+
+
+def make(
+    num_outputs: int, num_inputs: int, bits: int, group: int, zeros: bool
+) -> tuple[Tensor, Tensor, Tensor | None, int]:
+    """Codes that use the whole range, scales, zero points, group size."""
+    generator = torch.Generator().manual_seed(num_outputs * num_inputs)
+    group = min(group or num_inputs, num_inputs)
+    groups = -(-num_inputs // group)
+    low, high = (-128, 128) if bits == 8 else (0, 16) if zeros else (-8, 8)
+    codes = torch.randint(low, high, (num_outputs, num_inputs), dtype=torch.int8, generator=generator)
+    scales = torch.rand(num_outputs, groups, generator=generator) + 0.1
+    points = torch.randint(0, 17, (num_outputs, groups), dtype=torch.int8, generator=generator) if zeros else None
+    return codes, scales, points, group
+
+
+def randn(num_rows: int, num_inputs: int) -> Tensor:
+    return torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(num_inputs))
+
+
+def fixed_point_error(x: Tensor, values: Tensor, group: int) -> Tensor:
+    """How far fixed point may be off: 2^-16 of the largest of 128 inputs (of a group, if that is less), times the weights."""
+    parts = x.double().abs().split(min(group, 128), dim=1)
+    largest = torch.cat([part.amax(1, keepdim=True).expand_as(part) for part in parts], dim=1)
+    return 2**-16 * largest @ values.abs().T
+
+
+@pytest.mark.parametrize(("bits", "group", "zeros"), FORMATS)
+def test_unpacks_to_what_was_packed(bits: int, group: int, zeros: bool) -> None:
+    for num_outputs, num_inputs in SHAPES:
+        codes, scales, points, size = make(num_outputs, num_inputs, bits, group, zeros)
+        packed = pack(codes, scales, points, bits)
+        assert packed.group_size == size
+        again = packed.unpack()
+        assert torch.equal(again[0], codes)
+        assert torch.equal(again[1], scales)
+        assert points is None if again[2] is None else torch.equal(again[2], points)
+
+
+@pytest.mark.parametrize(("bits", "group", "zeros"), FORMATS)
+@pytest.mark.usefixtures("poisoned")
+def test_weight_only_equals_float64_and_itself_in_any_batch(any_way: str, bits: int, group: int, zeros: bool) -> None:
+    for num_outputs, num_inputs in SHAPES:
+        codes, scales, points, size = make(num_outputs, num_inputs, bits, group, zeros)
+        packed, x = pack(codes, scales, points, bits), randn(max(ROWS), num_inputs)
+        values = reference.dequantize(codes, scales.double(), points, size)
+        expected = reference.quant_matmul(x, codes, scales, points, size)
+        allowed = fixed_point_error(x, values, size) + FLOAT32 * (x.double().abs() @ values.abs().T)
+        whole = quant_matmul(x, packed)
+        assert ((whole - expected).abs() <= allowed).all()
+        for num_rows in ROWS:
+            assert torch.equal(quant_matmul(x[:num_rows], packed), whole[:num_rows])
+
+
+@pytest.mark.parametrize(("bits", "group", "zeros"), FORMATS)
+@pytest.mark.usefixtures("poisoned")
+def test_int8_equals_exact_integers_and_itself_in_any_batch(any_way: str, bits: int, group: int, zeros: bool) -> None:
+    for num_outputs, num_inputs in SHAPES:
+        codes, scales, points, size = make(num_outputs, num_inputs, bits, group, zeros)
+        packed = pack(codes, scales, points, bits)
+        x_codes, x_scales = quantize_rows(randn(max(ROWS), num_inputs))
+        x_codes[0], x_codes[1] = -128, 127  # the largest sums
+        expected = reference.quant_matmul_int8(x_codes, x_scales, codes, scales, points, size)
+        values = reference.dequantize(codes, scales.double(), points, size)
+        whole = quant_matmul_int8(x_codes, x_scales, packed, torch.float32)
+        assert ((whole - expected).abs() <= FLOAT32 * ((x_codes * x_scales).double().abs() @ values.abs().T)).all()
+        for num_rows in ROWS:
+            assert torch.equal(
+                quant_matmul_int8(x_codes[:num_rows], x_scales[:num_rows], packed, torch.float32), whole[:num_rows]
+            )
+        one = quant_matmul_int8(x_codes, x_scales[:1], packed, torch.float32)
+        assert torch.equal(one, quant_matmul_int8(x_codes, x_scales[:1].expand(max(ROWS), 1), packed, torch.float32))
+
+
+@pytest.mark.parametrize(("bits", "group", "zeros"), [(8, 0, False), (4, 32, True), (4, 128, False)])
+def test_bits_do_not_depend_on_rows_or_threads(
+    compiled: Callable[[int], None], bits: int, group: int, zeros: bool
+) -> None:
+    packed, x = pack(*make(100, 321, bits, group, zeros)[:3], bits), randn(512, 321)
+    compiled(1)
+    codes, scales = quantize_rows(x)
+    whole, whole_int8 = quant_matmul(x, packed), quant_matmul_int8(codes, scales, packed, torch.float32)
+    for num_threads in (1, 2, 3, 4):
+        compiled(num_threads)
+        for rows in [*range(1, 41), 64, 65, 512]:
+            assert torch.equal(quant_matmul(x[-rows:], packed), whole[-rows:]), (num_threads, rows)
+            part = quantize_rows(x[-rows:])
+            assert torch.equal(part[0], codes[-rows:])
+            assert torch.equal(quant_matmul_int8(*part, packed, torch.float32), whole_int8[-rows:]), (num_threads, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_float32_rounded_once(any_way: str, dtype: torch.dtype) -> None:
+    packed, x = pack(*make(17, 127, 8, 0, False)[:3], 8), randn(9, 127).to(dtype)
+    assert torch.equal(quant_matmul(x, packed), quant_matmul(x.float(), packed).to(dtype))
+    codes, scales = quantize_rows(x)
+    assert torch.equal(quantize_rows(x.float())[0], codes)
+    narrow, wide = (quant_matmul_int8(codes, scales, packed, kind) for kind in (dtype, torch.float32))
+    assert torch.equal(narrow, wide.to(dtype))
+
+
+def test_float32_contract(any_way: str) -> None:
+    """8 bits, weight only: within 1e-4 of the reference (measured: 2.6e-5)."""
+    codes, scales, _, group = make(100, 4096, 8, 0, False)
+    x = randn(9, 4096)
+    expected = reference.quant_matmul(x, codes, scales, None, group)
+    error = (quant_matmul(x, pack(codes, scales, None, 8)) - expected).norm() / expected.norm()
+    assert error < 1e-4
+
+
+@pytest.mark.parametrize("group", [0, 128])
+def test_an_outlier_costs_less_than_rounding_to_bfloat16(any_way: str, group: int) -> None:
+    """One channel 1000 times the others: its neighbours lose bits of fixed point, the other 128s do not."""
+    codes, scales, _, size = make(100, 4096, 8, group, False)
+    x = randn(9, 4096)
+    x[:, 77] *= 1000
+    expected = reference.quant_matmul(x, codes, scales, None, size)
+    error = (quant_matmul(x, pack(codes, scales, None, 8)) - expected).norm()
+    rounded = (reference.quant_matmul(x.bfloat16(), codes, scales, None, size) - expected).norm()
+    assert error < rounded / 4
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_rows_are_quantised_as_the_reference_does(any_way: str) -> None:
+    for num_inputs in (1, 15, 16, 17, 1000):
+        x = randn(20, num_inputs)
+        x[3] = 0
+        x[5] = torch.arange(num_inputs) + 0.5  # ties
+        x[5, 0] = 127
+        codes, scales = quantize_rows(x)
+        expected = reference.quantize_rows(x)
+        assert torch.equal(codes, expected[0])
+        assert torch.equal(scales, expected[1])
+        assert codes[3].count_nonzero() == 0
+
+
+def test_not_finite_rows_are_seen_and_do_not_touch_others(any_way: str) -> None:
+    packed, x = pack(*make(17, 127, 8, 0, False)[:3], 8), randn(4, 127)
+    before = quant_matmul(x, packed)
+    x[1, 3], x[2, 100] = torch.nan, torch.inf
+    result = quant_matmul(x, packed)
+    assert torch.equal(result[[0, 3]], before[[0, 3]])
+    assert not result[1:3].isfinite().any()
+    codes, scales = quantize_rows(x)
+    int8 = quant_matmul_int8(codes, scales, packed, torch.float32)
+    assert int8[[0, 3]].isfinite().all()
+    assert int8[1:3].isnan().all()
+
+
+def test_no_rows_and_tiny_numbers(any_way: str) -> None:
+    packed = pack(*make(17, 64, 4, 32, True)[:3], 4)
+    assert quant_matmul(torch.zeros(0, 64), packed).shape == (0, 17)
+    assert quant_matmul_int8(torch.zeros(0, 64, dtype=torch.int8), torch.zeros(0, 1), packed, torch.bfloat16).shape == (
+        0,
+        17,
+    )
+    assert quant_matmul(torch.full((1, 64), 1e-40), packed).abs().max() < 1e-35
+    assert quant_matmul(torch.full((1, 64), 1e38), packed).isnan().sum() == 0
+
+
+def test_the_largest_sums_do_not_overflow(any_way: str) -> None:
+    num_inputs = 2**17 - 1
+    codes = torch.full((2, num_inputs), -128, dtype=torch.int8)
+    packed = pack(codes, torch.ones(2, 1), None, 8)
+    result = quant_matmul_int8(codes[:1], torch.ones(1, 1), packed, torch.float32)
+    assert result.tolist() == [[float(num_inputs * 2**14)] * 2]
+    assert quant_matmul(torch.full((1, num_inputs), -3.0), packed).tolist() == [
+        [pytest.approx(384.0 * num_inputs, rel=2**-15)] * 2
+    ]
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    codes, scales = torch.zeros(4, 64, dtype=torch.int8), torch.ones(4, 2)
+    with pytest.raises(ValueError, match="5 groups of 64 inputs: a group has 32, 64 or 128 inputs, or all of them"):
+        pack(codes, torch.ones(4, 5), None, 8)
+    with pytest.raises(ValueError, match="3 bits without zero points: only 4 and 8, and zero points with 4"):
+        pack(codes, scales, None, 3)
+    with pytest.raises(ValueError, match="8 bits with zero points"):
+        pack(codes, scales, torch.zeros(4, 2, dtype=torch.int8), 8)
+    with pytest.raises(ValueError, match="codes of 4 bits from 0 to 9: they go from -8 to 7"):
+        pack(codes.index_fill(0, torch.tensor([1]), 9), scales, None, 4)
+    with pytest.raises(ValueError, match="codes and zero points are int8, scales float32"):
+        pack(codes, scales.double(), None, 8)
+    with pytest.raises(ValueError, match=r"scales \[3, 2\] and their zero points do not belong to codes \[4, 64\]"):
+        pack(codes, scales[:3], None, 8)
+    with pytest.raises(ValueError, match="131072 inputs: a kernel adds 1 to 131071"):
+        pack(torch.zeros(1, 2**17, dtype=torch.int8), torch.ones(1, 1), None, 8)
+    with pytest.raises(ValueError, match="a zero point of -113: from -112 on, a code minus it fits 8 bits"):
+        pack(codes, scales, torch.full((4, 2), -113, dtype=torch.int8), 4)
+    packed = pack(codes, scales, None, 8)
+    with pytest.raises(ValueError, match="a packed weight of 1152 bytes cannot be"):
+        PackedWeight(packed.blob[:-1], 4, 64, 32, 8, False)
+    with pytest.raises(ValueError, match=r"rows \[2, 63\] cannot be multiplied by a weight of 64 inputs"):
+        quant_matmul(torch.zeros(2, 63), packed)

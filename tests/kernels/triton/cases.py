@@ -1,0 +1,22 @@
+"""What the comparisons of Triton kernels share. They run on a GPU where there is one, and are interpreted where there is none."""
+
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# Of the largest element: rounding of the result, and of the one intermediate result that a reference rounds where its kernel does not.
+# float32: sums of a few hundred terms in another order.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_near(result: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+    """`tolerance` is relative to the largest element; NaN is equal to nothing."""
+    assert result.shape == expected.shape
+    tolerance = TOLERANCES[result.dtype] if tolerance is None else tolerance
+    error = (result.cpu().double() - expected.cpu().double()).abs().amax()
+    assert error <= tolerance * expected.abs().amax().double().cpu(), f"off by {error:.3g}"

@@ -1,0 +1,72 @@
+"""Compiles for sm_90 what each kernel's own launcher would launch, for the shapes of real models, on a machine without a GPU.
+
+Prints one JSON line for each launch: case, kernel, registers per thread, bytes of shared memory, bytes of stack per thread (where spilled
+registers are), instructions for Hopper's matrix units. The tensors are on the device "meta", so a launcher that looked at a value, and
+so waited for a GPU, would fail here.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tests.kernels.triton.shapes import CASES
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class Hopper:
+    """Of a driver what compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        text = subprocess.run([CUOBJDUMP, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
+    assert found, text
+    registers, stack, local = map(int, found.groups())
+    return {
+        "registers": registers,
+        "shared": compiled.metadata.shared,
+        "stack": stack + local,
+        "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+    }
+
+
+def main(names: list[str]) -> None:
+    driver.set_active(Hopper())
+    launch = JITFunction.run
+
+    def compile_only(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        compiled = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        row = {"case": case, "kernel": self.fn.__name__, **resources(compiled)}
+        print(json.dumps(row), flush=True)
+
+    JITFunction.run = compile_only
+    for case, run in CASES.items():
+        if not names or any(name in case for name in names):
+            with torch.device("meta"):
+                run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,116 @@
+"""Products with quantised weights against float64, with the weight written out from its codes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.quant_matmul import triton
+from tests.kernels.triton.cases import DEVICE, assert_near, noise
+
+ROWS = [1, 5, 17, 70]  # one for each way to launch
+
+
+def random_codes(outputs: int, inputs: int, bits: int, zero_points: bool) -> Tensor:
+    low, high = (0, 16) if zero_points else ((-8, 8) if bits == 4 else (-127, 128))
+    return torch.randint(low, high, (outputs, inputs), generator=torch.Generator().manual_seed(3), dtype=torch.int8)
+
+
+def on_device(weight: triton.GPUWeight) -> triton.GPUWeight:
+    zeros = None if weight.zero_points is None else weight.zero_points.to(DEVICE)
+    return triton.GPUWeight(weight.codes.to(DEVICE), weight.scales.to(DEVICE), zeros, weight.num_inputs, weight.chunk)
+
+
+def values(codes: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int) -> Tensor:
+    """float64 [N, K]"""
+    group = torch.arange(codes.shape[1]) // group_size
+    offset = 0 if zeros is None else zeros.double()[:, group]
+    return (codes.double() - offset) * scales.double()[:, group]
+
+
+def check_weight(
+    rows: int, outputs: int, inputs: int, bits: int, group_size: int | None, zero_points: bool, dtype: torch.dtype
+) -> None:
+    group = group_size or inputs
+    codes = random_codes(outputs, inputs, bits, zero_points)
+    scales = noise(outputs, -(-inputs // group)).abs() + 0.1
+    zeros = (codes[:, ::group] + 3).clamp(0, 15) if zero_points else None
+    x = noise(rows, inputs, dtype=dtype)
+    result = triton.quant_matmul(x.to(DEVICE), on_device(triton.pack(codes, scales, zeros, bits)))
+    assert_near(result, x.double() @ values(codes, scales, zeros, group).T)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("bits", "zero_points"), [(4, False), (4, True), (8, False)])
+@pytest.mark.parametrize("group_size", [32, 64, 128, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_of_8_and_4_bits(
+    rows: int, bits: int, zero_points: bool, group_size: int | None, dtype: torch.dtype
+) -> None:
+    check_weight(rows, 70, 328, bits, group_size, zero_points, dtype)  # neither is a multiple of a tile
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 64), (4, None)])
+@pytest.mark.parametrize("one_scale", [False, True])
+def test_rows_of_int8(rows: int, bits: int, group_size: int | None, one_scale: bool) -> None:
+    codes = random_codes(70, 328, bits, False)
+    scales = noise(70, -(-328 // (group_size or 328))).abs()
+    x_codes, x_scales = triton.quantize_rows(noise(rows, 328).to(DEVICE))
+    x_scales = x_scales[:1] if one_scale else x_scales
+    weight = on_device(triton.pack(codes, scales, None, bits))
+    result = triton.quant_matmul_codes(x_codes, x_scales, weight, torch.float32)
+    x = x_codes.cpu().double() * x_scales.cpu().double()
+    # integers are exact: what remains is float32 scaling
+    assert_near(result, x @ values(codes, scales, None, group_size or 328).T, 1e-6)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", ["tensor", "rows", "blocks"])
+def test_float8(rows: int, kind: str) -> None:
+    outputs, inputs = 140, 328
+    codes = (noise(outputs, inputs) * 50).to(torch.float8_e4m3fn)
+    shape = {"tensor": (1, 1), "rows": (outputs, 1), "blocks": (2, 3)}[kind]
+    scales = noise(*shape).abs() + 0.1
+    x_codes, x_scales = triton.quantize_rows(
+        noise(rows, inputs).to(DEVICE), torch.float8_e4m3fn, 128 if kind == "blocks" else None
+    )
+    result = triton.quant_matmul_codes(x_codes, x_scales, on_device(triton.pack(codes, scales, None, 8)), torch.float32)
+
+    def spread(numbers: Tensor, size: tuple[int, ...]) -> Tensor:
+        for dim, whole in enumerate(size):
+            if numbers.shape[dim] not in (1, whole):
+                numbers = numbers.repeat_interleave(128, dim)[(slice(None),) * dim + (slice(whole),)]
+        return numbers.double()
+
+    x = x_codes.cpu().double() * spread(x_scales.cpu(), (rows, inputs))
+    # Hopper's matrix units add float8 products of a chunk with 14 bits
+    tolerance = 1e-3 if DEVICE == "cuda" else 1e-5
+    assert_near(result, x @ (codes.double() * spread(scales, (outputs, inputs))).T, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("group_size", [None, 128])
+def test_quantize_rows(dtype: torch.dtype, group_size: int | None) -> None:
+    x = noise(5, 300)
+    x[1], x[2, 7], x[3, 0] = 0, torch.nan, -torch.inf
+    codes, scales = (part.cpu() for part in triton.quantize_rows(x.to(DEVICE), dtype, group_size))
+    assert scales.shape == (5, 1 if group_size is None else 3)
+    assert scales[1].eq(1).all()
+    assert scales[2:4, 0].isnan().all()
+    for start in range(0, 300, group_size or 300):
+        part = slice(start, start + (group_size or 300))
+        largest = x[[0, 4], part].abs().amax(1, keepdim=True)
+        scale = largest / (127 if dtype == torch.int8 else 448)
+        assert torch.equal(scales[[0, 4], start // (group_size or 300), None], scale)
+        steps = x[[0, 4], part] / scale
+        wanted = steps.round().to(torch.int8) if dtype == torch.int8 else steps.to(dtype)
+        assert torch.equal(codes[[0, 4], part].float(), wanted.float())
+
+
+def test_refuses_other_shapes() -> None:
+    codes = random_codes(8, 96, 8, False)
+    with pytest.raises(ValueError, match=r"scales \[8, 5\] of codes \[8, 96\]: a group has 32, 64, 128 or all inputs"):
+        triton.pack(codes, torch.ones(8, 5), None, 8)
+    weight = triton.pack(codes, torch.ones(8, 1), None, 8)
+    with pytest.raises(ValueError, match=r"rows \[2, 95\] cannot be multiplied by a weight of 96 inputs"):
+        triton.quant_matmul(torch.ones(2, 95), weight)

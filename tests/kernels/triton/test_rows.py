@@ -1,0 +1,111 @@
+"""The kernels that work row by row - norm, activation, rotation, cache writing - against their references."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels.kv_store.reference
+import kernels.kv_store.triton
+import kernels.rms_norm.reference
+import kernels.rms_norm.triton
+import kernels.rope.reference
+import kernels.rope.triton
+import kernels.swiglu.reference
+import kernels.swiglu.triton
+from kernels.kv_format import FORMATS, PagedVectors, allocate
+from tests.kernels.triton.cases import DEVICE, assert_near, noise
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (5, 80), (17, 1000), (2, 3, 64)], ids=str)
+def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, residual, weight = noise(*shape, dtype=dtype), noise(*shape, dtype=dtype, seed=1), noise(shape[-1], dtype=dtype)
+    result = kernels.rms_norm.triton.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-5)
+    assert_near(result, kernels.rms_norm.reference.rms_norm(x, weight, 1e-5))
+    results = kernels.rms_norm.triton.add_rms_norm(x.to(DEVICE), residual.to(DEVICE), weight.to(DEVICE), 1e-5)
+    expected = kernels.rms_norm.reference.add_rms_norm(x, residual, weight, 1e-5)
+    assert_near(results[0], expected[0])
+    assert torch.equal(results[1].cpu(), expected[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 80), (17, 1030)], ids=str)
+def test_swiglu(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    both = noise(shape[0], 2 * shape[1], dtype=dtype) * 30  # exp of the least overflows; halves of one matrix
+    gate, up = both.chunk(2, dim=-1)
+    assert_near(
+        kernels.swiglu.triton.swiglu(*both.to(DEVICE).chunk(2, dim=-1)), kernels.swiglu.reference.swiglu(gate, up)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "channels", "turned"), [(1, 16, 16), (3, 80, 80), (6, 64, 20)])
+def test_rope(dtype: torch.dtype, interleaved: bool, heads: int, channels: int, turned: int) -> None:
+    wide = noise(5, heads + 2, channels + 4, dtype=dtype)
+    angles = noise(5, turned // 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    expected = kernels.rope.reference.rope(wide[:, 1:-1, :channels], cos, sin, interleaved)
+    x = wide.to(DEVICE)[:, 1:-1, :channels]
+    assert_near(kernels.rope.triton.rope(x, cos.to(DEVICE), sin.to(DEVICE), interleaved), expected)
+
+
+def stored(
+    store: object, kv_cache: str, key: Tensor, value: Tensor, slots: Tensor, device: str
+) -> tuple[PagedVectors, ...]:
+    caches = []
+    for format, vectors in zip(FORMATS[kv_cache], (key, value), strict=True):
+        cache = allocate(format, (5, 4, key.shape[1]), vectors.shape[-1], key.dtype, torch.device(device))
+        for part in cache.tensors:
+            part.copy_(torch.full(part.shape, 77))
+        caches.append(cache)
+    store.kv_store(key.to(device), value.to(device), *caches, slots.to(device))  # type: ignore[attr-defined]
+    return tuple(caches)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_cache", FORMATS)
+@pytest.mark.parametrize(("groups", "key_dim", "value_dim"), [(1, 8, 8), (2, 64, 64), (3, 80, 30)])
+def test_kv_store_writes_the_same_bits(
+    dtype: torch.dtype, kv_cache: str, groups: int, key_dim: int, value_dim: int
+) -> None:
+    slots = torch.tensor([19, 0, 7, 3, 12])
+    key, value = noise(5, groups, key_dim, dtype=dtype), noise(5, groups, value_dim, dtype=dtype, seed=1)
+    key[1], key[2, 0, 3], key[3] = 0, 500, -0.125
+    pairs = zip(
+        stored(kernels.kv_store.triton, kv_cache, key, value, slots, DEVICE),
+        stored(kernels.kv_store.reference, kv_cache, key, value, slots, "cpu"),
+        strict=True,
+    )
+    for ours, expected in pairs:
+        for part, wanted in zip(ours.tensors, expected.tensors, strict=True):
+            assert torch.equal(part.cpu().view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kv_cache", FORMATS)
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_what_is_not_finite_is_not_hidden(kv_cache: str, odd: float) -> None:
+    key = noise(2, 1, 16)
+    key[0, 0, 5] = odd
+    cache, _ = stored(kernels.kv_store.triton, kv_cache, key, key, torch.tensor([1, 2]), DEVICE)
+    read = cache.format.decode(tuple(part.cpu().flatten(0, 1)[1:3] for part in cache.tensors))
+    assert not read[0].isfinite().all()
+    assert read[1].isfinite().all()
+
+
+def test_values_may_have_no_channels() -> None:
+    """As in a cache of latents."""
+    key, slots = noise(2, 1, 24), torch.tensor([3, 1])
+    cache, _ = stored(kernels.kv_store.triton, "none", key, key[..., :0], slots, DEVICE)
+    assert torch.equal(cache.tensors[0].cpu().flatten(0, 1)[slots], key)
+
+
+def test_padding_is_not_stored() -> None:
+    for kv_cache in FORMATS:
+        key = noise(3, 2, 16)
+        cache, _ = stored(kernels.kv_store.triton, kv_cache, key, key, torch.tensor([-1, 2, -1]), DEVICE)
+        for part in cache.tensors:
+            untouched = torch.cat((part.flatten(0, 1)[:2], part.flatten(0, 1)[3:])).cpu()
+            assert torch.equal(untouched.float(), torch.full(untouched.shape, 77.0).to(part.dtype).float())

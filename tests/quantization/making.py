@@ -1,0 +1,104 @@
+"""Calibrated schemes, and the shortest way to a model of one."""
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from conf.compose import dump
+from conf.quantization import (
+    Activations,
+    CalibrateConfig,
+    GptqConfig,
+    KVCacheFormat,
+    QuantConfig,
+    QuantizeConfig,
+    QuantMethod,
+    QuantScheme,
+    SmoothConfig,
+)
+from conf.schema import PredictConfig, RunConfig, Task
+from pipelines import quantize
+from pipelines.engine import Engine
+from pipelines.loading import load_engine
+from tests.builders import run_config
+
+STATIC, DYNAMIC = Activations.static, Activations.dynamic
+INT4, INT8, A8W8, FP8 = QuantScheme.int4, QuantScheme.int8, QuantScheme.a8w8, QuantScheme.fp8
+GPTQ, AWQ, SMOOTHQUANT = QuantMethod.gptq, QuantMethod.awq, QuantMethod.smoothquant
+# The smallest groups, and what they do not divide in a Llama of the goldens.
+GROUPS: dict[str, Any] = {"group_size": 32, "overrides": {"*.down_proj": "int8"}}
+CALIBRATED = {
+    "int4 gptq": QuantConfig(INT4, GPTQ, **GROUPS),
+    "int4 gptq, groups on the way": QuantConfig(
+        INT4, GPTQ, **GROUPS, symmetric=False, gptq=GptqConfig(static_groups=False)
+    ),
+    "int4 awq": QuantConfig(INT4, AWQ, **GROUPS, symmetric=False),
+    "int4 awq, auto_clip": QuantConfig(INT4, AWQ, **GROUPS, auto_clip=True),
+    "int4 rtn, auto_clip": QuantConfig(INT4, **GROUPS, auto_clip=True),
+    "int8 gptq": QuantConfig(INT8, GPTQ),
+    "a8w8 static": QuantConfig(A8W8, activations=STATIC),
+    "a8w8 static smoothquant": QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC),
+    "a8w8 dynamic smoothquant": QuantConfig(A8W8, SMOOTHQUANT, activations=DYNAMIC),
+    "a8w8 static piecewise": QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC, smooth=SmoothConfig(piecewise=True)),
+    "fp8 static": QuantConfig(FP8, activations=STATIC),
+    "fp8 static per tensor": QuantConfig(FP8, activations=STATIC, per_tensor=True),
+    "fp8 dynamic smoothquant": QuantConfig(FP8, SMOOTHQUANT, activations=DYNAMIC),
+}
+SHIFT = QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC, shift=True)  # for models with biases
+
+
+def random_rows(count: int, length: int, end: Iterable[int] = ()) -> list[list[int]]:
+    """Token ids from 5 to 90; each row ends in `end`."""
+    chosen = random.Random(0)
+    return [[*(chosen.randrange(5, 90) for _ in range(length)), *end] for _ in range(count)]
+
+
+def write_rows(file: Path, rows: list[list[int]]) -> Path:
+    file.write_text("".join(json.dumps({"prompt_token_ids": row}) + "\n" for row in rows))
+    return file
+
+
+def quantize_run(
+    source: Path,
+    quant: QuantConfig,
+    target: Path | None,
+    data: Path | None,
+    tokenizer: str | None = None,
+    quantize: QuantizeConfig | None = None,
+    **calibrate: int,
+) -> RunConfig:
+    """6 samples of 16 tokens, where `calibrate` says nothing else."""
+    run = run_config(source, allow_pickle=True)
+    numbers = {"num_samples": 6, "sequence_length": 16, **calibrate}
+    return replace(
+        run,
+        task=Task.quantize,
+        model=replace(run.model, tokenizer=tokenizer),
+        quant=quant,
+        predict=PredictConfig(),
+        calibrate=CalibrateConfig(None if data is None else str(data), **numbers),
+        quantize=quantize or QuantizeConfig(None if target is None else str(target)),
+    )
+
+
+def make(run: RunConfig, output_dir: Path) -> Engine:
+    """Runs task=quantize, but for its picture, which takes longer than the model; the engine whose model it quantised."""
+    made: list[Engine] = []
+
+    def assemble(*arguments: Any, **options: Any) -> Engine:
+        made.append(quantize_assemble(*arguments, **options))
+        return made[-1]
+
+    quantize_assemble = quantize.assemble
+    with patch.object(quantize, "assemble", assemble), patch("pipelines.quantize_report._draw"):
+        quantize.run_quantize(run, output_dir, dump)
+    return made[0]  # others may have been made meanwhile
+
+
+def reloaded(folder: Path, kv_cache: str = "none") -> Engine:
+    """As anybody loads it, without a quant option but the cache's."""
+    return load_engine(replace(run_config(folder), quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache])), 3)

@@ -1,0 +1,105 @@
+"""Layer by layer a model gives what it gives as a whole; linear layers that share an input are told, and folds keep the output."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conf.quantization import QuantConfig, SmoothConfig
+from models.batch import KVCache
+from pipelines.assembly import assemble
+from pipelines.engine import Engine
+from pipelines.quantize import _batches
+from quantization.calibration import LayerByLayer
+from quantization.plan import plan
+from quantization.quantizer import float_weight
+from quantization.smoothing import Smoother
+from tests.builders import run_config
+from tests.models.test_goldens import FAMILIES, GOLDENS, WHOLE_PROMPTS
+from tests.quantization.making import A8W8, SMOOTHQUANT, STATIC, random_rows
+
+QUANT = QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC, smooth=SmoothConfig(alpha=0.7))
+
+
+def layer_by_layer(family: str) -> tuple[Engine, LayerByLayer, torch.Tensor]:
+    """And what the whole model gives [T, E] for the same samples."""
+    engine = assemble(run_config(GOLDENS / family, allow_pickle=True), 3, packed=False)
+    golden = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
+    samples = random_rows(3, 17, golden[-2:] if family in WHOLE_PROMPTS else ())
+    model, cache, batches = engine.runner.model, engine.runner.cache, _batches(engine, samples)
+    with torch.inference_mode():
+        whole = torch.cat([model(batch, cache) for batch in batches])
+    return engine, LayerByLayer(model, batches, KVCache([cache.layers[0]] * len(cache.layers))), whole
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_in_turn_are_the_model(family: str) -> None:
+    engine, layers, whole = layer_by_layer(family)
+    for _ in layers.layers:
+        layers.advance()
+    head = layers.observe_head(["lm_head"], with_hessian=True)
+    assert head.sample.equal(whole)
+    assert head.absmax.equal(whole.abs().amax(0))
+    assert head.hessian is not None
+    torch.testing.assert_close(head.hessian.mean(), whole.T @ whole / len(whole))
+
+
+SHARING = {
+    "llama3": [{"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}, {"mlp.gate_proj", "mlp.up_proj"}],
+    "opt": [{"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}, {"fc1"}],
+    "bloom": [{"self_attention.query_key_value"}, {"mlp.dense_h_to_4h"}],
+}
+
+
+def groups_of(engine: Engine, layers: LayerByLayer) -> tuple[list[str], str]:
+    """The first layer's linear layers, and what their names begin with."""
+    model = engine.runner.model
+    names = list(plan(model, QUANT))
+    prefix = next(name for name, module in model.named_modules() if module is layers.layers[0]) + "."
+    return [name.removeprefix(prefix) for name in names if name.startswith(prefix)], prefix
+
+
+@pytest.mark.parametrize("family", SHARING)
+def test_layers_that_share_an_input_are_a_group_of_their_norm(family: str) -> None:
+    engine, layers, _ = layer_by_layer(family)
+    own, _ = groups_of(engine, layers)
+    groups = layers.observe(own, with_hessian=False)
+    assert sorted(name for group in groups for name in group.linears) == sorted(own)
+    assert [set(group.linears) for group in groups if group.norm is not None] == SHARING[family]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_folds_leave_the_float_model_as_it_was(family: str) -> None:
+    """And are undone where they would not: ChatGLM-6B's norms feed the residual, a mixture's second norm the router."""
+    engine, layers, whole = layer_by_layer(family)
+    own, prefix = groups_of(engine, layers)
+    weights = {name: float_weight(engine.runner.model, prefix + name) for name in own}
+    schemes = plan(engine.runner.model, QUANT)
+    groups = layers.observe(own, with_hessian=False)
+    before = {name: weight.clone() for name, weight in weights.items()}
+    smoother = Smoother(layers.layers[0], weights, QUANT, lambda: layers.output(0))
+    notes = smoother.smooth(groups, {name: schemes[prefix + name].weights for name in own})
+    for name in own:  # all or nothing
+        assert (name in notes) or not weights[name].equal(before[name]) or family in WHOLE_PROMPTS
+    normed = {name for group in groups if group.norm is not None for name in group.linears}
+    is_mixture = family in ("mixtral", "qwen2_moe")
+    if family in WHOLE_PROMPTS:
+        assert normed <= notes.keys()
+    elif not is_mixture:
+        assert not normed & notes.keys()
+    for _ in layers.layers:
+        layers.advance()
+    after = layers.observe_head(["lm_head"], with_hessian=False).sample
+    assert (after - whole).norm() < 1e-4 * whole.norm()  # float32, a handful of roundings in one layer
+
+
+def test_what_is_folded_in_is_counted_in() -> None:
+    engine, layers, _ = layer_by_layer("llama3")
+    own, prefix = groups_of(engine, layers)
+    weights = {name: float_weight(engine.runner.model, prefix + name) for name in own}
+    groups = layers.observe(own, with_hessian=False)
+    schemes = plan(engine.runner.model, QUANT)
+    smoother = Smoother(layers.layers[0], weights, QUANT, lambda: layers.output(0))
+    smoother.smooth(groups, {name: schemes[prefix + name].weights for name in own})
+    for told, seen in zip(groups, layers.observe(own, with_hessian=False), strict=True):
+        torch.testing.assert_close(told.absmax, seen.absmax)  # static scales are those of what will run
+        torch.testing.assert_close(told.sample, seen.sample)

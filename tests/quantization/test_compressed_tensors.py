@@ -1,0 +1,200 @@
+"""The compressed-tensors layout against the package of that name."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.naive_quantized import FloatQuantizationCompressor, IntQuantizationCompressor
+from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from compressed_tensors.quantization import QuantizationConfig
+from torch import Tensor
+
+from conf.errors import UserError
+from conf.quantization import Activations
+from models.config import ConfigReader
+from models.layers.linear import Layer
+from quantization.codes import CodeKind
+from quantization.gptq import Hessian, gptq
+from quantization.layouts import read_quantization
+from quantization.layouts.base import StoredWeight
+from quantization.layouts.compressed_tensors import CompressedWeight, write_config
+from quantization.layouts.packing import pack, unpack
+from quantization.scheme import LinearScheme
+from quantization.weight_format import WeightFormat, quantize
+
+SCHEMES = {
+    "int8": LinearScheme(WeightFormat(8)),
+    "int8 groups": LinearScheme(WeightFormat(8, group_size=32)),
+    "int4": LinearScheme(WeightFormat(4, group_size=16)),
+    "int4 per channel": LinearScheme(WeightFormat(4)),
+    "int4 asymmetric": LinearScheme(WeightFormat(4, symmetric=False, group_size=32)),
+    "a8w8 dynamic": LinearScheme(WeightFormat(8), Activations.dynamic),
+    "a8w8 static": LinearScheme(WeightFormat(8), Activations.static),
+    "fp8": LinearScheme(WeightFormat(8, CodeKind.FP8), Activations.dynamic),
+    "fp8 per tensor": LinearScheme(WeightFormat(8, CodeKind.FP8, per_tensor=True), Activations.static),
+}
+COMPRESSORS = {
+    "pack-quantized": PackedQuantizationCompressor,
+    "int-quantized": IntQuantizationCompressor,
+    "float-quantized": FloatQuantizationCompressor,
+}
+SHAPE = (40, 96)
+LAYER = Layer("model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj", SHAPE, is_transposed=False, has_bias=False)
+
+
+def stored(scheme: LinearScheme) -> StoredWeight:
+    weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    static = scheme.activations is Activations.static
+    return StoredWeight(quantize(weight, scheme.weights), torch.tensor(0.25) if static else None)
+
+
+def shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def layout(scheme: LinearScheme, found: dict[str, tuple[int, ...]] | None = None) -> CompressedWeight:
+    config = read_quantization(
+        ConfigReader({"quantization_config": write_config({LAYER.name: scheme}, [], permuted=False)}, "config.json")
+    )
+    assert config is not None
+    assert config.scheme(LAYER, {}) == scheme
+    made = config.layout(LAYER, found or {})
+    assert isinstance(made, CompressedWeight)
+    return made
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 8), (2, 64), (4, 65)])
+def test_packing_is_the_packages(bits: int, shape: tuple[int, int]) -> None:
+    codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), shape, dtype=torch.int8)
+    words = pack(codes, bits)
+    assert words.equal(pack_to_int32(codes, bits))
+    assert unpack(words, bits, shape[1]).equal(codes)
+    assert unpack(words, bits, shape[1]).equal(unpack_from_int32(words, bits, torch.Size(shape)))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_package_reads_what_is_written(name: str) -> None:
+    scheme = SCHEMES[name]
+    own = stored(scheme)
+    tensors = layout(scheme).write(own)
+    config = write_config({LAYER.name: scheme}, ["lm_head"], permuted=False)
+    parsed = QuantizationConfig.model_validate(json.loads(json.dumps(config)))
+    group = parsed.config_groups["group_0"]
+    found = COMPRESSORS[config["format"]].decompress(dict(tensors), group)["weight"]
+    assert found.equal(own.weight.dequantize())  # the same products of the same two numbers
+    assert parsed.ignore == ["lm_head"]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_round_trip_keeps_every_code_and_scale(name: str) -> None:
+    own = stored(SCHEMES[name])
+    tensors = layout(SCHEMES[name]).write(own)
+    reader = layout(SCHEMES[name], shapes(tensors))
+    assert reader.tensors() == shapes(tensors)
+    back = reader.read(tensors)
+    assert back.weight.codes.view(torch.int8).equal(own.weight.codes.view(torch.int8))
+    assert back.weight.scales.equal(own.weight.scales.expand_as(back.weight.scales))
+    assert back.weight.dequantize().equal(own.weight.dequantize())
+    assert (back.input_scale is None) == (own.input_scale is None)
+
+
+def test_act_order_survives_a_round_trip() -> None:
+    scheme = LinearScheme(WeightFormat(4, group_size=32))
+    hessian = Hessian(SHAPE[1])
+    hessian.add(
+        torch.randn(300, SHAPE[1], generator=torch.Generator().manual_seed(2)) * torch.linspace(0.1, 3, SHAPE[1])
+    )
+    weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    own, _ = gptq(weight, hessian.mean(), scheme.weights, static_groups=False)
+    assert own.permutation is not None
+    tensors = layout(scheme).write(StoredWeight(own))
+    back = layout(scheme, shapes(tensors)).read(tensors).weight
+    assert back.dequantize().equal(own.dequantize())
+    assert back.permutation is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_scale": torch.zeros(40, 6)}, "weight_scale has values that are not finite numbers above 0"),
+        ({"weight_scale": torch.full((40, 6), torch.nan)}, "weight_scale has values that are not finite"),
+        ({"weight_packed": torch.zeros(40, 12)}, "weight_packed is torch.float32, expected torch.int32"),
+        ({"weight_shape": torch.tensor([40, 95])}, r"weight_shape is \[40, 95\], expected \[40, 96\]"),
+    ],
+)
+def test_impossible_values(change: dict[str, Tensor], message: str) -> None:
+    scheme = SCHEMES["int4"]
+    tensors = layout(scheme).write(stored(scheme)) | change
+    with pytest.raises(UserError, match=message):
+        layout(scheme, shapes(tensors)).read(tensors)
+
+
+def test_groups_that_do_not_divide_a_layer() -> None:
+    with pytest.raises(UserError, match=r"groups of 32 do not divide the 40 input channels of a weight \[96, 40\]"):
+        CompressedWeight((96, 40), LinearScheme(WeightFormat(4, group_size=32)), True, {})
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "input_scale"])
+def test_one_scale_cannot_be_several(name: str) -> None:
+    assert layout(SCHEMES["fp8 per tensor"], {name: (40,)}).tensors()[name] == (1,)
+    assert layout(SCHEMES["fp8 per tensor"], {name: ()}).tensors()[name] == ()
+
+
+def test_an_impossible_group_index() -> None:
+    scheme = SCHEMES["int4"]
+    tensors = layout(scheme).write(stored(scheme)) | {"weight_g_idx": torch.zeros(96, dtype=torch.int32)}
+    with pytest.raises(UserError, match="weight_g_idx does not put the 96 input channels into groups of 16"):
+        layout(scheme, shapes(tensors)).read(tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes' is not supported: only .*compressed-tensors"),
+        ({"format": "marlin-24"}, "format='marlin-24' is not supported"),
+        ({"config_groups": {}}, "config_groups is empty"),
+        ({"sparsity_config": {"format": "dense"}}, "sparsity_config=.* is not supported"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme=.* is not supported"),
+        ({"ignore": "lm_head"}, "ignore is not a list of texts"),
+        (
+            {"config_groups": {"group_0": {"weights": {"type": "float", "strategy": "group", "group_size": 32}}}},
+            "strategy='group' is not supported: only 'channel', 'tensor'",
+        ),
+        ({"new_key": 1}, "settings that are not known: new_key"),
+        (
+            {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "rotation": 1}}}},
+            "group_0.weights has settings that are not known: rotation",
+        ),
+    ],
+)
+def test_unknown_settings(change: dict[str, Any], message: str) -> None:
+    values = write_config({LAYER.name: SCHEMES["int4"]}, [], permuted=False) | change
+    with pytest.raises(UserError, match=message):
+        read_quantization(ConfigReader({"quantization_config": values}, "config.json"))
+
+
+def test_layers_are_found_by_name_by_expression_and_by_class() -> None:
+    values = write_config({LAYER.name: SCHEMES["int4"]}, ["lm_head", "re:.*gate$"], permuted=False)
+    other = write_config({LAYER.name: SCHEMES["int8"]}, [], permuted=False)["config_groups"]["group_0"] | {
+        "targets": ["re:.*down_proj"]
+    }
+    values["config_groups"]["group_1"] = other
+    config = read_quantization(ConfigReader({"quantization_config": values}, "config.json"))
+    assert config is not None
+    found = {
+        name: config.scheme(Layer(name, name, SHAPE, False, False), {})
+        for name in ("model.layers.3.mlp.up_proj", "model.layers.3.mlp.down_proj", "lm_head", "model.layers.0.mlp.gate")
+    }
+    assert list(found.values()) == [SCHEMES["int4"], SCHEMES["int8"], None, None]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("awq", "quantization_config='awq' is not of type dict"), ({"bits": 4}, "quant_method is missing")],
+)
+def test_what_is_no_quantization_config(value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_quantization(ConfigReader({"quantization_config": value}, "config.json"))

@@ -1,0 +1,212 @@
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from quantization.codes import CodeKind
+from quantization.gptq import Hessian, gptq
+from quantization.weight_format import QuantizedWeight, WeightFormat, quantize
+from tests.quantization.samples import random
+
+CHANNEL = WeightFormat(bits=4)
+GROUPS = WeightFormat(bits=4, group_size=16)
+ASYMMETRIC = WeightFormat(bits=4, symmetric=False, group_size=16)
+FORMATS = [CHANNEL, GROUPS, ASYMMETRIC, WeightFormat(), WeightFormat(kind=CodeKind.FP8, per_tensor=True)]
+
+
+def correlated(num_tokens: int, num_inputs: int, seed: int = 1) -> Tensor:
+    """Activations of few causes and some noise, whose channels differ in size, as in a language model."""
+    causes = random(num_tokens, num_inputs // 4, seed=seed) @ random(num_inputs // 4, num_inputs, seed=seed + 1)
+    return (causes + 0.3 * random(num_tokens, num_inputs, seed=seed + 2)) * random(num_inputs, seed=seed + 3).exp()
+
+
+def hessian_of(x: Tensor) -> Tensor:
+    hessian = Hessian(x.shape[1])
+    hessian.add(x)
+    return hessian.mean()
+
+
+def output_error(x: Tensor, weight: Tensor, done: QuantizedWeight) -> float:
+    return float((x.double() @ (weight - done.dequantize()).double().T).square().sum())
+
+
+def paper(
+    weight: Tensor,
+    hessian: Tensor,
+    scale_at: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+    highest: int,
+    damping: float = 0.01,
+) -> Tensor:
+    """GPTQ as equations 2 and 3 of the paper have it: no blocks, no Cholesky, the inverse shrinks by a row each time. float64.
+
+    scale_at(i, rest [O, I - i]) gives the scales and the zero points [O] of channel i. Returns codes [O, I].
+    """
+    rest, hessian = weight.double().clone(), hessian.double()
+    inverse = torch.linalg.inv(
+        hessian + damping * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64)
+    )
+    codes = []
+    lowest = 0 if highest == 15 else -highest - 1
+    for i in range(weight.shape[1]):
+        scale, zero = scale_at(i, rest)
+        codes.append(((rest[:, 0] / scale).round() + zero).clamp(lowest, highest))
+        error = (rest[:, 0] - (codes[-1] - zero) * scale) / inverse[0, 0]
+        rest = (rest - error[:, None] * inverse[0])[:, 1:]
+        inverse = (inverse - inverse[:, :1] * inverse[:1] / inverse[0, 0])[1:, 1:]
+    return torch.stack(codes, 1)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize(("format", "highest"), [(CHANNEL, 7), (WeightFormat(), 127), (GROUPS, 7), (ASYMMETRIC, 15)])
+def test_static_scales_give_the_codes_of_the_paper(format: WeightFormat, highest: int, act_order: bool) -> None:
+    weight, hessian = random(9, 144), hessian_of(correlated(400, 144))  # 144: a block of 128 and a rest
+    order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(144)
+    rounded = quantize(weight, format)
+    group = torch.arange(144)[order] // (format.group_size or 144)
+    scales = rounded.scales[:, group].double()
+    zeros = torch.zeros(9, 144) if rounded.zero_points is None else rounded.zero_points[:, group]
+    expected = paper(weight[:, order], hessian[order][:, order], lambda i, rest: (scales[:, i], zeros[:, i]), highest)
+    done, damping = gptq(weight, hessian, format, act_order=act_order)
+    assert damping == 0.01
+    assert done.permutation is None
+    assert torch.equal(done.scales, rounded.scales)
+    assert torch.equal(done.codes[:, order].double(), expected)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("size", [16, 48, 144, 160])  # blocks of 128 (8 groups), 96 (2 groups), one group each
+def test_scales_chosen_on_the_way_give_the_codes_of_the_paper(size: int, act_order: bool) -> None:
+    num_inputs = 480 if size == 160 else 288
+    weight, hessian = random(5, num_inputs), hessian_of(correlated(600, num_inputs))
+    order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(num_inputs)
+    chosen: list[Tensor] = []
+
+    def scale_at(i: int, rest: Tensor) -> tuple[Tensor, Tensor]:
+        if i % size == 0:
+            chosen.append(rest[:, :size].abs().amax(1) / 7)
+        return chosen[-1], torch.zeros(5)
+
+    expected = paper(weight[:, order], hessian[order][:, order], scale_at, 7)
+    done, _ = gptq(weight, hessian, WeightFormat(bits=4, group_size=size), act_order=act_order, static_groups=False)
+    order, within = order.unflatten(0, (-1, size)).sort(1)  # a file keeps no order within a group
+    assert torch.equal(
+        done.codes.double(), expected.unflatten(1, (-1, size)).gather(2, within.expand(5, -1, -1)).flatten(1)
+    )
+    # float32 against float64 through up to 480 updates
+    torch.testing.assert_close(done.scales.double(), torch.stack(chosen, 1), rtol=1e-4, atol=0)
+    if act_order:
+        assert done.permutation is not None
+        assert torch.equal(done.permutation, order.flatten())
+    else:
+        assert done.permutation is None
+
+
+@pytest.mark.parametrize("static_groups", [False, True])
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_the_output_error_is_below_that_of_rounding(format: WeightFormat, act_order: bool, static_groups: bool) -> None:
+    x, weight = correlated(500, 96), random(13, 96)
+    done, _ = gptq(weight, hessian_of(x), format, act_order=act_order, static_groups=static_groups)
+    held_out = correlated(500, 96)[250:]
+    assert output_error(x, weight, done) < 0.7 * output_error(x, weight, quantize(weight, format))
+    assert output_error(held_out, weight, done) < 0.7 * output_error(held_out, weight, quantize(weight, format))
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_weight_on_the_grid_comes_back(format: WeightFormat, act_order: bool) -> None:
+    on_grid = quantize(random(6, 96), format)
+    done, _ = gptq(on_grid.dequantize(), hessian_of(correlated(300, 96)), format, act_order=act_order)
+    # a scale that is found again may differ in its last bit
+    torch.testing.assert_close(done.dequantize(), on_grid.dequantize(), rtol=1e-6, atol=1e-6)
+
+
+def test_permuted_codes_meet_permuted_inputs() -> None:
+    x, weight = correlated(200, 64), random(3, 64)
+    done, _ = gptq(weight, hessian_of(x), GROUPS, static_groups=False)
+    assert done.permutation is not None
+    permuted = QuantizedWeight(done.codes, done.scales).dequantize()
+    # the same products summed in another order
+    torch.testing.assert_close(x[:, done.permutation] @ permuted.T, x @ done.dequantize().T, rtol=1e-4, atol=1e-3)
+
+
+def test_a_hessian_of_low_rank_is_damped_until_it_can_be_inverted() -> None:
+    x, weight = correlated(7, 64) * 1e3, random(3, 64)
+    done, damping = gptq(weight, hessian_of(x), GROUPS, damping=1e-9)
+    assert damping > 1e-9
+    assert damping == pytest.approx(
+        1e-9 * 10 ** round(torch.tensor(damping / 1e-9).log10().item()), rel=1e-6
+    )  # tenfold each time
+    assert bool(done.dequantize().isfinite().all())
+    assert output_error(x, weight, done) < output_error(x, weight, quantize(weight, GROUPS))
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e15])
+def test_tiny_and_huge_activations(scale: float) -> None:
+    x, weight = correlated(200, 64), random(3, 64)
+    plain, _ = gptq(weight, hessian_of(x), GROUPS)
+    scaled, damping = gptq(weight, hessian_of(x) * scale**2, GROUPS)
+    assert damping == 0.01
+    # what does not change is the solution; roundings of the scaled Hessian may turn single codes
+    assert (plain.codes != scaled.codes).float().mean() < 0.02
+
+
+def test_channels_without_activations_are_rounded_to_nearest() -> None:
+    x, weight = correlated(200, 64), random(3, 64)
+    x[:, ::2] = 0
+    for act_order in (False, True):
+        done, _ = gptq(weight, hessian_of(x), GROUPS, act_order=act_order)
+        assert torch.equal(done.codes[:, ::2], quantize(weight, GROUPS).codes[:, ::2])
+    nothing, _ = gptq(weight, torch.zeros(64, 64), GROUPS)
+    assert torch.equal(nothing.codes, quantize(weight, GROUPS).codes)
+
+
+@pytest.mark.parametrize("static_groups", [False, True])
+def test_zero_rows_and_single_rows(static_groups: bool) -> None:
+    hessian = hessian_of(correlated(200, 64))
+    weight = random(3, 64)
+    weight[1] = 0
+    done, _ = gptq(weight, hessian, ASYMMETRIC, static_groups=static_groups)
+    assert torch.equal(done.dequantize()[1], torch.zeros(64))
+    alone, _ = gptq(weight[:1], hessian, ASYMMETRIC, static_groups=static_groups)
+    assert torch.equal(alone.codes, done.codes[:1])  # rows do not depend on each other
+
+
+def test_the_same_input_gives_the_same_bits() -> None:
+    weight, hessian = random(9, 160), hessian_of(correlated(300, 160))
+    before = weight.clone(), hessian.clone()
+    once, again = (gptq(weight, hessian, GROUPS, static_groups=False)[0] for _ in range(2))
+    assert torch.equal(once.codes, again.codes)
+    assert torch.equal(once.scales, again.scales)
+    assert torch.equal(weight, before[0])  # and neither is changed
+    assert torch.equal(hessian, before[1])
+
+
+def test_the_hessian_is_the_mean_of_squares_however_it_is_cut() -> None:
+    x = correlated(101, 24)
+    hessian = Hessian(24)
+    for chunk in x.split([1, 0, 60, 40]):
+        hessian.add(chunk)
+    expected = x.double().T @ x.double() / 101
+    # float32 sums of 101 products, against the largest of them
+    torch.testing.assert_close(hessian.mean().double(), expected, rtol=1e-5, atol=1e-5 * float(expected.max()))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "message"), [(torch.zeros(0, 4), "no activations"), (torch.full((2, 4), 1e20), "NaN or infinite")]
+)
+def test_a_hessian_of_nothing_or_of_no_numbers_is_refused(chunk: Tensor, message: str) -> None:
+    hessian = Hessian(4)
+    hessian.add(chunk)
+    with pytest.raises(UserError, match=message):
+        hessian.mean()
+
+
+def test_bad_damping_and_bad_groups_are_refused() -> None:
+    with pytest.raises(UserError, match=re.escape("damping=0.0 is not allowed: give a positive number")):
+        gptq(random(3, 64), torch.eye(64), GROUPS, damping=0.0)
+    with pytest.raises(UserError, match="groups of 16 do not divide the 60 input channels"):
+        gptq(random(3, 60), torch.eye(60), GROUPS)

@@ -1,0 +1,143 @@
+"""Weights of GGUF files that stay packed, against the gguf package's dequantisation of them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM
+
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.quantization import QuantConfig, QuantScheme
+from models.formats import open_checkpoint
+from models.formats.gguf import GGUFWeights
+from pipelines.loading import load_engine
+from quantization.layouts.gguf import GGUFWeight, read_gguf_quantization
+from quantization.linear import IntLinear
+from tests.builders import all_logits, complete, engine_of, run_config
+from tests.gguf_twins import add_shape, llama_cpp_tensors, write_twin
+from tests.oracle import random_prompts, write_model
+from tests.quantization.twins import assert_rows_are_independent
+
+TYPES = {"Q8_0": gguf.GGMLQuantizationType.Q8_0, "Q4_0": gguf.GGMLQuantizationType.Q4_0}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, {}),
+    "llama_tied": (LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "mixtral": (MixtralForCausalLM, {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "qwen2": (Qwen2ForCausalLM, {}),
+}
+
+
+def rounded(tensor: Tensor, kind: str) -> Tensor:
+    """As the package quantises and dequantises it, in the order of Hugging Face's rows."""
+    type = TYPES[kind]
+    return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), type), type).copy())
+
+
+def write_pair(folder: Path, family: str, kind: str) -> tuple[Path, Path]:
+    """A GGUF file, and a folder with the float weights that it stands for. A group of zeros has a scale of 0."""
+    model_class, config = FAMILIES[family]
+    write_model(folder, model_class, intermediate_size=96, **config)
+    tensors = load_file(folder / "model.safetensors")
+    next(tensor for name, tensor in tensors.items() if "down_proj" in name or "w2" in name)[3, 32:64] = 0
+    save_file(tensors, folder / "model.safetensors")
+    file = write_twin(folder, folder / "twin.gguf", kind)
+    matrices = {name for name, tensor in tensors.items() if tensor.ndim == 2 and not name.endswith(".gate.weight")}
+    save_file(
+        {name: rounded(tensor, kind) if name in matrices else tensor for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
+    return file, folder
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_codes_and_scales_are_the_files(family: str, kind: str, tmp_path: Path) -> None:
+    file, folder = write_pair(tmp_path, family, kind)
+    expected = load_file(folder / "model.safetensors")
+    (weights,) = open_checkpoint(file, False).open_weights({})
+    assert isinstance(weights, GGUFWeights)
+    modules = [name for name in weights.coded_modules() if "embed" not in name]
+    assert modules
+    before = dict(weights.shapes)
+    weights.keep_codes(modules)
+    found = dict(weights.read(weights.shapes))
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == weights.shapes
+    for module in modules:
+        layout = GGUFWeight((before[f"{module}.weight"][0], before[f"{module}.weight"][1]))
+        own = {name: found[f"{module}.{name}"] for name in layout.tensors()}
+        assert {name: tuple(tensor.shape) for name, tensor in own.items()} == layout.tensors()
+        assert layout.read(own).weight.dequantize().equal(expected[f"{module}.weight"])
+    assert any(bool((found[f"{module}.scales"] == 0).any()) for module in modules)
+    assert kind == "Q8_0" or all(bool((found[f"{module}.scales"] < 0).any()) for module in modules)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_runs_packed_without_an_option(family: str, kind: str, tmp_path: Path) -> None:
+    file, folder = write_pair(tmp_path, family, kind)
+    own, expected = engine_of(file), engine_of(folder)
+    assert own.runner.weight_bytes < expected.runner.weight_bytes / 2
+    prompts = random_prompts(96, (5, 1, 40))
+    for prompt in prompts:
+        # Kernels may hold 128 inputs of a row in 16 bits: 2^-16 of the largest at every layer, of logits of the order 10.
+        torch.testing.assert_close(all_logits(own, prompt), all_logits(expected, prompt), atol=2e-3, rtol=0)
+    decode = DecodeConfig(max_new_tokens=12)
+    ids = [output.token_ids for output in complete(expected, prompts, decode)]
+    assert [output.token_ids for output in complete(own, prompts, decode)] == ids
+    assert_rows_are_independent(own, prompts)
+    model = own.runner.model
+    assert isinstance(model.head, IntLinear) == (family != "llama_tied")
+    embedding = model.get_submodule("model.embed_tokens").weight
+    assert embedding.equal(load_file(folder / "model.safetensors")["model.embed_tokens.weight"])  # type: ignore[union-attr, operator]
+
+
+def test_other_types_are_dequantised_beside_them(tmp_path: Path) -> None:
+    write_model(tmp_path, LlamaForCausalLM, intermediate_size=96)
+    file = tmp_path / "mixed.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    add_shape(writer, tmp_path)
+    kinds = {"attn_v": "Q8_0", "ffn_up": "Q4_0", "ffn_down": "Q5_0", "attn_q": "F16"}
+    for name, array in llama_cpp_tensors(tmp_path).items():
+        type = gguf.GGMLQuantizationType[kinds.get(name.split(".")[-2], "F32")]
+        writer.add_tensor(name, gguf.quants.quantize(array, type), raw_dtype=type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    model = engine_of(file).runner.model
+    packed = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, IntLinear)}
+    assert packed == {"v_proj", "up_proj"}
+
+
+def test_options_beside_a_packed_file(tmp_path: Path) -> None:
+    file, _ = write_pair(tmp_path, "llama", "Q8_0")
+    run = run_config(file)
+    with pytest.raises(UserError, match=r"quant=int4 contradicts .* already \(int8 groups of 32\): leave quant out"):
+        load_engine(replace(run, quant=QuantConfig(QuantScheme.int4)), 3)
+    same = load_engine(replace(run, quant=QuantConfig(QuantScheme.int8, group_size=32)), 3)
+    assert all_logits(same, [1, 2, 3]).equal(all_logits(engine_of(file), [1, 2, 3]))
+
+
+def test_a_file_of_floats_is_quantised_where_an_option_says_so(tmp_path: Path) -> None:
+    write_model(tmp_path, LlamaForCausalLM, intermediate_size=96)
+    file = write_twin(tmp_path, tmp_path / "twin.gguf", "F16")
+    assert read_gguf_quantization(open_checkpoint(file, False).open_weights({})) is None
+    engine = load_engine(replace(run_config(file), quant=QuantConfig(QuantScheme.int8)), 3)
+    assert isinstance(engine.runner.model.get_submodule("model.layers.0.mlp.up_proj"), IntLinear)
+
+
+def test_a_damaged_scale_is_refused(tmp_path: Path) -> None:
+    file, _ = write_pair(tmp_path, "llama", "Q8_0")
+    tensor = next(t for t in gguf.GGUFReader(file).tensors if t.name == "blk.0.ffn_up.weight")
+    data = bytearray(file.read_bytes())
+    data[tensor.data_offset : tensor.data_offset + 2] = np.float16("nan").tobytes()
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="model.layers.0.mlp.up_proj: its scales have values that are not finite"):
+        engine_of(file)

@@ -1,0 +1,355 @@
+"""AutoAWQ's and GPTQ's layouts against their definitions, written out in loops."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from conf.schema import Weights
+from models.config import ConfigReader
+from models.layers.linear import Layer
+from pipelines.loading import load_engine
+from quantization.codes import CodeKind
+from quantization.gptq import Hessian, gptq
+from quantization.layouts import awq, read_quantization
+from quantization.layouts import gptq as gptq_layout
+from quantization.layouts.awq import AwqWeight
+from quantization.layouts.base import StoredQuantization, StoredWeight
+from quantization.layouts.gptq import GptqWeight
+from quantization.scheme import Activations, LinearScheme
+from quantization.weight_format import QuantizedWeight, WeightFormat, quantize
+from tests.builders import engine_of, run_config
+from tests.quantization.samples import random
+from tests.quantization.twins import (
+    assert_same_model,
+    change,
+    dequantised,
+    groups_of,
+    round_half_even,
+    values_of,
+    words,
+    write_twins,
+)
+
+NAME = "model.layers.0.mlp.up_proj"
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+IN_ORDER = {4: list(range(8)), 8: list(range(4))}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+HALF_SCALES = torch.float16
+
+
+def awq_tensors(weight: Tensor, size: int, symmetric: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+    group_of = groups_of(weight.shape[1], size)
+    codes, zeros, scales = round_half_even(weight, group_of, symmetric, 4)
+    tensors = {
+        "qweight": words(codes.T.tolist(), 4, AWQ_ORDER),
+        "qzeros": words(zeros.T.tolist(), 4, AWQ_ORDER),
+        "scales": scales.T.half(),
+    }
+    return tensors, dequantised(codes, zeros, scales, group_of)
+
+
+def gptq_tensors(weight: Tensor, config: dict[str, Any], shuffled: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+    bits, group_of = config["bits"], groups_of(weight.shape[1], config["group_size"])
+    if shuffled:
+        order = torch.randperm(len(group_of), generator=torch.Generator().manual_seed(3)).tolist()
+        group_of = [group_of[place] for place in order]
+    codes, zeros, scales = round_half_even(weight, group_of, config["sym"], bits)
+    stored = zeros if config.get("checkpoint_format") == "gptq_v2" else zeros - 1
+    assert stored.min() >= 0  # as in AutoGPTQ; a zero point of 0 has a test of its own
+    tensors = {
+        "qweight": words(codes.tolist(), bits, IN_ORDER[bits]).T,
+        "qzeros": words(stored.T.tolist(), bits, IN_ORDER[bits]),
+        "scales": scales.T.half(),
+        "g_idx": torch.tensor(group_of, dtype=torch.int32),
+    }
+    return tensors, dequantised(codes, zeros, scales, group_of)
+
+
+def quantization(config: dict[str, Any]) -> StoredQuantization:
+    stored = read_quantization(ConfigReader({"quantization_config": config}, "config.json"))
+    assert stored is not None
+    return stored
+
+
+def read(config: dict[str, Any], tensors: dict[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    layer = Layer(NAME, NAME, shape, is_transposed=False, has_bias=False)
+    layout = quantization(config).layout(layer, shapes)
+    assert layout.tensors() == shapes
+    return layout.read(tensors).weight
+
+
+@pytest.mark.parametrize("size", [8, 24, -1])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_awq_is_its_definition(size: int, symmetric: bool) -> None:
+    tensors, expected = awq_tensors(random(40, 72), size, symmetric)
+    config = AWQ | {"group_size": size, "zero_point": not symmetric}
+    assert read(config, tensors, (40, 72)).dequantize().equal(expected)  # the same products of the same two numbers
+
+
+def test_awq_without_zero_points_is_centred() -> None:
+    tensors, expected = awq_tensors(random(40, 64), 32, symmetric=True)
+    del tensors["qzeros"]
+    assert read(AWQ | {"zero_point": False}, tensors, (40, 64)).dequantize().equal(expected)
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("size", [32, 96, -1])
+@pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (8, True)])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_gptq_is_its_definition(version: str, size: int, bits: int, symmetric: bool, shuffled: bool) -> None:
+    config = GPTQ | {"bits": bits, "group_size": size, "sym": symmetric, "checkpoint_format": version}
+    tensors, expected = gptq_tensors(random(40, 96), config, shuffled)
+    weight = read(config | {"desc_act": shuffled}, tensors, (40, 96))
+    assert weight.dequantize().equal(expected)
+    assert (weight.permutation is None) == (not shuffled or size != 32)
+    assert (weight.zero_points is None) == symmetric
+
+
+def test_a_zero_point_of_0_is_read_as_gptqmodel_wrote_it() -> None:
+    zeros = [[0, 15, 1, 0, 8, 0, 7, 3]]
+    config = GPTQ | {"sym": False, "group_size": -1}
+    less_one = (words(zeros, 4, IN_ORDER[4]).long() - 0x11111111).to(torch.int32)  # borrows from the next code
+    tensors = {
+        "qweight": torch.zeros(4, 8, dtype=torch.int32),
+        "qzeros": less_one,
+        "scales": torch.ones(1, 8, dtype=torch.float16),
+    }
+    assert read(config, tensors, (8, 32)).dequantize()[:, 0].tolist() == [-z for z in zeros[0]]
+
+
+@pytest.mark.parametrize("case", ["awq", "awq centred", "gptq", "gptq 8", "gptq asymmetric", "gptq v2", "desc_act"])
+def test_a_model_is_its_twin(case: str, tmp_path: Path) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "awq": AWQ,
+        "awq centred": AWQ | {"zero_point": False, "modules_to_not_convert": ["lm_head"]},
+        "gptq": GPTQ
+        | {"damp_percent": 0.01, "static_groups": False, "true_sequential": True, "model_name_or_path": None},
+        "gptq 8": GPTQ | {"bits": 8, "group_size": -1},
+        "gptq asymmetric": GPTQ | {"sym": False},
+        "gptq v2": GPTQ
+        | {"sym": False, "checkpoint_format": "gptq_v2", "lm_head": False, "meta": {"quantizer": ["x:1"]}},
+        "desc_act": GPTQ | {"desc_act": True},
+    }
+    config = changes[case]
+
+    def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        if config["quant_method"] == "awq":
+            return awq_tensors(weight, 32, not config["zero_point"])
+        return gptq_tensors(weight, config, shuffled=config["desc_act"])
+
+    assert_same_model(*write_twins(tmp_path, config, encode))
+
+
+def test_rules_change_layers_and_leave_some_out(tmp_path: Path) -> None:
+    rules = {r"-:.*\.1\.mlp": {}, r"+:.*k_proj": {"bits": 8, "group_size": -1}, r"model.*v_proj": {"sym": False}}
+    config = GPTQ | {"dynamic": rules}
+
+    def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        own = {"k_proj": {"bits": 8, "group_size": -1}, "v_proj": {"sym": False}}.get(name.split(".")[-1], {})
+        return ({"weight": weight}, weight) if ".1.mlp" in name else gptq_tensors(weight, config | own)
+
+    packed, floats = write_twins(tmp_path, config, encode)
+    assert_same_model(packed, floats)
+
+
+def test_biases_of_zero_that_old_files_have(tmp_path: Path) -> None:
+    def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        tensors, expected = gptq_tensors(weight, GPTQ)
+        return tensors | {"bias": torch.zeros(len(weight), dtype=torch.float16)}, expected
+
+    packed, floats = write_twins(tmp_path, GPTQ, encode)
+    assert_same_model(packed, floats)
+    change(packed, f"{NAME}.bias", torch.ones(96, dtype=torch.float16))
+    with pytest.raises(UserError, match=f"{NAME}: bias is not 0, but a layer of this model has none"):
+        engine_of(packed)
+
+
+FORMATS = {
+    "int4": WeightFormat(4, group_size=32, scale_dtype=HALF_SCALES),
+    "int4 per channel": WeightFormat(4, scale_dtype=HALF_SCALES),
+    "int4 asymmetric": WeightFormat(4, symmetric=False, group_size=16, scale_dtype=HALF_SCALES),
+    "int8": WeightFormat(8, scale_dtype=HALF_SCALES),
+    "int8 groups": WeightFormat(8, group_size=32, scale_dtype=HALF_SCALES),
+}
+
+
+def assert_equal(back: QuantizedWeight, own: QuantizedWeight) -> None:
+    assert back.codes.equal(own.codes)
+    assert back.scales.equal(own.scales)
+    assert (back.zero_points is None) == (own.zero_points is None)
+    assert back.zero_points is None or back.zero_points.equal(own.zero_points)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("int4")])
+def test_awq_is_written_as_defined_and_read_again(name: str) -> None:
+    format = FORMATS[name]
+    own = quantize(random(48, 96), format)
+    config = awq.write_config({NAME: LinearScheme(format)}, ["lm_head"])
+    tensors = AwqWeight((48, 96), format).write(StoredWeight(own))
+    codes, zeros = (torch.tensor(values_of(tensors[key], 4, AWQ_ORDER)).T for key in ("qweight", "qzeros"))
+    group_of = groups_of(96, config["group_size"])
+    assert dequantised(codes, zeros, tensors["scales"].T.float(), group_of).equal(own.dequantize())
+    assert_equal(read(config, tensors, (48, 96)), own)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gptq_is_written_as_defined_and_read_again(name: str) -> None:
+    format = FORMATS[name]
+    weight = random(48, 96)
+    weight[3] = weight[3].abs() + 1  # zero points of 0, and in the next line of 15
+    weight[4] = -weight[3]
+    own = quantize(weight, format)
+    config = gptq_layout.write_config({NAME: LinearScheme(format)}, ["lm_head"], act_order=False)
+    is_v1 = config["checkpoint_format"] == "gptq"
+    assert is_v1 == format.symmetric
+    tensors = GptqWeight((48, 96), format, is_v1).write(StoredWeight(own))
+    bits = format.bits
+    codes = torch.tensor(values_of(tensors["qweight"].T, bits, IN_ORDER[bits]))
+    zeros = torch.tensor(values_of(tensors["qzeros"], bits, IN_ORDER[bits])).T + is_v1
+    expected = dequantised(codes, zeros, tensors["scales"].T.float(), tensors["g_idx"].tolist())
+    assert expected.equal(own.dequantize())
+    assert_equal(read(config, tensors, (48, 96)), own)
+
+
+def test_act_order_survives_a_round_trip() -> None:
+    format = FORMATS["int4 asymmetric"]
+    hessian = Hessian(96)
+    hessian.add(random(300, 96, seed=2) * torch.linspace(0.1, 3, 96))
+    own, _ = gptq(random(48, 96), hessian.mean(), format, static_groups=False)
+    assert own.permutation is not None
+    config = gptq_layout.write_config({NAME: LinearScheme(format)}, [], act_order=True)
+    tensors = GptqWeight((48, 96), format, is_v1=False).write(StoredWeight(own))
+    back = read(config, tensors, (48, 96))
+    assert back.permutation is not None
+    assert back.dequantize().equal(own.dequantize())
+    with pytest.raises(UserError, match="AWQ holds input channels in their own order"):
+        AwqWeight((48, 96), format).write(StoredWeight(own))
+
+
+def test_several_schemes_are_rules() -> None:
+    usual, other = LinearScheme(FORMATS["int4"]), LinearScheme(FORMATS["int8"])
+    schemes = {NAME: usual, "model.layers.1.mlp.up_proj": usual, "model.layers.0.mlp.down_proj": other}
+    config = gptq_layout.write_config(schemes, ["model.layers.1.mlp.down_proj"], act_order=False)
+    stored, found = quantization(config), {"qweight": (1, 1)}
+    for name, scheme in {**schemes, "model.layers.1.mlp.down_proj": None}.items():
+        own = stored.scheme(Layer(name, name, (32, 32), False, False), found)
+        assert own == (scheme and LinearScheme(replace(scheme.weights, scale_dtype=torch.float32)))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        (LinearScheme(WeightFormat(8)), "AWQ holds int4 weights, not int8 per channel: write compressed-tensors"),
+        (LinearScheme(WeightFormat(4), Activations.dynamic), "AWQ holds int4 weights, not int4 .* activations"),
+        (LinearScheme(WeightFormat(8, CodeKind.FP8)), "AWQ holds int4 weights, not fp8 per channel"),
+    ],
+)
+def test_what_awq_cannot_hold(scheme: LinearScheme, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        awq.write_config({NAME: scheme}, [])
+
+
+def test_what_the_writers_refuse() -> None:
+    int4, int8 = LinearScheme(WeightFormat(4)), LinearScheme(WeightFormat(4, group_size=32))
+    with pytest.raises(UserError, match="AWQ holds one scheme for all layers, not several"):
+        awq.write_config({NAME: int4, "b": int8}, [])
+    with pytest.raises(UserError, match=r"AWQ has no quantised head: give quant.skip=\[lm_head\]"):
+        awq.write_config({"lm_head": int4}, [])
+    with pytest.raises(UserError, match="8 output channels, which do not divide a weight \\[36, 96\\]"):
+        AwqWeight((36, 96), int4.weights)
+    with pytest.raises(UserError, match="GPTQ holds int4 and int8 weights, not fp8 per channel"):
+        gptq_layout.write_config({NAME: LinearScheme(WeightFormat(8, CodeKind.FP8))}, [], act_order=False)
+    own = StoredWeight(quantize(random(48, 96), int4.weights))
+    for layout in (AwqWeight((48, 96), int4.weights), GptqWeight((48, 96), int4.weights, is_v1=True)):
+        with pytest.raises(UserError, match="scales in float16, but these were chosen in float32"):
+            layout.write(own)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (AWQ | {"version": "GEMV"}, "version='gemv' of AWQ is not supported: only 'gemm'"),
+        (AWQ | {"version": "gemv_fast"}, "version='gemv_fast' of AWQ is not supported"),
+        (AWQ | {"version": "marlin"}, "version='marlin' of AWQ is not supported"),
+        (AWQ | {"bits": 3}, "bits=3 is not supported: only 4"),
+        (AWQ | {"group_size": 0}, "group_size=0 is not a number above 0"),
+        (AWQ | {"rotation": "x"}, "settings that are not known: rotation"),
+        (GPTQ | {"bits": 3}, "bits=3 is not supported: only 4, 8"),
+        (GPTQ | {"bits": 8, "sym": False}, "sym=false with bits=8 is not supported"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin' is not supported: only 'gptq', 'gptq_v2'"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format=True is not supported"),
+        (GPTQ | {"group_size": "a"}, "group_size='a' is not of type int"),
+        (GPTQ | {"new_key": 1}, "settings that are not known: new_key"),
+        (GPTQ | {"dynamic": {"+:(": {"bits": 8}}}, r"dynamic: '\+:\(' is not a regular expression"),
+        (GPTQ | {"dynamic": {"x": {"bits": 2}}}, "bits=2 is not supported"),
+        (GPTQ | {"dynamic": {"x": {"adapter": 1}}}, "dynamic: 'x' has settings that are not known: adapter"),
+    ],
+)
+def test_unknown_settings(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        quantization(config)
+
+
+@pytest.mark.parametrize(
+    ("method", "own", "tensor", "message"),
+    [
+        ("awq", "scales", None, f"missing: {NAME}.scales"),
+        ("awq", "qzeros", None, f"missing: {NAME}.qzeros"),
+        ("awq", "qweight", torch.zeros(32, 12, dtype=torch.int32), rf"{NAME}.qweight \[32, 12\], expected \[64, 12\]"),
+        ("awq", "qweight", torch.zeros(64, 12), f"{NAME}: qweight is torch.float32, expected torch.int32"),
+        ("awq", "scales", torch.zeros(2, 96), f"{NAME}: scales has values that are not finite numbers above 0"),
+        ("awq", "scales", torch.full((2, 96), torch.nan), f"{NAME}: scales has values that are not finite numbers"),
+        ("gptq", "scales", None, f"missing: {NAME}.scales"),
+        ("gptq", "g_idx", None, f"missing: {NAME}.g_idx"),
+        ("gptq", "scales", torch.ones(96, 2), rf"{NAME}.scales \[96, 2\], expected \[2, 96\]"),
+        ("gptq", "scales", torch.full((2, 96), -torch.inf), f"{NAME}: scales has values that are not finite numbers"),
+        (
+            "gptq",
+            "qzeros",
+            torch.zeros(2, 12, dtype=torch.int32),
+            f"{NAME}: qzeros has zero points other than 8, but .* sym=true",
+        ),
+        (
+            "gptq",
+            "g_idx",
+            torch.full((64,), 7, dtype=torch.int32),
+            f"{NAME}: g_idx does not put the 64 input channels into",
+        ),
+        ("gptq", "g_idx", torch.zeros(64), f"{NAME}: g_idx is torch.float32, expected torch.int32"),
+    ],
+)
+def test_damaged_tensors(method: str, own: str, tensor: Tensor | None, message: str, tmp_path: Path) -> None:
+    config = AWQ if method == "awq" else GPTQ | {"desc_act": True}
+
+    def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        return awq_tensors(weight, 32) if method == "awq" else gptq_tensors(weight, config)
+
+    packed, _ = write_twins(tmp_path, config, encode)
+    change(packed, f"{NAME}.{own}", tensor)
+    with pytest.raises(UserError, match=message):
+        engine_of(packed)
+
+
+def test_groups_that_do_not_divide_a_layer(tmp_path: Path) -> None:
+    packed, _ = write_twins(tmp_path, AWQ | {"group_size": 24}, lambda name, weight: awq_tensors(weight, 32))
+    with pytest.raises(UserError, match="q_proj: groups of 24 do not divide the 64 input channels of a weight"):
+        engine_of(packed)
+
+
+def test_random_weights_of_a_quantised_checkpoint(tmp_path: Path) -> None:
+    packed, _ = write_twins(tmp_path, AWQ, lambda name, weight: awq_tensors(weight, 32))
+    with pytest.raises(UserError, match="model.weights=random makes float weights, but this checkpoint is quantised"):
+        load_engine(run_config(packed, weights=Weights.random), 3)
+
+
+def test_every_key_of_a_quantised_config_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    packed, _ = write_twins(tmp_path, AWQ, lambda name, weight: awq_tensors(weight, 32))
+    engine_of(packed)
+    assert "not used" not in caplog.text

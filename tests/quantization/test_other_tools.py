@@ -1,0 +1,68 @@
+"""Files of task=quantize in transformers, which reads them with the package compressed-tensors: the same logits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.quantization.lifecycle import forward
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from conf.quantization import QuantConfig
+from tests.builders import all_logits, write_llama
+from tests.quantization.making import (
+    A8W8,
+    AWQ,
+    CALIBRATED,
+    DYNAMIC,
+    FP8,
+    GPTQ,
+    INT4,
+    INT8,
+    make,
+    quantize_run,
+    random_rows,
+    write_rows,
+)
+
+PROMPT = [1, *range(5, 50)]
+SCHEMES = {name: CALIBRATED[name] for name in ("a8w8 static smoothquant", "fp8 static")} | {
+    "int4 gptq": QuantConfig(INT4, GPTQ, group_size=32),
+    "int4 awq, asymmetric": QuantConfig(INT4, AWQ, group_size=32, symmetric=False),
+    "int8": QuantConfig(INT8),
+    "a8w8 dynamic": QuantConfig(A8W8, activations=DYNAMIC),
+    "fp8 dynamic": QuantConfig(FP8, activations=DYNAMIC),
+    "a8w8 static without the head": QuantConfig(A8W8, activations=CALIBRATED["a8w8 static"].activations, skip=["lm_head"]),
+    "int4 with an int8 layer": QuantConfig(INT4, group_size=32, overrides={"*.down_proj": "int8/32"}),
+}  # fmt: skip
+# Codes and scales are equal. Where activations stay floats, our kernels take them as fixed-point numbers: 1e-4 of the largest logit is
+# what that was measured to cost here. Otherwise float32 sums in another order differ by 1e-6, and where such a last bit decides between
+# two codes of an activation, its step shows in that token and those after it, in less than half of them: 1/127 of it, or 1/16 of fp8.
+FIXED_POINT, ORDER, STEPS = 3e-4, 1e-5, {"a8w8": 0.03, "fp8": 0.1}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_transformers_gives_the_same_logits(
+    name: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_llama(tmp_path / "float", intermediate_size=96, tie_word_embeddings=tied)
+    data = write_rows(tmp_path / "rows.jsonl", random_rows(20, 16))
+    run = quantize_run(tmp_path / "float", SCHEMES[name], tmp_path / "made", data)
+    ours = all_logits(make(run, tmp_path / "run"), PROMPT)
+    config = {}
+    if not SCHEMES[name].symmetric:  # whose zero points transformers 5.23 only takes when everything becomes floats
+        config = {"quantization_config": CompressedTensorsConfig(run_compressed=False)}
+    if name == "a8w8 dynamic":  # its scales are absmax / 127.5; ours, like vLLM's, absmax / 127
+        monkeypatch.setattr(forward, "compute_dynamic_scales_and_zp", scales_of_127)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32, **config).eval()
+    with torch.no_grad():
+        found = theirs(torch.tensor([PROMPT])).logits[0]
+    errors = (found - ours).abs().amax(1) / ours.abs().max()  # of each token
+    scheme = name.split()[0]
+    assert errors.median() < (ORDER if scheme in STEPS else FIXED_POINT)
+    assert errors.max() < STEPS.get(scheme, FIXED_POINT)
+
+
+def scales_of_127(value: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = value.abs().amax(-1, keepdim=True) / 127
+    return scales, torch.zeros_like(scales, dtype=torch.int8)

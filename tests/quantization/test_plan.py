@@ -1,0 +1,125 @@
+"""Which layers a `quant` option reaches."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from conf.quantization import Activations, QuantConfig, QuantScheme
+from models.causal_lm import CausalLM
+from models.config import ConfigReader
+from models.linear_layers import linear_layers
+from models.registry import find_architecture
+from quantization.plan import plan, quantize_while_loading
+from quantization.scheme import LinearScheme
+from quantization.weight_format import WeightFormat
+
+GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
+
+
+def model_of(family: str) -> CausalLM:
+    reader = ConfigReader.from_folder(GOLDENS / family)
+    architecture = find_architecture(reader)
+    with torch.device("meta"):
+        return architecture.build(architecture.read_config(reader))
+
+
+def int8(**changes: Any) -> QuantConfig:
+    return QuantConfig(QuantScheme.int8, **changes)
+
+
+def test_all_linear_layers_of_a_llama() -> None:
+    schemes = plan(model_of("llama3"), int8())
+    assert len(schemes) == 2 * 7 + 1
+    assert set(schemes.values()) == {LinearScheme(WeightFormat(8))}
+
+
+def test_routers_and_weights_with_other_uses_stay_floats() -> None:
+    names = linear_layers(model_of("mixtral"))
+    assert "model.layers.0.block_sparse_moe.experts.3.w2" in names
+    assert not [name for name in names if name.endswith("gate")]
+    names = linear_layers(model_of("qwen2_moe"))
+    assert "model.layers.0.mlp.shared_expert.up_proj" in names
+    assert not [name for name in names if name.endswith(("gate", "shared_expert_gate"))]
+
+
+def test_a_tied_head_is_made_of_the_embedding() -> None:
+    layer = linear_layers(model_of("llama_tied_bias"))["lm_head"]
+    assert (layer.source, layer.shape, layer.is_transposed) == ("model.embed_tokens", (512, 64), False)
+
+
+def test_gpt2_is_stored_transposed() -> None:
+    layer = linear_layers(model_of("gpt2"))["transformer.h.0.attn.c_attn"]
+    assert (layer.shape, layer.is_transposed, layer.has_bias) == ((192, 64), True, True)
+
+
+@pytest.mark.parametrize("family", ["llama3", "chatglm2", "baichuan2-7b", "llama_tied_bias"])
+def test_lm_head_is_every_models_head(family: str) -> None:
+    model = model_of(family)
+    head = next(name for name, module in model.named_modules() if module is model.head)
+    assert head not in plan(model, int8(skip=["lm_head"]))
+
+
+def test_skips_and_overrides_are_globs() -> None:
+    config = QuantConfig(
+        QuantScheme.int4, group_size=32, skip=["*.down_proj"], overrides={"*.v_proj": "int8", "lm_head": "int4/64"}
+    )
+    schemes = plan(model_of("llama3"), config)
+    assert "model.layers.1.mlp.down_proj" not in schemes
+    assert schemes["model.layers.1.self_attn.v_proj"] == LinearScheme(WeightFormat(8))
+    assert schemes["model.layers.1.self_attn.q_proj"] == LinearScheme(WeightFormat(4, group_size=32))
+    assert schemes["lm_head"] == LinearScheme(WeightFormat(4, group_size=64))
+    assert "lm_head" not in plan(model_of("llama3"), int8(overrides={"lm_head": "none"}))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: int8(skip=["*.q_porj"]), r"quant.skip has '\*.q_porj', which matches no layer: there are .*q_proj"),
+        (lambda: int8(overrides={"head": "int4"}), "quant.overrides has 'head', which matches no layer"),
+        (
+            lambda: int8(overrides={"lm_head": "int3"}),
+            "quant.overrides.lm_head=int3 is not allowed: give none, int8, int8/32, ",
+        ),
+        (lambda: int8(overrides={"lm_head": "int4/"}), "quant.overrides.lm_head=int4/ is not allowed"),
+        (lambda: int8(overrides={"lm_head": "none/32"}), "quant.overrides.lm_head=none/32 is not allowed"),
+        (
+            lambda: int8(group_size=128),
+            r"self_attn.q_proj has 64 input channels, which groups of 128 do not divide: give a quant.group_size that does",
+        ),
+    ],
+)
+def test_what_cannot_be(config: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        quantize_while_loading(model_of("llama3"), config())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"scheme": QuantScheme.none, "group_size": 32},
+            "quant.group_size=32 is not used by quant=none: leave it at -1",
+        ),
+        ({"scheme": QuantScheme.int8, "symmetric": False}, "quant.symmetric=False is not used by quant=int8"),
+        (
+            {"scheme": QuantScheme.int8, "group_size": 0},
+            "quant.group_size=0 is not allowed: give 32, 64, 128, or -1",
+        ),
+        ({"scheme": QuantScheme.a8w8}, "quant.activations=none is not allowed: give dynamic or static with quant=a8w8"),
+        (
+            {"scheme": QuantScheme.int4, "activations": Activations.static},
+            "quant.activations=static is not allowed: give none with",
+        ),
+        ({"scheme": QuantScheme.none, "skip": ["lm_head"]}, r"quant.skip=\['lm_head'\] is not used by quant=none"),
+        (
+            {"scheme": QuantScheme.int8, "shift": True},
+            "quant.shift=True goes with quant.method=smoothquant: leave it at False",
+        ),
+    ],
+)
+def test_options_that_nothing_would_use(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        QuantConfig(**values)

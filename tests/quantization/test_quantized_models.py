@@ -1,0 +1,71 @@
+"""Every scheme that needs no calibration on every family: it runs, its error is bounded, and no row depends on its batch."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conf.decoding import DecodeConfig
+from conf.quantization import Activations, QuantConfig, QuantScheme
+from pipelines.engine import Engine
+from pipelines.loading import load_engine
+from tests.builders import all_logits, complete, engine_of, run_config
+
+GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
+FAMILIES = sorted(folder.name for folder in GOLDENS.iterdir() if not folder.name.endswith("_bin"))
+# Random weights have no outliers, but nothing that evens errors out either: bounds are 1.3 to 1.6 times the largest error of any family,
+# as a share of the logits' standard deviation.
+SCHEMES = {
+    "int8": (QuantConfig(QuantScheme.int8), 0.05),
+    "int4": (QuantConfig(QuantScheme.int4), 0.6),
+    "int4 asymmetric": (QuantConfig(QuantScheme.int4, symmetric=False), 0.5),
+    "a8w8": (QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic), 0.12),
+    "fp8": (QuantConfig(QuantScheme.fp8, activations=Activations.dynamic), 0.2),
+}
+
+
+def quantized(family: str, quant: QuantConfig) -> Engine:
+    return load_engine(replace(run_config(GOLDENS / family), quant=quant), 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_errors_are_bounded_and_rows_are_independent(family: str, scheme: str) -> None:
+    quant, bound = SCHEMES[scheme]
+    golden = load_file(GOLDENS / family / "golden.safetensors")
+    prompt, expected = golden["input_ids"][0].tolist(), golden["logits"][0]
+    engine = quantized(family, quant)
+    error = (all_logits(engine, prompt) - expected).square().mean().sqrt() / expected.std()
+    assert 0 < error < bound
+    decode = DecodeConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=0, prefix_cache=False)
+    prompts = [prompt, prompt[-9:], prompt[-5:]] if family[:7] != "chatglm" or family[7:8] in "23" else [prompt]
+    alone = [complete(engine, [one], decode)[0] for one in prompts]
+    assert complete(engine, prompts, decode) == alone  # log probabilities to the bit
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weight_memory_falls(scheme: str) -> None:
+    before = engine_of(GOLDENS / "llama3").runner.weight_bytes
+    floats = 2 * 64 * 512 * 4  # embedding; and norms, which are little
+    after = quantized("llama3", SCHEMES[scheme][0]).runner.weight_bytes
+    assert after < floats / 2 + (before - floats / 2) / 2.5
+
+
+def test_a_tied_head_is_quantised_beside_its_embedding() -> None:
+    engine = quantized("llama_tied_bias", QuantConfig(QuantScheme.int8))
+    plain = quantized("llama_tied_bias", QuantConfig(QuantScheme.int8, skip=["lm_head"]))
+    assert engine.runner.step_weight_bytes < plain.runner.step_weight_bytes
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(
+        engine.runner.model.logits(hidden), plain.runner.model.logits(hidden), rtol=0, atol=0.05
+    )  # steps of 1/127 of the largest weight
+
+
+def test_random_weights_are_quantised_too() -> None:
+    from conf.schema import Weights
+
+    run = run_config(GOLDENS / "llama3", weights=Weights.random)
+    first, second = (load_engine(replace(run, quant=QuantConfig(QuantScheme.int8)), 3) for _ in range(2))
+    assert all_logits(first, [1, 2, 3]).equal(all_logits(second, [1, 2, 3]))

@@ -1,0 +1,172 @@
+import re
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from quantization.codes import CodeKind
+from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, encode, quantize
+from tests.quantization.samples import random
+
+INT4 = WeightFormat(bits=4, group_size=8)
+ASYMMETRIC = WeightFormat(bits=4, symmetric=False, group_size=8)
+FP8 = WeightFormat(kind=CodeKind.FP8)
+FORMATS = [
+    INT4,
+    ASYMMETRIC,
+    FP8,
+    WeightFormat(),
+    WeightFormat(bits=4),
+    WeightFormat(bits=4, symmetric=False),
+    WeightFormat(per_tensor=True),
+    WeightFormat(kind=CodeKind.FP8, per_tensor=True),
+    WeightFormat(bits=4, group_size=8, scale_dtype=torch.float16),
+    WeightFormat(bits=4, symmetric=False, group_size=8, scale_dtype=torch.bfloat16),
+]
+
+
+def symmetric_by_hand(row: list[float], highest: int) -> tuple[list[int], float]:
+    scale = max(abs(value) for value in row) / highest
+    return [round(value / scale) for value in row], scale  # Python's round is half to even
+
+
+def asymmetric_by_hand(row: list[float]) -> tuple[list[int], float, int]:
+    low, high = min(0.0, *row), max(0.0, *row)
+    scale = (high - low) / 15
+    zero = round(-low / scale)
+    return [min(15, max(0, round(value / scale) + zero)) for value in row], scale, zero
+
+
+@pytest.mark.parametrize(("bits", "size"), [(4, 8), (8, 8), (4, None), (8, None)])
+@pytest.mark.parametrize("num_outputs", [1, 5])
+def test_symmetric_is_the_formula(bits: int, size: int | None, num_outputs: int) -> None:
+    weight = random(num_outputs, 24)
+    done = quantize(weight, WeightFormat(bits=bits, group_size=size))
+    assert done.zero_points is None
+    assert done.permutation is None
+    assert done.codes.dtype == torch.int8
+    for i, row in enumerate(weight.double().unflatten(1, (-1, size or 24))):
+        for g, group in enumerate(row):
+            codes, scale = symmetric_by_hand(group.tolist(), 2 ** (bits - 1) - 1)
+            assert done.codes[i].unflatten(0, (-1, size or 24))[g].tolist() == codes
+            assert done.scales[i, g].item() == pytest.approx(scale, rel=1e-6)  # float32 has 2**-24 = 6e-8 per rounding
+
+
+def test_asymmetric_is_the_formula() -> None:
+    weight = random(3, 24)
+    weight[0, :8] = weight[0, :8].abs() + 1  # 0 lies outside the group's own range
+    done = quantize(weight, ASYMMETRIC)
+    assert done.zero_points is not None
+    for i, row in enumerate(weight.double().unflatten(1, (-1, 8))):
+        for g, group in enumerate(row):
+            codes, scale, zero = asymmetric_by_hand(group.tolist())
+            assert done.codes[i].unflatten(0, (-1, 8))[g].tolist() == codes
+            assert (done.zero_points[i, g].item(), done.scales[i, g].item()) == (zero, pytest.approx(scale, rel=1e-6))
+
+
+def test_fp8_keeps_what_lies_between_whole_numbers() -> None:
+    done = quantize(torch.tensor([[448.0, 0.875, -1.125, 2.3, 0.001953125]]), FP8)
+    assert done.scales.tolist() == [[1.0]]
+    assert done.codes.dtype == torch.float8_e4m3fn
+    assert done.dequantize().tolist() == [
+        [448.0, 0.875, -1.125, 2.25, 0.001953125]
+    ]  # 2.3: steps of 1/4; the last is 2**-9, the smallest
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_half_a_step_is_the_largest_error(format: WeightFormat) -> None:
+    weight = random(7, 40)
+    done = quantize(weight, format)
+    error = (done.dequantize() - weight).abs().unflatten(1, (done.scales.shape[1], -1))
+    if format.kind is CodeKind.FP8:
+        step = (
+            weight.abs().unflatten(1, (done.scales.shape[1], -1)) / 8 + done.scales.unsqueeze(2) / 512
+        )  # 3 bits of mantissa; subnormals
+    else:
+        step = done.scales.unsqueeze(2).expand_as(error)
+    slack = (
+        1.3 if format.scale_dtype == torch.bfloat16 else 1.01
+    )  # rounded down by 2**-9, it misses the largest by 15 * 2**-9
+    assert bool((error <= step / 2 * slack).all())
+    assert torch.equal(done.scales, done.scales.to(format.scale_dtype).float())
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_what_is_on_the_grid_comes_back(format: WeightFormat) -> None:
+    once = quantize(random(7, 40), format)
+    again = encode(once.dequantize(), once.scales, once.zero_points, format)
+    assert torch.equal(again.float(), once.codes.float())
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("value", [0.0, 1e-45, 3e38])
+def test_extreme_rows_stay_finite(format: WeightFormat, value: float) -> None:
+    weight = random(4, 16)
+    weight[1] = value
+    weight[1, ::2] *= -1
+    done = quantize(weight, format)
+    assert bool(done.scales.isfinite().all())
+    assert bool(done.dequantize().isfinite().all())
+    if not format.per_tensor and value < 1:
+        assert not bool(done.dequantize()[1].abs().gt(1e-30).any())
+
+
+def test_ties_go_to_the_even_code() -> None:
+    row = torch.tensor([[7.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.0]])
+    assert quantize(row, INT4).codes.tolist() == [[7, 0, 2, 2, 0, -2, -2, 0]]
+
+
+def test_encode_saturates_at_the_lowest_code() -> None:
+    assert encode(torch.tensor([[-99.0, 99.0]]), torch.ones(1, 1), None, WeightFormat(bits=4)).tolist() == [[-8, 7]]
+
+
+def test_columns_that_were_permuted_return_to_their_places() -> None:
+    weight, order = random(3, 16), torch.randperm(16, generator=torch.Generator().manual_seed(1))
+    done = quantize(weight[:, order], INT4)
+    stored = QuantizedWeight(done.codes, done.scales, permutation=order)
+    x = random(5, 16, seed=2)
+    assert torch.equal(stored.dequantize()[:, order], done.dequantize())
+    # the same products in another order: 16 float32 sums
+    torch.testing.assert_close(x @ stored.dequantize().T, x[:, order] @ done.dequantize().T, rtol=1e-5, atol=1e-5)
+
+
+def test_scales_that_float16_holds_as_subnormals_still_count() -> None:
+    weight = random(3, 16) * 1e-4
+    done = quantize(weight, WeightFormat(scale_dtype=torch.float16))
+    assert bool((done.scales < torch.finfo(torch.float16).tiny).all())
+    # half a step, and what the largest loses to a scale rounded down by half of 2**-24: 127 / 2 of that
+    assert bool(((done.dequantize() - weight).abs() <= done.scales / 2 + 127 / 2 * 2**-24).all())
+
+
+def test_a_low_precision_weight_is_its_float32_value() -> None:
+    weight = random(3, 16).bfloat16()
+    assert torch.equal(quantize(weight, INT4).dequantize(), quantize(weight.float(), INT4).dequantize())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_no_numbers_are_refused(bad: float) -> None:
+    weight = random(4, 16)
+    weight[2, 5] = bad
+    with pytest.raises(UserError, match="1 of 64 weights are NaN or infinite"):
+        quantize(weight, INT4)
+
+
+def test_groups_that_do_not_divide_are_refused() -> None:
+    message = "groups of 8 do not divide the 20 input channels of a weight [3, 20]: give a group_size that does"
+    with pytest.raises(UserError, match=re.escape(message)):
+        choose_scales(random(3, 20), INT4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 3}, "bits=3 is not allowed: give 8, or 4 for int codes"),
+        ({"bits": 4, "kind": CodeKind.FP8}, "bits=4 is not allowed"),
+        ({"symmetric": False}, "symmetric=False is not allowed: give true, or bits=4"),
+        ({"group_size": 0}, "group_size=0 is not allowed: give a positive number, or null"),
+        ({"group_size": 8, "per_tensor": True}, "group_size=8 is not allowed: give null where scales are per tensor"),
+    ],
+)
+def test_formats_that_contradict_themselves_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        WeightFormat(**options)  # type: ignore[arg-type]

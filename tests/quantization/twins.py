@@ -1,0 +1,128 @@
+"""A small Llama in a quantised layout, and its twin whose float weights are what the layout's definition gives."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from conf.decoding import DecodeConfig
+from pipelines.engine import Engine
+from tests.builders import all_logits, complete, engine_of, write_llama
+from tests.oracle import random_prompts
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+Encode = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]
+"""A layer's name and its weight [O, I]: its tensors, and the weight [O, I] float32 that they stand for."""
+
+
+def write_twins(folder: Path, quantization_config: dict[str, Any], encode: Encode, **config: Any) -> tuple[Path, Path]:
+    """Folders of the quantised model, all linear layers but the head, and of its twin."""
+    packed, floats = folder / "packed", folder / "floats"
+    write_llama(floats, **{**SIZES, **config})
+    plain = load_file(floats / "model.safetensors")
+    quantised = {}
+    for name, tensor in list(plain.items()):
+        if not name.endswith("_proj.weight"):
+            quantised[name] = tensor
+            continue
+        module = name.removesuffix(".weight")
+        tensors, plain[name] = encode(module, tensor)
+        quantised |= {f"{module}.{own}": value.contiguous() for own, value in tensors.items()}
+    save_file(plain, floats / "model.safetensors")
+    packed.mkdir()
+    save_file(quantised, packed / "model.safetensors")
+    values = json.loads((floats / "config.json").read_text()) | {"quantization_config": quantization_config}
+    (packed / "config.json").write_text(json.dumps(values))
+    return packed, floats
+
+
+def assert_same_model(packed: Path, floats: Path) -> None:
+    """Logits, greedy tokens, and every row alone as in its batch."""
+    own, expected = engine_of(packed), engine_of(floats)
+    assert own.runner.weight_bytes < expected.runner.weight_bytes
+    prompts = random_prompts(96, (5, 1, 40))
+    for prompt in prompts:
+        # Kernels may hold 128 inputs of a row in 16 bits: 2^-16 of the largest at every layer, of logits of the order 10.
+        torch.testing.assert_close(all_logits(own, prompt), all_logits(expected, prompt), atol=2e-3, rtol=0)
+    tokens = [output.token_ids for output in complete(expected, prompts, DecodeConfig(max_new_tokens=12))]
+    assert_rows_are_independent(own, prompts)
+    assert [output.token_ids for output in complete(own, prompts, DecodeConfig(max_new_tokens=12))] == tokens
+
+
+def assert_rows_are_independent(engine: Engine, prompts: list[list[int]]) -> None:
+    """Log probabilities to the bit."""
+    decode = DecodeConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=0, prefix_cache=False)
+    alone = [complete(engine, [prompt], decode)[0] for prompt in prompts]
+    assert complete(engine, prompts, decode) == alone
+
+
+def change(folder: Path, name: str, tensor: Tensor | None) -> None:
+    """Replace a tensor of a folder's only file; None takes it away."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if tensor is None:
+        del tensors[name]
+    else:
+        tensors[name] = tensor
+    save_file(tensors, file)
+
+
+def round_half_even(weight: Tensor, group_of: list[int], symmetric: bool, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [O, I] from 0 to 2^bits - 1, zero points [O, G], and float16 scales [O, G] as float32; one loop for each group."""
+    num_groups, middle = max(group_of) + 1, 2 ** (bits - 1)
+    codes = torch.zeros(weight.shape, dtype=torch.int64)
+    zeros = torch.full((len(weight), num_groups), middle)
+    scales = torch.zeros(len(weight), num_groups)
+    for group in range(num_groups):
+        columns = [i for i, own in enumerate(group_of) if own == group]
+        part = weight[:, columns].float()
+        if symmetric:
+            scales[:, group] = (part.abs().amax(1) / (middle - 1)).half().float()
+        else:
+            low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+            scales[:, group] = ((high - low) / (2 * middle - 1)).half().float()
+            zeros[:, group] = (-low / scales[:, group]).round().long()
+        ratio = (part / scales[:, group, None]).round().long() + zeros[:, group, None]
+        codes[:, columns] = ratio.clamp(0, 2 * middle - 1)
+    return codes, zeros, scales
+
+
+def words(rows: list[list[int]], bits: int, order: list[int]) -> Tensor:
+    """int32 [R, C * bits / 32] of unsigned codes [R][C]: a word's n-th bits, lowest first, hold the order[n]-th of its codes."""
+    per_word = 32 // bits
+    assert len(order) == per_word
+    packed = []
+    for row in rows:
+        values = []
+        for start in range(0, len(row), per_word):
+            word = sum(row[start + at] << (bits * n) for n, at in enumerate(order))
+            values.append(word - 2**32 if word >= 2**31 else word)
+        packed.append(values)
+    return torch.tensor(packed, dtype=torch.int32)
+
+
+def values_of(packed: Tensor, bits: int, order: list[int]) -> list[list[int]]:
+    """The unsigned codes that `words` was given."""
+    per_word, rows = 32 // bits, []
+    for row in packed.tolist():
+        values = [0] * (len(row) * per_word)
+        for w, word in enumerate(row):
+            for n, at in enumerate(order):
+                values[w * per_word + at] = (word >> (bits * n)) & (2**bits - 1)
+        rows.append(values)
+    return rows
+
+
+def dequantised(codes: Tensor, zeros: Tensor, scales: Tensor, group_of: list[int]) -> Tensor:
+    weight: Tensor = (codes - zeros[:, group_of]).float() * scales[:, group_of]
+    return weight
+
+
+def groups_of(num_inputs: int, size: int) -> list[int]:
+    size = num_inputs if size == -1 else size
+    return [i // size for i in range(math.ceil(num_inputs / size) * size)]
