@@ -55,23 +55,13 @@ def assemble(
             f"batch_size={max_num_requests} is more than device.max_batched_tokens={run.device.max_batched_tokens}: "
             "every row that runs needs a token of each step"
         )
-    device = _device(run.device)
-    torch.set_num_threads(run.device.threads or DEFAULT_THREADS)
-    if run.device.threads is not None:
-        set_threads(run.device.threads)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    device = _prepared_device(run.device)
     checkpoint = find_and_open(run.model)
     reader = checkpoint.config
     architecture = find_architecture(reader)
     shape: ModelShape = architecture.read_config(reader)
     context = _context(run.model, shape, reader)
-    tokenizer = _tokenizer(run.model, checkpoint)
-    if tokenizer and tokenizer.size > shape.vocab_size:
-        raise UserError(
-            f"the tokenizer in {tokenizer.source} has ids up to {tokenizer.size - 1}, but the model's vocabulary is {shape.vocab_size}: "
-            "give model.tokenizer=PATH of the model's own, or null for none"
-        )
+    tokenizer = _tokenizer(run.model, checkpoint, shape.vocab_size)
     eos = eos_token_ids(checkpoint.generation_config, reader, tokenizer)
     decode = decode_defaults(checkpoint.generation_config, context.num_tokens)
     with torch.device("meta"):
@@ -145,6 +135,17 @@ def _kv_cache(
     return allocate_kv_cache(shape, num_blocks, block_size, formats, dtype, device)
 
 
+def _prepared_device(config: DeviceConfig) -> torch.device:
+    """The device, with the threads that its operators are to have."""
+    device = _device(config)
+    torch.set_num_threads(config.threads or DEFAULT_THREADS)
+    if config.threads is not None:
+        set_threads(config.threads)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    return device
+
+
 def _device(config: DeviceConfig) -> torch.device:
     if config.type is DeviceType.cuda and not torch.cuda.is_available():
         raise UserError(
@@ -168,15 +169,19 @@ def _context(config: ModelConfig, shape: ModelShape, reader: ConfigReader) -> Co
     return ContextLimit(config.max_length, "model.max_length")
 
 
-def _tokenizer(config: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+def _tokenizer(config: ModelConfig, checkpoint: Checkpoint, vocab_size: int) -> Tokenizer | None:
     if config.tokenizer is None:
         return None
-    if not config.tokenizer:
-        return checkpoint.load_tokenizer()
-    tokenizer = open_tokenizer(Path(config.tokenizer).expanduser())
-    if tokenizer is None:
+    own = config.tokenizer and Path(config.tokenizer).expanduser()
+    tokenizer = open_tokenizer(own) if own else checkpoint.load_tokenizer()
+    if own and tokenizer is None:
         raise UserError(
             f"model.tokenizer={config.tokenizer} is not a folder with tokenizer files: give such a folder, a GGUF file, or null for none"
+        )
+    if tokenizer and tokenizer.size > vocab_size:
+        raise UserError(
+            f"the tokenizer in {tokenizer.source} has ids up to {tokenizer.size - 1}, but the model's vocabulary is {vocab_size}: "
+            "give model.tokenizer=PATH of the model's own, or null for none"
         )
     return tokenizer
 

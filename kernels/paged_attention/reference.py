@@ -53,8 +53,7 @@ def paged_attention(
             hidden &= torch.arange(length, device=q.device) >= prefix_lengths[s]
         if window is not None:
             hidden |= distance <= -window
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        weights = weights.to(q.dtype).flatten(1, 2)  # [G, H/G * Q, L]
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(q.dtype).flatten(1, 2)  # [G, H/G * Q, L]
         attended = (weights @ values).unflatten(1, (-1, q.shape[0]))  # [G, H/G, Q, E]
         output[starts[s] : starts[s + 1]] = attended.flatten(0, 1).transpose(0, 1)
     return output
