@@ -120,6 +120,12 @@ class DecodeConfig:
         check(not self.temperature, "decode.temperature", self.temperature, allowed)
         check(self.n == 1, "decode.n", self.n, f"1 with decode.{name}={value}, which does not sample")
 
+    def check_unset(self, where: str, remedy: str) -> None:
+        """Raises UserError for a setting that nothing would use: one that is neither the default nor what an unset one means."""
+        for name, default in vars(DecodeConfig()).items():
+            if (value := getattr(self, name)) not in (default, NEUTRAL.get(name)):
+                raise UserError(f"decode.{name}={value} is not used {where}: {remedy}")
+
     def resolved(self, defaults: dict[str, Any]) -> "DecodeConfig":
         """A copy that says everything: where a setting is null, the default's value, else the neutral one.
 

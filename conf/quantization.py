@@ -57,6 +57,12 @@ class SmoothConfig:
 
     def __post_init__(self) -> None:
         check(0 <= self.alpha <= 1, "quant.smooth.alpha", self.alpha, "a number from 0 to 1")
+        check(
+            not self.piecewise or self.alpha == 0.5,
+            "quant.smooth.alpha",
+            self.alpha,
+            "0.5 with piecewise, which searches it",
+        )
 
 
 @dataclass

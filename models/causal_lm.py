@@ -3,6 +3,7 @@
 T tokens, S sequences, E hidden channels, V vocabulary, R output rows.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from models.layers.linear import TiedHead
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class ModelShape(ABC):
     """The base of every architecture's config."""
 
     vocab_size: int
@@ -28,9 +29,9 @@ class ModelShape:
         return self.head_dim
 
     @property
+    @abstractmethod
     def context_length(self) -> int:
         """Most tokens of a sequence."""
-        raise NotImplementedError
 
     @property
     def keys_depend_on_length(self) -> bool:
@@ -43,7 +44,7 @@ class ModelShape:
         return False
 
 
-class CausalLM(nn.Module):
+class CausalLM(nn.Module, ABC):
     """The base of every architecture's model. Modules are named as the checkpoint's tensors are, so no map of names is needed, and are
     registered in the order of the computation: what comes before the list of layers, the layers, what comes after."""
 
@@ -77,9 +78,9 @@ class CausalLM(nn.Module):
         """What the model wants to know of each sequence's prompt in every step: numbers, as many for every prompt (`prompt_marks`)."""
         return ()
 
+    @abstractmethod
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Hidden states [R, E] of the batch's output rows, normed; writes the batch's keys and values into the cache."""
-        raise NotImplementedError
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

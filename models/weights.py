@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from models.causal_lm import CausalLM
+from models.config import ConfigReader
 from models.formats.base import WeightFile
 from models.layers.linear import PackedLinear
 
@@ -27,6 +28,16 @@ def checkpoint_dtype(files: list[WeightFile]) -> torch.dtype:
     if not files[0].dtypes:
         raise UserError(f"{files[0].path} holds no tensors")
     return next(iter(files[0].dtypes.values()))
+
+
+def stored_dtype(config: ConfigReader, files: list[WeightFile]) -> str:
+    """What config.json says, else what the first tensor is, else float32. Raises UserError for a dtype that models do not have."""
+    name = config.raw("torch_dtype") or config.raw("dtype")
+    if name is None:
+        name = str(checkpoint_dtype(files)).removeprefix("torch.") if files else "float32"
+    if not isinstance(name, str) or name not in DTYPES:
+        raise UserError(f"the checkpoint's dtype {name!r} is not supported: give model.dtype={'|'.join(DTYPES)}")
+    return name
 
 
 def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, ...]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from models.hub import find_checkpoint
 from models.linear_layers import pack_layers
 from models.registry import find_architecture
 from models.tokenizers import Tokenizer
-from models.weights import DTYPES, checkpoint_dtype, initialise_randomly, load_weights, parameter_shapes
+from models.weights import DTYPES, initialise_randomly, load_weights, parameter_shapes, stored_dtype
 from pipelines.engine import Engine
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
 from pipelines.engine.request import ContextLimit
@@ -71,7 +71,8 @@ def assemble(
     _quantize(model, run.quant, read_quantization(reader) or read_gguf_quantization(files), files)
     if unread := reader.unread():
         log.warning("the config in %s has keys that are not used: %s", checkpoint.path, ", ".join(unread))
-    dtype = _dtype(run.model.dtype, reader, files)
+    wanted = run.model.dtype
+    dtype = DTYPES[stored_dtype(reader, files) if wanted is DType.auto else wanted.name]
     if packed:
         pack_layers(model, dtype, device)
     if files:
@@ -184,15 +185,3 @@ def _tokenizer(config: ModelConfig, checkpoint: Checkpoint, vocab_size: int) -> 
             "give model.tokenizer=PATH of the model's own, or null for none"
         )
     return tokenizer
-
-
-def _dtype(wanted: DType, reader: ConfigReader, files: list[WeightFile]) -> torch.dtype:
-    """auto: what config.json says, else what the checkpoint's first tensor is, else float32."""
-    if wanted is not DType.auto:
-        return DTYPES[wanted.name]
-    name = reader.raw("torch_dtype") or reader.raw("dtype")
-    if name is None:
-        name = str(checkpoint_dtype(files)).removeprefix("torch.") if files else "float32"
-    if not isinstance(name, str) or name not in DTYPES:
-        raise UserError(f"the checkpoint's dtype {name!r} is not supported: give model.dtype={'|'.join(DTYPES)}")
-    return DTYPES[name]

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from conf.errors import UserError
+from conf.quantization import QuantConfig
 from conf.schema import CheckpointFormat, ConvertConfig, ConvertDType, ModelConfig, RunConfig, typed
 from models.causal_lm import CausalLM
-from models.formats import Checkpoint, WeightFile
+from models.formats import Checkpoint
 from models.formats.gguf_writer import write_gguf
 from models.formats.huggingface_writer import write_companions, write_huggingface
 from models.formats.manifest import write_manifest
@@ -22,7 +23,7 @@ from models.formats.sharded import write_sharded
 from models.lora import merge_lora
 from models.partition import partition
 from models.registry import find_architecture
-from models.weights import DTYPES, CastFile, checkpoint_dtype, match_tensors, parameter_shapes
+from models.weights import DTYPES, CastFile, match_tensors, parameter_shapes, stored_dtype
 from pipelines import report
 from pipelines.assembly import find_and_open
 from pipelines.output_folder import complete_folder, refuse_existing
@@ -32,7 +33,7 @@ GGUF_FILE = "model.gguf"
 
 def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Raises UserError before anything is written. What is at `convert.output` afterwards is complete, or what was there before."""
-    _refuse_unused(run.model)
+    _refuse_unused(run)
     if run.convert.output is None:
         raise UserError("convert.output is missing: give the folder to make")
     start = time.perf_counter()
@@ -84,7 +85,10 @@ def _writer(
 
     def write(folder: Path, on_bytes: Callable[[int, int], None]) -> dict[str, str]:
         if config.format is CheckpointFormat.gguf:
-            write_gguf(checkpoint, folder / GGUF_FILE, _gguf_dtype(config, checkpoint, files), on_bytes)
+            stored = (
+                config.dtype.name if config.dtype is not ConvertDType.auto else stored_dtype(checkpoint.config, files)
+            )
+            write_gguf(checkpoint, folder / GGUF_FILE, stored, on_bytes)
             return {}
         write_companions(checkpoint, folder, dtype)
         if config.format is CheckpointFormat.hf:
@@ -94,16 +98,11 @@ def _writer(
     return write
 
 
-def _gguf_dtype(config: ConvertConfig, checkpoint: Checkpoint, files: list[WeightFile]) -> str:
-    """auto: what config.json says, else what the first tensor is."""
-    if config.dtype is not ConvertDType.auto:
-        return config.dtype.name
-    stored = checkpoint.config.raw("torch_dtype") or checkpoint.config.raw("dtype") or checkpoint_dtype(files)
-    return str(stored).removeprefix("torch.")
-
-
-def _refuse_unused(model: ModelConfig) -> None:
-    unchanged = ModelConfig(path=model.path)
+def _refuse_unused(run: RunConfig) -> None:
+    run.decode.check_unset("by task=convert", "leave it out")
+    if run.quant != QuantConfig():
+        raise UserError(f"quant={run.quant.scheme.name} is not used by task=convert: give task=quantize, or quant=none")
+    model, unchanged = run.model, ModelConfig(path=run.model.path)
     for name, remedy in {
         "dtype": "give convert.dtype",
         "weights": "leave it at checkpoint",

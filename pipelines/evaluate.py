@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from conf.decoding import NEUTRAL, DecodeConfig
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import QuantConfig
 from conf.schema import EvaluateConfig, RunConfig, Weights
@@ -52,7 +52,7 @@ def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     texts = [] if data is None else read_texts(Path(data))
     questions = [] if asked is None else read_questions(Path(asked))
     if not questions:
-        _check_decode_is_unset(run.decode)
+        run.decode.check_unset("without evaluate.questions", "leave it out, or ask questions")
     start = time.perf_counter()
     with report.progress_bar() as progress:
         engine = load_engine(run, min(BATCH_SIZE, run.device.max_batched_tokens), progress)
@@ -155,14 +155,6 @@ def _read_rows(path: Path, where: str, known: set[str]) -> list[tuple[str, dict[
     if unused:
         log.warning("%s has fields that are not used: %s", where, ", ".join(sorted(unused)))
     return rows
-
-
-def _check_decode_is_unset(decode: DecodeConfig) -> None:
-    for name, default in vars(DecodeConfig()).items():
-        if (value := getattr(decode, name)) not in (default, NEUTRAL.get(name)):
-            raise UserError(
-                f"decode.{name}={value} is not used without evaluate.questions: leave it out, or ask questions"
-            )
 
 
 def _resolved(run: RunConfig, engine: Engine) -> RunConfig:

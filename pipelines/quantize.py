@@ -47,6 +47,7 @@ MADE = report.REPOSITORY / "outputs" / "quantized"  # models that were made with
 
 def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Raises UserError for what cannot be quantised; layers that are finished by then are kept for the next run."""
+    run.decode.check_unset("by task=quantize", "leave it out")
     check(run.quant.scheme is not QuantScheme.none, "quant", "none", "int8, int4, a8w8 or fp8 with task=quantize")
     kv_cache = run.quant.kv_cache
     check(

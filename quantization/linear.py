@@ -3,6 +3,8 @@
 R rows, I input channels, O output channels, G groups of input channels.
 """
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor, nn
 
@@ -52,11 +54,13 @@ class CodedLinear(PackedLinear):
         self.input_scale = None if input_scale is None else input_scale.to(device, torch.float32)
         self._hold(stored, dtype, device)
 
+    @abstractmethod
     def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
-        raise NotImplementedError
+        """Make the parameters of the weight."""
 
+    @abstractmethod
     def _multiply(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        """x [R, I] times the weight transposed: [R, O] in x's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self._multiply(x if self.permutation is None else x[:, self.permutation])  # [R, O]
@@ -124,6 +128,7 @@ class DequantizedLinear(CodedLinear):
 
     def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = nn.Parameter(stored.weight.dequantize().to(device, dtype), requires_grad=False)
+        self.permutation = None  # the floats are in the channels' own order
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+    def _multiply(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)

@@ -36,7 +36,7 @@ def quant_matmul(x: Tensor, weight: PackedWeight) -> Tensor:
     """
     library = build.library()
     _check(x, weight)
-    if library is None:
+    if library is None or not x.is_cpu:
         return portable.quant_matmul(x, weight)
     x = x.contiguous()
     out = torch.empty(x.shape[0], weight.num_outputs, dtype=x.dtype)
@@ -53,7 +53,7 @@ def quant_matmul_int8(x_codes: Tensor, x_scales: Tensor, weight: PackedWeight, o
     """
     library = build.library()
     _check(x_codes, weight)
-    if library is None:
+    if library is None or not x_codes.is_cpu:
         return portable.quant_matmul_int8(x_codes, x_scales, weight, out_dtype)
     x_codes, x_scales = x_codes.contiguous(), x_scales.contiguous()
     out = torch.empty(x_codes.shape[0], weight.num_outputs, dtype=out_dtype)
@@ -73,7 +73,7 @@ def quant_matmul_int8(x_codes: Tensor, x_scales: Tensor, weight: PackedWeight, o
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [M, K] as int8 [M, K] and one float32 scale per row [M, 1]: max |x| / 127, rounded half to even."""
     library = build.library()
-    if library is None:
+    if library is None or not x.is_cpu:
         return reference.quantize_rows(x)
     x = x.contiguous()
     codes = torch.empty(x.shape, dtype=torch.int8)

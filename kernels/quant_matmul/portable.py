@@ -26,7 +26,7 @@ def quant_matmul_int8(x_codes: Tensor, x_scales: Tensor, weight: PackedWeight, o
     parts = []
     for block in blocks(weight):
         codes, scales, zeros = weight.unpack_tiles(*block)
-        total = torch.zeros(x_codes.shape[0], len(codes))
+        total = torch.zeros(x_codes.shape[0], len(codes), device=x_codes.device)
         for group in range(weight.num_groups):
             inputs = slice(group * weight.group_size, (group + 1) * weight.group_size)
             centred = codes[:, inputs] if zeros is None else codes[:, inputs] - zeros[:, group, None]
@@ -43,5 +43,6 @@ def exact_product(a: Tensor, b: Tensor) -> Tensor:
     """
     pieces = zip(a.split(1024, dim=1), b.split(1024, dim=1), strict=True)
     return sum(
-        (linear(x.float(), y.float()).double() for x, y in pieces), torch.zeros(len(a), len(b), dtype=torch.float64)
+        (linear(x.float(), y.float()).double() for x, y in pieces),
+        torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device),
     )

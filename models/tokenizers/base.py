@@ -36,8 +36,8 @@ class Tokenizer(ABC):
         """Exactly the tokens' text: no clean-up of spaces, whatever the tokenizer's settings say."""
 
     def save(self, folder: Path) -> None:
-        """Write it as files that `load_tokenizer` and transformers read, for tokenizers that came in no files of their own."""
-        raise NotImplementedError
+        """Write it as files that `load_tokenizer` and transformers read. Raises UserError for kinds that only come in such files."""
+        raise UserError(f"the tokenizer in {self.source} cannot be written in another form: copy its files")
 
     def encode_messages(self, messages: list[Message], template: str | None) -> tuple[str, list[int]]:
         """The conversation as text and as token ids, ready for the assistant's turn. `template` is Jinja source; None: the family's own.

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conf.compose import dump
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
+from conf.quantization import QuantConfig, QuantScheme
 from conf.schema import CheckpointFormat, ConvertConfig, ConvertDType, DType, ModelConfig, RunConfig, Task, Weights
 from models.formats import open_checkpoint
 from models.formats.manifest import verify_manifest
@@ -292,6 +295,21 @@ def test_sources_that_cannot_be_converted(source: Path, tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", tmp_path, "there is no folder .*nowhere")
     refused(source, tmp_path, "pp=3 is more than the model's 2 layers", format=SHARDED, pp=3)
     refused(source, tmp_path, "tp=7 divides no tensor of this model", format=SHARDED, tp=7)
+
+
+def test_options_of_other_tasks(source: Path, tmp_path: Path) -> None:
+    run = RunConfig(Task.convert, ModelConfig(str(source)), convert=ConvertConfig(output=str(tmp_path / "made")))
+    others: list[tuple[dict[str, Any], str]] = [
+        ({"quant": QuantConfig(QuantScheme.int8)}, "quant=int8 is not used by task=convert: give task=quantize"),
+        (
+            {"decode": DecodeConfig(max_new_tokens=5)},
+            "decode.max_new_tokens=5 is not used by task=convert: leave it out",
+        ),
+    ]
+    for other, message in others:
+        with pytest.raises(UserError, match=message):
+            run_convert(replace(run, **other), tmp_path / "run", dump)
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from conf.compose import dump
 from conf.errors import UserError
-from conf.quantization import CalibrateConfig, KVCacheFormat, QuantConfig
+from conf.quantization import CalibrateConfig, KVCacheFormat, QuantConfig, SmoothConfig
 from conf.schema import RunConfig
 from pipelines.quantize import run_quantize
 from tests.builders import engine_of
@@ -149,3 +149,8 @@ def test_unknown_configs(change: dict[str, Any], message: str, run: RunConfig, t
     file.write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         engine_of(tmp_path / "made")
+
+
+def test_an_alpha_that_a_search_would_not_use() -> None:
+    with pytest.raises(UserError, match="quant.smooth.alpha=0.8 is not allowed: give 0.5 with piecewise"):
+        SmoothConfig(alpha=0.8, piecewise=True)
