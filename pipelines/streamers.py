@@ -52,7 +52,7 @@ class TextStreamer:
             self.put(self._current, self._waiting.pop(self._current, ""))
 
     def end(self, error: BaseException | None) -> None:
-        pass
+        """Every piece was printed when it came."""
 
 
 class StreamerTimeout(TimeoutError, queue.Empty):
@@ -85,7 +85,7 @@ class TextIteratorStreamer:
         self._queue.put((row, text) if self._keyed else text)
 
     def end_row(self, row: int) -> None:
-        pass
+        """Pieces say themselves of which row they are."""
 
     def end(self, error: BaseException | None) -> None:
         self._served = True

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from conf.decoding import DecodeConfig
 from pipelines.engine import Engine
-from tests.builders import REPOSITORY, all_logits, complete, engine_of
+from tests.builders import REPOSITORY, all_logits, complete, engine_of, generate
 
 GOLDENS = REPOSITORY / "tests" / "goldens"
 FAMILIES = [
@@ -73,10 +73,35 @@ def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path) ->
     prompts = [row[-length:].tolist() for row, length in zip(golden["batch_input_ids"], lengths, strict=True)]
     expected_batch = golden["batch_greedy_ids"].tolist()
     assert greedy(engine, prompts, len(expected_batch[0])) == expected_batch
-    for _ in range(2):  # the second time over a cache that knows the prompts
-        assert greedy(engine_of(folder, allow_pickle=True, block_size=4), [prompt] * 2, len(expected)) == [expected] * 2
+    small_blocks = engine_of(folder, allow_pickle=True, block_size=4)
+    for knows_the_prompt in (False, True):  # the second time over a cache that may
+        request = small_blocks.request(0, prompt, DecodeConfig(max_new_tokens=len(expected), ignore_eos=True))
+        (output,) = small_blocks.generate([request])
+        assert output.completions[0].token_ids == expected
+        can_share = not small_blocks.sees_later_tokens and not small_blocks.runner.model.config.keys_depend_on_length
+        assert (output.num_cached_tokens > 0) == (knows_the_prompt and can_share)
     if family in WHOLE_PROMPTS:
         return
     chunked = engine_of(folder, allow_pickle=True, max_batched_tokens=5)
     assert greedy(chunked, [prompt], len(expected)) == [expected]
     assert greedy(chunked, prompts, len(expected_batch[0])) == expected_batch
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_beams_of_every_family(family: str, tmp_path: Path) -> None:
+    """Each score is the mean log probability of the beam's tokens, computed anew in one prefill; beams in company are those alone."""
+    engine = engine_of(link(family, tmp_path), allow_pickle=True)
+    prompt = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
+    decode = DecodeConfig(
+        temperature=0, num_beams=3, num_return_sequences=3, max_new_tokens=5, ignore_eos=True, prefix_cache=False
+    )
+    alone, *others = generate(engine, [prompt], decode) + generate(engine, [prompt, prompt], decode)
+    for other in others:
+        assert [beam.token_ids for beam in other.completions] == [beam.token_ids for beam in alone.completions]
+    for beam in alone.completions:
+        log_probabilities = all_logits(engine, prompt + beam.token_ids[:-1])[-5:].log_softmax(-1)
+        score = log_probabilities[range(5), beam.token_ids].mean().item()
+        assert beam.score == pytest.approx(score, abs=1e-4)  # float32 sums in other orders
+    scores = [beam.score or 0.0 for beam in alone.completions]
+    assert len(scores) == 3
+    assert scores == sorted(scores, reverse=True)
