@@ -155,7 +155,8 @@ def _token_id(header: GGUFHeader, name: str) -> int | None:
     id = header.section("tokenizer.ggml").get(f"{name}_token_id", int, -1)
     if id == -1 or id == 2**32 - 1:  # llama.cpp's way to say none
         return None
-    if not 0 <= id < (size := len(header.texts(LIST))):
+    size = len(header.texts(LIST))
+    if not 0 <= id < size:
         raise UserError(f"{header.path}: tokenizer.ggml.{name}_token_id={id} is none of the {size} tokens")
     return id
 

@@ -175,6 +175,7 @@ def test_no_vocabulary_is_none(tmp_path: Path) -> None:
         ({"tokens": ["a"] * 8}, "the tokenizer in .* cannot be read: x.gguf: .*already defined"),
         ({"token_type": [2, 3, 3, 6, 1, 1, 1, 1]}, "the tokenizer in .* cannot be read: x.gguf"),
         ({"bos_token_id": 8}, "tokenizer.ggml.bos_token_id=8 is none of the 8 tokens"),
+        ({"eos_token_id": -2}, "tokenizer.ggml.eos_token_id=-2 is none of the 8 tokens"),
     ],
 )
 def test_refused_sentencepiece(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
