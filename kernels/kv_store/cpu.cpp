@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../kv_format.h"
+#include "../recording.h"
 #include "../threads.h"
 
 namespace {
@@ -100,6 +101,7 @@ void store_token(const PagedVectors &cache, const uint8_t *vectors, int64_t toke
 // key and value [T, G, *] of the caches' dtype; strides from token to token, in elements
 extern "C" void kv_store(const uint8_t *key, const uint8_t *value, int64_t key_stride, int64_t value_stride, const PagedVectors *keys,
                          const PagedVectors *values, const int64_t *slots, int64_t num_tokens) {
+  record([=, keys = *keys, values = *values] { kv_store(key, value, key_stride, value_stride, &keys, &values, slots, num_tokens); });
   const int64_t tokens_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / (keys->num_heads * keys->channels), 1);
   parallel_for((num_tokens + tokens_per_chunk - 1) / tokens_per_chunk, [&](int64_t chunk) {
     for (int64_t token = chunk * tokens_per_chunk; token < std::min((chunk + 1) * tokens_per_chunk, num_tokens); ++token) {

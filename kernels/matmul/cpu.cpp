@@ -8,6 +8,7 @@
 
 #include "../rows.h"
 #include "../simd.h"
+#include "../recording.h"
 #include "../threads.h"
 
 namespace {
@@ -110,6 +111,7 @@ template <Dtype DTYPE, int ROWS> void multiply_panel(const Product &product, int
 
 extern "C" void matmul(const void *x, int32_t dtype, const uint8_t *weight, const void *bias, void *out, int64_t num_rows,
                        int64_t num_inputs, int64_t num_outputs) {
+  record([=] { matmul(x, dtype, weight, bias, out, num_rows, num_inputs, num_outputs); });
   Product product{Dtype(dtype), static_cast<const char *>(x), weight, bias, out, num_rows, num_inputs, num_outputs};
   thread_local std::vector<char> kept;
   const size_t bytes = num_rows * product.num_steps() * STEP_BYTES;

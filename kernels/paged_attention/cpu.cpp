@@ -12,6 +12,7 @@
 
 #include "../exp.h"
 #include "../kv_format.h"
+#include "../recording.h"
 #include "../threads.h"
 #include "product.h"
 
@@ -352,6 +353,10 @@ extern "C" void paged_attention(const void *query, const PagedVectors *keys, con
                                 int64_t table_width, const int64_t *starts, const int64_t *lengths, int64_t num_sequences,
                                 int64_t num_heads, float scale, float soft_cap, int64_t window, const float *slopes,
                                 const int64_t *prefixes, void *out) {
+  record([=, keys = *keys, values = *values] {
+    paged_attention(query, &keys, &values, tables, table_width, starts, lengths, num_sequences, num_heads, scale, soft_cap, window, slopes,
+                    prefixes, out);
+  });
   const Call call{query,  out,         *keys,         *values,   tables, starts, lengths, prefixes,
                   slopes, table_width, num_sequences, num_heads, window, scale,  soft_cap};
   thread_local Scratch scratch_of_thread;

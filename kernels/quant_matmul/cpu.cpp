@@ -12,6 +12,7 @@
 
 #include "../rows.h"
 #include "../simd.h"
+#include "../recording.h"
 #include "../threads.h"
 
 namespace {
@@ -275,6 +276,7 @@ float *row_buffer(int64_t count) {
 
 extern "C" void quant_matmul(const void *x, int32_t dtype, const uint8_t *blob, void *out, int64_t num_rows, int64_t num_inputs,
                              int64_t num_outputs, int64_t group_size, int32_t bits, int32_t has_zeros) {
+  record([=] { quant_matmul(x, dtype, blob, out, num_rows, num_inputs, num_outputs, group_size, bits, has_zeros); });
   const Weight weight{num_inputs, num_outputs, group_size, bits, has_zeros != 0, blob};
   Activations<2> all{num_rows, num_inputs, std::min(weight.whole_group(), SEGMENT), weight.num_steps(), weight.offset()};
   all.allocate();
@@ -290,6 +292,9 @@ extern "C" void quant_matmul(const void *x, int32_t dtype, const uint8_t *blob, 
 extern "C" void quant_matmul_int8(const int8_t *codes, const float *scales, int64_t scale_stride, const uint8_t *blob, void *out,
                                   int32_t dtype, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int64_t group_size,
                                   int32_t bits, int32_t has_zeros) {
+  record([=] {
+    quant_matmul_int8(codes, scales, scale_stride, blob, out, dtype, num_rows, num_inputs, num_outputs, group_size, bits, has_zeros);
+  });
   const Weight weight{num_inputs, num_outputs, group_size, bits, has_zeros != 0, blob};
   Activations<1> all{num_rows, num_inputs, weight.whole_group(), weight.num_steps(), weight.offset()};
   all.allocate();
@@ -300,6 +305,7 @@ extern "C" void quant_matmul_int8(const int8_t *codes, const float *scales, int6
 }
 
 extern "C" void quantize_rows(const void *x, int32_t dtype, int8_t *codes, float *scales, int64_t num_rows, int64_t num_inputs) {
+  record([=] { quantize_rows(x, dtype, codes, scales, num_rows, num_inputs); });
   parallel_for(divide_up(num_rows, 16), [&](int64_t chunk) {
     for (int64_t row = chunk * 16; row < std::min(chunk * 16 + 16, num_rows); ++row) {
       float *floats = row_buffer(num_inputs);

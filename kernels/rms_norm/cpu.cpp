@@ -6,6 +6,7 @@
 
 #include "../rows.h"
 #include "../simd.h"
+#include "../recording.h"
 #include "../threads.h"
 
 namespace {
@@ -35,6 +36,7 @@ void round_to(Dtype dtype, float *x, int64_t count) {
 
 // x and out [rows, D], weight [D], all of one dtype
 extern "C" void rms_norm(const void *x, const void *weight, void *out, int32_t dtype, int64_t num_rows, int64_t channels, float eps) {
+  record([=] { rms_norm(x, weight, out, dtype, num_rows, channels, eps); });
   const int64_t padded = (channels + PADDED - 1) / PADDED * PADDED;
   const int64_t rows_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / channels, 1);
   parallel_for((num_rows + rows_per_chunk - 1) / rows_per_chunk, [&](int64_t chunk) {

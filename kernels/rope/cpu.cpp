@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "../rows.h"
+#include "../recording.h"
 #include "../threads.h"
 
 namespace {
@@ -25,6 +26,7 @@ void turn_pairs(const float *first, const float *second, const float *cos, const
 // cos and sin [T, half]; 2 * half of the channels turn. token_stride: from one token of x to the next, in elements; out has no gaps
 extern "C" void rope(const void *x, const void *cos, const void *sin, void *out, int32_t dtype, int64_t num_tokens, int64_t num_heads,
                      int64_t channels, int64_t half, int64_t token_stride, int32_t interleaved) {
+  record([=] { rope(x, cos, sin, out, dtype, num_tokens, num_heads, channels, half, token_stride, interleaved); });
   const int64_t tokens_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / (num_heads * channels), 1);
   parallel_for((num_tokens + tokens_per_chunk - 1) / tokens_per_chunk, [&](int64_t chunk) {
     thread_local std::vector<float> kept;

@@ -3,6 +3,7 @@
 
 #include "../exp.h"
 #include "../rows.h"
+#include "../recording.h"
 #include "../threads.h"
 
 namespace {
@@ -33,6 +34,7 @@ void compute_piece(const void *gate, const void *up, void *out, Dtype dtype, int
 // gate, up and out [rows, F] of one dtype; the strides are from row to row, in elements, and out has none
 extern "C" void swiglu(const void *gate, const void *up, void *out, int32_t dtype, int64_t num_rows, int64_t channels, int64_t gate_stride,
                        int64_t up_stride) {
+  record([=] { swiglu(gate, up, out, dtype, num_rows, channels, gate_stride, up_stride); });
   const int64_t chunks_per_row = (channels + CHUNK_CHANNELS - 1) / CHUNK_CHANNELS;
   const int64_t rows_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / channels, 1);
   parallel_for((num_rows + rows_per_chunk - 1) / rows_per_chunk * chunks_per_row, [&](int64_t chunk) {

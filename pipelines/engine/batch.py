@@ -28,7 +28,9 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
         context_lengths.append(after)
         starts.append(len(token_ids))
         output_rows += range(starts[-1] - item.num_outputs, starts[-1])
-    tables = itertools.zip_longest(*(item.sequence.block_table for item in plan.scheduled), fillvalue=0)
+    longest = max(len(item.sequence.block_table) for item in plan.scheduled)
+    width = 1 << (longest - 1).bit_length()  # so that decode steps have few shapes
+    tables = [item.sequence.block_table + [0] * (width - len(item.sequence.block_table)) for item in plan.scheduled]
 
     def tensor(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -37,7 +39,7 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
         token_ids=tensor(token_ids),
         positions=tensor(positions),
         slots=tensor(slots),
-        block_tables=torch.tensor(list(tables), dtype=torch.int64, device=device).T.contiguous(),  # [S, M]
+        block_tables=torch.tensor(tables, dtype=torch.int64, device=device),  # [S, M]
         query_starts=tensor(starts),
         context_lengths=tensor(context_lengths),
         prompt_lengths=tensor(prompt_lengths),

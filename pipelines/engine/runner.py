@@ -9,12 +9,14 @@ from conf.errors import UserError
 from kernels.copy_blocks import copy_blocks
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
+from pipelines.engine.decode_step import DecodeSteps
 
 
 class Runner:
     def __init__(self, model: CausalLM, cache: KVCache) -> None:
         self.model = model
         self.cache = cache
+        self._decode_steps = DecodeSteps(self._compute)
 
     @property
     def weight_bytes(self) -> int:
@@ -42,9 +44,17 @@ class Runner:
                 copy_blocks(keys, values, sources, targets)
 
     def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Hidden states [R, E] and logits [R, V] of the batch's output rows, in the model's dtype."""
+        """Hidden states [R, E] and logits [R, V] of the batch's output rows, in the model's dtype, until the next call.
+
+        Raises UserError where a logit is not finite.
+        """
+        decodes = batch.token_ids.shape == batch.context_lengths.shape == batch.output_rows.shape
+        hidden, logits = self._decode_steps.run(batch) if decodes else self._compute(batch)
+        return hidden, _checked(logits)
+
+    def _compute(self, batch: Batch) -> tuple[Tensor, Tensor]:
         hidden = self.hidden(batch)
-        return hidden, self.logits(hidden)
+        return hidden, self.model.logits(hidden)
 
     def hidden(self, batch: Batch) -> Tensor:
         """Hidden states [R, E] of the batch's output rows, in the model's dtype."""
@@ -52,8 +62,11 @@ class Runner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] of hidden states [R, E]. Raises UserError where one is not finite."""
-        logits = self.model.logits(hidden)
-        if not logits.isfinite().all():
-            remedy = "the weights are damaged, or model.dtype=float16 is too small for them: try model.dtype=float32"
-            raise UserError(f"the model's logits are not finite: {remedy}")
-        return logits
+        return _checked(self.model.logits(hidden))
+
+
+def _checked(logits: Tensor) -> Tensor:
+    if not logits.isfinite().all():
+        remedy = "the weights are damaged, or model.dtype=float16 is too small for them: try model.dtype=float32"
+        raise UserError(f"the model's logits are not finite: {remedy}")
+    return logits
