@@ -21,15 +21,25 @@ T = TypeVar("T")
 aten = torch.ops.aten
 
 MAKE_MEMORY = (aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default)
-REPEATABLE = {  # the shapes of their results do not depend on the numbers in their inputs: each with the form that writes into a tensor
+REPEATABLE = {  # the shapes of their results do not depend on the numbers in their inputs: each with the form that writes into tensors
     aten._to_copy.default: aten._to_copy.out,
     aten.add.Tensor: aten.add.out,
+    aten.cat.default: aten.cat.out,
+    aten.clamp.default: aten.clamp.out,
     aten.clone.default: aten.clone.out,
+    aten.constant_pad_nd.default: aten.constant_pad_nd.out,
     aten.cos.default: aten.cos.out,
+    aten.div.Tensor: aten.div.out,
     aten.embedding.default: aten.embedding.out,
     aten.index.Tensor: aten.index.Tensor_out,
+    aten.mm.default: aten.mm.out,
     aten.mul.Tensor: aten.mul.out,
+    aten.native_layer_norm.default: aten.native_layer_norm.out,
+    aten.new_full.default: aten.new_full.out,
+    aten.relu.default: aten.relu.out,
     aten.sin.default: aten.sin.out,
+    aten.sub.Tensor: aten.sub.out,
+    aten.tanh.default: aten.tanh.out,
 }
 
 
@@ -43,7 +53,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 class Graph:
-    """What a computation did, in order. Replayed, it reads its inputs and weights where they were and writes its results where they were."""
+    """What a computation did, in order. A replay reads inputs and weights where they were, and writes the results where they were."""
 
     def __init__(self, steps: list[Callable[[], Any]], kept: list[Tensor]) -> None:
         self._steps = steps
@@ -57,34 +67,33 @@ class Graph:
 def capture(compute: Callable[[], T]) -> tuple[Graph | None, T]:
     """Compute, and record it: the graph, and the result, which a replay writes anew.
 
-    None instead of a graph where there is no library, or where something is computed that cannot be repeated blindly: by an operator that is
-    not among `REPEATABLE`, or by one whose shapes depend on numbers.
+    No graph where there is no library, or where something is computed that cannot be repeated blindly: by an operator that is not
+    `REPEATABLE`, or to a shape that depends on numbers. Inputs must be kept by the caller, and stay where they are.
     """
     library = build.library()
     if library is None:
         return None, compute()
-    with _Recorder(library) as recorder:
-        result = compute()
+    recorder = _Recorder(_declared(library))
+    recorder.begin()
+    try:
+        with recorder:
+            result = compute()
+    finally:
+        library.end_recording()
     return (None if recorder.obstacle else Graph(recorder.steps, recorder.kept)), result
 
 
 class _Recorder(TorchDispatchMode):
+    """Sees torch's operators, and cuts the recording of the library's calls where there is one to repeat."""
+
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
-        self._library = _declared(library)
+        self._library = library
         self.steps: list[Callable[[], Any]] = []
         self.kept: list[Tensor] = []
         self.obstacle: Any = None  # the first operator that cannot be repeated
 
-    def __enter__(self) -> "_Recorder":
-        self._begin()
-        return super().__enter__()  # type: ignore[no-any-return]
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self._library.end_recording()
-
-    def _begin(self) -> None:
+    def begin(self) -> None:
         calls = self._library.begin_recording()
         step = functools.partial(self._library.replay, calls)
         weakref.finalize(step, self._library.forget, calls)
@@ -92,15 +101,19 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if isinstance(result, Tensor):
-            self.kept.append(result)
-        if func.is_view or func in MAKE_MEMORY:
+        with self:  # an operator that is made of others, as contiguous(), shows only then whether it computes
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
             return result
+        result = func(*args, **kwargs)
+        results = result if isinstance(result, tuple | list) else (result,)
+        self.kept += [each for each in results if isinstance(each, Tensor)]
         if func in REPEATABLE and not _chooses_by_mask(func, args):
-            self.steps.append(functools.partial(REPEATABLE[func], *args, **kwargs, out=result))
-            self._begin()
-        elif self.obstacle is None:
+            again = REPEATABLE[func]
+            names = (argument.name for argument in again._schema.arguments if argument.is_out)
+            self.steps.append(functools.partial(again, *args, **kwargs, **dict(zip(names, results, strict=True))))
+            self.begin()
+        elif not func.is_view and func not in MAKE_MEMORY and self.obstacle is None:
             self.obstacle = func
         return result
 

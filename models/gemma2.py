@@ -169,7 +169,7 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         x = self.embed_tokens(batch.token_ids)  # [T, E]
         # The scale is rounded to the model's dtype, as in training: 59.8665 is 59.75 in bfloat16.
-        x = x * torch.tensor(self.embed_scale, dtype=x.dtype)
+        x = x * x.new_full((), self.embed_scale)
         cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             x = layer(x, cos, sin, batch, layer_cache)

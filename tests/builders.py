@@ -109,4 +109,4 @@ def all_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
     batch = build_batch(engine.scheduler.plan(), engine._block_size, torch.device("cpu"))
     _, logits = engine.runner.run(replace(batch, output_rows=torch.arange(len(prompt))))
     engine.scheduler.cancel(group)
-    return logits
+    return logits.clone()  # the next decode step may use the memory again

@@ -5,7 +5,7 @@ T tokens, H heads, D channels per head, of which R turn.
 
 import ctypes
 import functools
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -13,14 +13,16 @@ from torch import Tensor
 from kernels import build
 from kernels.rope import reference
 
-__all__ = ["rope"]
+__all__ = ["rope", "rope_angles"]
 
 
 @functools.cache
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     numbers = (c_int32, *(c_int64,) * 5, c_int32)
     library.rope.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p, *numbers)
-    library.rope.restype = None
+    library.rope_angles.argtypes = (c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int32, c_int64, c_int64)
+    for function in (library.rope, library.rope_angles):
+        function.restype = None
     return library
 
 
@@ -44,3 +46,17 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
         *(num_tokens, num_heads, channels, cos.shape[1], token_stride, interleaved),
     )
     return out
+
+
+def rope_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What `reference.rope_angles` says; cos and sin may differ in the last bit of float32."""
+    library, number = build.library(), build.DTYPES.get(dtype)
+    if library is None or number is None or not positions.is_cpu or frequencies.ndim > 1:
+        return reference.rope_angles(positions, frequencies, factor, dtype)
+    num_tokens, half = positions.shape[0], frequencies.shape[0]
+    cos, sin = (torch.empty(num_tokens, half, dtype=dtype) for _ in range(2))
+    _declared(library).rope_angles(
+        *(positions.data_ptr(), frequencies.data_ptr(), factor, cos.data_ptr(), sin.data_ptr()),
+        *(number, num_tokens, half),
+    )
+    return cos, sin

@@ -1,15 +1,17 @@
-// Turns pairs of channels of x [T, H, D] by the angles of their tokens; kernels/rope/reference.py is the specification.
+// Turns pairs of channels of x [T, H, D] by the angles of their tokens, and those angles; kernels/rope/reference.py is the specification.
 // Computed in float32 and rounded once; the reference rounds after each operation where x is narrower.
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
-#include "../rows.h"
 #include "../recording.h"
+#include "../rows.h"
 #include "../threads.h"
 
 namespace {
 
 constexpr int64_t CHUNK_CHANNELS = 1 << 15;  // worth another thread
+constexpr int64_t TOKENS_OF_ANGLES = 16;     // too
 
 template <int64_t STEP>
 void turn_pairs(const float *first, const float *second, const float *cos, const float *sin, int64_t count, float *__restrict to_first,
@@ -44,6 +46,25 @@ extern "C" void rope(const void *x, const void *cos, const void *sin, void *out,
         std::copy(from + 2 * half, from + channels, to + 2 * half);
         write_floats(out, Dtype(dtype), (token * num_heads + head) * channels, channels, to);
       }
+    }
+  });
+}
+
+// positions [T], frequencies [half]; cos and sin [T, half], times `factor`
+extern "C" void rope_angles(const int64_t *positions, const float *frequencies, float factor, void *cos, void *sin, int32_t dtype,
+                            int64_t num_tokens, int64_t half) {
+  record([=] { rope_angles(positions, frequencies, factor, cos, sin, dtype, num_tokens, half); });
+  parallel_for((num_tokens + TOKENS_OF_ANGLES - 1) / TOKENS_OF_ANGLES, [&](int64_t chunk) {
+    thread_local std::vector<float> kept;
+    kept.resize(2 * half);
+    float *c = kept.data(), *s = c + half;
+    for (int64_t token = chunk * TOKENS_OF_ANGLES; token < std::min((chunk + 1) * TOKENS_OF_ANGLES, num_tokens); ++token) {
+      for (int64_t i = 0; i < half; ++i) {
+        const float angle = static_cast<float>(positions[token]) * frequencies[i];
+        c[i] = std::cos(angle) * factor, s[i] = std::sin(angle) * factor;
+      }
+      write_floats(cos, Dtype(dtype), token * half, half, c);
+      write_floats(sin, Dtype(dtype), token * half, half, s);
     }
   });
 }

@@ -17,3 +17,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     pairs = (first * cos - second * sin, second * cos + first * sin)
     turned = torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, dim=-1)
     return torch.cat((turned, rest), dim=-1)
+
+
+def rope_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of every token's angles, in float32, times `factor`, then rounded to `dtype`: [T, R/2] each.
+
+    positions int64 [T]; frequencies float32 [R/2], or [T, R/2] where each token has its own; an angle is their product in float32.
+    """
+    angles = positions[:, None].float() * frequencies
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from kernels.rope import rope_angles
 from models.config import ConfigReader
 
 
@@ -169,8 +170,7 @@ class RotaryEmbedding:
         frequencies = self._static.to(positions.device)
         if c.type == "dynamic":
             frequencies = self._dynamic(torch.maximum(positions + 1, prompt_lengths)).to(positions.device)  # [T, D/2]
-        angles = positions[:, None].float() * frequencies
-        return (angles.cos() * c.attention_factor).to(dtype), (angles.sin() * c.attention_factor).to(dtype)
+        return rope_angles(positions, frequencies, c.attention_factor, dtype)
 
     def _dynamic(self, lengths: Tensor) -> Tensor:
         """NTK-aware scaling by the length so far: a prompt turns by its whole length, each new token by its own.

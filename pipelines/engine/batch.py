@@ -1,7 +1,6 @@
 """The plan of a step as tensors."""
 
 import itertools
-from collections.abc import Iterable
 
 import torch
 
@@ -28,25 +27,17 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
         context_lengths.append(after)
         starts.append(len(token_ids))
         output_rows += range(starts[-1] - item.num_outputs, starts[-1])
-    longest = max(len(item.sequence.block_table) for item in plan.scheduled)
-    width = 1 << (longest - 1).bit_length()  # so that decode steps have few shapes
-    tables = [item.sequence.block_table + [0] * (width - len(item.sequence.block_table)) for item in plan.scheduled]
-
-    def tensor(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    return Batch(
-        token_ids=tensor(token_ids),
-        positions=tensor(positions),
-        slots=tensor(slots),
-        block_tables=torch.tensor(tables, dtype=torch.int64, device=device),  # [S, M]
-        query_starts=tensor(starts),
-        context_lengths=tensor(context_lengths),
-        prompt_lengths=tensor(prompt_lengths),
-        prompt_marks=torch.tensor(
-            [item.sequence.request.prompt_marks for item in plan.scheduled], dtype=torch.int64, device=device
-        ),
-        output_rows=tensor(output_rows),
+    return Batch.of(
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
+        block_tables=[item.sequence.block_table for item in plan.scheduled],
+        query_starts=starts,
+        context_lengths=context_lengths,
+        prompt_lengths=prompt_lengths,
+        prompt_marks=[item.sequence.request.prompt_marks for item in plan.scheduled],
+        output_rows=output_rows,
+        device=device,
     )
 
 
@@ -64,18 +55,15 @@ def whole_batch(
     places = [
         (table, position) for table, length in zip(block_tables, lengths, strict=True) for position in range(length)
     ]
-
-    def tensor(values: Iterable[object]) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=device)
-
-    return Batch(
-        token_ids=tensor(itertools.chain(*prompts)),
-        positions=tensor(position for _, position in places),
-        slots=tensor(table[p // block_size] * block_size + p % block_size for table, p in places),
-        block_tables=tensor(itertools.zip_longest(*block_tables, fillvalue=0)).T.contiguous(),  # [S, M]
-        query_starts=tensor([0, *ends]),
-        context_lengths=tensor(lengths),
-        prompt_lengths=tensor(length for length in lengths for _ in range(length)),
-        prompt_marks=tensor(prompt_marks),
-        output_rows=tensor(row for end, n in zip(ends, num_outputs, strict=True) for row in range(end - n, end)),
+    return Batch.of(
+        token_ids=list(itertools.chain(*prompts)),
+        positions=[position for _, position in places],
+        slots=[table[p // block_size] * block_size + p % block_size for table, p in places],
+        block_tables=block_tables,
+        query_starts=[0, *ends],
+        context_lengths=lengths,
+        prompt_lengths=[length for length in lengths for _ in range(length)],
+        prompt_marks=prompt_marks,
+        output_rows=[row for end, n in zip(ends, num_outputs, strict=True) for row in range(end - n, end)],
+        device=device,
     )

@@ -5,14 +5,19 @@ S sequences, E hidden channels, V tokens in the vocabulary.
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
 from kernels.capture import Graph, capture
 from models.batch import Batch
 
-MAX_CAPTURED = 8  # shapes; each has the memory of one step
+Outputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Hidden states [S, E], logits [S, V], and whether these are all finite."""
+
+MAX_CAPTURED = 4  # shapes; each has the memory of one step
+MAX_SEQUENCES = 16  # of a captured step: larger ones take so long that the calls do not count
 
 
 @dataclass(frozen=True)
@@ -21,38 +26,35 @@ class DecodeStep:
 
     graph: Graph
     inputs: Batch
-    hidden: Tensor  # [S, E]
-    logits: Tensor  # [S, V]
+    outputs: Outputs
 
-    def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        for field in fields(Batch):
-            getattr(self.inputs, field.name).copy_(getattr(batch, field.name))
+    def run(self, batch: Batch) -> Outputs:
+        self.inputs.numbers.copy_(batch.numbers)
         self.graph.replay()
-        return self.hidden, self.logits
+        return self.outputs
 
 
 class DecodeSteps:
     """Those of the shapes that were used last. A model that cannot be captured computes every time."""
 
-    def __init__(self, compute: Callable[[Batch], tuple[Tensor, Tensor]]) -> None:
-        """`compute`: hidden states and logits of a batch's output rows."""
+    def __init__(self, compute: Callable[[Batch], Outputs]) -> None:
         self._compute = compute
         self._can_capture = True
         self._steps: OrderedDict[tuple[int, ...], DecodeStep] = OrderedDict()
 
-    def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Hidden states [S, E] and logits [S, V], until the next call."""
-        if not self._can_capture:
+    def run(self, batch: Batch) -> Outputs:
+        """They are overwritten by the next call."""
+        if not self._can_capture or len(batch.context_lengths) > MAX_SEQUENCES:
             return self._compute(batch)
         shape = tuple(batch.block_tables.shape)
         if step := self._steps.get(shape):
             self._steps.move_to_end(shape)
             return step.run(batch)
-        graph, (hidden, logits) = capture(lambda: self._compute(batch))
+        graph, outputs = capture(lambda: self._compute(batch))
         if graph is None:
             self._can_capture = False
         else:
-            self._steps[shape] = DecodeStep(graph, batch, hidden, logits)
+            self._steps[shape] = DecodeStep(graph, batch, outputs)
             if len(self._steps) > MAX_CAPTURED:
                 self._steps.popitem(last=False)
-        return hidden, logits
+        return outputs

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from kernels.all_finite import all_finite
 from kernels.copy_blocks import copy_blocks
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
@@ -49,12 +50,15 @@ class Runner:
         Raises UserError where a logit is not finite.
         """
         decodes = batch.token_ids.shape == batch.context_lengths.shape == batch.output_rows.shape
-        hidden, logits = self._decode_steps.run(batch) if decodes else self._compute(batch)
-        return hidden, _checked(logits)
+        hidden, logits, finite = self._decode_steps.run(batch) if decodes else self._compute(batch)
+        _check(finite)
+        return hidden, logits
 
-    def _compute(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _compute(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states, logits, and whether these are all finite."""
         hidden = self.hidden(batch)
-        return hidden, self.model.logits(hidden)
+        logits = self.model.logits(hidden)
+        return hidden, logits, all_finite(logits)
 
     def hidden(self, batch: Batch) -> Tensor:
         """Hidden states [R, E] of the batch's output rows, in the model's dtype."""
@@ -62,11 +66,12 @@ class Runner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] of hidden states [R, E]. Raises UserError where one is not finite."""
-        return _checked(self.model.logits(hidden))
+        logits = self.model.logits(hidden)
+        _check(all_finite(logits))
+        return logits
 
 
-def _checked(logits: Tensor) -> Tensor:
-    if not logits.isfinite().all():
+def _check(finite: Tensor) -> None:
+    if not finite:
         remedy = "the weights are damaged, or model.dtype=float16 is too small for them: try model.dtype=float32"
         raise UserError(f"the model's logits are not finite: {remedy}")
-    return logits

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels.rope import reference, rope
+from kernels.rope import reference, rope, rope_angles
 
 
 @pytest.mark.usefixtures("any_way", "poisoned")
@@ -55,3 +55,19 @@ def test_heads_of_a_fused_product_turn_where_they_lie(
             result, expected, rtol=tolerance, atol=4 * tolerance
         )  # differences of numbers up to 4
     assert rope(fused.transpose(1, 2), cos[:, :3], sin[:, :3]).shape == (700, 48, 7)
+
+
+@pytest.mark.usefixtures("any_way", "poisoned")
+@pytest.mark.parametrize("num_tokens", [1, 63])
+def test_angles_are_those_of_float64(num_tokens: int) -> None:
+    positions = torch.arange(num_tokens) * 2003
+    frequencies = 10000.0 ** (-torch.arange(40) / 40)
+    exact = (
+        positions[:, None].float() * frequencies
+    ).double()  # an angle is rounded to float32, as models' own code does
+    for dtype, unit in ((torch.float32, 2**-24), (torch.bfloat16, 2**-9)):
+        cos, sin = rope_angles(positions, frequencies, 1.25, dtype)
+        for result, expected in ((cos, exact.cos()), (sin, exact.sin())):
+            assert result.dtype == dtype
+            # half a unit for each rounding: the function (1.5 units at most), the product, the dtype
+            torch.testing.assert_close(result.double(), expected * 1.25, rtol=5 * unit, atol=1e-7)

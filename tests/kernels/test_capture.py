@@ -1,0 +1,95 @@
+"""Captured computations against the same ones computed anew."""
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from kernels import build
+from kernels.capture import capture
+from kernels.matmul import matmul, pack
+from kernels.quant_matmul import pack as pack_codes
+from kernels.quant_matmul import quant_matmul
+from kernels.rms_norm import rms_norm
+from kernels.swiglu import swiglu
+
+GENERATOR = torch.Generator().manual_seed(0)
+TABLE, NORM = torch.randn(50, 64, generator=GENERATOR), torch.randn(64, generator=GENERATOR)
+UP, DOWN = (pack(torch.randn(*shape, generator=GENERATOR)) for shape in ((2 * 176, 64), (64, 176)))
+CODES = pack_codes(
+    torch.randint(-127, 128, (64, 64), generator=GENERATOR, dtype=torch.int8), torch.rand(64, 1), None, 8
+)
+FIRST = torch.zeros(2, dtype=torch.int64)
+
+
+def layer(ids: Tensor, rows: Tensor) -> Tensor:
+    """The library's calls, torch's between them, and views."""
+    x = embedding(ids, TABLE)
+    gate, up = matmul(rms_norm(x, NORM, 1e-5), UP).chunk(2, dim=-1)
+    x = x + matmul(swiglu(gate, up), DOWN)
+    first, second = quant_matmul(x, CODES)[rows].unflatten(-1, (2, 32)).unbind(1)
+    return first.contiguous() + second.flatten(1) * 2
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+def test_a_replay_computes_on_the_new_inputs(compiled: Callable[[int], None], num_rows: int) -> None:
+    compiled(2)
+    ids, rows = torch.arange(num_rows), torch.arange(num_rows)
+    graph, result = capture(lambda: layer(ids, rows))
+    assert graph is not None
+    assert result.equal(layer(ids, rows))
+    gc.collect()
+    others = [torch.full((num_rows, 64 * n), torch.nan) for n in range(1, 9)]  # in memory that nobody holds
+    for start in (5, 30):
+        ids.copy_(torch.arange(start, start + num_rows))
+        rows.copy_(torch.arange(num_rows).flip(0))
+        graph.replay()
+        assert result.equal(layer(ids, rows))
+    assert all(other.isnan().all() for other in others)
+
+
+@torch.inference_mode()
+def test_what_is_no_part_of_it_is_not_recorded(compiled: Callable[[int], None]) -> None:
+    compiled(1)
+    ids = torch.tensor([1, 2])
+    graph, result = capture(lambda: layer(ids, FIRST))
+    assert graph is not None
+    expected = result.clone()
+    layer(torch.tensor([3, 4]), FIRST)  # after the end
+    graph.replay()
+    assert result.equal(expected)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        capture(lambda: rms_norm(TABLE, NORM, 1e-5) + torch.ones(3, 3))
+    layer(ids, FIRST)  # after an error
+    graph.replay()
+    assert result.equal(expected)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x.sort().values,  # not known to be repeatable
+        lambda x: x[x > 0],  # a shape that depends on numbers
+        lambda x: x + x.amax().item(),  # a number that would be frozen
+        lambda x: x + float(rms_norm(x, NORM, 1e-5)[0, 0]),
+    ],
+)
+def test_what_cannot_be_repeated_blindly_is_computed_and_not_captured(
+    compiled: Callable[[int], None], compute: Callable[[Tensor], Tensor]
+) -> None:
+    compiled(1)
+    graph, result = capture(lambda: compute(TABLE))
+    assert graph is None
+    assert result.equal(compute(TABLE))
+
+
+def test_without_the_library_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "library", lambda: None)
+    graph, result = capture(lambda: TABLE + 1)
+    assert graph is None
+    assert result.equal(TABLE + 1)

@@ -1,0 +1,138 @@
+"""Captured decode steps against the same steps computed each time."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from conf.decoding import DecodeConfig
+from kernels import build
+from models.batch import Batch
+from pipelines.engine import Engine, decode_step
+from pipelines.engine.decode_step import DecodeSteps
+from pipelines.loading import load_engine
+from tests.builders import complete, run_config, write_llama
+
+pytestmark = pytest.mark.skipif(build.library() is None, reason="steps are captured where the C++ kernels are")
+
+
+def batch_of(context_lengths: list[int], num_blocks: int = 1) -> Batch:
+    rows = list(range(len(context_lengths)))
+    return Batch.of(
+        token_ids=context_lengths,
+        positions=[length - 1 for length in context_lengths],
+        slots=rows,
+        block_tables=[[row] * num_blocks for row in rows],
+        query_starts=[*rows, len(rows)],
+        context_lengths=context_lengths,
+        prompt_lengths=[1 for _ in rows],
+        prompt_marks=[() for _ in rows],
+        output_rows=rows,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.fixture
+def computed() -> list[tuple[int, ...]]:
+    return []
+
+
+@pytest.fixture
+def steps(computed: list[tuple[int, ...]]) -> DecodeSteps:
+    """Of a model whose outputs are all twice its context lengths; `computed` gets the shapes that were not replayed."""
+
+    def compute(batch: Batch) -> decode_step.Outputs:
+        computed.append(tuple(batch.block_tables.shape))
+        return batch.context_lengths * 2, batch.positions * 2, batch.token_ids * 2
+
+    return DecodeSteps(compute)
+
+
+def run(steps: DecodeSteps, batch: Batch) -> list[list[int]]:
+    return [output.tolist() for output in steps.run(batch)]
+
+
+@torch.inference_mode()
+def test_each_shape_is_computed_once(steps: DecodeSteps, computed: list[tuple[int, ...]]) -> None:
+    for lengths, num_blocks in ([5], 1), ([5, 6], 1), ([7], 1), ([9], 3), ([2, 3], 1), ([8], 4):
+        doubled = [2 * length for length in lengths]
+        expected = [doubled, [length - 2 for length in doubled], doubled]
+        assert run(steps, batch_of(lengths, num_blocks)) == expected
+    assert computed == [(1, 1), (2, 1), (1, 4)]  # 3 blocks have room in a table of 4
+
+
+@torch.inference_mode()
+def test_the_shapes_used_last_are_kept(steps: DecodeSteps, computed: list[tuple[int, ...]]) -> None:
+    for size in (1, 2, 3, 4, 1, 5):  # 2 is the one to go
+        run(steps, batch_of([1] * size))
+    computed.clear()
+    for size in (1, 3, 4, 5):
+        run(steps, batch_of([1] * size))
+    assert computed == []
+    run(steps, batch_of([1] * 2))
+    assert computed == [(2, 1)]
+
+
+@torch.inference_mode()
+def test_large_steps_are_computed_each_time(steps: DecodeSteps, computed: list[tuple[int, ...]]) -> None:
+    for _ in range(2):
+        run(steps, batch_of([1] * 17))
+    assert computed == [(17, 1)] * 2
+
+
+@torch.inference_mode()
+def test_what_cannot_be_captured_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    capture = decode_step.capture
+    monkeypatch.setattr(decode_step, "capture", lambda compute: tried.append(1) or capture(compute))
+    steps = DecodeSteps(lambda batch: (batch.context_lengths.sort().values,) * 3)
+    for lengths in ([3, 1], [5, 2], [7]):
+        assert run(steps, batch_of(lengths))[0] == sorted(lengths)
+    assert tried == [1]
+
+
+@pytest.fixture(scope="module")
+def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Engine]:
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama(folder)
+
+    def make() -> Engine:
+        return load_engine(run_config(folder), 4)
+
+    return make
+
+
+def test_an_engine_gives_the_same_bits_with_captured_steps(
+    engine_of: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over rows that end one after the other, and tables that grow from one block to many."""
+    decode = DecodeConfig(logprobs=5, ignore_eos=True, prefix_cache=False)
+    prompts = [list(range(3, 3 + 7 * n)) for n in range(1, 5)]
+
+    def results(engine: Engine) -> list[object]:
+        lengths = (9, 40, 3, 25)
+        requests = [
+            engine.request(i, prompt, DecodeConfig(**{**vars(decode), "max_new_tokens": length}))
+            for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+        ]
+        outputs = sorted(engine.generate(requests), key=lambda output: output.request_id)
+        return [(o.completions[0].token_ids, o.completions[0].logprobs) for o in outputs]
+
+    captured = engine_of()
+    first = results(captured)
+    assert captured.runner._decode_steps._steps
+    monkeypatch.setattr(decode_step, "capture", lambda compute: (None, compute()))
+    assert results(engine_of()) == first
+
+
+def test_damaged_weights_are_found_in_a_replayed_step(engine_of: Callable[[], Engine]) -> None:
+    engine = engine_of()
+    group = engine.add(engine.request(0, [3, 4, 5], DecodeConfig(max_new_tokens=8, ignore_eos=True)))
+    for _ in range(3):
+        engine.step()
+    norm = engine.runner.model.get_submodule("model.norm")
+    norm.weight.data.fill_(torch.inf)  # type: ignore[union-attr, operator]
+    with pytest.raises(ValueError, match="the model's logits are not finite: the weights are damaged"):
+        engine.step()
+    engine.scheduler.cancel(group)
+    assert complete(engine_of(), [[3, 4, 5]], DecodeConfig(max_new_tokens=8, ignore_eos=True))
