@@ -109,13 +109,20 @@ class _Recorder(TorchDispatchMode):
         results = result if isinstance(result, tuple | list) else (result,)
         self.kept += [each for each in results if isinstance(each, Tensor)]
         if func in REPEATABLE and not _chooses_by_mask(func, args):
-            again = REPEATABLE[func]
-            names = (argument.name for argument in again._schema.arguments if argument.is_out)
-            self.steps.append(functools.partial(again, *args, **kwargs, **dict(zip(names, results, strict=True))))
+            self.steps.append(_again(func, args, kwargs, results))
             self.begin()
         elif not func.is_view and func not in MAKE_MEMORY and self.obstacle is None:
             self.obstacle = func
         return result
+
+
+def _again(func: Any, args: Any, kwargs: dict[str, Any], results: Any) -> Callable[[], Any]:
+    """The call that writes into the results, whose dtypes and devices it takes."""
+    again = REPEATABLE[func]
+    taken = {argument.name for argument in again._schema.arguments}
+    names = [argument.name for argument in again._schema.arguments if argument.is_out]
+    kwargs = {name: value for name, value in kwargs.items() if name in taken}
+    return functools.partial(again, *args, **kwargs, **dict(zip(names, results, strict=True)))
 
 
 def _chooses_by_mask(func: Any, args: Any) -> bool:

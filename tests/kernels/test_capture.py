@@ -31,7 +31,7 @@ def layer(ids: Tensor, rows: Tensor) -> Tensor:
     gate, up = matmul(rms_norm(x, NORM, 1e-5), UP).chunk(2, dim=-1)
     x = x + matmul(swiglu(gate, up), DOWN)
     first, second = quant_matmul(x, CODES)[rows].unflatten(-1, (2, 32)).unbind(1)
-    return first.contiguous() + second.flatten(1) * 2
+    return (first.contiguous().double() + second.flatten(1)).float() * x.new_full((), 2)
 
 
 @torch.inference_mode()
