@@ -1,0 +1,113 @@
+"""Models so small that the calls are the work, beside llama.cpp on the same GGUF file, in fresh processes taken in turns.
+
+`python tests/bench/small_models.py --peer PYTHON models/tiny FOLDER --output FILE.json`; PYTHON has llama-cpp-python, built for this CPU.
+
+With t(n) = seconds from a prompt of P tokens to its n-th new token: prefill = P / t(1), decode = (N - 1) / (t(N) - t(1)), as task=bench
+counts. Quintet chooses each token and turns it into text; llama.cpp is given tokens, and chooses none.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROMPT, NEW = 64, 128
+PEER = """
+import json, random, statistics, sys, time
+from importlib.metadata import version
+import llama_cpp
+path, prompt, new, threads = sys.argv[1], *map(int, sys.argv[2:5])
+sizes = dict(n_ctx=prompt + new + 8, n_batch=512, n_threads=threads, n_threads_batch=threads)
+model = llama_cpp.Llama(path, flash_attn=True, verbose=False, **sizes)
+vocabulary = model.n_vocab()
+def seconds(count):
+    ids = [random.randrange(3, vocabulary) for _ in range(prompt)]
+    model.reset()
+    start = time.perf_counter()
+    model.eval(ids)
+    for _ in range(count - 1):
+        model.eval([random.randrange(3, vocabulary)])
+    return time.perf_counter() - start
+seconds(new)
+first = statistics.median(seconds(1) for _ in range(5))
+whole = statistics.median(seconds(new) for _ in range(5))
+print(json.dumps({"prefill": prompt / first, "decode": (new - 1) / (whole - first), "version": version("llama-cpp-python")}))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", type=Path, nargs="+")
+    parser.add_argument("--peer", required=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        files = {model.name: gguf(model, Path(folder)) for model in args.models}
+        rounds = [
+            {name: both(file, args.peer, Path(folder)) for name, file in files.items()} for _ in range(args.rounds)
+        ]
+    rows = {name: summary([each[name] for each in rounds]) for name in files}
+    versions = {
+        "torch": version("torch"),
+        "llama-cpp-python": rounds[0][args.models[0].name]["llama.cpp"].pop("version"),
+    }
+    report = {
+        "what": f"tokens/s of Quintet and llama.cpp, batch 1, {PROMPT} + {NEW} tokens, float32, medians of {args.rounds} rounds in turns",
+        "date": date.today().isoformat(),
+        "machine": f"{os.cpu_count()} cores",
+        "versions": versions,
+        "rows": rows,
+    }
+    text = json.dumps(report, indent=2) + "\n"
+    print(text)
+    if args.output:
+        args.output.write_text(text)
+
+
+def gguf(model: Path, folder: Path) -> Path:
+    """The model as float32 in GGUF, without its tokenizer: not every one has a name there, and token ids are all that is needed."""
+    bare, output = folder / f"{model.name}-bare", folder / model.name
+    bare.mkdir()
+    for file in [model / "config.json", *model.glob("*.safetensors"), *model.glob("*.bin")]:
+        if file.exists():
+            shutil.copy(file, bare)
+    options = f"model.path={bare}", "convert.format=gguf", "convert.dtype=float32", f"convert.output={output}"
+    quintet("task=convert", *options, f"hydra.run.dir={folder}/convert")
+    return output / "model.gguf"
+
+
+def quintet(*overrides: str) -> None:
+    subprocess.run([sys.executable, "run.py", *overrides], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+
+
+def both(file: Path, peer: str, folder: Path) -> dict[str, dict[str, float]]:
+    sizes = f"bench.prompt_tokens={PROMPT}", f"bench.new_tokens={NEW}", "bench.repeats=5"
+    quintet("task=bench", f"model.path={file}", "model.dtype=float32", *sizes, f"hydra.run.dir={folder}/bench")
+    ours = json.loads((folder / "bench" / "metrics.json").read_text())
+    command = [peer, "-c", PEER, str(file), str(PROMPT), str(NEW), str(os.cpu_count())]
+    theirs = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    own = {name: ours[f"{name}_tokens_per_s"] for name in ("prefill", "decode")}
+    return {"quintet": own, "llama.cpp": theirs}
+
+
+def summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Medians, and the median of the rounds' ratios."""
+    row: dict[str, dict[str, float]] = {}
+    for phase in ("prefill", "decode"):
+        ratios = [each["quintet"][phase] / each["llama.cpp"][phase] for each in rounds]
+        middle = {engine: round(statistics.median(each[engine][phase] for each in rounds), 1) for engine in rounds[0]}
+        row[phase] = middle | {"ratio": round(statistics.median(ratios), 2)}
+    return row
+
+
+if __name__ == "__main__":
+    main()
