@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <immintrin.h>
 #include <linux/futex.h>
+#include <map>
 #include <mutex>
 #include <pthread.h>
 #include <sched.h>
@@ -78,9 +79,13 @@ struct Cores {
   }
 };
 
+const Cores &cores() {
+  static const Cores found;
+  return found;
+}
+
 struct Pool {
-  Cores cores;
-  std::atomic<int> num_threads{static_cast<int>(cores.all.size())};
+  const int num_threads;  // with the calling one
   std::mutex one_call;
   std::vector<pthread_t> workers;
   std::vector<int> places;  // the core that a worker is pinned to; more threads than cores are not
@@ -88,11 +93,12 @@ struct Pool {
   void (*work)(void *, int64_t) = nullptr;
   void *context = nullptr;
   int64_t num_chunks = 0;
-  bool ending = false;
   alignas(64) std::atomic<int64_t> next_chunk{0};
   alignas(64) std::atomic<uint32_t> call{0};      // counts calls: a worker waits for the next
   alignas(64) std::atomic<uint32_t> gate{CLOSED};  // workers inside a call; CLOSED: the call takes no more of them
   std::atomic<uint32_t> sleeping_workers{0}, sleeping_callers{0};
+
+  explicit Pool(int threads) : num_threads(threads) {}
 
   void claim_chunks() {
     for (int64_t chunk; (chunk = next_chunk.fetch_add(1, std::memory_order_relaxed)) < num_chunks;) work(context, chunk);
@@ -102,7 +108,6 @@ struct Pool {
     for (uint32_t seen = 0;;) {
       wait_while(call, seen, sleeping_workers);
       seen = call.load(std::memory_order_acquire);
-      if (ending) return;
       if (!(gate.fetch_add(1) & CLOSED)) claim_chunks();
       gate.fetch_sub(1);
       wake(gate, sleeping_callers);
@@ -111,13 +116,13 @@ struct Pool {
 
   // The calling thread is not pinned: threads that it starts later would inherit its one core. Workers keep out of its way instead.
   void place_workers() {
-    const int here = cores.here();
+    const int here = cores().here();
     for (size_t i = 0; i < places.size(); ++i)
       if (places[i] == here) pin(i, spare_core(here));
   }
 
   int spare_core(int here) const {
-    for (int core : cores.all) {
+    for (int core : cores().all) {
       bool used = core == here;
       for (int place : places) used = used || place == core;
       if (!used) return core;
@@ -135,7 +140,7 @@ struct Pool {
 
   void start_workers() {
     if (static_cast<int>(workers.size()) >= num_threads - 1) return;
-    const int here = cores.here();
+    const int here = cores().here();
     sigset_t all, before;  // signals are the caller's: Python answers them in its main thread
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -143,23 +148,12 @@ struct Pool {
       pthread_t worker;
       if (pthread_create(&worker, nullptr, [](void *pool) -> void * { return static_cast<Pool *>(pool)->serve(), nullptr; }, this)) break;
       workers.push_back(worker);
-      if (workers.size() < cores.all.size()) {
+      if (workers.size() < cores().all.size()) {
         places.push_back(-1);
         pin(workers.size() - 1, spare_core(here));
       }
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  }
-
-  void end_workers() {
-    ending = true;
-    call.fetch_add(1);
-    wake(call, sleeping_workers);
-    for (pthread_t worker : workers) pthread_join(worker, nullptr);
-    workers.clear();
-    places.clear();
-    ending = false;
-    call.store(0);
   }
 
   void run(int64_t chunks, void (*function)(void *, int64_t), void *argument) {
@@ -177,29 +171,38 @@ struct Pool {
   }
 };
 
-// Never destroyed: workers may sleep in it while the process ends.
-Pool *pool = new Pool;
+// One for each number of threads that was asked for: changing it, as between prompts and decode steps, starts and ends no thread.
+struct Pools {
+  std::mutex one_change;
+  std::map<int, Pool *> by_size;  // never destroyed: workers may sleep in them while the process ends
+
+  Pool *of(int num_threads) {
+    std::lock_guard lock(one_change);
+    Pool *&pool = by_size[num_threads];
+    return pool ? pool : pool = new Pool(num_threads);
+  }
+};
+
+Pools *pools = new Pools;
+std::atomic<Pool *> pool = pools->of(static_cast<int>(cores().all.size()));
 
 // A child process has no workers, and the locks may be held by threads that it does not have.
 const int at_fork = pthread_atfork(nullptr, nullptr, [] {
-  const int num_threads = pool->num_threads;
-  pool = new Pool;
-  pool->num_threads = num_threads;
+  const int num_threads = pool.load()->num_threads;
+  pools = new Pools;
+  pool = pools->of(num_threads);
 });
 
 }  // namespace
 
 void run_chunks(int64_t num_chunks, void (*work)(void *, int64_t), void *context) {
-  if (num_chunks <= 1 || pool->num_threads == 1)
+  Pool *const mine = pool;
+  if (num_chunks <= 1 || mine->num_threads == 1)
     for (int64_t chunk = 0; chunk < num_chunks; ++chunk) work(context, chunk);
   else
-    pool->run(num_chunks, work, context);
+    mine->run(num_chunks, work, context);
 }
 
-void set_threads(int32_t num_threads) {
-  std::lock_guard lock(pool->one_call);
-  pool->end_workers();
-  pool->num_threads = num_threads;
-}
+void set_threads(int32_t num_threads) { pool = pools->of(num_threads); }
 
-int32_t get_threads() { return pool->num_threads; }
+int32_t get_threads() { return pool.load()->num_threads; }
