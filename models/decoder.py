@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.rope import rope
-from kernels.swiglu import swiglu
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend
-from models.layers.linear import Linear, make_head
+from models.layers.linear import Linear, linear_swiglu, linear_together, make_head
 from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
 
@@ -85,9 +84,8 @@ class Attention(nn.Module):
         self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=o_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        query = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H, D]
-        key = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, G, D]
-        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, G, D]
+        projected = linear_together(x, self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
         query, key = rope(query, cos, sin), rope(key, cos, sin)
         attended = attend(query, key, value, cache, batch, self.head_dim**-0.5, window=self.window)
         return self.o_proj(attended)  # type: ignore[no-any-return]
@@ -101,7 +99,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+        return self.down_proj(linear_swiglu(x, self.gate_proj, self.up_proj))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.rope import rope
-from kernels.swiglu import swiglu
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend_latent
-from models.layers.linear import FloatLinear, Linear, linear, linear_per_head, make_head
+from models.layers.linear import FloatLinear, Linear, linear, linear_per_head, linear_swiglu, make_head
 from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config, yarn_mscale
 
@@ -219,7 +218,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+        return self.down_proj(linear_swiglu(x, self.gate_proj, self.up_proj))  # type: ignore[no-any-return]
 
 
 class Gate(nn.Module):

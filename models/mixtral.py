@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from kernels.swiglu import swiglu
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import Attention, DecoderConfig, DecoderLM, read_decoder_config
-from models.layers.linear import FloatLinear, Linear
+from models.layers.linear import FloatLinear, Linear, linear_swiglu
 from models.layers.moe import route, run_experts
 from models.layers.norm import RMSNorm
 from models.layers.sliding_window import read_window
@@ -45,7 +44,7 @@ class Expert(nn.Module):
         self.w3 = Linear(c.hidden_size, c.intermediate_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(swiglu(self.w1(x), self.w3(x)))  # type: ignore[no-any-return]
+        return self.w2(linear_swiglu(x, self.w1, self.w3))  # type: ignore[no-any-return]
 
 
 class SparseMoeBlock(nn.Module):

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.rope import rope
-from kernels.swiglu import swiglu
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend
-from models.layers.linear import Linear
+from models.layers.linear import Linear, linear_swiglu
 from models.layers.norm import RMSNorm
 
 
@@ -135,7 +134,7 @@ class MLP(nn.Module):
         self.c_proj = Linear(c.intermediate_size // 2, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(swiglu(self.w2(x), self.w1(x)))  # type: ignore[no-any-return]
+        return self.c_proj(linear_swiglu(x, self.w2, self.w1))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):

@@ -24,14 +24,6 @@ float mean_square(const float *x, int64_t padded, int64_t channels) {
   return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3]))) / channels;
 }
 
-// Rounds to the dtype and back.
-void round_to(Dtype dtype, float *x, int64_t count) {
-  if (dtype == Dtype::bfloat16)
-    for (int64_t i = 0; i < count; ++i) x[i] = from_bfloat16(to_bfloat16(x[i]));
-  else if (dtype == Dtype::float16)
-    for (int64_t i = 0; i < count; ++i) x[i] = _cvtsh_ss(_cvtss_sh(x[i], _MM_FROUND_TO_NEAREST_INT));
-}
-
 }  // namespace
 
 // x and out [rows, D], weight [D], all of one dtype
