@@ -13,7 +13,7 @@ from models.config import ConfigReader
 from models.decoder import Attention, DecoderConfig, DecoderLM, read_decoder_config
 from models.layers.linear import FloatLinear, Linear, linear_swiglu
 from models.layers.moe import route, run_experts
-from models.layers.norm import RMSNorm
+from models.layers.norm import AddRMSNorm, ResidualStream
 from models.layers.sliding_window import read_window
 
 
@@ -62,14 +62,17 @@ class SparseMoeBlock(nn.Module):
 class MixtralLayer(nn.Module):
     def __init__(self, c: MixtralConfig) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.input_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.self_attn = Attention(c, c.sliding_window)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.block_sparse_moe = SparseMoeBlock(c)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, batch, cache)
-        return x + self.block_sparse_moe(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+    def forward(
+        self, stream: ResidualStream, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache
+    ) -> ResidualStream:
+        normed, x = self.input_layernorm(*stream)  # [T, E] each
+        normed, x = self.post_attention_layernorm(x, self.self_attn(normed, cos, sin, batch, cache))
+        return ResidualStream(x, self.block_sparse_moe(normed))
 
 
 class Mixtral(DecoderLM):

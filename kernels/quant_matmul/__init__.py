@@ -156,12 +156,12 @@ def _address(bias: Tensor | None) -> int | None:
 
 
 def _check(x: Tensor | Int8Rows, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> None:
-    rows = x.codes if isinstance(x, Int8Rows) else x
+    shape, format = x.codes.shape if isinstance(x, Int8Rows) else x.shape, weights[0].format
     for weight, bias in zip(weights, biases, strict=True):
-        if rows.ndim != 2 or rows.shape[1] != weight.num_inputs:
-            raise ValueError(f"rows {list(rows.shape)} cannot be multiplied by a weight of {weight.num_inputs} inputs")
-        if weight.format != weights[0].format:
-            raise ValueError(f"weights of {weights[0].format} and {weight.format} cannot be multiplied together")
+        if len(shape) != 2 or shape[1] != weight.num_inputs:
+            raise ValueError(f"rows {list(shape)} cannot be multiplied by a weight of {weight.num_inputs} inputs")
+        if weight.format != format:
+            raise ValueError(f"weights of {format} and {weight.format} cannot be multiplied together")
         if bias is not None and (
             bias.shape != (weight.num_outputs,) or bias.dtype != x.dtype or not bias.is_contiguous()
         ):
