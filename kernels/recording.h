@@ -8,7 +8,8 @@ using Recording = std::vector<std::function<void()>>;
 
 extern thread_local Recording *recording;  // of this thread; null while nothing is recorded
 
-// The first line of every function that Python calls. `call` makes the same call again; what its arguments point to must stay.
+// The first line of every function that Python calls, or of the one that it hands its arguments to. `call` makes the same call again; what
+// its arguments point to must stay.
 template <class Call> void record(Call call) {
   if (recording) recording->emplace_back(call);
 }

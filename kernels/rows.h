@@ -41,3 +41,11 @@ inline void write_floats(void *rows, Dtype dtype, int64_t first, int64_t count, 
   else
     for (int64_t i = 0; i < count; ++i) halves[i] = _cvtss_sh(x[i], _MM_FROUND_TO_NEAREST_INT);
 }
+
+// `count` numbers rounded to the dtype and back
+inline void round_to(Dtype dtype, float *x, int64_t count) {
+  if (dtype == Dtype::bfloat16)
+    for (int64_t i = 0; i < count; ++i) x[i] = from_bfloat16(to_bfloat16(x[i]));
+  else if (dtype == Dtype::float16)
+    for (int64_t i = 0; i < count; ++i) x[i] = _cvtsh_ss(_cvtss_sh(x[i], _MM_FROUND_TO_NEAREST_INT));
+}

@@ -20,7 +20,7 @@ from models.config import ConfigReader
 from models.decoder import MLP
 from models.layers.attention import alibi_slopes, attend
 from models.layers.linear import Linear, linear
-from models.layers.norm import RMSNorm
+from models.layers.norm import AddRMSNorm, ResidualStream
 from models.layers.rotary import RotaryConfig, RotaryEmbedding
 
 log = logging.getLogger(__name__)
@@ -121,16 +121,22 @@ class Attention(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, c: BaichuanConfig) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.input_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.self_attn = Attention(c)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MLP(c.hidden_size, c.intermediate_size)
 
     def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, slopes: Tensor | None, batch: Batch, cache: LayerCache
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), angles, slopes, batch, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+        self,
+        stream: ResidualStream,
+        angles: tuple[Tensor, Tensor] | None,
+        slopes: Tensor | None,
+        batch: Batch,
+        cache: LayerCache,
+    ) -> ResidualStream:
+        normed, x = self.input_layernorm(*stream)  # [T, E] each
+        normed, x = self.post_attention_layernorm(x, self.self_attn(normed, angles, slopes, batch, cache))
+        return ResidualStream(x, self.mlp(normed))
 
 
 class Decoder(nn.Module):
@@ -138,18 +144,19 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.num_hidden_layers))
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.rotary = None if c.alibi else RotaryEmbedding(RotaryConfig(c.head_dim, c.max_length))
         # Not a buffer: slopes stay float32 whatever the model's dtype is.
         self.slopes = alibi_slopes(c.num_attention_heads) if c.alibi else None  # [H]
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        x = self.embed_tokens(batch.token_ids)  # [T, E]
-        angles = self.rotary and self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
-        slopes = None if self.slopes is None else self.slopes.to(x.device)
+        stream = ResidualStream(self.embed_tokens(batch.token_ids))
+        angles = self.rotary and self.rotary.angles(batch.positions, batch.prompt_lengths, stream.x.dtype)
+        slopes = None if self.slopes is None else self.slopes.to(stream.x.device)
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, angles, slopes, batch, layer_cache)
-        return self.norm(x[batch.output_rows])  # type: ignore[no-any-return]
+            stream = layer(stream, angles, slopes, batch, layer_cache)
+        normed, _ = self.norm(*stream)  # [T, E]
+        return normed[batch.output_rows]  # type: ignore[no-any-return]
 
 
 class NormHead(nn.Module):

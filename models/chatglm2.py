@@ -16,7 +16,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend
 from models.layers.linear import Linear
-from models.layers.norm import RMSNorm
+from models.layers.norm import AddRMSNorm, ResidualStream
 from models.layers.rotary import RotaryConfig, RotaryEmbedding
 
 
@@ -120,28 +120,33 @@ class MLP(nn.Module):
 class GLMBlock(nn.Module):
     def __init__(self, c: ChatGLM2Config) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.layernorm_epsilon)
+        self.input_layernorm = AddRMSNorm(c.hidden_size, c.layernorm_epsilon)
         self.self_attention = SelfAttention(c)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.layernorm_epsilon)
+        self.post_attention_layernorm = AddRMSNorm(c.hidden_size, c.layernorm_epsilon)
         self.mlp = MLP(c)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        x = x + self.self_attention(self.input_layernorm(x), cos, sin, batch, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+    def forward(
+        self, stream: ResidualStream, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache
+    ) -> ResidualStream:
+        normed, x = self.input_layernorm(*stream)  # [T, E] each
+        normed, x = self.post_attention_layernorm(x, self.self_attention(normed, cos, sin, batch, cache))
+        return ResidualStream(x, self.mlp(normed))
 
 
 class GLMTransformer(nn.Module):
     def __init__(self, c: ChatGLM2Config) -> None:
         super().__init__()
         self.layers = nn.ModuleList(GLMBlock(c) for _ in range(c.num_hidden_layers))
-        self.final_layernorm = RMSNorm(c.hidden_size, c.layernorm_epsilon)
+        self.final_layernorm = AddRMSNorm(c.hidden_size, c.layernorm_epsilon)
         self.rotary = RotaryEmbedding(RotaryConfig(c.head_dim // 2, c.seq_length, c.rope_theta))
 
     def forward(self, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
         cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)  # [T, D/4]
+        stream = ResidualStream(x)
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, cos, sin, batch, layer_cache)
-        return self.final_layernorm(x[batch.output_rows])  # type: ignore[no-any-return]
+            stream = layer(stream, cos, sin, batch, layer_cache)
+        normed, _ = self.final_layernorm(*stream)  # [T, E]
+        return normed[batch.output_rows]  # type: ignore[no-any-return]
 
 
 class Embedding(nn.Module):

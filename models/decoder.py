@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.rope import rope
-from kernels.swiglu import swiglu
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend
-from models.layers.linear import Linear, make_head
-from models.layers.norm import RMSNorm
+from models.layers.linear import Linear, linear_swiglu, linear_together, make_head
+from models.layers.norm import AddRMSNorm, ResidualStream
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
 
 
@@ -85,9 +84,8 @@ class Attention(nn.Module):
         self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=o_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        query = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H, D]
-        key = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, G, D]
-        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, G, D]
+        projected = linear_together(x, self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
         query, key = rope(query, cos, sin), rope(key, cos, sin)
         attended = attend(query, key, value, cache, batch, self.head_dim**-0.5, window=self.window)
         return self.o_proj(attended)  # type: ignore[no-any-return]
@@ -101,20 +99,23 @@ class MLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+        return self.down_proj(linear_swiglu(x, self.gate_proj, self.up_proj))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
     def __init__(self, c: DecoderConfig, self_attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.input_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.self_attn = self_attn
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, batch, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+    def forward(
+        self, stream: ResidualStream, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache
+    ) -> ResidualStream:
+        normed, x = self.input_layernorm(*stream)  # [T, E] each
+        normed, x = self.post_attention_layernorm(x, self.self_attn(normed, cos, sin, batch, cache))
+        return ResidualStream(x, self.mlp(normed))
 
 
 class Decoder(nn.Module):
@@ -122,15 +123,16 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.rotary = RotaryEmbedding(c.rotary)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        x = self.embed_tokens(batch.token_ids)  # [T, E]
-        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
+        stream = ResidualStream(self.embed_tokens(batch.token_ids))
+        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, stream.x.dtype)
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, cos, sin, batch, layer_cache)
-        return self.norm(x[batch.output_rows])  # type: ignore[no-any-return]
+            stream = layer(stream, cos, sin, batch, layer_cache)
+        normed, _ = self.norm(*stream)  # [T, E]
+        return normed[batch.output_rows]  # type: ignore[no-any-return]
 
 
 class DecoderLM(CausalLM):

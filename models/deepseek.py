@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.rope import rope
-from kernels.swiglu import swiglu
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend_latent
-from models.layers.linear import FloatLinear, Linear, linear, linear_per_head, make_head
-from models.layers.norm import RMSNorm
+from models.layers.linear import FloatLinear, Linear, linear, linear_per_head, linear_swiglu, make_head
+from models.layers.norm import AddRMSNorm, ResidualStream, RMSNorm
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config, yarn_mscale
 
 LATENT_NORM_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps says: so in the models' own code
@@ -219,7 +218,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+        return self.down_proj(linear_swiglu(x, self.gate_proj, self.up_proj))  # type: ignore[no-any-return]
 
 
 class Gate(nn.Module):
@@ -273,14 +272,17 @@ class MoE(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, c: DeepseekConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.input_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.self_attn = Attention(c)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MoE(c) if c.has_experts(layer) else MLP(c.hidden_size, c.intermediate_size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, batch, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+    def forward(
+        self, stream: ResidualStream, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache
+    ) -> ResidualStream:
+        normed, x = self.input_layernorm(*stream)  # [T, E] each
+        normed, x = self.post_attention_layernorm(x, self.self_attn(normed, cos, sin, batch, cache))
+        return ResidualStream(x, self.mlp(normed))
 
 
 class Decoder(nn.Module):
@@ -288,15 +290,16 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(c, layer) for layer in range(c.num_hidden_layers))
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.rotary = RotaryEmbedding(c.rotary)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        x = self.embed_tokens(batch.token_ids)  # [T, E]
-        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
+        stream = ResidualStream(self.embed_tokens(batch.token_ids))
+        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, stream.x.dtype)
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, cos, sin, batch, layer_cache)
-        return self.norm(x[batch.output_rows])  # type: ignore[no-any-return]
+            stream = layer(stream, cos, sin, batch, layer_cache)
+        normed, _ = self.norm(*stream)  # [T, E]
+        return normed[batch.output_rows]  # type: ignore[no-any-return]
 
 
 class Deepseek(CausalLM):

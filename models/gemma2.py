@@ -16,7 +16,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.activation import gelu_tanh
 from models.layers.attention import attend
-from models.layers.linear import Linear, make_head
+from models.layers.linear import Linear, linear_together, make_head
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -122,9 +122,8 @@ class Attention(nn.Module):
         self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=c.attention_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        query = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H, D]
-        key = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, G, D]
-        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, G, D]
+        projected = linear_together(x, self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
         query, key = rope(query, cos, sin), rope(key, cos, sin)
         attended = attend(query, key, value, cache, batch, self.scale, self.soft_cap, self.window)
         return self.o_proj(attended)  # type: ignore[no-any-return]
@@ -138,7 +137,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gelu_tanh(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        gate, up = linear_together(x, self.gate_proj, self.up_proj)  # [T, F] each
+        return self.down_proj(gelu_tanh(gate) * up)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):

@@ -15,7 +15,7 @@ from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderConfig, DecoderLayer, DecoderLM
 from models.layers.attention import attend
-from models.layers.linear import Linear
+from models.layers.linear import Linear, linear_together
 from models.layers.rotary import read_rotary_config
 
 
@@ -59,9 +59,8 @@ class Attention(nn.Module):
         self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        query = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H, D]
-        key = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, G, D]
-        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, G, D]
+        projected = linear_together(x, self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
         query, key = rope(query, cos, sin, interleaved=True), rope(key, cos, sin, interleaved=True)
         return self.o_proj(attend(query, key, value, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
 

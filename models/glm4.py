@@ -5,7 +5,7 @@ from torch import Tensor
 from models.batch import Batch, LayerCache
 from models.decoder import DecoderLayer, DecoderLM
 from models.glm import MLP, Attention, GlmConfig
-from models.layers.norm import RMSNorm
+from models.layers.norm import ResidualStream, RMSNorm
 
 
 class Glm4DecoderLayer(DecoderLayer):
@@ -14,9 +14,13 @@ class Glm4DecoderLayer(DecoderLayer):
         self.post_self_attn_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_mlp_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        x = x + self.post_self_attn_layernorm(self.self_attn(self.input_layernorm(x), cos, sin, batch, cache))
-        return x + self.post_mlp_layernorm(self.mlp(self.post_attention_layernorm(x)))  # type: ignore[no-any-return]
+    def forward(
+        self, stream: ResidualStream, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache
+    ) -> ResidualStream:
+        normed, x = self.input_layernorm(*stream)  # [T, E] each
+        attended = self.self_attn(normed, cos, sin, batch, cache)
+        normed, x = self.post_attention_layernorm(x, self.post_self_attn_layernorm(attended))
+        return ResidualStream(x, self.post_mlp_layernorm(self.mlp(normed)))
 
 
 class Glm4(DecoderLM):

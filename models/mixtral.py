@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from kernels.swiglu import swiglu
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import Attention, DecoderConfig, DecoderLM, read_decoder_config
-from models.layers.linear import FloatLinear, Linear
+from models.layers.linear import FloatLinear, Linear, linear_swiglu
 from models.layers.moe import route, run_experts
-from models.layers.norm import RMSNorm
+from models.layers.norm import AddRMSNorm, ResidualStream
 from models.layers.sliding_window import read_window
 
 
@@ -45,7 +44,7 @@ class Expert(nn.Module):
         self.w3 = Linear(c.hidden_size, c.intermediate_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(swiglu(self.w1(x), self.w3(x)))  # type: ignore[no-any-return]
+        return self.w2(linear_swiglu(x, self.w1, self.w3))  # type: ignore[no-any-return]
 
 
 class SparseMoeBlock(nn.Module):
@@ -63,14 +62,17 @@ class SparseMoeBlock(nn.Module):
 class MixtralLayer(nn.Module):
     def __init__(self, c: MixtralConfig) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.input_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.self_attn = Attention(c, c.sliding_window)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.block_sparse_moe = SparseMoeBlock(c)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, batch, cache)
-        return x + self.block_sparse_moe(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+    def forward(
+        self, stream: ResidualStream, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache
+    ) -> ResidualStream:
+        normed, x = self.input_layernorm(*stream)  # [T, E] each
+        normed, x = self.post_attention_layernorm(x, self.self_attn(normed, cos, sin, batch, cache))
+        return ResidualStream(x, self.block_sparse_moe(normed))
 
 
 class Mixtral(DecoderLM):

@@ -14,7 +14,7 @@ from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend
-from models.layers.linear import Linear, make_head
+from models.layers.linear import Linear, linear_together, make_head
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": relu, "gelu": gelu}  # OPT's and Galactica's
 POSITION_OFFSET = 2  # the table's first rows belonged to padding
@@ -81,9 +81,8 @@ class Attention(nn.Module):
         self.out_proj = Linear(c.hidden_size, c.hidden_size, bias=c.enable_bias)
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        query = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H, D]
-        key = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H, D]
-        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H, D]
+        projected = linear_together(x, self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D] each
         return self.out_proj(attend(query, key, value, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
 
 

@@ -17,7 +17,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend
 from models.layers.linear import Linear, make_head
-from models.layers.norm import RMSNorm
+from models.layers.norm import AddRMSNorm, ResidualStream
 
 
 @dataclass(frozen=True)
@@ -181,14 +181,17 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, c: Phi3Config) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.input_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.self_attn = Attention(c)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MLP(c)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, batch, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+    def forward(
+        self, stream: ResidualStream, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache
+    ) -> ResidualStream:
+        normed, x = self.input_layernorm(*stream)  # [T, E] each
+        normed, x = self.post_attention_layernorm(x, self.self_attn(normed, cos, sin, batch, cache))
+        return ResidualStream(x, self.mlp(normed))
 
 
 class Decoder(nn.Module):
@@ -196,15 +199,16 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.num_hidden_layers))
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.rotary = LongRope(c.rotary)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        x = self.embed_tokens(batch.token_ids)  # [T, E]
-        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
+        stream = ResidualStream(self.embed_tokens(batch.token_ids))
+        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, stream.x.dtype)
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, cos, sin, batch, layer_cache)
-        return self.norm(x[batch.output_rows])  # type: ignore[no-any-return]
+            stream = layer(stream, cos, sin, batch, layer_cache)
+        normed, _ = self.norm(*stream)  # [T, E]
+        return normed[batch.output_rows]  # type: ignore[no-any-return]
 
 
 class Phi3(CausalLM):

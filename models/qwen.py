@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.rope import rope
-from kernels.swiglu import swiglu
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend
-from models.layers.linear import Linear
-from models.layers.norm import RMSNorm
+from models.layers.linear import Linear, linear_swiglu
+from models.layers.norm import AddRMSNorm, ResidualStream
 
 
 @dataclass(frozen=True)
@@ -135,20 +134,23 @@ class MLP(nn.Module):
         self.c_proj = Linear(c.intermediate_size // 2, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(swiglu(self.w2(x), self.w1(x)))  # type: ignore[no-any-return]
+        return self.c_proj(linear_swiglu(x, self.w2, self.w1))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
     def __init__(self, c: QwenConfig) -> None:
         super().__init__()
-        self.ln_1 = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.ln_1 = AddRMSNorm(c.hidden_size, c.layer_norm_epsilon)
         self.attn = Attention(c)
-        self.ln_2 = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.ln_2 = AddRMSNorm(c.hidden_size, c.layer_norm_epsilon)
         self.mlp = MLP(c)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cos, sin, batch, cache)
-        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
+    def forward(
+        self, stream: ResidualStream, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache
+    ) -> ResidualStream:
+        normed, x = self.ln_1(*stream)  # [T, E] each
+        normed, x = self.ln_2(x, self.attn(normed, cos, sin, batch, cache))
+        return ResidualStream(x, self.mlp(normed))
 
 
 class Transformer(nn.Module):
@@ -156,15 +158,16 @@ class Transformer(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(c.vocab_size, c.hidden_size)
         self.h = nn.ModuleList(Block(c) for _ in range(c.num_hidden_layers))
-        self.ln_f = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.ln_f = AddRMSNorm(c.hidden_size, c.layer_norm_epsilon)
         self.rotary = Rotary(c)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        x = self.wte(batch.token_ids)  # [T, E]
-        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
+        stream = ResidualStream(self.wte(batch.token_ids))
+        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, stream.x.dtype)
         for block, layer_cache in zip(self.h, cache.layers, strict=True):
-            x = block(x, cos, sin, batch, layer_cache)
-        return self.ln_f(x[batch.output_rows])  # type: ignore[no-any-return]
+            stream = block(stream, cos, sin, batch, layer_cache)
+        normed, _ = self.ln_f(*stream)  # [T, E]
+        return normed[batch.output_rows]  # type: ignore[no-any-return]
 
 
 class Qwen(CausalLM):

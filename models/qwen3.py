@@ -12,7 +12,7 @@ from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import MLP, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
 from models.layers.attention import attend
-from models.layers.linear import Linear
+from models.layers.linear import Linear, linear_together
 from models.layers.norm import RMSNorm
 from models.layers.sliding_window import read_windows
 
@@ -46,10 +46,9 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))  # [T, H, D]
-        key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))  # [T, G, D]
-        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, G, D]
-        query, key = rope(query, cos, sin), rope(key, cos, sin)
+        projected = linear_together(x, self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
+        query, key = rope(self.q_norm(query), cos, sin), rope(self.k_norm(key), cos, sin)
         attended = attend(query, key, value, cache, batch, self.head_dim**-0.5, window=self.window)
         return self.o_proj(attended)  # type: ignore[no-any-return]
 

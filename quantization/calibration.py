@@ -1,6 +1,8 @@
 """Runs a model layer by layer over calibration batches and observes what reaches its linear layers.
 
-One layer's activations are in memory at a time. T tokens of a batch, E hidden channels, I input channels of a linear layer.
+One layer's activations are in memory at a time. Hidden states are a tensor [T, E] or a ResidualStream, as a family's layers pass them on.
+
+T tokens of a batch, E hidden channels, I input channels of a linear layer.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,8 +13,11 @@ from torch import Tensor, nn
 
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
+from models.layers.norm import ResidualStream
 from quantization.activations import ActivationRange
 from quantization.gptq import Hessian
+
+Hidden = Tensor | ResidualStream
 
 NUM_SAMPLES = 512  # rows of activations that searches and reports work on
 
@@ -65,14 +70,14 @@ class Observed:
 
 
 class LayerByLayer:
-    """Holds the hidden states [T, E] of all batches before the next layer."""
+    """Holds the hidden states of all batches before the next layer."""
 
     def __init__(self, model: CausalLM, batches: list[Batch], cache: KVCache) -> None:
         """`cache` has room for a batch; its layers may share their memory, because a batch is computed in one step."""
         self._model, self._batches, self._cache = model, batches, cache
         self._parent, self._name = find_layers(model)
         self.layers: nn.ModuleList = self._parent.get_submodule(self._name)  # type: ignore[assignment]
-        self._states: list[Tensor] = []
+        self._states: list[Hidden] = []
         self._others: list[tuple[Any, ...]] = []  # what the layers get besides hidden states and their own cache
         self._next = 0
         for batch in batches:
@@ -102,14 +107,19 @@ class LayerByLayer:
     @torch.inference_mode()
     def output(self, batch: int) -> Tensor:
         """Hidden states [T, E] of a batch after the next layer."""
-        caches = list(self._cache.layers)
-        hidden: Tensor = self.layers[self._next](self._states[batch], *self._others[batch][:-1], caches[self._next])
-        return hidden
+        hidden = self._through_layer(batch)
+        return hidden.total() if isinstance(hidden, ResidualStream) else hidden
 
     def advance(self) -> None:
         """Go through the next layer, as it is now."""
-        self._states = [self.output(i) for i in range(len(self._batches))]
+        self._states = [self._through_layer(i) for i in range(len(self._batches))]
         self._next += 1
+
+    @torch.inference_mode()
+    def _through_layer(self, batch: int) -> Hidden:
+        caches = list(self._cache.layers)
+        hidden: Hidden = self.layers[self._next](self._states[batch], *self._others[batch][:-1], caches[self._next])
+        return hidden
 
     def observe_head(self, linears: list[str], with_hessian: bool) -> Observed:
         """What comes to the head, after the last layer."""
@@ -135,14 +145,14 @@ class LayerByLayer:
 class _Ends(nn.Module):
     """Stands for every layer: remembers what the first one gets, and gives `state` where there is one."""
 
-    def __init__(self, state: Tensor | None) -> None:
+    def __init__(self, state: Hidden | None) -> None:
         super().__init__()
         self.state = state
         self.others: tuple[Any, ...] = ()
 
-    def forward(self, x: Tensor, *others: Any) -> Tensor:
+    def forward(self, hidden: Hidden, *others: Any) -> Hidden:
         if self.state is None:
-            self.state = x
+            self.state = hidden
         self.others = self.others or others
         return self.state
 
@@ -164,8 +174,9 @@ class _Observing:
         self._norms.clear()
 
     def output_of(self, name: str) -> Callable[..., None]:
-        def remember(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            self._norms[id(output)] = name, output
+        def remember(module: nn.Module, inputs: Any, output: Tensor | tuple[Tensor, Tensor]) -> None:
+            normed = output if isinstance(output, Tensor) else output[0]
+            self._norms[id(normed)] = name, normed
 
         return remember
 

@@ -4,14 +4,24 @@ R rows, I input channels, O output channels, G groups of input channels.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
 from conf.quantization import Activations
-from kernels.quant_matmul import PackedWeight, pack, quant_matmul, quant_matmul_int8, quantize_rows
-from models.layers.linear import PackedLinear, linear
+from kernels.quant_matmul import (
+    Int8Rows,
+    PackedWeight,
+    pack,
+    quant_matmul,
+    quant_matmul_int8,
+    quant_matmul_swiglu,
+    quant_matmul_together,
+    quantize_rows,
+)
+from models.layers.linear import JointLinear, PackedLinear, linear
 from quantization.activations import quantize_per_token, quantize_per_token_group, quantize_static
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight, WeightLayout
@@ -67,7 +77,7 @@ class CodedLinear(PackedLinear):
         return y if self.bias is None else y + self.bias
 
 
-class IntLinear(CodedLinear):
+class IntLinear(CodedLinear, JointLinear):
     """4- or 8-bit integer weights, packed once for the machine; activations floats or 8-bit integers."""
 
     def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
@@ -77,16 +87,30 @@ class IntLinear(CodedLinear):
             w.codes.to(device), w.scales.to(device), zero_points, self.scheme.weights.bits
         )
         self.packed = nn.Parameter(self._weight.blob, requires_grad=False)  # the same memory, so that it is counted
+        if device.type == "cpu" and self.permutation is None and self.input_scale is None:
+            self.kind = self.scheme.activations, self._weight.format
+
+    def _rows(self, x: Tensor) -> Tensor | Int8Rows:
+        """What the weight is multiplied by."""
+        if self.scheme.activations is Activations.none:
+            return x
+        if self.scheme.activations is Activations.dynamic:
+            return Int8Rows(*quantize_rows(x), x.dtype)
+        assert self.input_scale is not None
+        return Int8Rows(quantize_static(x, self.input_scale, CodeKind.INT), self.input_scale.reshape(1, 1), x.dtype)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        if self.scheme.activations is Activations.none:
-            return quant_matmul(x, self._weight)
-        if self.scheme.activations is Activations.dynamic:
-            codes, scales = quantize_rows(x)
-        else:
-            assert self.input_scale is not None
-            codes, scales = quantize_static(x, self.input_scale, CodeKind.INT), self.input_scale.reshape(1, 1)
-        return quant_matmul_int8(codes, scales, self._weight, x.dtype)
+        rows = self._rows(x)
+        if isinstance(rows, Int8Rows):
+            return quant_matmul_int8(rows.codes, rows.scales, self._weight, rows.dtype)
+        return quant_matmul(rows, self._weight)
+
+    def multiply_together(self, x: Tensor, layers: Sequence["IntLinear"]) -> list[Tensor]:
+        weights, biases = [layer._weight for layer in layers], [layer.bias for layer in layers]
+        return quant_matmul_together(self._rows(x), weights, biases)
+
+    def multiply_swiglu(self, x: Tensor, up: "IntLinear") -> Tensor:
+        return quant_matmul_swiglu(self._rows(x), self._weight, up._weight, self.bias, up.bias)
 
 
 class Fp8Linear(CodedLinear):

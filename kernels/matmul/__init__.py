@@ -5,6 +5,7 @@ M rows, K inputs, N outputs. A row's result does not depend on the other rows or
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
 
 import torch
@@ -13,14 +14,20 @@ from torch import Tensor
 from kernels import build
 from kernels.matmul.packed import PackedMatrix, pack
 from kernels.matmul.reference import linear
+from kernels.swiglu import swiglu
 
-__all__ = ["PackedMatrix", "linear", "matmul", "pack"]
+__all__ = ["MAX_TOGETHER", "PackedMatrix", "linear", "matmul", "matmul_swiglu", "matmul_together", "pack"]
+
+MAX_TOGETHER = 3  # weights that one call multiplies: queries, keys and values
 
 
 @functools.cache
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.matmul.argtypes = (c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64)
-    library.matmul.restype = None
+    rows, weight = (c_void_p, c_int32, c_int64, c_int64), (c_void_p, c_void_p)
+    library.matmul.argtypes = rows + (*weight, c_void_p, c_int64) * MAX_TOGETHER
+    library.matmul_swiglu.argtypes = (*rows, *weight, *weight, c_void_p, c_int64)
+    for function in (library.matmul, library.matmul_swiglu):
+        function.restype = None
     return library
 
 
@@ -29,25 +36,62 @@ def matmul(x: Tensor, weight: PackedMatrix, bias: Tensor | None = None) -> Tenso
 
     Raises ValueError if shapes or dtypes do not belong together.
     """
+    return matmul_together(x, [weight], [bias])[0]
+
+
+def matmul_together(x: Tensor, weights: Sequence[PackedMatrix], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """What `matmul` gives for each weight and its bias, to the bit. Raises ValueError as it does, and for over MAX_TOGETHER weights."""
     library = build.library()
+    if len(weights) > MAX_TOGETHER:
+        raise ValueError(f"{len(weights)} weights: at most {MAX_TOGETHER} are multiplied together")
+    for weight, bias in zip(weights, biases, strict=True):
+        _check(x, weight, bias)
+    if library is None:
+        return [linear(x, weight.unpack(), bias) for weight, bias in zip(weights, biases, strict=True)]
+    x, num_rows = x.contiguous(), x.shape[0]
+    outs = [torch.empty(num_rows, weight.num_outputs, dtype=x.dtype) for weight in weights]
+    arguments: list[int | None] = []
+    for weight, bias, out in zip(weights, biases, outs, strict=True):
+        arguments += (weight.tiles.data_ptr(), _address(bias), out.data_ptr(), weight.num_outputs)
+    arguments += (None, None, None, 0) * (MAX_TOGETHER - len(weights))
+    _declared(library).matmul(x.data_ptr(), build.DTYPES[x.dtype], num_rows, x.shape[1], *arguments)
+    return outs
+
+
+def matmul_swiglu(
+    x: Tensor, gate: PackedMatrix, up: PackedMatrix, gate_bias: Tensor | None = None, up_bias: Tensor | None = None
+) -> Tensor:
+    """silu(x gate^T + gate_bias) * (x up^T + up_bias): [M, N], to the bit what `swiglu` makes of the two products.
+
+    Raises ValueError as `matmul` does, and if gate and up have different numbers of outputs.
+    """
+    library = build.library()
+    if gate.num_outputs != up.num_outputs:
+        raise ValueError(f"a gate of {gate.num_outputs} outputs for {up.num_outputs}")
+    if library is None:
+        return swiglu(matmul(x, gate, gate_bias), matmul(x, up, up_bias))
+    _check(x, gate, gate_bias)
+    _check(x, up, up_bias)
+    x = x.contiguous()
+    out = torch.empty(x.shape[0], gate.num_outputs, dtype=x.dtype)
+    _declared(library).matmul_swiglu(
+        *(x.data_ptr(), build.DTYPES[x.dtype], *x.shape),
+        *(gate.tiles.data_ptr(), _address(gate_bias), up.tiles.data_ptr(), _address(up_bias)),
+        *(out.data_ptr(), gate.num_outputs),
+    )
+    return out
+
+
+def _address(bias: Tensor | None) -> int | None:
+    return None if bias is None else bias.data_ptr()
+
+
+def _check(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> None:
     if x.ndim != 2 or x.shape[1] != weight.num_inputs or x.dtype != weight.tiles.dtype:
         raise ValueError(
             f"rows {list(x.shape)} of {x.dtype} and a weight of {weight.num_inputs} inputs of {weight.tiles.dtype}"
         )
-    if bias is not None and (bias.shape != (weight.num_outputs,) or bias.dtype != x.dtype):
-        raise ValueError(f"a bias {list(bias.shape)} of {bias.dtype} for {weight.num_outputs} outputs of {x.dtype}")
-    if library is None:
-        return linear(x, weight.unpack(), bias)
-    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
-    out = torch.empty(x.shape[0], weight.num_outputs, dtype=x.dtype)
-    _declared(library).matmul(
-        x.data_ptr(),
-        build.DTYPES[x.dtype],
-        weight.tiles.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        x.shape[0],
-        weight.num_inputs,
-        weight.num_outputs,
-    )
-    return out
+    if bias is not None and (bias.shape != (weight.num_outputs,) or bias.dtype != x.dtype or not bias.is_contiguous()):
+        raise ValueError(
+            f"a bias {list(bias.shape)} of {bias.dtype} for {weight.num_outputs} outputs of {x.dtype}, side by side"
+        )

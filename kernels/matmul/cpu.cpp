@@ -1,4 +1,6 @@
 // x [M, K] times W [N, K] transposed, plus bias [N]; kernels/matmul/reference.py is the specification.
+// Up to three weights in one call, each with its own result: rows are prepared once, and threads meet once. Or two of them, gate and up, with
+// one result, silu(gate) * up.
 //
 // M rows, K inputs, N outputs. A tile is 16 outputs, one for each lane; a step is what 32 bits hold of the inputs: one float32 or two
 // bfloat16. Every output is one sum over the steps in their order, kept in a register from the first to the last, so a row's bits depend
@@ -6,9 +8,10 @@
 #include <algorithm>
 #include <vector>
 
+#include "../recording.h"
 #include "../rows.h"
 #include "../simd.h"
-#include "../recording.h"
+#include "../swiglu.h"
 #include "../threads.h"
 
 namespace {
@@ -19,29 +22,39 @@ constexpr int64_t TILES_PER_CHUNK = 4;
 constexpr int64_t PANELS_PER_CHUNK = 16;
 constexpr int MAX_ROWS = ACCUMULATORS / 2;  // of a panel: two tiles of it fill the registers
 
-struct Product {
+struct Rows {
   Dtype dtype;
   const char *x;
-  const uint8_t *weight;  // packed: [tiles, steps, 16, 4 bytes]
-  const void *bias;       // null if there is none
-  void *out;
-  int64_t num_rows, num_inputs, num_outputs;
+  int64_t num_rows, num_inputs;
   char *panels = nullptr;  // x, up to MAX_ROWS rows together: [steps, rows, 4 bytes] each
 
   int64_t element_bytes() const { return dtype == Dtype::float32 ? 4 : 2; }
   int64_t num_steps() const { return divide_up(num_inputs * element_bytes(), STEP_BYTES); }
-  int64_t num_tiles() const { return divide_up(num_outputs, LANES); }
   int64_t tile_bytes() const { return num_steps() * VECTOR_BYTES; }
   int64_t num_panels() const { return divide_up(num_rows, MAX_ROWS); }
   int64_t height() const { return divide_up(num_rows, std::max<int64_t>(num_panels(), 1)); }
 };
 
-void fill_panel(const Product &product, int64_t panel) {
-  const int64_t first = panel * product.height(), height = std::min(product.height(), product.num_rows - first);
-  const int64_t row_bytes = product.num_inputs * product.element_bytes(), num_steps = product.num_steps();
-  auto *to = reinterpret_cast<int32_t *>(product.panels) + first * num_steps;
+struct Weight {
+  const uint8_t *tiles;  // packed: [tiles, steps, 16, 4 bytes]
+  const void *bias;      // null if there is none
+};
+
+struct Output {
+  Weight weight, up;  // if up has tiles, weight is the gate
+  void *memory;
+  int64_t num_outputs;
+
+  int64_t num_tiles() const { return divide_up(num_outputs, LANES); }
+  int64_t num_chunks() const { return divide_up(num_tiles(), TILES_PER_CHUNK); }
+};
+
+void fill_panel(const Rows &rows, int64_t panel) {
+  const int64_t first = panel * rows.height(), height = std::min(rows.height(), rows.num_rows - first);
+  const int64_t row_bytes = rows.num_inputs * rows.element_bytes(), num_steps = rows.num_steps();
+  auto *to = reinterpret_cast<int32_t *>(rows.panels) + first * num_steps;
   for (int64_t row = 0; row < height; ++row) {
-    const char *from = product.x + (first + row) * row_bytes;
+    const char *from = rows.x + (first + row) * row_bytes;
     for (int64_t step = 0; step < row_bytes / STEP_BYTES; ++step)
       std::memcpy(to + step * height + row, from + step * STEP_BYTES, STEP_BYTES);
     if (const int64_t rest = row_bytes % STEP_BYTES) {  // an odd number of bfloat16
@@ -83,48 +96,81 @@ template <Dtype DTYPE, int ROWS, int TILES>
     for (int t = 0; t < TILES; ++t) store(result + (row * TILES + t) * LANES, sums[row][t]);
 }
 
+// result [ROWS, tiles, 16] = what the tiles from `tile` on give, with the bias: `count` numbers of each row, and zeros behind them.
+template <Dtype DTYPE, int ROWS, int TILES>
+void multiply(const Rows &rows, const Weight &weight, const int32_t *x, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
+  const auto product = num_tiles == TILES ? dot<DTYPE, ROWS, TILES> : dot<DTYPE, ROWS, 1>;
+  product(weight.tiles + tile * rows.tile_bytes(), rows.tile_bytes(), x, rows.num_steps(), result);
+  if (!weight.bias) return;
+  float bias[TILES * LANES];
+  read_floats(weight.bias, DTYPE, tile * LANES, count, bias);
+  for (int64_t row = 0; row < ROWS; ++row)
+    for (int64_t i = 0; i < count; ++i) result[row * num_tiles * LANES + i] += bias[i];
+}
+
 // Panel number `panel`, ROWS high or less, times the tiles first .. last - 1.
-template <Dtype DTYPE, int ROWS> void multiply_panel(const Product &product, int64_t panel, int64_t first, int64_t last) {
-  const int64_t first_row = panel * product.height();
+template <Dtype DTYPE, int ROWS> void multiply_panel(const Rows &rows, const Output &out, int64_t panel, int64_t first, int64_t last) {
+  const int64_t first_row = panel * rows.height();
   if constexpr (ROWS > 1)
-    if (std::min(product.height(), product.num_rows - first_row) < ROWS)
-      return multiply_panel<DTYPE, ROWS - 1>(product, panel, first, last);
+    if (std::min(rows.height(), rows.num_rows - first_row) < ROWS) return multiply_panel<DTYPE, ROWS - 1>(rows, out, panel, first, last);
   constexpr int FIT = ACCUMULATORS / ROWS, TILES = FIT >= 4 ? 4 : 2;
-  alignas(64) float result[ROWS * TILES * LANES], bias[TILES * LANES] = {};
-  const auto *x = reinterpret_cast<const int32_t *>(product.panels) + first_row * product.num_steps();
+  alignas(64) float result[ROWS * TILES * LANES], up[ROWS * TILES * LANES];
+  const auto *x = reinterpret_cast<const int32_t *>(rows.panels) + first_row * rows.num_steps();
   for (int64_t tile = first; tile < last;) {
-    const int64_t num_tiles = tile + TILES <= last ? TILES : 1, output = tile * LANES;
-    const auto multiply = num_tiles == TILES ? dot<DTYPE, ROWS, TILES> : dot<DTYPE, ROWS, 1>;
-    multiply(product.weight + tile * product.tile_bytes(), product.tile_bytes(), x, product.num_steps(), result);
-    const int64_t count = std::min(num_tiles * LANES, product.num_outputs - output);
-    if (product.bias) read_floats(product.bias, DTYPE, output, count, bias);
-    for (int64_t row = 0; row < ROWS; ++row) {
-      float *numbers = result + row * num_tiles * LANES;
-      for (int64_t i = 0; i < count && product.bias; ++i) numbers[i] += bias[i];
-      write_floats(product.out, DTYPE, (first_row + row) * product.num_outputs + output, count, numbers);
+    const int64_t num_tiles = tile + TILES <= last ? TILES : 1, output = tile * LANES, width = num_tiles * LANES;
+    const int64_t count = std::min(width, out.num_outputs - output);
+    multiply<DTYPE, ROWS, TILES>(rows, out.weight, x, tile, num_tiles, count, result);
+    if (out.up.tiles) {  // both are rounded first, as if they had been written
+      multiply<DTYPE, ROWS, TILES>(rows, out.up, x, tile, num_tiles, count, up);
+      round_to(DTYPE, result, ROWS * width);
+      round_to(DTYPE, up, ROWS * width);
+      swiglu(DTYPE, result, up, ROWS * width);
     }
+    for (int64_t row = 0; row < ROWS; ++row)
+      write_floats(out.memory, DTYPE, (first_row + row) * out.num_outputs + output, count, result + row * width);
     tile += num_tiles;
   }
 }
 
+struct Product {
+  Rows rows;
+  Output outputs[3];
+};
+
+void multiply_all(const Product &product) {
+  record([=] { multiply_all(product); });
+  Rows rows = product.rows;
+  thread_local std::vector<char> kept;
+  const size_t bytes = rows.num_rows * rows.num_steps() * STEP_BYTES;
+  if (kept.size() < bytes) kept.resize(bytes);
+  rows.panels = kept.data();
+  parallel_for(rows.num_panels(), [&](int64_t panel) { fill_panel(rows, panel); });
+  int64_t num_chunks = 0;
+  for (const Output &out : product.outputs) num_chunks += out.num_chunks();
+  const int64_t panel_chunks = divide_up(rows.num_panels(), PANELS_PER_CHUNK);
+  const auto multiply = rows.dtype == Dtype::float32 ? multiply_panel<Dtype::float32, MAX_ROWS> : multiply_panel<Dtype::bfloat16, MAX_ROWS>;
+  parallel_for(num_chunks * panel_chunks, [&](int64_t chunk) {
+    const Output *out = product.outputs;
+    int64_t tile = chunk / panel_chunks;
+    for (; tile >= out->num_chunks(); ++out) tile -= out->num_chunks();
+    const int64_t first = tile * TILES_PER_CHUNK, last = std::min(first + TILES_PER_CHUNK, out->num_tiles());
+    const int64_t panel = chunk % panel_chunks * PANELS_PER_CHUNK, end = std::min(panel + PANELS_PER_CHUNK, rows.num_panels());
+    for (int64_t p = panel; p < end; ++p) multiply(rows, *out, p, first, last);
+  });
+}
+
 }  // namespace
 
-extern "C" void matmul(const void *x, int32_t dtype, const uint8_t *weight, const void *bias, void *out, int64_t num_rows,
-                       int64_t num_inputs, int64_t num_outputs) {
-  record([=] { matmul(x, dtype, weight, bias, out, num_rows, num_inputs, num_outputs); });
-  Product product{Dtype(dtype), static_cast<const char *>(x), weight, bias, out, num_rows, num_inputs, num_outputs};
-  thread_local std::vector<char> kept;
-  const size_t bytes = num_rows * product.num_steps() * STEP_BYTES;
-  if (kept.size() < bytes) kept.resize(bytes);
-  product.panels = kept.data();
-  parallel_for(product.num_panels(), [&](int64_t panel) { fill_panel(product, panel); });
-  const int64_t tile_chunks = divide_up(product.num_tiles(), TILES_PER_CHUNK);
-  const int64_t panel_chunks = divide_up(product.num_panels(), PANELS_PER_CHUNK);
-  parallel_for(tile_chunks * panel_chunks, [&](int64_t chunk) {
-    const int64_t first = chunk / panel_chunks * TILES_PER_CHUNK, last = std::min(first + TILES_PER_CHUNK, product.num_tiles());
-    const int64_t panel = chunk % panel_chunks * PANELS_PER_CHUNK, end = std::min(panel + PANELS_PER_CHUNK, product.num_panels());
-    const auto multiply =
-        product.dtype == Dtype::float32 ? multiply_panel<Dtype::float32, MAX_ROWS> : multiply_panel<Dtype::bfloat16, MAX_ROWS>;
-    for (int64_t p = panel; p < end; ++p) multiply(product, p, first, last);
-  });
+// w0 .. w2 with their biases, results and numbers of outputs; what is not there has no outputs
+extern "C" void matmul(const void *x, int32_t dtype, int64_t num_rows, int64_t num_inputs, const uint8_t *w0, const void *bias0,
+                       void *out0, int64_t n0, const uint8_t *w1, const void *bias1, void *out1, int64_t n1, const uint8_t *w2,
+                       const void *bias2, void *out2, int64_t n2) {
+  multiply_all({{Dtype(dtype), static_cast<const char *>(x), num_rows, num_inputs},
+                {{{w0, bias0}, {}, out0, n0}, {{w1, bias1}, {}, out1, n1}, {{w2, bias2}, {}, out2, n2}}});
+}
+
+extern "C" void matmul_swiglu(const void *x, int32_t dtype, int64_t num_rows, int64_t num_inputs, const uint8_t *gate,
+                              const void *gate_bias, const uint8_t *up, const void *up_bias, void *out, int64_t num_outputs) {
+  multiply_all({{Dtype(dtype), static_cast<const char *>(x), num_rows, num_inputs},
+                {{{gate, gate_bias}, {up, up_bias}, out, num_outputs}}});
 }

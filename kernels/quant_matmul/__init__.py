@@ -5,26 +5,53 @@ M rows, K inputs, N outputs. A row's result does not depend on the other rows or
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels import build
+from kernels.matmul import MAX_TOGETHER
 from kernels.quant_matmul import portable, reference
 from kernels.quant_matmul.packed import PackedWeight, pack
+from kernels.swiglu import swiglu
 
-__all__ = ["PackedWeight", "pack", "quant_matmul", "quant_matmul_int8", "quantize_rows"]
+__all__ = [
+    "Int8Rows",
+    "PackedWeight",
+    "pack",
+    "quant_matmul",
+    "quant_matmul_int8",
+    "quant_matmul_swiglu",
+    "quant_matmul_together",
+    "quantize_rows",
+]
+
+
+@dataclass(frozen=True)
+class Int8Rows:
+    """Rows that were quantised, codes * scales, and the dtype of products with them."""
+
+    codes: Tensor
+    """int8 [M, K]"""
+    scales: Tensor
+    """float32 [M, 1], or [1, 1] for all rows."""
+    dtype: torch.dtype
 
 
 @functools.cache
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    weight = (c_int64,) * 3 + (c_int32,) * 2
-    library.quant_matmul.argtypes = (c_void_p, c_int32, c_void_p, c_void_p, c_int64, *weight)
-    library.quant_matmul_int8.argtypes = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_int64, *weight)
+    floats, int8 = (c_void_p, c_int32), (c_void_p, c_void_p, c_int64, c_int32)
+    sizes, weight = (c_int64,) * 3 + (c_int32,) * 2, (c_void_p, c_void_p)
+    for name, rows in (("quant_matmul", floats), ("quant_matmul_int8", int8)):
+        together, gated = getattr(library, name), getattr(library, f"{name}_swiglu")
+        together.argtypes = rows + sizes + (*weight, c_void_p, c_int64) * MAX_TOGETHER
+        gated.argtypes = (*rows, *sizes, *weight, *weight, c_void_p, c_int64)
+        together.restype = gated.restype = None
     library.quantize_rows.argtypes = (c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_int64)
-    for function in (library.quant_matmul, library.quant_matmul_int8, library.quantize_rows):
-        function.restype = None
+    library.quantize_rows.restype = None
     return library
 
 
@@ -34,16 +61,7 @@ def quant_matmul(x: Tensor, weight: PackedWeight) -> Tensor:
     With the C++ kernels, 128 inputs of a row (or a group, if that is less) share a scale and have 16 bits: each is off by at most
     2^-16 of the largest of them, and everything else is exact up to float32 sums. A row with NaN or infinity gives NaN or infinity.
     """
-    library = build.library()
-    _check(x, weight)
-    if library is None or not x.is_cpu:
-        return portable.quant_matmul(x, weight)
-    x = x.contiguous()
-    out = torch.empty(x.shape[0], weight.num_outputs, dtype=x.dtype)
-    _declared(library).quant_matmul(
-        x.data_ptr(), build.DTYPES[x.dtype], weight.blob.data_ptr(), out.data_ptr(), x.shape[0], *_facts(weight)
-    )
-    return out
+    return quant_matmul_together(x, [weight], [None])[0]
 
 
 def quant_matmul_int8(x_codes: Tensor, x_scales: Tensor, weight: PackedWeight, out_dtype: torch.dtype) -> Tensor:
@@ -51,22 +69,51 @@ def quant_matmul_int8(x_codes: Tensor, x_scales: Tensor, weight: PackedWeight, o
 
     x_codes int8 [M, K]; x_scales float32 [M, 1], or [1, 1] for all rows.
     """
-    library = build.library()
-    _check(x_codes, weight)
-    if library is None or not x_codes.is_cpu:
-        return portable.quant_matmul_int8(x_codes, x_scales, weight, out_dtype)
-    x_codes, x_scales = x_codes.contiguous(), x_scales.contiguous()
-    out = torch.empty(x_codes.shape[0], weight.num_outputs, dtype=out_dtype)
-    _declared(library).quant_matmul_int8(
-        x_codes.data_ptr(),
-        x_scales.data_ptr(),
-        int(x_scales.shape[0] > 1),
-        weight.blob.data_ptr(),
-        out.data_ptr(),
-        build.DTYPES[out_dtype],
-        x_codes.shape[0],
-        *_facts(weight),
-    )
+    return quant_matmul_together(Int8Rows(x_codes, x_scales, out_dtype), [weight], [None])[0]
+
+
+def quant_matmul_together(
+    x: Tensor | Int8Rows, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """What `quant_matmul`, or `quant_matmul_int8`, gives for each weight, plus its bias [N]: [M, N] each, to the bit.
+
+    Raises ValueError if shapes or dtypes do not belong together, for weights of several formats, and for more than MAX_TOGETHER.
+    """
+    library, rows = build.library(), x.codes if isinstance(x, Int8Rows) else x
+    if len(weights) > MAX_TOGETHER:
+        raise ValueError(f"{len(weights)} weights: at most {MAX_TOGETHER} are multiplied together")
+    _check(x, weights, biases)
+    if library is None or not rows.is_cpu:
+        return [_portable(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    outs = [torch.empty(len(rows), weight.num_outputs, dtype=x.dtype) for weight in weights]
+    arguments: list[int | None] = []
+    for weight, bias, out in zip(weights, biases, outs, strict=True):
+        arguments += (weight.blob.data_ptr(), _address(bias), out.data_ptr(), weight.num_outputs)
+    arguments += (None, None, None, 0) * (MAX_TOGETHER - len(weights))
+    _call(library, "", x, weights[0], arguments)
+    return outs
+
+
+def quant_matmul_swiglu(
+    x: Tensor | Int8Rows,
+    gate: PackedWeight,
+    up: PackedWeight,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+) -> Tensor:
+    """silu(x gate^T + gate_bias) * (x up^T + up_bias): [M, N], to the bit what `swiglu` makes of the two products.
+
+    Raises ValueError as `quant_matmul_together` does, and if gate and up have different numbers of outputs.
+    """
+    library, rows = build.library(), x.codes if isinstance(x, Int8Rows) else x
+    if gate.num_outputs != up.num_outputs:
+        raise ValueError(f"a gate of {gate.num_outputs} outputs for {up.num_outputs}")
+    _check(x, (gate, up), (gate_bias, up_bias))
+    if library is None or not rows.is_cpu:
+        return swiglu(_portable(x, gate, gate_bias), _portable(x, up, up_bias))
+    out = torch.empty(len(rows), gate.num_outputs, dtype=x.dtype)
+    weights = gate.blob.data_ptr(), _address(gate_bias), up.blob.data_ptr(), _address(up_bias)
+    _call(library, "_swiglu", x, gate, [*weights, out.data_ptr(), gate.num_outputs])
     return out
 
 
@@ -82,10 +129,42 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def _facts(weight: PackedWeight) -> tuple[int, int, int, int, bool]:
-    return weight.num_inputs, weight.num_outputs, weight.group_size, weight.bits, weight.has_zero_points
+def _portable(x: Tensor | Int8Rows, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    if isinstance(x, Int8Rows):
+        y = portable.quant_matmul_int8(x.codes, x.scales, weight, x.dtype)
+    else:
+        y = portable.quant_matmul(x, weight)
+    return y if bias is None else y + bias
 
 
-def _check(x: Tensor, weight: PackedWeight) -> None:
-    if x.ndim != 2 or x.shape[1] != weight.num_inputs:
-        raise ValueError(f"rows {list(x.shape)} cannot be multiplied by a weight of {weight.num_inputs} inputs")
+def _call(
+    library: ctypes.CDLL, ending: str, x: Tensor | Int8Rows, weight: PackedWeight, arguments: Sequence[int | None]
+) -> None:
+    """The function of the library that has this ending, with the rows, the format of the weights, and what it wants of each."""
+    sizes = weight.num_inputs, *weight.format, *arguments
+    if isinstance(x, Int8Rows):
+        codes, scales = x.codes.contiguous(), x.scales.contiguous()
+        rows = codes.data_ptr(), scales.data_ptr(), int(len(scales) > 1), build.DTYPES[x.dtype], len(codes)
+        getattr(_declared(library), f"quant_matmul_int8{ending}")(*rows, *sizes)
+    else:
+        x = x.contiguous()
+        getattr(_declared(library), f"quant_matmul{ending}")(x.data_ptr(), build.DTYPES[x.dtype], len(x), *sizes)
+
+
+def _address(bias: Tensor | None) -> int | None:
+    return None if bias is None else bias.data_ptr()
+
+
+def _check(x: Tensor | Int8Rows, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> None:
+    shape, format = x.codes.shape if isinstance(x, Int8Rows) else x.shape, weights[0].format
+    for weight, bias in zip(weights, biases, strict=True):
+        if len(shape) != 2 or shape[1] != weight.num_inputs:
+            raise ValueError(f"rows {list(shape)} cannot be multiplied by a weight of {weight.num_inputs} inputs")
+        if weight.format != format:
+            raise ValueError(f"weights of {format} and {weight.format} cannot be multiplied together")
+        if bias is not None and (
+            bias.shape != (weight.num_outputs,) or bias.dtype != x.dtype or not bias.is_contiguous()
+        ):
+            raise ValueError(
+                f"a bias {list(bias.shape)} of {bias.dtype} for {weight.num_outputs} outputs of {x.dtype}, side by side"
+            )

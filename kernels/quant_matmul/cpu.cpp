@@ -1,4 +1,6 @@
 // x [M, K] times quantised W [N, K] transposed, by dot products of bytes; kernels/quant_matmul/reference.py is the specification.
+// Up to three weights of one format in one call, each with its own result: rows are prepared once, and threads meet once. Or two of them, gate
+// and up, with one result, silu(gate) * up.
 //
 // M rows, K inputs, N outputs, G groups of inputs. A tile is 16 outputs, one for each lane; a step is four inputs, the bytes of a lane.
 // Sums of a segment (a group or a part of it) are exact integers; segments are scaled and added in float32 in the order of the inputs.
@@ -10,9 +12,10 @@
 #include <limits>
 #include <vector>
 
+#include "../recording.h"
 #include "../rows.h"
 #include "../simd.h"
-#include "../recording.h"
+#include "../swiglu.h"
 #include "../threads.h"
 
 namespace {
@@ -25,22 +28,40 @@ constexpr int64_t PANELS_PER_CHUNK = 32;
 constexpr int32_t FIXED_POINT_MAX = 32512;  // 256 * 127: then both limbs fit a signed byte
 constexpr float LEAST_NORMAL = 1e-33f;      // below it the reciprocal of the scale would overflow
 
-// The packed weight; kernels/quant_matmul/packed.py describes its parts.
-struct Weight {
-  int64_t num_inputs, num_outputs, group_size;
+// What weights that are multiplied together have in common.
+struct Format {
+  int64_t num_inputs, group_size;
   int bits;
   bool has_zeros;
-  const uint8_t *codes;
 
   int64_t num_groups() const { return divide_up(num_inputs, group_size); }
-  int64_t num_tiles() const { return divide_up(num_outputs, LANES); }
   int64_t num_steps() const { return divide_up(num_inputs, 2 * STEP) * 2; }
   int64_t whole_group() const { return group_size == num_inputs ? num_steps() * STEP : group_size; }
   int64_t tile_bytes() const { return num_steps() * STEP * LANES * bits / 8; }
-  const float *scales() const { return reinterpret_cast<const float *>(codes + num_tiles() * tile_bytes()); }
-  const int8_t *zeros() const { return reinterpret_cast<const int8_t *>(scales() + num_tiles() * num_groups() * LANES); }
   // What was added to symmetric codes, for bytes are unsigned: their zero point. 1 if every group has its own.
   int32_t offset() const { return has_zeros ? 1 : bits == 8 ? 128 : 8; }
+};
+
+// The packed weight; kernels/quant_matmul/packed.py describes its parts.
+struct Weight {
+  const uint8_t *codes;
+  const void *bias;  // null if there is none
+
+  const float *scales(const Format &format, int64_t num_tiles) const {
+    return reinterpret_cast<const float *>(codes + num_tiles * format.tile_bytes());
+  }
+  const int8_t *zeros(const Format &format, int64_t num_tiles) const {
+    return reinterpret_cast<const int8_t *>(scales(format, num_tiles) + num_tiles * format.num_groups() * LANES);
+  }
+};
+
+struct Output {
+  Weight weight, up;  // if up has codes, weight is the gate
+  void *memory;
+  int64_t num_outputs;
+
+  int64_t num_tiles() const { return divide_up(num_outputs, LANES); }
+  int64_t num_chunks() const { return divide_up(num_tiles(), TILES_PER_CHUNK); }
 };
 
 // Up to MAX_ROWS rows of activations, step after step: bytes [num_steps, num_rows, LIMBS, 4].
@@ -213,46 +234,71 @@ template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
       store(out + (row * TILES + t) * LANES, LIMBS == 2 ? totals[row][t] : multiply(totals[row][t], splat(from.x_scales[row])));
 }
 
-struct Output {
-  void *memory;
-  Dtype dtype;
+struct Product {
+  Format format;
+  Dtype dtype;  // of outputs and biases
+  Output outputs[3];
 };
+
+// result [ROWS, tiles, 16] = what the tiles from `tile` on give: `count` numbers of each row, and zeros behind them. They are rounded before
+// the bias is added, as if they had been written.
+template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
+void multiply(const Product &product, const Output &out, const Weight &weight, const Activations<LIMBS> &all, const Panel<LIMBS> &x,
+              int64_t tile, int64_t num_tiles, int64_t count, float *result) {
+  const Format &format = product.format;
+  const int64_t num_groups = format.num_groups(), scale = tile * num_groups * LANES, whole = all.segment * (all.num_segments - 1);
+  const auto tiles = num_tiles == TILES ? multiply_tiles<BITS, LIMBS, ZEROS, ROWS, TILES> : multiply_tiles<BITS, LIMBS, ZEROS, ROWS, 1>;
+  tiles({weight.codes + tile * format.tile_bytes(), format.tile_bytes(), weight.scales(format, out.num_tiles()) + scale,
+         weight.zeros(format, out.num_tiles()) + scale, num_groups * LANES, num_groups > 1 ? LANES : 0, x.bytes, x.scales, x.sums,
+         all.num_segments, all.segment * BITS / (8 * STEP), (all.num_steps * STEP - whole) * BITS / (8 * STEP)},
+        result);
+  if (!weight.bias) return;
+  float bias[TILES * LANES];
+  read_floats(weight.bias, product.dtype, tile * LANES, count, bias);
+  round_to(product.dtype, result, ROWS * num_tiles * LANES);
+  for (int64_t row = 0; row < ROWS; ++row)
+    for (int64_t i = 0; i < count; ++i) result[row * num_tiles * LANES + i] += bias[i];
+}
 
 // One panel times the tiles first .. last - 1.
 template <int BITS, int LIMBS, bool ZEROS, int ROWS>
-void multiply_panel(const Weight &weight, const Activations<LIMBS> &all, int64_t panel, int64_t first, int64_t last, Output out) {
+void multiply_panel(const Product &product, const Output &out, const Activations<LIMBS> &all, int64_t panel, int64_t first, int64_t last) {
   const Panel<LIMBS> x = all.panel(panel);
   if constexpr (ROWS > 1)
-    if (x.num_rows < ROWS) return multiply_panel<BITS, LIMBS, ZEROS, ROWS - 1>(weight, all, panel, first, last, out);
+    if (x.num_rows < ROWS) return multiply_panel<BITS, LIMBS, ZEROS, ROWS - 1>(product, out, all, panel, first, last);
   constexpr int FIT = ACCUMULATORS / (ROWS * (LIMBS + 1)), TILES = FIT >= 4 ? 4 : FIT >= 2 ? 2 : 1;
-  alignas(64) float result[ROWS * TILES * LANES];
-  const int64_t num_groups = weight.num_groups(), whole = all.segment * (all.num_segments - 1);
+  alignas(64) float result[ROWS * TILES * LANES], up[ROWS * TILES * LANES];
   for (int64_t tile = first; tile < last;) {
-    const int64_t num_tiles = tile + TILES <= last ? TILES : 1, scale = tile * num_groups * LANES;
-    const auto multiply =
-        num_tiles == TILES ? multiply_tiles<BITS, LIMBS, ZEROS, ROWS, TILES> : multiply_tiles<BITS, LIMBS, ZEROS, ROWS, 1>;
-    multiply({weight.codes + tile * weight.tile_bytes(), weight.tile_bytes(), weight.scales() + scale, weight.zeros() + scale,
-              num_groups * LANES, num_groups > 1 ? LANES : 0, x.bytes, x.scales, x.sums, all.num_segments,
-              all.segment * BITS / (8 * STEP), (all.num_steps * STEP - whole) * BITS / (8 * STEP)},
-             result);
-    const int64_t count = std::min(num_tiles * LANES, weight.num_outputs - tile * LANES);
+    const int64_t num_tiles = tile + TILES <= last ? TILES : 1, width = num_tiles * LANES;
+    const int64_t count = std::min(width, out.num_outputs - tile * LANES);
+    multiply<BITS, LIMBS, ZEROS, ROWS, TILES>(product, out, out.weight, all, x, tile, num_tiles, count, result);
+    if (out.up.codes) {
+      multiply<BITS, LIMBS, ZEROS, ROWS, TILES>(product, out, out.up, all, x, tile, num_tiles, count, up);
+      round_to(product.dtype, result, ROWS * width);
+      round_to(product.dtype, up, ROWS * width);
+      swiglu(product.dtype, result, up, ROWS * width);
+    }
     for (int64_t row = 0; row < ROWS; ++row)
-      write_floats(out.memory, out.dtype, (panel * all.height + row) * weight.num_outputs + tile * LANES, count,
-                   result + row * num_tiles * LANES);
+      write_floats(out.memory, product.dtype, (panel * all.height + row) * out.num_outputs + tile * LANES, count, result + row * width);
     tile += num_tiles;
   }
 }
 
-template <int LIMBS> void multiply_all(const Weight &weight, const Activations<LIMBS> &all, Output out) {
-  const int64_t tile_chunks = divide_up(weight.num_tiles(), TILES_PER_CHUNK), panel_chunks = divide_up(all.num_panels, PANELS_PER_CHUNK);
-  parallel_for(tile_chunks * panel_chunks, [&](int64_t chunk) {
-    const int64_t first = chunk / panel_chunks * TILES_PER_CHUNK, last = std::min(first + TILES_PER_CHUNK, weight.num_tiles());
+template <int LIMBS> void multiply_all(const Product &product, const Activations<LIMBS> &all) {
+  int64_t num_chunks = 0;
+  for (const Output &out : product.outputs) num_chunks += out.num_chunks();
+  const int64_t panel_chunks = divide_up(all.num_panels, PANELS_PER_CHUNK);
+  constexpr int ROWS = Panel<LIMBS>::MAX_ROWS;
+  const auto multiply = product.format.bits == 8     ? multiply_panel<8, LIMBS, false, ROWS>
+                        : product.format.has_zeros ? multiply_panel<4, LIMBS, true, ROWS>
+                                                   : multiply_panel<4, LIMBS, false, ROWS>;
+  parallel_for(num_chunks * panel_chunks, [&](int64_t chunk) {
+    const Output *out = product.outputs;
+    int64_t tile = chunk / panel_chunks;
+    for (; tile >= out->num_chunks(); ++out) tile -= out->num_chunks();
+    const int64_t first = tile * TILES_PER_CHUNK, last = std::min(first + TILES_PER_CHUNK, out->num_tiles());
     const int64_t panel = chunk % panel_chunks * PANELS_PER_CHUNK, end = std::min(panel + PANELS_PER_CHUNK, all.num_panels);
-    constexpr int ROWS = Panel<LIMBS>::MAX_ROWS;
-    const auto multiply = weight.bits == 8     ? multiply_panel<8, LIMBS, false, ROWS>
-                          : weight.has_zeros ? multiply_panel<4, LIMBS, true, ROWS>
-                                             : multiply_panel<4, LIMBS, false, ROWS>;
-    for (int64_t p = panel; p < end; ++p) multiply(weight, all, p, first, last, out);
+    for (int64_t p = panel; p < end; ++p) multiply(product, *out, all, p, first, last);
   });
 }
 
@@ -272,36 +318,64 @@ float *row_buffer(int64_t count) {
   return kept.data();
 }
 
-}  // namespace
-
-extern "C" void quant_matmul(const void *x, int32_t dtype, const uint8_t *blob, void *out, int64_t num_rows, int64_t num_inputs,
-                             int64_t num_outputs, int64_t group_size, int32_t bits, int32_t has_zeros) {
-  record([=] { quant_matmul(x, dtype, blob, out, num_rows, num_inputs, num_outputs, group_size, bits, has_zeros); });
-  const Weight weight{num_inputs, num_outputs, group_size, bits, has_zeros != 0, blob};
-  Activations<2> all{num_rows, num_inputs, std::min(weight.whole_group(), SEGMENT), weight.num_steps(), weight.offset()};
+// x of the products' dtype
+void multiply_floats(const void *x, int64_t num_rows, const Product &product) {
+  record([=] { multiply_floats(x, num_rows, product); });
+  const Format &format = product.format;
+  Activations<2> all{num_rows, format.num_inputs, std::min(format.whole_group(), SEGMENT), format.num_steps(), format.offset()};
   all.allocate();
   prepare_panels(all, [&](const Panel<2> &panel, int64_t row, int64_t index) {
-    float *floats = row_buffer(num_inputs);
-    read_floats(x, Dtype(dtype), index * num_inputs, num_inputs, floats);
+    float *floats = row_buffer(format.num_inputs);
+    read_floats(x, product.dtype, index * format.num_inputs, format.num_inputs, floats);
     fix_row(all, panel, row, floats);
   });
-  multiply_all(weight, all, {out, Dtype(dtype)});
+  multiply_all(product, all);
 }
 
 // scale_stride: 1 if every row has its scale, 0 if all share one
-extern "C" void quant_matmul_int8(const int8_t *codes, const float *scales, int64_t scale_stride, const uint8_t *blob, void *out,
-                                  int32_t dtype, int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int64_t group_size,
-                                  int32_t bits, int32_t has_zeros) {
-  record([=] {
-    quant_matmul_int8(codes, scales, scale_stride, blob, out, dtype, num_rows, num_inputs, num_outputs, group_size, bits, has_zeros);
-  });
-  const Weight weight{num_inputs, num_outputs, group_size, bits, has_zeros != 0, blob};
-  Activations<1> all{num_rows, num_inputs, weight.whole_group(), weight.num_steps(), weight.offset()};
+void multiply_codes(const int8_t *codes, const float *scales, int64_t scale_stride, int64_t num_rows, const Product &product) {
+  record([=] { multiply_codes(codes, scales, scale_stride, num_rows, product); });
+  const Format &format = product.format;
+  Activations<1> all{num_rows, format.num_inputs, format.whole_group(), format.num_steps(), format.offset()};
   all.allocate();
   prepare_panels(all, [&](const Panel<1> &panel, int64_t row, int64_t index) {
-    take_row(all, panel, row, codes + index * num_inputs, scales[index * scale_stride]);
+    take_row(all, panel, row, codes + index * format.num_inputs, scales[index * scale_stride]);
   });
-  multiply_all(weight, all, {out, Dtype(dtype)});
+  multiply_all(product, all);
+}
+
+}  // namespace
+
+// w0 .. w2 with their biases, results and numbers of outputs; what is not there has no outputs
+extern "C" void quant_matmul(const void *x, int32_t dtype, int64_t num_rows, int64_t num_inputs, int64_t group_size, int32_t bits,
+                             int32_t has_zeros, const uint8_t *w0, const void *bias0, void *out0, int64_t n0, const uint8_t *w1,
+                             const void *bias1, void *out1, int64_t n1, const uint8_t *w2, const void *bias2, void *out2, int64_t n2) {
+  multiply_floats(x, num_rows,
+                  {{num_inputs, group_size, bits, has_zeros != 0}, Dtype(dtype),
+                   {{{w0, bias0}, {}, out0, n0}, {{w1, bias1}, {}, out1, n1}, {{w2, bias2}, {}, out2, n2}}});
+}
+
+extern "C" void quant_matmul_swiglu(const void *x, int32_t dtype, int64_t num_rows, int64_t num_inputs, int64_t group_size, int32_t bits,
+                                    int32_t has_zeros, const uint8_t *gate, const void *gate_bias, const uint8_t *up, const void *up_bias,
+                                    void *out, int64_t num_outputs) {
+  multiply_floats(x, num_rows,
+                  {{num_inputs, group_size, bits, has_zeros != 0}, Dtype(dtype), {{{gate, gate_bias}, {up, up_bias}, out, num_outputs}}});
+}
+
+extern "C" void quant_matmul_int8(const int8_t *codes, const float *scales, int64_t scale_stride, int32_t dtype, int64_t num_rows,
+                                  int64_t num_inputs, int64_t group_size, int32_t bits, int32_t has_zeros, const uint8_t *w0,
+                                  const void *bias0, void *out0, int64_t n0, const uint8_t *w1, const void *bias1, void *out1, int64_t n1,
+                                  const uint8_t *w2, const void *bias2, void *out2, int64_t n2) {
+  multiply_codes(codes, scales, scale_stride, num_rows,
+                 {{num_inputs, group_size, bits, has_zeros != 0}, Dtype(dtype),
+                  {{{w0, bias0}, {}, out0, n0}, {{w1, bias1}, {}, out1, n1}, {{w2, bias2}, {}, out2, n2}}});
+}
+
+extern "C" void quant_matmul_int8_swiglu(const int8_t *codes, const float *scales, int64_t scale_stride, int32_t dtype, int64_t num_rows,
+                                         int64_t num_inputs, int64_t group_size, int32_t bits, int32_t has_zeros, const uint8_t *gate,
+                                         const void *gate_bias, const uint8_t *up, const void *up_bias, void *out, int64_t num_outputs) {
+  multiply_codes(codes, scales, scale_stride, num_rows,
+                 {{num_inputs, group_size, bits, has_zeros != 0}, Dtype(dtype), {{{gate, gate_bias}, {up, up_bias}, out, num_outputs}}});
 }
 
 extern "C" void quantize_rows(const void *x, int32_t dtype, int8_t *codes, float *scales, int64_t num_rows, int64_t num_inputs) {

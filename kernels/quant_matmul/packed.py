@@ -1,6 +1,8 @@
 """The packed form of a quantised weight. N outputs, K inputs, G groups of inputs."""
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +10,14 @@ from torch.nn import functional
 
 TILE = 16  # outputs that a vector register holds beside each other
 MAX_INPUTS = 2**17 - 1  # more products of int8 do not fit into 32 bits
+
+
+class PackedFormat(NamedTuple):
+    """What weights that are multiplied together have in common, besides their inputs."""
+
+    group_size: int
+    bits: int
+    has_zero_points: bool
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,10 @@ class PackedWeight:
             raise ValueError(
                 f"a packed weight of {sum(self._part_sizes())} bytes cannot be {tuple(self.blob.shape)} {self.blob.dtype}"
             )
+
+    @cached_property
+    def format(self) -> PackedFormat:
+        return PackedFormat(self.group_size, self.bits, self.has_zero_points)
 
     @property
     def num_groups(self) -> int:

@@ -1,12 +1,13 @@
-// x / sqrt(mean(x^2) + eps) * weight for every row of D channels; kernels/rms_norm/reference.py is the specification.
+// x / sqrt(mean(x^2) + eps) * weight for every row of D channels, or of the sum of two rows; kernels/rms_norm/reference.py is the
+// specification.
 // The squares are added in four vectors, channel after channel, so a row's bits depend on the row alone.
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "../recording.h"
 #include "../rows.h"
 #include "../simd.h"
-#include "../recording.h"
 #include "../threads.h"
 
 namespace {
@@ -24,34 +25,45 @@ float mean_square(const float *x, int64_t padded, int64_t channels) {
   return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3]))) / channels;
 }
 
-// Rounds to the dtype and back.
-void round_to(Dtype dtype, float *x, int64_t count) {
-  if (dtype == Dtype::bfloat16)
-    for (int64_t i = 0; i < count; ++i) x[i] = from_bfloat16(to_bfloat16(x[i]));
-  else if (dtype == Dtype::float16)
-    for (int64_t i = 0; i < count; ++i) x[i] = _cvtsh_ss(_cvtss_sh(x[i], _MM_FROUND_TO_NEAREST_INT));
-}
+struct Arrays {  // [rows, D], weight [D], all of one dtype
+  const void *x, *residual, *weight;  // residual: null if nothing is added
+  void *out, *total;
+};
 
-}  // namespace
-
-// x and out [rows, D], weight [D], all of one dtype
-extern "C" void rms_norm(const void *x, const void *weight, void *out, int32_t dtype, int64_t num_rows, int64_t channels, float eps) {
-  record([=] { rms_norm(x, weight, out, dtype, num_rows, channels, eps); });
+void normalise(const Arrays &arrays, Dtype dtype, int64_t num_rows, int64_t channels, float eps) {
+  record([=] { normalise(arrays, dtype, num_rows, channels, eps); });
   const int64_t padded = (channels + PADDED - 1) / PADDED * PADDED;
   const int64_t rows_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / channels, 1);
   parallel_for((num_rows + rows_per_chunk - 1) / rows_per_chunk, [&](int64_t chunk) {
     thread_local std::vector<float> kept;
-    if (static_cast<int64_t>(kept.size()) < 2 * padded) kept.resize(2 * padded);
-    float *row = kept.data(), *factors = row + padded;
+    if (static_cast<int64_t>(kept.size()) < 3 * padded) kept.resize(3 * padded);
+    float *row = kept.data(), *factors = row + padded, *residual = factors + padded;
     std::fill(row + channels, row + padded, 0.0f);
-    read_floats(weight, Dtype(dtype), 0, channels, factors);
+    read_floats(arrays.weight, dtype, 0, channels, factors);
     for (int64_t i = chunk * rows_per_chunk; i < std::min((chunk + 1) * rows_per_chunk, num_rows); ++i) {
-      read_floats(x, Dtype(dtype), i * channels, channels, row);
+      read_floats(arrays.x, dtype, i * channels, channels, row);
+      if (arrays.residual) {
+        read_floats(arrays.residual, dtype, i * channels, channels, residual);
+        for (int64_t c = 0; c < channels; ++c) row[c] += residual[c];
+        round_to(dtype, row, channels);
+        write_floats(arrays.total, dtype, i * channels, channels, row);
+      }
       const float inverse = 1 / std::sqrt(mean_square(row, padded, channels) + eps);
       for (int64_t c = 0; c < channels; ++c) row[c] *= inverse;
-      round_to(Dtype(dtype), row, channels);
+      round_to(dtype, row, channels);
       for (int64_t c = 0; c < channels; ++c) row[c] *= factors[c];
-      write_floats(out, Dtype(dtype), i * channels, channels, row);
+      write_floats(arrays.out, dtype, i * channels, channels, row);
     }
   });
+}
+
+}  // namespace
+
+extern "C" void rms_norm(const void *x, const void *weight, void *out, int32_t dtype, int64_t num_rows, int64_t channels, float eps) {
+  normalise({x, nullptr, weight, out, nullptr}, Dtype(dtype), num_rows, channels, eps);
+}
+
+extern "C" void add_rms_norm(const void *x, const void *residual, const void *weight, void *out, void *total, int32_t dtype,
+                             int64_t num_rows, int64_t channels, float eps) {
+  normalise({x, residual, weight, out, total}, Dtype(dtype), num_rows, channels, eps);
 }

@@ -1,9 +1,9 @@
 // silu(gate) * up; kernels/swiglu/reference.py is the specification. Every element is computed alike, wherever it stands.
 #include <algorithm>
 
-#include "../exp.h"
-#include "../rows.h"
 #include "../recording.h"
+#include "../rows.h"
+#include "../swiglu.h"
 #include "../threads.h"
 
 namespace {
@@ -13,19 +13,10 @@ constexpr int64_t PIECE = 16 * LANES;        // in float32 at once
 
 void compute_piece(const void *gate, const void *up, void *out, Dtype dtype, int64_t gate_first, int64_t up_first, int64_t out_first,
                    int64_t count) {
-  alignas(64) float g[PIECE] = {}, u[PIECE];
+  alignas(64) float g[PIECE] = {}, u[PIECE] = {};
   read_floats(gate, dtype, gate_first, count, g);
-  for (int64_t i = 0; i < count; i += LANES) {
-    const Floats x = load(g + i);
-    store(g + i, divide(x, add(splat(1.0f), exp(subtract(splat(0.0f), x)))));
-  }
-  if (dtype != Dtype::float32) {  // silu is rounded before it is multiplied
-    uint16_t rounded[PIECE];
-    write_floats(rounded, dtype, 0, count, g);
-    read_floats(rounded, dtype, 0, count, g);
-  }
   read_floats(up, dtype, up_first, count, u);
-  for (int64_t i = 0; i < count; ++i) g[i] *= u[i];
+  swiglu(dtype, g, u, divide_up(count, LANES) * LANES);
   write_floats(out, dtype, out_first, count, g);
 }
 

@@ -1,15 +1,17 @@
 """Linear layers whose float weights are held in the order in which the CPU's kernels read them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from kernels.matmul import PackedMatrix, matmul, pack
-from models.layers.linear import Layer, PackedLinear
+from kernels.matmul import PackedMatrix, matmul, matmul_swiglu, matmul_together, pack
+from models.layers.linear import JointLinear, Layer
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-class DenseLinear(PackedLinear):
+class DenseLinear(JointLinear):
     """x [R, I] -> [R, O]. The packed weight takes the place of the checkpoint's."""
 
     from_floats = True
@@ -27,6 +29,7 @@ class DenseLinear(PackedLinear):
     def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         weight = tensors["weight"].to(dtype)
         self._weight: PackedMatrix = pack(weight.T if self._layer.is_transposed else weight)
+        self.kind = dtype
         self.tiles = nn.Parameter(self._weight.tiles, requires_grad=False)  # the same memory, so that it is counted
         if self._layer.has_bias:
             self.bias = nn.Parameter(tensors["bias"].to(dtype, copy=True), requires_grad=False)
@@ -38,3 +41,9 @@ class DenseLinear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         return matmul(x, self._weight, self.bias)
+
+    def multiply_together(self, x: Tensor, layers: Sequence["DenseLinear"]) -> list[Tensor]:
+        return matmul_together(x, [layer._weight for layer in layers], [layer.bias for layer in layers])
+
+    def multiply_swiglu(self, x: Tensor, up: "DenseLinear") -> Tensor:
+        return matmul_swiglu(x, self._weight, up._weight, self.bias, up.bias)

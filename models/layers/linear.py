@@ -1,15 +1,18 @@
 """The linear layer, whose every row is computed the same way however many rows there are."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from kernels.matmul.reference import MIN_ROWS, linear
+from kernels.swiglu import swiglu
 
-__all__ = ["Linear", "linear", "linear_per_head"]
+__all__ = ["Linear", "linear", "linear_per_head", "linear_swiglu", "linear_together"]
 
 
 def linear_per_head(x: Tensor, weight: Tensor) -> Tensor:
@@ -99,3 +102,36 @@ class PackedLinear(nn.Module, ABC):
     @abstractmethod
     def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         """Make the parameters of them, which are on the CPU. `dtype` is the model's. Raises UserError for impossible values."""
+
+
+class JointLinear(PackedLinear):
+    """One of those whose kernels multiply the same rows by several weights in one call."""
+
+    kind: Hashable = None
+    """Layers of a class and an equal kind are multiplied together; those of None, each alone."""
+
+    @abstractmethod
+    def multiply_together(self, x: Tensor, layers: Sequence[Self]) -> list[Tensor]:
+        """The outputs [R, O] of at most three layers of this one's kind for x [R, I], to the bit what each gives alone."""
+
+    @abstractmethod
+    def multiply_swiglu(self, x: Tensor, up: Self) -> Tensor:
+        """silu(this layer's output) * up's output, [R, O], to the bit what `swiglu` makes of the two."""
+
+    def joins(self, other: nn.Module) -> bool:
+        return isinstance(other, JointLinear) and type(other) is type(self) and other.kind == self.kind is not None
+
+
+def linear_together(x: Tensor, *layers: nn.Module) -> list[Tensor]:
+    """The outputs [R, O] of up to three layers that share their input x [R, I]: in one call if their weights are held alike."""
+    first, *others = layers
+    if isinstance(first, JointLinear) and all(first.joins(other) for other in others):
+        return first.multiply_together(x, layers)  # type: ignore[arg-type]
+    return [layer(x) for layer in layers]
+
+
+def linear_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
+    """silu(gate(x)) * up(x), [R, O], for x [R, I]: in one call if their weights are held alike."""
+    if isinstance(gate, JointLinear) and gate.joins(up):
+        return gate.multiply_swiglu(x, up)  # type: ignore[arg-type]
+    return swiglu(gate(x), up(x))

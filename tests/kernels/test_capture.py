@@ -10,15 +10,16 @@ from torch.nn.functional import embedding
 
 from kernels import build
 from kernels.capture import capture
-from kernels.matmul import matmul, pack
+from kernels.matmul import matmul, matmul_swiglu, matmul_together, pack
 from kernels.quant_matmul import pack as pack_codes
-from kernels.quant_matmul import quant_matmul
-from kernels.rms_norm import rms_norm
+from kernels.quant_matmul import quant_matmul, quant_matmul_swiglu, quant_matmul_together
+from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.swiglu import swiglu
 
 GENERATOR = torch.Generator().manual_seed(0)
 TABLE, NORM = torch.randn(50, 64, generator=GENERATOR), torch.randn(64, generator=GENERATOR)
 UP, DOWN = (pack(torch.randn(*shape, generator=GENERATOR)) for shape in ((2 * 176, 64), (64, 176)))
+WIDE, WIDE_BIAS = pack(torch.randn(64, 2 * 176, generator=GENERATOR)), torch.randn(64, generator=GENERATOR)
 CODES = pack_codes(
     torch.randint(-127, 128, (64, 64), generator=GENERATOR, dtype=torch.int8), torch.rand(64, 1), None, 8
 )
@@ -29,7 +30,10 @@ def layer(ids: Tensor, rows: Tensor) -> Tensor:
     """The library's calls, torch's between them, and views."""
     x = embedding(ids, TABLE)
     gate, up = matmul(rms_norm(x, NORM, 1e-5), UP).chunk(2, dim=-1)
-    x = x + matmul(swiglu(gate, up), DOWN)
+    x, total = add_rms_norm(matmul(swiglu(gate, up), DOWN), x, NORM, 1e-5)
+    left, right = matmul_together(matmul_swiglu(x, UP, UP), [WIDE, WIDE], [None, WIDE_BIAS])
+    third, fourth = quant_matmul_together(quant_matmul_swiglu(left, CODES, CODES), [CODES, CODES], [None, NORM])
+    x = total + right + third + fourth
     first, second = quant_matmul(x, CODES)[rows].unflatten(-1, (2, 32)).unbind(1)
     return (first.contiguous().double() + second.flatten(1)).float() * x.new_full((), 2)
 

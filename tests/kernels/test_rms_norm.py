@@ -1,11 +1,11 @@
-"""rms_norm against the formula in float64."""
+"""rms_norm against the formula in float64; add_rms_norm against rms_norm of torch's sum, to the bit."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from kernels.rms_norm import rms_norm
+from kernels.rms_norm import add_rms_norm, rms_norm
 
 
 @pytest.mark.usefixtures("any_way", "poisoned")
@@ -34,3 +34,37 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(compiled: Callable[[int], N
     for threads in range(1, 5):
         compiled(threads)
         assert torch.equal(rms_norm(x, weight, 1e-5), alone)
+
+
+@pytest.mark.usefixtures("any_way", "poisoned")
+@pytest.mark.parametrize("shape", [(1, 8), (63, 80), (1000, 129), (0, 16)], ids="T{0[0]}-D{0[1]}".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sum_is_rounded_before_it_is_normed(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(2, *shape, generator=generator) * 3).to(dtype)
+    weight = torch.randn(shape[1], generator=generator).to(dtype)
+    normed, total = add_rms_norm(x, residual, weight, 1e-5)
+    assert total.dtype == normed.dtype == dtype
+    assert torch.equal(total, residual + x)
+    assert torch.equal(normed, rms_norm(residual + x, weight, 1e-5))
+
+
+@pytest.mark.usefixtures("any_way")
+def test_a_sum_with_nan_or_infinity_stays_in_its_row() -> None:
+    x, residual = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[1, 3], x[2, 5], residual[2, 5] = torch.nan, torch.inf, -torch.inf
+    normed, total = add_rms_norm(x, residual, torch.ones(32).bfloat16(), 1e-5)
+    assert torch.equal(total.isnan(), (x + residual).isnan())
+    assert normed[1:3].isnan().all()
+    assert normed[[0, 3]].isfinite().all()
+
+
+def test_a_row_of_a_sum_is_the_same_to_the_bit_in_any_company(compiled: Callable[[int], None]) -> None:
+    x, residual, weight = torch.randn(300, 599), torch.randn(300, 2 * 599)[:, ::2], torch.randn(599)
+    compiled(1)
+    pairs = zip(x.split(1), residual.split(1), strict=True)
+    alone = [torch.cat(parts) for parts in zip(*(add_rms_norm(*pair, weight, 1e-5) for pair in pairs), strict=True)]
+    for threads in range(1, 5):
+        compiled(threads)
+        for result, expected in zip(add_rms_norm(x, residual, weight, 1e-5), alone, strict=True):
+            assert torch.equal(result, expected)

@@ -1,0 +1,109 @@
+"""Layers that share their input: whatever holds their weights, together they give what each gives alone, to the bit."""
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conf.quantization import Activations
+from kernels.swiglu import swiglu
+from models.layers.dense import DenseLinear
+from models.layers.linear import JointLinear, Layer, Linear, linear_swiglu, linear_together
+from quantization.codes import CodeKind
+from quantization.layouts.base import StoredWeight
+from quantization.layouts.floats import FloatLayout
+from quantization.linear import Fp8Linear, IntLinear
+from quantization.quantizer import quantize
+from quantization.scheme import LinearScheme
+from quantization.weight_format import WeightFormat
+
+INPUTS, CPU = 96, torch.device("cpu")
+INT8, INT4 = WeightFormat(8), WeightFormat(4, symmetric=False, group_size=32)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def dense(num_outputs: int, dtype: torch.dtype, has_bias: bool = True) -> DenseLinear:
+    layer = DenseLinear(Layer("l", "l", (num_outputs, INPUTS), is_transposed=False, has_bias=has_bias))
+    layer.load({"weight": randn(num_outputs, INPUTS), "bias": randn(num_outputs)}, dtype, CPU)
+    return layer
+
+
+def floats(num_outputs: int, dtype: torch.dtype) -> Linear:
+    layer = Linear(INPUTS, num_outputs).to(dtype)
+    layer.load_state_dict({"weight": randn(num_outputs, INPUTS), "bias": randn(num_outputs)})
+    return layer.requires_grad_(False)
+
+
+def coded(
+    num_outputs: int,
+    dtype: torch.dtype,
+    format: WeightFormat,
+    activations: Activations = Activations.none,
+    has_bias: bool = True,
+    permuted: bool = False,
+) -> IntLinear | Fp8Linear:
+    layout = FloatLayout((num_outputs, INPUTS), False, format)
+    kind = Fp8Linear if format.kind is CodeKind.FP8 else IntLinear
+    layer = kind("l", LinearScheme(format, activations), layout, num_outputs, has_bias)
+    weight = quantize(randn(num_outputs, INPUTS), format)
+    if permuted:
+        weight = replace(weight, permutation=torch.randperm(INPUTS, generator=torch.Generator().manual_seed(0)))
+    scale = torch.tensor(0.02) if activations is Activations.static else None
+    layer.hold(StoredWeight(weight, scale), randn(num_outputs) if has_bias else None, dtype, CPU)
+    return layer
+
+
+TOGETHER: dict[str, Any] = {
+    "dense": lambda dtype: [dense(17, dtype), dense(100, dtype, has_bias=False), dense(17, dtype)],
+    "int8": lambda dtype: [coded(17, dtype, INT8), coded(100, dtype, INT8, has_bias=False), coded(17, dtype, INT8)],
+    "int4": lambda dtype: [coded(17, dtype, INT4), coded(17, dtype, INT4)],
+    "a8w8": lambda dtype: [coded(size, dtype, INT8, Activations.dynamic) for size in (17, 5, 17)],
+}
+APART: dict[str, Any] = {
+    "floats": lambda dtype: [floats(17, dtype), floats(17, dtype)],
+    "dense beside int8": lambda dtype: [dense(17, dtype), coded(17, dtype, INT8)],
+    "int8 beside floats": lambda dtype: [coded(17, dtype, INT8), floats(17, dtype)],
+    "int4 beside int8": lambda dtype: [coded(17, dtype, INT4), coded(17, dtype, INT8)],
+    "a8w8 beside int8": lambda dtype: [coded(17, dtype, INT8, Activations.dynamic), coded(17, dtype, INT8)],
+    "permuted": lambda dtype: [coded(17, dtype, INT4, permuted=True), coded(17, dtype, INT4, permuted=True)],
+    "static": lambda dtype: [coded(17, dtype, INT8, Activations.static) for _ in range(2)],
+    "fp8": lambda dtype: [coded(17, dtype, WeightFormat(8, CodeKind.FP8), Activations.dynamic) for _ in range(2)],
+}
+
+
+def check(layers: list[nn.Module], dtype: torch.dtype) -> None:
+    for num_rows in (1, 3, 40):
+        x = randn(num_rows, INPUTS, dtype=dtype)
+        alone = [layer(x) for layer in layers]
+        for result, expected in zip(linear_together(x, *layers), alone, strict=True):
+            assert result.dtype == dtype
+            assert torch.equal(result, expected)
+        assert torch.equal(linear_swiglu(x, layers[0], layers[-1]), swiglu(alone[0], alone[-1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TOGETHER)
+def test_layers_of_one_kind_are_one_call(name: str, dtype: torch.dtype) -> None:
+    layers = TOGETHER[name](dtype)
+    check(layers, dtype)
+    with patch.object(type(layers[0]), "forward", side_effect=AssertionError("called alone")):
+        linear_together(randn(2, INPUTS, dtype=dtype), *layers)
+        linear_swiglu(randn(2, INPUTS, dtype=dtype), layers[0], layers[-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", APART)
+def test_layers_of_other_kinds_just_work(name: str, dtype: torch.dtype) -> None:
+    layers = APART[name](dtype)
+    assert not isinstance(layers[0], JointLinear) or not layers[0].joins(layers[1])
+    check(layers, dtype)
+
+
+def test_dense_layers_of_two_dtypes_do_not_join() -> None:
+    assert not dense(17, torch.float32).joins(dense(17, torch.bfloat16))
