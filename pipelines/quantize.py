@@ -177,7 +177,8 @@ def _quantize(
     for i, part in enumerate(parts):
         if artefact.has(part):
             reports += artefact.read(part, model)
-            quantizer.go_on(part)
+            if part.index < len(layers.layers):
+                layers.advance()
         else:
             stored, new = quantizer.quantize(part)
             artefact.write(part, model, stored, new)

@@ -21,16 +21,16 @@ LARGEST_CODES = {KVCacheFormat.int8: INT8_MAX, KVCacheFormat.fp8: FLOAT8_MAX}
 
 
 def place_kv_scales(model: CausalLM, per_head: bool, found: Mapping[str, tuple[int, ...]]) -> None:
-    """Give all attention modules scales, on the meta device and float32 in a model of any dtype, for the checkpoint's to come to.
+    """Give all attention modules scales, not initialised, on the model's device, and float32 in a model of any dtype.
 
-    `found` are the shapes of the checkpoint's tensors, by name: some tools write [G] for [G, 1, 1], and [] for [1].
+    `found` are the shapes of a checkpoint's tensors, by name: some tools write [G] for [G, 1, 1], and [] for [1].
     """
-    heads = model.config.num_key_value_heads
+    heads, device = model.config.num_key_value_heads, next(model.parameters()).device
     shapes = [(heads, 1, 1), (heads,)] if per_head else [(1,), ()]
     for name in _scale_names(model):
         shape = found[name] if found.get(name) in shapes else shapes[0]
         module, _, own = name.rpartition(".")
-        scale = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+        scale = nn.Parameter(torch.empty(shape, device=device), requires_grad=False)
         model.get_submodule(module).register_parameter(own, scale)
     model.float32_tensors = (*model.float32_tensors, KEY, VALUE)
 

@@ -98,15 +98,11 @@ class Quantizer:
         linears = linear_layers(self._model)
         for full_name, scheme in part.schemes.items():
             place_quantized(self._model, linears[full_name], scheme, stored[full_name])
-        self.go_on(part, with_kv_scales=self._config.has_static_kv_cache)
-        return stored, reports
-
-    def go_on(self, part: Part, with_kv_scales: bool = False) -> None:
-        """To the next part, through this one as it is now."""
         if part.index < len(self._layers.layers):
             absmax = self._layers.advance()
-            if with_kv_scales:
+            if self._config.has_static_kv_cache:
                 choose_kv_scales(self._model, part.index, absmax, self._config.kv_cache)
+        return stored, reports
 
     def _observe(self, part: Part, names: list[str]) -> list[Observed]:
         with_hessian = self._config.method is QuantMethod.gptq
