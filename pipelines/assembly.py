@@ -85,9 +85,7 @@ def assemble(
         initialise_randomly(model, dtype, device)
     usual = run.decode.resolved(decode)
     sequences = max(AUTO_SEQUENCES, max_num_requests * max(usual.n, usual.num_beams or 1))
-    formats = [FORMATS[run.quant.kv_cache.name]] * shape.num_hidden_layers
-    if static_cache:
-        formats = static_kv_formats(model, static_cache)
+    formats = _cache_formats(model, run.quant, static_cache)
     cache = _kv_cache(run.device, shape, sequences, context, formats, dtype, device)
     sizes = max_num_requests, run.device.max_batched_tokens
     return Engine(model, cache, tokenizer, context, eos, decode, *sizes)
@@ -134,6 +132,15 @@ def _static_cache(
         )
     place_kv_scales(model, stored.per_head, {name: shape for file in files for name, shape in file.shapes.items()})
     return stored.format
+
+
+def _cache_formats(
+    model: CausalLM, config: QuantConfig, static: KVCacheFormat | None
+) -> list[tuple[KVFormat, KVFormat]]:
+    """Of each layer's keys and values."""
+    if static:
+        return static_kv_formats(model, static)
+    return [FORMATS[config.kv_cache.name]] * model.config.num_hidden_layers
 
 
 def find_and_open(config: ModelConfig) -> Checkpoint:

@@ -138,7 +138,10 @@ WINDOW, NUM_WINDOWS = 250, 40
 
 @pytest.mark.skipif(not BABYLLAMA.is_dir(), reason="needs the real models beside the repository")
 def test_perplexity_of_a_real_model(tmp_path: Path) -> None:
-    """The text of LOG.md, which has +0.011, +0.37 and +0.71 %, with static scales +0.080 and +0.81 %; the limits are what the formats are meant to keep."""
+    """The text of LOG.md, which has +0.011, +0.37 and +0.71 %, with static scales +0.080 and +0.81 %.
+
+    The limits are what the formats are meant to keep.
+    """
     stories = (SHARED / "data" / "text" / "tiny_stories_944k.txt").read_text()
     text = stories[200_000 : 200_000 + WINDOW * NUM_WINDOWS * 2]
     (tmp_path / "calibration.txt").write_text(stories[-100_000:])
