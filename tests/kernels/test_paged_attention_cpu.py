@@ -168,6 +168,8 @@ EXACT = [
     (torch.bfloat16, "none", {}),
     (torch.bfloat16, "int8", {"window": 100}),
     (torch.float32, "int4", {"soft_cap": 2.0, "alibi_slopes": SLOPES}),
+    (torch.float32, "int8 static", {}),
+    (torch.bfloat16, "fp8 static", {"window": 50}),
 ]
 
 
@@ -197,3 +199,20 @@ def test_what_is_not_a_number_shows(compiled: Threads) -> None:
     assert first[8:].isfinite().all()
     assert first[:7].isfinite().all()
     assert second.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("channels", [16, 21])
+@pytest.mark.parametrize(("dtype", "name"), [each for each in QUANTISED if "static" in each[1]], ids=str)
+def test_static_scales_do_not_hide_it(
+    compiled: Threads, dtype: torch.dtype, name: str, channels: int, bad: float
+) -> None:
+    filled = fill([30], (2, 1, channels, channels), dtype, name)
+    value = torch.full((1, 1, channels), -1e30, dtype=dtype)  # saturates
+    value[0, 0, channels - 2] = bad
+    slot = filled.tables[0, :1] * BLOCK_SIZE + 12
+    kv_store(torch.ones_like(value), value, filled.keys, filled.values, slot)
+    (result,) = attend(filled, [(0, 0, 30)], {})
+    assert result[12:, :, channels - 2].isnan().all()
+    assert result[:, :, : channels - 2].isfinite().all()
+    assert result[:, :, channels - 1].isfinite().all()
