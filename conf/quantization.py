@@ -35,6 +35,11 @@ class KVCacheFormat(Enum):
     int4 = "int4"
 
 
+class KVCacheScales(Enum):
+    dynamic = "dynamic"  # of each token and head, found when it comes
+    static = "static"  # of each head, from calibration
+
+
 WEIGHT_ONLY = (QuantScheme.int8, QuantScheme.int4)
 GROUP_SIZES = (32, 64, 128, -1)  # what kernels and other tools have
 METHODS = {
@@ -102,7 +107,9 @@ class QuantConfig:
     overrides: dict[str, str] = field(default_factory=dict)
     """Layers of another scheme: name or glob: `int8`, `int4`, `int4/32` (groups of 32) or `none`."""
     kv_cache: KVCacheFormat = KVCacheFormat.none
-    """How keys and values are kept; the quantised ones with scales of each token and head. Goes with every scheme."""
+    """How keys and values are kept. Goes with every scheme."""
+    kv_cache_scales: KVCacheScales = KVCacheScales.dynamic
+    """static: kept in the model that calibration makes, not for each token. Goes with kv_cache=int8|fp8."""
 
     def __post_init__(self) -> None:
         scheme, weight_only = self.scheme.name, self.scheme in WEIGHT_ONLY
@@ -122,10 +129,21 @@ class QuantConfig:
         wanted = (Activations.none,) if weight_only or scheme == "none" else (Activations.dynamic, Activations.static)
         names = " or ".join(kind.name for kind in wanted)
         check(self.activations in wanted, "quant.activations", self.activations.name, f"{names} with quant={scheme}")
+        check(
+            not self.has_static_kv_cache or self.kv_cache in (KVCacheFormat.int8, KVCacheFormat.fp8),
+            "quant.kv_cache_scales",
+            "static",
+            f"dynamic with quant.kv_cache={self.kv_cache.name}, or quant.kv_cache=int8 or fp8",
+        )
+
+    @property
+    def has_static_kv_cache(self) -> bool:
+        return self.kv_cache_scales is KVCacheScales.static
 
     @property
     def needs_calibration(self) -> bool:
-        return self.method is not QuantMethod.rtn or self.activations is Activations.static or self.auto_clip
+        is_static = self.activations is Activations.static or self.has_static_kv_cache
+        return self.method is not QuantMethod.rtn or is_static or self.auto_clip
 
     def _only(self, used: bool, name: str, with_what: str = "") -> None:
         default: Any = next(f for f in fields(self) if f.name == name)

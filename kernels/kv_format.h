@@ -11,12 +11,13 @@ enum class KVFormat : int32_t { unquantised, int8, float8, int4 };  // the numbe
 // The keys or the values of one layer: N blocks of B slots, each with the vectors of G heads.
 struct PagedVectors {
   uint8_t *stored;   // [N, B, G, stored_size]: vectors, or their codes
-  void *scales;      // [N, B, G, scales_size] float32, or float16 pairs of scale and lowest value; null without quantisation
+  void *scales;      // [N, B, G, scales_size] float32, or float16 pairs of scale and lowest value; static ones [G]; null without quantisation
   int64_t block_size, num_heads, channels;
   int64_t stored_size, scales_size;  // elements of a vector; a code of int4 is half a byte, two of them an element
   KVFormat format;
   Dtype dtype;       // of the vectors when they are read
 
+  bool has_static_scales() const { return scales && scales_size == 0; }
   int64_t index(int64_t slot, int64_t head) const { return slot * num_heads + head; }  // of a vector
   int64_t stored_bytes() const {
     return format != KVFormat::unquantised ? stored_size : stored_size * (dtype == Dtype::float32 ? 4 : 2);
@@ -26,6 +27,15 @@ struct PagedVectors {
 // x * 2^-120 of e4m3 codes: sign, exponent and mantissa put where float32 has them. NaN comes with a scale that is NaN.
 inline Floats shrunken_float8(Ints codes) {
   return as_floats(add(bit_and(codes, splat(INT32_MIN)), shift_left<20>(bit_and(codes, splat(0x7f)))));
+}
+
+// The numbers of codes, but NaN for the code that means it, which static scales cannot say: to its bits is added what is missing.
+inline Floats with_nan_int8(Floats numbers, Ints codes) {  // -128
+  return as_floats(add(as_ints(numbers), bit_and(shift_right<31>(add(codes, splat(127))), splat(0x3cc00000))));
+}
+inline Floats with_nan_float8(Floats shrunken, Ints codes) {  // 0x7f
+  const Ints is_nan = shift_right<31>(subtract(splat(0x7e), bit_and(codes, splat(0x7f))));
+  return as_floats(add(as_ints(shrunken), bit_and(is_nan, splat(0x78000000))));
 }
 
 // Of the floats that read_vector writes: whole vectors, and all codes of int4.
@@ -47,21 +57,25 @@ inline void read_int4(const PagedVectors &cache, const uint8_t *stored, const ui
   }
 }
 
-// Vector number `index` in float32, before it is rounded to the cache's dtype. x has room for room_for(cache) numbers.
-inline void read_vector(const PagedVectors &cache, int64_t index, float *x) {
+// A vector in float32, before it is rounded to the cache's dtype. x has room for room_for(cache) numbers.
+inline void read_vector(const PagedVectors &cache, int64_t slot, int64_t head, float *x) {
+  const int64_t index = cache.index(slot, head);
   const uint8_t *stored = cache.stored + index * cache.stored_bytes();
   if (cache.format == KVFormat::unquantised) {
     read_floats(stored, cache.dtype, 0, cache.channels, x);
   } else if (cache.format == KVFormat::int4) {
     read_int4(cache, stored, static_cast<const uint16_t *>(cache.scales) + index * cache.scales_size, x);
   } else {
-    const Floats scale = splat(static_cast<const float *>(cache.scales)[index]);
+    const bool is_int8 = cache.format == KVFormat::int8, is_static = cache.has_static_scales();
+    const Floats scale = splat(static_cast<const float *>(cache.scales)[is_static ? head : index]);
     for (int64_t i = 0; i < cache.channels; i += LANES) {
       int8_t last[LANES] = {};
       const auto *codes = reinterpret_cast<const int8_t *>(stored) + i;
       if (cache.channels - i < LANES) codes = static_cast<int8_t *>(std::memcpy(last, codes, cache.channels - i));
       const Ints wide = load_bytes(codes);
-      const Floats numbers = cache.format == KVFormat::int8 ? to_floats(wide) : multiply(shrunken_float8(wide), splat(0x1p120f));
+      Floats numbers = is_int8 ? to_floats(wide) : shrunken_float8(wide);
+      if (is_static) numbers = is_int8 ? with_nan_int8(numbers, wide) : with_nan_float8(numbers, wide);
+      if (!is_int8) numbers = multiply(numbers, splat(0x1p120f));
       store(x + i, multiply(numbers, scale));
     }
   }

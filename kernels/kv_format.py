@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels import build
 
 INT8_MAX, FLOAT8_MAX, INT4_MAX = 127, 448, 15
+INT8_NAN = -128
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -22,10 +23,10 @@ class KVFormat(Protocol):
     """What is stored of a vector of D channels. Each vector is encoded on its own, so nothing depends on a token's company."""
 
     def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
-        """The tensors to store, each [..., *] for vectors [..., D]."""
+        """The tensors to store, each [..., G, *] for vectors [..., G, D]."""
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
-        """Vectors from what `encode` gave: [..., D], or wider where D was padded."""
+        """Vectors from what `encode` gave: [..., G, D], or wider where D was padded."""
 
 
 class Unquantised:
@@ -63,6 +64,38 @@ class Float8:
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
         codes, scale = stored
         return codes.float() * scale[..., None]
+
+
+@dataclass(frozen=True, eq=False)
+class StaticInt8:
+    """int8 codes [D] under scales that were chosen before: x = code * scale of its head. An element is off by half a scale at most; beyond
+    127 scales it saturates. What is not finite is the code -128, and NaN when it is read."""
+
+    scales: Tensor  # [G] float32
+
+    def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
+        steps = (vectors.float() / self.scales.to(vectors.device)[:, None]).round().clamp(-INT8_MAX, INT8_MAX)
+        return (steps.where(vectors.isfinite(), INT8_NAN).to(torch.int8),)
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        (codes,) = stored
+        return codes.float().where(codes != INT8_NAN, torch.nan) * self.scales.to(codes.device)[:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class StaticFloat8:
+    """float8_e4m3fn codes [D] under scales that were chosen before: x = code * scale of its head. Beyond 448 scales it saturates. What is
+    not finite is NaN when it is read."""
+
+    scales: Tensor  # [G] float32
+
+    def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
+        steps = (vectors.float() / self.scales.to(vectors.device)[:, None]).clamp(-FLOAT8_MAX, FLOAT8_MAX)
+        return (steps.where(vectors.isfinite(), torch.nan).to(torch.float8_e4m3fn),)
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        (codes,) = stored
+        return codes.float() * self.scales.to(codes.device)[:, None]
 
 
 @dataclass(frozen=True)
@@ -112,6 +145,8 @@ FORMATS: dict[str, tuple[KVFormat, KVFormat]] = {
     "int4": (Int4(4), Int4(1)),
 }
 """Of keys and of values, by the names of `quant.kv_cache`."""
+STATIC_FORMATS: dict[str, type[StaticInt8] | type[StaticFloat8]] = {"int8": StaticInt8, "fp8": StaticFloat8}
+"""Those with scales that were chosen before."""
 
 
 class View(ctypes.Structure):
@@ -130,7 +165,8 @@ class View(ctypes.Structure):
     )
 
 
-NUMBERS = {Unquantised: 0, Int8: 1, Float8: 2, Int4: 3}  # `enum class KVFormat` in kv_format.h
+# `enum class KVFormat` in kv_format.h
+NUMBERS = {Unquantised: 0, Int8: 1, Float8: 2, Int4: 3, StaticInt8: 1, StaticFloat8: 2}
 
 
 @dataclass(frozen=True)
@@ -142,14 +178,25 @@ class PagedVectors:
     channels: int  # D; of less than what is stored the first ones are meant
     dtype: torch.dtype  # of the vectors when they are read
 
+    @property
+    def has_static_scales(self) -> bool:
+        return isinstance(self.format, StaticInt8 | StaticFloat8)
+
+    @property
+    def scales(self) -> Tensor | None:
+        """Those of each vector (of int4 with the lowest values) [N, B, G, *], or the static ones of each head [G]."""
+        if isinstance(self.format, StaticInt8 | StaticFloat8):
+            return self.format.scales
+        return self.tensors[1] if len(self.tensors) == 2 else None
+
     @functools.cached_property
     def view(self) -> View | None:
         """For the C++ kernels; None where they cannot read it."""
+        stored, scales = self.tensors[0], self.scales
         if self.dtype not in build.DTYPES or type(self.format) not in NUMBERS:
             return None
-        if any(part.device.type != "cpu" or not part.is_contiguous() for part in self.tensors):
+        if any(part.device.type != "cpu" or not part.is_contiguous() for part in (stored, scales) if part is not None):
             return None
-        stored, scales = self.tensors[0], self.tensors[1] if len(self.tensors) == 2 else None
         return View(
             stored=stored.data_ptr(),
             scales=None if scales is None else scales.data_ptr(),
@@ -157,7 +204,7 @@ class PagedVectors:
             num_heads=stored.shape[2],
             channels=self.channels,
             stored_size=stored.shape[3],
-            scales_size=0 if scales is None else scales[0, 0, 0].numel(),
+            scales_size=0 if scales is None or self.has_static_scales else scales[0, 0, 0].numel(),
             format=NUMBERS[type(self.format)],
             dtype=build.DTYPES[self.dtype],
         )
@@ -168,6 +215,6 @@ def allocate(
 ) -> PagedVectors:
     """A pool of `size` [N, B, G]. Not initialised: nothing is read before it is written, and on a CPU no page is taken before
     (torch.zeros would take them all)."""
-    one = format.encode(torch.empty(channels, dtype=dtype, device="meta"))
-    tensors = tuple(torch.empty((*size, *part.shape), dtype=part.dtype, device=device) for part in one)
+    token = format.encode(torch.empty(size[2], channels, dtype=dtype, device="meta"))
+    tensors = tuple(torch.empty((*size[:2], *part.shape), dtype=part.dtype, device=device) for part in token)
     return PagedVectors(tensors, format, channels, dtype)

@@ -115,6 +115,7 @@ class Transformer(nn.Module):
 class Bloom(CausalLM):
     config: BloomConfig
     row_parallel = ("dense", "dense_4h_to_h")
+    attention = "self_attention"
 
     def __init__(self, config: BloomConfig) -> None:
         super().__init__()

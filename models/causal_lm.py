@@ -53,6 +53,8 @@ class CausalLM(nn.Module, ABC):
     """Ends of the names of parameters that stay float32 in a model of another dtype."""
     row_parallel: tuple[str, ...] = ("o_proj", "down_proj")
     """Linear layers that write into the residual stream: tensor parallelism divides their inputs, of all others the outputs."""
+    attention: str = "self_attn"
+    """A layer's module that keeps keys and values."""
     replicated: tuple[str, ...] = ()
     """Linear layers and embeddings that every rank of tensor parallelism has whole: routers, tables of positions, latents."""
 

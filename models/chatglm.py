@@ -179,6 +179,7 @@ class Transformer(nn.Module):
 class ChatGLM(CausalLM):
     config: ChatGLMConfig
     row_parallel = ("dense", "dense_4h_to_h")
+    attention = "attention"
 
     def __init__(self, config: ChatGLMConfig) -> None:
         super().__init__()

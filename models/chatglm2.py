@@ -169,6 +169,7 @@ class Transformer(nn.Module):
 class ChatGLM2(CausalLM):
     config: ChatGLM2Config
     row_parallel = ("dense", "dense_4h_to_h")
+    attention = "self_attention"
 
     def __init__(self, config: ChatGLM2Config) -> None:
         super().__init__()

@@ -113,6 +113,7 @@ class Transformer(nn.Module):
 class GPT2(CausalLM):
     config: GPT2Config
     row_parallel = ("c_proj",)
+    attention = "attn"
     replicated = ("wpe",)
 
     def __init__(self, config: GPT2Config) -> None:

@@ -173,6 +173,7 @@ class Transformer(nn.Module):
 class Qwen(CausalLM):
     config: QwenConfig
     row_parallel = ("c_proj",)
+    attention = "attn"
 
     def __init__(self, config: QwenConfig) -> None:
         super().__init__()

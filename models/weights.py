@@ -123,6 +123,20 @@ def _holds_nan(tensor: Tensor) -> bool:
     return bool(tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any())  # the sum needs no memory
 
 
+def refuse_damaged(model: CausalLM) -> None:
+    """Raises UserError that names the parameters that hold NaN or infinite numbers, in the dtype that they were loaded in."""
+    damaged = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
+    if damaged:
+        raise UserError(
+            f"the weights hold NaN or infinite numbers: {_listed(damaged)}: the files are damaged, or model.dtype=float16 is too "
+            "small for them: get them anew, or try model.dtype=float32"
+        )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.sum(dtype=torch.float32).isfinite() or tensor.isfinite().all())  # the sum needs no memory
+
+
 class CastFile:
     """A file whose parameters are read in another dtype; what is no parameter, or stays float32 in every model, is read as it is."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from conf.errors import UserError
-from conf.quantization import QuantConfig, QuantScheme
+from conf.quantization import KVCacheFormat, KVCacheScales, QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
 from kernels.kv_format import FORMATS, KVFormat
 from kernels.threads import set_threads
@@ -26,9 +26,11 @@ from pipelines.engine import Engine
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
 from pipelines.engine.request import ContextLimit
 from pipelines.generation_config import decode_defaults, eos_token_ids
+from quantization.kv_scales import ZERO_POINTS, place_kv_scales, static_kv_formats
 from quantization.layouts import read_quantization
 from quantization.layouts.base import StoredQuantization
 from quantization.layouts.gguf import read_gguf_quantization
+from quantization.layouts.kv_cache import read_kv_cache_scheme
 from quantization.plan import place_stored_layers, quantize_while_loading
 from quantization.scheme import scheme_of
 
@@ -69,6 +71,7 @@ def assemble(
     with_weights = run.model.weights is Weights.checkpoint
     files = checkpoint.open_weights(parameter_shapes(model)) if with_weights else []
     _quantize(model, run.quant, read_quantization(reader) or read_gguf_quantization(files), files)
+    static_cache = _static_cache(model, run.quant, reader, files)
     if unread := reader.unread():
         log.warning("the config in %s has keys that are not used: %s", checkpoint.path, ", ".join(unread))
     wanted = run.model.dtype
@@ -76,12 +79,14 @@ def assemble(
     if packed:
         pack_layers(model, dtype, device)
     if files:
-        load_weights(model, files, architecture.ignored_tensors, dtype, device, on_bytes)
+        ignored = (*architecture.ignored_tensors, *(ZERO_POINTS if static_cache else ()))
+        load_weights(model, files, ignored, dtype, device, on_bytes)
     else:
         initialise_randomly(model, dtype, device)
     usual = run.decode.resolved(decode)
     sequences = max(AUTO_SEQUENCES, max_num_requests * max(usual.n, usual.num_beams or 1))
-    cache = _kv_cache(run.device, shape, sequences, context, FORMATS[run.quant.kv_cache.name], dtype, device)
+    formats = _cache_formats(model, run.quant, static_cache)
+    cache = _kv_cache(run.device, shape, sequences, context, formats, dtype, device)
     sizes = max_num_requests, run.device.max_batched_tokens
     return Engine(model, cache, tokenizer, context, eos, decode, *sizes)
 
@@ -107,6 +112,37 @@ def _quantize(model: CausalLM, config: QuantConfig, stored: StoredQuantization |
         )
 
 
+def _static_cache(
+    model: CausalLM, config: QuantConfig, reader: ConfigReader, files: list[WeightFile]
+) -> KVCacheFormat | None:
+    """The format of a cache whose scales the checkpoint has, which get their places in the model (on the meta device); None of others."""
+    stored = read_kv_cache_scheme(reader)
+    if stored is None:
+        if config.has_static_kv_cache:
+            raise UserError(
+                "quant.kv_cache_scales=static, but the checkpoint, which is quantised already, has no scales of the KV cache: "
+                "give quant.kv_cache_scales=dynamic, or the float model"
+            )
+        return None
+    given = config.kv_cache, config.kv_cache_scales
+    if given not in ((KVCacheFormat.none, KVCacheScales.dynamic), (stored.format, KVCacheScales.static)):
+        raise UserError(
+            f"quant.kv_cache={given[0].name} with {given[1].name} scales contradicts the checkpoint, whose KV cache is "
+            f"{stored.format.name} with static scales: leave quant.kv_cache out"
+        )
+    place_kv_scales(model, stored.per_head, {name: shape for file in files for name, shape in file.shapes.items()})
+    return stored.format
+
+
+def _cache_formats(
+    model: CausalLM, config: QuantConfig, static: KVCacheFormat | None
+) -> list[tuple[KVFormat, KVFormat]]:
+    """Of each layer's keys and values."""
+    if static:
+        return static_kv_formats(model, static)
+    return [FORMATS[config.kv_cache.name]] * model.config.num_hidden_layers
+
+
 def find_and_open(config: ModelConfig) -> Checkpoint:
     """The checkpoint of `model.path`, its files verified where that is asked for. Raises UserError."""
     path = find_checkpoint(config.path, config.weights is Weights.checkpoint, config.allow_pickle)
@@ -126,7 +162,7 @@ def _kv_cache(
     shape: ModelShape,
     max_num_sequences: int,
     context: ContextLimit,
-    formats: tuple[KVFormat, KVFormat],
+    formats: list[tuple[KVFormat, KVFormat]],
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:

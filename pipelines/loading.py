@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 from conf.errors import UserError
-from conf.quantization import CalibrateConfig, ExportConfig, QuantConfig
+from conf.quantization import CalibrateConfig, ExportConfig, KVCacheFormat, QuantConfig
 from conf.schema import RunConfig
 from pipelines.assembly import assemble, is_quantized
 from pipelines.engine import Engine
@@ -23,7 +23,8 @@ def load_engine(run: RunConfig, max_num_requests: int, progress: ProgressSink = 
             )
     elif run.quant.needs_calibration:
         folder = find_or_make(run, progress)
-        log.warning("quant=%s is the calibrated model in %s", run.quant.scheme.name, folder)
-        model, quant = replace(run.model, path=str(folder)), QuantConfig(kv_cache=run.quant.kv_cache)
+        log.warning("what runs is the calibrated model in %s", folder)
+        found_when_run = KVCacheFormat.none if run.quant.has_static_kv_cache else run.quant.kv_cache
+        model, quant = replace(run.model, path=str(folder)), QuantConfig(kv_cache=found_when_run)
         run = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), export=ExportConfig())
     return assemble(run, max_num_requests, progress.loaded)

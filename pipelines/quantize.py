@@ -23,11 +23,14 @@ from models.formats.huggingface_writer import write_companions
 from models.formats.manifest import MANIFEST, write_manifest
 from models.hub import find_checkpoint
 from models.layers.linear import Linear, TiedHead
+from models.weights import refuse_damaged
 from pipelines import report
 from pipelines.assembly import assemble, find_and_open, is_quantized
 from pipelines.calibration_data import CalibrationData, read_calibration_data
 from pipelines.engine import Engine
 from pipelines.engine.batch import whole_batch
+from pipelines.engine.kv_cache import allocate_kv_cache
+from pipelines.engine.runner import Runner
 from pipelines.fingerprint import file_fingerprint, sha256_of
 from pipelines.journal import dumps
 from pipelines.output_folder import complete_folder, refuse_existing
@@ -36,6 +39,7 @@ from pipelines.quantize_report import Predictions, perplexity, write_report
 from quantization.artefact import Artefact, LayoutOf
 from quantization.calibration import LayerByLayer
 from quantization.export import export_as
+from quantization.kv_scales import place_kv_scales, static_kv_formats
 from quantization.linear import CodedLinear
 from quantization.plan import plan
 from quantization.quantizer import LinearReport, Quantizer, parts_of
@@ -48,14 +52,11 @@ MADE = report.REPOSITORY / "outputs" / "quantized"  # models that were made with
 def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Raises UserError for what cannot be quantised; layers that are finished by then are kept for the next run."""
     run.decode.check_unset("by task=quantize", "leave it out")
-    check(run.quant.scheme is not QuantScheme.none, "quant", "none", "int8, int4, a8w8 or fp8 with task=quantize")
-    kv_cache = run.quant.kv_cache
-    check(
-        kv_cache is KVCacheFormat.none,
-        "quant.kv_cache",
-        kv_cache.name,
-        "none with task=quantize: give it when the model is used",
-    )
+    kv_cache, is_static = run.quant.kv_cache, run.quant.has_static_kv_cache
+    wanted = "int8, int4, a8w8 or fp8 with task=quantize, or quant.kv_cache_scales=static"
+    check(is_static or run.quant.scheme is not QuantScheme.none, "quant", "none", wanted)
+    wanted = "none with task=quantize and give it when the model is used, or quant.kv_cache_scales=static"
+    check(is_static or kv_cache is KVCacheFormat.none, "quant.kv_cache", kv_cache.name, wanted)
     if is_quantized(run.model):
         raise UserError(f"model.path={run.model.path} is quantised already: give the float model that it was made of")
     if run.quantize.dry_run:
@@ -86,7 +87,8 @@ def _default_target(run: RunConfig) -> Path:
     """A folder whose name tells apart weights, quantisation and calibration."""
     digest = hashlib.sha256(dumps(_job(run)).encode()).hexdigest()
     name = Path(run.model.path).resolve().name if Path(run.model.path).exists() else run.model.path.replace("/", "_")
-    return MADE / f"{name}-{run.quant.scheme.name}-{run.quant.method.name}-{digest[:12]}"
+    cache = f"-kv_{run.quant.kv_cache.name}" if run.quant.has_static_kv_cache else ""
+    return MADE / f"{name}-{run.quant.scheme.name}-{run.quant.method.name}{cache}-{digest[:12]}"
 
 
 def _job(run: RunConfig) -> dict[str, Any]:
@@ -96,7 +98,8 @@ def _job(run: RunConfig) -> dict[str, Any]:
             "model.weights=random has nothing to calibrate: leave it out, or give a quant that needs no calibration"
         )
     path = find_checkpoint(run.model.path, True, run.model.allow_pickle)
-    quant = {key: value for key, value in asdict(run.quant).items() if key != "kv_cache"}
+    cache = () if run.quant.has_static_kv_cache else ("kv_cache", "kv_cache_scales")
+    quant = {key: value for key, value in asdict(run.quant).items() if key not in cache}
     data, tokenizer = run.calibrate.data, run.model.tokenizer
     if data is not None and not Path(data).is_file():
         raise UserError(f"calibrate.data={data} is not a file: give a .txt or a .jsonl")
@@ -117,17 +120,22 @@ def _make(run: RunConfig, target: Path, progress: report.ProgressSink) -> dict[s
     float_run = replace(run, quant=QuantConfig(), calibrate=CalibrateConfig(), export=ExportConfig())
     engine = assemble(float_run, 1, progress.loaded, packed=False)
     data = read_calibration_data(run.calibrate, engine.tokenizer, engine.context.num_tokens, engine.sees_later_tokens)
-    model = engine.runner.model
+    model, static_cache = engine.runner.model, run.quant.kv_cache if run.quant.has_static_kv_cache else None
+    refuse_damaged(model)
     bytes_before = engine.runner.weight_bytes
     schemes, gptq = plan(model, run.quant), run.quant.gptq
     is_permuted = run.quant.method is QuantMethod.gptq and gptq.act_order and not gptq.static_groups
-    export = export_as(run.export.format, schemes, _kept(model, schemes), is_permuted)
+    export = export_as(run.export.format, schemes, _kept(model, schemes), is_permuted, static_cache)
     with complete_folder(target, run.quantize.overwrite, "quantize", resumable=True) as folder:
         artefact = _begin(folder, _job(run), export.layout_of)
         parts = parts_of(model, export.schemes)
         artefact.write_rest(model, parts)
         before = Predictions(engine, data.held_out)
+        if static_cache:
+            place_kv_scales(model, per_head=True, found={})
         reports = _quantize(run.quant, engine, data, artefact, export.schemes, progress)
+        if static_cache:
+            _quantize_cache(engine, static_cache)
         metrics = before.compared_with(engine) | {
             "num_layers": len(reports),
             "weight_bytes_before": bytes_before,
@@ -170,14 +178,23 @@ def _quantize(
     for i, part in enumerate(parts):
         if artefact.has(part):
             reports += artefact.read(part, model)
+            if part.index < len(layers.layers):
+                layers.advance()
         else:
             stored, new = quantizer.quantize(part)
             artefact.write(part, model, stored, new)
             reports += new
-        if part.index < len(layers.layers):
-            layers.advance()
         progress.quantized(i + 1, len(parts))
     return reports
+
+
+def _quantize_cache(engine: Engine, format: KVCacheFormat) -> None:
+    """Give the engine a cache under the scales that its model has now."""
+    model, old = engine.runner.model, engine.runner.cache
+    num_blocks, block_size = old.tensors[0].shape[:2]
+    formats = static_kv_formats(model, format)
+    cache = allocate_kv_cache(model.config, num_blocks, block_size, formats, old.dtype, engine.device)
+    engine.runner = Runner(model, cache)  # a new one: captured steps read and write the old cache
 
 
 def _batches(engine: Engine, samples: list[list[int]]) -> list[Batch]:

@@ -1,5 +1,6 @@
 """`quantize.dry_run=true`: what would be quantised, and about how much memory and time that takes."""
 
+import math
 import time
 from collections import Counter
 
@@ -31,15 +32,17 @@ def print_preflight(run: RunConfig) -> None:
     before = sum(parameter.numel() for parameter in model.parameters()) * itemsize
     saved = sum(size * itemsize - _bytes(size, schemes[name]) for name, size in sizes.items())
     tokens = run.calibrate.num_samples * run.calibrate.sequence_length
-    operations = 2 * PASSES * tokens * sum(sizes.values())
+    operations = 2 * PASSES * tokens * sum(math.prod(layer.shape) for layer in layers.values())
     if run.quant.method is QuantMethod.gptq:
         shapes = [layers[name].shape for name in schemes]
         operations += sum(2 * GPTQ_PRODUCTS * i * i * (o + i) + 2 * tokens * i * i for o, i in shapes)
     largest = max(sizes.values(), default=0)
     counts = Counter(str(scheme) for scheme in schemes.values())
+    cache = [("KV cache", f"{run.quant.kv_cache.name}, a scale for each head")] if run.quant.has_static_kv_cache else []
     print_table(
         [
             *((f"{count} layers", scheme) for scheme, count in counts.items()),
+            *cache,
             ("stay floats", ", ".join(sorted(layers.keys() - schemes.keys())) or "no linear layer"),
             ("weights", f"{before / 1e6:,.1f} MB before, {(before - saved) / 1e6:,.1f} MB after"),
             ("memory", f"about {(before + 3 * 4 * largest) / 1e6:,.0f} MB for weights while it runs"),

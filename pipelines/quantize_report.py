@@ -59,6 +59,7 @@ def write_report(
     folder: Path, run: RunConfig, source: str, reports: list[LinearReport], metrics: dict[str, Any]
 ) -> None:
     before, after = metrics["weight_bytes_before"], metrics["weight_bytes"]
+    cache = [f"| KV cache | {run.model.dtype.name} | {run.quant.kv_cache.name}, a scale for each head |"]
     lines = [
         f"# {Path(run.model.path).name}: quant={run.quant.scheme.name}, method={run.quant.method.name}",
         "",
@@ -69,7 +70,8 @@ def write_report(
         f"| perplexity | {perplexity(metrics['perplexity_before'])} | {perplexity(metrics['perplexity'])} |",
         f"| KL divergence (nats) | | {metrics['kl_mean']:.3g} |",
         f"| equal most likely tokens | | {metrics['top1_agreement']:.2%} |",
-        f"| weights (MB) | {before / 1e6:.1f} | {after / 1e6:.1f} ({1 - after / before:.0%} less) |",
+        f"| weights (MB) | {before / 1e6:.1f} | {after / 1e6:.1f} ({max(0, 1 - after / before):.0%} less) |",
+        *(cache if run.quant.has_static_kv_cache else ()),
         "",
         f"Errors of a layer's outputs, relative, on calibration data ({PICTURE}):",
         "",

@@ -2,7 +2,7 @@
 
 One layer's activations are in memory at a time. Hidden states are a tensor [T, E] or a ResidualStream, as a family's layers pass them on.
 
-T tokens of a batch, E hidden channels, I input channels of a linear layer.
+T tokens of a batch, E hidden channels, I input channels of a linear layer, G key/value heads.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from kernels.kv_format import PagedVectors
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
 from models.layers.norm import ResidualStream
@@ -73,7 +75,7 @@ class LayerByLayer:
     """Holds the hidden states of all batches before the next layer."""
 
     def __init__(self, model: CausalLM, batches: list[Batch], cache: KVCache) -> None:
-        """`cache` has room for a batch; its layers may share their memory, because a batch is computed in one step."""
+        """`cache`, which is not quantised, has room for a batch, which is computed in one step: its layers may share their memory."""
         self._model, self._batches, self._cache = model, batches, cache
         self._parent, self._name = find_layers(model)
         self.layers: nn.ModuleList = self._parent.get_submodule(self._name)  # type: ignore[assignment]
@@ -110,10 +112,16 @@ class LayerByLayer:
         hidden = self._through_layer(batch)
         return hidden.total() if isinstance(hidden, ResidualStream) else hidden
 
-    def advance(self) -> None:
-        """Go through the next layer, as it is now."""
-        self._states = [self._through_layer(i) for i in range(len(self._batches))]
+    def advance(self) -> tuple[Tensor, Tensor]:
+        """Go through the next layer, as it is now. The largest magnitudes of its keys and of its values, of each head: [G] float32."""
+        keys, values = self._cache.layers[self._next]
+        largest_keys, largest_values = [], []
+        for i, batch in enumerate(self._batches):
+            self._states[i] = self._through_layer(i)
+            largest_keys.append(_absmax(keys, batch.slots))
+            largest_values.append(_absmax(values, batch.slots))
         self._next += 1
+        return torch.stack(largest_keys).amax(0), torch.stack(largest_values).amax(0)
 
     @torch.inference_mode()
     def _through_layer(self, batch: int) -> Hidden:
@@ -140,6 +148,12 @@ class LayerByLayer:
         finally:
             setattr(self._parent, self._name, self.layers)
         return hidden
+
+
+def _absmax(cache: PagedVectors, slots: Tensor) -> Tensor:
+    """[G] float32 of what an unquantised cache holds in these slots; 0 where vectors have no channels."""
+    vectors = cache.tensors[0].flatten(0, 1)[slots]  # [T, G, D]
+    return functional.pad(vectors.float().abs(), (0, 1)).amax((0, 2))
 
 
 class _Ends(nn.Module):

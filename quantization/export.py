@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from conf.quantization import ExportFormat
+from conf.errors import UserError
+from conf.quantization import ExportFormat, KVCacheFormat
 from models.layers.linear import Layer
 from quantization.artefact import LayoutOf
 from quantization.layouts import awq, compressed_tensors, gptq
@@ -23,11 +24,22 @@ class Export:
     layout_of: LayoutOf
 
 
-def export_as(format: ExportFormat, schemes: dict[str, LinearScheme], kept: list[str], is_permuted: bool) -> Export:
-    """`kept`: linear layers that stay floats. `is_permuted`: whether weights have a permutation. UserError for what it cannot hold."""
+def export_as(
+    format: ExportFormat,
+    schemes: dict[str, LinearScheme],
+    kept: list[str],
+    is_permuted: bool,
+    kv_cache: KVCacheFormat | None,
+) -> Export:
+    """`kept`: linear layers that stay floats. `is_permuted`: whether weights have a permutation. `kv_cache` has static scales, None if
+    there are none. UserError for what it cannot hold."""
     if format is ExportFormat.compressed_tensors:
-        config = compressed_tensors.write_config(schemes, kept, is_permuted)
+        config = compressed_tensors.write_config(schemes, kept, is_permuted, kv_cache)
         return Export(schemes, config, _compressed)
+    if kv_cache is not None:
+        raise UserError(
+            f"export.format={format.name} has no scales of the KV cache: give compressed_tensors, or quant.kv_cache_scales=dynamic"
+        )
     schemes = {  # these files have float16 scales: codes are chosen for what they are there
         name: replace(scheme, weights=replace(scheme.weights, scale_dtype=torch.float16))
         for name, scheme in schemes.items()

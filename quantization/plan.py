@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor
 
 from conf.errors import UserError
-from conf.quantization import QuantConfig
+from conf.quantization import QuantConfig, QuantScheme
 from models.causal_lm import CausalLM
 from models.layers.linear import FloatLinear, Layer
 from models.linear_layers import linear_layers, replace_layer
@@ -20,10 +20,12 @@ HEAD = "lm_head"  # the head's name in skip and overrides, whatever a family cal
 
 
 def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
-    """The scheme of each layer that gets one, by its name.
+    """The scheme of each layer that gets one, by its name; with quant=none there are none.
 
     Raises UserError for a pattern that matches none, for groups that do not divide a layer, and where no layer gets a scheme.
     """
+    if config.scheme is QuantScheme.none:
+        return {}
     layers = linear_layers(model)
     aliases = {name: (name, HEAD) if model.get_submodule(name) is model.head else (name,) for name in layers}
     if HEAD not in {alias for names in aliases.values() for alias in names}:

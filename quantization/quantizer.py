@@ -18,6 +18,7 @@ from quantization.activations import quantize_per_token, quantize_static, static
 from quantization.awq import search_clip
 from quantization.calibration import LayerByLayer, Observed, find_layers
 from quantization.gptq import gptq
+from quantization.kv_scales import choose_kv_scales
 from quantization.layouts.base import StoredWeight
 from quantization.plan import place_quantized
 from quantization.scheme import LinearScheme
@@ -72,7 +73,8 @@ class Quantizer:
         self._model, self._config, self._layers = model, config, layers
 
     def quantize(self, part: Part) -> tuple[dict[str, StoredWeight], list[LinearReport]]:
-        """Puts quantised layers in the places of the part's linear layers. Raises UserError, naming the layer, for what cannot be."""
+        """Puts quantised layers in the places of the part's linear layers, chooses scales of its cache where they are static, and goes on
+        to the next part. Raises UserError, naming the layer, for what cannot be."""
         schemes = {name.removeprefix(part.prefix): scheme for name, scheme in part.schemes.items()}
         full_names = dict(zip(schemes, part.schemes, strict=True))
         weights = {name: float_weight(self._model, full_names[name]) for name in schemes}
@@ -96,12 +98,18 @@ class Quantizer:
         linears = linear_layers(self._model)
         for full_name, scheme in part.schemes.items():
             place_quantized(self._model, linears[full_name], scheme, stored[full_name])
+        if part.index < len(self._layers.layers):
+            absmax = self._layers.advance()
+            if self._config.has_static_kv_cache:
+                choose_kv_scales(self._model, part.index, absmax, self._config.kv_cache)
         return stored, reports
 
     def _observe(self, part: Part, names: list[str]) -> list[Observed]:
         with_hessian = self._config.method is QuantMethod.gptq
+        if not names:
+            return []
         if part.index == len(self._layers.layers):
-            return [self._layers.observe_head(names, with_hessian)] if names else []
+            return [self._layers.observe_head(names, with_hessian)]
         return self._layers.observe(names, with_hessian)
 
     def _smooth(

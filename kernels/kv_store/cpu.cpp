@@ -70,11 +70,26 @@ void write_int4(const float *x, int64_t channels, int64_t num_groups, int64_t st
   }
 }
 
-void write_vector(const PagedVectors &cache, int64_t index, const float *x) {
+// Under a scale that was chosen before: beyond the largest code it saturates, and what is not finite has the code that means NaN.
+void write_static(const float *x, int64_t channels, KVFormat format, float scale, uint8_t *codes) {
+  const float largest = format == KVFormat::int8 ? INT8_MAX_CODE : FLOAT8_MAX_CODE;
+  for (int64_t i = 0; i < channels; ++i) {
+    const float step = std::clamp(x[i] / scale, -largest, largest);
+    if (format == KVFormat::int8)
+      codes[i] = static_cast<uint8_t>(std::isfinite(x[i]) ? static_cast<int8_t>(std::nearbyint(step)) : -128);
+    else
+      codes[i] = std::isfinite(x[i]) ? to_float8(step) : 0x7f;
+  }
+}
+
+void write_vector(const PagedVectors &cache, int64_t slot, int64_t head, const float *x) {
+  const int64_t index = cache.index(slot, head);
   uint8_t *stored = cache.stored + index * cache.stored_size;
   if (cache.format == KVFormat::int4)
     return write_int4(x, cache.channels, cache.scales_size / 2, cache.stored_size, stored,
                       static_cast<uint16_t *>(cache.scales) + index * cache.scales_size);
+  if (cache.has_static_scales())
+    return write_static(x, cache.channels, cache.format, static_cast<const float *>(cache.scales)[head], stored);
   const bool int8 = cache.format == KVFormat::int8;
   const float scale = scale_of(x, cache.channels, int8 ? INT8_MAX_CODE : FLOAT8_MAX_CODE);
   static_cast<float *>(cache.scales)[index] = scale;
@@ -92,7 +107,7 @@ void store_token(const PagedVectors &cache, const uint8_t *vectors, int64_t toke
   x.resize(cache.channels + LANES);
   for (int64_t head = 0; head < cache.num_heads; ++head) {
     read_floats(vectors, cache.dtype, token * token_stride + head * cache.channels, cache.channels, x.data());
-    write_vector(cache, cache.index(slot, head), x.data());
+    write_vector(cache, slot, head, x.data());
   }
 }
 

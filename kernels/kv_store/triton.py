@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.kv_format import FLOAT8_MAX, INT4_MAX, INT8_MAX, TINY, PagedVectors
+from kernels.kv_format import FLOAT8_MAX, INT4_MAX, INT8_MAX, INT8_NAN, TINY, PagedVectors
 
 
 def kv_store(key: Tensor, value: Tensor, key_cache: PagedVectors, value_cache: PagedVectors, slots: Tensor) -> None:
@@ -20,14 +20,14 @@ def kv_store(key: Tensor, value: Tensor, key_cache: PagedVectors, value_cache: P
 def _store(cache: PagedVectors, vectors: Tensor, slots: Tensor) -> None:
     assert all(part.is_contiguous() for part in cache.tensors)
     num_tokens, groups, channels = vectors.shape
-    codes, *scales = cache.tensors
-    if codes.element_size() == 1 and scales[0].ndim == 5:  # [N, B, G, P/C, 2]
-        num_ranges = scales[0].shape[-2]
+    codes, scales = cache.tensors[0], cache.scales
+    if scales is not None and scales.ndim == 5:  # [N, B, G, P/C, 2]
+        num_ranges = scales.shape[-2]
         size = 2 * codes.shape[-1] // num_ranges
         _store_int4[(num_tokens, groups)](
             vectors,
             codes,
-            scales[0],
+            scales,
             slots,
             vectors.stride(0),
             vectors.stride(1),
@@ -45,14 +45,16 @@ def _store(cache: PagedVectors, vectors: Tensor, slots: Tensor) -> None:
     _store_codes[(num_tokens, groups)](
         vectors,
         codes,
-        scales[0] if scales else None,
+        scales,
         slots,
         vectors.stride(0),
         vectors.stride(1),
         groups=groups,
         channels=channels,
+        is_static=cache.has_static_scales,
         SIZE=triton.next_power_of_2(channels),
         largest_code=FLOAT8_MAX if codes.dtype.is_floating_point else INT8_MAX,
+        int8_nan=INT8_NAN,
         tiny=TINY,
         num_warps=1,
     )
@@ -74,8 +76,10 @@ def _store_codes(
     group_stride,
     groups: tl.constexpr,
     channels: tl.constexpr,
+    is_static: tl.constexpr,
     SIZE: tl.constexpr,
     largest_code: tl.constexpr,
+    int8_nan: tl.constexpr,
     tiny: tl.constexpr,
 ):
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -86,7 +90,15 @@ def _store_codes(
     mask = channel < channels
     vector = tl.load(vectors + token * token_stride + group * group_stride + channel, mask=mask, other=0.0)
     place = slot * groups + group
-    if scales is not None:
+    if is_static:
+        vector = vector.to(tl.float32)
+        is_finite = tl.abs(vector) < float("inf")
+        vector = tl.clamp(tl.div_rn(vector, tl.load(scales + group)), -largest_code * 1.0, largest_code * 1.0)
+        if codes.dtype.element_ty == tl.int8:
+            vector = tl.where(is_finite, round_half_even(vector), int8_nan * 1.0)
+        else:
+            vector = tl.where(is_finite, vector, float("nan"))
+    elif scales is not None:
         vector = vector.to(tl.float32)
         # A product with 0 is NaN for what is not finite: `max` would hide it.
         scale = tl.maximum(tl.div_rn(tl.max(tl.abs(vector), 0), largest_code * 1.0), tiny) + tl.sum(vector * 0.0, 0)

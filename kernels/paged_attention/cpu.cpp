@@ -147,15 +147,15 @@ void find_vectors(const Rows &rows, const PagedVectors &cache, int64_t first, in
   for (int64_t i = 0; i < TILE; ++i) {
     scratch.at[i] = copies + (i < count ? i : TILE) * bytes;
     if (i >= count) continue;
-    const int64_t index = cache.index(here.next(), rows.group);
+    const int64_t slot = here.next();
     if (first + TILE + i < rows.length()) {
       const uint8_t *later = cache.stored + cache.index(ahead.next(), rows.group) * cache.stored_bytes();
       for (int64_t byte = 0; byte < cache.stored_bytes(); byte += 64) _mm_prefetch(reinterpret_cast<const char *>(later + byte), _MM_HINT_T0);
     }
     if (in_place) {
-      scratch.at[i] = cache.stored + index * cache.stored_bytes();
+      scratch.at[i] = cache.stored + cache.index(slot, rows.group) * cache.stored_bytes();
     } else {
-      read_vector(cache, index, x);
+      read_vector(cache, slot, rows.group, x);
       write_words(cache.dtype, x, cache.channels, words, copies + i * bytes);
     }
   }

@@ -16,17 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.kv_format import PagedVectors
+from kernels.kv_format import INT8_NAN, PagedVectors
 
 FULL_GPU = 264  # programs that keep an H200 busy: two for each of its 132 multiprocessors
 SPLIT_POSITIONS = 256  # a part shorter than this costs more to join than it saves
 MAX_SPLITS = 64
+NAN_CODE = tl.constexpr(INT8_NAN)
 LOG2_E = tl.constexpr(1.4426950408889634)  # to take powers of 2, which are one instruction
-COUNTS = (
-    "num_tokens",
-    "num_sequences",
-    "table_stride",
-)  # which vary from step to step: Triton shall not compile anew for 1 or for 16
+# which vary from step to step: Triton shall not compile anew for 1 or for 16
+COUNTS = ("num_tokens", "num_sequences", "table_stride")
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def paged_attention(
         sums = torch.empty(splits, num_tokens, num_heads, device=query.device)
     caches = (*_storage(key_cache), *_storage(value_cache))
     where = (block_tables, query_starts, context_lengths, alibi_slopes, prefix_lengths)
-    strides = (query.stride(0), query.stride(1), block_tables.stride(0))
+    numbers = (scale, query.stride(0), query.stride(1), block_tables.stride(0), num_tokens, num_sequences)
     tiles = {"ROWS": launch.rows, "TOKENS": token_block, "HEADS": head_block, "POSITIONS": launch.positions}
     _attend[(token_blocks, head_blocks, splits)](
         query,
@@ -81,10 +79,7 @@ def paged_attention(
         *where,
         parts,
         sums,
-        scale,
-        *strides,
-        num_tokens,
-        num_sequences,
+        *numbers,
         **shapes,
         **tiles,
         soft_cap=soft_cap,
@@ -96,9 +91,7 @@ def paged_attention(
     if splits > 1:
         size = triton.next_power_of_2(value_channels)
         counts = (num_tokens, num_sequences, num_heads, value_channels)
-        _join[(num_tokens, num_heads)](
-            parts, sums, query_starts, output, *counts, SPLITS=splits, VALUE=size, num_warps=4
-        )
+        _join[(num_tokens, num_heads)](parts, sums, query_starts, output, *counts, splits, size, num_warps=4)
     return output
 
 
@@ -125,16 +118,15 @@ def num_splits(programs: int, longest: int) -> int:
 
 def _storage(cache: PagedVectors) -> tuple[Tensor, Tensor | None]:
     """Codes (or the vectors themselves), and their scales (or ranges)."""
-    assert all(
-        part.is_contiguous() for part in cache.tensors
-    )  # the kernel computes addresses from a slot's number alone
-    return cache.tensors[0], cache.tensors[1] if len(cache.tensors) == 2 else None
+    # the kernel computes addresses from a slot's number alone
+    assert all(part.is_contiguous() for part in cache.tensors)
+    return cache.tensors[0], cache.scales
 
 
 def _group_size(cache: PagedVectors) -> int:
     """Channels that share a range in an int4 cache; 0 for others."""
-    codes, *scales = cache.tensors
-    return 2 * codes.shape[-1] // scales[0].shape[-2] if codes.dtype == torch.uint8 else 0
+    codes, scales = cache.tensors[0], cache.scales
+    return 2 * codes.shape[-1] // scales.shape[-2] if scales is not None and codes.dtype == torch.uint8 else 0
 
 
 def _shapes(query: Tensor, key_cache: PagedVectors, value_cache: PagedVectors) -> dict[str, int]:
@@ -152,6 +144,8 @@ def _shapes(query: Tensor, key_cache: PagedVectors, value_cache: PagedVectors) -
         "value_width": value_cache.tensors[0].shape[-1],
         "key_group": _group_size(key_cache),
         "value_group": _group_size(value_cache),
+        "key_static": key_cache.has_static_scales,
+        "value_static": value_cache.has_static_scales,
         "MAIN": main,
         "REST": 0 if channels <= main else max(16, triton.next_power_of_2(channels - main)),
         "VALUE": max(16, triton.next_power_of_2(value_cache.channels)),
@@ -189,6 +183,7 @@ def _read(
     SIZE: tl.constexpr,
     width: tl.constexpr,
     group: tl.constexpr,
+    is_static: tl.constexpr,
     dtype: tl.constexpr,
 ):
     """Channels FIRST to FIRST + SIZE of the vectors with these numbers [L]: [L, SIZE], 0 beyond `channels` and where not valid, because
@@ -199,9 +194,8 @@ def _read(
         byte = FIRST // 2 + tl.arange(0, SIZE // 2)
         inside = valid[:, None] & (byte < width)[None, :]
         pairs = tl.load(codes + vectors[:, None] * width + byte[None, :], mask=inside, other=0)
-        whole: tl.constexpr = (
-            group & (group - 1) == 0 and group <= SIZE
-        )  # then a range is loaded once, not for each of its bytes
+        # then a range is loaded once, not for each of its bytes
+        whole: tl.constexpr = group & (group - 1) == 0 and group <= SIZE
         part = FIRST // group + tl.arange(0, SIZE // group) if whole else 2 * byte // group
         known = valid[:, None] & (part < 2 * width // group)[None, :]
         ranges = scales + (vectors[:, None] * (2 * width // group) + part[None, :]) * 2
@@ -212,6 +206,11 @@ def _read(
         tile = tl.interleave((pairs & 15).to(tl.float32) * scale + lowest, (pairs >> 4).to(tl.float32) * scale + lowest)
         return tl.where(mask, tile, 0.0).to(dtype)
     tile = tl.load(codes + vectors[:, None] * width + channel[None, :], mask=mask, other=0.0)
+    if is_static:
+        scale = tl.load(scales)
+        if codes.dtype.element_ty == tl.int8:
+            scale = tl.where(tile == NAN_CODE, float("nan"), scale)
+        return (tile.to(tl.float32) * scale).to(dtype)
     if scales is not None:
         return (tile.to(tl.float32) * tl.load(scales + vectors, mask=valid, other=0.0)[:, None]).to(dtype)
     return tile.to(dtype)
@@ -261,6 +260,8 @@ def _attend(
     value_width: tl.constexpr,
     key_group: tl.constexpr,
     value_group: tl.constexpr,
+    key_static: tl.constexpr,
+    value_static: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -306,6 +307,10 @@ def _attend(
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     attended = tl.zeros([ROWS, VALUE], tl.float32)
+    if key_static:
+        key_scales += group
+    if value_static:
+        value_scales += group
     table = block_tables + s.to(tl.int64) * table_stride
     for tile in range(first_tile, last_tile):
         seen = tile * POSITIONS + tl.arange(0, POSITIONS)  # [L]
@@ -313,10 +318,14 @@ def _attend(
         block = tl.load(table + seen // block_size, mask=valid, other=0).to(tl.int64)
         vectors = (block * block_size + seen % block_size) * groups + group
         dtype: tl.constexpr = q_main.dtype
-        keys = _read(key_codes, key_scales, vectors, valid, key_channels, 0, MAIN, key_width, key_group, dtype)
+        keys = _read(
+            key_codes, key_scales, vectors, valid, key_channels, 0, MAIN, key_width, key_group, key_static, dtype
+        )
         scores = tl.dot(q_main, tl.trans(keys), input_precision="ieee")  # [R, L]
         if REST > 0:
-            keys = _read(key_codes, key_scales, vectors, valid, key_channels, MAIN, REST, key_width, key_group, dtype)
+            keys = _read(
+                key_codes, key_scales, vectors, valid, key_channels, MAIN, REST, key_width, key_group, key_static, dtype
+            )
             scores = tl.dot(q_rest, tl.trans(keys), scores, input_precision="ieee")
         scores *= scale
         if soft_cap is not None:
@@ -334,7 +343,17 @@ def _attend(
         keep = tl.exp2(highest - base)
         total = total * keep + tl.sum(weights, 1)
         values = _read(
-            value_codes, value_scales, vectors, valid, value_channels, 0, VALUE, value_width, value_group, dtype
+            value_codes,
+            value_scales,
+            vectors,
+            valid,
+            value_channels,
+            0,
+            VALUE,
+            value_width,
+            value_group,
+            value_static,
+            dtype,
         )
         attended = tl.dot(weights.to(dtype), values, attended * keep[:, None], input_precision="ieee")
         highest = higher

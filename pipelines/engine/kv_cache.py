@@ -17,23 +17,20 @@ def allocate_kv_cache(
     shape: ModelShape,
     num_blocks: int,
     block_size: int,
-    formats: tuple[KVFormat, KVFormat],
+    formats: list[tuple[KVFormat, KVFormat]],
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:
-    """Not initialised. `formats` of keys and of values; `dtype` is what the model computes in."""
+    """Not initialised. `formats` of each layer's keys and values; `dtype` is what the model computes in."""
     size = (num_blocks, block_size, shape.num_key_value_heads)
 
     def paged(format: KVFormat, channels: int) -> PagedVectors:
         # Of a latent cache the values have no channels, hence nothing to quantise.
         return allocate(format if channels else Unquantised(), size, channels, dtype, device)
 
-    of_keys, of_values = formats
+    assert len(formats) == shape.num_hidden_layers
     return KVCache(
-        [
-            (paged(of_keys, shape.head_dim), paged(of_values, shape.value_head_dim))
-            for _ in range(shape.num_hidden_layers)
-        ]
+        [(paged(of_keys, shape.head_dim), paged(of_values, shape.value_head_dim)) for of_keys, of_values in formats]
     )
 
 
@@ -42,7 +39,7 @@ def choose_num_blocks(
     wanted_blocks: int,
     block_size: int,
     memory: str,
-    formats: tuple[KVFormat, KVFormat],
+    formats: list[tuple[KVFormat, KVFormat]],
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:

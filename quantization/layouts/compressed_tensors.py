@@ -12,18 +12,20 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from conf.quantization import Activations
+from conf.quantization import Activations, KVCacheFormat
 from models.config import ConfigReader
 from models.layers.linear import Layer
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight
 from quantization.layouts.checks import channel_order, divided, of_type, positive, scalar_shape
+from quantization.layouts.kv_cache import write_kv_cache_scheme
 from quantization.layouts.packing import num_words, pack, unpack
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat
 
 METHOD = "compressed-tensors"
 PACKED, INTEGERS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
+DENSE = "dense"  # no weight is quantised
 FORMATS = (PACKED, INTEGERS, FLOATS, "naive-quantized")
 
 
@@ -72,17 +74,17 @@ def _matches(target: str, name: str) -> bool:
 
 def read_compressed_tensors(config: ConfigReader) -> CompressedTensors:
     """Raises UserError for what is not implemented: other formats and strategies, sparsity, transforms."""
-    general = config.expect("format", (*FORMATS, MIXED), PACKED)
-    for key in ("sparsity_config", "transform_config", "moe_sparsity_config", "kv_cache_scheme"):
+    general = config.expect("format", (*FORMATS, MIXED, DENSE), PACKED)
+    for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
         config.expect(key, (None, {}), None)
     for key in ("quantization_status", "global_compression_ratio", "version", "quant_method"):
         config.raw(key)
-    groups = config.section("config_groups")
-    names = list(config.raw("config_groups") or {})
-    if not names or groups is None:
+    groups, kv_cache = config.section("config_groups"), config.raw("kv_cache_scheme")  # which layouts/kv_cache.py reads
+    if groups is None and not kv_cache:
         raise UserError("quantization_config: config_groups is empty")
+    names = groups.values if groups else {}
     return CompressedTensors(
-        tuple(_read_group(groups.section(name), name, general) for name in names),
+        tuple(_read_group(groups.section(name), name, general) for name in names if groups),
         _texts(config.raw("ignore") or [], "ignore"),
     )
 
@@ -135,16 +137,18 @@ def _texts(value: Any, key: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def write_config(schemes: dict[str, LinearScheme], kept: list[str], permuted: bool) -> dict[str, Any]:
-    """The quantization_config of layers by their names; `kept` are the linear layers that stay floats.
+def write_config(
+    schemes: dict[str, LinearScheme], kept: list[str], permuted: bool, kv_cache: KVCacheFormat | None = None
+) -> dict[str, Any]:
+    """The quantization_config of layers by their names; `kept` are the linear layers that stay floats. `kv_cache` has static scales.
 
     `permuted`: groups are not neighbouring channels. It is said so, because readers that ignore it would compute something else.
     """
     by_scheme: dict[LinearScheme, list[str]] = {}
     for name, scheme in schemes.items():
         by_scheme.setdefault(scheme, []).append(name)
-    usual = max(by_scheme, key=lambda scheme: len(by_scheme[scheme]))
-    formats = {_format(scheme) for scheme in by_scheme}
+    usual = max(by_scheme, key=lambda scheme: len(by_scheme[scheme]), default=None)
+    formats = {_format(scheme) for scheme in by_scheme} or {DENSE}
     groups = {
         f"group_{i}": {
             "targets": ["Linear"] if scheme == usual else names,
@@ -161,7 +165,7 @@ def write_config(schemes: dict[str, LinearScheme], kept: list[str], permuted: bo
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": kept,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": kv_cache and write_kv_cache_scheme(kv_cache),
     }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INT4 = ["quant=int4", "quant.group_size=32"]
+STATIC_CACHE = "quant.kv_cache_scales=static"
 CELLS: dict[str, list[str]] = {
     "float": [],
     "int8": ["quant=int8"],
@@ -26,10 +27,12 @@ CELLS: dict[str, list[str]] = {
     "int4 g32, awq, auto_clip": [*INT4, "quant.method=awq", "quant.auto_clip=true"],
     "int4 g32, gptq": [*INT4, "quant.method=gptq"],
     "kv_cache int8": ["quant.kv_cache=int8"],
+    "kv_cache int8, static": ["quant.kv_cache=int8", STATIC_CACHE],
     "kv_cache fp8": ["quant.kv_cache=fp8"],
+    "kv_cache fp8, static": ["quant.kv_cache=fp8", STATIC_CACHE],
     "kv_cache int4": ["quant.kv_cache=int4"],
 }
-CALIBRATED = ("a8w8, static", "gptq", "awq")  # what the names of cells that calibrate contain
+CALIBRATED = (", static", "gptq", "awq")  # what the names of cells that calibrate contain
 
 
 def main() -> None:

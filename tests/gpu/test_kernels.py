@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels.kv_format import FORMATS, allocate
+from tests.kernels.cache_formats import NAMES
 from tests.kernels.triton.cases import assert_near, noise
 
 BF16 = torch.bfloat16
@@ -23,7 +24,7 @@ def _never_waits() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("kv_cache", FORMATS)
+@pytest.mark.parametrize("kv_cache", NAMES)
 @pytest.mark.parametrize("lengths", [[(1, 1500)] * 2, LENGTHS], ids=["decode", "mixed"])
 def test_attention_of_llama(kv_cache: str, lengths: list[tuple[int, int]]) -> None:
     from tests.kernels.triton.test_paged_attention import check

@@ -8,7 +8,17 @@ import torch
 
 from kernels.copy_blocks import copy_blocks
 from kernels.kv_format import FORMATS as BY_NAME
-from kernels.kv_format import Float8, Int4, Int8, KVFormat, PagedVectors, Unquantised, allocate
+from kernels.kv_format import (
+    Float8,
+    Int4,
+    Int8,
+    KVFormat,
+    PagedVectors,
+    StaticFloat8,
+    StaticInt8,
+    Unquantised,
+    allocate,
+)
 from kernels.kv_store import kv_store
 from kernels.paged_attention import paged_attention
 from tests.kernels.test_paged_attention import Options, written_out
@@ -109,6 +119,44 @@ def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
     back = FORMATS[name].decode(FORMATS[name].encode(x))
     assert not back[0, 1].isfinite().all()
     assert back[1].isfinite().all()
+
+
+STATIC = {"int8": (127, StaticInt8), "fp8": (448, StaticFloat8)}
+
+
+@pytest.mark.parametrize("channels", [1, 8, 17, 64, 128])
+@pytest.mark.parametrize("name", STATIC)
+def test_static_scales_bound_every_element_and_saturate(name: str, channels: int) -> None:
+    largest, kind = STATIC[name]
+    x = vectors(29, channels)
+    scales = torch.tensor([0.01, 1e-5, 3.0])  # of GROUPS heads; the second one is far too small for most of them
+    stored = kind(scales).encode(x)
+    assert len(stored) == 1
+    assert stored[0].shape == x.shape
+    back, limit = kind(scales).decode(stored).double(), largest * scales.double()[:, None]
+    wanted, step = x.double().clamp(-limit, limit), scales.double()[:, None]
+    half = step / 2 if name == "int8" else (wanted.abs() / 16).maximum(step * 2**-10)
+    assert ((back - wanted).abs() <= half * (1 + 2**-20)).all()
+    assert (x.abs() > limit).any()
+    assert (back[x.double() > limit] == limit.expand_as(x)[x.double() > limit].float()).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", STATIC)
+def test_static_scales_hide_nothing_that_is_not_finite(name: str, bad: float) -> None:
+    """Only the element itself: its neighbours have the scale that they always have."""
+    x = torch.ones(2, GROUPS, 16)
+    x[0, 1, 3] = bad
+    kind = STATIC[name][1](torch.full((GROUPS,), 0.01))
+    assert kind.decode(kind.encode(x)).isnan().nonzero().tolist() == [[0, 1, 3]]
+
+
+def test_static_scales_written_out() -> None:
+    x = torch.tensor([[-254.0, 3.0, 1000.0], [1.0, -0.3, 0.05]])  # two heads
+    (codes,) = StaticInt8(torch.tensor([2.0, 0.1])).encode(x)
+    assert codes.tolist() == [[-127, 2, 127], [10, -3, 0]]  # 1.5 rounds to the even 2, 0.5 to 0
+    (codes,) = StaticFloat8(torch.tensor([0.5, 0.1])).encode(x)
+    assert codes.float().tolist() == [[-448.0, 6.0, 448.0], [10.0, -3.0, 0.5]]
 
 
 @pytest.mark.parametrize(

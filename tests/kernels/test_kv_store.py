@@ -5,8 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels.kv_format import FORMATS, PagedVectors, Unquantised, allocate
+from kernels.kv_format import PagedVectors, Unquantised, allocate
 from kernels.kv_store import kv_store, reference
+from tests.kernels.cache_formats import NAMES, formats_of
 
 
 def test_writes_slots_and_nothing_else() -> None:
@@ -23,7 +24,7 @@ def test_writes_slots_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("channels", [8, 17, 64, 80, 576])
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_compiled_one_stores_the_same_bits(
     compiled: Callable[[int], None], name: str, dtype: torch.dtype, channels: int
@@ -33,13 +34,15 @@ def test_the_compiled_one_stores_the_same_bits(
         dtype
     )  # key and value of a token beside each other
     fused *= torch.logspace(-9, 4, 1000)[:, None, None].to(dtype)
-    fused[5], fused[6, 1, 3] = 0, torch.nan
+    fused[5], fused[6, 1, 3], fused[7, 2, 1] = 0, torch.nan, -torch.inf
     key, value = fused[..., :channels].contiguous(), fused[..., channels:]
     slots = torch.randperm(1600, generator=generator)[:1000]
     stored = []
     for store in (reference.kv_store, kv_store):
         compiled(3)
-        caches = [allocate(format, (100, 16, 3), channels, dtype, torch.device("cpu")) for format in FORMATS[name]]
+        caches = [
+            allocate(format, (100, 16, 3), channels, dtype, torch.device("cpu")) for format in formats_of(name, 3)
+        ]
         tensors = caches[0].tensors + caches[1].tensors
         for part in tensors:
             part.copy_(torch.full(part.shape, torch.nan if part.dtype.is_floating_point else 99.0))

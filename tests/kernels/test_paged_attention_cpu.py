@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.kv_format import FORMATS, PagedVectors, allocate
+from kernels.kv_format import PagedVectors, allocate
 from kernels.kv_store import kv_store
 from kernels.paged_attention import paged_attention
+from tests.kernels.cache_formats import NAMES, formats_of
 
 Threads = Callable[[int], None]
 Options = dict[str, Any]
@@ -22,7 +23,7 @@ BLOCK_SIZE = 16
 # Sums are float32. Weights and the result of the narrower two are rounded, each to half a unit of 2^-8 (2^-11) of values up to 5.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 3e-3}
 DTYPES = [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.float16, "none")]
-QUANTISED = [(dtype, name) for dtype in (torch.float32, torch.bfloat16) for name in ("int8", "fp8", "int4")]
+QUANTISED = [(dtype, name) for dtype in (torch.float32, torch.bfloat16) for name in NAMES[1:]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def fill(
     tables = torch.zeros(len(lengths), max(counts), dtype=torch.int64)
     caches = [
         allocate(format, (len(order), BLOCK_SIZE, groups), channels, dtype, torch.device("cpu"))
-        for format, channels in zip(FORMATS[name], (head_dim, value_dim or head_dim), strict=True)
+        for format, channels in zip(formats_of(name, groups), (head_dim, value_dim or head_dim), strict=True)
     ]
     for part in caches[0].tensors + caches[1].tensors:
         part.copy_(torch.full(part.shape, torch.nan if part.dtype.is_floating_point else 99.0))
@@ -167,6 +168,8 @@ EXACT = [
     (torch.bfloat16, "none", {}),
     (torch.bfloat16, "int8", {"window": 100}),
     (torch.float32, "int4", {"soft_cap": 2.0, "alibi_slopes": SLOPES}),
+    (torch.float32, "int8 static", {}),
+    (torch.bfloat16, "fp8 static", {"window": 50}),
 ]
 
 
@@ -196,3 +199,20 @@ def test_what_is_not_a_number_shows(compiled: Threads) -> None:
     assert first[8:].isfinite().all()
     assert first[:7].isfinite().all()
     assert second.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("channels", [16, 21])
+@pytest.mark.parametrize(("dtype", "name"), [each for each in QUANTISED if "static" in each[1]], ids=str)
+def test_static_scales_do_not_hide_it(
+    compiled: Threads, dtype: torch.dtype, name: str, channels: int, bad: float
+) -> None:
+    filled = fill([30], (2, 1, channels, channels), dtype, name)
+    value = torch.full((1, 1, channels), -1e30, dtype=dtype)  # saturates
+    value[0, 0, channels - 2] = bad
+    slot = filled.tables[0, :1] * BLOCK_SIZE + 12
+    kv_store(torch.ones_like(value), value, filled.keys, filled.values, slot)
+    (result,) = attend(filled, [(0, 0, 30)], {})
+    assert result[12:, :, channels - 2].isnan().all()
+    assert result[:, :, : channels - 2].isfinite().all()
+    assert result[:, :, channels - 1].isfinite().all()

@@ -30,7 +30,16 @@ from quantization.artefact import Artefact
 from quantization.layouts.base import StoredWeight
 from tests.builders import all_logits, engine_of, run_config
 from tests.models.test_goldens import GOLDENS
-from tests.quantization.making import A8W8, CALIBRATED, make, quantize_run, random_rows, reloaded, write_rows
+from tests.quantization.making import (
+    A8W8,
+    CALIBRATED,
+    STATIC_CACHES,
+    make,
+    quantize_run,
+    random_rows,
+    reloaded,
+    write_rows,
+)
 
 LLAMA = GOLDENS / "llama3"
 STATIC_A8W8 = CALIBRATED["a8w8 static"]
@@ -152,7 +161,8 @@ def test_all_zero_channels_are_fine(data: Path, tmp_path: Path) -> None:
             tensor[:, 5] = 0
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     (source / "config.json").write_bytes((LLAMA / "config.json").read_bytes())
-    for i, name in enumerate(("int4 gptq", "int4 awq, auto_clip", "a8w8 static smoothquant", "fp8 static")):
+    schemes = "int4 gptq", "int4 awq, auto_clip", "int8 gptq, static cache", "a8w8 static smoothquant", "fp8 static"
+    for i, name in enumerate(schemes):
         made = make(quantize_run(source, CALIBRATED[name], tmp_path / str(i), data), tmp_path / "run")
         logits = all_logits(made, PROMPT)
         assert logits.isfinite().all(), name
@@ -180,6 +190,10 @@ def test_overwriting_and_dry_runs(data: Path, tmp_path: Path, capsys: pytest.Cap
     printed = " ".join(capsys.readouterr().out.split())
     assert "15 layers int8 per channel, static activations" in printed
     assert "stay floats no linear layer" in printed
+    run_quantize(replace(dry, quant=QuantConfig(**STATIC_CACHES["int8, static"])), tmp_path / "run", dump)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "KV cache int8, a scale for each head" in printed
+    assert "layers int8" not in printed
     assert {file.name for file in tmp_path.iterdir()} == {"rows.jsonl"}  # not a trace
     run_quantize(run, tmp_path / "run", dump)
     assert (target / "errors.png").read_bytes()[1:4] == b"PNG"

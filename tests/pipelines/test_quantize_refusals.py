@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from conf.compose import dump
 from conf.errors import UserError
 from conf.quantization import CalibrateConfig, KVCacheFormat, QuantConfig, SmoothConfig
-from conf.schema import RunConfig
+from conf.schema import DType, RunConfig
 from pipelines.quantize import run_quantize
 from tests.builders import engine_of
 from tests.models.test_goldens import GOLDENS
@@ -53,8 +53,10 @@ def with_(**groups: Any) -> Callable[[RunConfig, Path], RunConfig]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_(quant=QuantConfig()), "quant=none is not allowed: give int8, int4, a8w8 or fp8 with task=quantize"),
-        (with_(quant=replace(STATIC, kv_cache=KVCacheFormat.int8)), "quant.kv_cache=int8 is not allowed: give none with task=quantize"),
+        (with_(quant=QuantConfig()),
+         "quant=none is not allowed: give int8, int4, a8w8 or fp8 with task=quantize, or quant.kv_cache_scales=static"),
+        (with_(quant=replace(STATIC, kv_cache=KVCacheFormat.int8)),
+         "quant.kv_cache=int8 is not allowed: give none with task=quantize .*, or quant.kv_cache_scales=static"),
         (with_(quant=replace(STATIC, skip=["*"])), "quant=a8w8 leaves all 15 layers as they are: skip fewer"),
         (with_(quant=replace(STATIC, skip=["*.k_prj"])), "quant.skip has '[*].k_prj', which matches no layer: there are"),
         (with_(quant=QuantConfig(INT4, group_size=32)), "down_proj has 176 input channels, which groups of 32 do not divide: give a quant"),
@@ -83,12 +85,26 @@ def copy_of(folder: Path, target: Path, change: Callable[[dict[str, torch.Tensor
     return target
 
 
-@pytest.mark.parametrize("scheme", ["a8w8 static", "int4 gptq"])
-def test_weights_that_are_not_finite(scheme: str, run: RunConfig, tmp_path: Path) -> None:
-    name = "model.layers.1.mlp.up_proj.weight"
-    damaged = copy_of(LLAMA, tmp_path / "damaged", lambda tensors: tensors[name][0].fill_(float("nan")))
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("scheme", ["a8w8 static", "int4 gptq", "int8 gptq, static cache"])
+def test_weights_that_are_not_finite(scheme: str, value: float, run: RunConfig, tmp_path: Path) -> None:
+    """Also where no token goes: a row of the embedding that no sample has."""
+    names = ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight")
+
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        for name in names:
+            tensors[name][0, 0] = value
+
+    damaged = copy_of(LLAMA, tmp_path / "damaged", damage)
     run = replace(run, model=replace(run.model, path=str(damaged)), quant=CALIBRATED[scheme])
-    refused(run, tmp_path, "the model's logits are not finite: the weights are damaged")
+    refused(run, tmp_path, f"the weights hold NaN or infinite numbers: {', '.join(names)}: the files are damaged")
+
+
+def test_weights_that_are_finite_only_in_their_own_dtype(run: RunConfig, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    large = copy_of(LLAMA, tmp_path / "large", lambda tensors: tensors[name][0].fill_(1e6))
+    run = replace(run, model=replace(run.model, path=str(large), dtype=DType.float16))
+    refused(run, tmp_path, f"infinite numbers: {name}: .* or model.dtype=float16 is too small for them")
 
 
 def test_a_model_that_is_quantised_already(run: RunConfig, tmp_path: Path) -> None:

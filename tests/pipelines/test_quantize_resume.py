@@ -88,7 +88,9 @@ def data(tmp_path: Path) -> Path:
     return write_rows(tmp_path / "rows.jsonl", random_rows(20, 16))
 
 
-@pytest.mark.parametrize("scheme", ["int4 gptq, groups on the way", "a8w8 static smoothquant"])
+@pytest.mark.parametrize(
+    "scheme", ["int4 gptq, groups on the way", "a8w8 static smoothquant", "int8 gptq, static cache"]
+)
 def test_killed_at_any_moment_it_leaves_the_files_of_an_uninterrupted_run(
     scheme: str, data: Path, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from conf.quantization import (
     CalibrateConfig,
     GptqConfig,
     KVCacheFormat,
+    KVCacheScales,
     QuantConfig,
     QuantizeConfig,
     QuantMethod,
@@ -29,6 +30,10 @@ from tests.builders import run_config
 STATIC, DYNAMIC = Activations.static, Activations.dynamic
 INT4, INT8, A8W8, FP8 = QuantScheme.int4, QuantScheme.int8, QuantScheme.a8w8, QuantScheme.fp8
 GPTQ, AWQ, SMOOTHQUANT = QuantMethod.gptq, QuantMethod.awq, QuantMethod.smoothquant
+STATIC_CACHES: dict[str, Any] = {
+    f"{name}, static": {"kv_cache": KVCacheFormat[name], "kv_cache_scales": KVCacheScales.static}
+    for name in ("int8", "fp8")
+}
 # The smallest groups, and what they do not divide in a Llama of the goldens.
 GROUPS: dict[str, Any] = {"group_size": 32, "overrides": {"*.down_proj": "int8"}}
 CALIBRATED = {
@@ -40,13 +45,16 @@ CALIBRATED = {
     "int4 awq, auto_clip": QuantConfig(INT4, AWQ, **GROUPS, auto_clip=True),
     "int4 rtn, auto_clip": QuantConfig(INT4, **GROUPS, auto_clip=True),
     "int8 gptq": QuantConfig(INT8, GPTQ),
+    "int8 gptq, static cache": QuantConfig(INT8, GPTQ, **STATIC_CACHES["int8, static"]),
     "a8w8 static": QuantConfig(A8W8, activations=STATIC),
     "a8w8 static smoothquant": QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC),
     "a8w8 dynamic smoothquant": QuantConfig(A8W8, SMOOTHQUANT, activations=DYNAMIC),
     "a8w8 static piecewise": QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC, smooth=SmoothConfig(piecewise=True)),
     "fp8 static": QuantConfig(FP8, activations=STATIC),
     "fp8 static per tensor": QuantConfig(FP8, activations=STATIC, per_tensor=True),
-    "fp8 dynamic smoothquant": QuantConfig(FP8, SMOOTHQUANT, activations=DYNAMIC),
+    "fp8 dynamic smoothquant, static cache": QuantConfig(
+        FP8, SMOOTHQUANT, activations=DYNAMIC, **STATIC_CACHES["fp8, static"]
+    ),
 }
 SHIFT = QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC, shift=True)  # for models with biases
 

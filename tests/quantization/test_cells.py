@@ -22,6 +22,7 @@ from tests.quantization.making import (
     FP8,
     INT4,
     INT8,
+    STATIC_CACHES,
     make,
     quantize_run,
     random_rows,
@@ -42,7 +43,7 @@ SCHEMES = {
     "fp8 dynamic": QuantConfig(FP8, activations=DYNAMIC),
     "fp8 static": CALIBRATED["fp8 static"],
 }
-CACHES = [format.name for format in KVCacheFormat]
+CACHES: dict[str, dict[str, Any]] = {format.name: {"kv_cache": format} for format in KVCacheFormat} | STATIC_CACHES
 BEGINNING = list(range(5, 15))
 PROMPTS = [[*BEGINNING, 20], [21], [*BEGINNING, 22, 23, 24, 25], [*BEGINNING, 20], [30, 31, 32]]
 GREEDY = DecodeConfig(max_new_tokens=12, ignore_eos=True, prefix_cache=False)
@@ -116,12 +117,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kv_cache", CACHES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_engine_changes_no_token(scheme: str, kv_cache: str, models: Path) -> None:
-    quant = SCHEMES[scheme]
-    is_made = quant.needs_calibration
-    engine = Make(
-        models / (scheme if is_made else "float"),
-        replace(QuantConfig() if is_made else quant, kv_cache=KVCacheFormat[kv_cache]),
-    )
+    quant, folder = replace(SCHEMES[scheme], **CACHES[kv_cache]), models / "float"
+    if quant.has_static_kv_cache:
+        folder = models / f"{scheme} {kv_cache}"
+        make(quantize_run(models / "float", quant, folder, models / "rows.jsonl"), models / "run")
+        quant = QuantConfig()
+    elif quant.needs_calibration:
+        folder, quant = models / scheme, QuantConfig(kv_cache=quant.kv_cache)
+    engine = Make(folder, quant)
     roomy = engine()
     alone = [tokens(roomy, [prompt], GREEDY)[0] for prompt in PROMPTS]
     beams = [tokens(roomy, [prompt], BEAMS)[0] for prompt in PROMPTS]

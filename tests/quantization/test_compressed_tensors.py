@@ -157,7 +157,6 @@ def test_an_impossible_group_index() -> None:
         ({"format": "marlin-24"}, "format='marlin-24' is not supported"),
         ({"config_groups": {}}, "config_groups is empty"),
         ({"sparsity_config": {"format": "dense"}}, "sparsity_config=.* is not supported"),
-        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme=.* is not supported"),
         ({"ignore": "lm_head"}, "ignore is not a list of texts"),
         (
             {"config_groups": {"group_0": {"weights": {"type": "float", "strategy": "group", "group_size": 32}}}},

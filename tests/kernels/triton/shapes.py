@@ -15,6 +15,7 @@ from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rope.triton import rope
 from kernels.sampling.triton import penalize, sample
 from kernels.swiglu.triton import swiglu
+from tests.kernels.cache_formats import NAMES, formats_of
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -38,7 +39,8 @@ def attend(
 ) -> None:
     heads, groups, channels = MODELS[model]
     device = torch.get_default_device()
-    caches = [allocate(format, (1024, 16, groups), channels, dtype, device) for format in FORMATS[kv_cache]]
+    formats = formats_of(kv_cache, groups, str(device))
+    caches = [allocate(format, (1024, 16, groups), channels, dtype, device) for format in formats]
     ints = partial(torch.zeros, dtype=torch.int64)
     query = torch.empty(num_tokens, heads, channels, dtype=dtype)
     tables = ints(num_sequences, longest // 16)
@@ -57,7 +59,7 @@ def attend_latent(num_tokens: int, num_sequences: int) -> None:
 
 def store(kv_cache: str) -> None:
     device = torch.get_default_device()
-    caches = [allocate(format, (1024, 16, 8), 128, BF16, device) for format in FORMATS[kv_cache]]
+    caches = [allocate(format, (1024, 16, 8), 128, BF16, device) for format in formats_of(kv_cache, 8, str(device))]
     key, value = torch.empty(2, 64, 8, 128, dtype=BF16)
     kv_store(key, value, *caches, torch.zeros(64, dtype=torch.int64))
 
@@ -120,13 +122,9 @@ def mix(num_tokens: int, num_experts: int, per_token: int, size: int, channels: 
 
 CASES: dict[str, Callable[[], None]] = {
     **{f"attention decode 1 {model}": partial(attend, model, 1, 1) for model in MODELS},
-    **{f"attention decode 64 {kind}": partial(attend, "llama-3.1-8b", 64, 64, kind) for kind in FORMATS},
+    **{f"attention decode 64 {kind}": partial(attend, "llama-3.1-8b", 64, 64, kind) for kind in NAMES},
     **{f"attention prefill {model}": partial(attend, model, 4096, 1) for model in MODELS},
-    **{
-        f"attention prefill {kind}": partial(attend, "llama-3.1-8b", 4096, 2, kind)
-        for kind in FORMATS
-        if kind != "none"
-    },
+    **{f"attention prefill {kind}": partial(attend, "llama-3.1-8b", 4096, 2, kind) for kind in NAMES if kind != "none"},
     "attention decode float32": partial(attend, "llama-3.1-8b", 4, 4, dtype=torch.float32),
     "attention prefill float32": partial(attend, "llama-3.1-8b", 512, 4, dtype=torch.float32),
     "attention alibi": lambda: attend("baichuan-13b", 512, 4, alibi_slopes=torch.empty(40)),
@@ -134,7 +132,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention prefix": lambda: attend("llama-3.1-8b", 64, 4, prefix_lengths=torch.zeros(4, dtype=torch.int64)),
     "attention latent decode": partial(attend_latent, 64, 64),
     "attention latent prefill": partial(attend_latent, 4096, 1),
-    **{f"kv_store {kind}": partial(store, kind) for kind in FORMATS},
+    **{f"kv_store {kind}": partial(store, kind) for kind in NAMES},
     "rows": rows,
     **{f"matmul {rows} w8a16": partial(multiply, rows, 8, 1) for rows in ROWS},
     **{f"matmul {rows} w4a16 g128": partial(multiply, rows, 4, 32) for rows in ROWS},

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.kv_format import FORMATS, PagedVectors, allocate
+from kernels.kv_format import KVFormat, PagedVectors, allocate
 from kernels.kv_store.reference import kv_store
 from kernels.paged_attention import reference, triton
+from tests.kernels.cache_formats import NAMES, formats_of
 from tests.kernels.triton.cases import DEVICE, assert_near, noise
 
 BLOCK_SIZE = 4
@@ -17,8 +18,8 @@ RAGGED = [(1, 40), (5, 5), (1, 1), (7, 29), (17, 19)]  # (new tokens, all tokens
 NANS = {torch.uint8: 255, torch.int8: -128}
 
 
-def on(device: str, cache: PagedVectors) -> PagedVectors:
-    return replace(cache, tensors=tuple(part.to(device) for part in cache.tensors))
+def on(device: str, cache: PagedVectors, format: KVFormat) -> PagedVectors:
+    return replace(cache, tensors=tuple(part.to(device) for part in cache.tensors), format=format)
 
 
 def check(
@@ -39,7 +40,7 @@ def check(
     width = max(math.ceil(total / BLOCK_SIZE) for _, total in lengths)
     tables = torch.zeros(len(lengths) + padding, width, dtype=torch.int64)
     caches = []
-    for format, channels in zip(FORMATS[kv_cache], (head_dim, value_dim), strict=True):
+    for format, channels in zip(formats_of(kv_cache, groups), (head_dim, value_dim), strict=True):
         caches.append(allocate(format, (num_blocks, BLOCK_SIZE, groups), channels, dtype, torch.device("cpu")))
         for part in caches[-1].tensors:
             part.copy_(torch.full(part.shape, NANS.get(part.dtype, math.nan)))
@@ -61,7 +62,7 @@ def check(
     moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     result = triton.paged_attention(
         query.to(DEVICE),
-        *(on(DEVICE, cache) for cache in caches),
+        *map(on, [DEVICE] * 2, caches, formats_of(kv_cache, groups, DEVICE)),
         tables.to(DEVICE),
         starts.to(DEVICE),
         contexts.to(DEVICE),
@@ -78,7 +79,7 @@ def test_equals_the_reference(head_dim: int, heads: int, groups: int, lengths: l
     check(lengths, heads, groups, head_dim)
 
 
-@pytest.mark.parametrize("kv_cache", FORMATS)
+@pytest.mark.parametrize("kv_cache", NAMES)
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [(torch.float32, 16), (torch.float16, 16), (torch.bfloat16, 80)], ids=str
 )

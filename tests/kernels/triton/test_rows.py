@@ -12,7 +12,8 @@ import kernels.rope.reference
 import kernels.rope.triton
 import kernels.swiglu.reference
 import kernels.swiglu.triton
-from kernels.kv_format import FORMATS, PagedVectors, allocate
+from kernels.kv_format import PagedVectors, allocate
+from tests.kernels.cache_formats import NAMES, formats_of
 from tests.kernels.triton.cases import DEVICE, assert_near, noise
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -56,7 +57,7 @@ def stored(
     store: object, kv_cache: str, key: Tensor, value: Tensor, slots: Tensor, device: str
 ) -> tuple[PagedVectors, ...]:
     caches = []
-    for format, vectors in zip(FORMATS[kv_cache], (key, value), strict=True):
+    for format, vectors in zip(formats_of(kv_cache, key.shape[1], device), (key, value), strict=True):
         cache = allocate(format, (5, 4, key.shape[1]), vectors.shape[-1], key.dtype, torch.device(device))
         for part in cache.tensors:
             part.copy_(torch.full(part.shape, 77))
@@ -66,7 +67,7 @@ def stored(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kv_cache", FORMATS)
+@pytest.mark.parametrize("kv_cache", NAMES)
 @pytest.mark.parametrize(("groups", "key_dim", "value_dim"), [(1, 8, 8), (2, 64, 64), (3, 80, 30)])
 def test_kv_store_writes_the_same_bits(
     dtype: torch.dtype, kv_cache: str, groups: int, key_dim: int, value_dim: int
@@ -84,7 +85,7 @@ def test_kv_store_writes_the_same_bits(
             assert torch.equal(part.cpu().view(torch.uint8), wanted.view(torch.uint8))
 
 
-@pytest.mark.parametrize("kv_cache", FORMATS)
+@pytest.mark.parametrize("kv_cache", NAMES)
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf], ids=str)
 def test_what_is_not_finite_is_not_hidden(kv_cache: str, odd: float) -> None:
     key = noise(2, 1, 16)
@@ -103,7 +104,7 @@ def test_values_may_have_no_channels() -> None:
 
 
 def test_padding_is_not_stored() -> None:
-    for kv_cache in FORMATS:
+    for kv_cache in NAMES:
         key = noise(3, 2, 16)
         cache, _ = stored(kernels.kv_store.triton, kv_cache, key, key, torch.tensor([-1, 2, -1]), DEVICE)
         for part in cache.tensors:
