@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 from conf.errors import UserError
-from conf.quantization import CalibrateConfig, ExportConfig, QuantConfig
+from conf.quantization import Activations, CalibrateConfig, ExportConfig, QuantConfig
 from conf.schema import RunConfig
 from pipelines.assembly import assemble, is_quantized
 from pipelines.engine import Engine
@@ -25,5 +25,7 @@ def load_engine(run: RunConfig, max_num_requests: int, progress: ProgressSink = 
         folder = find_or_make(run, progress)
         log.warning("quant=%s is the calibrated model in %s", run.quant.scheme.name, folder)
         model, quant = replace(run.model, path=str(folder)), QuantConfig(kv_cache=run.quant.kv_cache)
+        if run.quant.activations is Activations.auto:  # which is not in the model's files, either
+            quant = replace(quant, activations=Activations.auto)
         run = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), export=ExportConfig())
     return assemble(run, max_num_requests, progress.loaded)

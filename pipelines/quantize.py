@@ -49,13 +49,10 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Raises UserError for what cannot be quantised; layers that are finished by then are kept for the next run."""
     run.decode.check_unset("by task=quantize", "leave it out")
     check(run.quant.scheme is not QuantScheme.none, "quant", "none", "int8, int4, a8w8 or fp8 with task=quantize")
-    kv_cache = run.quant.kv_cache
-    check(
-        kv_cache is KVCacheFormat.none,
-        "quant.kv_cache",
-        kv_cache.name,
-        "none with task=quantize: give it when the model is used",
-    )
+    kv_cache, activations = run.quant.kv_cache, run.quant.activations
+    later = "none with task=quantize: give it when the model is used"
+    check(kv_cache is KVCacheFormat.none, "quant.kv_cache", kv_cache.name, later)
+    check(activations is activations.of_model, "quant.activations", activations.name, later)
     if is_quantized(run.model):
         raise UserError(f"model.path={run.model.path} is quantised already: give the float model that it was made of")
     if run.quantize.dry_run:
@@ -96,7 +93,8 @@ def _job(run: RunConfig) -> dict[str, Any]:
             "model.weights=random has nothing to calibrate: leave it out, or give a quant that needs no calibration"
         )
     path = find_checkpoint(run.model.path, True, run.model.allow_pickle)
-    quant = {key: value for key, value in asdict(run.quant).items() if key != "kv_cache"}
+    quant = asdict(run.quant) | {"activations": run.quant.activations.of_model}
+    del quant["kv_cache"]
     data, tokenizer = run.calibrate.data, run.model.tokenizer
     if data is not None and not Path(data).is_file():
         raise UserError(f"calibrate.data={data} is not a file: give a .txt or a .jsonl")
