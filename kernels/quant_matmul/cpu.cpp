@@ -182,17 +182,12 @@ template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
   for (int64_t segment = 0; segment < from.num_segments; ++segment) {
     Ints sums[ROWS][TILES][LIMBS];
     UNROLL
-    for (int row = 0; row < ROWS; ++row)
+    for (int t = 0; t < TILES; ++t)
       UNROLL
-      for (int t = 0; t < TILES; ++t)
-        UNROLL
-        for (int limb = 0; limb < LIMBS; ++limb) sums[row][t][limb] = splat(limb ? 0 : from.x_sums[row]);
-    if constexpr (ZEROS)
-      UNROLL
-      for (int t = 0; t < TILES; ++t) {
-        const Ints zeros = load_bytes(from.zeros + t * from.tile_scales);
-        UNROLL
-        for (int row = 0; row < ROWS; ++row) sums[row][t][0] = multiply(zeros, sums[row][t][0]);
+      for (int row = 0; row < ROWS; ++row) {
+        const Ints begin = splat(from.x_sums[row]);  // what the codes are too large by
+        sums[row][t][0] = ZEROS ? multiply(load_bytes(from.zeros + t * from.tile_scales), begin) : begin;
+        if constexpr (LIMBS == 2) sums[row][t][1] = splat(0);
       }
     const uint8_t *end = from.codes + (segment + 1 < from.num_segments ? from.num_vectors : from.last_vectors) * VECTOR_BYTES;
     for (; from.codes != end; from.codes += VECTOR_BYTES, from.x_bytes += STEPS * ROWS * LIMBS) {
