@@ -26,6 +26,12 @@ class Activations(Enum):
     none = "none"
     dynamic = "dynamic"  # a scale for each token, found when it comes
     static = "static"  # a scale for each layer, from calibration
+    auto = "auto"  # none, but dynamic where a product has many rows: int8 and int4 weights, a choice of each run
+
+    @property
+    def of_model(self) -> "Activations":
+        """What a model's files say."""
+        return Activations.none if self is Activations.auto else self
 
 
 class KVCacheFormat(Enum):
@@ -126,7 +132,8 @@ class QuantConfig:
         if self.scheme is QuantScheme.none:
             self._only(False, "skip")
             self._only(False, "overrides")
-        wanted = (Activations.none,) if weight_only or scheme == "none" else (Activations.dynamic, Activations.static)
+        floats = weight_only or scheme == "none"  # with none the checkpoint may be quantised
+        wanted = (Activations.none, Activations.auto) if floats else (Activations.dynamic, Activations.static)
         names = " or ".join(kind.name for kind in wanted)
         check(self.activations in wanted, "quant.activations", self.activations.name, f"{names} with quant={scheme}")
         check(

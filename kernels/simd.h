@@ -8,7 +8,7 @@
 constexpr int64_t LANES = 16;
 
 // Vectors in an array stay in registers only if the loops over them are unrolled, which the compiler does not do unasked for as many as 24.
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL _Pragma("GCC unroll 24")
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

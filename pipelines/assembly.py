@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from conf.errors import UserError
-from conf.quantization import KVCacheFormat, KVCacheScales, QuantConfig, QuantScheme
+from conf.quantization import Activations, KVCacheFormat, KVCacheScales, QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
 from kernels.kv_format import FORMATS, KVFormat
 from kernels.threads import set_threads
@@ -31,7 +31,7 @@ from quantization.layouts import read_quantization
 from quantization.layouts.base import StoredQuantization
 from quantization.layouts.gguf import read_gguf_quantization
 from quantization.layouts.kv_cache import read_kv_cache_scheme
-from quantization.plan import place_stored_layers, quantize_while_loading
+from quantization.plan import make_activations_auto, place_stored_layers, quantize_while_loading
 from quantization.scheme import scheme_of
 
 log = logging.getLogger(__name__)
@@ -93,11 +93,16 @@ def assemble(
 
 def _quantize(model: CausalLM, config: QuantConfig, stored: StoredQuantization | None, files: list[WeightFile]) -> None:
     """Give the model (on the meta device) the layers that the checkpoint or the `quant` option asks for."""
-    if stored is None:
+    if stored is not None:
+        _place_stored(model, config, stored, files)
+    elif config.scheme is not QuantScheme.none:
         assert not config.needs_calibration
-        if config.scheme is not QuantScheme.none:
-            quantize_while_loading(model, config)
-        return
+        quantize_while_loading(model, config)
+    if config.activations is Activations.auto:
+        make_activations_auto(model)
+
+
+def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantization, files: list[WeightFile]) -> None:
     if not files:
         raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
     schemes = place_stored_layers(model, stored, {name: shape for file in files for name, shape in file.shapes.items()})

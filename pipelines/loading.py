@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 from conf.errors import UserError
-from conf.quantization import CalibrateConfig, ExportConfig, KVCacheFormat, QuantConfig
+from conf.quantization import Activations, CalibrateConfig, ExportConfig, KVCacheFormat, QuantConfig
 from conf.schema import RunConfig
 from pipelines.assembly import assemble, is_quantized
 from pipelines.engine import Engine
@@ -26,5 +26,7 @@ def load_engine(run: RunConfig, max_num_requests: int, progress: ProgressSink = 
         log.warning("what runs is the calibrated model in %s", folder)
         found_when_run = KVCacheFormat.none if run.quant.has_static_kv_cache else run.quant.kv_cache
         model, quant = replace(run.model, path=str(folder)), QuantConfig(kv_cache=found_when_run)
+        if run.quant.activations is Activations.auto:  # which is not in the model's files, either
+            quant = replace(quant, activations=Activations.auto)
         run = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), export=ExportConfig())
     return assemble(run, max_num_requests, progress.loaded)

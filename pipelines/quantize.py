@@ -52,11 +52,13 @@ MADE = report.REPOSITORY / "outputs" / "quantized"  # models that were made with
 def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Raises UserError for what cannot be quantised; layers that are finished by then are kept for the next run."""
     run.decode.check_unset("by task=quantize", "leave it out")
-    kv_cache, is_static = run.quant.kv_cache, run.quant.has_static_kv_cache
+    kv_cache, is_static, activations = run.quant.kv_cache, run.quant.has_static_kv_cache, run.quant.activations
     wanted = "int8, int4, a8w8 or fp8 with task=quantize, or quant.kv_cache_scales=static"
     check(is_static or run.quant.scheme is not QuantScheme.none, "quant", "none", wanted)
-    wanted = "none with task=quantize and give it when the model is used, or quant.kv_cache_scales=static"
+    later = "none with task=quantize and give it when the model is used"
+    wanted = f"{later}, or quant.kv_cache_scales=static"
     check(is_static or kv_cache is KVCacheFormat.none, "quant.kv_cache", kv_cache.name, wanted)
+    check(activations is activations.of_model, "quant.activations", activations.name, later)
     if is_quantized(run.model):
         raise UserError(f"model.path={run.model.path} is quantised already: give the float model that it was made of")
     if run.quantize.dry_run:
@@ -100,6 +102,7 @@ def _job(run: RunConfig) -> dict[str, Any]:
     path = find_checkpoint(run.model.path, True, run.model.allow_pickle)
     cache = () if run.quant.has_static_kv_cache else ("kv_cache", "kv_cache_scales")
     quant = {key: value for key, value in asdict(run.quant).items() if key not in cache}
+    quant |= {"activations": run.quant.activations.of_model}
     data, tokenizer = run.calibrate.data, run.model.tokenizer
     if data is not None and not Path(data).is_file():
         raise UserError(f"calibrate.data={data} is not a file: give a .txt or a .jsonl")

@@ -1,12 +1,13 @@
 """Which layers of a model are quantised and how: the layers of a `quant` option, with what it skips and overrides by name."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import Tensor
 
 from conf.errors import UserError
-from conf.quantization import QuantConfig, QuantScheme
+from conf.quantization import Activations, QuantConfig, QuantScheme
 from models.causal_lm import CausalLM
 from models.layers.linear import FloatLinear, Layer
 from models.linear_layers import linear_layers, replace_layer
@@ -107,6 +108,21 @@ def place_quantized(model: CausalLM, layer: Layer, scheme: LinearScheme, stored:
     layout = FloatLayout(layer.shape, layer.is_transposed, scheme.weights)
     new = _replace(model, layer, layer.source, scheme, layout)
     new.hold(stored, getattr(old, "bias", None), weight.dtype, weight.device)
+
+
+def make_activations_auto(model: CausalLM) -> None:
+    """Let the layers that quantise weights alone quantise activations, too, where a product has many rows.
+
+    Raises UserError if there is no such layer.
+    """
+    layers = [m for m in model.modules() if isinstance(m, IntLinear) and m.scheme.activations is Activations.none]
+    if not layers:
+        raise UserError(
+            "quant.activations=auto is for int8 and int4 weights with float activations, and this model has none: "
+            "leave it out, or give a float model with quant=int8 or quant=int4"
+        )
+    for layer in layers:
+        layer.scheme = replace(layer.scheme, activations=Activations.auto)
 
 
 def _replace(model: CausalLM, layer: Layer, source: str, scheme: LinearScheme, layout: WeightLayout) -> CodedLinear:

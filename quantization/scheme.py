@@ -33,7 +33,7 @@ def scheme_of(config: QuantConfig) -> LinearScheme:
         QuantScheme.a8w8: WeightFormat(8),
         QuantScheme.fp8: WeightFormat(8, CodeKind.FP8, per_tensor=config.per_tensor),
     }
-    return LinearScheme(formats[config.scheme], config.activations)
+    return LinearScheme(formats[config.scheme], config.activations.of_model)
 
 
 def override_of(pattern: str, text: str) -> LinearScheme | None:

@@ -6,9 +6,6 @@
 #include "../rows.h"
 #include "../simd.h"
 
-// Sums stay in registers only if the loops over them are unrolled.
-#define UNROLL _Pragma("GCC unroll 16")
-
 constexpr int VECTORS = 4;                         // tiles whose products are computed together
 constexpr int MAX_PANEL = ACCUMULATORS / VECTORS;  // rows whose sums then fit the registers
 constexpr int64_t WORD_BYTES = 4, VECTOR_BYTES = LANES * WORD_BYTES;

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from conf.compose import dump
 from conf.errors import UserError
-from conf.quantization import CalibrateConfig, KVCacheFormat, QuantConfig, SmoothConfig
+from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig, SmoothConfig
 from conf.schema import DType, RunConfig
 from pipelines.quantize import run_quantize
 from tests.builders import engine_of
@@ -57,6 +57,8 @@ def with_(**groups: Any) -> Callable[[RunConfig, Path], RunConfig]:
          "quant=none is not allowed: give int8, int4, a8w8 or fp8 with task=quantize, or quant.kv_cache_scales=static"),
         (with_(quant=replace(STATIC, kv_cache=KVCacheFormat.int8)),
          "quant.kv_cache=int8 is not allowed: give none with task=quantize .*, or quant.kv_cache_scales=static"),
+        (with_(quant=QuantConfig(INT4, activations=Activations.auto)),
+         "quant.activations=auto is not allowed: give none with task=quantize and give it when the model is used"),
         (with_(quant=replace(STATIC, skip=["*"])), "quant=a8w8 leaves all 15 layers as they are: skip fewer"),
         (with_(quant=replace(STATIC, skip=["*.k_prj"])), "quant.skip has '[*].k_prj', which matches no layer: there are"),
         (with_(quant=QuantConfig(INT4, group_size=32)), "down_proj has 176 input channels, which groups of 32 do not divide: give a quant"),

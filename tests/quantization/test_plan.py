@@ -111,7 +111,11 @@ def test_what_cannot_be(config: Any, message: str) -> None:
         ({"scheme": QuantScheme.a8w8}, "quant.activations=none is not allowed: give dynamic or static with quant=a8w8"),
         (
             {"scheme": QuantScheme.int4, "activations": Activations.static},
-            "quant.activations=static is not allowed: give none with",
+            "quant.activations=static is not allowed: give none or auto with quant=int4",
+        ),
+        (
+            {"scheme": QuantScheme.fp8, "activations": Activations.auto},
+            "quant.activations=auto is not allowed: give dynamic or static with quant=fp8",
         ),
         ({"scheme": QuantScheme.none, "skip": ["lm_head"]}, r"quant.skip=\['lm_head'\] is not used by quant=none"),
         (
