@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from pipelines.engine import Engine
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
 from pipelines.engine.request import ContextLimit
 from pipelines.generation_config import decode_defaults, eos_token_ids
+from pipelines.kept import load_kept
 from quantization.layouts import read_quantization
 from quantization.layouts.base import StoredQuantization
 from quantization.layouts.gguf import read_gguf_quantization
@@ -75,10 +77,13 @@ def assemble(
     dtype = DTYPES[stored_dtype(reader, files) if wanted is DType.auto else wanted.name]
     if packed:
         pack_layers(model, dtype, device)
-    if files:
-        load_weights(model, files, architecture.ignored_tensors, dtype, device, on_bytes)
-    else:
+    read = partial(load_weights, model, files, architecture.ignored_tensors, dtype, device, on_bytes)
+    if not files:
         initialise_randomly(model, dtype, device)
+    elif run.model.keep_packed:
+        load_kept(model, run, dtype, device, read)
+    else:
+        read()
     usual = run.decode.resolved(decode)
     sequences = max(AUTO_SEQUENCES, max_num_requests * max(usual.n, usual.num_beams or 1))
     cache = _kv_cache(run.device, shape, sequences, context, FORMATS[run.quant.kv_cache.name], dtype, device)

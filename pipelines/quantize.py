@@ -49,6 +49,12 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Raises UserError for what cannot be quantised; layers that are finished by then are kept for the next run."""
     run.decode.check_unset("by task=quantize", "leave it out")
     check(run.quant.scheme is not QuantScheme.none, "quant", "none", "int8, int4, a8w8 or fp8 with task=quantize")
+    check(
+        not run.model.keep_packed,
+        "model.keep_packed",
+        "true",
+        "false with task=quantize: give it when the model is used",
+    )
     kv_cache = run.quant.kv_cache
     check(
         kv_cache is KVCacheFormat.none,
@@ -114,7 +120,8 @@ def _job(run: RunConfig) -> dict[str, Any]:
 
 def _make(run: RunConfig, target: Path, progress: report.ProgressSink) -> dict[str, Any]:
     """Quantise into the folder `target`; metrics."""
-    float_run = replace(run, quant=QuantConfig(), calibrate=CalibrateConfig(), export=ExportConfig())
+    source = replace(run.model, keep_packed=False)  # it is read once
+    float_run = replace(run, model=source, quant=QuantConfig(), calibrate=CalibrateConfig(), export=ExportConfig())
     engine = assemble(float_run, 1, progress.loaded, packed=False)
     data = read_calibration_data(run.calibrate, engine.tokenizer, engine.context.num_tokens, engine.sees_later_tokens)
     model = engine.runner.model
