@@ -44,5 +44,8 @@ def pack(weight: Tensor) -> PackedMatrix:
     padded = (
         functional.pad(weight, (0, missing[0], 0, missing[1])) if any(missing) else weight
     )  # pad copies, whatever is missing
-    tiles = padded.reshape(len(padded) // TILE, TILE, -1, per_step).transpose(1, 2).contiguous()
-    return PackedMatrix(tiles, num_outputs, num_inputs)
+    words = padded.contiguous().view(
+        torch.int32
+    )  # [N, K / P]: torch moves 32 bits three times as fast as two numbers of 16
+    tiles = words.view(len(words) // TILE, TILE, -1).transpose(1, 2).contiguous()
+    return PackedMatrix(tiles.view(weight.dtype).unflatten(2, (TILE, per_step)), num_outputs, num_inputs)
