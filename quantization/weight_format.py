@@ -12,7 +12,9 @@ from torch import Tensor
 from conf.errors import UserError, check
 from quantization.codes import FP8_MAX, CodeKind, scale_of, to_fp8, to_int8
 
-BLOCK = 2**20  # numbers: 4 MB in float32 stay in a cache, and smaller blocks let torch's threads wait for each other more often
+BLOCK = (
+    2**20
+)  # numbers: 4 MB in float32 stay in a cache, and smaller blocks let torch's threads wait for each other more often
 
 
 @dataclass(frozen=True)
