@@ -99,11 +99,14 @@ class ModelConfig:
     """Read `.bin`, `.pt` and `.pth` files too (with `weights_only=True`)."""
     verify: bool = False
     """Compare every file with the folder's manifest.json before anything is loaded."""
+    keep_packed: bool = False
+    """Keep the model as the CPU's kernels read it in outputs/packed, as large as it is in memory, and map that file at the next start."""
 
     def __post_init__(self) -> None:
         check(bool(self.path), "model.path", repr(self.path), "a folder or a hub id")
         random = self.weights is Weights.random
         check(not (self.verify and random), "model.verify", "true", "false, or model.weights=checkpoint")
+        check(not (self.keep_packed and random), "model.keep_packed", "true", "false, or model.weights=checkpoint")
         check(
             self.max_length is None or self.max_length > 0,
             "model.max_length",

@@ -19,6 +19,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.decoder import MLP
 from models.layers.attention import alibi_slopes, attend
+from models.layers.embedding import Embedding
 from models.layers.linear import Linear, linear
 from models.layers.norm import AddRMSNorm, ResidualStream
 from models.layers.rotary import RotaryConfig, RotaryEmbedding
@@ -142,7 +143,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, c: BaichuanConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.num_hidden_layers))
         self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.rotary = None if c.alibi else RotaryEmbedding(RotaryConfig(c.head_dim, c.max_length))

@@ -13,6 +13,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.activation import gelu_tanh
 from models.layers.attention import alibi_slopes, attend
+from models.layers.embedding import Embedding
 from models.layers.linear import Linear, make_head
 
 
@@ -98,7 +99,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     def __init__(self, c: BloomConfig) -> None:
         super().__init__()
-        self.word_embeddings = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.word_embeddings = Embedding(c.vocab_size, c.hidden_size)
         self.word_embeddings_layernorm = nn.LayerNorm(c.hidden_size, c.layer_norm_epsilon)
         self.h = nn.ModuleList(Block(c) for _ in range(c.num_hidden_layers))
         self.ln_f = nn.LayerNorm(c.hidden_size, c.layer_norm_epsilon)

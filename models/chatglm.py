@@ -18,6 +18,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.activation import gelu_tanh
 from models.layers.attention import attend
+from models.layers.embedding import Embedding
 from models.layers.linear import Linear
 
 # The published code scales residuals by the square root of twice 28 layers, whatever num_layers is.
@@ -163,7 +164,7 @@ class GLMBlock(nn.Module):
 class Transformer(nn.Module):
     def __init__(self, c: ChatGLMConfig) -> None:
         super().__init__()
-        self.word_embeddings = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.word_embeddings = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(GLMBlock(c, i) for i in range(c.num_hidden_layers))
         self.final_layernorm = nn.LayerNorm(c.hidden_size, c.layernorm_epsilon)
         self.rotary = RotaryEmbedding2D(c)

@@ -15,6 +15,7 @@ from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend
+from models.layers.embedding import Embedding
 from models.layers.linear import Linear
 from models.layers.norm import AddRMSNorm, ResidualStream
 from models.layers.rotary import RotaryConfig, RotaryEmbedding
@@ -149,16 +150,16 @@ class GLMTransformer(nn.Module):
         return normed[batch.output_rows]  # type: ignore[no-any-return]
 
 
-class Embedding(nn.Module):
+class Embeddings(nn.Module):
     def __init__(self, c: ChatGLM2Config) -> None:
         super().__init__()
-        self.word_embeddings = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.word_embeddings = Embedding(c.vocab_size, c.hidden_size)
 
 
 class Transformer(nn.Module):
     def __init__(self, c: ChatGLM2Config) -> None:
         super().__init__()
-        self.embedding = Embedding(c)
+        self.embedding = Embeddings(c)
         self.encoder = GLMTransformer(c)
         self.output_layer = Linear(c.hidden_size, c.vocab_size, bias=False)
 

@@ -15,6 +15,7 @@ from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend
+from models.layers.embedding import Embedding
 from models.layers.linear import Linear, linear_swiglu, linear_together, make_head
 from models.layers.norm import AddRMSNorm, ResidualStream
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
@@ -121,7 +122,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, c: DecoderConfig, layers: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.rotary = RotaryEmbedding(c.rotary)

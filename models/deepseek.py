@@ -17,6 +17,7 @@ from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend_latent
+from models.layers.embedding import Embedding
 from models.layers.linear import FloatLinear, Linear, linear, linear_per_head, linear_swiglu, make_head
 from models.layers.norm import AddRMSNorm, ResidualStream, RMSNorm
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config, yarn_mscale
@@ -288,7 +289,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, c: DeepseekConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(c, layer) for layer in range(c.num_hidden_layers))
         self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.rotary = RotaryEmbedding(c.rotary)

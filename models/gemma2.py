@@ -16,6 +16,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.activation import gelu_tanh
 from models.layers.attention import attend
+from models.layers.embedding import Embedding
 from models.layers.linear import Linear, linear_together, make_head
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
 
@@ -160,7 +161,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, c: Gemma2Config) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
         self.embed_scale = c.hidden_size**0.5
         self.layers = nn.ModuleList(DecoderLayer(c, window) for window in c.windows)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)

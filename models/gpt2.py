@@ -13,6 +13,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.activation import gelu_tanh
 from models.layers.attention import attend
+from models.layers.embedding import Embedding
 from models.layers.linear import Conv1D, make_head
 
 
@@ -98,8 +99,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     def __init__(self, c: GPT2Config) -> None:
         super().__init__()
-        self.wte = nn.Embedding(c.vocab_size, c.n_embd)
-        self.wpe = nn.Embedding(c.n_positions, c.n_embd)
+        self.wte = Embedding(c.vocab_size, c.n_embd)
+        self.wpe = Embedding(c.n_positions, c.n_embd)
         self.h = nn.ModuleList(Block(c, index) for index in range(c.num_hidden_layers))
         self.ln_f = nn.LayerNorm(c.n_embd, c.layer_norm_epsilon)
 

@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-
 from conf.errors import UserError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -22,6 +20,8 @@ def find_checkpoint(path: str, with_weights: bool, allow_pickle: bool) -> Path:
         raise UserError(
             f"there is no folder {path}: model.path must be a folder or a file that holds a model, or a hub id such as org/name"
         )
+    from huggingface_hub import snapshot_download  # here, because a folder on disk need not wait for a network library
+
     try:
         patterns = WANTED + WEIGHTS * with_weights + PICKLES * (with_weights and allow_pickle)
         return Path(snapshot_download(path, allow_patterns=patterns, etag_timeout=10))

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from kernels import build
+from kernels.matmul.packed import DTYPES
 from models.causal_lm import CausalLM
-from models.layers.dense import DTYPES, DenseLinear
+from models.layers.dense import DenseLinear
 from models.layers.linear import Conv1D, Layer, Linear, PackedLinear, TiedHead
 
 PACKABLE = (Linear, Conv1D, TiedHead)  # layers of other classes the model wants to keep as they are

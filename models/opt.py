@@ -14,6 +14,7 @@ from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend
+from models.layers.embedding import Embedding
 from models.layers.linear import Linear, linear_together, make_head
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": relu, "gelu": gelu}  # OPT's and Galactica's
@@ -111,8 +112,8 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, c: OPTConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.word_embed_proj_dim)
-        self.embed_positions = nn.Embedding(c.max_position_embeddings + POSITION_OFFSET, c.hidden_size)
+        self.embed_tokens = Embedding(c.vocab_size, c.word_embed_proj_dim)
+        self.embed_positions = Embedding(c.max_position_embeddings + POSITION_OFFSET, c.hidden_size)
         self.is_projected = c.word_embed_proj_dim != c.hidden_size
         if self.is_projected:
             self.project_in = Linear(c.word_embed_proj_dim, c.hidden_size, bias=False)

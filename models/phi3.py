@@ -16,6 +16,7 @@ from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend
+from models.layers.embedding import Embedding
 from models.layers.linear import Linear, make_head
 from models.layers.norm import AddRMSNorm, ResidualStream
 
@@ -197,7 +198,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, c: Phi3Config) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.num_hidden_layers))
         self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.rotary = LongRope(c.rotary)

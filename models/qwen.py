@@ -16,6 +16,7 @@ from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend
+from models.layers.embedding import Embedding
 from models.layers.linear import Linear, linear_swiglu
 from models.layers.norm import AddRMSNorm, ResidualStream
 
@@ -156,7 +157,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     def __init__(self, c: QwenConfig) -> None:
         super().__init__()
-        self.wte = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.wte = Embedding(c.vocab_size, c.hidden_size)
         self.h = nn.ModuleList(Block(c) for _ in range(c.num_hidden_layers))
         self.ln_f = AddRMSNorm(c.hidden_size, c.layer_norm_epsilon)
         self.rotary = Rotary(c)

@@ -104,7 +104,7 @@ def load_weights(
                 if came.keys() == layer.tensors().keys():
                     layer.load(incomplete.pop(layer), dtype, device)
             if name in parameters:
-                assign(model, name, tensor.to(device, _parameter_dtype(model, name, dtype), copy=file.is_mapped))
+                assign(model, name, tensor.to(device, parameter_dtype(model, name, dtype), copy=file.is_mapped))
             done += tensor.numel() * dtype.itemsize
             on_bytes(done, total)
     if damaged:
@@ -120,7 +120,9 @@ def packed_parts(model: CausalLM) -> dict[str, tuple[PackedLinear, str]]:
 def _holds_nan(tensor: Tensor) -> bool:
     if tensor.dtype.itemsize == 1:  # float8, which torch cannot add up
         tensor = tensor.float()
-    return bool(tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any())  # the sum needs no memory
+    return bool(
+        tensor.numel() and tensor.amax().isnan()
+    )  # a NaN is the largest of all; no other way reads memory as fast
 
 
 def refuse_damaged(model: CausalLM) -> None:
@@ -151,7 +153,8 @@ class CastFile:
             yield name, tensor.to(self.dtypes[name])
 
 
-def _parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dtype:
+def parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dtype:
+    """In a model of `dtype`."""
     return torch.float32 if name.endswith(model.float32_tensors) else dtype
 
 
@@ -211,6 +214,6 @@ def initialise_randomly(model: CausalLM, dtype: torch.dtype, device: torch.devic
         return tensor.normal_(0, RANDOM_STD, generator=generator)
 
     for name, parameter in list(model.named_parameters()):
-        assign(model, name, make(name, tuple(parameter.shape), _parameter_dtype(model, name, dtype)))
+        assign(model, name, make(name, tuple(parameter.shape), parameter_dtype(model, name, dtype)))
     for layer in dict.fromkeys(layer for layer, _ in packed_parts(model).values()):
         layer.load({own: make(own, shape, dtype) for own, shape in layer.tensors().items()}, dtype, device)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from pipelines.engine import Engine
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
 from pipelines.engine.request import ContextLimit
 from pipelines.generation_config import decode_defaults, eos_token_ids
+from pipelines.kept import load_kept
 from quantization.kv_scales import ZERO_POINTS, place_kv_scales, static_kv_formats
 from quantization.layouts import read_quantization
 from quantization.layouts.base import StoredQuantization
@@ -78,11 +80,14 @@ def assemble(
     dtype = DTYPES[stored_dtype(reader, files) if wanted is DType.auto else wanted.name]
     if packed:
         pack_layers(model, dtype, device)
-    if files:
-        ignored = (*architecture.ignored_tensors, *(ZERO_POINTS if static_cache else ()))
-        load_weights(model, files, ignored, dtype, device, on_bytes)
-    else:
+    ignored = (*architecture.ignored_tensors, *(ZERO_POINTS if static_cache else ()))
+    read = partial(load_weights, model, files, ignored, dtype, device, on_bytes)
+    if not files:
         initialise_randomly(model, dtype, device)
+    elif run.model.keep_packed:
+        load_kept(model, run, dtype, device, read)
+    else:
+        read()
     usual = run.decode.resolved(decode)
     sequences = max(AUTO_SEQUENCES, max_num_requests * max(usual.n, usual.num_beams or 1))
     formats = _cache_formats(model, run.quant, static_cache)

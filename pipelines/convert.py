@@ -108,6 +108,7 @@ def _refuse_unused(run: RunConfig) -> None:
         "weights": "leave it at checkpoint",
         "tokenizer": "its files are copied as they are",
         "max_length": "leave it out",
+        "keep_packed": "leave it out",
     }.items():
         if (value := getattr(model, name)) != getattr(unchanged, name):
             raise UserError(f"model.{name}={typed(value)} is not used by task=convert: {remedy}")

@@ -55,10 +55,11 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     kv_cache, is_static, activations = run.quant.kv_cache, run.quant.has_static_kv_cache, run.quant.activations
     wanted = "int8, int4, a8w8 or fp8 with task=quantize, or quant.kv_cache_scales=static"
     check(is_static or run.quant.scheme is not QuantScheme.none, "quant", "none", wanted)
-    later = "none with task=quantize and give it when the model is used"
-    wanted = f"{later}, or quant.kv_cache_scales=static"
+    later = "with task=quantize and give it when the model is used"
+    check(not run.model.keep_packed, "model.keep_packed", "true", f"false {later}")
+    wanted = f"none {later}, or quant.kv_cache_scales=static"
     check(is_static or kv_cache is KVCacheFormat.none, "quant.kv_cache", kv_cache.name, wanted)
-    check(activations is activations.of_model, "quant.activations", activations.name, later)
+    check(activations is activations.of_model, "quant.activations", activations.name, f"none {later}")
     if is_quantized(run.model):
         raise UserError(f"model.path={run.model.path} is quantised already: give the float model that it was made of")
     if run.quantize.dry_run:
@@ -120,7 +121,8 @@ def _job(run: RunConfig) -> dict[str, Any]:
 
 def _make(run: RunConfig, target: Path, progress: report.ProgressSink) -> dict[str, Any]:
     """Quantise into the folder `target`; metrics."""
-    float_run = replace(run, quant=QuantConfig(), calibrate=CalibrateConfig(), export=ExportConfig())
+    source = replace(run.model, keep_packed=False)  # it is read once
+    float_run = replace(run, model=source, quant=QuantConfig(), calibrate=CalibrateConfig(), export=ExportConfig())
     engine = assemble(float_run, 1, progress.loaded, packed=False)
     data = read_calibration_data(run.calibrate, engine.tokenizer, engine.context.num_tokens, engine.sees_later_tokens)
     model, static_cache = engine.runner.model, run.quant.kv_cache if run.quant.has_static_kv_cache else None

@@ -4,7 +4,6 @@ Files appear by rename when they are complete. The parts' reports are in their f
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from models.causal_lm import CausalLM
-from models.formats.safetensors_writer import Entry, SafetensorsWriter, content_of
+from models.formats.safetensors_writer import save_tensors
 from models.layers.linear import Layer
 from models.linear_layers import linear_layers
 from models.weights import assign
@@ -52,13 +51,15 @@ class Artefact:
             own = self._layout_of(layer, scheme, {}).write(stored[name])
             own |= {} if bias is None else {"bias": bias.data}
             tensors |= {f"{name}.{own_name}": tensor for own_name, tensor in own.items()}
-        self._save(_name(part), tensors, {"reports": json.dumps([asdict(report) for report in reports])})
+        save_tensors(
+            self.folder / _name(part), tensors, {"reports": json.dumps([asdict(report) for report in reports])}
+        )
 
     def write_rest(self, model: CausalLM, parts: list[Part]) -> None:
         """What is in no part: embeddings, the last norm, a head that stays as it is."""
         prefixes = tuple(part.prefix for part in parts)
         tensors = {n: p.data for n, p in model.named_parameters() if not n.startswith(prefixes)}
-        self._save(REST, tensors, {})
+        save_tensors(self.folder / REST, tensors, {})
 
     def read(self, part: Part, model: CausalLM) -> list[LinearReport]:
         """Put a part that was kept into the model, which has float layers there. Raises UserError if the file is damaged."""
@@ -93,20 +94,6 @@ class Artefact:
             size += path.stat().st_size
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-    def _save(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-        partial = self.folder / f".{name}.partial"
-        entries = [Entry(n, tensor.dtype, tuple(tensor.shape)) for n, tensor in tensors.items()]
-        entries.sort(key=lambda entry: (-entry.dtype.itemsize, entry.name))
-        with SafetensorsWriter(partial, entries, metadata) as writer:  # the library's own has the metadata in any order
-            for entry in entries:
-                writer.write(content_of(tensors[entry.name].detach().cpu()))
-        descriptor = os.open(partial, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(partial, self.folder / name)
 
 
 def _name(part: Part) -> str:

@@ -15,7 +15,7 @@ class CodeKind(Enum):
 
 def to_int8(ratio: Tensor, lowest: float = -128, highest: float = 127) -> Tensor:
     """`ratio` of any shape and float dtype, already divided by its scale, as int8 codes in [lowest, highest]."""
-    return ratio.round().clamp(lowest, highest).to(torch.int8)
+    return ratio.round().clamp_(lowest, highest).to(torch.int8)
 
 
 def to_fp8(ratio: Tensor) -> Tensor:

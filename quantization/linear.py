@@ -37,17 +37,20 @@ class CodedLinear(PackedLinear):
     """Layers of any scheme: what they are made of, and what their inputs go through before the product."""
 
     def __init__(
-        self, source: str, scheme: LinearScheme, layout: WeightLayout, num_outputs: int, has_bias: bool
+        self, source: str, scheme: LinearScheme, layout: WeightLayout, shape: tuple[int, int], has_bias: bool
     ) -> None:
         super().__init__()
         self.source = source
         self.from_floats = isinstance(layout, FloatLayout)
         self.scheme = scheme
         self._layout = layout
-        self._bias_shape = {"bias": (num_outputs,)} if has_bias else {}
+        self._shape = shape  # [O, I]
+        self._bias_shape = {"bias": shape[:1]} if has_bias else {}
         self.bias: nn.Parameter | None = None
-        self.permutation: Tensor | None = None  # [I] int64
-        self.input_scale: Tensor | None = None  # float32 scalar
+        self.permutation: Tensor | None  # [I] int64
+        self.input_scale: Tensor | None  # float32 scalar
+        self.register_buffer("permutation", None)
+        self.register_buffer("input_scale", None)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         return self._layout.tensors() | self._bias_shape
@@ -68,9 +71,22 @@ class CodedLinear(PackedLinear):
         self.input_scale = None if input_scale is None else input_scale.to(device, torch.float32)
         self._hold(stored, dtype, device)
 
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        is_static = self.scheme.activations is Activations.static
+        self.bias = nn.Parameter(tensors.pop("bias"), requires_grad=False) if self._bias_shape else None
+        self.permutation = tensors.pop("permutation", None)
+        self.input_scale = tensors.pop("input_scale") if is_static else None
+        if self.input_scale is not None and (self.input_scale.shape, self.input_scale.dtype) != ((), torch.float32):
+            raise ValueError(f"an input_scale {list(self.input_scale.shape)} of {self.input_scale.dtype}")
+        self._restore(tensors)
+
     @abstractmethod
     def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
         """Make the parameters of the weight."""
+
+    @abstractmethod
+    def _restore(self, tensors: dict[str, Tensor]) -> None:
+        """Take them out of `tensors`."""
 
     @abstractmethod
     def _multiply(self, x: Tensor) -> Tensor:
@@ -87,12 +103,18 @@ class IntLinear(CodedLinear, JointLinear):
     def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
         w = stored.weight
         zero_points = None if w.zero_points is None else w.zero_points.to(device)
-        self._weight: PackedWeight = pack(
-            w.codes.to(device), w.scales.to(device), zero_points, self.scheme.weights.bits
-        )
-        self.packed = nn.Parameter(self._weight.blob, requires_grad=False)  # the same memory, so that it is counted
-        if device.type == "cpu" and self.permutation is None and self.input_scale is None:
-            self.kind = self.scheme.activations, self._weight.format
+        self._keep(pack(w.codes.to(device), w.scales.to(device), zero_points, self.scheme.weights.bits))
+
+    def _restore(self, tensors: dict[str, Tensor]) -> None:
+        w = self.scheme.weights
+        size = w.group_size or self._shape[1]
+        self._keep(PackedWeight(tensors.pop("packed"), *self._shape, size, w.bits, has_zero_points=not w.symmetric))
+
+    def _keep(self, weight: PackedWeight) -> None:
+        self._weight = weight
+        self.packed = nn.Parameter(weight.blob, requires_grad=False)  # the same memory, so that it is counted
+        if weight.blob.is_cpu and self.permutation is None and self.input_scale is None:
+            self.kind = self.scheme.activations, weight.format
 
     def _rows(self, x: Tensor) -> Tensor | Int8Rows:
         """What the weight is multiplied by."""
@@ -127,6 +149,9 @@ class Fp8Linear(CodedLinear):
         )  # [O, I] float8_e4m3fn
         self.scales = nn.Parameter(stored.weight.scales.to(device), requires_grad=False)  # [O, G] or [1, 1] float32
 
+    def _restore(self, tensors: dict[str, Tensor]) -> None:
+        self.codes, self.scales = (nn.Parameter(tensors.pop(name), requires_grad=False) for name in ("codes", "scales"))
+
     def _multiply(self, x: Tensor) -> Tensor:
         if self.scheme.activations is Activations.none:
             return linear(x, (self.codes.to(x.dtype) * self.scales).to(x.dtype))
@@ -158,6 +183,9 @@ class DequantizedLinear(CodedLinear):
     def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = nn.Parameter(stored.weight.dequantize().to(device, dtype), requires_grad=False)
         self.permutation = None  # the floats are in the channels' own order
+
+    def _restore(self, tensors: dict[str, Tensor]) -> None:
+        self.weight = nn.Parameter(tensors.pop("weight"), requires_grad=False)
 
     def _multiply(self, x: Tensor) -> Tensor:
         return linear(x, self.weight)

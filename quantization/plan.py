@@ -97,7 +97,7 @@ def place_stored_layers(
             _replace(model, layer, name, scheme, layout)
             schemes[name] = scheme
         else:
-            replace_layer(model, name, DequantizedLinear(name, scheme, layout, layer.shape[0], layer.has_bias))
+            replace_layer(model, name, DequantizedLinear(name, scheme, layout, layer.shape, layer.has_bias))
     return schemes
 
 
@@ -127,6 +127,6 @@ def make_activations_auto(model: CausalLM) -> None:
 
 def _replace(model: CausalLM, layer: Layer, source: str, scheme: LinearScheme, layout: WeightLayout) -> CodedLinear:
     kind = Fp8Linear if scheme.weights.kind is CodeKind.FP8 else IntLinear
-    new = kind(source, scheme, layout, layer.shape[0], layer.has_bias)
+    new = kind(source, scheme, layout, layer.shape, layer.has_bias)
     replace_layer(model, layer.name, new)
     return new

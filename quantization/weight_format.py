@@ -4,12 +4,17 @@ O output channels, I input channels, G groups of input channels that share a sca
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from conf.errors import UserError, check
 from quantization.codes import FP8_MAX, CodeKind, scale_of, to_fp8, to_int8
+
+BLOCK = (
+    2**20
+)  # numbers: 4 MB in float32 stay in a cache, and smaller blocks let torch's threads wait for each other more often
 
 
 @dataclass(frozen=True)
@@ -79,22 +84,46 @@ def choose_scales(weight: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor 
             f"groups of {size} do not divide the {num_inputs} input channels of a weight [{num_outputs}, {num_inputs}]: "
             f"give a group_size that does, or null for one scale per output channel, or skip this layer"
         )
-    if not weight.isfinite().all():
+    low, high = (torch.cat(ends) for ends in zip(*map(partial(_ranges, weight, size), _blocks(weight)), strict=True))
+    if format.per_tensor:
+        low, high = low.amin().reshape(1, 1), high.amax().reshape(1, 1)
+    if not (low.isfinite() & high.isfinite()).all():
         count = int((~weight.isfinite()).sum())
         raise UserError(
             f"{count} of {weight.numel()} weights are NaN or infinite: give a checkpoint without them, or skip this layer"
         )
-    groups = weight.float().reshape((1, 1, -1) if format.per_tensor else (num_outputs, -1, size))  # [O, G, I / G]
     lowest, highest = format.code_range
     if format.symmetric:
-        return scale_of(groups.abs().amax(2), highest, format.scale_dtype), None
-    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+        return scale_of(torch.maximum(-low, high), highest, format.scale_dtype), None
+    low, high = low.clamp(max=0), high.clamp(min=0)
     scales = scale_of(high - low, highest, format.scale_dtype)
     return scales, to_int8(-low / scales, lowest, highest)
 
 
 def encode(weight: Tensor, scales: Tensor, zero_points: Tensor | None, format: WeightFormat) -> Tensor:
     """The codes [O, I] nearest to weight [O, I] under given scales and zero points, which are [O, G], or [1, 1] per tensor."""
+    dtype = torch.float8_e4m3fn if format.kind is CodeKind.FP8 else torch.int8
+    codes = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    scales = scales.expand(len(weight), -1)
+    for rows in _blocks(weight):
+        zeros = None if zero_points is None else zero_points[rows]
+        codes[rows] = _encode_rows(weight[rows], scales[rows], zeros, format)
+    return codes
+
+
+def _blocks(weight: Tensor) -> list[slice]:
+    """Rows that are computed at once."""
+    num_rows = max(1, BLOCK // weight.shape[1])
+    return [slice(first, first + num_rows) for first in range(0, len(weight), num_rows)]
+
+
+def _ranges(weight: Tensor, size: int, rows: slice) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest number of each group of these rows [rows, G] float32."""
+    groups = weight[rows].float().unflatten(1, (-1, size))  # [rows, G, I / G]
+    return groups.amin(2), groups.amax(2)
+
+
+def _encode_rows(weight: Tensor, scales: Tensor, zero_points: Tensor | None, format: WeightFormat) -> Tensor:
     ratio = weight.float().unflatten(1, (scales.shape[1], -1)) / scales.unsqueeze(2)  # [O, G, I / G]
     if format.kind is CodeKind.FP8:
         return to_fp8(ratio).flatten(1)

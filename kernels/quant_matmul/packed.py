@@ -122,7 +122,8 @@ def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -
 
 def _in_tiles(codes: Tensor) -> Tensor:
     """[N, C] uint8 in tiles of 16 outputs and columns of 4 bytes."""
-    return codes.view(codes.shape[0] // TILE, TILE, -1, 4).transpose(1, 2).reshape(-1)
+    words = codes.contiguous().view(torch.int32)  # torch moves them four times as fast as four bytes each
+    return words.view(len(words) // TILE, TILE, -1).transpose(1, 2).reshape(-1).view(torch.uint8)
 
 
 def _check(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> None:

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from kernels.matmul import PackedMatrix, matmul, matmul_swiglu, matmul_together, pack
 from models.layers.linear import JointLinear, Layer
 
-DTYPES = (torch.float32, torch.bfloat16)
-
 
 class DenseLinear(JointLinear):
     """x [R, I] -> [R, O]. The packed weight takes the place of the checkpoint's."""
@@ -28,11 +26,18 @@ class DenseLinear(JointLinear):
 
     def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         weight = tensors["weight"].to(dtype)
-        self._weight: PackedMatrix = pack(weight.T if self._layer.is_transposed else weight)
-        self.kind = dtype
-        self.tiles = nn.Parameter(self._weight.tiles, requires_grad=False)  # the same memory, so that it is counted
-        if self._layer.has_bias:
-            self.bias = nn.Parameter(tensors["bias"].to(dtype, copy=True), requires_grad=False)
+        bias = tensors["bias"].to(dtype, copy=True) if self._layer.has_bias else None
+        self._hold(pack(weight.T if self._layer.is_transposed else weight), bias)
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        weight = PackedMatrix(tensors.pop("tiles"), *self._layer.shape)
+        self._hold(weight, tensors.pop("bias") if self._layer.has_bias else None)
+
+    def _hold(self, weight: PackedMatrix, bias: Tensor | None) -> None:
+        self._weight = weight
+        self.kind = weight.tiles.dtype
+        self.tiles = nn.Parameter(weight.tiles, requires_grad=False)  # the same memory, so that it is counted
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @property
     def weight(self) -> Tensor:

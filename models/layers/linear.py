@@ -103,6 +103,13 @@ class PackedLinear(nn.Module, ABC):
     def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         """Make the parameters of them, which are on the CPU. `dtype` is the model's. Raises UserError for impossible values."""
 
+    @abstractmethod
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Take for its own the parameters and buffers that a layer like this one had after `load`, out of `tensors`, by their names in it.
+
+        Raises KeyError for one that is missing, and ValueError for one of another shape or dtype, as far as a kernel would read beyond it.
+        """
+
 
 class JointLinear(PackedLinear):
     """One of those whose kernels multiply the same rows by several weights in one call."""

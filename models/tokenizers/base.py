@@ -6,8 +6,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from conf.errors import UserError
 
 Message = dict[str, Any]
@@ -48,6 +46,9 @@ class Tokenizer(ABC):
         if template is None:
             token_ids = self._own_format(messages)
             return self.decode(token_ids, skip_special_tokens=False), token_ids
+        # Here, because a run of plain prompts need not wait for transformers.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         try:
             rendered, _ = render_jinja_template(
                 [messages], chat_template=template, add_generation_prompt=True, **self.special_tokens

@@ -7,13 +7,12 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gguf.constants import TokenType
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
 
 from conf.errors import UserError
 from models.gguf_header import GGUFHeader
@@ -21,6 +20,9 @@ from models.tokenizers.base import Tokenizer
 from models.tokenizers.huggingface import HuggingFaceTokenizer
 from models.tokenizers.sentencepiece import SentencePieceTokenizer
 from models.tokenizers.tiktoken import LLAMA3_PATTERN, QWEN_PATTERN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PATTERNS = {  # tokenizer.ggml.pre: how a text is cut before pairs are merged
@@ -106,7 +108,9 @@ def _sentencepiece_model(header: GGUFHeader) -> bytes:
     return bytes(model.SerializeToString())
 
 
-def _byte_pairs(header: GGUFHeader, pre: str, adds_bos: bool) -> PreTrainedTokenizerFast:
+def _byte_pairs(header: GGUFHeader, pre: str, adds_bos: bool) -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast  # here, because it takes a second
+
     tokens, pairs = header.texts(LIST), header.texts("tokenizer.ggml.merges")
     types = header.numbers("tokenizer.ggml.token_type", "i", len(tokens))
     used = [(i, token) for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED]  # others pad the list

@@ -3,18 +3,21 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
-
-from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, cast
 
 from conf.errors import UserError
 from models.tokenizers.base import Message, Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SETTINGS = ("tokenizer_config.json", "config.json", "tokenizer.json")  # without one of them it can only be GPT-2's
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    def __init__(self, source: Path, read: Callable[[], PreTrainedTokenizerBase], template: str | None = None) -> None:
+    def __init__(
+        self, source: Path, read: "Callable[[], PreTrainedTokenizerBase]", template: str | None = None
+    ) -> None:
         """`template`: the family's, where what is read holds none. Raises UserError if it cannot be read."""
         self.source = source
         try:
@@ -65,7 +68,10 @@ def load_huggingface(folder: Path, template: str | None = None) -> HuggingFaceTo
     return HuggingFaceTokenizer(folder, partial(_read, folder), template)
 
 
-def _read(folder: Path) -> PreTrainedTokenizerBase:
+def _read(folder: Path) -> "PreTrainedTokenizerBase":
+    # Here, because it takes a second that other tokenizers need not wait for.
+    from transformers import AutoTokenizer, GPT2Tokenizer
+
     if not any((folder / name).is_file() for name in SETTINGS):
         return GPT2Tokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -319,6 +319,7 @@ def test_options_of_other_tasks(source: Path, tmp_path: Path) -> None:
         ({"weights": Weights.random}, r"model\.weights=random is not used by task=convert"),
         ({"tokenizer": None}, r"model\.tokenizer=null is not used by task=convert: its files are copied as they are"),
         ({"max_length": 5}, r"model\.max_length=5 is not used by task=convert"),
+        ({"keep_packed": True}, r"model\.keep_packed=true is not used by task=convert: leave it out"),
         ({"verify": True}, r"model\.verify=true, but .* has no manifest\.json"),
     ],
 )

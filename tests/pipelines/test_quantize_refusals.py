@@ -46,6 +46,10 @@ def text(content: bytes) -> Callable[[RunConfig, Path], RunConfig]:
     return change
 
 
+def kept(run: RunConfig, _: Path) -> RunConfig:
+    return replace(run, model=replace(run.model, keep_packed=True))
+
+
 def with_(**groups: Any) -> Callable[[RunConfig, Path], RunConfig]:
     return lambda run, _: replace(run, **groups)
 
@@ -59,6 +63,7 @@ def with_(**groups: Any) -> Callable[[RunConfig, Path], RunConfig]:
          "quant.kv_cache=int8 is not allowed: give none with task=quantize .*, or quant.kv_cache_scales=static"),
         (with_(quant=QuantConfig(INT4, activations=Activations.auto)),
          "quant.activations=auto is not allowed: give none with task=quantize and give it when the model is used"),
+        (kept, "model.keep_packed=true is not allowed: give false with task=quantize and give it when the model is used"),
         (with_(quant=replace(STATIC, skip=["*"])), "quant=a8w8 leaves all 15 layers as they are: skip fewer"),
         (with_(quant=replace(STATIC, skip=["*.k_prj"])), "quant.skip has '[*].k_prj', which matches no layer: there are"),
         (with_(quant=QuantConfig(INT4, group_size=32)), "down_proj has 176 input channels, which groups of 32 do not divide: give a quant"),

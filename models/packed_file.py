@@ -1,0 +1,77 @@
+"""A loaded model in one file, as kernels read it, which the next start maps into memory instead of reading and packing a checkpoint.
+
+A safetensors file of all parameters and buffers. Its numbers were looked at when it was made; what a kernel reads by is looked at again.
+"""
+
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from conf.errors import UserError
+from models.causal_lm import CausalLM
+from models.formats.safetensors_writer import save_tensors
+from models.layers.linear import PackedLinear
+from models.weights import assign, parameter_dtype
+
+IDENTITY = "identity"
+REMEDY = "remove it, and it is made anew"
+
+
+class NotUsable(Exception):
+    """Why a file does not hold what is wanted."""
+
+
+def save_packed(model: CausalLM, path: Path, identity: str) -> None:
+    """`identity`: what the numbers depend on."""
+    save_tensors(path, model.state_dict(), {IDENTITY: identity})
+
+
+def read_packed(path: Path, identity: str) -> dict[str, Tensor]:
+    """The tensors, views of the file: pages of it come when they are touched, and who writes into them has a copy.
+
+    Raises NotUsable where there is no such file, where it is damaged, and where it is of another identity.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            if (file.metadata() or {}).get(IDENTITY) != identity:
+                raise NotUsable("is of other files, settings or another version")
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except FileNotFoundError as error:
+        raise NotUsable("is not there yet") from error
+    except (SafetensorError, OSError) as error:
+        raise NotUsable(f"is damaged ({error})") from error
+
+
+def is_packed(path: Path, identity: str) -> bool:
+    """Whether `read_packed` reads it."""
+    try:
+        return bool(read_packed(path, identity))
+    except NotUsable:
+        return False
+
+
+def restore(model: CausalLM, path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Make the tensors of `path` the (meta) model's. Raises UserError where they are not those of a model of this shape and dtype."""
+    own: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)  # by module
+    for name, tensor in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        own[module][leaf] = tensor
+    parameters = dict(model.named_parameters())  # those of packed layers are not there yet
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    try:
+        for name, parameter in parameters.items():
+            module, _, leaf = name.rpartition(".")
+            tensor, expected = own[module].pop(leaf), parameter_dtype(model, name, dtype)
+            if tensor.shape != parameter.shape or tensor.dtype != expected:
+                raise ValueError(f"{list(tensor.shape)} of {tensor.dtype}, not {list(parameter.shape)} of {expected}")
+            assign(model, name, tensor)
+        for name, layer in layers.items():
+            layer.restore(own[name])
+    except (KeyError, ValueError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise UserError(f"{path} does not hold this model: {name}: {reason}; {REMEDY}") from error
+    if left := [f"{module}.{leaf}" for module, rest in own.items() for leaf in rest]:
+        raise UserError(f"{path} does not hold this model: {left[0]} belongs to no layer; {REMEDY}")

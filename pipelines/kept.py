@@ -1,0 +1,82 @@
+"""`model.keep_packed`: a packed model is found again by the files that it was made of and by the code that made it, and mapped."""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from conf.errors import UserError
+from conf.schema import RunConfig
+from kernels import build
+from models.causal_lm import CausalLM
+from models.hub import find_checkpoint
+from models.packed_file import NotUsable, is_packed, read_packed, restore, save_packed
+from pipelines.fingerprint import file_fingerprint
+from pipelines.report import REPOSITORY
+
+log = logging.getLogger(__name__)
+
+KEPT = REPOSITORY / "outputs" / "packed"
+SOURCES = ("kernels", "models", "quantization")  # packages whose code decides what a checkpoint's numbers become
+
+
+def load_kept(
+    model: CausalLM, run: RunConfig, dtype: torch.dtype, device: torch.device, read: Callable[[], None]
+) -> None:
+    """Map the (meta) model's weights from the file that is kept of them; else `read` them, and keep them for the next start.
+
+    A file of other files, settings or code is replaced; several processes may do that at once. Raises UserError as `restore` does, and
+    for a device that maps nothing.
+    """
+    if device.type != "cpu":
+        raise UserError(f"model.keep_packed=true is not used by device={device.type}: leave it out, or give device=cpu")
+    path, identity = _place(run, dtype), _identity(run)
+    try:
+        restore(model, path, read_packed(path, identity), dtype)
+    except NotUsable as error:
+        read()
+        with _only_writer(path.parent):
+            if not is_packed(path, identity):  # another process may have made it meanwhile
+                save_packed(model, path, identity)
+        log.warning("model.keep_packed: %s %s; it is made now, %.0f MB", path, error, path.stat().st_size / 1e6)
+
+
+def _place(run: RunConfig, dtype: torch.dtype) -> Path:
+    """One file for each model, quantisation and dtype: that of a newer checkpoint or of newer code takes the older one's place."""
+    local = Path(run.model.path).expanduser()
+    model = local.resolve() if local.exists() else Path(run.model.path)  # or a hub id
+    quant = {name: value for name, value in asdict(run.quant).items() if name != "kv_cache"}
+    what = {"model": model, "quant": quant, "kernels": build.library() is not None}
+    names = model.name, run.quant.scheme.name, str(dtype).removeprefix("torch."), _digest(what)[:12]
+    return KEPT / f"{'-'.join(names)}.safetensors"
+
+
+def _identity(run: RunConfig) -> str:
+    """Of the checkpoint's files, and of the code that reads, quantises and packs them."""
+    code = hashlib.sha256()
+    for source in sorted(file for name in SOURCES for file in (REPOSITORY / name).rglob("*.py")):
+        code.update(source.read_bytes())
+    files = file_fingerprint(find_checkpoint(run.model.path, True, run.model.allow_pickle), "model")
+    return _digest({"files": files, "code": code.hexdigest(), "torch": torch.__version__})
+
+
+def _digest(parts: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+
+
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)

@@ -1,0 +1,246 @@
+"""A model that is kept packed: the same bits without reading the checkpoint, and what becomes of a file that is not the wanted one."""
+
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from conf.errors import UserError
+from conf.quantization import Activations, QuantConfig, QuantScheme
+from conf.schema import DType, ModelConfig, RunConfig, Weights
+from models.formats.safetensors_writer import ALIGNMENT
+from pipelines.engine import Engine
+from pipelines.kept import load_kept
+from pipelines.loading import load_engine
+from tests.builders import all_logits, run_config, write_llama
+from tests.quantization.making import CALIBRATED
+
+GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
+PROMPT = list(range(5, 42))
+SCHEMES = {
+    "none": QuantConfig(),
+    "int8": QuantConfig(QuantScheme.int8),
+    "int4, groups and skipped layers": QuantConfig(
+        QuantScheme.int4, group_size=32, skip=["lm_head"], overrides={"*.down_proj": "int8"}
+    ),
+    "int4 asymmetric": QuantConfig(QuantScheme.int4, symmetric=False),
+    "a8w8": QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic),
+    "fp8": QuantConfig(QuantScheme.fp8, activations=Activations.dynamic),
+}
+STORED = (
+    "int4 gptq, groups on the way",
+    "a8w8 static smoothquant",
+    "fp8 static per tensor",
+)  # order, scales, both shapes
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "kept"
+    monkeypatch.setattr("pipelines.kept.KEPT", folder)
+    monkeypatch.setattr("pipelines.quantize.MADE", tmp_path / "made")
+    return folder
+
+
+def job(folder: Path, quant: QuantConfig | None = None, dtype: DType = DType.float32) -> RunConfig:
+    run = run_config(folder)
+    return replace(run, model=replace(run.model, keep_packed=True, dtype=dtype), quant=quant or QuantConfig())
+
+
+def mapped(run: RunConfig) -> Engine:
+    """An engine whose weights do not come from the checkpoint."""
+    with patch("pipelines.assembly.load_weights", side_effect=AssertionError("the checkpoint is read")):
+        return load_engine(run, 3)
+
+
+def assert_same_bits(run: RunConfig) -> None:
+    plain = load_engine(replace(run, model=replace(run.model, keep_packed=False)), 3)
+    expected = all_logits(plain, PROMPT)
+    assert all_logits(load_engine(run, 3), PROMPT).equal(expected)
+    again = mapped(run)
+    assert all_logits(again, PROMPT).equal(expected)
+    assert again.runner.weight_bytes == plain.runner.weight_bytes
+    assert again.runner.step_weight_bytes == plain.runner.step_weight_bytes
+
+
+@pytest.mark.parametrize("family", ["llama_tied_bias", "gpt2", "mixtral", "gemma2", "chatglm2"])
+def test_the_same_bits_of_any_family(family: str) -> None:
+    """Tied heads, biases, transposed weights, routers that stay floats."""
+    assert_same_bits(job(GOLDENS / family))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_same_bits_of_any_scheme(scheme: str) -> None:
+    assert_same_bits(job(GOLDENS / "llama_tied_bias", SCHEMES[scheme]))
+
+
+@pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float16])
+def test_the_same_bits_in_half_precision(dtype: DType) -> None:
+    assert_same_bits(job(GOLDENS / "llama3", dtype=dtype))
+
+
+@pytest.mark.parametrize("scheme", STORED)
+def test_the_same_bits_of_a_calibrated_model(scheme: str, tmp_path: Path) -> None:
+    write_llama(tmp_path / "source", tie_word_embeddings=False, hidden_size=64, intermediate_size=96)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(f'{{"prompt_token_ids": {list(range(5 + i, 60 + i))}}}\n' for i in range(12)))
+    run = job(tmp_path / "source", CALIBRATED[scheme])
+    assert_same_bits(replace(run, calibrate=replace(run.calibrate, data=str(data), num_samples=4, sequence_length=20)))
+
+
+def test_without_the_kernels_plain_weights_are_kept(monkeypatch: pytest.MonkeyPatch, kept: Path) -> None:
+    load_engine(job(GOLDENS / "llama3"), 3)
+    monkeypatch.setattr("kernels.build.library", lambda: None)
+    assert_same_bits(job(GOLDENS / "llama3"))
+    assert len(list(kept.iterdir())) == 2  # a machine that has them finds its own
+
+
+def test_nothing_is_kept_unasked(kept: Path) -> None:
+    load_engine(run_config(GOLDENS / "llama3"), 3)
+    assert not kept.exists()
+
+
+def test_tensors_begin_where_cache_lines_do(kept: Path) -> None:
+    load_engine(job(GOLDENS / "llama3"), 3)
+    (file,) = kept.iterdir()
+    with safe_open(file, framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+    assert all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors.values() if tensor.nbytes % ALIGNMENT == 0)
+    assert all(tensor.data_ptr() % tensor.dtype.itemsize == 0 for tensor in tensors.values())
+
+
+def test_memory_is_that_of_the_file(tmp_path: Path) -> None:
+    """100 MB of weights: read, they are the process's own; mapped, pages of the file, which it shares with all that map it."""
+    write_llama(tmp_path, vocab_size=4000, hidden_size=1024, intermediate_size=2048, num_hidden_layers=2)
+
+    def grown(load: Callable[[], Engine]) -> tuple[int, int]:
+        """Bytes of memory of its own and of mapped files, after every weight was read by a step."""
+        before = resident()
+        engine = load()
+        all_logits(engine, PROMPT)
+        after = resident()
+        size = engine.runner.weight_bytes
+        assert size > 90e6
+        return tuple((after[kind] - before[kind]) / size for kind in ("RssAnon", "RssFile"))  # type: ignore[return-value]
+
+    load_engine(job(tmp_path), 3)
+    # 20 MB beside the weights: the cache's blocks that were written, the step's tensors, what the allocator keeps.
+    own, of_files = grown(lambda: load_engine(run_config(tmp_path), 3))
+    assert own > 0.8
+    assert of_files < 0.2
+    own, of_files = grown(lambda: mapped(job(tmp_path)))
+    assert own < 0.2
+    assert of_files > 0.8
+
+
+def resident() -> dict[str, int]:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
+
+
+def test_a_changed_checkpoint_takes_its_place(tmp_path: Path, kept: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = write_llama(tmp_path / "model")
+    load_engine(job(tmp_path / "model"), 3)
+    (file,) = kept.iterdir()
+    assert f"{file} is not there yet; it is made now, 0 MB" in caplog.text
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    model.save_pretrained(tmp_path / "model")
+    caplog.clear()
+    assert_same_bits(job(tmp_path / "model"))
+    assert f"{file} is of other files, settings or another version; it is made now" in caplog.text
+    assert list(kept.iterdir()) == [file]
+
+
+def test_changed_code_takes_its_place(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_engine(job(GOLDENS / "llama3"), 3)
+    with patch("pipelines.kept.SOURCES", ("kernels",)):
+        load_engine(job(GOLDENS / "llama3"), 3)
+    assert "is of other files, settings or another version" in caplog.text
+    assert len(list(kept.iterdir())) == 1
+
+
+@pytest.mark.parametrize("length", [0, 5, 2000, -1])
+def test_a_damaged_file_is_made_anew(length: int, kept: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_engine(job(GOLDENS / "llama3"), 3)
+    (file,) = kept.iterdir()
+    content = file.read_bytes()
+    file.write_bytes(content[:length])
+    assert_same_bits(job(GOLDENS / "llama3"))
+    assert f"{file} is damaged" in caplog.text
+    assert file.read_bytes() == content
+
+
+def change(file: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    tensors = {name: tensor for name, tensor in (load_file(file) | changes).items() if tensor is not None}
+    save_file(tensors, file, metadata)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.norm.weight": None}, "model.norm.weight: 'weight' is missing"),
+        ({"model.layers.0.mlp.up_proj.tiles": None}, "model.layers.0.mlp.up_proj: 'tiles' is missing"),
+        ({"model.norm.weight": torch.ones(65)}, r"model.norm.weight: \[65\] of torch.float32, not \[64\]"),
+        ({"model.norm.weight": torch.ones(64).half()}, r"\[64\] of torch.float16, not \[64\] of torch.float32"),
+        (
+            {"lm_head.tiles": torch.ones(31, 64, 16, 1)},
+            r"packed weights \[\d+, 64, 16, 1\] cannot be \[31, 64, 16, 1\]",
+        ),
+        ({"lm_head.tiles": torch.ones(3).byte()}, "cannot be .* of torch.uint8"),
+        ({"other": torch.ones(3)}, "belongs to no layer"),
+        ({"model.norm.other": torch.ones(3)}, "model.norm.other belongs to no layer"),
+    ],
+)
+def test_a_foreign_file_is_refused(changes: dict[str, torch.Tensor | None], message: str, kept: Path) -> None:
+    load_engine(job(GOLDENS / "llama3"), 3)
+    (file,) = kept.iterdir()
+    change(file, changes)
+    with pytest.raises(UserError, match=f"{file} does not hold this model: .*{message}.*; remove it"):
+        load_engine(job(GOLDENS / "llama3"), 3)
+
+
+def test_packed_codes_of_another_size_are_refused(kept: Path) -> None:
+    run = job(GOLDENS / "llama3", QuantConfig(QuantScheme.int4))
+    load_engine(run, 3)
+    (file,) = kept.iterdir()
+    change(file, {"lm_head.packed": torch.zeros(100, dtype=torch.uint8)})
+    with pytest.raises(UserError, match=r"a packed weight of \d+ bytes cannot be \(100,\) torch.uint8"):
+        load_engine(run, 3)
+
+
+def test_several_starts_at_once_make_one_file(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    with ThreadPoolExecutor(4) as pool:
+        engines = list(pool.map(lambda _: load_engine(job(GOLDENS / "llama3"), 3), range(4)))
+    expected = all_logits(engines[0], PROMPT)
+    assert all(all_logits(engine, PROMPT).equal(expected) for engine in [*engines, mapped(job(GOLDENS / "llama3"))])
+    assert len(list(kept.iterdir())) == 1
+
+
+def test_a_full_disk_leaves_nothing(kept: Path) -> None:
+    with (
+        patch("models.formats.safetensors_writer.os.fsync", side_effect=OSError(28, os.strerror(28))),
+        pytest.raises(OSError, match="No space left"),
+    ):
+        load_engine(job(GOLDENS / "llama3"), 3)
+    assert not list(kept.iterdir())
+
+
+def test_where_nothing_can_be_kept() -> None:
+    with pytest.raises(
+        UserError, match="model.keep_packed=true is not allowed: give false, or model.weights=checkpoint"
+    ):
+        ModelConfig("x", keep_packed=True, weights=Weights.random)
+    with pytest.raises(UserError, match="model.keep_packed=true is not used by device=cuda"):
+        load_kept(torch.nn.Module(), job(GOLDENS / "llama3"), torch.float32, torch.device("cuda"), lambda: None)  # type: ignore[arg-type]
