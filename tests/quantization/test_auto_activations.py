@@ -38,7 +38,7 @@ FORMATS = {
 def layer_of(format: WeightFormat, weight: Tensor, activations: Activations) -> IntLinear:
     outputs, inputs = weight.shape
     layout = FloatLayout((outputs, inputs), False, format)
-    layer = IntLinear("layer", LinearScheme(format, activations), layout, outputs, has_bias=False)
+    layer = IntLinear("layer", LinearScheme(format, activations), layout, (outputs, inputs), has_bias=False)
     layer.load({"weight": weight}, torch.float32, torch.device("cpu"))
     return layer
 

@@ -50,7 +50,7 @@ def coded(
 ) -> IntLinear | Fp8Linear:
     layout = FloatLayout((num_outputs, INPUTS), False, format)
     kind = Fp8Linear if format.kind is CodeKind.FP8 else IntLinear
-    layer = kind("l", LinearScheme(format, activations), layout, num_outputs, has_bias)
+    layer = kind("l", LinearScheme(format, activations), layout, (num_outputs, INPUTS), has_bias)
     weight = quantize(randn(num_outputs, INPUTS), format)
     if permuted:
         weight = replace(weight, permutation=torch.randperm(INPUTS, generator=torch.Generator().manual_seed(0)))
