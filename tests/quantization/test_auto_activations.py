@@ -125,6 +125,16 @@ def test_a_calibrated_model_is_made_once_for_both(tmp_path: Path, monkeypatch: p
     assert not all_logits(auto, MANY).equal(all_logits(none, MANY))
 
 
+def test_a_packed_model_is_kept_once_for_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.kept.KEPT", tmp_path / "packed")
+    run = replace(run_config(LLAMA, keep_packed=True), quant=QuantConfig(INT8))
+    none = load_engine(run, 3)
+    auto = load_engine(replace(run, quant=replace(run.quant, activations=AUTO)), 3)
+    assert len(list((tmp_path / "packed").glob("*.safetensors"))) == 1
+    assert all_logits(auto, FEW).equal(all_logits(none, FEW))
+    assert all_logits(auto, MANY).equal(all_logits(engine_of(LLAMA, QuantConfig(INT8, activations=AUTO)), MANY))
+
+
 def test_where_nothing_would_use_it_it_is_refused(tmp_path: Path) -> None:
     message = (
         "quant.activations=auto is for int8 and int4 weights with float activations, and this model has none: leave"
