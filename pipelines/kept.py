@@ -53,6 +53,7 @@ def _place(run: RunConfig, dtype: torch.dtype) -> Path:
     local = Path(run.model.path).expanduser()
     model = local.resolve() if local.exists() else Path(run.model.path)  # or a hub id
     quant = {name: value for name, value in asdict(run.quant).items() if name != "kv_cache"}
+    quant |= {"activations": run.quant.activations.of_model}
     what = {"model": model, "quant": quant, "kernels": build.library() is not None}
     names = model.name, run.quant.scheme.name, str(dtype).removeprefix("torch."), _digest(what)[:12]
     return KEPT / f"{'-'.join(names)}.safetensors"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import Activations, KVCacheFormat, QuantConfig
 from kernels.quant_matmul import pack, quant_matmul, quant_matmul_int8, quantize_rows
@@ -19,7 +20,7 @@ from quantization.layouts.floats import FloatLayout
 from quantization.linear import MANY_ROWS, IntLinear
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat, quantize
-from tests.builders import all_logits, run_config
+from tests.builders import all_logits, complete, run_config
 from tests.models.test_goldens import GOLDENS
 from tests.quantization.making import CALIBRATED, GROUPS, INT4, INT8, make, quantize_run, random_rows, write_rows
 from tests.quantization.samples import random
@@ -88,6 +89,16 @@ def test_a_model_s_short_prompts_are_exact_and_long_ones_nearly(quant: QuantConf
     )  # the bound of a8w8's error in test_quantized_models.py, which has that of the weights in it
 
 
+def test_captured_steps_of_many_rows_are_those_computed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is captured by its shape, so what its rows go through is decided once for all of its replays."""
+    run = replace(run_config(LLAMA), quant=QuantConfig(INT8, activations=AUTO))
+    decode = DecodeConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=0)
+    prompts = random_rows(MANY_ROWS + 1, 12)
+    captured = complete(load_engine(run, len(prompts)), prompts, decode)
+    monkeypatch.setattr("pipelines.engine.decode_step.MAX_SEQUENCES", 0)
+    assert complete(load_engine(run, len(prompts)), prompts, decode) == captured
+
+
 def test_a_quantised_model_takes_it_in_any_run(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", random_rows(30, 16))
     quant, folder = CALIBRATED["int4 gptq"], tmp_path / "made"
@@ -112,6 +123,16 @@ def test_a_calibrated_model_is_made_once_for_both(tmp_path: Path, monkeypatch: p
     auto = load_engine(replace(run, quant=replace(run.quant, activations=AUTO)), 3)
     assert all_logits(auto, FEW).equal(all_logits(none, FEW))
     assert not all_logits(auto, MANY).equal(all_logits(none, MANY))
+
+
+def test_a_packed_model_is_kept_once_for_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.kept.KEPT", tmp_path / "packed")
+    run = replace(run_config(LLAMA, keep_packed=True), quant=QuantConfig(INT8))
+    none = load_engine(run, 3)
+    auto = load_engine(replace(run, quant=replace(run.quant, activations=AUTO)), 3)
+    assert len(list((tmp_path / "packed").glob("*.safetensors"))) == 1
+    assert all_logits(auto, FEW).equal(all_logits(none, FEW))
+    assert all_logits(auto, MANY).equal(all_logits(engine_of(LLAMA, QuantConfig(INT8, activations=AUTO)), MANY))
 
 
 def test_where_nothing_would_use_it_it_is_refused(tmp_path: Path) -> None:
