@@ -6,7 +6,7 @@ from torch import nn
 
 from kernels import build
 from kernels.capture import capture
-from kernels.moe import route
+from kernels.moe import group_rows, route
 from models.decoder import MLP
 from models.layers.dense import DenseLinear
 from models.layers.linear import Layer, Linear, linear
@@ -111,6 +111,15 @@ def test_a_replay_chooses_its_own_experts() -> None:
         logits.copy_(-logits)
         graph.replay()
         assert torch.equal(output, block(x, logits))
+
+
+@torch.inference_mode()
+def test_one_by_one_is_not_captured() -> None:
+    experts = random_experts(9, torch.bfloat16, 3, packed=True)
+    rows, starts, _ = group_rows(torch.randn(4, HIDDEN).bfloat16(), torch.arange(12).view(4, 3) % 9, 9)
+    assert capture(lambda: [int(start) for start in starts])[0] is None
+    graph, _ = capture(lambda: experts(rows, torch.ones(12, 1), torch.arange(12)[:, None] % 9))
+    assert graph is None
 
 
 def test_a_layer_of_another_kind_leaves_them_one_by_one() -> None:
