@@ -9,9 +9,11 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +80,11 @@ def load(name: str) -> ctypes.CDLL:
         raise NotBuilt(
             f"{error}; make the folder writable, or name another in the environment variable XDG_CACHE_HOME"
         ) from error
+
+
+def addresses(tensors: Iterable[Tensor]) -> Tensor:
+    """int64, for a kernel that reads several tensors. The caller keeps them alive, and their memory where it is."""
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
 
 
 def cache_folder() -> Path:

@@ -20,10 +20,19 @@ from kernels import build
 T = TypeVar("T")
 aten = torch.ops.aten
 
-MAKE_MEMORY = (aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default)
+NO_WORK = (  # memory without contents, and a view that does not say it is one
+    aten._unsafe_view.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+)
 REPEATABLE = {  # the shapes of their results do not depend on the numbers in their inputs: each with the form that writes into tensors
+    aten._softmax.default: aten._softmax.out,
     aten._to_copy.default: aten._to_copy.out,
     aten.add.Tensor: aten.add.out,
+    aten.bitwise_not.default: aten.bitwise_not.out,
+    aten.bmm.default: aten.bmm.out,
     aten.cat.default: aten.cat.out,
     aten.clamp.default: aten.clamp.out,
     aten.clone.default: aten.clone.out,
@@ -31,15 +40,25 @@ REPEATABLE = {  # the shapes of their results do not depend on the numbers in th
     aten.cos.default: aten.cos.out,
     aten.div.Tensor: aten.div.out,
     aten.embedding.default: aten.embedding.out,
+    aten.exp.default: aten.exp.out,
+    aten.gather.default: aten.gather.out,
     aten.index.Tensor: aten.index.Tensor_out,
+    aten.masked_fill.Scalar: aten.masked_fill.Scalar_out,
     aten.mm.default: aten.mm.out,
     aten.mul.Tensor: aten.mul.out,
     aten.native_layer_norm.default: aten.native_layer_norm.out,
+    aten.neg.default: aten.neg.out,
     aten.new_full.default: aten.new_full.out,
+    aten.reciprocal.default: aten.reciprocal.out,
     aten.relu.default: aten.relu.out,
+    aten.scatter.value: aten.scatter.value_out,
+    aten.sigmoid.default: aten.sigmoid.out,
     aten.sin.default: aten.sin.out,
     aten.sub.Tensor: aten.sub.out,
+    aten.sum.dim_IntList: aten.sum.IntList_out,
     aten.tanh.default: aten.tanh.out,
+    aten.topk.default: aten.topk.values,
+    aten.zeros_like.default: aten.zeros_like.out,
 }
 
 
@@ -111,7 +130,7 @@ class _Recorder(TorchDispatchMode):
         if func in REPEATABLE and not _chooses_by_mask(func, args):
             self.steps.append(_again(func, args, kwargs, results))
             self.begin()
-        elif not func.is_view and func not in MAKE_MEMORY and self.obstacle is None:
+        elif not func.is_view and func not in NO_WORK and self.obstacle is None:
             self.obstacle = func
         return result
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from models.batch import Batch, KVCache
 from models.layers.linear import TiedHead
+from models.layers.moe import Experts
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,16 @@ class CausalLM(nn.Module, ABC):
         """What turns hidden states [R, E] into logits [R, V]."""
         return self.get_submodule("lm_head")
 
-    @property
-    def step_weight_bytes(self) -> int:
-        """Bytes of weights that a decode step reads: all but embeddings that are no head, of which it reads a few rows."""
+    def step_weight_bytes(self, num_sequences: int) -> float:
+        """Bytes of weights that a decode step reads: all but embeddings that are no head, of which it reads a few rows, and but experts
+        that no token goes to, whose number is the expected one of an even choice (for one sequence it is exact)."""
         tied = self.head.weight if isinstance(self.head, TiedHead) else None
         embeddings = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
-        skipped = sum(weight.nbytes for weight in embeddings if weight is not tied)
-        return sum(parameter.nbytes for parameter in self.parameters()) - skipped
+        skipped: float = sum(weight.nbytes for weight in embeddings if weight is not tied)
+        for module in self.modules():
+            if isinstance(module, Experts):
+                skipped += _num_bytes(module) * (1 - module.active_share(num_sequences))
+        return _num_bytes(self) - skipped
 
     def mark_prompt(self, token_ids: list[int]) -> tuple[int, ...]:
         """What the model wants to know of each sequence's prompt in every step: numbers, as many for every prompt (`prompt_marks`)."""
@@ -88,3 +92,7 @@ class CausalLM(nn.Module, ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] from hidden states [R, E]."""
         return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())

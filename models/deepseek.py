@@ -16,9 +16,11 @@ from kernels.rope import rope
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
+from models.decoder import MLP
 from models.layers.attention import attend_latent
 from models.layers.embedding import Embedding
-from models.layers.linear import FloatLinear, Linear, linear, linear_per_head, linear_swiglu, make_head
+from models.layers.linear import Linear, PlainLinear, linear, linear_per_head, make_head
+from models.layers.moe import Experts
 from models.layers.norm import AddRMSNorm, ResidualStream, RMSNorm
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config, yarn_mscale
 
@@ -191,7 +193,7 @@ class Attention(nn.Module):
             self.q_b_proj = Linear(c.q_lora_rank, query_size, bias=False)
         self.kv_a_proj_with_mqa = Linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim, bias=c.attention_bias)
         self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, LATENT_NORM_EPS)
-        self.kv_b_proj = FloatLinear(
+        self.kv_b_proj = PlainLinear(
             c.kv_lora_rank, c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim), bias=False
         )
         self.o_proj = Linear(c.num_attention_heads * c.v_head_dim, c.hidden_size, bias=c.attention_bias)
@@ -211,17 +213,6 @@ class Attention(nn.Module):
         return self.o_proj(linear_per_head(attended, to_value).flatten(1))  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
-        self.gate_proj = Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(linear_swiglu(x, self.gate_proj, self.up_proj))  # type: ignore[no-any-return]
-
-
 class Gate(nn.Module):
     """Routing in float32, limited to the best groups of experts (V2: section 2.2.2 of its paper; V3: section 2.1.2)."""
 
@@ -233,9 +224,9 @@ class Gate(nn.Module):
             self.e_score_correction_bias = nn.Parameter(torch.empty(routing.num_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """For hidden states [T, E]: the chosen experts [T, K] and their weights, float32 [T, K]."""
+        """For hidden states [T, E]: as `route`."""
         r = self.routing
-        logits = linear(x.float(), self.weight.float())  # [T, X]
+        logits = linear(x.float(), self.weight)  # [T, X]
         scores = logits.sigmoid() if r.has_correction_bias else logits.softmax(-1)
         corrected = scores + self.e_score_correction_bias if r.has_correction_bias else scores
         grouped = corrected.unflatten(-1, (r.n_group, -1))  # [T, C, X/C]
@@ -247,7 +238,7 @@ class Gate(nn.Module):
         weights = scores.gather(-1, chosen)
         if r.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return chosen, weights * r.scaling_factor
+        return weights * r.scaling_factor, chosen
 
 
 class MoE(nn.Module):
@@ -256,18 +247,15 @@ class MoE(nn.Module):
     def __init__(self, c: DeepseekConfig) -> None:
         super().__init__()
         self.gate = Gate(c.hidden_size, c.routing)
-        self.experts = nn.ModuleList(MLP(c.hidden_size, c.moe_intermediate_size) for _ in range(c.routing.num_experts))
+        self.experts = Experts(
+            (MLP(c.hidden_size, c.moe_intermediate_size) for _ in range(c.routing.num_experts)),
+            c.routing.num_experts_per_tok,
+        )
         self.shared_experts = MLP(c.hidden_size, c.moe_intermediate_size * c.n_shared_experts)
 
     def forward(self, x: Tensor) -> Tensor:
-        chosen, weights = self.gate(x)
-        output = torch.zeros_like(x)
-        for (
-            i
-        ) in chosen.unique().tolist():  # in this order for every token, so that its sum does not depend on the others
-            rows, places = (chosen == i).nonzero(as_tuple=True)
-            output[rows] += (self.experts[i](x[rows]) * weights[rows, places, None]).to(x.dtype)
-        return output + self.shared_experts(x)  # type: ignore[no-any-return]
+        weights, chosen = self.gate(x)
+        return self.experts(x, weights, chosen) + self.shared_experts(x)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
@@ -306,7 +294,8 @@ class Decoder(nn.Module):
 class Deepseek(CausalLM):
     config: DeepseekConfig
     replicated = ("q_a_proj", "kv_a_proj_with_mqa")
-    float32_tensors = ("e_score_correction_bias",)  # many experts' scores lie closer together than bfloat16 tells apart
+    # Many experts' scores lie closer together than bfloat16 tells apart; the weight would be widened in every step.
+    float32_tensors = ("e_score_correction_bias", "mlp.gate.weight")
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()

@@ -7,7 +7,8 @@ from kernels import build
 from kernels.matmul.packed import DTYPES
 from models.causal_lm import CausalLM
 from models.layers.dense import DenseLinear
-from models.layers.linear import Conv1D, Layer, Linear, PackedLinear, TiedHead
+from models.layers.linear import Conv1D, FloatLinear, Layer, Linear, PackedLinear, TiedHead
+from models.layers.moe import Experts
 
 PACKABLE = (Linear, Conv1D, TiedHead)  # layers of other classes the model wants to keep as they are
 
@@ -35,5 +36,12 @@ def pack_layers(model: CausalLM, dtype: torch.dtype, device: torch.device) -> No
     """Put in the places of the (meta) model's linear layers such that pack their weights when they come, if the kernels are there."""
     if device.type != "cpu" or dtype not in DTYPES or build.library() is None:
         return
-    for layer in linear_layers(model).values():
+    for layer in linear_layers(model, *PACKABLE, FloatLinear).values():
         replace_layer(model, layer.name, DenseLinear(layer))
+
+
+def prepare_experts(model: CausalLM) -> None:
+    """When all weights are in their places: mixtures compute their experts together where they can."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.prepare()

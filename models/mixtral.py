@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from kernels.moe import route
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import Attention, DecoderConfig, DecoderLM, read_decoder_config
 from models.layers.linear import FloatLinear, Linear, linear_swiglu
-from models.layers.moe import route, run_experts
+from models.layers.moe import Experts
 from models.layers.norm import AddRMSNorm, ResidualStream
 from models.layers.sliding_window import read_window
 
@@ -52,11 +53,13 @@ class SparseMoeBlock(nn.Module):
         super().__init__()
         self.num_experts_per_tok = c.num_experts_per_tok
         self.gate = FloatLinear(c.hidden_size, c.num_local_experts, bias=False)
-        self.experts = nn.ModuleList(Expert(c) for _ in range(c.num_local_experts))
+        self.experts = Experts(
+            (Expert(c) for _ in range(c.num_local_experts)), c.num_experts_per_tok, names=("w1", "w3", "w2")
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = route(self.gate(x), self.num_experts_per_tok, renormalise=True)  # from logits [T, N]
-        return run_experts(self.experts, x, weights, chosen)
+        return self.experts(x, weights, chosen)  # type: ignore[no-any-return]
 
 
 class MixtralLayer(nn.Module):

@@ -5,13 +5,13 @@ T tokens, E hidden channels, N experts. Qwen 2's report: arXiv 2407.10671.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
+from kernels.moe import route
 from models.config import ConfigReader
 from models.decoder import MLP, Attention, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
 from models.layers.linear import FloatLinear
-from models.layers.moe import MixtureConfig, read_mixture, route, run_experts
+from models.layers.moe import Experts, MixtureConfig, read_mixture
 from models.layers.sliding_window import read_windows
 
 
@@ -40,8 +40,9 @@ class SparseMoeBlock(nn.Module):
         super().__init__()
         self.mixture = c.mixture
         self.gate = FloatLinear(c.hidden_size, c.mixture.num_experts, bias=False)
-        self.experts = nn.ModuleList(
-            MLP(c.hidden_size, c.mixture.moe_intermediate_size) for _ in range(c.mixture.num_experts)
+        self.experts = Experts(
+            (MLP(c.hidden_size, c.mixture.moe_intermediate_size) for _ in range(c.mixture.num_experts)),
+            c.mixture.num_experts_per_tok,
         )
         self.shared_expert = MLP(c.hidden_size, c.shared_expert_intermediate_size)
         self.shared_expert_gate = FloatLinear(c.hidden_size, 1, bias=False)
@@ -49,13 +50,12 @@ class SparseMoeBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = route(self.gate(x), self.mixture.num_experts_per_tok, self.mixture.norm_topk_prob)
         shared: Tensor = self._shared_weight(x) * self.shared_expert(x)
-        return run_experts(self.experts, x, weights, chosen) + shared
+        return self.experts(x, weights, chosen) + shared  # type: ignore[no-any-return]
 
     def _shared_weight(self, x: Tensor) -> Tensor:
-        """sigmoid(x . gate) [T, 1]: by a sum and a softmax, because on a CPU the bits of a product with one column, and of a sigmoid of
-        as many numbers as rows, depend on how many rows there are."""
-        logit = (x.float() * self.shared_expert_gate.weight.float()).sum(-1, keepdim=True)
-        return torch.cat((logit, torch.zeros_like(logit)), dim=-1).softmax(-1)[:, :1].to(x.dtype)
+        """sigmoid(x . gate) [T, 1]. Not torch's sigmoid, which on a CPU takes another way for the last of many numbers; exp does not."""
+        logit: Tensor = self.shared_expert_gate(x).float()
+        return (1 / (1 + (-logit).exp())).to(x.dtype)
 
 
 class Qwen2Moe(DecoderLM):

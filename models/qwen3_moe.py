@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from kernels.moe import route
 from models.config import ConfigReader
 from models.decoder import MLP, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
 from models.layers.linear import FloatLinear
-from models.layers.moe import MixtureConfig, read_mixture, route, run_experts
+from models.layers.moe import Experts, MixtureConfig, read_mixture
 from models.layers.sliding_window import read_windows
 from models.qwen3 import Attention
 
@@ -37,13 +38,14 @@ class SparseMoeBlock(nn.Module):
         super().__init__()
         self.mixture = c.mixture
         self.gate = FloatLinear(c.hidden_size, c.mixture.num_experts, bias=False)
-        self.experts = nn.ModuleList(
-            MLP(c.hidden_size, c.mixture.moe_intermediate_size) for _ in range(c.mixture.num_experts)
+        self.experts = Experts(
+            (MLP(c.hidden_size, c.mixture.moe_intermediate_size) for _ in range(c.mixture.num_experts)),
+            c.mixture.num_experts_per_tok,
         )
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = route(self.gate(x), self.mixture.num_experts_per_tok, self.mixture.norm_topk_prob)
-        return run_experts(self.experts, x, weights, chosen)
+        return self.experts(x, weights, chosen)  # type: ignore[no-any-return]
 
 
 class Qwen3Moe(DecoderLM):

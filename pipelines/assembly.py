@@ -19,7 +19,7 @@ from models.formats import Checkpoint, WeightFile, open_checkpoint, open_tokeniz
 from models.formats.gguf import GGUFWeights
 from models.formats.manifest import verify_manifest
 from models.hub import find_checkpoint
-from models.linear_layers import pack_layers
+from models.linear_layers import pack_layers, prepare_experts
 from models.registry import find_architecture
 from models.tokenizers import Tokenizer
 from models.weights import DTYPES, initialise_randomly, load_weights, parameter_shapes, stored_dtype
@@ -88,6 +88,8 @@ def assemble(
         load_kept(model, run, dtype, device, read)
     else:
         read()
+    if packed:
+        prepare_experts(model)
     usual = run.decode.resolved(decode)
     sequences = max(AUTO_SEQUENCES, max_num_requests * max(usual.n, usual.num_beams or 1))
     formats = _cache_formats(model, run.quant, static_cache)

@@ -179,7 +179,8 @@ def _memory(engine: Engine, bench: BenchConfig, rounds: list[Round]) -> dict[str
     bandwidth = read_bandwidth() if engine.device.type == "cpu" else None
     share = None
     if steps and bandwidth:
-        share = (engine.runner.step_weight_bytes + kv_bytes) / statistics.median(steps) / bandwidth
+        read_bytes = engine.runner.step_weight_bytes(bench.batch_size) + kv_bytes
+        share = read_bytes / statistics.median(steps) / bandwidth
         if share < LOW_SHARE:
             log.warning(
                 "the decode step reaches %.0f %% of the memory bandwidth: reference kernels, more threads than cores (%d), "

@@ -14,6 +14,8 @@ from conf.quantization import Activations
 from kernels.quant_matmul import (
     Int8Rows,
     PackedWeight,
+    PackedWeights,
+    grouped_quant_matmul,
     pack,
     quant_matmul,
     quant_matmul_int8,
@@ -21,7 +23,7 @@ from kernels.quant_matmul import (
     quant_matmul_together,
     quantize_rows,
 )
-from models.layers.linear import JointLinear, PackedLinear, linear
+from models.layers.linear import GroupedProduct, JointLinear, PackedLinear, linear
 from quantization.activations import quantize_per_token, quantize_per_token_group, quantize_static
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight, WeightLayout
@@ -138,6 +140,12 @@ class IntLinear(CodedLinear, JointLinear):
 
     def multiply_swiglu(self, x: Tensor, up: "IntLinear") -> Tensor:
         return quant_matmul_swiglu(self._rows(x), self._weight, up._weight, self.bias, up.bias)
+
+    @classmethod
+    def grouped(cls, layers: Sequence["IntLinear"], ups: Sequence["IntLinear"] | None = None) -> GroupedProduct:
+        first, weights = layers[0], PackedWeights([layer._weight for layer in layers])
+        gated = None if ups is None else PackedWeights([up._weight for up in ups])
+        return lambda x, starts: grouped_quant_matmul(first._rows(x), weights, starts, gated)
 
 
 class Fp8Linear(CodedLinear):

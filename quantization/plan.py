@@ -9,7 +9,7 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantScheme
 from models.causal_lm import CausalLM
-from models.layers.linear import FloatLinear, Layer
+from models.layers.linear import FloatLinear, Layer, PlainLinear
 from models.linear_layers import linear_layers, replace_layer
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredQuantization, StoredWeight, WeightLayout, holds_codes
@@ -83,7 +83,7 @@ def place_stored_layers(
         tensors.setdefault(module, {})[own] = shape
     quantizable = linear_layers(model)
     schemes = {}
-    for name, layer in (quantizable | linear_layers(model, FloatLinear)).items():
+    for name, layer in (quantizable | linear_layers(model, FloatLinear, PlainLinear)).items():
         found = tensors.get(name, {})
         scheme = stored.scheme(layer, found)
         is_kept = name not in quantizable or layer.source != name  # a tied head may be quantised beside its embedding

@@ -12,11 +12,21 @@ import torch
 from torch import Tensor
 
 from kernels import build
-from kernels.matmul.packed import PackedMatrix, pack
+from kernels.matmul.packed import PackedMatrices, PackedMatrix, pack
 from kernels.matmul.reference import linear
 from kernels.swiglu import swiglu
 
-__all__ = ["MAX_TOGETHER", "PackedMatrix", "linear", "matmul", "matmul_swiglu", "matmul_together", "pack"]
+__all__ = [
+    "MAX_TOGETHER",
+    "PackedMatrices",
+    "PackedMatrix",
+    "grouped_matmul",
+    "linear",
+    "matmul",
+    "matmul_swiglu",
+    "matmul_together",
+    "pack",
+]
 
 MAX_TOGETHER = 3  # weights that one call multiplies: queries, keys and values
 
@@ -26,7 +36,8 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     rows, weight = (c_void_p, c_int32, c_int64, c_int64), (c_void_p, c_void_p)
     library.matmul.argtypes = rows + (*weight, c_void_p, c_int64) * MAX_TOGETHER
     library.matmul_swiglu.argtypes = (*rows, *weight, *weight, c_void_p, c_int64)
-    for function in (library.matmul, library.matmul_swiglu):
+    library.grouped_matmul.argtypes = (c_void_p, c_int32, c_int64, *(c_void_p,) * 4, c_int64, c_int64)
+    for function in (library.matmul, library.matmul_swiglu, library.grouped_matmul):
         function.restype = None
     return library
 
@@ -78,6 +89,31 @@ def matmul_swiglu(
         *(x.data_ptr(), build.DTYPES[x.dtype], *x.shape),
         *(gate.tiles.data_ptr(), _address(gate_bias), up.tiles.data_ptr(), _address(up_bias)),
         *(out.data_ptr(), gate.num_outputs),
+    )
+    return out
+
+
+def grouped_matmul(x: Tensor, weights: PackedMatrices, starts: Tensor, ups: PackedMatrices | None = None) -> Tensor:
+    """x [M, K], whose rows starts[i] to starts[i + 1] - 1 are multiplied by weight number i, transposed: [M, N].
+
+    With `ups` the weights are gates, as of `matmul_swiglu`. starts int64 [weights + 1], on the CPU, from 0 to M. Bits are those of
+    `matmul` and `matmul_swiglu`; a weight without rows is not read. Raises ValueError as they do.
+    """
+    library, first = build.library(), weights.first
+    _check(x, first, None)
+    assert starts.shape == (len(weights.matrices) + 1,)
+    if ups is not None and ups.first.tiles.shape != first.tiles.shape:
+        raise ValueError(f"gates of {first.num_outputs} outputs for {ups.first.num_outputs}")
+    if library is None:
+        parts = x.split(starts.diff().tolist())
+        if ups is None:
+            return torch.cat([matmul(*pair) for pair in zip(parts, weights.matrices, strict=True)])
+        return torch.cat([matmul_swiglu(*all) for all in zip(parts, weights.matrices, ups.matrices, strict=True)])
+    x, out = x.contiguous(), torch.empty(x.shape[0], first.num_outputs, dtype=x.dtype)
+    _declared(library).grouped_matmul(
+        *(x.data_ptr(), build.DTYPES[x.dtype], first.num_inputs),
+        *(weights.addresses.data_ptr(), None if ups is None else ups.addresses.data_ptr(), starts.data_ptr()),
+        *(out.data_ptr(), len(weights.matrices), first.num_outputs),
     )
     return out
 

@@ -34,6 +34,8 @@ struct Rows {
   int64_t tile_bytes() const { return num_steps() * VECTOR_BYTES; }
   int64_t num_panels() const { return divide_up(num_rows, MAX_ROWS); }
   int64_t height() const { return divide_up(num_rows, std::max<int64_t>(num_panels(), 1)); }
+  int64_t panel_bytes() const { return num_rows * num_steps() * STEP_BYTES; }
+  int64_t panel_chunks() const { return divide_up(num_panels(), PANELS_PER_CHUNK); }
 };
 
 struct Weight {
@@ -136,28 +138,49 @@ template <Dtype DTYPE, int ROWS> void multiply_panel(const Rows &rows, const Out
 struct Product {
   Rows rows;
   Output outputs[3];
+
+  int64_t num_chunks() const {
+    int64_t count = 0;
+    for (const Output &out : outputs) count += out.num_chunks();
+    return count * rows.panel_chunks();
+  }
 };
 
-void multiply_all(const Product &product) {
-  record([=] { multiply_all(product); });
-  Rows rows = product.rows;
-  thread_local std::vector<char> kept;
-  const size_t bytes = rows.num_rows * rows.num_steps() * STEP_BYTES;
-  if (kept.size() < bytes) kept.resize(bytes);
-  rows.panels = kept.data();
-  parallel_for(rows.num_panels(), [&](int64_t panel) { fill_panel(rows, panel); });
-  int64_t num_chunks = 0;
-  for (const Output &out : product.outputs) num_chunks += out.num_chunks();
-  const int64_t panel_chunks = divide_up(rows.num_panels(), PANELS_PER_CHUNK);
+// The tiles and panels that one thread takes at a time.
+void multiply_chunk(const Product &product, int64_t chunk) {
+  const Rows &rows = product.rows;
+  const Output *out = product.outputs;
+  int64_t tile = chunk / rows.panel_chunks();
+  for (; tile >= out->num_chunks(); ++out) tile -= out->num_chunks();
+  const int64_t first = tile * TILES_PER_CHUNK, last = std::min(first + TILES_PER_CHUNK, out->num_tiles());
+  const int64_t panel = chunk % rows.panel_chunks() * PANELS_PER_CHUNK, end = std::min(panel + PANELS_PER_CHUNK, rows.num_panels());
   const auto multiply = rows.dtype == Dtype::float32 ? multiply_panel<Dtype::float32, MAX_ROWS> : multiply_panel<Dtype::bfloat16, MAX_ROWS>;
-  parallel_for(num_chunks * panel_chunks, [&](int64_t chunk) {
-    const Output *out = product.outputs;
-    int64_t tile = chunk / panel_chunks;
-    for (; tile >= out->num_chunks(); ++out) tile -= out->num_chunks();
-    const int64_t first = tile * TILES_PER_CHUNK, last = std::min(first + TILES_PER_CHUNK, out->num_tiles());
-    const int64_t panel = chunk % panel_chunks * PANELS_PER_CHUNK, end = std::min(panel + PANELS_PER_CHUNK, rows.num_panels());
-    for (int64_t p = panel; p < end; ++p) multiply(rows, *out, p, first, last);
-  });
+  for (int64_t p = panel; p < end; ++p) multiply(rows, *out, p, first, last);
+}
+
+void multiply_all(Product *products, int64_t num_products) {
+  thread_local std::vector<char> kept;
+  thread_local std::vector<int64_t> panels, chunks;
+  panels.assign(1, 0), chunks.assign(1, 0);
+  int64_t bytes = 0;
+  for (const Product *product = products; product < products + num_products; ++product) {
+    bytes += product->rows.panel_bytes();
+    panels.push_back(panels.back() + product->rows.num_panels());
+    chunks.push_back(chunks.back() + product->num_chunks());
+  }
+  if (kept.size() < static_cast<size_t>(bytes)) kept.resize(bytes);
+  char *memory = kept.data();
+  for (Product *product = products; product < products + num_products; ++product) {
+    product->rows.panels = memory;
+    memory += product->rows.panel_bytes();
+  }
+  parallel_for_each(panels, [&](int64_t product, int64_t panel) { fill_panel(products[product].rows, panel); });
+  parallel_for_each(chunks, [&](int64_t product, int64_t chunk) { multiply_chunk(products[product], chunk); });
+}
+
+void multiply_all(Product product) {
+  record([=] { multiply_all(product); });
+  multiply_all(&product, 1);
 }
 
 }  // namespace
@@ -174,4 +197,19 @@ extern "C" void matmul_swiglu(const void *x, int32_t dtype, int64_t num_rows, in
                               const void *gate_bias, const uint8_t *up, const void *up_bias, void *out, int64_t num_outputs) {
   multiply_all({{Dtype(dtype), static_cast<const char *>(x), num_rows, num_inputs},
                 {{{gate, gate_bias}, {up, up_bias}, out, num_outputs}}});
+}
+
+// The rows starts[i] .. starts[i + 1] - 1 times weights[i], or gated by it times ups[i], if ups is not null; what has no rows is not read.
+extern "C" void grouped_matmul(const void *x, int32_t dtype, int64_t num_inputs, const uint8_t *const *weights, const uint8_t *const *ups,
+                               const int64_t *starts, void *out, int64_t num_weights, int64_t num_outputs) {
+  record([=] { grouped_matmul(x, dtype, num_inputs, weights, ups, starts, out, num_weights, num_outputs); });
+  thread_local std::vector<Product> products;
+  products.clear();
+  for (int64_t i = 0; i < num_weights; ++i) {
+    Rows rows{Dtype(dtype), static_cast<const char *>(x), starts[i + 1] - starts[i], num_inputs};
+    rows.x += starts[i] * num_inputs * rows.element_bytes();
+    char *to = static_cast<char *>(out) + starts[i] * num_outputs * rows.element_bytes();
+    if (rows.num_rows) products.push_back({rows, {{{weights[i], nullptr}, {ups ? ups[i] : nullptr, nullptr}, to, num_outputs}}});
+  }
+  multiply_all(products.data(), products.size());
 }

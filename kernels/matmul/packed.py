@@ -1,10 +1,13 @@
 """The packed form of a weight. N outputs, K inputs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from kernels.build import addresses
 
 TILE = 16  # outputs that a vector register holds beside each other
 DTYPES = (torch.float32, torch.bfloat16)
@@ -32,6 +35,18 @@ class PackedMatrix:
         """The weight [N, K]."""
         rows = self.tiles.transpose(1, 2).reshape(len(self.tiles) * TILE, -1)
         return rows[: self.num_outputs, : self.num_inputs].contiguous()
+
+
+class PackedMatrices:
+    """Weights of one shape and dtype, each for rows of its own. Raises ValueError if they are not."""
+
+    def __init__(self, matrices: Sequence[PackedMatrix]) -> None:
+        self.matrices = tuple(matrices)
+        self.first = matrices[0]
+        self.addresses = addresses(matrix.tiles for matrix in matrices)
+        kinds = {(m.num_outputs, m.num_inputs, m.tiles.dtype) for m in matrices}
+        if len(kinds) > 1:
+            raise ValueError(f"weights of several shapes or dtypes cannot share a product: {kinds}")
 
 
 def pack(weight: Tensor) -> PackedMatrix:

@@ -30,6 +30,47 @@ def mixture(
     return output.to(x.dtype)
 
 
+def route(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """The K likeliest experts of each token, the lower number of equals first: weights float32 and numbers int64, both [T, K].
+
+    logits [T, N]. The softmax is over all experts; renormalised, the K weights sum to 1 (arXiv 2401.04088), else to less
+    (arXiv 2101.03961).
+    """
+    chosen = logits.argsort(dim=-1, descending=True, stable=True)[:, :num_chosen]
+    weights = logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)
+    return weights / weights.sum(-1, keepdim=True) if renormalise else weights, chosen
+
+
+def group_rows(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Every token's row once for each of its experts, in the order of experts, those of one expert in the order of tokens.
+
+    x [T, E], chosen int64 [T, K], a token's experts all different. Returns rows [T * K, E]; starts int64 [N + 1], where each expert's rows
+    begin, and at last where all end; places int64 [T, K], which of the rows is that of a token and its expert.
+    """
+    order = chosen.flatten().argsort(stable=True)
+    starts = torch.zeros(num_experts + 1, dtype=torch.int64, device=x.device)
+    starts[1:] = torch.bincount(chosen.flatten(), minlength=num_experts).cumsum(0)
+    places = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=x.device))
+    return x[order // chosen.shape[1]], starts, places.view_as(chosen)
+
+
+def combine_rows(parts: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+    """Each token's weighted sum [T, E] of its experts' results, in parts' dtype; parts [T * K, E] and places [T, K] as of `group_rows`,
+    weights float32 [T, K].
+
+    The sum is float32 (float64 of float64) and runs in the order of the experts' numbers, so that a token's bits depend neither on the
+    other tokens nor on the order in which its experts were chosen.
+    """
+    places, order = places.sort(-1)
+    weights = weights.gather(-1, order)
+    total = torch.zeros(
+        len(places), parts.shape[1], dtype=torch.promote_types(parts.dtype, torch.float32), device=parts.device
+    )
+    for rank in range(places.shape[1]):
+        total += weights[:, rank, None] * parts[places[:, rank]].to(total.dtype)
+    return total.to(parts.dtype)
+
+
 def _matrix(codes: Tensor, scales: Tensor | None, number: int, dtype: torch.dtype) -> Tensor:
     matrix = codes[number]
     return (matrix if scales is None else matrix * scales[number, :, None]).to(dtype)

@@ -15,12 +15,14 @@ from torch import Tensor
 from kernels import build
 from kernels.matmul import MAX_TOGETHER
 from kernels.quant_matmul import portable, reference
-from kernels.quant_matmul.packed import PackedWeight, pack
+from kernels.quant_matmul.packed import PackedWeight, PackedWeights, pack
 from kernels.swiglu import swiglu
 
 __all__ = [
     "Int8Rows",
     "PackedWeight",
+    "PackedWeights",
+    "grouped_quant_matmul",
     "pack",
     "quant_matmul",
     "quant_matmul_int8",
@@ -49,7 +51,11 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         together, gated = getattr(library, name), getattr(library, f"{name}_swiglu")
         together.argtypes = rows + sizes + (*weight, c_void_p, c_int64) * MAX_TOGETHER
         gated.argtypes = (*rows, *sizes, *weight, *weight, c_void_p, c_int64)
-        together.restype = gated.restype = None
+        grouped = getattr(library, f"grouped_{name}")
+        grouped.argtypes = (*(c_void_p,) * (1 if rows is floats else 2), c_int32, *sizes[1:], *(c_void_p,) * 4) + (
+            c_int64,
+        ) * 2
+        together.restype = gated.restype = grouped.restype = None
     library.quantize_rows.argtypes = (c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_int64)
     library.quantize_rows.restype = None
     return library
@@ -115,6 +121,46 @@ def quant_matmul_swiglu(
     weights = gate.blob.data_ptr(), _address(gate_bias), up.blob.data_ptr(), _address(up_bias)
     _call(library, "_swiglu", x, gate, [*weights, out.data_ptr(), gate.num_outputs])
     return out
+
+
+def grouped_quant_matmul(
+    x: Tensor | Int8Rows, weights: PackedWeights, starts: Tensor, ups: PackedWeights | None = None
+) -> Tensor:
+    """x [M, K], whose rows starts[i] to starts[i + 1] - 1 are multiplied by weight number i, transposed: [M, N] in x's dtype.
+
+    Int8 rows have a scale each. With `ups` the weights are gates, as of `quant_matmul_swiglu`. starts int64 [weights + 1], on the CPU, from
+    0 to M. Bits are those of `quant_matmul_together` and `quant_matmul_swiglu`; a weight without rows is not read. Raises ValueError as
+    they do.
+    """
+    library, first, rows = build.library(), weights.first, x.codes if isinstance(x, Int8Rows) else x
+    _check(x, [first] if ups is None else [first, ups.first], [None] if ups is None else [None, None])
+    assert starts.shape == (len(weights.weights) + 1,)
+    if ups is not None and ups.first.num_outputs != first.num_outputs:
+        raise ValueError(f"gates of {first.num_outputs} outputs for {ups.first.num_outputs}")
+    if library is None or not rows.is_cpu:
+        return _grouped_portable(x, weights, starts.tolist(), ups)
+    out = torch.empty(len(rows), first.num_outputs, dtype=x.dtype)
+    addresses = weights.addresses.data_ptr(), None if ups is None else ups.addresses.data_ptr(), starts.data_ptr()
+    rest = first.num_inputs, *first.format, *addresses, out.data_ptr(), len(weights.weights), first.num_outputs
+    if isinstance(x, Int8Rows):
+        codes, scales = x.codes.contiguous(), x.scales.contiguous()
+        rows_at = codes.data_ptr(), scales.data_ptr(), build.DTYPES[x.dtype]
+        _declared(library).grouped_quant_matmul_int8(*rows_at, *rest)
+    else:
+        x = x.contiguous()
+        _declared(library).grouped_quant_matmul(x.data_ptr(), build.DTYPES[x.dtype], *rest)
+    return out
+
+
+def _grouped_portable(
+    x: Tensor | Int8Rows, weights: PackedWeights, starts: list[int], ups: PackedWeights | None
+) -> Tensor:
+    outs = []
+    for i, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        part = Int8Rows(x.codes[start:end], x.scales[start:end], x.dtype) if isinstance(x, Int8Rows) else x[start:end]
+        y = _portable(part, weights.weights[i], None)
+        outs.append(y if ups is None else swiglu(y, _portable(part, ups.weights[i], None)))
+    return torch.cat(outs)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

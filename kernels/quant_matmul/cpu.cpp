@@ -17,17 +17,20 @@
 #include "../simd.h"
 #include "../swiglu.h"
 #include "../threads.h"
+#include "activations.h"
 
 namespace {
 
-constexpr int64_t STEP = 4;
 constexpr int64_t VECTOR_BYTES = STEP * LANES;
-constexpr int64_t SEGMENT = 128;            // inputs that share a scale of fixed point, and whose sum fits 32 bits
 constexpr int64_t TILES_PER_CHUNK = 4;
+<<<<<<< HEAD
 constexpr int64_t PANELS_PER_CHUNK = 16;
 constexpr int64_t PREFETCH_BYTES = 8192;    // ahead, into the second level: 0.9 of the time with 2048 into the first, also for one row
 constexpr int32_t FIXED_POINT_MAX = 32512;  // 256 * 127: then both limbs fit a signed byte
 constexpr float LEAST_NORMAL = 1e-33f;      // below it the reciprocal of the scale would overflow
+=======
+constexpr int64_t PANELS_PER_CHUNK = 32;
+>>>>>>> a0539f5 (Experts together, draws without sorting)
 
 // What weights that are multiplied together have in common.
 struct Format {
@@ -65,6 +68,7 @@ struct Output {
   int64_t num_chunks() const { return divide_up(num_tiles(), TILES_PER_CHUNK); }
 };
 
+<<<<<<< HEAD
 // Up to MAX_ROWS rows of activations, step after step: bytes [num_steps, num_rows, LIMBS, 4].
 template <int LIMBS> struct Panel {
   static constexpr int MAX_ROWS = std::max(1, ACCUMULATORS / (LIMBS + 1));  // of one tile, with a total for each
@@ -154,6 +158,8 @@ void take_row(const Activations<1> &all, const Panel<1> &panel, int64_t row, con
   }
 }
 
+=======
+>>>>>>> a0539f5 (Experts together, draws without sorting)
 // --- the product ---
 
 // Where a kernel starts to read.
@@ -285,64 +291,115 @@ void multiply_panel(const Product &product, const Output &out, const Activations
   }
 }
 
-template <int LIMBS> void multiply_all(const Product &product, const Activations<LIMBS> &all) {
-  int64_t num_chunks = 0;
-  for (const Output &out : product.outputs) num_chunks += out.num_chunks();
-  const int64_t panel_chunks = divide_up(all.num_panels, PANELS_PER_CHUNK);
+// Rows, and the weights that they are multiplied by.
+template <int LIMBS> struct Job {
+  Product product;
+  Activations<LIMBS> all;
+  int64_t first_row;
+
+  int64_t panel_chunks() const { return divide_up(all.num_panels, PANELS_PER_CHUNK); }
+  int64_t num_chunks() const {
+    int64_t count = 0;
+    for (const Output &out : product.outputs) count += out.num_chunks();
+    return count * panel_chunks();
+  }
+};
+
+// The tiles and panels that one thread takes at a time.
+template <int LIMBS> void multiply_chunk(const Job<LIMBS> &job, int64_t chunk) {
+  const Output *out = job.product.outputs;
+  int64_t tile = chunk / job.panel_chunks();
+  for (; tile >= out->num_chunks(); ++out) tile -= out->num_chunks();
+  const int64_t first = tile * TILES_PER_CHUNK, last = std::min(first + TILES_PER_CHUNK, out->num_tiles());
+  const int64_t panel = chunk % job.panel_chunks() * PANELS_PER_CHUNK, end = std::min(panel + PANELS_PER_CHUNK, job.all.num_panels);
   constexpr int ROWS = Panel<LIMBS>::MAX_ROWS;
-  const auto multiply = product.format.bits == 8     ? multiply_panel<8, LIMBS, false, ROWS>
-                        : product.format.has_zeros ? multiply_panel<4, LIMBS, true, ROWS>
-                                                   : multiply_panel<4, LIMBS, false, ROWS>;
-  parallel_for(num_chunks * panel_chunks, [&](int64_t chunk) {
-    const Output *out = product.outputs;
-    int64_t tile = chunk / panel_chunks;
-    for (; tile >= out->num_chunks(); ++out) tile -= out->num_chunks();
-    const int64_t first = tile * TILES_PER_CHUNK, last = std::min(first + TILES_PER_CHUNK, out->num_tiles());
-    const int64_t panel = chunk % panel_chunks * PANELS_PER_CHUNK, end = std::min(panel + PANELS_PER_CHUNK, all.num_panels);
-    for (int64_t p = panel; p < end; ++p) multiply(product, *out, all, p, first, last);
-  });
+  const auto multiply = job.product.format.bits == 8     ? multiply_panel<8, LIMBS, false, ROWS>
+                        : job.product.format.has_zeros ? multiply_panel<4, LIMBS, true, ROWS>
+                                                       : multiply_panel<4, LIMBS, false, ROWS>;
+  for (int64_t p = panel; p < end; ++p) multiply(job.product, *out, job.all, p, first, last);
 }
 
-// Prepares every row of every panel.
-template <int LIMBS, class Prepare> void prepare_panels(const Activations<LIMBS> &all, Prepare &&prepare) {
-  parallel_for(all.num_panels, [&](int64_t p) {
-    const Panel<LIMBS> panel = all.panel(p);
-    for (int64_t row = 0; row < panel.num_rows; ++row) prepare(panel, row, p * all.height + row);
+// prepare(all, panel, its row, the row of x) fills the panels.
+template <int LIMBS, class Prepare> void multiply_all(std::vector<Job<LIMBS>> &jobs, Prepare &&prepare) {
+  thread_local std::vector<char> kept;
+  thread_local std::vector<int64_t> panels, chunks;
+  panels.assign(1, 0), chunks.assign(1, 0);
+  int64_t bytes = 0;
+  for (const Job<LIMBS> &job : jobs) {
+    bytes += job.all.num_rows * job.all.bytes_per_row;
+    panels.push_back(panels.back() + job.all.num_panels);
+    chunks.push_back(chunks.back() + job.num_chunks());
+  }
+  if (kept.size() < static_cast<size_t>(bytes)) kept.resize(bytes);
+  char *memory = kept.data();
+  for (Job<LIMBS> &job : jobs) job.all.memory = memory, memory += job.all.num_rows * job.all.bytes_per_row;
+  parallel_for_each(panels, [&](int64_t index, int64_t p) {
+    const Job<LIMBS> &job = jobs[index];
+    const Panel<LIMBS> panel = job.all.panel(p);
+    for (int64_t row = 0; row < panel.num_rows; ++row) prepare(job.all, panel, row, job.first_row + p * job.all.height + row);
   });
+  parallel_for_each(chunks, [&](int64_t index, int64_t chunk) { multiply_chunk(jobs[index], chunk); });
 }
 
-float *row_buffer(int64_t count) {
-  thread_local std::vector<float> kept;
-  const size_t padded = divide_up(count, LANES) * LANES;
-  if (kept.size() < padded) kept.resize(padded);
-  std::fill(kept.data() + count, kept.data() + padded, 0.0f);
-  return kept.data();
+// Weights of which each has rows of its own, starts[i] .. starts[i + 1] - 1; one without rows is not read.
+struct Group {
+  const uint8_t *const *weights, *const *ups;  // no ups: null
+  const int64_t *starts;
+  int64_t num_weights, num_outputs;
+  char *out;
+};
+
+template <int LIMBS> std::vector<Job<LIMBS>> &begin_jobs() {
+  thread_local std::vector<Job<LIMBS>> jobs;
+  jobs.clear();
+  return jobs;
+}
+
+template <int LIMBS> void add_job(std::vector<Job<LIMBS>> &jobs, const Product &product, int64_t first_row, int64_t num_rows) {
+  const Format &f = product.format;
+  const int64_t segment = LIMBS == 2 ? std::min(f.whole_group(), SEGMENT) : f.whole_group();
+  jobs.push_back({product, {num_rows, f.num_inputs, segment, f.num_steps(), f.offset()}, first_row});
+}
+
+template <int LIMBS> std::vector<Job<LIMBS>> &jobs_of(const Format &format, Dtype dtype, const Group &group) {
+  auto &jobs = begin_jobs<LIMBS>();
+  for (int64_t i = 0; i < group.num_weights; ++i) {
+    char *out = group.out + group.starts[i] * group.num_outputs * (dtype == Dtype::float32 ? 4 : 2);
+    const Weight up{group.ups ? group.ups[i] : nullptr, nullptr};
+    const Product product{format, dtype, {{{group.weights[i], nullptr}, up, out, group.num_outputs}}};
+    if (group.starts[i] < group.starts[i + 1]) add_job(jobs, product, group.starts[i], group.starts[i + 1] - group.starts[i]);
+  }
+  return jobs;
 }
 
 // x of the products' dtype
-void multiply_floats(const void *x, int64_t num_rows, const Product &product) {
-  record([=] { multiply_floats(x, num_rows, product); });
-  const Format &format = product.format;
-  Activations<2> all{num_rows, format.num_inputs, std::min(format.whole_group(), SEGMENT), format.num_steps(), format.offset()};
-  all.allocate();
-  prepare_panels(all, [&](const Panel<2> &panel, int64_t row, int64_t index) {
-    float *floats = row_buffer(format.num_inputs);
-    read_floats(x, product.dtype, index * format.num_inputs, format.num_inputs, floats);
+void multiply_floats(const void *x, Dtype dtype, std::vector<Job<2>> &jobs) {
+  multiply_all(jobs, [&](const Activations<2> &all, const Panel<2> &panel, int64_t row, int64_t index) {
+    float *floats = row_buffer(all.num_inputs);
+    read_floats(x, dtype, index * all.num_inputs, all.num_inputs, floats);
     fix_row(all, panel, row, floats);
   });
-  multiply_all(product, all);
 }
 
 // scale_stride: 1 if every row has its scale, 0 if all share one
+void multiply_codes(const int8_t *codes, const float *scales, int64_t scale_stride, std::vector<Job<1>> &jobs) {
+  multiply_all(jobs, [&](const Activations<1> &all, const Panel<1> &panel, int64_t row, int64_t index) {
+    take_row(all, panel, row, codes + index * all.num_inputs, scales[index * scale_stride]);
+  });
+}
+
+void multiply_floats(const void *x, int64_t num_rows, const Product &product) {
+  record([=] { multiply_floats(x, num_rows, product); });
+  auto &jobs = begin_jobs<2>();
+  add_job(jobs, product, 0, num_rows);
+  multiply_floats(x, product.dtype, jobs);
+}
+
 void multiply_codes(const int8_t *codes, const float *scales, int64_t scale_stride, int64_t num_rows, const Product &product) {
   record([=] { multiply_codes(codes, scales, scale_stride, num_rows, product); });
-  const Format &format = product.format;
-  Activations<1> all{num_rows, format.num_inputs, format.whole_group(), format.num_steps(), format.offset()};
-  all.allocate();
-  prepare_panels(all, [&](const Panel<1> &panel, int64_t row, int64_t index) {
-    take_row(all, panel, row, codes + index * format.num_inputs, scales[index * scale_stride]);
-  });
-  multiply_all(product, all);
+  auto &jobs = begin_jobs<1>();
+  add_job(jobs, product, 0, num_rows);
+  multiply_codes(codes, scales, scale_stride, jobs);
 }
 
 }  // namespace
@@ -377,6 +434,30 @@ extern "C" void quant_matmul_int8_swiglu(const int8_t *codes, const float *scale
                                          const void *gate_bias, const uint8_t *up, const void *up_bias, void *out, int64_t num_outputs) {
   multiply_codes(codes, scales, scale_stride, num_rows,
                  {{num_inputs, group_size, bits, has_zeros != 0}, Dtype(dtype), {{{gate, gate_bias}, {up, up_bias}, out, num_outputs}}});
+}
+
+// weights, or gates and ups: of each its packed form
+extern "C" void grouped_quant_matmul(const void *x, int32_t dtype, int64_t num_inputs, int64_t group_size, int32_t bits, int32_t has_zeros,
+                                     const uint8_t *const *weights, const uint8_t *const *ups, const int64_t *starts, void *out,
+                                     int64_t num_weights, int64_t num_outputs) {
+  record([=] {
+    grouped_quant_matmul(x, dtype, num_inputs, group_size, bits, has_zeros, weights, ups, starts, out, num_weights, num_outputs);
+  });
+  multiply_floats(x, Dtype(dtype),
+                  jobs_of<2>({num_inputs, group_size, bits, has_zeros != 0}, Dtype(dtype),
+                             {weights, ups, starts, num_weights, num_outputs, static_cast<char *>(out)}));
+}
+
+extern "C" void grouped_quant_matmul_int8(const int8_t *codes, const float *scales, int32_t dtype, int64_t num_inputs, int64_t group_size,
+                                          int32_t bits, int32_t has_zeros, const uint8_t *const *weights, const uint8_t *const *ups,
+                                          const int64_t *starts, void *out, int64_t num_weights, int64_t num_outputs) {
+  record([=] {
+    grouped_quant_matmul_int8(codes, scales, dtype, num_inputs, group_size, bits, has_zeros, weights, ups, starts, out, num_weights,
+                              num_outputs);
+  });
+  multiply_codes(codes, scales, 1,
+                 jobs_of<1>({num_inputs, group_size, bits, has_zeros != 0}, Dtype(dtype),
+                            {weights, ups, starts, num_weights, num_outputs, static_cast<char *>(out)}));
 }
 
 extern "C" void quantize_rows(const void *x, int32_t dtype, int8_t *codes, float *scales, int64_t num_rows, int64_t num_inputs) {

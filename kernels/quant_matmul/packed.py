@@ -1,5 +1,6 @@
 """The packed form of a quantised weight. N outputs, K inputs, G groups of inputs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -7,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from kernels.build import addresses
 
 TILE = 16  # outputs that a vector register holds beside each other
 MAX_INPUTS = 2**17 - 1  # more products of int8 do not fit into 32 bits
@@ -87,6 +90,18 @@ class PackedWeight:
 
         zero_points = per_group(zeros, torch.int8) if self.has_zero_points else None
         return plain.contiguous(), per_group(scales, torch.float32), zero_points
+
+
+class PackedWeights:
+    """Weights of one shape and format, each for rows of its own. Raises ValueError if they are not."""
+
+    def __init__(self, weights: Sequence[PackedWeight]) -> None:
+        self.weights = tuple(weights)
+        self.first = weights[0]
+        self.addresses = addresses(weight.blob for weight in weights)
+        formats = {(w.num_outputs, w.num_inputs, w.format) for w in weights}
+        if len(formats) > 1:
+            raise ValueError(f"weights of several shapes or formats cannot share a product: {formats}")
 
 
 def find_group_size(num_inputs: int, num_groups: int) -> int:

@@ -1,21 +1,44 @@
-"""From logits to token ids on the device that has them, without sorting on a GPU."""
+"""From logits to a drawn token without sorting the vocabulary."""
 
+import ctypes
+import functools
+from ctypes import c_int64, c_void_p
+
+import torch
 from torch import Tensor
 
+from kernels import build
 from kernels.sampling import reference
 
-__all__ = ["penalize", "sample"]
+__all__ = ["draw", "penalize"]
 
 
-def sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, steps: Tensor
-) -> Tensor:
-    """See kernels/sampling/reference.py."""
+@functools.cache
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.draw.argtypes, library.draw.restype = (c_void_p, c_void_p, c_void_p, c_int64, c_int64), None
+    return library
+
+
+def draw(logits: Tensor, settings: Tensor) -> Tensor:
+    """What `reference.draw` says, on a CPU to the token. Raises ValueError for shapes and dtypes that it does not know."""
+    if logits.ndim != 2 or logits.dtype != torch.float32:
+        raise ValueError(f"logits are rows of float32, not {list(logits.shape)} of {logits.dtype}")
+    if settings.shape != (len(logits), 5) or settings.dtype != torch.float64:
+        raise ValueError(f"settings are {[len(logits), 5]} of float64, not {list(settings.shape)} of {settings.dtype}")
     if logits.is_cuda:
         from kernels.sampling import triton
 
-        return triton.sample(logits, temperature, top_k, top_p, min_p, seeds, steps)
-    return reference.sample(logits, temperature, top_k, top_p, min_p, seeds, steps)
+        return triton.draw(logits, settings)
+    library = build.library()
+    if library is None:
+        return reference.draw(logits, settings)
+    logits, settings = logits.contiguous(), settings.contiguous()
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    _declared(library).draw(logits.data_ptr(), settings.data_ptr(), tokens.data_ptr(), *logits.shape)
+    undecided = tokens < 0
+    if undecided.any():  # sums in another order cannot tell: next to never
+        tokens[undecided] = reference.draw(logits[undecided], settings[undecided])
+    return tokens
 
 
 def penalize(

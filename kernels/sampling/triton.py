@@ -1,4 +1,4 @@
-"""One program for each row finds what top-k and top-p keep without sorting, and draws, all in one launch.
+"""One program for each row finds what top-k and top-p keep without sorting, and draws by inversion, all in one launch.
 
 R rows, V tokens in the vocabulary. The last value that is kept is searched among all float32 values in their order: each pass over the row
 takes sums above three values and leaves a quarter of the range, so 16 passes find it exactly, ties included (after arXiv 2602.01518).
@@ -13,18 +13,15 @@ from torch import Tensor
 TILE, WARPS = 4096, 8
 
 
-def sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, steps: Tensor
-) -> Tensor:
-    """As kernels/sampling/reference.py says, with probabilities in float32: a token may fall on the other side of top_p or min_p if it is
-    within 1e-6 of it. Nothing waits for the GPU."""
+def draw(logits: Tensor, settings: Tensor) -> Tensor:
+    """As kernels/sampling/reference.py says, with weights in float32: a token may fall on the other side of top_p, min_p or the uniform
+    number if it is within 1e-6 of it. Nothing waits for the GPU."""
     logits = logits.contiguous()
     rows, vocab_size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         tile = min(TILE, triton.next_power_of_2(vocab_size))
-        each_row = (temperature, top_k, top_p, min_p, seeds, steps)
-        _sample[(rows,)](logits, *each_row, tokens, vocab_size=vocab_size, TILE=tile, num_warps=WARPS)
+        _draw[(rows,)](logits, settings.contiguous(), tokens, vocab_size=vocab_size, TILE=tile, num_warps=WARPS)
     return tokens
 
 
@@ -39,14 +36,6 @@ def penalize(
         grid = (rows, triton.cdiv(vocab_size, TILE))
         _penalize[grid](logits, counts, prompted, repetition, presence, frequency, output, vocab_size, TILE=TILE)
     return output
-
-
-@triton.jit
-def _mix(x):
-    """SplitMix64's finaliser, uint64."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
 
 
 @triton.jit
@@ -107,24 +96,36 @@ def _last_kept(
 
 
 @triton.jit
-def _sample(
-    logits, temperatures, top_ks, top_ps, min_ps, seeds, steps, tokens, vocab_size: tl.constexpr, TILE: tl.constexpr
+def _kept_weights(
+    row, start, lowest, num_ties, ties, min_p, highest, temperature, vocab_size: tl.constexpr, TILE: tl.constexpr
 ):
+    """Of a tile: the tokens, what each weighs (float64, 0 where it is not kept), and how many equal the last kept value.
+
+    `ties`: how many equal it in the tiles before; `num_ties` of all are kept.
+    """
+    token, x = _tile(row, start, vocab_size, TILE)
+    rank = _rank(x).to(tl.int64)
+    weight = tl.exp((x - highest) / temperature)
+    tied = (rank == lowest) & (token < vocab_size)
+    order = ties + tl.cumsum(tied.to(tl.int32), 0)  # from 1, in the order of ids
+    kept = (rank > lowest) | (tied & (order <= num_ties))
+    kept &= (token < vocab_size) & (weight >= min_p)
+    return token, tl.where(kept, weight, 0.0).to(tl.float64), tl.sum(tied.to(tl.int32), 0)
+
+
+@triton.jit
+def _draw(logits, settings, tokens, vocab_size: tl.constexpr, TILE: tl.constexpr):
     r = tl.program_id(0)
     row = logits + r.to(tl.int64) * vocab_size
-    highest, likeliest = tl.full([], float("-inf"), tl.float32), tl.full([], -1, tl.int32)
+    settings += r * 5
+    highest = tl.full([], float("-inf"), tl.float32)
     for start in range(0, vocab_size, TILE):
         token, x = _tile(row, start, vocab_size, TILE)
-        best, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-        likeliest = tl.where(best > highest, start + place, likeliest)
-        highest = tl.maximum(highest, best)
-    temperature = tl.load(temperatures + r)
-    if (temperature == 0) | (highest == float("-inf")):
-        tl.store(tokens + r, likeliest.to(tl.int64))
-        return
+        highest = tl.maximum(highest, tl.max(x, 0))
+    temperature, min_p = tl.load(settings).to(tl.float32), tl.load(settings + 3).to(tl.float32)
+    top_k, top_p, uniform = tl.load(settings + 1).to(tl.int32), tl.load(settings + 2), tl.load(settings + 4)
 
     lowest = tl.full([], -2139095041, tl.int64)  # the rank of -inf
-    top_k, top_p = tl.load(top_ks + r), tl.load(top_ps + r)
     if (top_k > 0) & (top_k < vocab_size):
         lowest = _last_kept(row, lowest, top_k, highest, temperature, False, vocab_size, TILE)
     num_ties = tl.full([], vocab_size, tl.int32)  # of the tokens equal to the last one: how many are kept
@@ -132,7 +133,7 @@ def _sample(
         everything, _, _ = _sums_above(
             row, lowest, lowest - 1, lowest, lowest, highest, temperature, True, vocab_size, TILE
         )
-        limit = top_p.to(tl.float64) * everything
+        limit = top_p * everything
         last = _last_kept(row, lowest, limit, highest, temperature, True, vocab_size, TILE)
         with_ties, before, _ = _sums_above(
             row, lowest, last - 1, last, last, highest, temperature, True, vocab_size, TILE
@@ -144,30 +145,25 @@ def _sample(
         num_ties = tl.where(with_ties - before > each * 1.5, tl.minimum(wanted, vocab_size * 1.0), 1.0).to(tl.int32)
         lowest = last
 
-    seed = _mix(tl.load(seeds + r).to(tl.uint64))
-    key = _mix(seed + (tl.load(steps + r) + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
-    min_p = tl.load(min_ps + r)
-    best_score, chosen, ties = tl.full([], float("-inf"), tl.float32), likeliest, tl.zeros([], tl.int32)
+    total, ties = tl.zeros([], tl.float64), tl.zeros([], tl.int32)
     for start in range(0, vocab_size, TILE):
-        token, x = _tile(row, start, vocab_size, TILE)
-        rank = _rank(x).to(tl.int64)
-        scaled = (x - highest) / temperature
-        tied = (rank == lowest) & (token < vocab_size)
-        order = ties + tl.cumsum(tied.to(tl.int32), 0)  # from 1, in the order of ids
-        kept = (rank > lowest) | (tied & (order <= num_ties))
-        kept &= (token < vocab_size) & (tl.exp(scaled) >= min_p)
-        bits = _mix(key + (token + 1).to(tl.uint64) * 0x9E3779B97F4A7C15) >> 24
-        uniform = tl.minimum(
-            (bits.to(tl.int64).to(tl.float32) + 0.5) * 9.094947017729282e-13, 1 - 5.9604645e-08
-        )  # 2^-40, 2^-24
-        # log(1 - u), whose small values the plain formula would round away
-        exponential = tl.where(uniform < 1e-3, uniform * (1 + uniform * (0.5 + uniform / 3)), -tl.log(1 - uniform))
-        score = tl.where(kept, scaled - tl.log(exponential), float("-inf"))
-        best, place = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
-        chosen = tl.where(best > best_score, start + place, chosen)
-        best_score = tl.maximum(best_score, best)
-        ties += tl.sum(tied.to(tl.int32), 0)
-    tl.store(tokens + r, chosen.to(tl.int64))
+        token, weight, tied = _kept_weights(
+            row, start, lowest, num_ties, ties, min_p, highest, temperature, vocab_size, TILE
+        )
+        total += tl.sum(weight, 0)
+        ties += tied
+    target, below, ties = uniform * total, tl.zeros([], tl.float64), tl.zeros([], tl.int32)
+    chosen, likely = tl.full([], vocab_size, tl.int32), tl.zeros([], tl.int32)
+    for start in range(0, vocab_size, TILE):
+        token, weight, tied = _kept_weights(
+            row, start, lowest, num_ties, ties, min_p, highest, temperature, vocab_size, TILE
+        )
+        reached = (weight > 0) & (below + tl.cumsum(weight, 0) > target)
+        chosen = tl.minimum(chosen, tl.min(tl.where(reached, token, vocab_size), 0))
+        likely = tl.maximum(likely, tl.max(tl.where(weight > 0, token, 0), 0))
+        below += tl.sum(weight, 0)
+        ties += tied
+    tl.store(tokens + r, tl.where(chosen < vocab_size, chosen, likely).to(tl.int64))  # sums may miss the total by a bit
 
 
 @triton.jit

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kernels.matmul import PackedMatrix, matmul, matmul_swiglu, matmul_together, pack
-from models.layers.linear import JointLinear, Layer
+from kernels.matmul import PackedMatrices, PackedMatrix, grouped_matmul, matmul, matmul_swiglu, matmul_together, pack
+from models.layers.linear import GroupedProduct, JointLinear, Layer
 
 
 class DenseLinear(JointLinear):
@@ -52,3 +52,9 @@ class DenseLinear(JointLinear):
 
     def multiply_swiglu(self, x: Tensor, up: "DenseLinear") -> Tensor:
         return matmul_swiglu(x, self._weight, up._weight, self.bias, up.bias)
+
+    @classmethod
+    def grouped(cls, layers: Sequence["DenseLinear"], ups: Sequence["DenseLinear"] | None = None) -> GroupedProduct:
+        weights = PackedMatrices([layer._weight for layer in layers])
+        gated = None if ups is None else PackedMatrices([up._weight for up in ups])
+        return lambda x, starts: grouped_matmul(x, weights, starts, gated)

@@ -1,9 +1,9 @@
 """The linear layer, whose every row is computed the same way however many rows there are."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,11 @@ class Conv1D(nn.Module):
 
 
 class FloatLinear(Linear):
-    """One that a quantised model keeps: a router, whose few weights decide much, or a weight that is used in other ways too."""
+    """One that a quantised model keeps in floats: a router, whose few weights decide much."""
+
+
+class PlainLinear(FloatLinear):
+    """One whose weight is used in other ways than by its product, so that it is held in no other form at all."""
 
 
 class TiedHead(nn.Module):
@@ -111,6 +115,10 @@ class PackedLinear(nn.Module, ABC):
         """
 
 
+GroupedProduct: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Of rows x [R, I], those from starts[i] to starts[i + 1] - 1 for layer number i, and starts int64 [layers + 1]: [R, O]."""
+
+
 class JointLinear(PackedLinear):
     """One of those whose kernels multiply the same rows by several weights in one call."""
 
@@ -124,6 +132,12 @@ class JointLinear(PackedLinear):
     @abstractmethod
     def multiply_swiglu(self, x: Tensor, up: Self) -> Tensor:
         """silu(this layer's output) * up's output, [R, O], to the bit what `swiglu` makes of the two."""
+
+    @classmethod
+    @abstractmethod
+    def grouped(cls, layers: Sequence[Self], ups: Sequence[Self] | None = None) -> GroupedProduct:
+        """Layers of one kind and shape without biases, each for rows of its own, in one call; with `ups` as gates, as `multiply_swiglu`.
+        Bits are those of each alone; a layer without rows is not read."""
 
     def joins(self, other: nn.Module) -> bool:
         return isinstance(other, JointLinear) and type(other) is type(self) and other.kind == self.kind is not None

@@ -1,15 +1,18 @@
 """Mixtures of experts: each token goes through the few feed-forward layers that its router chooses (arXiv 1701.06538).
 
-T tokens, E hidden channels, N experts, K experts of each token.
+T tokens, E hidden channels, F channels of an expert, N experts, K experts of each token.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from kernels.moe import combine_rows, group_rows, mixture
 from models.config import ConfigReader
+from models.layers.linear import GroupedProduct, JointLinear, Linear
 
 
 @dataclass(frozen=True)
@@ -45,26 +48,76 @@ def read_mixture(config: ConfigReader, num_layers: int) -> MixtureConfig:
     )
 
 
-def route(logits: Tensor, num_experts_per_tok: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """The K likeliest experts of each token: weights float32 and numbers int64, both [T, K]. logits [T, N].
+class Experts(nn.ModuleList):
+    """A layer's experts, gated feed-forward layers of one shape, under the checkpoint's names: `0.gate_proj.weight` and so on.
 
-    The softmax is over all experts; renormalised, the K weights sum to 1 (arXiv 2401.04088), else to less (arXiv 2101.03961).
+    `prepare` chooses how they are computed together; without it, or where their weights are held in ways that no kernel takes together,
+    one expert computes its tokens after the other. A token's bits depend in no case on the other tokens.
     """
-    weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(num_experts_per_tok, dim=-1)
-    return weights / weights.sum(-1, keepdim=True) if renormalise else weights, chosen
+
+    def __init__(
+        self,
+        experts: Iterable[nn.Module],
+        num_experts_per_tok: int,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
+        super().__init__(experts)
+        self.num_experts_per_tok = num_experts_per_tok
+        self._names = names
+        self._products: tuple[GroupedProduct, GroupedProduct] | None = None  # gate with up, and down
+        self._matrices: tuple[Tensor, Tensor] | None = None  # [N, 2F, E] and [N, E, F], on a GPU
+
+    def active_share(self, num_tokens: int) -> float:
+        """Of all experts, those that so many tokens read together, if each is as likely chosen as any other."""
+        return 1 - (1 - self.num_experts_per_tok / len(self)) ** num_tokens
+
+    def prepare(self) -> None:
+        """Once the weights are there and stay: all experts in a few calls. On a GPU floats come to lie in one matrix for all experts."""
+        gate, up, down = ([expert.get_submodule(name) for expert in self] for name in self._names)
+        floats = [_floats_on_gpu(layers) for layers in (gate, up, down)]
+        if all(len(layers) == len(self) for layers in floats):
+            self._matrices = stack(*floats[:2]), stack(floats[2])
+            return
+        if _can_group(gate + up) and _can_group(down):
+            self._products = gate[0].grouped(gate, up), down[0].grouped(down)  # type: ignore[operator]
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The weighted sum of each token's experts. x and the result [T, E]; weights float32 and chosen int64 [T, K]."""
+        if self._matrices is not None:
+            return mixture(x, *self._matrices, weights, chosen)
+        rows, starts, places = group_rows(x, chosen, len(self))
+        if self._products is None:
+            parts = self._one_by_one(rows, [int(start) for start in starts])  # not tolist(): `capture` must see it
+        else:
+            gated, down = self._products
+            parts = down(gated(rows, starts), starts)
+        return combine_rows(parts, weights, places)
+
+    def _one_by_one(self, rows: Tensor, starts: list[int]) -> Tensor:
+        parts = torch.empty_like(rows)
+        for expert, start, end in zip(self, starts, starts[1:], strict=False):
+            if start < end:
+                parts[start:end] = expert(rows[start:end])
+        return parts
 
 
-def run_experts(experts: nn.ModuleList, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """The weighted sum of each token's experts. x and the result [T, E]; weights and chosen [T, K].
+def _floats_on_gpu(layers: list[nn.Module]) -> list[Linear]:
+    linear = [layer for layer in layers if isinstance(layer, Linear)]
+    return [layer for layer in linear if layer.bias is None and layer.weight.is_cuda]
 
-    An expert computes only its own tokens. A token's sum runs in the order of the experts' numbers, so that its bits do not
-    depend on the other tokens.
-    """
-    weights = weights.to(x.dtype)
-    output = torch.zeros_like(x)
-    for number in chosen.unique().tolist():
-        rows, ranks = (chosen == number).nonzero(
-            as_tuple=True
-        )  # each row once, for a token's experts are all different
-        output[rows] += weights[rows, ranks, None] * experts[number](x[rows])
-    return output
+
+def _can_group(layers: list[nn.Module]) -> bool:
+    first = layers[0]
+    return isinstance(first, JointLinear) and all(first.joins(layer) and layer.bias is None for layer in layers)
+
+
+def stack(*parts: list[Linear]) -> Tensor:
+    """One matrix [N, O, I] of N experts' layers, of which each layer's weight becomes a piece; O is that of all parts together."""
+    matrix = torch.stack([torch.cat([layer.weight for layer in layers]) for layers in zip(*parts, strict=True)])
+    start = 0
+    for layers in parts:
+        for number, layer in enumerate(layers):
+            piece = matrix[number, start : start + layer.out_features]
+            layer.weight = nn.Parameter(piece, requires_grad=False)
+        start += layers[0].out_features
+    return matrix

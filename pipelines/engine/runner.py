@@ -24,10 +24,9 @@ class Runner:
         """Bytes of all weights as they are held: parameters, and the buffers that stand for them where they are packed."""
         return sum(tensor.nbytes for tensor in itertools.chain(self.model.parameters(), self.model.buffers()))
 
-    @property
-    def step_weight_bytes(self) -> int:
+    def step_weight_bytes(self, num_sequences: int) -> float:
         """Bytes of weights that a decode step reads."""
-        return self.model.step_weight_bytes
+        return self.model.step_weight_bytes(num_sequences)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -1,6 +1,6 @@
 """From logits to token ids: small pure functions, composed in `sample`.
 
-R rows (one per sequence), V tokens in the vocabulary. Logits are float32 (float64 for drawing); a token that may not be chosen has -inf.
+R rows (one per sequence), V tokens in the vocabulary. Logits are float32; a token that may not be chosen has -inf.
 Order: logit_bias, penalties, bans, temperature, top_k, top_p, min_p.
 """
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from kernels.sampling import draw
 from pipelines.engine.request import Sequence, TokenLogprobs
 
 MASK64 = 2**64 - 1
@@ -22,10 +23,13 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[int | None]:
         logits = logits.clone()  # the caller's stay unmodified, for the log probabilities
         for row in changed:
             logits[row] = process_logits(logits[row], sequences[row])
-    tokens = logits.argmax(-1)
     rows = [row for row, sequence in enumerate(sequences) if sequence.request.params.temperature > 0]
-    if rows:
-        tokens[rows] = _draw_rows(logits[rows], [sequences[row] for row in rows])
+    if len(rows) == len(sequences):
+        tokens = _draw_rows(logits, sequences)
+    else:
+        tokens = logits.argmax(-1)
+        if rows:
+            tokens[rows] = _draw_rows(logits[rows], [sequences[row] for row in rows])
     chosen: list[int | None] = tokens.tolist()
     for row in changed:
         if logits[row].amax() == -torch.inf:
@@ -34,21 +38,12 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[int | None]:
 
 
 def _draw_rows(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    params = [sequence.request.params for sequence in sequences]
-
-    def column(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
-        return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=logits.device)[:, None]  # [R, 1]
-
-    logits = logits.double()
-    logits = (logits - logits.amax(-1, keepdim=True)) / column("temperature")  # the largest stays 0, however cold
-    if any(p.top_k for p in params):
-        logits = keep_top_k(logits, column("top_k", torch.int64))
-    if any(p.top_p < 1 for p in params):
-        logits = keep_top_p(logits, column("top_p"))
-    if any(p.min_p for p in params):
-        logits = keep_min_p(logits, column("min_p"))
-    uniforms = [uniform(_sample_seed(s), s.num_output_tokens) for s in sequences]
-    return draw(logits, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
+    settings = []
+    for sequence in sequences:
+        p = sequence.request.params
+        number = uniform(_sample_seed(sequence), sequence.num_output_tokens)
+        settings.append((p.temperature, p.top_k, p.top_p, p.min_p, number))
+    return draw(logits, torch.tensor(settings, dtype=torch.float64, device=logits.device))
 
 
 def _changes_logits(sequence: Sequence) -> bool:
@@ -108,40 +103,12 @@ def _ends_with(token_ids: list[int], end: tuple[int, ...]) -> bool:
     return not end or tuple(token_ids[-len(end) :]) == end
 
 
-def keep_top_k(logits: Tensor, k: Tensor) -> Tensor:
-    """Keep each row's k most likely tokens (and those equal to the last of them); k [R, 1] int64, 0 keeps all."""
-    vocab_size = logits.shape[-1]
-    largest = logits.topk(min(int(k.max()), vocab_size)).values  # [R, max k]
-    threshold = largest.gather(-1, k.clamp(1, largest.shape[-1]) - 1)
-    return logits.masked_fill((logits < threshold) & (k > 0), -torch.inf)
-
-
-def keep_top_p(logits: Tensor, p: Tensor) -> Tensor:
-    """Keep each row's most likely tokens up to and including the one that brings their probability to p [R, 1] (arXiv 1904.09751)."""
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities  # what the more likely tokens have together
-    dropped = (before >= p) & (p < 1)
-    return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
-
-
-def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
-    """Keep tokens at least min_p [R, 1] times as likely as the row's most likely one (arXiv 2407.01082)."""
-    probabilities = logits.softmax(-1)
-    return logits.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), -torch.inf)
-
-
-def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Token ids [R] by inverting each row's distribution function at uniforms [R] float64 in [0, 1)."""
-    cumulative = logits.double().softmax(-1).cumsum(-1)
-    return torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
-
-
 def uniform(seed: int, step: int) -> float:
     """The step-th number in [0, 1) of the seed's SplitMix64 stream (Steele, Lea, Flood 2014).
 
     A function of seed and step alone: the same on every device, in every batch, after every preemption. 52 bits, so that the
-    product with a total in float64 stays below the total.
+    product with a total in float64 stays below the total. Because every device inverts the distribution at this number, the same logits
+    give the same token everywhere, but for what rounding moves across a limit; noise added to the logits (Gumbel-max) would not.
     """
     start = _mix(seed)
     return (_mix(start + (step + 1) * 0x9E3779B97F4A7C15) >> 12) / 2**52

@@ -146,16 +146,15 @@ def mixture(tokens: int) -> list[Step]:
 
 def top_p(sorting: bool, rows: int = 128, vocab_size: int = 128256) -> list[Step]:
     """The logits' bytes, read once."""
-    from kernels.sampling.triton import sample
+    from kernels.sampling.triton import draw
 
-    ones, zeros = torch.ones(rows, device="cuda"), torch.zeros(rows, dtype=torch.int64, device="cuda")
-    seeds, p = torch.arange(rows, device="cuda"), torch.full((rows,), 0.9, device="cuda")
+    settings = torch.tensor([1, 0, 0.9, 0, 0.5], dtype=torch.float64, device="cuda").expand(rows, -1).contiguous()
 
     def make() -> Step:
         logits = 3 * random(rows, vocab_size, dtype=torch.float32)
         if sorting:
             return lambda: logits.sort(dim=-1, descending=True), logits.nbytes
-        return lambda: sample(logits, ones, zeros, p, zeros.float(), seeds, zeros), logits.nbytes
+        return lambda: draw(logits, settings), logits.nbytes
 
     return rotated(make, 4.0 * rows * vocab_size)
 

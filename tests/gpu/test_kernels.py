@@ -106,22 +106,14 @@ def test_sampling_a_large_vocabulary() -> None:
 
     rows = 32
     logits = 3 * noise(rows, 128256)
-    each = (
-        torch.full((rows,), 0.8),
-        torch.full((rows,), 200),
-        torch.full((rows,), 0.95),
-        torch.zeros(rows),
-        torch.arange(rows),
-        torch.arange(rows),
-    )
-    result = triton.sample(logits.cuda(), *(part.cuda() for part in each))
-    assert torch.equal(result.cpu(), reference.sample(logits, *each))
+    uniforms = torch.rand(rows, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    settings = torch.cat((torch.tensor([[0.8, 200, 0.95, 0]], dtype=torch.float64).expand(rows, -1), uniforms), dim=1)
+    assert torch.equal(triton.draw(logits.cuda(), settings.cuda()).cpu(), reference.draw(logits, settings))
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 600])
 def test_a_mixture(tokens: int) -> None:
-    from kernels.moe import reference, triton
-    from models.layers.moe import route
+    from kernels.moe import reference, route, triton
 
     x = noise(tokens, 1024, dtype=BF16)
     gate_up, down = noise(8, 1024, 1024, dtype=BF16, seed=1) / 32, noise(8, 1024, 512, dtype=BF16, seed=2) / 32

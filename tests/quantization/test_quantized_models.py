@@ -1,5 +1,7 @@
 """Every scheme that needs no calibration on every family: it runs, its error is bounded, and no row depends on its batch."""
 
+import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,8 @@ from safetensors.torch import load_file
 
 from conf.decoding import DecodeConfig
 from conf.quantization import Activations, QuantConfig, QuantScheme
+from kernels import build
+from models.layers.moe import Experts
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
 from tests.builders import all_logits, complete, engine_of, run_config
@@ -56,11 +60,38 @@ def test_weight_memory_falls(scheme: str) -> None:
 def test_a_tied_head_is_quantised_beside_its_embedding() -> None:
     engine = quantized("llama_tied_bias", QuantConfig(QuantScheme.int8))
     plain = quantized("llama_tied_bias", QuantConfig(QuantScheme.int8, skip=["lm_head"]))
-    assert engine.runner.step_weight_bytes < plain.runner.step_weight_bytes
+    assert engine.runner.step_weight_bytes(1) < plain.runner.step_weight_bytes(1)
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(
         engine.runner.model.logits(hidden), plain.runner.model.logits(hidden), rtol=0, atol=0.05
     )  # steps of 1/127 of the largest weight
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_together_are_the_experts_one_by_one(family: str, scheme: str) -> None:
+    engine = quantized(family, SCHEMES[scheme][0])
+    prompt = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
+    mixtures = [module for module in engine.runner.model.modules() if isinstance(module, Experts)]
+    called: list[torch.nn.Module] = []
+    for expert in itertools.chain(*mixtures):
+        expert.register_forward_pre_hook(lambda module, inputs: called.append(module))
+    together = all_logits(engine, prompt)
+    assert bool(called) == (scheme == "fp8" or build.library() is None)
+    for mixture in mixtures:
+        mixture._products = None
+    assert torch.equal(all_logits(engine, prompt), together)
+    assert called
+
+
+def test_a_step_reads_the_experts_that_it_needs() -> None:
+    engine = quantized("mixtral", QuantConfig(QuantScheme.int8))
+    runner, config = engine.runner, json.loads((GOLDENS / "mixtral/config.json").read_text())
+    mixtures = [module for module in runner.model.modules() if isinstance(module, Experts)]
+    experts = sum(parameter.nbytes for mixture in mixtures for parameter in mixture.parameters())
+    idle = 1 - config["num_experts_per_tok"] / config["num_local_experts"]
+    assert runner.step_weight_bytes(1000) - runner.step_weight_bytes(1) == pytest.approx(idle * experts)
+    assert runner.step_weight_bytes(2) == pytest.approx(runner.step_weight_bytes(1000) - idle**2 * experts)
 
 
 def test_random_weights_are_quantised_too() -> None:

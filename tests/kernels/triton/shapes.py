@@ -13,7 +13,7 @@ from kernels.paged_attention.triton import paged_attention
 from kernels.quant_matmul.triton import GPUWeight, quant_matmul, quant_matmul_codes, quantize_rows
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rope.triton import rope
-from kernels.sampling.triton import penalize, sample
+from kernels.sampling.triton import draw, penalize
 from kernels.swiglu.triton import swiglu
 from tests.kernels.cache_formats import NAMES, formats_of
 
@@ -99,13 +99,9 @@ def multiply_codes(num_rows: int, dtype: torch.dtype, blocks: bool = False) -> N
 ROWS = (1, 16, 32, 64, 4096)  # one for each way to launch
 
 
-def draw(num_rows: int, vocab_size: int) -> None:
-    logits, numbers, ints = (
-        torch.empty(num_rows, vocab_size),
-        torch.empty(num_rows),
-        torch.zeros(num_rows, dtype=torch.int64),
-    )
-    sample(logits, numbers, ints, numbers, numbers, ints, ints)
+def sample(num_rows: int, vocab_size: int) -> None:
+    logits, numbers = torch.empty(num_rows, vocab_size), torch.empty(num_rows)
+    draw(logits, torch.empty(num_rows, 5, dtype=torch.float64))
     penalize(logits, logits.int(), logits.bool(), numbers, numbers, numbers)
 
 
@@ -140,8 +136,8 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"matmul {rows} w8a8": partial(multiply_codes, rows, torch.int8) for rows in ROWS},
     **{f"matmul {rows} fp8": partial(multiply_codes, rows, FP8) for rows in ROWS},
     **{f"matmul {rows} fp8 blocks": partial(multiply_codes, rows, FP8, True) for rows in ROWS},
-    "sampling 128 llama-3": partial(draw, 128, 128256),
-    "sampling 1 llama-2": partial(draw, 1, 32000),
+    "sampling 128 llama-3": partial(sample, 128, 128256),
+    "sampling 1 llama-2": partial(sample, 1, 32000),
     **{f"moe {tokens} mixtral": partial(mix, tokens, 8, 2, 4096, 14336) for tokens in (1, 128, 4096)},
     "moe 1 mixtral int8": partial(mix, 1, 8, 2, 4096, 14336, True),
     "moe 4096 mixtral int8": partial(mix, 4096, 8, 2, 4096, 14336, True),

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from kernels.moe import reference, triton
-from models.layers.moe import route
+from kernels.moe import reference, route, triton
 from tests.kernels.triton.cases import DEVICE, assert_near, noise
 
 

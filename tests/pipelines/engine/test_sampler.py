@@ -7,12 +7,9 @@ import torch
 from transformers import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from conf.decoding import DecodeConfig
+from kernels.sampling.reference import invert, keep_min_p, keep_top_k, keep_top_p
 from pipelines.engine.request import ContextLimit, Request, Sequence, resolve_sampling_params
 from pipelines.engine.sampler import (
-    draw,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
     process_logits,
     sample,
     token_logprobs,
@@ -176,7 +173,7 @@ def exact_distribution(
 def test_draw_inverts_the_distribution_function() -> None:
     logits = log(0.25, 0.0, 0.5, 0.25).expand(5, -1)
     uniforms = torch.tensor([0.0, 0.2499, 0.2501, 0.7501, 1 - 2**-52], dtype=torch.float64)
-    assert draw(logits, uniforms).tolist() == [0, 0, 2, 3, 3]
+    assert invert(logits, uniforms).tolist() == [0, 0, 2, 3, 3]
 
 
 def test_uniform_is_the_published_splitmix64_stream() -> None:

@@ -1,0 +1,88 @@
+// Around the products of a mixture's experts: which of them a token goes to, rows in the order of the experts, and a token's weighted sum over its own.
+// kernels/moe/reference.py is the specification.
+//
+// T tokens, E hidden channels, N experts, K experts of each token.
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "../exp.h"
+#include "../recording.h"
+#include "../rows.h"
+#include "../threads.h"
+
+namespace {
+
+constexpr int64_t PIECE = 1024;              // channels, in float32 at once
+constexpr int64_t CHUNK_CHANNELS = 1 << 13;  // worth another thread
+
+// The likeliest experts that were not chosen before, one after the other; the first of equals, and of NaN any.
+void choose(const std::vector<float> &logits, int64_t num_chosen, int64_t *chosen) {
+  for (int64_t rank = 0; rank < num_chosen; ++rank) {
+    int64_t best = -1;
+    for (int64_t expert = 0; expert < static_cast<int64_t>(logits.size()); ++expert)
+      if ((best < 0 || logits[expert] > logits[best]) && std::find(chosen, chosen + rank, expert) == chosen + rank) best = expert;
+    chosen[rank] = best;
+  }
+}
+
+}  // namespace
+
+// logits [T, N]; weights and chosen [T, K]
+extern "C" void route(const void *logits, int32_t dtype, float *weights, int64_t *chosen, int64_t num_tokens, int64_t num_chosen,
+                      int64_t num_experts, int32_t renormalise) {
+  record([=] { route(logits, dtype, weights, chosen, num_tokens, num_chosen, num_experts, renormalise); });
+  parallel_for(divide_up(num_tokens, 16), [&](int64_t chunk) {
+    std::vector<float> row(num_experts);
+    for (int64_t token = chunk * 16; token < std::min(chunk * 16 + 16, num_tokens); ++token) {
+      float *weight = weights + token * num_chosen;
+      const int64_t *expert = chosen + token * num_chosen;
+      read_floats(logits, Dtype(dtype), token * num_experts, num_experts, row.data());
+      choose(row, num_chosen, chosen + token * num_chosen);
+      const float highest = row[expert[0]];
+      float total = 0, total_chosen = 0;
+      for (float &logit : row) total += logit = exp_scalar(logit - highest);
+      for (int64_t rank = 0; rank < num_chosen; ++rank) total_chosen += weight[rank] = row[expert[rank]];
+      for (int64_t rank = 0; rank < num_chosen; ++rank) weight[rank] /= renormalise ? total_chosen : total;
+    }
+  });
+}
+
+// x [T, row_bytes], chosen [T, K]; rows [T * K, row_bytes], places [T, K], starts [N + 1]
+extern "C" void group_rows(const char *x, const int64_t *chosen, char *rows, int64_t *places, int64_t *starts, int64_t num_tokens,
+                           int64_t num_chosen, int64_t num_experts, int64_t row_bytes) {
+  record([=] { group_rows(x, chosen, rows, places, starts, num_tokens, num_chosen, num_experts, row_bytes); });
+  std::fill_n(starts, num_experts + 1, 0);
+  for (int64_t pair = 0; pair < num_tokens * num_chosen; ++pair) ++starts[chosen[pair] + 1];
+  std::partial_sum(starts, starts + num_experts + 1, starts);
+  thread_local std::vector<int64_t> next;
+  next.assign(starts, starts + num_experts);
+  for (int64_t pair = 0; pair < num_tokens * num_chosen; ++pair) {
+    places[pair] = next[chosen[pair]]++;
+    std::memcpy(rows + places[pair] * row_bytes, x + pair / num_chosen * row_bytes, row_bytes);
+  }
+}
+
+// parts [T * K, E] and out [T, E] of one dtype, weights and places [T, K]
+extern "C" void combine_rows(const void *parts, int32_t dtype, const float *weights, const int64_t *places, void *out, int64_t num_tokens,
+                             int64_t num_chosen, int64_t channels) {
+  record([=] { combine_rows(parts, dtype, weights, places, out, num_tokens, num_chosen, channels); });
+  const int64_t tokens_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / (channels * num_chosen), 1);
+  parallel_for(divide_up(num_tokens, tokens_per_chunk), [&](int64_t chunk) {
+    thread_local std::vector<int64_t> pairs;  // of a token, in the order of experts, which is that of their places
+    for (int64_t token = chunk * tokens_per_chunk; token < std::min((chunk + 1) * tokens_per_chunk, num_tokens); ++token) {
+      pairs.resize(num_chosen);
+      std::iota(pairs.begin(), pairs.end(), token * num_chosen);
+      std::sort(pairs.begin(), pairs.end(), [&](int64_t a, int64_t b) { return places[a] < places[b]; });
+      for (int64_t first = 0; first < channels; first += PIECE) {
+        const int64_t count = std::min(PIECE, channels - first);
+        float sum[PIECE] = {}, part[PIECE];
+        for (const int64_t pair : pairs) {
+          read_floats(parts, Dtype(dtype), places[pair] * channels + first, count, part);
+          for (int64_t i = 0; i < count; ++i) sum[i] += weights[pair] * part[i];
+        }
+        write_floats(out, Dtype(dtype), token * channels + first, count, sum);
+      }
+    }
+  });
+}

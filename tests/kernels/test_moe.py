@@ -1,0 +1,165 @@
+"""Rows grouped by expert and summed again: as the reference says, to the bit; products of groups have the bits of single ones."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import matmul, quant_matmul
+from kernels.moe import combine_rows, group_rows, reference, route
+
+SIZES = [(1, 1, 1, 8), (1, 8, 128, 33), (5, 2, 3, 1500), (63, 4, 60, 40), (1000, 8, 128, 5)]  # T, K, N, E
+
+
+def choose(num_tokens: int, num_chosen: int, num_experts: int) -> Tensor:
+    generator = torch.Generator().manual_seed(num_tokens)
+    return torch.rand(num_tokens, num_experts, generator=generator).topk(num_chosen).indices
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.usefixtures("poisoned")
+def test_equals_the_reference(any_way: str, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    num_tokens, num_chosen, num_experts, channels = sizes
+    x, chosen = randn(num_tokens, channels, dtype=dtype), choose(num_tokens, num_chosen, num_experts)
+    rows, starts, places = group_rows(x, chosen, num_experts)
+    for found, expected in zip((rows, starts, places), reference.group_rows(x, chosen, num_experts), strict=True):
+        assert torch.equal(found, expected)
+    parts, weights = randn(num_tokens * num_chosen, channels, dtype=dtype), randn(num_tokens, num_chosen).abs()
+    assert torch.equal(combine_rows(parts, weights, places), reference.combine_rows(parts, weights, places))
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.usefixtures("poisoned")
+def test_routes_by_a_softmax(
+    any_way: str, sizes: tuple[int, int, int, int], dtype: torch.dtype, renormalise: bool
+) -> None:
+    num_tokens, num_chosen, num_experts, _ = sizes
+    logits = (3 * randn(num_tokens, num_experts)).to(dtype)  # of 16 bits: with ties
+    weights, chosen = route(logits, num_chosen, renormalise)
+    order = logits.double().argsort(dim=-1, descending=True, stable=True)[:, :num_chosen]
+    assert torch.equal(chosen, order)
+    exact = logits.double().softmax(-1).gather(-1, order)
+    exact = exact / exact.sum(-1, keepdim=True) if renormalise else exact
+    # a sum of 128 float32 is rounded 128 times by 2^-24, the exponential by 2 of 2^-23
+    torch.testing.assert_close(weights.double(), exact, rtol=2**-17, atol=0)
+    assert weights.dtype == torch.float32
+    for rows in (slice(0, 1), slice(-7, None)):
+        part = route(logits[rows], num_chosen, renormalise)
+        assert all(torch.equal(a, b[rows]) for a, b in zip(part, (weights, chosen), strict=True))
+
+
+def test_damaged_logits_choose_experts_that_exist(any_way: str) -> None:
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        logits = torch.full((2, 5), bad)
+        logits[1, 2] = 1
+        chosen = route(logits, 3, True)[1]
+        assert all(len(set(row)) == 3 and set(row) <= set(range(5)) for row in chosen.tolist())
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_what_the_rows_and_the_sum_are(any_way: str) -> None:
+    x, chosen = randn(7, 5, dtype=torch.bfloat16), choose(7, 3, 6)
+    rows, starts, places = group_rows(x, chosen, 6)
+    assert torch.equal(rows[places], x[:, None].expand(7, 3, 5))
+    experts = torch.searchsorted(starts, places, right=True) - 1
+    assert torch.equal(experts, chosen)
+    parts, weights = randn(21, 5, dtype=torch.bfloat16), torch.rand(7, 3)
+    exact = (weights.double()[:, :, None] * parts.double()[places]).sum(1)
+    # the sum is rounded once to 8 bits; what float32 adds to that is far less
+    torch.testing.assert_close(combine_rows(parts, weights, places).double(), exact, rtol=2**-8, atol=1e-6)
+
+
+def test_no_tokens(any_way: str) -> None:
+    rows, starts, places = group_rows(torch.empty(0, 8), torch.empty(0, 2, dtype=torch.int64), 3)
+    assert (rows.shape, starts.tolist(), places.shape) == ((0, 8), [0, 0, 0, 0], (0, 2))
+    assert combine_rows(rows, torch.empty(0, 2), places).shape == (0, 8)
+
+
+def test_the_sum_does_not_depend_on_threads_or_on_the_order_of_choice(compiled: Callable[[int], None]) -> None:
+    chosen, parts, weights = choose(90, 4, 9), randn(360, 700), torch.rand(90, 4)
+    places = group_rows(parts[:90], chosen, 9)[2]
+    compiled(1)
+    whole = combine_rows(parts, weights, places)
+    for num_threads in (1, 2, 3, 4):
+        compiled(num_threads)
+        assert torch.equal(combine_rows(parts, weights, places), whole)
+        assert torch.equal(combine_rows(parts, weights.flip(1), places.flip(1)), whole)
+
+
+STARTS = [[0, 5], [0, 0, 1, 1, 40, 57, 57], [0, 0, 0], list(range(0, 130, 3))]
+
+
+@pytest.mark.parametrize("starts", STARTS, ids=lambda starts: f"{len(starts) - 1} weights")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("poisoned")
+def test_grouped_product_has_the_bits_of_single_ones(any_way: str, starts: list[int], dtype: torch.dtype) -> None:
+    for num_outputs, num_inputs in ((100, 65), (16, 32), (257, 8)):
+        x = randn(starts[-1], num_inputs, dtype=dtype)
+        packed = [matmul.pack(randn(num_outputs, num_inputs, i, dtype=dtype)[:, :, 0]) for i in range(1, len(starts))]
+        found = matmul.grouped_matmul(x, matmul.PackedMatrices(packed), torch.tensor(starts))
+        single = [matmul.matmul(x[a:b], w) for a, b, w in zip(starts, starts[1:], packed, strict=False)]
+        assert torch.equal(found, torch.cat(single))
+        weights = matmul.PackedMatrices(packed)
+        found = matmul.grouped_matmul(x, weights, torch.tensor(starts), matmul.PackedMatrices(packed[::-1]))
+        both = zip(starts, starts[1:], packed, packed[::-1], strict=False)
+        assert torch.equal(found, torch.cat([matmul.matmul_swiglu(x[a:b], gate, up) for a, b, gate, up in both]))
+
+
+@pytest.mark.parametrize("starts", STARTS, ids=lambda starts: f"{len(starts) - 1} weights")
+@pytest.mark.parametrize(("bits", "groups", "zeros"), [(8, 1, False), (8, 2, False), (4, 1, True), (4, 4, False)])
+@pytest.mark.usefixtures("poisoned")
+def test_grouped_quantised_product_has_the_bits_of_single_ones(
+    any_way: str, starts: list[int], bits: int, groups: int, zeros: bool
+) -> None:
+    num_outputs, num_inputs = 100, 128
+    x = randn(starts[-1], num_inputs, dtype=torch.bfloat16)
+    packed = []
+    for i in range(1, len(starts)):
+        generator = torch.Generator().manual_seed(i)
+        low, high = (-127, 128) if bits == 8 else (0, 16) if zeros else (-8, 8)
+        codes = torch.randint(low, high, (num_outputs, num_inputs), dtype=torch.int8, generator=generator)
+        scales = torch.rand(num_outputs, groups, generator=generator) + 0.1
+        points = torch.full((num_outputs, groups), i % 16, dtype=torch.int8) if zeros else None
+        packed.append(quant_matmul.pack(codes, scales, points, bits))
+    weights, each = quant_matmul.PackedWeights(packed), list(zip(starts, starts[1:], packed, strict=False))
+    found = quant_matmul.grouped_quant_matmul(x, weights, torch.tensor(starts))
+    assert torch.equal(found, torch.cat([quant_matmul.quant_matmul(x[a:b], w) for a, b, w in each]))
+    ups = quant_matmul.PackedWeights(packed[::-1])
+    found = quant_matmul.grouped_quant_matmul(x, weights, torch.tensor(starts), ups)
+    both = zip(starts, starts[1:], packed, packed[::-1], strict=False)
+    assert torch.equal(found, torch.cat([quant_matmul.quant_matmul_swiglu(x[a:b], w, up) for a, b, w, up in both]))
+    codes, scales = quant_matmul.quantize_rows(x)
+    rows = quant_matmul.Int8Rows(codes, scales, x.dtype)
+    found = quant_matmul.grouped_quant_matmul(rows, weights, torch.tensor(starts))
+    single = [quant_matmul.quant_matmul_int8(codes[a:b], scales[a:b], w, x.dtype) for a, b, w in each]
+    assert torch.equal(found, torch.cat(single))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_bits_do_not_depend_on_threads(compiled: Callable[[int], None], dtype: torch.dtype) -> None:
+    starts = torch.tensor(STARTS[1])
+    packed = matmul.PackedMatrices(
+        [matmul.pack(randn(300, 65, i, dtype=dtype)[:, :, 0]) for i in range(1, len(starts))]
+    )
+    x = randn(57, 65, dtype=dtype)
+    compiled(1)
+    whole = matmul.grouped_matmul(x, packed, starts)
+    for num_threads in (2, 3, 4):
+        compiled(num_threads)
+        assert torch.equal(matmul.grouped_matmul(x, packed, starts), whole)
+
+
+def test_refuses_weights_that_differ() -> None:
+    with pytest.raises(ValueError, match="several shapes or dtypes"):
+        matmul.PackedMatrices([matmul.pack(torch.zeros(16, 8)), matmul.pack(torch.zeros(16, 9))])
+    weights = [quant_matmul.pack(torch.zeros(16, 64, dtype=torch.int8), torch.ones(16, n), None, 8) for n in (1, 2)]
+    with pytest.raises(ValueError, match="several shapes or formats"):
+        quant_matmul.PackedWeights(weights)
