@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantScheme
 from conf.schema import DType, ModelConfig, RunConfig, Weights
@@ -20,7 +21,7 @@ from models.formats.safetensors_writer import ALIGNMENT
 from pipelines.engine import Engine
 from pipelines.kept import load_kept
 from pipelines.loading import load_engine
-from tests.builders import all_logits, run_config, write_llama
+from tests.builders import all_logits, complete, run_config, write_llama
 from tests.quantization.making import CALIBRATED
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
@@ -67,6 +68,8 @@ def assert_same_bits(run: RunConfig) -> None:
     assert all_logits(load_engine(run, 3), PROMPT).equal(expected)
     again = mapped(run)
     assert all_logits(again, PROMPT).equal(expected)
+    decode = DecodeConfig(max_new_tokens=5, temperature=0, ignore_eos=True, logprobs=0)
+    assert complete(again, [PROMPT], decode) == complete(plain, [PROMPT], decode)  # log probabilities too
     assert again.runner.weight_bytes == plain.runner.weight_bytes
     assert again.runner.step_weight_bytes == plain.runner.step_weight_bytes
 

@@ -170,3 +170,23 @@ def test_groups_that_do_not_divide_are_refused() -> None:
 def test_formats_that_contradict_themselves_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         WeightFormat(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_numbers", [1, 200, 72 * 7])
+@pytest.mark.parametrize(
+    "format",
+    [
+        WeightFormat(8),
+        WeightFormat(4, symmetric=False, group_size=24),
+        WeightFormat(8, CodeKind.FP8, per_tensor=True),
+    ],
+)
+def test_blocks_of_rows_change_nothing(format: WeightFormat, num_numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random(40, 72).bfloat16()
+    whole = quantize(weight, format)
+    monkeypatch.setattr("quantization.weight_format.BLOCK", num_numbers)
+    blocks = quantize(weight, format)
+    assert blocks.codes.view(torch.int8).equal(whole.codes.view(torch.int8))
+    assert blocks.scales.equal(whole.scales)
+    assert (blocks.zero_points is None) == (whole.zero_points is None)
+    assert whole.zero_points is None or whole.zero_points.equal(blocks.zero_points)  # type: ignore[arg-type]
