@@ -105,6 +105,11 @@ def capture(compute: Callable[[], T]) -> tuple[Graph | None, T]:
 class _Recorder(TorchDispatchMode):
     """Sees torch's operators, and cuts the recording of the library's calls where there is one to repeat."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled by torch; to skip its compiler, torch would import it first, which takes a second."""
+        return False
+
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
         self._library = library

@@ -135,9 +135,11 @@ def test_a_start_imports_no_more_than_it_uses() -> None:
     """Each of these takes a good part of a second: torch's compiler, and what only some tokenizers and downloads need."""
     code = (
         "import sys, pipelines.launch\n"
+        "from conf.decoding import DecodeConfig\n"
         "from conf.schema import ModelConfig, RunConfig\n"
         "from pipelines.loading import load_engine\n"
-        "load_engine(RunConfig(model=ModelConfig('models/tiny', tokenizer=None)), 1)\n"
+        "engine = load_engine(RunConfig(model=ModelConfig('models/tiny', tokenizer=None)), 1)\n"
+        "list(engine.generate([engine.request(0, [5], DecodeConfig(max_new_tokens=3))]))\n"
         "sys.exit(', '.join({'torch._dynamo', 'transformers', 'huggingface_hub'} & sys.modules.keys()) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
