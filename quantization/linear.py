@@ -118,10 +118,10 @@ class IntLinear(CodedLinear, JointLinear):
         if weight.blob.is_cpu and self.permutation is None and self.input_scale is None:
             self.kind = self.scheme.activations, weight.format
 
-    def _rows(self, x: Tensor) -> Tensor | Int8Rows:
-        """What the weight is multiplied by."""
+    def _rows(self, x: Tensor, num_layers: int = 1) -> Tensor | Int8Rows:
+        """What the weight is multiplied by, where so many layers divide the rows among them."""
         activations = self.scheme.activations
-        if activations is Activations.none or activations is Activations.auto and len(x) < MANY_ROWS:
+        if activations is Activations.none or activations is Activations.auto and len(x) < MANY_ROWS * num_layers:
             return x
         if activations is not Activations.static:
             return Int8Rows(*quantize_rows(x), x.dtype)
@@ -145,7 +145,7 @@ class IntLinear(CodedLinear, JointLinear):
     def grouped(cls, layers: Sequence["IntLinear"], ups: Sequence["IntLinear"] | None = None) -> GroupedProduct:
         first, weights = layers[0], PackedWeights([layer._weight for layer in layers])
         gated = None if ups is None else PackedWeights([up._weight for up in ups])
-        return lambda x, starts: grouped_quant_matmul(first._rows(x), weights, starts, gated)
+        return lambda x, starts: grouped_quant_matmul(first._rows(x, len(layers)), weights, starts, gated)
 
 
 class Fp8Linear(CodedLinear):

@@ -18,11 +18,11 @@ constexpr float LEAST_NORMAL = 1e-33f;      // below it the reciprocal of the sc
 
 // Up to MAX_ROWS rows of activations, step after step: bytes [num_steps, num_rows, LIMBS, 4].
 template <int LIMBS> struct Panel {
-  static constexpr int MAX_ROWS = std::max(1, ACCUMULATORS / 2 / (LIMBS + 1));  // of two tiles, with a total for each
+  static constexpr int MAX_ROWS = std::max(1, ACCUMULATORS / (LIMBS + 1));  // of one tile, with a total for each
   int64_t num_rows;
   int32_t *bytes;
   float *scales;  // [num_segments, num_rows]
-  int32_t *sums;  // [num_segments, num_rows], of the integers, times the weight's offset if it has no zero points
+  int32_t *sums;  // [num_segments, num_rows], of the integers, times minus the weight's offset; -1 if that has zero points
 };
 
 // All rows of a call in panels of nearly equal height.
@@ -75,7 +75,7 @@ void fix_row(const Activations<2> &all, const Panel<2> &panel, int64_t row, cons
       std::memcpy(at + 1, high + step * STEP, STEP);
     }
     panel.scales[segment * panel.num_rows + row] = finite ? (normal ? magnitude / FIXED_POINT_MAX : 0.0f) : NAN;
-    panel.sums[segment * panel.num_rows + row] = sum(total) * all.offset;
+    panel.sums[segment * panel.num_rows + row] = sum(total) * -all.offset;
   }
 }
 
@@ -86,7 +86,7 @@ void take_row(const Activations<1> &all, const Panel<1> &panel, int64_t row, con
     int32_t total = 0;
     for (int64_t i = begin; i < end; ++i) total += codes[i];
     panel.scales[segment * panel.num_rows + row] = scale;
-    panel.sums[segment * panel.num_rows + row] = total * all.offset;
+    panel.sums[segment * panel.num_rows + row] = total * -all.offset;
   }
   const int64_t whole = all.num_inputs / STEP;
   for (int64_t step = 0; step < whole; ++step) std::memcpy(panel.bytes + step * panel.num_rows + row, codes + step * STEP, STEP);

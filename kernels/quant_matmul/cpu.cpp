@@ -23,14 +23,8 @@ namespace {
 
 constexpr int64_t VECTOR_BYTES = STEP * LANES;
 constexpr int64_t TILES_PER_CHUNK = 4;
-<<<<<<< HEAD
 constexpr int64_t PANELS_PER_CHUNK = 16;
-constexpr int64_t PREFETCH_BYTES = 8192;    // ahead, into the second level: 0.9 of the time with 2048 into the first, also for one row
-constexpr int32_t FIXED_POINT_MAX = 32512;  // 256 * 127: then both limbs fit a signed byte
-constexpr float LEAST_NORMAL = 1e-33f;      // below it the reciprocal of the scale would overflow
-=======
-constexpr int64_t PANELS_PER_CHUNK = 32;
->>>>>>> a0539f5 (Experts together, draws without sorting)
+constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level: 0.9 of the time with 2048 into the first, also for one row
 
 // What weights that are multiplied together have in common.
 struct Format {
@@ -68,98 +62,6 @@ struct Output {
   int64_t num_chunks() const { return divide_up(num_tiles(), TILES_PER_CHUNK); }
 };
 
-<<<<<<< HEAD
-// Up to MAX_ROWS rows of activations, step after step: bytes [num_steps, num_rows, LIMBS, 4].
-template <int LIMBS> struct Panel {
-  static constexpr int MAX_ROWS = std::max(1, ACCUMULATORS / (LIMBS + 1));  // of one tile, with a total for each
-  int64_t num_rows;
-  int32_t *bytes;
-  float *scales;  // [num_segments, num_rows]
-  int32_t *sums;  // [num_segments, num_rows], of the integers, times minus the weight's offset; -1 if that has zero points
-};
-
-// All rows of a call in panels of nearly equal height.
-template <int LIMBS> struct Activations {
-  int64_t num_rows, num_inputs, segment, num_steps;
-  int32_t offset;
-  int64_t num_segments = divide_up(num_inputs, segment);
-  int64_t num_panels = divide_up(num_rows, Panel<LIMBS>::MAX_ROWS);
-  int64_t height = divide_up(num_rows, std::max<int64_t>(num_panels, 1));
-  int64_t bytes_per_row = num_steps * LIMBS * STEP + num_segments * 8;
-  char *memory = nullptr;
-
-  void allocate() {
-    thread_local std::vector<char> kept;
-    if (kept.size() < static_cast<size_t>(num_rows * bytes_per_row)) kept.resize(num_rows * bytes_per_row);
-    memory = kept.data();
-  }
-
-  Panel<LIMBS> panel(int64_t index) const {
-    const int64_t rows = std::min(height, num_rows - index * height);
-    char *at = memory + index * height * bytes_per_row;
-    auto *scales = reinterpret_cast<float *>(at + rows * num_steps * LIMBS * STEP);
-    return {rows, reinterpret_cast<int32_t *>(at), scales, reinterpret_cast<int32_t *>(scales + rows * num_segments)};
-  }
-};
-
-// --- activations ---
-
-// The largest magnitude of `count` floats, a multiple of 16; not finite if any of them is not (bits of magnitudes compare like integers).
-float largest_magnitude(const float *x, int64_t count) {
-  Ints magnitude = splat(0);
-  for (int64_t i = 0; i < count; i += LANES) magnitude = larger(magnitude, bit_and(as_ints(load(x + i)), splat(0x7fffffff)));
-  const int32_t bits = largest(magnitude);
-  float result;
-  std::memcpy(&result, &bits, 4);
-  return result;
-}
-
-// One row as fixed point. x is padded with zeros to a multiple of 16.
-void fix_row(const Activations<2> &all, const Panel<2> &panel, int64_t row, const float *x) {
-  for (int64_t segment = 0; segment < all.num_segments; ++segment) {
-    const int64_t begin = segment * all.segment, end = std::min(begin + all.segment, all.num_steps * STEP);
-    const float magnitude = largest_magnitude(x + begin, divide_up(end - begin, LANES) * LANES);
-    const bool finite = magnitude <= std::numeric_limits<float>::max(), normal = finite && magnitude > LEAST_NORMAL;
-    const Floats inverse = splat(normal ? FIXED_POINT_MAX / magnitude : 0.0f);
-    Ints total = splat(0);
-    alignas(64) int8_t low[SEGMENT], high[SEGMENT];
-    for (int64_t i = 0; i < end - begin; i += LANES) {
-      const Ints q = round_to_ints(multiply(load(x + begin + i), inverse));
-      const Ints low_byte = shift_right<24>(shift_left<24>(q));
-      store_bytes(low + i, low_byte);
-      store_bytes(high + i, shift_right<8>(subtract(q, low_byte)));
-      total = add(total, q);
-    }
-    for (int64_t step = 0; step < (end - begin) / STEP; ++step) {
-      int32_t *at = panel.bytes + ((begin / STEP + step) * panel.num_rows + row) * 2;
-      std::memcpy(at, low + step * STEP, STEP);
-      std::memcpy(at + 1, high + step * STEP, STEP);
-    }
-    panel.scales[segment * panel.num_rows + row] = finite ? (normal ? magnitude / FIXED_POINT_MAX : 0.0f) : NAN;
-    panel.sums[segment * panel.num_rows + row] = sum(total) * -all.offset;
-  }
-}
-
-// One row of int8 codes.
-void take_row(const Activations<1> &all, const Panel<1> &panel, int64_t row, const int8_t *codes, float scale) {
-  for (int64_t segment = 0; segment < all.num_segments; ++segment) {
-    const int64_t begin = segment * all.segment, end = std::min(begin + all.segment, all.num_inputs);
-    int32_t total = 0;
-    for (int64_t i = begin; i < end; ++i) total += codes[i];
-    panel.scales[segment * panel.num_rows + row] = scale;
-    panel.sums[segment * panel.num_rows + row] = total * -all.offset;
-  }
-  const int64_t whole = all.num_inputs / STEP;
-  for (int64_t step = 0; step < whole; ++step) std::memcpy(panel.bytes + step * panel.num_rows + row, codes + step * STEP, STEP);
-  for (int64_t step = whole; step < all.num_steps; ++step) {
-    int32_t bytes = 0;
-    std::memcpy(&bytes, codes + step * STEP, std::max<int64_t>(all.num_inputs - step * STEP, 0));
-    panel.bytes[step * panel.num_rows + row] = bytes;
-  }
-}
-
-=======
->>>>>>> a0539f5 (Experts together, draws without sorting)
 // --- the product ---
 
 // Where a kernel starts to read.

@@ -84,6 +84,13 @@ def test_experts_together_are_the_experts_one_by_one(family: str, scheme: str) -
     assert called
 
 
+def test_few_rows_of_each_expert_stay_floats_with_activations_auto() -> None:
+    auto = quantized("mixtral", QuantConfig(QuantScheme.int8, activations=Activations.auto))
+    plain = quantized("mixtral", QuantConfig(QuantScheme.int8))
+    prompt = [1, 2, 3, 4, 5, 6]  # 12 rows for 4 experts: 8 of one layer would be quantised
+    assert torch.equal(all_logits(auto, prompt), all_logits(plain, prompt))
+
+
 def test_a_step_reads_the_experts_that_it_needs() -> None:
     engine = quantized("mixtral", QuantConfig(QuantScheme.int8))
     runner, config = engine.runner, json.loads((GOLDENS / "mixtral/config.json").read_text())
