@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ KERNELS = Path(__file__).resolve().parent
 # Levels of the x86-64 ABI and not `native`: one cache serves every machine of a cluster, and a CPU's odd features change no result.
 # No fast-math, and no contraction of a * b + c into one rounding: where the compiler does that depends on how it unrolled a loop, so an
 # element's bits would depend on its place. Kernels that want a fused multiply-add say so.
-FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-pthread")
 INSTRUCTION_SETS = {  # name, best first -> what /proc/cpuinfo must list, what the compiler is told
     "avx512": (
         {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "fma", "f16c"},
@@ -106,9 +107,18 @@ def fingerprint(compiler: str, name: str) -> str:
 def _compile(compiler: str, name: str, path: Path) -> None:
     """Writes the library to `path`, all of it or nothing."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        flags = [compiler, *FLAGS, *INSTRUCTION_SETS[name][1]]
+        objects = [f"{folder}/{number}.o" for number in range(len(sources()))]
+        commands = [[*flags, "-c", str(file), "-o", made] for file, made in zip(sources(), objects, strict=True)]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # which wait for as many compilers
+            list(pool.map(_run, commands))
         made = Path(folder) / path.name
-        command = [compiler, *FLAGS, *INSTRUCTION_SETS[name][1], *map(str, sources()), "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise NotBuilt(f"{compiler} failed; g++ 11 or later compiles them. It says:\n{done.stderr.strip()[:2000]}")
+        _run([*flags, "-shared", *objects, "-o", str(made)])
         made.replace(path)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        said = done.stderr.strip()[:2000]
+        raise NotBuilt(f"{command[0]} failed; g++ 11 or later compiles the kernels. It says:\n{said}")

@@ -40,6 +40,7 @@ def limits() -> ctypes.CDLL:
         command = [
             "c++",
             *build.FLAGS,
+            "-shared",
             *build.INSTRUCTION_SETS["avx512"][1],
             f"{here}/limits.cpp",
             f"{build.KERNELS}/threads.cpp",

@@ -64,7 +64,7 @@ def test_an_error_of_the_compiler_is_shown(tmp_path: Path) -> None:
     code = f"from kernels import build; from pathlib import Path; build.sources = lambda: [Path({str(broken)!r})]; {PRODUCT}"
     done = run(code, XDG_CACHE_HOME=str(tmp_path))
     assert done.stdout == "tensor(160.)\n"
-    assert "failed; g++ 11 or later compiles them. It says:" in done.stderr
+    assert "failed; g++ 11 or later compiles the kernels. It says:" in done.stderr
     assert "nonsense" in done.stderr
     assert not list(tmp_path.glob("quintet/*.so"))
 
