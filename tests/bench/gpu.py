@@ -84,7 +84,7 @@ def large_product(dtype: torch.dtype) -> list[Step]:
 
 def product(kind: str, rows: int, outputs: int, inputs: int) -> Step:
     """Counted as bytes of the weight for one row, else as operations."""
-    from kernels.quant_matmul import triton
+    from kernels.quant_matmul import gpu_weight, triton
 
     bits = {"bf16": 16, "int4 g128": 4}.get(kind, 8)
     counted = outputs * inputs * bits / 8 if rows <= 64 else 2.0 * rows * outputs * inputs
@@ -96,7 +96,7 @@ def product(kind: str, rows: int, outputs: int, inputs: int) -> Step:
     scales = torch.rand(inputs // 128 if bits == 4 else 1, outputs, device="cuda")
     if bits == 4:
         counted += scales.nbytes if rows <= 64 else 0
-    weight = triton.GPUWeight(codes, scales, None, inputs, 128)
+    weight = gpu_weight.GPUWeight(codes, scales, None, inputs, 128)
     if kind in ("int8", "int4 g128"):
         return lambda: triton.quant_matmul(x, weight), counted
     x_codes, x_scales = triton.quantize_rows(x, codes.dtype)
