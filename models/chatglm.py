@@ -18,6 +18,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.activation import gelu_tanh
 from models.layers.attention import attend
+from models.layers.constant import Constant
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear
 
@@ -101,14 +102,14 @@ class RotaryEmbedding2D:
     def __init__(self, c: ChatGLMConfig) -> None:
         size = c.head_dim // 2
         exact = 1.0 / (10000 ** (torch.arange(0, size, 2, device="cpu").float() / size))  # [D/4]
-        self._frequencies = exact.half().float()  # as the published code rounds them, in any dtype
+        self._frequencies = Constant(exact.half().float())  # as the published code rounds them, in any dtype
 
     def angles(self, batch: Batch, dtype: torch.dtype) -> Angles:
         place, block = positions_2d(batch)
         return Angles(self._turn(place, dtype), self._turn(block, dtype))
 
     def _turn(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angles = positions[:, None].float() * self._frequencies.to(positions.device)  # [T, D/4]
+        angles = positions[:, None].float() * self._frequencies.on(positions.device)  # [T, D/4]
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
