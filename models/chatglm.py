@@ -88,10 +88,11 @@ class Angles:
 
 def positions_2d(batch: Batch) -> tuple[Tensor, Tensor]:
     """Each token's place in the text, which behind it is the mask's, and its place behind the text, which in it is 0: [T] each."""
-    marks = batch.prompt_marks.repeat_interleave(
-        batch.query_starts.diff(), 0, output_size=len(batch.positions)
-    )  # [T, 2]
-    text_length, mask_position = marks.unbind(1)
+    tokens = torch.arange(len(batch.positions), device=batch.positions.device)
+    owners = torch.bucketize(
+        tokens, batch.query_starts[1:], right=True
+    )  # [T]; of a row that pads a step behind the last sequence
+    text_length, mask_position = batch.prompt_marks[owners.clamp(max=len(batch.prompt_marks) - 1)].unbind(1)
     place = torch.where(batch.positions < text_length, batch.positions, mask_position)
     return place, (batch.positions - text_length + 1).clamp(min=0)
 

@@ -9,7 +9,7 @@ import torch
 
 from conf.errors import UserError
 from conf.quantization import Activations, KVCacheFormat, KVCacheScales, QuantConfig, QuantScheme
-from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
+from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights, typed
 from kernels.kv_format import FORMATS, KVFormat
 from kernels.threads import set_threads
 from models.batch import KVCache
@@ -24,7 +24,7 @@ from models.registry import find_architecture
 from models.tokenizers import Tokenizer
 from models.weights import DTYPES, initialise_randomly, load_weights, parameter_shapes, stored_dtype
 from pipelines.engine import Engine
-from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
+from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks, free_memory
 from pipelines.engine.request import ContextLimit
 from pipelines.generation_config import decode_defaults, eos_token_ids
 from pipelines.kept import load_kept
@@ -180,7 +180,8 @@ def _kv_cache(
 ) -> KVCache:
     block_size = config.block_size or BLOCK_SIZE[device.type]
     wanted_blocks = max_num_sequences * -(-context.num_tokens // block_size)
-    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, formats, dtype, device)
+    free = free_memory(device, config.memory_fraction)
+    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, free, formats, dtype)
     return allocate_kv_cache(shape, num_blocks, block_size, formats, dtype, device)
 
 
@@ -191,8 +192,20 @@ def _prepared_device(config: DeviceConfig) -> torch.device:
     if config.threads is not None:
         set_threads(config.threads)
     if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(config.memory_fraction)
         torch.cuda.reset_peak_memory_stats(device)
+    else:
+        _refuse_options_of_gpus(config)
     return device
+
+
+def _refuse_options_of_gpus(config: DeviceConfig) -> None:
+    for name in ("cuda_graphs", "memory_fraction"):
+        value, default = getattr(config, name), getattr(DeviceConfig(), name)
+        if value != default:
+            raise UserError(
+                f"device.{name}={typed(value)} is not used on a CPU: leave it at {typed(default)}, or give device=cuda"
+            )
 
 
 def _device(config: DeviceConfig) -> torch.device:
