@@ -183,6 +183,7 @@ class ChatGLM(CausalLM):
     config: ChatGLMConfig
     row_parallel = ("dense", "dense_4h_to_h")
     attention = "attention"
+    num_prompt_marks = 2
 
     def __init__(self, config: ChatGLMConfig) -> None:
         super().__init__()

@@ -91,10 +91,10 @@ def assemble(
     if packed:
         prepare_experts(model)
     usual = run.decode.resolved(decode)
-    sequences = max(AUTO_SEQUENCES, max_num_requests * max(usual.n, usual.num_beams or 1))
-    formats = _cache_formats(model, run.quant, static_cache)
-    cache = _kv_cache(run.device, shape, sequences, context, formats, dtype, device)
-    sizes = max_num_requests, run.device.max_batched_tokens
+    sequences = max_num_requests * max(usual.n, usual.num_beams or 1)
+    formats, room = _cache_formats(model, run.quant, static_cache), max(AUTO_SEQUENCES, sequences)
+    cache = _kv_cache(run.device, shape, room, context, formats, dtype, device)
+    sizes = max_num_requests, run.device.max_batched_tokens, sequences if run.device.cuda_graphs else 0
     return Engine(model, cache, tokenizer, context, eos, decode, *sizes)
 
 

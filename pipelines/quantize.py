@@ -214,7 +214,7 @@ def _batches(engine: Engine, samples: list[list[int]]) -> list[Batch]:
     table = list(range(-(-longest // block_size)))
     marks = [engine.runner.mark_prompt(sample) for sample in samples]
     return [
-        whole_batch([sample], [len(sample)], [table], [mark], block_size, engine.device)
+        engine.runner.on_device(whole_batch([sample], [len(sample)], [table], [mark], block_size))
         for sample, mark in zip(samples, marks, strict=True)
     ]
 

@@ -54,8 +54,10 @@ class Engine:
         decode_defaults: dict[str, Any],
         max_num_requests: int,
         max_batched_tokens: int,
+        num_graph_sequences: int = 0,
     ) -> None:
-        """`decode_defaults`: settings of DecodeConfig that hold where a request says nothing."""
+        """`decode_defaults`: settings of DecodeConfig that hold where a request says nothing. `num_graph_sequences`: the most in a decode
+        step that is captured as a CUDA graph, where there is a GPU."""
         num_blocks, self._block_size = cache.tensors[0].shape[:2]
         self.device, self.dtype = cache.tensors[0].device, cache.dtype
         self.context = context
@@ -70,7 +72,8 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         self._eos_token_ids = eos_token_ids
         self._decode_defaults = decode_defaults
-        self.runner = Runner(model, cache)
+        width = min(num_blocks, self.scheduler.block_manager.num_blocks_for(context.num_tokens))
+        self.runner = Runner(model, cache, num_graph_sequences, width)
         self.num_generated_tokens = 0  # by all requests so far
 
     def resolve(self, decode: DecodeConfig) -> DecodeConfig:
@@ -190,7 +193,7 @@ class Engine:
         """One forward pass over everything that runs; the groups that are computed to their last tokens get new ones."""
         plan = self.scheduler.plan()
         self.runner.copy_blocks(plan.copies)
-        hidden, logits = self.runner.run(build_batch(plan, self._block_size, self.device))  # [R, E], [R, V]
+        hidden, logits = self.runner.run(build_batch(plan, self._block_size))  # [R, E], [R, V]
         self.scheduler.commit(plan)
         rows = _observe(plan, hidden, logits)
         self._sample([group for group in plan.ready if not group.search], rows, logits)
@@ -216,7 +219,7 @@ class Engine:
         tables = [blocks.allocate(blocks.num_blocks_for(len(prompt))) for prompt in prompts]
         try:
             marks = [self.runner.mark_prompt(prompt) for prompt in prompts]
-            return self.runner.hidden(whole_batch(prompts, num_outputs, tables, marks, self._block_size, self.device))
+            return self.runner.hidden(whole_batch(prompts, num_outputs, tables, marks, self._block_size))
         finally:
             for table in tables:
                 blocks.free(table)
