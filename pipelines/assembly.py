@@ -192,7 +192,7 @@ def _prepared_device(config: DeviceConfig) -> torch.device:
     if config.threads is not None:
         set_threads(config.threads)
     if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(config.memory_fraction)
+        torch.cuda.set_per_process_memory_fraction(float(config.memory_fraction))
         torch.cuda.reset_peak_memory_stats(device)
     else:
         _refuse_options_of_gpus(config)
