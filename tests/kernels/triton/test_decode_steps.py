@@ -9,7 +9,6 @@ import kernels.kv_store.triton
 import kernels.paged_attention.triton
 import kernels.rms_norm.triton
 import kernels.rope.triton
-import kernels.swiglu.triton
 import models.decoder
 import models.layers.attention
 import models.layers.norm
@@ -31,8 +30,8 @@ def test_an_engine_gives_the_cpus_tokens(tmp_path: Path, monkeypatch: pytest.Mon
         (models.layers.attention, kernels.kv_store.triton.kv_store),
         (models.layers.attention, kernels.paged_attention.triton.paged_attention),
         (models.layers.norm, kernels.rms_norm.triton.rms_norm),
+        (models.layers.norm, kernels.rms_norm.triton.add_rms_norm),
         (models.decoder, kernels.rope.triton.rope),
-        (models.decoder, kernels.swiglu.triton.swiglu),
     ):
         monkeypatch.setattr(module, kernel.__name__, kernel)
     steps = PaddedDecodeSteps(engine.runner._forward, AgainPool(), 4, 3, 0, torch.device("cpu"))
