@@ -5,6 +5,8 @@ import itertools
 from models.batch import Batch
 from pipelines.engine.scheduler import StepPlan
 
+UNKNOWN = 0  # in the place of a token that only the device knows yet
+
 
 def build_batch(plan: StepPlan, block_size: int) -> Batch:
     """Flatten the plan's new tokens, without padding."""
@@ -18,7 +20,8 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
     for item in plan.scheduled:
         sequence, first = item.sequence, item.sequence.num_computed_tokens
         after = first + item.num_new_tokens
-        token_ids += sequence.token_ids[first:after]
+        known = sequence.token_ids[first:after]
+        token_ids += known + [UNKNOWN] * (item.num_new_tokens - len(known))
         positions += range(first, after)
         slots += [sequence.block_table[p // block_size] * block_size + p % block_size for p in range(first, after)]
         prompt_lengths += [sequence.num_prompt_tokens] * item.num_new_tokens

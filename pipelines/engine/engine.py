@@ -1,6 +1,6 @@
 """The loop: plan, build, run, choose, commit."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from pipelines.engine.beam_search import BeamSearch
 from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.contrastive_search import ContrastiveSearch
 from pipelines.engine.detokenizer import Detokenizer
+from pipelines.engine.lookahead import Lookahead
 from pipelines.engine.request import (
     ContextLimit,
     FinishReason,
@@ -74,6 +75,7 @@ class Engine:
         self._decode_defaults = decode_defaults
         width = min(num_blocks, self.scheduler.block_manager.num_blocks_for(context.num_tokens))
         self.runner = Runner(model, cache, num_graph_sequences, width)
+        self._lookahead = Lookahead(self.scheduler, self.runner) if self.device.type == "cuda" else None
         self.num_generated_tokens = 0  # by all requests so far
 
     def resolve(self, decode: DecodeConfig) -> DecodeConfig:
@@ -191,8 +193,19 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """One forward pass over everything that runs; the groups that are computed to their last tokens get new ones."""
-        plan = self.scheduler.plan()
-        self.runner.copy_blocks(plan.copies)
+        launched = self._lookahead.take() if self._lookahead else None
+        if launched is None:
+            plan = self.scheduler.plan()
+            self.runner.copy_blocks(plan.copies)
+            if self._lookahead is None or not self._lookahead.fits(plan):
+                self._compute(plan)
+                return
+            launched = self._lookahead.launch(plan)
+        assert self._lookahead
+        self._accept(self._lookahead.results(launched))
+
+    def _compute(self, plan: StepPlan) -> None:
+        """A step whose results are waited for."""
         hidden, logits = self.runner.run(build_batch(plan, self._block_size))  # [R, E], [R, V]
         self.scheduler.commit(plan)
         rows = _observe(plan, hidden, logits)
@@ -241,16 +254,19 @@ class Engine:
         indices = [rows[sequence] for _, sequence in chosen]
         wanted = logits if indices == list(range(len(logits))) else logits[indices]
         tokens = sample(wanted, [sequence for _, sequence in chosen])
-        for (_, sequence), token in zip(chosen, tokens, strict=True):
+        for row, ((_, sequence), token) in enumerate(zip(chosen, tokens, strict=True)):
+            if token is not None and (num_top := sequence.request.params.logprobs) is not None:
+                sequence.logprobs += token_logprobs(wanted[row : row + 1], [token], num_top)
+        self._accept([(group, sequence, token) for (group, sequence), token in zip(chosen, tokens, strict=True)])
+
+    def _accept(self, chosen: Collection[tuple[SequenceGroup, Sequence, int | None]]) -> None:
+        """The sequences' next tokens, None where all were banned."""
+        for _, sequence, token in chosen:
             if token is not None:  # all of them before any sink is called, which may raise
                 sequence.token_ids.append(token)
-        self.num_generated_tokens += len(tokens)
-        for row, ((group, sequence), token) in enumerate(zip(chosen, tokens, strict=True)):
-            reason: FinishReason | None = FinishReason.no_token
-            if token is not None:
-                if (num_top := sequence.request.params.logprobs) is not None:
-                    sequence.logprobs += token_logprobs(wanted[row : row + 1], [token], num_top)
-                reason = extend_text(sequence)
+        self.num_generated_tokens += len(chosen)
+        for group, sequence, token in chosen:
+            reason = FinishReason.no_token if token is None else extend_text(sequence)
             if reason:
                 group.completions[sequence.sample] = completion_of(sequence, reason)
                 self.scheduler.finish(group, sequence)

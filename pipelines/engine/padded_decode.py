@@ -62,6 +62,7 @@ class PaddedDecodeSteps:
         numbers = torch.zeros(count, dtype=torch.int64, device=device)
         self._pinned = {size: batch_over(pinned, shape) for size, shape in shapes.items()}
         self._inputs = {size: batch_over(numbers, shape) for size, shape in shapes.items()}
+        self._sent = torch.cuda.Event() if on_gpu else None
         self._graphs: dict[int, Graph] = {}
         try:
             self._capture_all(pool)
@@ -87,17 +88,24 @@ class PaddedDecodeSteps:
         self._logits[:size].copy_(logits)
 
     def _send(self, batch: Batch, size: int) -> None:
+        if self._sent:
+            self._sent.synchronize()  # the last batch has left the pinned memory
         fill(self._pinned[size], batch)
         self._inputs[size].numbers.copy_(self._pinned[size].numbers, non_blocking=True)
+        if self._sent:
+            self._sent.record()
 
-    def run(self, batch: Batch) -> Outputs:
-        """They are overwritten by the next call, before which the caller has waited for these."""
+    def hold(self, num_sequences: int) -> bool:
+        """Whether there is a step for so many."""
+        return bool(self._graphs) and num_sequences <= self._sizes[-1]
+
+    def run(self, batch: Batch, token_ids: Tensor | None = None) -> Outputs:
+        """They are overwritten by the next call. `token_ids` [S], on the device, take the place of the batch's."""
         num_sequences = len(batch.context_lengths)
-        if not self._graphs or num_sequences > self._sizes[-1]:
-            hidden, logits = self._compute(batch)
-            return hidden, logits, all_finite(logits)
         size = self._sizes[bisect_left(self._sizes, num_sequences)]
         self._send(batch, size)
+        if token_ids is not None:
+            self._inputs[size].token_ids[:num_sequences].copy_(token_ids)
         self._graphs[size].replay()
         hidden, logits = self._hidden[:num_sequences], self._logits[:num_sequences]
         return hidden, logits, all_finite(logits)

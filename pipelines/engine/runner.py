@@ -11,7 +11,7 @@ from kernels.copy_blocks import copy_blocks
 from kernels.cuda_graph import GraphPool
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
-from pipelines.engine.decode_step import DecodeSteps
+from pipelines.engine.decode_step import DecodeSteps, Outputs
 from pipelines.engine.gpu_batch import to_gpu
 from pipelines.engine.padded_decode import PaddedDecodeSteps
 
@@ -62,11 +62,23 @@ class Runner:
 
         Raises UserError where a logit is not finite.
         """
+        hidden, logits, finite = self.launch(batch)
+        check_finite(finite)
+        return hidden, logits
+
+    def launch(self, batch: Batch, token_ids: Tensor | None = None) -> Outputs:
+        """The same without waiting for a GPU, so that nobody knows yet whether logits are finite.
+
+        `token_ids` [T], on the model's device, take the place of the batch's.
+        """
         decodes = batch.token_ids.shape == batch.context_lengths.shape == batch.output_rows.shape
         steps = self._decode_steps if decodes else None
-        hidden, logits, finite = steps.run(batch) if steps else self._compute(batch)
-        _check(finite)
-        return hidden, logits
+        if isinstance(steps, PaddedDecodeSteps) and steps.hold(len(batch.context_lengths)):
+            return steps.run(batch, token_ids)
+        if token_ids is not None:
+            batch = self.on_device(batch)
+            batch.token_ids.copy_(token_ids)
+        return steps.run(batch) if isinstance(steps, DecodeSteps) else self._compute(batch)
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states, logits, and whether these are all finite."""
@@ -84,11 +96,12 @@ class Runner:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] of hidden states [R, E]. Raises UserError where one is not finite."""
         logits = self.model.logits(hidden)
-        _check(all_finite(logits))
+        check_finite(all_finite(logits))
         return logits
 
 
-def _check(finite: Tensor) -> None:
+def check_finite(finite: Tensor | bool) -> None:
+    """Raises UserError where they are not."""
     if not finite:
         remedy = "the weights are damaged, or model.dtype=float16 is too small for them: try model.dtype=float32"
         raise UserError(f"the model's logits are not finite: {remedy}")
