@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import Activations, KVCacheFormat, KVCacheScales, QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights, typed
@@ -51,14 +52,10 @@ def assemble(
     """Load model and tokenizer and make an engine for so many requests at once. `on_bytes(done, total)` follows the weights.
 
     A scheme that needs calibration is for a model that is quantised by it already.
-    `packed`: weights are held as the machine's kernels want them, where there are such.
+    `packed`: weights are as the machine's kernels want them, and decode steps captured; not for a model whose layers will be replaced.
     Raises UserError for whatever is wrong with the checkpoint, the tokenizer or the device.
     """
-    if max_num_requests > run.device.max_batched_tokens:
-        raise UserError(
-            f"batch_size={max_num_requests} is more than device.max_batched_tokens={run.device.max_batched_tokens}: "
-            "every row that runs needs a token of each step"
-        )
+    _check_batch_size(max_num_requests, run.device)
     device = _prepared_device(run.device)
     checkpoint = find_and_open(run.model)
     reader = checkpoint.config
@@ -70,8 +67,7 @@ def assemble(
     decode = decode_defaults(checkpoint.generation_config, context.num_tokens)
     with torch.device("meta"):
         model = architecture.build(shape).eval()
-    with_weights = run.model.weights is Weights.checkpoint
-    files = checkpoint.open_weights(parameter_shapes(model)) if with_weights else []
+    files = [] if run.model.weights is Weights.random else checkpoint.open_weights(parameter_shapes(model))
     _quantize(model, run.quant, read_quantization(reader) or read_gguf_quantization(files), files)
     static_cache = _static_cache(model, run.quant, reader, files)
     if unread := reader.unread():
@@ -90,12 +86,23 @@ def assemble(
         read()
     if packed:
         prepare_experts(model)
-    usual = run.decode.resolved(decode)
-    sequences = max_num_requests * max(usual.n, usual.num_beams or 1)
+    sequences = max_num_requests * _sequences_of_a_request(run.decode.resolved(decode))
     formats, room = _cache_formats(model, run.quant, static_cache), max(AUTO_SEQUENCES, sequences)
     cache = _kv_cache(run.device, shape, room, context, formats, dtype, device)
-    sizes = max_num_requests, run.device.max_batched_tokens, sequences if run.device.cuda_graphs else 0
+    sizes = max_num_requests, run.device.max_batched_tokens, sequences if run.device.cuda_graphs and packed else 0
     return Engine(model, cache, tokenizer, context, eos, decode, *sizes)
+
+
+def _check_batch_size(max_num_requests: int, device: DeviceConfig) -> None:
+    if max_num_requests > device.max_batched_tokens:
+        raise UserError(
+            f"batch_size={max_num_requests} is more than device.max_batched_tokens={device.max_batched_tokens}: "
+            "every row that runs needs a token of each step"
+        )
+
+
+def _sequences_of_a_request(decode: DecodeConfig) -> int:
+    return max(decode.n, decode.num_beams or 1)
 
 
 def _quantize(model: CausalLM, config: QuantConfig, stored: StoredQuantization | None, files: list[WeightFile]) -> None:

@@ -73,10 +73,15 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         self._eos_token_ids = eos_token_ids
         self._decode_defaults = decode_defaults
-        width = min(num_blocks, self.scheduler.block_manager.num_blocks_for(context.num_tokens))
+        self.run_over(model, cache, num_graph_sequences)
+        self.num_generated_tokens = 0  # by all requests so far
+
+    def run_over(self, model: CausalLM, cache: KVCache, num_graph_sequences: int = 0) -> None:
+        """Compute with this model, or this cache, of the same number of blocks, from now on: captured steps know the old ones."""
+        blocks = self.scheduler.block_manager
+        width = min(blocks.num_blocks, blocks.num_blocks_for(self.context.num_tokens))
         self.runner = Runner(model, cache, num_graph_sequences, width)
         self._lookahead = Lookahead(self.scheduler, self.runner) if self.device.type == "cuda" else None
-        self.num_generated_tokens = 0  # by all requests so far
 
     def resolve(self, decode: DecodeConfig) -> DecodeConfig:
         """The settings, complete: what the checkpoint suggests, or a neutral value, where they say nothing."""
