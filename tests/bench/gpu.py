@@ -219,7 +219,7 @@ def decode_step(size: str, scheme: str, rows: int) -> tuple[float, float]:
         engine.step()
         times.append(time.perf_counter())
     seconds = statistics.median(after - before for before, after in itertools.pairwise(times[8:]))
-    return seconds, engine.runner.step_weight_bytes + rows * 192 * engine.runner.kv_bytes_per_token
+    return seconds, engine.runner.step_weight_bytes(rows) + rows * 192 * engine.runner.kv_bytes_per_token
 
 
 PLAN: list[tuple[str, str, float | None, Callable[[], list[Step]]]] = [
