@@ -20,7 +20,6 @@ from tests.models.test_goldens import FAMILIES, GOLDENS, link
 
 aten = torch.ops.aten
 WAITS = (aten._local_scalar_dense, aten.nonzero, aten._unique2, aten.unique_dim, aten.masked_select)
-EXPERTS = {"mixtral", "qwen2_moe"}  # whose steps are launched one by one on a GPU
 
 
 class NeverWaits(TorchDispatchMode):
@@ -53,7 +52,7 @@ def attend_own(query: Tensor, keys: Any, values: Any, *where: Any) -> Tensor:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in EXPERTS])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_of_two_sequences_in_one_of_four(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(link(family, tmp_path), allow_pickle=True)
     prompt = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
