@@ -130,7 +130,12 @@ class DeviceConfig:
     block_size: int | None = None
     """Tokens in a block of the KV cache; null: 16 on a CPU, 64 on a GPU."""
     kv_cache_memory: str = "auto"
-    """Bytes of the KV cache, or a fraction (below 1) of the memory that is free; auto: half of it, or what all rows need."""
+    """Bytes of the KV cache, or a fraction (below 1) of the memory that is free when the weights are there; auto: half of it, or what
+    all rows need. On a GPU no more is free than `memory_fraction` leaves."""
+    memory_fraction: float = 0.9
+    """Share of a GPU's memory that the process may take: weights, KV cache, CUDA graphs and the tensors of a step."""
+    cuda_graphs: bool = True
+    """On a GPU, capture decode steps of up to `batch_size` rows when the model is loaded, and replay them."""
 
     def __post_init__(self) -> None:
         check(self.max_batched_tokens > 0, "device.max_batched_tokens", self.max_batched_tokens, "a number above 0")
@@ -142,6 +147,8 @@ class DeviceConfig:
         )
         allowed = "auto, a number of bytes, or a fraction between 0 and 1"
         check(_is_memory(self.kv_cache_memory), "device.kv_cache_memory", self.kv_cache_memory, allowed)
+        fraction = self.memory_fraction
+        check(0 < fraction <= 1, "device.memory_fraction", fraction, "a number above 0 and up to 1")
         check(self.threads is None or self.threads > 0, "device.threads", self.threads, "a number above 0, or null")
 
 

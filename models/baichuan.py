@@ -19,6 +19,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.decoder import MLP
 from models.layers.attention import alibi_slopes, attend
+from models.layers.constant import Constant
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear, linear
 from models.layers.norm import AddRMSNorm, ResidualStream
@@ -147,13 +148,12 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.num_hidden_layers))
         self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.rotary = None if c.alibi else RotaryEmbedding(RotaryConfig(c.head_dim, c.max_length))
-        # Not a buffer: slopes stay float32 whatever the model's dtype is.
-        self.slopes = alibi_slopes(c.num_attention_heads) if c.alibi else None  # [H]
+        self.slopes = Constant(alibi_slopes(c.num_attention_heads)) if c.alibi else None  # [H]
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         stream = ResidualStream(self.embed_tokens(batch.token_ids))
         angles = self.rotary and self.rotary.angles(batch.positions, batch.prompt_lengths, stream.x.dtype)
-        slopes = None if self.slopes is None else self.slopes.to(stream.x.device)
+        slopes = None if self.slopes is None else self.slopes.on(stream.x.device)
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             stream = layer(stream, angles, slopes, batch, layer_cache)
         normed, _ = self.norm(*stream)  # [T, E]

@@ -39,8 +39,8 @@ class Batch:
         prompt_lengths: list[int],
         prompt_marks: list[tuple[int, ...]],
         output_rows: list[int],
-        device: torch.device,
     ) -> "Batch":
+        """On the CPU."""
         num_sequences = len(context_lengths)
         longest = max(map(len, block_tables))
         width = 1 << (longest - 1).bit_length()  # a power of two, so that decode steps have few different shapes
@@ -57,7 +57,7 @@ class Batch:
             marks,
             output_rows,
         )
-        numbers = torch.tensor(list(itertools.chain(*fields)), dtype=torch.int64, device=device)
+        numbers = torch.tensor(list(itertools.chain(*fields)), dtype=torch.int64)
         ids, places, into, table, starts, contexts, prompts, mark, rows = numbers.split(
             [len(field) for field in fields]
         )

@@ -13,6 +13,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.activation import gelu_tanh
 from models.layers.attention import alibi_slopes, attend
+from models.layers.constant import Constant
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear, make_head
 
@@ -103,11 +104,11 @@ class Transformer(nn.Module):
         self.word_embeddings_layernorm = nn.LayerNorm(c.hidden_size, c.layer_norm_epsilon)
         self.h = nn.ModuleList(Block(c) for _ in range(c.num_hidden_layers))
         self.ln_f = nn.LayerNorm(c.hidden_size, c.layer_norm_epsilon)
-        self.slopes = alibi_slopes(c.num_key_value_heads)  # no buffer: float32 whatever the model's dtype
+        self.slopes = Constant(alibi_slopes(c.num_key_value_heads))
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         x = self.word_embeddings_layernorm(self.word_embeddings(batch.token_ids))  # [T, E]
-        slopes = self.slopes.to(x.device)
+        slopes = self.slopes.on(x.device)
         for block, layer_cache in zip(self.h, cache.layers, strict=True):
             x = block(x, slopes, batch, layer_cache)
         return self.ln_f(x[batch.output_rows])  # type: ignore[no-any-return]

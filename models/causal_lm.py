@@ -59,6 +59,9 @@ class CausalLM(nn.Module, ABC):
     replicated: tuple[str, ...] = ()
     """Linear layers and embeddings that every rank of tensor parallelism has whole: routers, tables of positions, latents."""
 
+    num_prompt_marks: int = 0
+    """How many numbers `mark_prompt` gives."""
+
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
         """Beginnings of the names of tensors that a checkpoint may hold beside this model's own."""

@@ -18,6 +18,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.activation import gelu_tanh
 from models.layers.attention import attend
+from models.layers.constant import Constant
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear
 
@@ -87,10 +88,11 @@ class Angles:
 
 def positions_2d(batch: Batch) -> tuple[Tensor, Tensor]:
     """Each token's place in the text, which behind it is the mask's, and its place behind the text, which in it is 0: [T] each."""
-    marks = batch.prompt_marks.repeat_interleave(
-        batch.query_starts.diff(), 0, output_size=len(batch.positions)
-    )  # [T, 2]
-    text_length, mask_position = marks.unbind(1)
+    tokens = torch.arange(len(batch.positions), device=batch.positions.device)
+    owners = torch.bucketize(
+        tokens, batch.query_starts[1:], right=True
+    )  # [T]; of a row that pads a step behind the last sequence
+    text_length, mask_position = batch.prompt_marks[owners.clamp(max=len(batch.prompt_marks) - 1)].unbind(1)
     place = torch.where(batch.positions < text_length, batch.positions, mask_position)
     return place, (batch.positions - text_length + 1).clamp(min=0)
 
@@ -101,14 +103,14 @@ class RotaryEmbedding2D:
     def __init__(self, c: ChatGLMConfig) -> None:
         size = c.head_dim // 2
         exact = 1.0 / (10000 ** (torch.arange(0, size, 2, device="cpu").float() / size))  # [D/4]
-        self._frequencies = exact.half().float()  # as the published code rounds them, in any dtype
+        self._frequencies = Constant(exact.half().float())  # as the published code rounds them, in any dtype
 
     def angles(self, batch: Batch, dtype: torch.dtype) -> Angles:
         place, block = positions_2d(batch)
         return Angles(self._turn(place, dtype), self._turn(block, dtype))
 
     def _turn(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angles = positions[:, None].float() * self._frequencies.to(positions.device)  # [T, D/4]
+        angles = positions[:, None].float() * self._frequencies.on(positions.device)  # [T, D/4]
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -181,6 +183,7 @@ class ChatGLM(CausalLM):
     config: ChatGLMConfig
     row_parallel = ("dense", "dense_4h_to_h")
     attention = "attention"
+    num_prompt_marks = 2
 
     def __init__(self, config: ChatGLMConfig) -> None:
         super().__init__()

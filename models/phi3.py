@@ -16,6 +16,7 @@ from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend
+from models.layers.constant import Constant
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear, make_head
 from models.layers.norm import AddRMSNorm, ResidualStream
@@ -131,8 +132,8 @@ class LongRope:
         count = len(config.short_factor)
         # On the CPU, also where a model is being built without memory.
         powers = config.theta ** (torch.arange(0, 2 * count, 2, device="cpu").float() / (2 * count))
-        self._short = 1.0 / (torch.tensor(config.short_factor, device="cpu") * powers)  # [R/2]
-        self._long = 1.0 / (torch.tensor(config.long_factor, device="cpu") * powers)  # [R/2]
+        self._short = Constant(1.0 / (torch.tensor(config.short_factor, device="cpu") * powers))  # [R/2]
+        self._long = Constant(1.0 / (torch.tensor(config.long_factor, device="cpu") * powers))  # [R/2]
 
     def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions and prompt_lengths [T] int64; returns cos and sin [T, R/2] in dtype.
@@ -144,7 +145,7 @@ class LongRope:
         """
         is_long = torch.maximum(positions + 1, prompt_lengths) > self._config.original_length
         frequencies = torch.where(
-            is_long[:, None], self._long.to(positions.device), self._short.to(positions.device)
+            is_long[:, None], self._long.on(positions.device), self._short.on(positions.device)
         )  # [T, R/2]
         angles = positions[:, None].float() * frequencies
         factor = self._config.attention_factor

@@ -4,6 +4,7 @@ T tokens, H heads, D channels per head, E hidden channels, V vocabulary, R outpu
 Modules are named as the checkpoint's tensors are; the order of operations is that of the model's own modeling_qwen.py.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend
+from models.layers.constant import Constant
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear, linear_swiglu
 from models.layers.norm import AddRMSNorm, ResidualStream
@@ -84,26 +86,32 @@ def read_config(config: ConfigReader) -> QwenConfig:
     )
 
 
+LONGEST_PROMPT = 2**31  # whatever the config says: no tables are made for more
+
+
 class Rotary:
     """cos and sin of each token's angles. The base follows the length of the prompt and stays while tokens are added to it."""
 
     def __init__(self, c: QwenConfig) -> None:
-        self._config = c
+        longest = min(c.context_length, LONGEST_PROMPT) if c.use_dynamic_ntk else 0
+        lengths = list(itertools.takewhile(lambda n: n < longest, (c.seq_length * 2**i for i in itertools.count())))
+        # Prompt lengths [P] above each of which the base is another.
+        self._lengths = Constant(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
+        self._frequencies = Constant(torch.stack([_frequencies(c, i) for i in range(len(lengths) + 1)]))  # [P + 1, D/2]
 
     def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions and prompt_lengths [T] int64; returns cos and sin [T, D/2] in dtype."""
-        lengths, owners = prompt_lengths.unique(return_inverse=True)
-        frequencies = torch.stack([self._frequencies(length) for length in lengths.tolist()])  # [P, D/2]
-        angles = positions[:, None].float() * frequencies.to(positions.device)[owners]  # [T, D/2]
+        rows = torch.bucketize(prompt_lengths, self._lengths.on(positions.device))  # [T]
+        angles = positions[:, None].float() * self._frequencies.on(positions.device)[rows]  # [T, D/2]
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def _frequencies(self, prompt_length: int) -> Tensor:
-        """[D/2]. The base grows as if alpha contexts stood in a row: 1 up to seq_length, 3 up to twice that, 7 up to four times."""
-        c = self._config
-        alpha = 2 ** math.ceil(math.log2(prompt_length / c.seq_length) + 1) - 1 if c.use_dynamic_ntk else 1
-        base = c.rotary_emb_base * max(alpha, 1) ** (c.head_dim / (c.head_dim - 2))
-        exponents = torch.arange(0, c.head_dim, 2, device="cpu").float() / c.head_dim
-        return 1.0 / torch.pow(base, exponents)
+
+def _frequencies(c: QwenConfig, step: int) -> Tensor:
+    """[D/2]. The base grows as if alpha contexts stood in a row: 1 up to seq_length, 3 up to twice that, 7 up to four times."""
+    alpha = 2 ** (step + 1) - 1
+    base = c.rotary_emb_base * alpha ** (c.head_dim / (c.head_dim - 2))
+    exponents = torch.arange(0, c.head_dim, 2, device="cpu").float() / c.head_dim
+    return 1.0 / torch.pow(base, exponents)
 
 
 def logn_scales(positions: Tensor, seq_length: int) -> Tensor:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import Activations, KVCacheFormat, KVCacheScales, QuantConfig, QuantScheme
-from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
+from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights, typed
 from kernels.kv_format import FORMATS, KVFormat
 from kernels.threads import set_threads
 from models.batch import KVCache
@@ -24,7 +25,7 @@ from models.registry import find_architecture
 from models.tokenizers import Tokenizer
 from models.weights import DTYPES, initialise_randomly, load_weights, parameter_shapes, stored_dtype
 from pipelines.engine import Engine
-from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks
+from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks, free_memory
 from pipelines.engine.request import ContextLimit
 from pipelines.generation_config import decode_defaults, eos_token_ids
 from pipelines.kept import load_kept
@@ -51,14 +52,10 @@ def assemble(
     """Load model and tokenizer and make an engine for so many requests at once. `on_bytes(done, total)` follows the weights.
 
     A scheme that needs calibration is for a model that is quantised by it already.
-    `packed`: weights are held as the machine's kernels want them, where there are such.
+    `packed`: weights are as the machine's kernels want them, and decode steps captured; not for a model whose layers will be replaced.
     Raises UserError for whatever is wrong with the checkpoint, the tokenizer or the device.
     """
-    if max_num_requests > run.device.max_batched_tokens:
-        raise UserError(
-            f"batch_size={max_num_requests} is more than device.max_batched_tokens={run.device.max_batched_tokens}: "
-            "every row that runs needs a token of each step"
-        )
+    _check_batch_size(max_num_requests, run.device)
     device = _prepared_device(run.device)
     checkpoint = find_and_open(run.model)
     reader = checkpoint.config
@@ -70,8 +67,7 @@ def assemble(
     decode = decode_defaults(checkpoint.generation_config, context.num_tokens)
     with torch.device("meta"):
         model = architecture.build(shape).eval()
-    with_weights = run.model.weights is Weights.checkpoint
-    files = checkpoint.open_weights(parameter_shapes(model)) if with_weights else []
+    files = [] if run.model.weights is Weights.random else checkpoint.open_weights(parameter_shapes(model))
     _quantize(model, run.quant, read_quantization(reader) or read_gguf_quantization(files), files)
     static_cache = _static_cache(model, run.quant, reader, files)
     if unread := reader.unread():
@@ -90,12 +86,23 @@ def assemble(
         read()
     if packed:
         prepare_experts(model)
-    usual = run.decode.resolved(decode)
-    sequences = max(AUTO_SEQUENCES, max_num_requests * max(usual.n, usual.num_beams or 1))
-    formats = _cache_formats(model, run.quant, static_cache)
-    cache = _kv_cache(run.device, shape, sequences, context, formats, dtype, device)
-    sizes = max_num_requests, run.device.max_batched_tokens
+    sequences = max_num_requests * _sequences_of_a_request(run.decode.resolved(decode))
+    formats, room = _cache_formats(model, run.quant, static_cache), max(AUTO_SEQUENCES, sequences)
+    cache = _kv_cache(run.device, shape, room, context, formats, dtype, device)
+    sizes = max_num_requests, run.device.max_batched_tokens, sequences if run.device.cuda_graphs and packed else 0
     return Engine(model, cache, tokenizer, context, eos, decode, *sizes)
+
+
+def _check_batch_size(max_num_requests: int, device: DeviceConfig) -> None:
+    if max_num_requests > device.max_batched_tokens:
+        raise UserError(
+            f"batch_size={max_num_requests} is more than device.max_batched_tokens={device.max_batched_tokens}: "
+            "every row that runs needs a token of each step"
+        )
+
+
+def _sequences_of_a_request(decode: DecodeConfig) -> int:
+    return max(decode.n, decode.num_beams or 1)
 
 
 def _quantize(model: CausalLM, config: QuantConfig, stored: StoredQuantization | None, files: list[WeightFile]) -> None:
@@ -180,7 +187,8 @@ def _kv_cache(
 ) -> KVCache:
     block_size = config.block_size or BLOCK_SIZE[device.type]
     wanted_blocks = max_num_sequences * -(-context.num_tokens // block_size)
-    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, formats, dtype, device)
+    free = free_memory(device, config.memory_fraction)
+    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, free, formats, dtype)
     return allocate_kv_cache(shape, num_blocks, block_size, formats, dtype, device)
 
 
@@ -191,8 +199,20 @@ def _prepared_device(config: DeviceConfig) -> torch.device:
     if config.threads is not None:
         set_threads(config.threads)
     if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(float(config.memory_fraction))
         torch.cuda.reset_peak_memory_stats(device)
+    else:
+        _refuse_options_of_gpus(config)
     return device
+
+
+def _refuse_options_of_gpus(config: DeviceConfig) -> None:
+    for name in ("cuda_graphs", "memory_fraction"):
+        value, default = getattr(config, name), getattr(DeviceConfig(), name)
+        if value != default:
+            raise UserError(
+                f"device.{name}={typed(value)} is not used on a CPU: leave it at {typed(default)}, or give device=cuda"
+            )
 
 
 def _device(config: DeviceConfig) -> torch.device:

@@ -29,6 +29,10 @@ from pipelines.prompts import Lines, PromptEncoder, parse_row
 log = logging.getLogger(__name__)
 
 BANDWIDTH_BYTES = 2**29  # far beyond any cache
+LOW_CAUSES = {
+    "cpu": "reference kernels, more threads than cores, another busy process, or a model so small that its loop is the work",
+    "cuda": "a decode step that is not captured, a cold GPU, or a model so small that its loop is the work",
+}
 LOW_SHARE = 0.3  # of the bandwidth; a decode step below it has a cause that can be put right
 
 
@@ -137,15 +141,31 @@ def measure(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> R
     return Round(sum(map(len, prompts)), list(first_token_s.values()), step_s, before - start)
 
 
-def read_bandwidth() -> float:
-    """Bytes per second of a streaming read by all threads: the best of five sums over half a GiB."""
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes per second, the best of five times half a GiB: read by all threads of a CPU, copied by a GPU (half read, half written)."""
+    seconds = _copies(device) if device.type == "cuda" else _reads()
+    return BANDWIDTH_BYTES / min(seconds[1:])
+
+
+def _reads() -> list[float]:
     data = torch.ones(BANDWIDTH_BYTES // 4)
     seconds = []
     for _ in range(6):
         start = time.perf_counter()
         data.sum()
         seconds.append(time.perf_counter() - start)
-    return BANDWIDTH_BYTES / min(seconds[1:])
+    return seconds
+
+
+def _copies(device: torch.device) -> list[float]:
+    source, target = torch.ones(2, BANDWIDTH_BYTES // 8, device=device)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(7)]
+    marks[0].record()
+    for mark in marks[1:]:
+        target.copy_(source)
+        mark.record()
+    torch.cuda.synchronize(device)
+    return [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(marks)]
 
 
 def _rates(rounds: list[Round], bench: BenchConfig) -> dict[str, float | None]:
@@ -176,22 +196,21 @@ def _memory(engine: Engine, bench: BenchConfig, rounds: list[Round]) -> dict[str
     prompt_tokens = sum(r.num_prompt_tokens for r in rounds) // len(rounds)
     kv_bytes = engine.runner.kv_bytes_per_token * (prompt_tokens + bench.batch_size * (bench.new_tokens // 2))
     steps = [s for r in rounds for s in r.step_s]
-    bandwidth = read_bandwidth() if engine.device.type == "cpu" else None
+    bandwidth = memory_bandwidth(engine.device)
     share = None
-    if steps and bandwidth:
+    if steps:
         read_bytes = engine.runner.step_weight_bytes(bench.batch_size) + kv_bytes
         share = read_bytes / statistics.median(steps) / bandwidth
         if share < LOW_SHARE:
             log.warning(
-                "the decode step reaches %.0f %% of the memory bandwidth: reference kernels, more threads than cores (%d), "
-                "another busy process, or a model so small that its loop is the work",
+                "the decode step reaches %.0f %% of the memory bandwidth: %s",
                 100 * share,
-                torch.get_num_threads(),
+                LOW_CAUSES[engine.device.type],
             )
     return {
         "weight_bytes": engine.runner.weight_bytes,
         "kv_bytes": kv_bytes,
-        "read_bandwidth_bytes_per_s": bandwidth,
+        "memory_bandwidth_bytes_per_s": bandwidth,
         "decode_share_of_bandwidth": share,
     }
 

@@ -30,7 +30,6 @@ from pipelines.calibration_data import CalibrationData, read_calibration_data
 from pipelines.engine import Engine
 from pipelines.engine.batch import whole_batch
 from pipelines.engine.kv_cache import allocate_kv_cache
-from pipelines.engine.runner import Runner
 from pipelines.fingerprint import file_fingerprint, sha256_of
 from pipelines.journal import dumps
 from pipelines.output_folder import complete_folder, refuse_existing
@@ -199,7 +198,7 @@ def _quantize_cache(engine: Engine, format: KVCacheFormat) -> None:
     num_blocks, block_size = old.tensors[0].shape[:2]
     formats = static_kv_formats(model, format)
     cache = allocate_kv_cache(model.config, num_blocks, block_size, formats, old.dtype, engine.device)
-    engine.runner = Runner(model, cache)  # a new one: captured steps read and write the old cache
+    engine.run_over(model, cache)
 
 
 def _batches(engine: Engine, samples: list[list[int]]) -> list[Batch]:
@@ -214,7 +213,7 @@ def _batches(engine: Engine, samples: list[list[int]]) -> list[Batch]:
     table = list(range(-(-longest // block_size)))
     marks = [engine.runner.mark_prompt(sample) for sample in samples]
     return [
-        whole_batch([sample], [len(sample)], [table], [mark], block_size, engine.device)
+        engine.runner.on_device(whole_batch([sample], [len(sample)], [table], [mark], block_size))
         for sample, mark in zip(samples, marks, strict=True)
     ]
 

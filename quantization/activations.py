@@ -5,7 +5,6 @@ T tokens, I channels. An activation's codes are int8 from -128 to 127 or float8_
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from conf.errors import UserError
 from quantization.codes import FP8_MAX, CodeKind, scale_of, to_fp8, to_int8
@@ -61,11 +60,3 @@ def quantize_per_token(x: Tensor, kind: CodeKind) -> tuple[Tensor, Tensor]:
     """Codes [T, I] of x [T, I], and the scales [T, 1] float32 that meet each token's largest value."""
     scales = scale_of(x.abs().amax(1, keepdim=True), HIGHEST[kind])
     return quantize_static(x, scales, kind), scales
-
-
-def quantize_per_token_group(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """fp8 codes [T, I] of x [T, I], and scales [T, ceil(I / size)] float32, one for each token and group of `size` channels."""
-    size = min(size, x.shape[1])
-    padded = functional.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size))  # [T, G, size]
-    codes, scales = quantize_per_token(padded.flatten(0, 1), CodeKind.FP8)
-    return codes.view(len(x), -1)[:, : x.shape[1]], scales.view(len(x), -1)

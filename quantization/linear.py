@@ -12,19 +12,24 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from conf.quantization import Activations
 from kernels.quant_matmul import (
+    Float8Weight,
+    GPUWeight,
     Int8Rows,
     PackedWeight,
     PackedWeights,
     grouped_quant_matmul,
     pack,
+    pack_float8,
     quant_matmul,
+    quant_matmul_float8,
     quant_matmul_int8,
     quant_matmul_swiglu,
     quant_matmul_together,
     quantize_rows,
+    quantize_rows_float8,
 )
 from models.layers.linear import GroupedProduct, JointLinear, PackedLinear, linear
-from quantization.activations import quantize_per_token, quantize_per_token_group, quantize_static
+from quantization.activations import quantize_static
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight, WeightLayout
 from quantization.layouts.floats import FloatLayout
@@ -90,6 +95,11 @@ class CodedLinear(PackedLinear):
     def _restore(self, tensors: dict[str, Tensor]) -> None:
         """Take them out of `tensors`."""
 
+    def _register(self, tensors: dict[str, Tensor]) -> None:
+        """Make them parameters: the same memory as the kernels read, so that it is counted."""
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
     @abstractmethod
     def _multiply(self, x: Tensor) -> Tensor:
         """x [R, I] times the weight transposed: [R, O] in x's dtype."""
@@ -112,10 +122,10 @@ class IntLinear(CodedLinear, JointLinear):
         size = w.group_size or self._shape[1]
         self._keep(PackedWeight(tensors.pop("packed"), *self._shape, size, w.bits, has_zero_points=not w.symmetric))
 
-    def _keep(self, weight: PackedWeight) -> None:
+    def _keep(self, weight: PackedWeight | GPUWeight) -> None:
         self._weight = weight
-        self.packed = nn.Parameter(weight.blob, requires_grad=False)  # the same memory, so that it is counted
-        if weight.blob.is_cpu and self.permutation is None and self.input_scale is None:
+        self._register(weight.tensors)
+        if isinstance(weight, PackedWeight) and self.permutation is None and self.input_scale is None:
             self.kind = self.scheme.activations, weight.format
 
     def _rows(self, x: Tensor, num_layers: int = 1) -> Tensor | Int8Rows:
@@ -135,54 +145,48 @@ class IntLinear(CodedLinear, JointLinear):
         return quant_matmul(rows, self._weight)
 
     def multiply_together(self, x: Tensor, layers: Sequence["IntLinear"]) -> list[Tensor]:
-        weights, biases = [layer._weight for layer in layers], [layer.bias for layer in layers]
+        weights, biases = [layer._packed for layer in layers], [layer.bias for layer in layers]
         return quant_matmul_together(self._rows(x), weights, biases)
 
     def multiply_swiglu(self, x: Tensor, up: "IntLinear") -> Tensor:
-        return quant_matmul_swiglu(self._rows(x), self._weight, up._weight, self.bias, up.bias)
+        return quant_matmul_swiglu(self._rows(x), self._packed, up._packed, self.bias, up.bias)
+
+    @property
+    def _packed(self) -> PackedWeight:
+        """Of a layer with a `kind`."""
+        assert isinstance(self._weight, PackedWeight)
+        return self._weight
 
     @classmethod
     def grouped(cls, layers: Sequence["IntLinear"], ups: Sequence["IntLinear"] | None = None) -> GroupedProduct:
-        first, weights = layers[0], PackedWeights([layer._weight for layer in layers])
-        gated = None if ups is None else PackedWeights([up._weight for up in ups])
+        first, weights = layers[0], PackedWeights([layer._packed for layer in layers])
+        gated = None if ups is None else PackedWeights([up._packed for up in ups])
         return lambda x, starts: grouped_quant_matmul(first._rows(x, len(layers)), weights, starts, gated)
 
 
 class Fp8Linear(CodedLinear):
-    """float8 weights and activations. The products of two codes are exact in bfloat16, so they are multiplied as such, or as floats."""
+    """float8 weights; activations floats or float8, with a scale for each token, or for each group of it where weights have groups."""
 
     def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
-        self.codes = nn.Parameter(
-            stored.weight.codes.to(device, copy=True), requires_grad=False
-        )  # [O, I] float8_e4m3fn
-        self.scales = nn.Parameter(stored.weight.scales.to(device), requires_grad=False)  # [O, G] or [1, 1] float32
+        self._keep(pack_float8(stored.weight.codes.to(device), stored.weight.scales.to(device)))
 
     def _restore(self, tensors: dict[str, Tensor]) -> None:
-        self.codes, self.scales = (nn.Parameter(tensors.pop(name), requires_grad=False) for name in ("codes", "scales"))
+        self._keep(Float8Weight(tensors.pop("codes"), tensors.pop("scales")))
+
+    def _keep(self, weight: Float8Weight | GPUWeight) -> None:
+        self._weight = weight
+        self._register(weight.tensors)
 
     def _multiply(self, x: Tensor) -> Tensor:
+        size = self.scheme.weights.group_size
         if self.scheme.activations is Activations.none:
-            return linear(x, (self.codes.to(x.dtype) * self.scales).to(x.dtype))
-        if self.scheme.weights.group_size:
-            return self._multiply_groups(x, self.scheme.weights.group_size)
+            return quant_matmul(x, self._weight)
         if self.scheme.activations is Activations.dynamic:
-            codes, scales = quantize_per_token(x, CodeKind.FP8)
+            codes, scales = quantize_rows_float8(x, size)
         else:
             assert self.input_scale is not None
-            codes, scales = quantize_static(x, self.input_scale, CodeKind.FP8), self.input_scale
-        y = linear(codes.to(x.dtype), self.codes.to(x.dtype))
-        return (y * scales * self.scales.reshape(1, -1)).to(x.dtype)
-
-    def _multiply_groups(self, x: Tensor, size: int) -> Tensor:
-        """Activations with a scale for each token and group of `size`. Sums of a group are made of codes alone, its scales come after."""
-        codes, scales = quantize_per_token_group(x, size)
-        width = x.shape[1] // self.scales.shape[1]
-        y = x.new_zeros(x.shape[0], self.codes.shape[0], dtype=torch.float32)
-        for group, start in enumerate(range(0, x.shape[1], width)):
-            channels = slice(start, start + width)
-            products = linear(codes[:, channels].float(), self.codes[:, channels].float())  # [R, O]
-            y += products * scales[:, start // size, None] * self.scales[:, group]
-        return y.to(x.dtype)
+            codes, scales = quantize_static(x, self.input_scale, CodeKind.FP8), self.input_scale.reshape(1, 1)
+        return quant_matmul_float8(codes, scales, self._weight, x.dtype, size)
 
 
 class DequantizedLinear(CodedLinear):

@@ -106,7 +106,7 @@ def complete(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> 
 def all_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
     """Logits [T, V] at every position of a prompt, in one prefill."""
     group = engine.add(engine.request(0, prompt, DecodeConfig(max_new_tokens=1, prefix_cache=False)))
-    batch = build_batch(engine.scheduler.plan(), engine._block_size, torch.device("cpu"))
+    batch = build_batch(engine.scheduler.plan(), engine._block_size)
     _, logits = engine.runner.run(replace(batch, output_rows=torch.arange(len(prompt))))
     engine.scheduler.cancel(group)
     return logits.clone()  # the next decode step may use the memory again

@@ -14,22 +14,50 @@ from torch import Tensor
 
 from kernels import build
 from kernels.matmul import MAX_TOGETHER
-from kernels.quant_matmul import portable, reference
-from kernels.quant_matmul.packed import PackedWeight, PackedWeights, pack
+from kernels.quant_matmul import float8, gpu_weight, packed, portable, reference
+from kernels.quant_matmul.float8 import Float8Weight
+from kernels.quant_matmul.gpu_weight import GPUWeight
+from kernels.quant_matmul.packed import PackedWeight, PackedWeights, known_group_size
 from kernels.swiglu import swiglu
 
 __all__ = [
+    "Float8Weight",
+    "GPUWeight",
     "Int8Rows",
     "PackedWeight",
     "PackedWeights",
     "grouped_quant_matmul",
     "pack",
+    "pack_float8",
     "quant_matmul",
+    "quant_matmul_float8",
     "quant_matmul_int8",
     "quant_matmul_swiglu",
     "quant_matmul_together",
     "quantize_rows",
+    "quantize_rows_float8",
 ]
+
+
+def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> PackedWeight | GPUWeight:
+    """The form that the kernels of the codes' device read. codes int8 [N, K] and the rest as `packed.pack` says, ValueErrors too."""
+    if _on_gpu(codes):
+        return gpu_weight.pack(codes, scales, zero_points, bits)
+    return packed.pack(codes, scales, zero_points, bits)
+
+
+def pack_float8(codes: Tensor, scales: Tensor) -> Float8Weight | GPUWeight:
+    """The same for codes float8_e4m3fn [N, K] and scales float32 [N, G], of groups of one size, or [1, 1] for the whole weight.
+
+    A CPU has no kernels for them, nor has a GPU for groups of other than 32, 64, 128 or all inputs: there codes stay as they are.
+    """
+    if _on_gpu(codes) and known_group_size(codes.shape[1], scales.shape[1]) is not None:
+        return gpu_weight.pack(codes, scales, None, 8)
+    return Float8Weight(codes.clone(), scales.clone())
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 @dataclass(frozen=True)
@@ -61,21 +89,50 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-def quant_matmul(x: Tensor, weight: PackedWeight) -> Tensor:
+def quant_matmul(x: Tensor, weight: PackedWeight | Float8Weight | GPUWeight) -> Tensor:
     """x [M, K] (float32, bfloat16 or float16) times weight transposed: [M, N] in x's dtype.
 
-    With the C++ kernels, 128 inputs of a row (or a group, if that is less) share a scale and have 16 bits: each is off by at most
-    2^-16 of the largest of them, and everything else is exact up to float32 sums. A row with NaN or infinity gives NaN or infinity.
+    A Float8Weight is rounded to x's dtype first. With the C++ kernels, 128 inputs of a row (or a group, if that is less) share a scale and
+    have 16 bits: each is off by at most 2^-16 of the largest of them, and everything else is exact up to float32 sums. A row with NaN or
+    infinity gives NaN or infinity.
     """
+    if isinstance(weight, Float8Weight):
+        return float8.quant_matmul(x, weight)
+    if isinstance(weight, GPUWeight):
+        from kernels.quant_matmul import triton  # not at the top: a process without a GPU need not load it
+
+        return triton.quant_matmul(x, weight)
     return quant_matmul_together(x, [weight], [None])[0]
 
 
-def quant_matmul_int8(x_codes: Tensor, x_scales: Tensor, weight: PackedWeight, out_dtype: torch.dtype) -> Tensor:
+def quant_matmul_int8(
+    x_codes: Tensor, x_scales: Tensor, weight: PackedWeight | GPUWeight, out_dtype: torch.dtype
+) -> Tensor:
     """(x_codes * x_scales) times weight transposed: [M, N] in `out_dtype`; sums of a group are exact integers.
 
     x_codes int8 [M, K]; x_scales float32 [M, 1], or [1, 1] for all rows.
     """
+    if isinstance(weight, GPUWeight):
+        from kernels.quant_matmul import triton
+
+        return triton.quant_matmul_codes(x_codes, x_scales, weight, out_dtype)
     return quant_matmul_together(Int8Rows(x_codes, x_scales, out_dtype), [weight], [None])[0]
+
+
+def quant_matmul_float8(
+    x_codes: Tensor,
+    x_scales: Tensor,
+    weight: Float8Weight | GPUWeight,
+    out_dtype: torch.dtype,
+    x_group_size: int | None = None,
+) -> Tensor:
+    """The same with x_codes float8_e4m3fn and a weight of float8. Beside a weight with groups x_scales may also be
+    [M, K / x_group_size rounded up], where a group has one or several whole groups of the weight."""
+    if isinstance(weight, GPUWeight):
+        from kernels.quant_matmul import triton
+
+        return triton.quant_matmul_codes(x_codes, x_scales, weight, out_dtype, x_group_size)
+    return float8.quant_matmul_float8(x_codes, x_scales, weight, out_dtype, x_group_size)
 
 
 def quant_matmul_together(
@@ -165,6 +222,10 @@ def _grouped_portable(
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [M, K] as int8 [M, K] and one float32 scale per row [M, 1]: max |x| / 127, rounded half to even."""
+    if _on_gpu(x):
+        from kernels.quant_matmul import triton
+
+        return triton.quantize_rows(x)
     library = build.library()
     if library is None or not x.is_cpu:
         return reference.quantize_rows(x)
@@ -173,6 +234,16 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(x.shape[0], 1)
     _declared(library).quantize_rows(x.data_ptr(), build.DTYPES[x.dtype], codes.data_ptr(), scales.data_ptr(), *x.shape)
     return codes, scales
+
+
+def quantize_rows_float8(x: Tensor, group_size: int | None = None) -> tuple[Tensor, Tensor]:
+    """x [M, K] as float8_e4m3fn [M, K] and float32 scales [M, K / group_size rounded up], one for each row if that is None: max |x| / 448,
+    1 if that is 0, NaN where x is not finite."""
+    if _on_gpu(x):
+        from kernels.quant_matmul import triton
+
+        return triton.quantize_rows(x, torch.float8_e4m3fn, group_size)
+    return float8.quantize_rows(x, group_size)
 
 
 def _portable(x: Tensor | Int8Rows, weight: PackedWeight, bias: Tensor | None) -> Tensor:

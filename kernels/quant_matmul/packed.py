@@ -57,6 +57,11 @@ class PackedWeight:
         return PackedFormat(self.group_size, self.bits, self.has_zero_points)
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of its memory, by name."""
+        return {"packed": self.blob}
+
+    @property
     def num_groups(self) -> int:
         return -(-self.num_inputs // self.group_size)
 
@@ -104,12 +109,19 @@ class PackedWeights:
             raise ValueError(f"weights of several shapes or formats cannot share a product: {formats}")
 
 
+def known_group_size(num_inputs: int, num_groups: int) -> int | None:
+    """The number of inputs in a group: all, 128, 64 or 32; None if none of them gives `num_groups`."""
+    return next((size for size in (num_inputs, 128, 64, 32) if -(-num_inputs // size) == num_groups), None)
+
+
 def find_group_size(num_inputs: int, num_groups: int) -> int:
-    """The number of inputs in a group. Raises ValueError if no group size that kernels know gives `num_groups`."""
-    for size in (num_inputs, 128, 64, 32):
-        if -(-num_inputs // size) == num_groups:
-            return size
-    raise ValueError(f"{num_groups} groups of {num_inputs} inputs: a group has 32, 64 or 128 inputs, or all of them")
+    """The same. Raises ValueError where it is not known."""
+    size = known_group_size(num_inputs, num_groups)
+    if size is None:
+        raise ValueError(
+            f"{num_groups} groups of {num_inputs} inputs: a group has 32, 64 or 128 inputs, or all of them"
+        )
+    return size
 
 
 def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> PackedWeight:
@@ -120,7 +132,7 @@ def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -
     """
     num_outputs, num_inputs = codes.shape
     group_size = find_group_size(num_inputs, scales.shape[1])
-    _check(codes, scales, zero_points, bits)
+    check_codes(codes, scales, zero_points, bits)
     rows, columns = -num_outputs % TILE, -num_inputs % 8
     if bits == 8:
         parts = [_in_tiles(functional.pad(codes.view(torch.uint8) ^ 128, (0, columns, 0, rows)))]
@@ -141,7 +153,8 @@ def _in_tiles(codes: Tensor) -> Tensor:
     return words.view(len(words) // TILE, TILE, -1).transpose(1, 2).reshape(-1).view(torch.uint8)
 
 
-def _check(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> None:
+def check_codes(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> None:
+    """Raises ValueError for what no kernel takes."""
     if bits not in (4, 8) or (bits == 8 and zero_points is not None):
         raise ValueError(
             f"{bits} bits with{'out' if zero_points is None else ''} zero points: only 4 and 8, and zero points with 4"

@@ -7,7 +7,6 @@ left, because Hopper's take the left operand from registers, where its codes hav
 then the inputs are split, and `_add` adds the parts (arXiv 2402.00025), in a fixed order, so that a result does not depend on luck.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.quant_matmul.gpu_weight import BLOCK, GPUWeight
+
 FULL_GPU = 264  # programs that keep an H200 busy: two for each of its 132 multiprocessors
-BLOCK = 128  # outputs, and inputs, that share a scale in a float8 weight with blocks (arXiv 2412.19437)
 EPILOGUE_SIZE = 1024
 FLOAT8_MAX, INT8_MAX = 448.0, 127.0
 
@@ -33,67 +33,20 @@ LAUNCHES = {1: Launch(16, 1, 4, 3), 16: Launch(64, 16, 4, 4), 32: Launch(64, 32,
 LARGE = Launch(128, 128, 8, 3)
 
 
-@dataclass(frozen=True)
-class GPUWeight:
-    """value[o, i] = (code[o, i] - zero[g, o]) * scale[g, o] with g = i // group_size, in the order in which a program reads it."""
-
-    codes: Tensor
-    """int8 or float8_e4m3fn [N, K], K rounded up to whole chunks; or uint8 [N, K/2]: in each chunk, byte j has input j in its lower and
-    input j + C/2 in its upper four bits (plus 8 if symmetric), so that either half of a byte meets inputs that lie beside each other."""
-    scales: Tensor
-    """float32 [G, N], or [G, ceil(N / 128)] of a float8 weight with blocks."""
-    zero_points: Tensor | None
-    """int8 [G, N], or None if symmetric."""
-    num_inputs: int
-    chunk: int
-
-    @property
-    def num_outputs(self) -> int:
-        return self.codes.shape[0]
-
-    @property
-    def has_blocks(self) -> bool:
-        return self.codes.is_floating_point() and self.scales.shape[1] != self.num_outputs
-
-
-def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> GPUWeight:
-    """codes int8 or float8_e4m3fn [N, K] (`bits` 8) or int8 (`bits` 4: -8 .. 7 if symmetric, else 0 .. 15); zero points int8 [N, G] or
-    None.
-
-    scales float32 [N, G], where a group has 32, 64, 128 or all K inputs; for float8 also [1, 1], and [N / 128, K / 128] rounded up.
-    Raises ValueError for other shapes.
-    """
-    num_outputs, num_inputs = codes.shape
-    if codes.is_floating_point() and scales.numel() == 1:
-        scales = scales.expand(num_outputs, 1)
-    blocks = codes.is_floating_point() and scales.shape == (-(-num_outputs // BLOCK), -(-num_inputs // BLOCK))
-    sizes = [size for size in (128, 64, 32) if -(-num_inputs // size) == scales.shape[1]]
-    chunk = sizes[0] if sizes else BLOCK
-    if (not sizes and scales.shape[1] != 1) or (scales.shape[0] != num_outputs and not blocks):
-        raise ValueError(
-            f"scales {list(scales.shape)} of codes {list(codes.shape)}: a group has 32, 64, 128 or all inputs"
-        )
-    padded = codes.new_zeros(num_outputs, triton.cdiv(num_inputs, chunk) * chunk)
-    padded[:, :num_inputs] = codes
-    if bits == 4:
-        low, high = (padded + (8 if zero_points is None else 0)).unflatten(1, (-1, 2, chunk // 2)).unbind(2)
-        padded = (low | high << 4).view(torch.uint8).flatten(1)
-    zeros = None if zero_points is None else zero_points.T.contiguous()
-    return GPUWeight(padded, scales.float().T.contiguous(), zeros, num_inputs, chunk)
-
-
 def quant_matmul(x: Tensor, weight: GPUWeight) -> Tensor:
     """x [M, K] (float32, bfloat16 or float16) times weight transposed: [M, N] in x's dtype, with float32 sums."""
     return _multiply(x, None, weight, x.dtype)
 
 
-def quant_matmul_codes(x_codes: Tensor, x_scales: Tensor, weight: GPUWeight, out_dtype: torch.dtype) -> Tensor:
+def quant_matmul_codes(
+    x_codes: Tensor, x_scales: Tensor, weight: GPUWeight, out_dtype: torch.dtype, x_group_size: int | None = None
+) -> Tensor:
     """(x_codes * x_scales) times weight transposed: [M, N] in `out_dtype`. Sums of int8 are exact within a chunk at least.
 
-    x_codes int8, or float8_e4m3fn as the weight is, [M, K]. x_scales float32 [M, 1], or [1, 1] for all rows; for a weight with blocks
-    [M, ceil(K / 128)].
+    x_codes int8, or float8_e4m3fn as the weight is, [M, K]. x_scales float32 [M, 1], or [1, 1] for all rows, or [M, K / x_group_size
+    rounded up], where a group has one or several whole groups of the weight.
     """
-    return _multiply(x_codes, x_scales, weight, out_dtype)
+    return _multiply(x_codes, x_scales, weight, out_dtype, x_group_size)
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | None = None) -> tuple[Tensor, Tensor]:
@@ -101,7 +54,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | 
     1 if that is 0, NaN where x is not finite. x [M, K] of any float dtype; codes int8 or float8_e4m3fn, rounded half to even."""
     x = x.contiguous()
     rows, inputs = x.shape
-    size = inputs if group_size is None else group_size
+    size = inputs if group_size is None else min(group_size, inputs)
     groups = triton.cdiv(inputs, size)
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(rows, groups, device=x.device)
@@ -113,7 +66,9 @@ def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | 
     return codes, scales
 
 
-def _multiply(x: Tensor, x_scales: Tensor | None, weight: GPUWeight, dtype: torch.dtype) -> Tensor:
+def _multiply(
+    x: Tensor, x_scales: Tensor | None, weight: GPUWeight, dtype: torch.dtype, x_group_size: int | None = None
+) -> Tensor:
     if x.ndim != 2 or x.shape[1] != weight.num_inputs:
         raise ValueError(f"rows {list(x.shape)} cannot be multiplied by a weight of {weight.num_inputs} inputs")
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -133,6 +88,7 @@ def _multiply(x: Tensor, x_scales: Tensor | None, weight: GPUWeight, dtype: torc
         "BITS": 4 if weight.codes.dtype == torch.uint8 else 8,
         "GROUPED": groups > 1,
         "SCALE_OUTPUTS": BLOCK if weight.has_blocks else 1,
+        "X_CHUNKS": _chunks_of_a_scale(x_scales, x_group_size, weight),
         "OUTPUTS": launch.outputs,
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,
@@ -150,6 +106,24 @@ def _multiply(x: Tensor, x_scales: Tensor | None, weight: GPUWeight, dtype: torc
     return output
 
 
+def _chunks_of_a_scale(x_scales: Tensor | None, x_group_size: int | None, weight: GPUWeight) -> int:
+    """0 where a row has one scale."""
+    if x_scales is None or x_scales.shape[1] == 1:
+        return 0
+    size = x_group_size or 0
+    if (
+        weight.scales.shape[0] == 1
+        or not size
+        or size % weight.chunk
+        or triton.cdiv(weight.num_inputs, size) != x_scales.shape[1]
+    ):
+        raise ValueError(
+            f"scales {list(x_scales.shape)} of groups of {size} inputs beside a weight with groups of {weight.chunk}: "
+            "a group of the rows' has one or several of the weight's"
+        )
+    return size // weight.chunk
+
+
 @triton.jit
 def _one_row(
     x,
@@ -164,6 +138,7 @@ def _one_row(
     BITS: tl.constexpr,
     GROUPED: tl.constexpr,
     SCALE_OUTPUTS: tl.constexpr,
+    X_CHUNKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
@@ -196,13 +171,13 @@ def _one_row(
         if GROUPED:
             place = c[None, :] * ((outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS) + (n // SCALE_OUTPUTS)[:, None]
             part *= tl.load(scales + place, mask=known, other=0.0)
-            if SCALE_OUTPUTS > 1 and x_scales is not None:
-                part *= tl.load(x_scales + c, mask=c < chunks, other=0.0)[None, :]
+            if X_CHUNKS > 0:
+                part *= tl.load(x_scales + c // X_CHUNKS, mask=c < chunks, other=0.0)[None, :]
         total += part
     result = tl.sum(total, 1)
     if not GROUPED:
         result *= tl.load(scales + n // SCALE_OUTPUTS, mask=inside, other=0.0)
-    if x_scales is not None and (SCALE_OUTPUTS == 1 or not GROUPED):
+    if x_scales is not None and X_CHUNKS == 0:
         result *= tl.load(x_scales)
     tl.store(output + n, result.to(output.dtype.element_ty), mask=inside)
 
@@ -225,6 +200,7 @@ def _rows(
     BITS: tl.constexpr,
     GROUPED: tl.constexpr,
     SCALE_OUTPUTS: tl.constexpr,
+    X_CHUNKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -274,15 +250,15 @@ def _rows(
         if GROUPED:
             place = c * ((outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS) + n // SCALE_OUTPUTS
             part = part.to(tl.float32) * tl.load(scales + place, mask=known, other=0.0)[:, None]
-            if SCALE_OUTPUTS > 1 and x_scales is not None:
-                part *= tl.load(x_scales + m * x_scale_stride + c, mask=inside, other=0.0)[None, :]
+            if X_CHUNKS > 0:
+                part *= tl.load(x_scales + m * x_scale_stride + c // X_CHUNKS, mask=inside, other=0.0)[None, :]
             total += part
         else:
             total = part
     result = total.to(tl.float32)
     if not GROUPED:
         result *= tl.load(scales + n // SCALE_OUTPUTS, mask=known, other=0.0)[:, None]
-    if x_scales is not None and (SCALE_OUTPUTS == 1 or not GROUPED):
+    if x_scales is not None and X_CHUNKS == 0:
         result *= tl.load(x_scales + m * x_scale_stride, mask=inside, other=0.0)[None, :]
     place = (tl.program_id(1) * rows.to(tl.int64) + m)[None, :] * outputs + n[:, None]
     tl.store(output + place, result.to(output.dtype.element_ty), mask=known[:, None] & inside[None, :])

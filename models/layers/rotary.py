@@ -13,6 +13,7 @@ from torch import Tensor
 from conf.errors import UserError
 from kernels.rope import rope_angles
 from models.config import ConfigReader
+from models.layers.constant import Constant
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,9 @@ def _yarn_attention_factor(scaling: ConfigReader, factor: float) -> float:
 
 
 def _frequencies(theta: float | Tensor, head_dim: int) -> Tensor:
-    """theta^(-2i/D): [D/2], or [T, D/2] for theta [T, 1]. On the CPU, also where a model is being built without memory."""
-    return 1.0 / (theta ** (torch.arange(0, head_dim, 2, device="cpu").float() / head_dim))
+    """theta^(-2i/D): [D/2] on the CPU, also where a model is being built without memory; or [T, D/2] for theta [T, 1], where that is."""
+    device = theta.device if isinstance(theta, Tensor) else "cpu"
+    return 1.0 / (theta ** (torch.arange(0, head_dim, 2, device=device).float() / head_dim))
 
 
 def _llama3(c: RotaryConfig) -> Tensor:
@@ -156,20 +158,21 @@ class RotaryEmbedding:
     def __init__(self, config: RotaryConfig) -> None:
         self._config = config
         if config.type == "llama3":
-            self._static = _llama3(config)
+            frequencies = _llama3(config)
         elif config.type == "yarn":
-            self._static = _yarn(config)
+            frequencies = _yarn(config)
         else:
-            self._static = _frequencies(config.theta, config.head_dim)
+            frequencies = _frequencies(config.theta, config.head_dim)
             if config.type == "linear":
-                self._static = self._static / config.factor
+                frequencies = frequencies / config.factor
+        self._static = Constant(frequencies)
 
     def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions and prompt_lengths [T] int64; returns cos and sin [T, D/2] in dtype."""
         c = self._config
-        frequencies = self._static.to(positions.device)
+        frequencies = self._static.on(positions.device)
         if c.type == "dynamic":
-            frequencies = self._dynamic(torch.maximum(positions + 1, prompt_lengths)).to(positions.device)  # [T, D/2]
+            frequencies = self._dynamic(torch.maximum(positions + 1, prompt_lengths))  # [T, D/2]
         return rope_angles(positions, frequencies, c.attention_factor, dtype)
 
     def _dynamic(self, lengths: Tensor) -> Tensor:
@@ -179,7 +182,5 @@ class RotaryEmbedding:
         transformers computes for one sequence with a cache. lengths [T]; returns [T, D/2].
         """
         c = self._config
-        stretch = c.factor * lengths.cpu().clamp(min=c.max_position_embeddings) / c.max_position_embeddings - (
-            c.factor - 1
-        )
+        stretch = c.factor * lengths.clamp(min=c.max_position_embeddings) / c.max_position_embeddings - (c.factor - 1)
         return _frequencies((c.theta * stretch ** (c.head_dim / (c.head_dim - 2)))[:, None], c.head_dim)

@@ -2,13 +2,13 @@
 
 import itertools
 
-import torch
-
 from models.batch import Batch
 from pipelines.engine.scheduler import StepPlan
 
+UNKNOWN = 0  # in the place of a token that only the device knows yet
 
-def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
+
+def build_batch(plan: StepPlan, block_size: int) -> Batch:
     """Flatten the plan's new tokens, without padding."""
     token_ids: list[int] = []
     positions: list[int] = []
@@ -20,7 +20,8 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
     for item in plan.scheduled:
         sequence, first = item.sequence, item.sequence.num_computed_tokens
         after = first + item.num_new_tokens
-        token_ids += sequence.token_ids[first:after]
+        known = sequence.token_ids[first:after]
+        token_ids += known + [UNKNOWN] * (item.num_new_tokens - len(known))
         positions += range(first, after)
         slots += [sequence.block_table[p // block_size] * block_size + p % block_size for p in range(first, after)]
         prompt_lengths += [sequence.num_prompt_tokens] * item.num_new_tokens
@@ -37,7 +38,6 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
         prompt_lengths=prompt_lengths,
         prompt_marks=[item.sequence.request.prompt_marks for item in plan.scheduled],
         output_rows=output_rows,
-        device=device,
     )
 
 
@@ -47,7 +47,6 @@ def whole_batch(
     block_tables: list[list[int]],
     prompt_marks: list[tuple[int, ...]],
     block_size: int,
-    device: torch.device,
 ) -> Batch:
     """Prompts from their first token to their last, each over its own blocks; the last `num_outputs` tokens of each are output rows."""
     lengths = [len(prompt) for prompt in prompts]
@@ -65,5 +64,4 @@ def whole_batch(
         prompt_lengths=[length for length in lengths for _ in range(length)],
         prompt_marks=prompt_marks,
         output_rows=[row for end, n in zip(ends, num_outputs, strict=True) for row in range(end - n, end)],
-        device=device,
     )

@@ -1,6 +1,6 @@
 """The loop: plan, build, run, choose, commit."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from pipelines.engine.beam_search import BeamSearch
 from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.contrastive_search import ContrastiveSearch
 from pipelines.engine.detokenizer import Detokenizer
+from pipelines.engine.lookahead import Lookahead
 from pipelines.engine.request import (
     ContextLimit,
     FinishReason,
@@ -54,8 +55,10 @@ class Engine:
         decode_defaults: dict[str, Any],
         max_num_requests: int,
         max_batched_tokens: int,
+        num_graph_sequences: int = 0,
     ) -> None:
-        """`decode_defaults`: settings of DecodeConfig that hold where a request says nothing."""
+        """`decode_defaults`: settings of DecodeConfig that hold where a request says nothing. `num_graph_sequences`: the most in a decode
+        step that is captured as a CUDA graph, where there is a GPU."""
         num_blocks, self._block_size = cache.tensors[0].shape[:2]
         self.device, self.dtype = cache.tensors[0].device, cache.dtype
         self.context = context
@@ -70,8 +73,15 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         self._eos_token_ids = eos_token_ids
         self._decode_defaults = decode_defaults
-        self.runner = Runner(model, cache)
+        self.run_over(model, cache, num_graph_sequences)
         self.num_generated_tokens = 0  # by all requests so far
+
+    def run_over(self, model: CausalLM, cache: KVCache, num_graph_sequences: int = 0) -> None:
+        """Compute with this model, or this cache, of the same number of blocks, from now on: captured steps know the old ones."""
+        blocks = self.scheduler.block_manager
+        width = min(blocks.num_blocks, blocks.num_blocks_for(self.context.num_tokens))
+        self.runner = Runner(model, cache, num_graph_sequences, width)
+        self._lookahead = Lookahead(self.scheduler, self.runner) if self.device.type == "cuda" else None
 
     def resolve(self, decode: DecodeConfig) -> DecodeConfig:
         """The settings, complete: what the checkpoint suggests, or a neutral value, where they say nothing."""
@@ -188,9 +198,20 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """One forward pass over everything that runs; the groups that are computed to their last tokens get new ones."""
-        plan = self.scheduler.plan()
-        self.runner.copy_blocks(plan.copies)
-        hidden, logits = self.runner.run(build_batch(plan, self._block_size, self.device))  # [R, E], [R, V]
+        launched = self._lookahead.take() if self._lookahead else None
+        if launched is None:
+            plan = self.scheduler.plan()
+            self.runner.copy_blocks(plan.copies)
+            if self._lookahead is None or not self._lookahead.fits(plan):
+                self._compute(plan)
+                return
+            launched = self._lookahead.launch(plan)
+        assert self._lookahead
+        self._accept(self._lookahead.results(launched))
+
+    def _compute(self, plan: StepPlan) -> None:
+        """A step whose results are waited for."""
+        hidden, logits = self.runner.run(build_batch(plan, self._block_size))  # [R, E], [R, V]
         self.scheduler.commit(plan)
         rows = _observe(plan, hidden, logits)
         self._sample([group for group in plan.ready if not group.search], rows, logits)
@@ -216,7 +237,7 @@ class Engine:
         tables = [blocks.allocate(blocks.num_blocks_for(len(prompt))) for prompt in prompts]
         try:
             marks = [self.runner.mark_prompt(prompt) for prompt in prompts]
-            return self.runner.hidden(whole_batch(prompts, num_outputs, tables, marks, self._block_size, self.device))
+            return self.runner.hidden(whole_batch(prompts, num_outputs, tables, marks, self._block_size))
         finally:
             for table in tables:
                 blocks.free(table)
@@ -238,16 +259,19 @@ class Engine:
         indices = [rows[sequence] for _, sequence in chosen]
         wanted = logits if indices == list(range(len(logits))) else logits[indices]
         tokens = sample(wanted, [sequence for _, sequence in chosen])
-        for (_, sequence), token in zip(chosen, tokens, strict=True):
+        for row, ((_, sequence), token) in enumerate(zip(chosen, tokens, strict=True)):
+            if token is not None and (num_top := sequence.request.params.logprobs) is not None:
+                sequence.logprobs += token_logprobs(wanted[row : row + 1], [token], num_top)
+        self._accept([(group, sequence, token) for (group, sequence), token in zip(chosen, tokens, strict=True)])
+
+    def _accept(self, chosen: Collection[tuple[SequenceGroup, Sequence, int | None]]) -> None:
+        """The sequences' next tokens, None where all were banned."""
+        for _, sequence, token in chosen:
             if token is not None:  # all of them before any sink is called, which may raise
                 sequence.token_ids.append(token)
-        self.num_generated_tokens += len(tokens)
-        for row, ((group, sequence), token) in enumerate(zip(chosen, tokens, strict=True)):
-            reason: FinishReason | None = FinishReason.no_token
-            if token is not None:
-                if (num_top := sequence.request.params.logprobs) is not None:
-                    sequence.logprobs += token_logprobs(wanted[row : row + 1], [token], num_top)
-                reason = extend_text(sequence)
+        self.num_generated_tokens += len(chosen)
+        for group, sequence, token in chosen:
+            reason = FinishReason.no_token if token is None else extend_text(sequence)
             if reason:
                 group.completions[sequence.sample] = completion_of(sequence, reason)
                 self.scheduler.finish(group, sequence)

@@ -39,14 +39,16 @@ def choose_num_blocks(
     wanted_blocks: int,
     block_size: int,
     memory: str,
+    free: int,
     formats: list[tuple[KVFormat, KVFormat]],
     dtype: torch.dtype,
-    device: torch.device,
 ) -> int:
-    """How many blocks `device.kv_cache_memory` holds; with auto no more than `wanted_blocks`. Raises UserError for none or too many."""
+    """How many blocks `device.kv_cache_memory` holds where so many bytes are free; with auto no more than `wanted_blocks`.
+
+    Raises UserError for none or too many.
+    """
     one_block = allocate_kv_cache(shape, 1, block_size, formats, dtype, torch.device("meta"))
     block_bytes = sum(tensor.nbytes for tensor in one_block.tensors)
-    free = _free_memory(device)
     if memory == "auto":
         return max(1, min(wanted_blocks, int(AUTO_SHARE * free) // block_bytes))
     wanted = float(memory) if float(memory) >= 1 else float(memory) * free
@@ -56,10 +58,12 @@ def choose_num_blocks(
     return int(wanted) // block_bytes
 
 
-def _free_memory(device: torch.device) -> int:
-    """Bytes."""
+def free_memory(device: torch.device, memory_fraction: float) -> int:
+    """Bytes; on a GPU no more than this process still may take of its share."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        free, total = torch.cuda.mem_get_info(device)
+        own, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        return max(0, min(free + held - own, int(memory_fraction * total) - own))
     try:
         with open("/proc/meminfo") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))

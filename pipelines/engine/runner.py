@@ -8,16 +8,26 @@ from torch import Tensor
 from conf.errors import UserError
 from kernels.all_finite import all_finite
 from kernels.copy_blocks import copy_blocks
+from kernels.cuda_graph import GraphPool
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
-from pipelines.engine.decode_step import DecodeSteps
+from pipelines.engine.decode_step import DecodeSteps, Outputs
+from pipelines.engine.gpu_batch import to_gpu
+from pipelines.engine.padded_decode import PaddedDecodeSteps
 
 
 class Runner:
-    def __init__(self, model: CausalLM, cache: KVCache) -> None:
+    def __init__(self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int) -> None:
+        """On a GPU, decode steps of up to `num_graph_sequences` are captured now, with tables of the width that a sequence may need."""
         self.model = model
         self.cache = cache
-        self._decode_steps = DecodeSteps(self._compute)
+        self._device = cache.tensors[0].device
+        self._decode_steps: DecodeSteps | PaddedDecodeSteps | None = None
+        if self._device.type == "cpu":
+            self._decode_steps = DecodeSteps(self._compute)
+        elif num_graph_sequences:
+            sizes = num_graph_sequences, table_width, model.num_prompt_marks
+            self._decode_steps = PaddedDecodeSteps(self._forward, GraphPool(), *sizes, self._device)
 
     @property
     def weight_bytes(self) -> int:
@@ -43,34 +53,55 @@ class Runner:
             for keys, values in self.cache.layers:
                 copy_blocks(keys, values, sources, targets)
 
+    def on_device(self, batch: Batch) -> Batch:
+        """The batch where the model is."""
+        return batch if batch.numbers.device.type == self._device.type else to_gpu(batch, self._device)
+
     def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Hidden states [R, E] and logits [R, V] of the batch's output rows, in the model's dtype, until the next call.
 
         Raises UserError where a logit is not finite.
         """
-        decodes = batch.token_ids.shape == batch.context_lengths.shape == batch.output_rows.shape
-        hidden, logits, finite = self._decode_steps.run(batch) if decodes else self._compute(batch)
-        _check(finite)
+        hidden, logits, finite = self.launch(batch)
+        check_finite(finite)
         return hidden, logits
+
+    def launch(self, batch: Batch, token_ids: Tensor | None = None) -> Outputs:
+        """The same without waiting for a GPU, so that nobody knows yet whether logits are finite.
+
+        `token_ids` [T], on the model's device, take the place of the batch's.
+        """
+        decodes = batch.token_ids.shape == batch.context_lengths.shape == batch.output_rows.shape
+        steps = self._decode_steps if decodes else None
+        if isinstance(steps, PaddedDecodeSteps) and steps.hold(len(batch.context_lengths)):
+            return steps.run(batch, token_ids)
+        if token_ids is not None:
+            batch = self.on_device(batch)
+            batch.token_ids.copy_(token_ids)
+        return steps.run(batch) if isinstance(steps, DecodeSteps) else self._compute(batch)
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states, logits, and whether these are all finite."""
-        hidden = self.hidden(batch)
-        logits = self.model.logits(hidden)
+        hidden, logits = self._forward(batch)
         return hidden, logits, all_finite(logits)
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        hidden = self.hidden(batch)
+        return hidden, self.model.logits(hidden)
 
     def hidden(self, batch: Batch) -> Tensor:
         """Hidden states [R, E] of the batch's output rows, in the model's dtype."""
-        return self.model(batch, self.cache)  # type: ignore[no-any-return]
+        return self.model(self.on_device(batch), self.cache)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] of hidden states [R, E]. Raises UserError where one is not finite."""
         logits = self.model.logits(hidden)
-        _check(all_finite(logits))
+        check_finite(all_finite(logits))
         return logits
 
 
-def _check(finite: Tensor) -> None:
+def check_finite(finite: Tensor | bool) -> None:
+    """Raises UserError where they are not."""
     if not finite:
         remedy = "the weights are damaged, or model.dtype=float16 is too small for them: try model.dtype=float32"
         raise UserError(f"the model's logits are not finite: {remedy}")

@@ -18,35 +18,44 @@ MASK64 = 2**64 - 1
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[int | None]:
     """A token id per row of logits [R, V], None where all are banned. Temperature 0 takes the most likely, the lowest id of equals."""
     logits = logits.float()
-    changed = [row for row, sequence in enumerate(sequences) if _changes_logits(sequence)]
+    changed = [row for row, sequence in enumerate(sequences) if changes_logits(sequence)]
     if changed:
         logits = logits.clone()  # the caller's stay unmodified, for the log probabilities
         for row in changed:
             logits[row] = process_logits(logits[row], sequences[row])
-    rows = [row for row, sequence in enumerate(sequences) if sequence.request.params.temperature > 0]
-    if len(rows) == len(sequences):
-        tokens = _draw_rows(logits, sequences)
-    else:
-        tokens = logits.argmax(-1)
-        if rows:
-            tokens[rows] = _draw_rows(logits[rows], [sequences[row] for row in rows])
-    chosen: list[int | None] = tokens.tolist()
+    chosen: list[int | None] = choose(logits, sequences).tolist()
     for row in changed:
         if logits[row].amax() == -torch.inf:
             chosen[row] = None
     return chosen
 
 
-def _draw_rows(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    settings = []
+def choose(logits: Tensor, sequences: list[Sequence], num_unknown: int = 0) -> Tensor:
+    """The token [R] of each row of processed logits [R, V]. `num_unknown`: output tokens of each sequence that it does not list yet."""
+    logits = logits.float()
+    rows = [row for row, sequence in enumerate(sequences) if sequence.request.params.temperature > 0]
+    if len(rows) == len(sequences):
+        return _draw_rows(logits, sequences, num_unknown)
+    tokens = logits.argmax(-1)
+    if rows:
+        tokens[rows] = _draw_rows(logits[rows], [sequences[row] for row in rows], num_unknown)
+    return tokens
+
+
+def _draw_rows(logits: Tensor, sequences: list[Sequence], num_unknown: int) -> Tensor:
+    rows = []
     for sequence in sequences:
         p = sequence.request.params
-        number = uniform(_sample_seed(sequence), sequence.num_output_tokens)
-        settings.append((p.temperature, p.top_k, p.top_p, p.min_p, number))
-    return draw(logits, torch.tensor(settings, dtype=torch.float64, device=logits.device))
+        number = uniform(_sample_seed(sequence), sequence.num_output_tokens + num_unknown)
+        rows.append((p.temperature, p.top_k, p.top_p, p.min_p, number))
+    settings = torch.tensor(rows, dtype=torch.float64)
+    if logits.is_cuda:  # pinned, so that nothing waits for the GPU
+        settings = settings.pin_memory().to(logits.device, non_blocking=True)
+    return draw(logits, settings)
 
 
-def _changes_logits(sequence: Sequence) -> bool:
+def changes_logits(sequence: Sequence) -> bool:
+    """Whether the sequence's next token depends on more than the model's logits."""
     p = sequence.request.params
     return bool(
         p.repetition_penalty != 1
@@ -56,7 +65,7 @@ def _changes_logits(sequence: Sequence) -> bool:
         or p.no_repeat_ngram_size
         or p.bad_words
         or p.allowed_token_ids
-        or sequence.num_output_tokens < p.min_new_tokens
+        or (p.end_token_ids and sequence.num_output_tokens < p.min_new_tokens)
     )
 
 

@@ -1,7 +1,7 @@
 """Which requests run in the next step, and with how many tokens: first come, first served, continuously batched, prompts in chunks."""
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipelines.engine.block_manager import BlockManager, extend_hashes
 from pipelines.engine.request import Continuation, SamplingParams, Sequence, SequenceGroup
@@ -74,6 +74,23 @@ class Scheduler:
         # Only a group's first sequence, its prompt, may need more than one step.
         ready = [g for g in self.running if num_new_tokens[g.sequences[0]] == g.sequences[0].num_uncomputed_tokens]
         return StepPlan(scheduled, ready, copies)
+
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step after `plan`, which is committed, before its tokens are known: each of its sequences gets one more.
+
+        None where another plan may be wanted by then: somebody waits or ends, or there are too few blocks.
+        """
+        sequences = [item.sequence for item in plan.scheduled]
+        missing = {s: self.block_manager.num_blocks_for(len(s.token_ids) + 1) - len(s.block_table) for s in sequences}
+        if (
+            self.waiting
+            or any(s.num_output_tokens + 1 >= s.request.params.max_new_tokens for s in sequences)
+            or sum(missing.values()) > self.block_manager.num_free_blocks
+        ):
+            return None
+        for sequence, num_blocks in missing.items():
+            sequence.block_table += self.block_manager.allocate(num_blocks)
+        return StepPlan([replace(item, num_new_tokens=1) for item in plan.scheduled], plan.ready, [])
 
     def commit(self, plan: StepPlan) -> None:
         """The plan's tokens are in the cache now: blocks that became full can be found by later prompts."""

@@ -1,17 +1,20 @@
 """Checks the kernels on a GPU, then times them: `python tests/bench/gpu.py [--plan]`. Made to need less than 8 minutes on an H200.
 
-Needs torch, triton, transformers, safetensors, numpy and pytest. Writes results/gpu.json and results/gpu.md beside itself, with the GPU,
-the versions and the date, and beside each time what the same GPU reached in the same run: bytes per second of a copy, operations per
-second of a large product. Times are medians of CUDA events around replays of a graph of several launches, each with its own inputs, so
-that these do not come from the cache.
+Needs torch, triton, transformers, safetensors, numpy and pytest; whole models also gguf, sentencepiece and tiktoken. Writes
+results/gpu.json and results/gpu.md beside itself, with the GPU, the versions and the date, and beside each time what the same GPU
+reached in the same run: bytes per second of a copy, operations per second of a large product. Times of kernels are medians of CUDA
+events around replays of a graph of several launches, each with its own inputs, so that these do not come from the cache.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from datetime import date
 from functools import partial
@@ -84,7 +87,7 @@ def large_product(dtype: torch.dtype) -> list[Step]:
 
 def product(kind: str, rows: int, outputs: int, inputs: int) -> Step:
     """Counted as bytes of the weight for one row, else as operations."""
-    from kernels.quant_matmul import triton
+    from kernels.quant_matmul import gpu_weight, triton
 
     bits = {"bf16": 16, "int4 g128": 4}.get(kind, 8)
     counted = outputs * inputs * bits / 8 if rows <= 64 else 2.0 * rows * outputs * inputs
@@ -96,7 +99,7 @@ def product(kind: str, rows: int, outputs: int, inputs: int) -> Step:
     scales = torch.rand(inputs // 128 if bits == 4 else 1, outputs, device="cuda")
     if bits == 4:
         counted += scales.nbytes if rows <= 64 else 0
-    weight = triton.GPUWeight(codes, scales, None, inputs, 128)
+    weight = gpu_weight.GPUWeight(codes, scales, None, inputs, 128)
     if kind in ("int8", "int4 g128"):
         return lambda: triton.quant_matmul(x, weight), counted
     x_codes, x_scales = triton.quantize_rows(x, codes.dtype)
@@ -159,6 +162,66 @@ def top_p(sorting: bool, rows: int = 128, vocab_size: int = 128256) -> list[Step
     return rotated(make, 4.0 * rows * vocab_size)
 
 
+CONFIGS = {
+    "8B": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 8192,
+    },
+    "1.5B": {
+        "model_type": "qwen2",
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+}
+MODELS = [  # size, scheme, rows, goal of the share of the copy bandwidth
+    ("8B", "none", 1, 0.78),
+    ("8B", "int8", 1, 0.65),
+    ("8B", "int4", 1, 0.50),
+    ("8B", "a8w8", 32, None),
+    ("8B", "fp8", 32, None),
+    ("1.5B", "none", 1, 0.60),
+]
+
+
+def decode_step(size: str, scheme: str, rows: int) -> tuple[float, float]:
+    """Of a whole model with random weights, in the engine, after 128 tokens: median seconds from step to step, and the bytes it reads."""
+    from conf.decoding import DecodeConfig
+    from conf.quantization import Activations, QuantConfig, QuantScheme
+    from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
+    from pipelines.assembly import assemble
+
+    activations = Activations.dynamic if scheme in ("a8w8", "fp8") else Activations.none
+    quant = QuantConfig(QuantScheme[scheme], group_size=128 if scheme == "int4" else -1, activations=activations)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[size]))
+        model = ModelConfig(folder, DType.bfloat16, Weights.random, tokenizer=None)
+        engine = assemble(RunConfig(model=model, device=DeviceConfig(DeviceType.cuda), quant=quant), rows)
+    decode = DecodeConfig(max_new_tokens=129, ignore_eos=True, prefix_cache=False)
+    groups = [engine.add(engine.request(i, [5 + i] * 128, decode)) for i in range(rows)]
+    times = []
+    while any(group.sequences for group in groups):
+        engine.step()
+        times.append(time.perf_counter())
+    seconds = statistics.median(after - before for before, after in itertools.pairwise(times[8:]))
+    return seconds, engine.runner.step_weight_bytes(rows) + rows * 192 * engine.runner.kv_bytes_per_token
+
+
 PLAN: list[tuple[str, str, float | None, Callable[[], list[Step]]]] = [
     # name, what its share is of, goal of the share, steps
     *(
@@ -205,6 +268,13 @@ def measure() -> dict[str, Any]:
         rows.append({"name": name, "microseconds": 1e6 * seconds, "of": ceiling, "share": share, "goal": goal})
         print(f"{name}: {1e6 * seconds:.1f} us, {share:.0%} of {ceiling}", flush=True)
         del steps
+        torch.cuda.empty_cache()
+    for size, scheme, batch, goal in MODELS:
+        seconds, counted = decode_step(size, scheme, batch)
+        name = f"decode step of {size}, batch {batch}, {'bf16' if scheme == 'none' else scheme}"
+        share = counted / seconds / ceilings["copy"]
+        rows.append({"name": name, "microseconds": 1e6 * seconds, "of": "copy", "share": share, "goal": goal})
+        print(f"{name}: {1e6 * seconds:.1f} us, {share:.0%} of copy", flush=True)
         torch.cuda.empty_cache()
     import triton
 

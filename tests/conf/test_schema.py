@@ -42,6 +42,12 @@ BAD = [
     (DecodeConfig, {"seed": -1}, "decode.seed=-1"),
     (DecodeConfig, {"seed": 2**64}, "decode.seed="),
     (DeviceConfig, {"threads": 0}, "device.threads=0"),
+    (
+        DeviceConfig,
+        {"memory_fraction": 0.0},
+        "device.memory_fraction=0.0 is not allowed: give a number above 0 and up to 1",
+    ),
+    (DeviceConfig, {"memory_fraction": 1.1}, "device.memory_fraction=1.1"),
     (ModelConfig, {"path": ""}, "model.path='' .* a folder or a hub id"),
     (ModelConfig, {"path": "x", "max_length": 0}, "model.max_length=0"),
     (

@@ -4,6 +4,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import DeviceConfig, DeviceType, DType
+from pipelines.engine.kv_cache import free_memory
 from pipelines.loading import load_engine
 from pipelines.report import peak_memory_bytes
 from tests.builders import all_logits, complete, engine_of, run_config, write_llama
@@ -135,6 +137,31 @@ def test_an_automatic_pool_has_room_for_a_rows_own_beams_and_takes_no_memory(tmp
     pool = engine_of(tmp_path, batch_size=1)
     assert pool.scheduler.block_manager.num_blocks * pool._block_size * pool.runner.kv_bytes_per_token > 2**31
     assert peak_memory_bytes(engine.device) - before < 2**30  # the pool's pages are not taken yet
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("cuda_graphs", False, "device.cuda_graphs=false is not used on a CPU: leave it at true, or give device=cuda"),
+        (
+            "memory_fraction",
+            0.5,
+            "device.memory_fraction=0.5 is not used on a CPU: leave it at 0.9, or give device=cuda",
+        ),
+    ],
+)
+def test_options_of_gpus_are_refused_on_a_cpu(tmp_path: Path, name: str, value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        engine_of(tmp_path, **{name: value})
+
+
+def test_on_a_gpu_no_more_is_free_than_the_fraction_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1000 bytes others have 100, and this process holds 300, of which it uses 250."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 250)
+    free = {fraction: free_memory(torch.device("cuda"), fraction) for fraction in (1.0, 0.9, 0.5, 0.25, 0.1)}
+    assert free == {1.0: 650, 0.9: 650, 0.5: 250, 0.25: 0, 0.1: 0}
 
 
 def test_stretched_context_counts(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from kernels.kv_format import FORMATS, allocate
 from kernels.kv_store.triton import kv_store
 from kernels.moe.triton import mixture
 from kernels.paged_attention.triton import paged_attention
-from kernels.quant_matmul.triton import GPUWeight, quant_matmul, quant_matmul_codes, quantize_rows
+from kernels.quant_matmul.gpu_weight import GPUWeight
+from kernels.quant_matmul.triton import quant_matmul, quant_matmul_codes, quantize_rows
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rope.triton import rope
 from kernels.sampling.triton import draw, penalize
@@ -79,9 +80,15 @@ def rows() -> None:
 
 
 def multiply(
-    num_rows: int, bits: int, groups: int, zero_points: bool = False, inputs: int = 4096, outputs: int = 14336
+    num_rows: int,
+    bits: int,
+    groups: int,
+    zero_points: bool = False,
+    inputs: int = 4096,
+    outputs: int = 14336,
+    dtype: torch.dtype = torch.int8,
 ) -> None:
-    codes = torch.empty(outputs, inputs * bits // 8, dtype=torch.uint8 if bits == 4 else torch.int8)
+    codes = torch.empty(outputs, inputs * bits // 8, dtype=torch.uint8 if bits == 4 else dtype)
     zeros = torch.empty(groups, outputs, dtype=torch.int8) if zero_points else None
     chunk = 128 if groups == 1 else inputs // groups
     quant_matmul(
@@ -93,7 +100,9 @@ def multiply_codes(num_rows: int, dtype: torch.dtype, blocks: bool = False) -> N
     groups = 32 if blocks else 1
     codes, scales = torch.empty(14336, 4096, dtype=dtype), torch.empty(groups, 112 if blocks else 14336)
     x = torch.empty(num_rows, 4096, dtype=dtype)
-    quant_matmul_codes(x, torch.empty(num_rows, groups), GPUWeight(codes, scales, None, 4096, 128), BF16)
+    quant_matmul_codes(
+        x, torch.empty(num_rows, groups), GPUWeight(codes, scales, None, 4096, 128), BF16, 128 if blocks else None
+    )
 
 
 ROWS = (1, 16, 32, 64, 4096)  # one for each way to launch
@@ -133,6 +142,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"matmul {rows} w8a16": partial(multiply, rows, 8, 1) for rows in ROWS},
     **{f"matmul {rows} w4a16 g128": partial(multiply, rows, 4, 32) for rows in ROWS},
     **{f"matmul {rows} w4a16 g32 zero": partial(multiply, rows, 4, 128, True) for rows in ROWS},
+    **{f"matmul {rows} fp8 weight": partial(multiply, rows, 8, 1, dtype=FP8) for rows in ROWS},
     **{f"matmul {rows} w8a8": partial(multiply_codes, rows, torch.int8) for rows in ROWS},
     **{f"matmul {rows} fp8": partial(multiply_codes, rows, FP8) for rows in ROWS},
     **{f"matmul {rows} fp8 blocks": partial(multiply_codes, rows, FP8, True) for rows in ROWS},

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.quant_matmul import triton
+from kernels.quant_matmul import gpu_weight, triton
 from tests.kernels.triton.cases import DEVICE, assert_near, noise
 
 ROWS = [1, 5, 17, 70]  # one for each way to launch
@@ -15,9 +15,11 @@ def random_codes(outputs: int, inputs: int, bits: int, zero_points: bool) -> Ten
     return torch.randint(low, high, (outputs, inputs), generator=torch.Generator().manual_seed(3), dtype=torch.int8)
 
 
-def on_device(weight: triton.GPUWeight) -> triton.GPUWeight:
+def on_device(weight: gpu_weight.GPUWeight) -> gpu_weight.GPUWeight:
     zeros = None if weight.zero_points is None else weight.zero_points.to(DEVICE)
-    return triton.GPUWeight(weight.codes.to(DEVICE), weight.scales.to(DEVICE), zeros, weight.num_inputs, weight.chunk)
+    return gpu_weight.GPUWeight(
+        weight.codes.to(DEVICE), weight.scales.to(DEVICE), zeros, weight.num_inputs, weight.chunk
+    )
 
 
 def values(codes: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int) -> Tensor:
@@ -35,7 +37,7 @@ def check_weight(
     scales = noise(outputs, -(-inputs // group)).abs() + 0.1
     zeros = (codes[:, ::group] + 3).clamp(0, 15) if zero_points else None
     x = noise(rows, inputs, dtype=dtype)
-    result = triton.quant_matmul(x.to(DEVICE), on_device(triton.pack(codes, scales, zeros, bits)))
+    result = triton.quant_matmul(x.to(DEVICE), on_device(gpu_weight.pack(codes, scales, zeros, bits)))
     assert_near(result, x.double() @ values(codes, scales, zeros, group).T)
 
 
@@ -57,7 +59,7 @@ def test_rows_of_int8(rows: int, bits: int, group_size: int | None, one_scale: b
     scales = noise(70, -(-328 // (group_size or 328))).abs()
     x_codes, x_scales = triton.quantize_rows(noise(rows, 328).to(DEVICE))
     x_scales = x_scales[:1] if one_scale else x_scales
-    weight = on_device(triton.pack(codes, scales, None, bits))
+    weight = on_device(gpu_weight.pack(codes, scales, None, bits))
     result = triton.quant_matmul_codes(x_codes, x_scales, weight, torch.float32)
     x = x_codes.cpu().double() * x_scales.cpu().double()
     # integers are exact: what remains is float32 scaling
@@ -65,27 +67,36 @@ def test_rows_of_int8(rows: int, bits: int, group_size: int | None, one_scale: b
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("kind", ["tensor", "rows", "blocks"])
-def test_float8(rows: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "group_size", "x_group_size"),
+    [("tensor", None, None), ("rows", None, None), ("blocks", 128, 128), ("blocks", 128, None), ("groups", 64, 128)],
+)
+def test_float8(rows: int, kind: str, group_size: int | None, x_group_size: int | None) -> None:
     outputs, inputs = 140, 328
     codes = (noise(outputs, inputs) * 50).to(torch.float8_e4m3fn)
-    shape = {"tensor": (1, 1), "rows": (outputs, 1), "blocks": (2, 3)}[kind]
-    scales = noise(*shape).abs() + 0.1
-    x_codes, x_scales = triton.quantize_rows(
-        noise(rows, inputs).to(DEVICE), torch.float8_e4m3fn, 128 if kind == "blocks" else None
-    )
-    result = triton.quant_matmul_codes(x_codes, x_scales, on_device(triton.pack(codes, scales, None, 8)), torch.float32)
-
-    def spread(numbers: Tensor, size: tuple[int, ...]) -> Tensor:
-        for dim, whole in enumerate(size):
-            if numbers.shape[dim] not in (1, whole):
-                numbers = numbers.repeat_interleave(128, dim)[(slice(None),) * dim + (slice(whole),)]
-        return numbers.double()
-
-    x = x_codes.cpu().double() * spread(x_scales.cpu(), (rows, inputs))
+    groups = 1 if group_size is None else -(-inputs // group_size)
+    scales = noise(1 if kind == "tensor" else outputs, groups).abs() + 0.1
+    if kind == "blocks":
+        scales = scales[::128].repeat_interleave(128, 0)[:outputs]
+    x_codes, x_scales = triton.quantize_rows(noise(rows, inputs).to(DEVICE), torch.float8_e4m3fn, x_group_size)
+    weight = on_device(gpu_weight.pack(codes, scales, None, 8))
+    assert weight.has_blocks == (kind == "blocks")  # whose scales are held once
+    result = triton.quant_matmul_codes(x_codes, x_scales, weight, torch.float32, x_group_size)
+    whole = values(x_codes.cpu(), x_scales.cpu(), None, x_group_size or inputs)
     # Hopper's matrix units add float8 products of a chunk with 14 bits
     tolerance = 1e-3 if DEVICE == "cuda" else 1e-5
-    assert_near(result, x @ (codes.double() * spread(scales, (outputs, inputs))).T, tolerance)
+    assert_near(result, whole @ values(codes, scales.expand(outputs, -1), None, group_size or inputs).T, tolerance)
+    x = noise(rows, inputs, dtype=torch.bfloat16)
+    unrounded = triton.quant_matmul(x.to(DEVICE), weight)
+    assert_near(unrounded, x.double() @ values(codes, scales.expand(outputs, -1), None, group_size or inputs).T)
+
+
+def test_refuses_scales_that_do_not_belong_to_the_weight() -> None:
+    codes = noise(8, 256).to(torch.float8_e4m3fn)
+    weight = on_device(gpu_weight.pack(codes, noise(8, 2), None, 8))
+    x_codes, x_scales = triton.quantize_rows(noise(2, 256).to(DEVICE), torch.float8_e4m3fn, 64)
+    with pytest.raises(ValueError, match=r"scales \[2, 4\] of groups of 64 inputs beside a weight with groups of 128"):
+        triton.quant_matmul_codes(x_codes, x_scales, weight, torch.float32, 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -109,8 +120,8 @@ def test_quantize_rows(dtype: torch.dtype, group_size: int | None) -> None:
 
 def test_refuses_other_shapes() -> None:
     codes = random_codes(8, 96, 8, False)
-    with pytest.raises(ValueError, match=r"scales \[8, 5\] of codes \[8, 96\]: a group has 32, 64, 128 or all inputs"):
-        triton.pack(codes, torch.ones(8, 5), None, 8)
-    weight = triton.pack(codes, torch.ones(8, 1), None, 8)
+    with pytest.raises(ValueError, match="5 groups of 96 inputs: a group has 32, 64 or 128 inputs, or all of them"):
+        gpu_weight.pack(codes, torch.ones(8, 5), None, 8)
+    weight = gpu_weight.pack(codes, torch.ones(8, 1), None, 8)
     with pytest.raises(ValueError, match=r"rows \[2, 95\] cannot be multiplied by a weight of 96 inputs"):
         triton.quant_matmul(torch.ones(2, 95), weight)

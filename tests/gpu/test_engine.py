@@ -1,0 +1,63 @@
+"""A whole engine on a GPU against the same engine on the CPU. Needs what run.py needs, but hydra."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip(
+    "sentencepiece", reason="checkpoints are read with tokenizers' packages, which a bare CUDA image lacks"
+)
+
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.quantization import Activations, KVCacheFormat, QuantConfig, QuantScheme
+from conf.schema import DeviceConfig, DeviceType
+from pipelines.assembly import assemble
+from pipelines.engine import Engine
+from tests.builders import complete, run_config, write_llama
+
+PROMPTS = [[3 + i] * (5 * i + 1) for i in range(6)]
+DECODE = DecodeConfig(max_new_tokens=24, ignore_eos=True)
+
+
+def engine_on(device: str, folder: Path, scheme: str = "none", kv_cache: str = "none", **options: Any) -> Engine:
+    """In float32, whose sums differ in their order alone."""
+    activations = Activations.dynamic if scheme in ("a8w8", "fp8") else Activations.none
+    quant = QuantConfig(QuantScheme[scheme], activations=activations, kv_cache=KVCacheFormat[kv_cache])
+    return assemble(replace(run_config(folder), device=DeviceConfig(DeviceType[device], **options), quant=quant), 6)
+
+
+def tokens(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    return [completion.token_ids for completion in complete(engine, prompts, DECODE)]
+
+
+@pytest.mark.parametrize("kv_cache", ["none", "fp8"])
+@pytest.mark.parametrize("scheme", ["none", "int8", "int4"])
+def test_tokens_are_the_cpus_with_graphs_and_without(scheme: str, kv_cache: str, tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    expected = tokens(engine_on("cpu", tmp_path, scheme, kv_cache))
+    captured = engine_on("cuda", tmp_path, scheme, kv_cache)
+    assert sorted(captured.runner._decode_steps._graphs) == [1, 2, 4, 6]  # type: ignore[union-attr]
+    assert tokens(captured) == expected
+    assert tokens(captured, PROMPTS[2:5]) == expected[2:5]  # three rows, padded to four
+    assert tokens(engine_on("cuda", tmp_path, scheme, kv_cache, cuda_graphs=False)) == expected
+
+
+@pytest.mark.parametrize("scheme", ["a8w8", "fp8"])
+def test_activations_as_codes_run_in_graphs(scheme: str, tmp_path: Path) -> None:
+    """An activation at the edge of two codes may fall to either side, so only each device is asked to agree with itself."""
+    write_llama(tmp_path)
+    assert tokens(engine_on("cuda", tmp_path, scheme)) == tokens(engine_on("cuda", tmp_path, scheme))
+
+
+def test_the_pool_takes_its_share_of_what_weights_leave(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    total = torch.cuda.mem_get_info()[1]
+    engine = engine_on("cuda", tmp_path, memory_fraction=0.05, kv_cache_memory="0.5")
+    pool = sum(tensor.nbytes for tensor in engine.runner.cache.tensors)
+    assert 0.02 * total < pool <= 0.025 * total
+    with pytest.raises(UserError, match="device.kv_cache_memory=.* is not possible here"):
+        engine_on("cuda", tmp_path, memory_fraction=0.05, kv_cache_memory=str(int(0.06 * total)))

@@ -1,0 +1,81 @@
+"""Layers of every scheme in the GPU's form, against the same layers in the CPU's."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels.quant_matmul
+from conf.quantization import Activations
+from kernels.quant_matmul import Float8Weight, GPUWeight
+from quantization.codes import CodeKind
+from quantization.layouts.base import StoredWeight
+from quantization.linear import CodedLinear, Fp8Linear, IntLinear
+from quantization.scheme import LinearScheme
+from quantization.weight_format import WeightFormat, quantize
+from tests.kernels.triton.cases import DEVICE, assert_near, noise
+
+FP8 = CodeKind.FP8
+WEIGHTS = {
+    "int8": WeightFormat(),
+    "int8 groups": WeightFormat(group_size=64),
+    "int4": WeightFormat(4),
+    "int4 groups": WeightFormat(4, group_size=32),
+    "int4 zero points": WeightFormat(4, symmetric=False, group_size=128),
+    "fp8": WeightFormat(8, FP8),
+    "fp8 tensor": WeightFormat(8, FP8, per_tensor=True),
+    "fp8 groups": WeightFormat(8, FP8, group_size=128),
+}
+
+
+def make_layer(
+    stored: StoredWeight, scheme: LinearScheme, bias: Tensor, dtype: torch.dtype, device: str
+) -> CodedLinear:
+    kind = Fp8Linear if scheme.weights.kind is FP8 else IntLinear
+    layer = kind("layer", scheme, None, (len(bias), 256), has_bias=True)  # type: ignore[arg-type]
+    layer.hold(stored, bias, dtype, torch.device(device))
+    return layer
+
+
+KINDS = (
+    Activations.none,
+    Activations.dynamic,
+    Activations.static,
+)  # auto is one of the first two, by the number of rows
+CASES = [(weights, activations) for weights in WEIGHTS for activations in KINDS]
+CASES.remove(("fp8 groups", Activations.static))  # which `read_fp8` refuses
+
+
+@pytest.mark.parametrize(("weights", "activations"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_is_the_cpus(
+    weights: str, activations: Activations, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheme = LinearScheme(WEIGHTS[weights], activations)
+    x, bias = noise(7, 256, dtype=dtype), noise(70)
+    scale = x.abs().amax().float() / (448 if scheme.weights.kind is FP8 else 127)
+    stored = StoredWeight(
+        quantize(noise(70, 256, seed=1), scheme.weights), scale if activations is Activations.static else None
+    )
+    expected = make_layer(stored, scheme, bias, dtype, "cpu")(x)
+    monkeypatch.setattr(kernels.quant_matmul, "_on_gpu", lambda tensor: True)
+    layer = make_layer(stored, scheme, bias, dtype, DEVICE)
+    assert isinstance(layer._weight, GPUWeight)
+    # float32: the CPU has 16 bits of an activation that is not quantised. bfloat16: float8 weights, or their products, are rounded
+    # once more on a CPU, and results and their sum with the bias everywhere.
+    tolerance = 1e-4 if dtype is torch.float32 else 4 * 2**-9
+    assert_near(layer(x.to(DEVICE)), expected, tolerance)
+    assert_near(layer(x[2:3].to(DEVICE)), expected[2:3], tolerance)
+    assert sum(part.nbytes for part in layer.parameters()) == num_bytes(stored, scheme) + layer.bias.nbytes
+
+
+def num_bytes(stored: StoredWeight, scheme: LinearScheme) -> int:
+    """256 inputs are whole chunks, so nothing is padded; scales are one for each output."""
+    weight, (outputs, groups) = stored.weight, (70, stored.weight.scales.shape[1])
+    zeros = 0 if weight.zero_points is None else outputs * groups
+    return weight.codes.numel() * scheme.weights.bits // 8 + 4 * outputs * groups + zeros
+
+
+def test_blocks_of_a_size_that_no_kernel_has_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.quant_matmul, "_on_gpu", lambda tensor: True)
+    codes = noise(70, 256).to(torch.float8_e4m3fn)
+    assert isinstance(kernels.quant_matmul.pack_float8(codes, torch.ones(70, 16)), Float8Weight)

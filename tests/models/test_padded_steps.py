@@ -1,0 +1,74 @@
+"""A CUDA graph can hold every family's decode step: it waits for no number, and rows that pad it change nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import models.layers.attention
+from conf.decoding import DecodeConfig
+from kernels.kv_store import kv_store
+from kernels.paged_attention import paged_attention
+from pipelines.engine.batch import build_batch
+from pipelines.engine.gpu_batch import BatchShape, batch_over, fill
+from tests.builders import engine_of
+from tests.models.test_goldens import FAMILIES, GOLDENS, link
+
+aten = torch.ops.aten
+WAITS = (aten._local_scalar_dense, aten.nonzero, aten._unique2, aten.unique_dim, aten.masked_select)
+
+
+class NeverWaits(TorchDispatchMode):
+    """Refuses what makes a GPU's host wait: numbers that it wants to know, and shapes that depend on them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket not in WAITS, func
+        indices = args[1] if func.overloadpacket in (aten.index, aten.index_put_) else []
+        assert all(index is None or index.dtype != torch.bool for index in indices), func
+        return func(*args, **(kwargs or {}))
+
+
+def store_own(key: Tensor, value: Tensor, keys: Any, values: Any, slots: Tensor) -> None:
+    """As the GPU's kernel does: what has no slot is stored nowhere."""
+    with _disable_current_modes():
+        count = int((slots >= 0).sum())
+        kv_store(key[:count], value[:count], keys, values, slots[:count])
+
+
+def attend_own(query: Tensor, keys: Any, values: Any, *where: Any) -> Tensor:
+    """As the GPU's kernel does: tokens of no sequence have any numbers."""
+    tables, starts, contexts, scale, soft_cap, window, slopes, prefixes = where
+    with _disable_current_modes():
+        count = int((starts.diff() > 0).sum())
+        own = tables[:count], starts[: count + 1], contexts[:count], scale, soft_cap, window, slopes
+        prefixes = None if prefixes is None else prefixes[:count]
+        output = query.new_full((*query.shape[:2], values.channels), torch.nan)
+        output[:count] = paged_attention(query[:count], keys, values, *own, prefixes)
+    return output
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_two_sequences_in_one_of_four(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(link(family, tmp_path), allow_pickle=True)
+    prompt = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
+    for i in range(2):
+        engine.add(engine.request(i, prompt, DecodeConfig(max_new_tokens=9, ignore_eos=True)))
+    for _ in range(3):
+        engine.step()
+    batch = build_batch(engine.scheduler.plan(), engine._block_size)
+    expected = engine.runner.hidden(batch)
+    num_marks = engine.runner.model.num_prompt_marks
+    assert batch.prompt_marks.shape == batch.token_ids.shape + (num_marks,)
+    shape = BatchShape(4, 4, batch.block_tables.shape[1] + 1, num_marks, 4)
+    padded = batch_over(torch.full((shape.num_numbers,), 10**6), shape)
+    fill(padded, batch)
+    monkeypatch.setattr(models.layers.attention, "kv_store", store_own)
+    monkeypatch.setattr(models.layers.attention, "paged_attention", attend_own)
+    with NeverWaits():
+        hidden = engine.runner.hidden(padded)
+    assert torch.equal(hidden[:2], expected)

@@ -1,0 +1,166 @@
+"""An engine with a step of lookahead against one without, on the CPU, where a launched step is computed at once."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from models.batch import Batch
+from pipelines.engine import Engine
+from pipelines.engine.decode_step import Outputs
+from pipelines.engine.lookahead import LaunchedStep, Lookahead
+from tests.builders import engine_of, write_llama
+from tests.pipelines.engine.test_padded_decode import pad
+
+PROMPTS = [[3 + i] * (3 * i + 1) for i in range(8)]
+KEY_VALUE_BYTES = 2 * 2 * 2 * 16 * 4  # of a token: keys and values, layers, heads, channels, float32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama(folder)
+    return folder
+
+
+def look_ahead(engine: Engine) -> list[bool]:
+    """Returns for each step that is launched whether its inputs were on the device alone."""
+    engine._lookahead = Lookahead(engine.scheduler, engine.runner)
+    ahead, launch = [], engine.runner.launch
+
+    def observed(batch: Batch, token_ids: Tensor | None = None) -> Outputs:
+        ahead.append(token_ids is not None)
+        return launch(batch, token_ids)
+
+    engine.runner.launch = observed  # type: ignore[method-assign]
+    return ahead
+
+
+def run(engine: Engine, decodes: list[DecodeConfig]) -> list[Any]:
+    """All that is said of every request, whose settings alternate. Blocks add up after every step, and at the end all are free."""
+    requests = [engine.request(i, prompt, decodes[i % len(decodes)]) for i, prompt in enumerate(PROMPTS)]
+    outputs = list(engine.generate(requests, on_step=engine.scheduler.check_integrity))
+    assert engine.scheduler.block_manager.num_free_blocks == engine.scheduler.block_manager.num_blocks
+    return [replace(output, num_cached_tokens=0) for output in sorted(outputs, key=lambda output: output.request_id)]
+
+
+GREEDY = DecodeConfig(max_new_tokens=11, ignore_eos=True)
+LONG = DecodeConfig(max_new_tokens=25, ignore_eos=True)
+SHORT = DecodeConfig(max_new_tokens=3, ignore_eos=True)  # of rows beside which nobody looks ahead
+DRAWN = DecodeConfig(max_new_tokens=9, temperature=1.3, top_p=0.9, top_k=20, seed=5)
+
+
+@pytest.mark.parametrize(
+    "decodes",
+    [
+        [GREEDY],
+        [DRAWN],
+        [
+            GREEDY,
+            replace(DRAWN, max_new_tokens=5),
+            replace(GREEDY, max_new_tokens=1),
+            replace(GREEDY, min_new_tokens=3),
+        ],
+        [LONG, replace(SHORT, logprobs=2), replace(SHORT, temperature=1.0, seed=3, n=2), replace(SHORT, num_beams=2)],
+        [GREEDY, replace(SHORT, repetition_penalty=1.5), replace(SHORT, prompt_logprobs=1)],
+    ],
+    ids=["greedy", "drawn", "lengths", "with others", "with penalties"],
+)
+@pytest.mark.parametrize("device", [{}, {"block_size": 1}, {"block_size": 4, "max_batched_tokens": 7}], ids=str)
+def test_the_same_outputs(folder: Path, decodes: list[DecodeConfig], device: dict[str, Any]) -> None:
+    expected = run(engine_of(folder, **device), decodes)
+    engine = engine_of(folder, **device)
+    ahead = look_ahead(engine)
+    assert run(engine, decodes) == expected
+    assert run(engine, decodes) == expected  # over what the prefix cache knows from the first time
+    assert any(ahead)
+
+
+def test_rows_that_stop_in_the_middle(folder: Path) -> None:
+    """What was computed behind a stop is dropped, and the others go on."""
+    free = [output.completions[0].token_ids for output in run(engine_of(folder), [DRAWN])]
+    stops = [replace(DRAWN, stop_token_ids=[tokens[i % 7]]) for i, tokens in enumerate(free)]
+    expected = run(engine_of(folder), stops)
+    assert len({len(output.completions[0].token_ids) for output in expected}) > 3
+    engine = engine_of(folder)
+    ahead = look_ahead(engine)
+    assert run(engine, stops) == expected
+    assert any(ahead)
+
+
+def test_preempted_rows(folder: Path) -> None:
+    """A pool for the longest row and a little more: a plan that must take blocks away is made when all tokens are known."""
+    device = {"block_size": 4, "kv_cache_memory": str(11 * 4 * KEY_VALUE_BYTES)}
+    decodes = [replace(GREEDY, max_new_tokens=20), replace(DRAWN, max_new_tokens=20)]
+    expected = run(engine_of(folder), decodes)
+    engine = engine_of(folder, **device)
+    ahead, preempt, preempted = look_ahead(engine), engine.scheduler._preempt, []
+    engine.scheduler._preempt = lambda group: (preempted.append(group), preempt(group))[1]  # type: ignore[method-assign, func-returns-value]
+    assert run(engine, decodes) == expected
+    assert preempted
+    assert any(ahead)
+
+
+def test_padded_steps_take_tokens_from_the_device(folder: Path) -> None:
+    expected = run(engine_of(folder), [GREEDY, DRAWN])
+    engine = engine_of(folder)
+    sizes, ahead = pad(engine, 4), look_ahead(engine)
+    assert run(engine, [GREEDY, DRAWN]) == expected
+    assert {1, 2, 4} >= set(sizes)
+    assert any(ahead)
+
+
+def test_a_step_begins_before_the_last_ones_tokens_are_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, events = engine_of(folder), []
+    launch, wait = engine.runner.launch, LaunchedStep.wait
+    engine._lookahead = Lookahead(engine.scheduler, engine.runner)
+    monkeypatch.setattr(engine.runner, "launch", lambda *args: (events.append("launch"), launch(*args))[1])
+    monkeypatch.setattr(LaunchedStep, "wait", lambda step: (events.append("wait"), wait(step))[1])
+    list(engine.generate([engine.request(0, [3, 4], replace(GREEDY, max_new_tokens=4))]))
+    assert events == ["launch", "launch", "wait", "launch", "wait", "launch", "wait", "wait"]
+
+
+def test_a_request_that_comes_while_a_step_is_ahead(folder: Path) -> None:
+    expected = run(engine_of(folder, batch_size=8), [GREEDY])
+    engine = engine_of(folder, batch_size=8)
+    ahead = look_ahead(engine)
+    groups = []
+    for i, prompt in enumerate(PROMPTS):
+        groups.append(engine.add(engine.request(i, prompt, GREEDY)))
+        for _ in range(3):
+            engine.step()
+            engine.scheduler.check_integrity()
+    while any(group.sequences for group in groups):
+        engine.step()
+    assert [group.completions[0] for group in groups] == [output.completions[0] for output in expected]
+    assert any(ahead)
+
+
+def test_a_cancelled_row_takes_nobody_along(folder: Path) -> None:
+    expected = run(engine_of(folder), [GREEDY])
+    engine = engine_of(folder)
+    look_ahead(engine)
+    kept, cancelled = (engine.add(engine.request(i, PROMPTS[i], GREEDY)) for i in range(2))
+    for _ in range(4):
+        engine.step()
+    engine.scheduler.cancel(cancelled)
+    while kept.sequences:
+        engine.step()
+        engine.scheduler.check_integrity()
+    assert kept.completions[0] == expected[0].completions[0]
+    assert run(engine, [GREEDY]) == expected  # and what was ahead of the last one disturbs nobody
+
+
+def test_damaged_weights_are_found(folder: Path) -> None:
+    engine = engine_of(folder)
+    look_ahead(engine)
+    source = engine.generate([engine.request(0, [3, 4, 5], GREEDY)], on_step=lambda: norm.weight.data.fill_(torch.inf))  # type: ignore[union-attr, operator]
+    norm = engine.runner.model.get_submodule("model.norm")
+    with pytest.raises(UserError, match="the model's logits are not finite"):
+        list(source)
+    assert engine.scheduler.block_manager.num_free_blocks == engine.scheduler.block_manager.num_blocks

@@ -1,0 +1,164 @@
+"""Padded decode steps against steps of the batch alone. A graph is here what it was captured from, computed again."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conf.decoding import DecodeConfig
+from models.batch import Batch
+from pipelines.engine import Engine
+from pipelines.engine.gpu_batch import BatchShape, batch_over, fill
+from pipelines.engine.padded_decode import PaddedDecodeSteps, graph_sizes
+from tests.builders import engine_of, generate, write_llama
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Again:
+    replay: Callable[[], None]
+
+
+class AgainPool:
+    def capture(self, compute: Callable[[], None]) -> Again:
+        compute()
+        return Again(compute)
+
+
+def batch_of(lengths: list[int], width: int = 2, num_marks: int = 1) -> Batch:
+    rows = list(range(len(lengths)))
+    return Batch.of(
+        token_ids=[length % 7 for length in lengths],
+        positions=[length - 1 for length in lengths],
+        slots=[10 * row + length for row, length in zip(rows, lengths, strict=True)],
+        block_tables=[[row + 1] * width for row in rows],
+        query_starts=[*rows, len(rows)],
+        context_lengths=lengths,
+        prompt_lengths=[3 for _ in rows],
+        prompt_marks=[(5,) * num_marks for _ in rows],
+        output_rows=rows,
+    )
+
+
+def test_sizes() -> None:
+    assert [graph_sizes(most) for most in (1, 2, 3, 8, 9)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8], [1, 2, 4, 8, 9]]
+    assert graph_sizes(26) == [1, 2, 4, 8, 16, 24, 26]
+
+
+@pytest.mark.parametrize("shape", [BatchShape(1, 1, 1, 0, 1), BatchShape(5, 3, 4, 2, 2), BatchShape(7, 7, 3, 1, 7)])
+def test_fields_are_aligned_and_apart(shape: BatchShape) -> None:
+    """At 16 bytes each, whatever the sizes, and no number is in two of them."""
+    numbers = torch.zeros(shape.num_numbers, dtype=torch.int64)
+    batch = batch_over(numbers, shape)
+    for field in fields(Batch)[1:]:
+        part = getattr(batch, field.name)
+        assert (part.data_ptr() - numbers.data_ptr()) % 16 == 0
+        part += 1
+    assert set(numbers.tolist()) <= {0, 1}
+    assert int(numbers.sum()) == sum(getattr(batch, field.name).numel() for field in fields(Batch)[1:])
+
+
+def test_padding_is_sequences_without_tokens() -> None:
+    target = batch_over(torch.full((100,), 77), BatchShape(4, 4, 3, 1, 4))
+    fill(target, batch_of([9, 4], width=2))
+    assert target.token_ids.tolist() == [2, 4, 0, 0]
+    assert target.slots.tolist() == [9, 14, -1, -1]  # where nothing is stored
+    assert target.query_starts.tolist() == [0, 1, 2, 2, 2]
+    assert target.context_lengths.tolist() == [9, 4, 0, 0]
+    assert target.prompt_lengths.tolist() == [3, 3, 1, 1]
+    assert target.prompt_marks.tolist() == [[5], [5], [0], [0]]
+    assert target.output_rows.tolist() == [0, 1, 0, 0]
+    assert target.block_tables[:2, :2].tolist() == [[1, 1], [2, 2]]
+    fill(target, batch_of([3] * 4, width=4))  # of a table that was widened to a power of two
+    assert target.block_tables.tolist() == [[row] * 3 for row in (1, 2, 3, 4)]
+
+
+@torch.inference_mode()
+def test_a_batch_runs_in_the_smallest_step_that_holds_it() -> None:
+    ran: list[int] = []
+
+    def compute(batch: Batch) -> tuple[Tensor, Tensor]:
+        ran.append(len(batch.token_ids))
+        rows = (batch.context_lengths * 100 + batch.block_tables[:, 0])[batch.output_rows, None].double()
+        rows[batch.context_lengths == 0] = torch.nan  # of rows that pad, nobody asks
+        return rows, 2 * rows
+
+    steps = PaddedDecodeSteps(compute, AgainPool(), 9, 2, 1, CPU)
+    assert ran == [9, 9, 8, 4, 2, 1]  # from large to small; the largest first for the sizes of its outputs
+    ran.clear()
+    assert steps.hold(9)
+    assert not steps.hold(10)
+    for lengths in [[4], [5, 6], [7, 8, 9], [1] * 4, [2] * 5, [3] * 9, [11]]:
+        hidden, logits, finite = steps.run(batch_of(lengths))
+        assert hidden[:, 0].tolist() == [100 * length + row + 1 for row, length in enumerate(lengths)]
+        assert torch.equal(logits, 2 * hidden)
+        assert finite
+    assert ran == [1, 2, 4, 4, 8, 9, 1]
+
+
+@torch.inference_mode()
+def test_what_a_graph_cannot_hold_is_computed_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    class Refusing:
+        def capture(self, compute: Callable[[], None]) -> Any:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with caplog.at_level(logging.WARNING):
+        steps = PaddedDecodeSteps(lambda batch: (batch.positions, batch.slots), Refusing(), 4, 2, 1, CPU)
+    assert "decode steps are launched one by one, because a CUDA graph cannot hold them: operation not" in caplog.text
+    assert not steps.hold(1)
+
+
+def pad(engine: Engine, most: int) -> list[int]:
+    """Let the engine's decode steps be padded. The CPU's kernels see the true rows alone, the others become NaN. Returns their sizes."""
+    runner, sizes = engine.runner, []
+
+    def compute(batch: Batch) -> tuple[Tensor, Tensor]:
+        sizes.append(len(batch.token_ids))
+        count = int((batch.slots >= 0).sum())
+        assert batch.query_starts[count:].eq(count).all()
+        own = max(count, 1)  # where there are none, one row shows the outputs' shapes
+        true = batch_over(
+            torch.zeros(10**4, dtype=torch.int64), BatchShape(own, own, batch.block_tables.shape[1], 0, own)
+        )
+        for field in fields(Batch)[1:]:
+            part = getattr(true, field.name)
+            part.copy_(getattr(batch, field.name)[: len(part)])
+        if not count:
+            true.query_starts[1], true.slots[0], true.context_lengths[0] = 1, 0, 1
+        outputs = []
+        for output in runner._forward(true):
+            outputs.append(torch.full((len(batch.token_ids), output.shape[1]), torch.nan, dtype=output.dtype))
+            outputs[-1][:count] = output[:count]
+        return outputs[0], outputs[1]
+
+    width = -(-engine.context.num_tokens // engine._block_size)
+    runner._decode_steps = PaddedDecodeSteps(compute, AgainPool(), most, width, 0, CPU)
+    sizes.clear()
+    return sizes
+
+
+def test_an_engine_gives_the_same_tokens(tmp_path: Path) -> None:
+    """Rows that end one after the other, a group of samples, beams, and more sequences than the largest step has."""
+    write_llama(tmp_path)
+    prompts = [[3 + i] * (2 * i + 1) for i in range(7)]
+    for decode in (
+        DecodeConfig(max_new_tokens=9, logprobs=3),
+        DecodeConfig(max_new_tokens=6, n=3, temperature=1.0, seed=1),
+        DecodeConfig(max_new_tokens=7, num_beams=3),
+    ):
+        results = []
+        for padded in (False, True):
+            engine = engine_of(tmp_path, batch_size=5, block_size=4)
+            sizes = pad(engine, 8) if padded else []
+            if not padded:
+                engine.runner._decode_steps = None
+            outputs = generate(engine, prompts, decode)
+            results.append([[c.token_ids for c in output.completions] for output in outputs])
+            assert not padded or 8 in sizes
+        assert results[0] == results[1]
