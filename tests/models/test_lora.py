@@ -225,7 +225,7 @@ OTHER = "base_model.model.model.layers.5.self_attn.q_proj"
         ({f"{QUERY}.base_layer.weight": torch.ones(3, 64)}, r"base_layer\.weight is \[3, 64\], expected \[64, 64\]"),
         (
             {f"base_model.model.model.norm.lora_{x}.weight": torch.ones(4, 4) for x in "AB"},
-            r"adapts model\.norm, but LoRA on RMSNorm is not supported",
+            r"adapts model\.norm, but LoRA on AddRMSNorm is not supported",
         ),
     ],
     ids=range(11),
