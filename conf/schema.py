@@ -125,6 +125,8 @@ class DeviceConfig:
     type: DeviceType = DeviceType.auto
     threads: int | None = None
     """Threads of the CPU operators; null: one for each physical core that the process may use."""
+    decode_threads: int | None = None
+    """Threads of a step that gives every row one token, which waits for the memory that fewer cores may use up; null: all of them."""
     max_batched_tokens: int = 2048
     """Most tokens in one step. Longer prompts are computed in chunks, beside the rows that generate."""
     block_size: int | None = None
@@ -149,7 +151,9 @@ class DeviceConfig:
         check(_is_memory(self.kv_cache_memory), "device.kv_cache_memory", self.kv_cache_memory, allowed)
         fraction = self.memory_fraction
         check(0 < fraction <= 1, "device.memory_fraction", fraction, "a number above 0 and up to 1")
-        check(self.threads is None or self.threads > 0, "device.threads", self.threads, "a number above 0, or null")
+        for name in ("threads", "decode_threads"):
+            number = getattr(self, name)
+            check(number is None or number > 0, f"device.{name}", number, "a number above 0, or null")
 
 
 @dataclass

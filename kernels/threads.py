@@ -1,5 +1,8 @@
 """How many threads share the work of a C++ kernel. Results do not depend on it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from kernels import build
 
 
@@ -13,3 +16,18 @@ def set_threads(num_threads: int) -> None:
     library = build.library()
     if library is not None:
         library.set_threads(num_threads)
+
+
+@contextmanager
+def threads(num_threads: int | None) -> Iterator[None]:
+    """So many within; None: as many as there are. Changing it costs a microsecond: all threads stay, and the others sleep."""
+    library = build.library()
+    if library is None or num_threads is None:
+        yield
+        return
+    before = library.get_threads()
+    set_threads(num_threads)
+    try:
+        yield
+    finally:
+        set_threads(before)

@@ -90,7 +90,7 @@ def assemble(
     formats, room = _cache_formats(model, run.quant, static_cache), max(AUTO_SEQUENCES, sequences)
     cache = _kv_cache(run.device, shape, room, context, formats, dtype, device)
     sizes = max_num_requests, run.device.max_batched_tokens, sequences if run.device.cuda_graphs and packed else 0
-    return Engine(model, cache, tokenizer, context, eos, decode, *sizes)
+    return Engine(model, cache, tokenizer, context, eos, decode, *sizes, run.device.decode_threads)
 
 
 def _check_batch_size(max_num_requests: int, device: DeviceConfig) -> None:
@@ -195,24 +195,27 @@ def _kv_cache(
 def _prepared_device(config: DeviceConfig) -> torch.device:
     """The device, with the threads that its operators are to have."""
     device = _device(config)
+    _refuse_options_of_others(config, device)
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
     if config.threads is not None:
         set_threads(config.threads)
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(float(config.memory_fraction))
         torch.cuda.reset_peak_memory_stats(device)
-    else:
-        _refuse_options_of_gpus(config)
     return device
 
 
-def _refuse_options_of_gpus(config: DeviceConfig) -> None:
-    for name in ("cuda_graphs", "memory_fraction"):
+def _refuse_options_of_others(config: DeviceConfig, device: torch.device) -> None:
+    own = {"cpu": ("decode_threads",), "cuda": ("cuda_graphs", "memory_fraction")}
+    (other,) = own.keys() - {device.type}
+    for name in own[other]:
         value, default = getattr(config, name), getattr(DeviceConfig(), name)
         if value != default:
-            raise UserError(
-                f"device.{name}={typed(value)} is not used on a CPU: leave it at {typed(default)}, or give device=cuda"
+            here, remedy = (
+                device.type.upper().replace("CUDA", "GPU"),
+                f"leave it at {typed(default)}, or give device={other}",
             )
+            raise UserError(f"device.{name}={typed(value)} is not used on a {here}: {remedy}")
 
 
 def _device(config: DeviceConfig) -> torch.device:

@@ -56,9 +56,10 @@ class Engine:
         max_num_requests: int,
         max_batched_tokens: int,
         num_graph_sequences: int = 0,
+        decode_threads: int | None = None,
     ) -> None:
         """`decode_defaults`: settings of DecodeConfig that hold where a request says nothing. `num_graph_sequences`: the most in a decode
-        step that is captured as a CUDA graph, where there is a GPU."""
+        step that is captured as a CUDA graph, where there is a GPU. `decode_threads`: of such steps on a CPU, if not those of all."""
         num_blocks, self._block_size = cache.tensors[0].shape[:2]
         self.device, self.dtype = cache.tensors[0].device, cache.dtype
         self.context = context
@@ -73,6 +74,7 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         self._eos_token_ids = eos_token_ids
         self._decode_defaults = decode_defaults
+        self._decode_threads = decode_threads
         self.run_over(model, cache, num_graph_sequences)
         self.num_generated_tokens = 0  # by all requests so far
 
@@ -80,7 +82,7 @@ class Engine:
         """Compute with this model, or this cache, of the same number of blocks, from now on: captured steps know the old ones."""
         blocks = self.scheduler.block_manager
         width = min(blocks.num_blocks, blocks.num_blocks_for(self.context.num_tokens))
-        self.runner = Runner(model, cache, num_graph_sequences, width)
+        self.runner = Runner(model, cache, num_graph_sequences, width, self._decode_threads)
         self._lookahead = Lookahead(self.scheduler, self.runner) if self.device.type == "cuda" else None
 
     def resolve(self, decode: DecodeConfig) -> DecodeConfig:

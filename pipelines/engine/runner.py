@@ -9,6 +9,7 @@ from conf.errors import UserError
 from kernels.all_finite import all_finite
 from kernels.copy_blocks import copy_blocks
 from kernels.cuda_graph import GraphPool
+from kernels.threads import threads
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
 from pipelines.engine.decode_step import DecodeSteps, Outputs
@@ -17,8 +18,12 @@ from pipelines.engine.padded_decode import PaddedDecodeSteps
 
 
 class Runner:
-    def __init__(self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int) -> None:
-        """On a GPU, decode steps of up to `num_graph_sequences` are captured now, with tables of the width that a sequence may need."""
+    def __init__(
+        self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int, decode_threads: int | None
+    ) -> None:
+        """On a GPU, decode steps of up to `num_graph_sequences` are captured now, with tables of the width that a sequence may need. On a
+        CPU decode steps have `decode_threads`, or as many as all."""
+        self._decode_threads = decode_threads
         self.model = model
         self.cache = cache
         self._device = cache.tensors[0].device
@@ -72,7 +77,10 @@ class Runner:
         `token_ids` [T], on the model's device, take the place of the batch's.
         """
         decodes = batch.token_ids.shape == batch.context_lengths.shape == batch.output_rows.shape
-        steps = self._decode_steps if decodes else None
+        with threads(self._decode_threads if decodes else None):
+            return self._launch(batch, self._decode_steps if decodes else None, token_ids)
+
+    def _launch(self, batch: Batch, steps: DecodeSteps | PaddedDecodeSteps | None, token_ids: Tensor | None) -> Outputs:
         if isinstance(steps, PaddedDecodeSteps) and steps.hold(len(batch.context_lengths)):
             return steps.run(batch, token_ids)
         if token_ids is not None:

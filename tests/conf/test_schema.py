@@ -42,6 +42,7 @@ BAD = [
     (DecodeConfig, {"seed": -1}, "decode.seed=-1"),
     (DecodeConfig, {"seed": 2**64}, "decode.seed="),
     (DeviceConfig, {"threads": 0}, "device.threads=0"),
+    (DeviceConfig, {"decode_threads": 0}, "device.decode_threads=0 is not allowed: give a number above 0, or null"),
     (
         DeviceConfig,
         {"memory_fraction": 0.0},

@@ -14,7 +14,7 @@ import torch
 
 from kernels import build
 from kernels.matmul import matmul, pack
-from kernels.threads import set_threads
+from kernels.threads import set_threads, threads
 from tests.kernels.conftest import have
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -159,6 +159,20 @@ def test_each_chunk_runs_once_whatever_the_number_of_threads(compiled: Callable[
         for _ in range(20):
             library.run_chunks(ctypes.c_int64(40), note, None)
         assert sorted(seen) == sorted([*range(40)] * 20)
+
+
+def test_another_number_of_threads_for_a_while(compiled: Callable[[int], None]) -> None:
+    compiled(3)
+    library = build.library()
+    assert library is not None
+    with threads(None):
+        assert library.get_threads() == 3
+    with threads(2):
+        assert library.get_threads() == 2
+    assert library.get_threads() == 3
+    with pytest.raises(ZeroDivisionError), threads(2):
+        print(1 / 0)
+    assert library.get_threads() == 3
 
 
 def test_a_number_of_threads_below_one_is_refused() -> None:

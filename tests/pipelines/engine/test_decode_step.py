@@ -1,6 +1,7 @@
 """Captured decode steps against the same steps computed each time."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -91,18 +92,20 @@ def test_what_cannot_be_captured_is_not_tried_again(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture(scope="module")
-def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Engine]:
+def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
+    """Makes engines, with the given fields of `device`."""
     folder = tmp_path_factory.mktemp("llama")
     write_llama(folder)
 
-    def make() -> Engine:
-        return load_engine(run_config(folder), 4)
+    def make(**device: int) -> Engine:
+        run = run_config(folder)
+        return load_engine(replace(run, device=replace(run.device, **device)), 4)
 
     return make
 
 
 def test_an_engine_gives_the_same_bits_with_captured_steps(
-    engine_of: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over rows that end one after the other, and tables that grow from one block to many."""
     decode = DecodeConfig(logprobs=5, ignore_eos=True, prefix_cache=False)
@@ -124,7 +127,7 @@ def test_an_engine_gives_the_same_bits_with_captured_steps(
     assert results(engine_of()) == first
 
 
-def test_damaged_weights_are_found_in_a_replayed_step(engine_of: Callable[[], Engine]) -> None:
+def test_damaged_weights_are_found_in_a_replayed_step(engine_of: Callable[..., Engine]) -> None:
     engine = engine_of()
     group = engine.add(engine.request(0, [3, 4, 5], DecodeConfig(max_new_tokens=8, ignore_eos=True)))
     for _ in range(3):
@@ -135,3 +138,19 @@ def test_damaged_weights_are_found_in_a_replayed_step(engine_of: Callable[[], En
         engine.step()
     engine.scheduler.cancel(group)
     assert complete(engine_of(), [[3, 4, 5]], DecodeConfig(max_new_tokens=8, ignore_eos=True))
+
+
+def test_decode_steps_may_have_threads_of_their_own(engine_of: Callable[..., Engine]) -> None:
+    library = build.library()
+    assert library is not None
+    before, seen = library.get_threads(), []
+    engine = engine_of(decode_threads=1, threads=2)
+    for name in ("forward", "logits"):  # a step that is replayed calls neither
+        function = getattr(engine.runner.model, name)
+        setattr(engine.runner.model, name, lambda *args, f=function: (seen.append(library.get_threads()), f(*args))[1])
+    try:
+        complete(engine, [[3, 4, 5]], DecodeConfig(max_new_tokens=4, ignore_eos=True))
+        assert seen == [2, 2, 1, 1]
+        assert library.get_threads() == 2
+    finally:
+        library.set_threads(before)
