@@ -6,6 +6,7 @@ A vector is what one token has in one head: N blocks of B slots, G key/value hea
 import ctypes
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import build
+from kernels.custom_op import Parts
 
 INT8_MAX, FLOAT8_MAX, INT4_MAX = 127, 448, 15
 INT8_NAN = -128
@@ -29,6 +31,7 @@ class KVFormat(Protocol):
         """Vectors from what `encode` gave: [..., G, D], or wider where D was padded."""
 
 
+@dataclass(frozen=True)
 class Unquantised:
     """Vectors as they are."""
 
@@ -39,6 +42,7 @@ class Unquantised:
         return stored[0]
 
 
+@dataclass(frozen=True)
 class Int8:
     """int8 codes [D] and a float32 scale: x = code * scale, symmetric. An element is off by half a scale at most."""
 
@@ -52,6 +56,7 @@ class Int8:
         return codes.float() * scale[..., None]
 
 
+@dataclass(frozen=True)
 class Float8:
     """float8_e4m3fn codes [D] (arXiv 2209.05433) and a float32 scale: x = code * scale. An element is off by 1/16 of itself at most, or
     by 2^-10 of a scale where that is more."""
@@ -149,6 +154,16 @@ STATIC_FORMATS: dict[str, type[StaticInt8] | type[StaticFloat8]] = {"int8": Stat
 """Those with scales that were chosen before."""
 
 
+_NAMES: dict[KVFormat, str] = {
+    Unquantised(): "none",
+    Int8(): "int8",
+    Float8(): "fp8",
+    Int4(4): "int4, 4 groups",
+    Int4(1): "int4, 1 group",
+}
+"""By which a graph knows them; those with static scales by the names above."""
+
+
 class View(ctypes.Structure):
     """`PagedVectors` in kernels/kv_format.h."""
 
@@ -218,3 +233,26 @@ def allocate(
     token = format.encode(torch.empty(size[2], channels, dtype=dtype, device="meta"))
     tensors = tuple(torch.empty((*size[:2], *part.shape), dtype=part.dtype, device=device) for part in token)
     return PagedVectors(tensors, format, channels, dtype)
+
+
+def _parts(vectors: PagedVectors) -> tuple[tuple[Tensor, ...], str, Tensor | None, int, torch.dtype]:
+    """A format is known by its name, and by its scales if they are static."""
+    format = vectors.format
+    for name, kind in STATIC_FORMATS.items():
+        if isinstance(format, kind):
+            return vectors.tensors, name, format.scales, vectors.channels, vectors.dtype
+    if format not in _NAMES:
+        raise ValueError(f"a cache of {format} cannot be part of a graph: those of {', '.join(_NAMES.values())} can")
+    return vectors.tensors, _NAMES[format], None, vectors.channels, vectors.dtype
+
+
+def _of_parts(
+    tensors: Sequence[Tensor], format: str, scales: Tensor | None, channels: int, dtype: torch.dtype
+) -> PagedVectors:
+    if scales is not None:
+        return PagedVectors(tuple(tensors), STATIC_FORMATS[format](scales), channels, dtype)
+    named = {name: each for each, name in _NAMES.items()}
+    return PagedVectors(tuple(tensors), named[format], channels, dtype)
+
+
+PARTS = Parts(_parts, _of_parts)  # in the schemas of operators

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels import build
 from kernels.all_finite import reference
+from kernels.custom_op import custom_op
 
 __all__ = ["all_finite"]
 
@@ -19,6 +20,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
+@custom_op(reference.all_finite)
 def all_finite(x: Tensor) -> Tensor:
     """What `reference.all_finite` says."""
     library, dtype = build.library(), build.DTYPES.get(x.dtype)

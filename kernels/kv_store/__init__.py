@@ -10,7 +10,8 @@ from ctypes import c_int64, c_void_p
 from torch import Tensor
 
 from kernels import build
-from kernels.kv_format import PagedVectors
+from kernels.custom_op import custom_op
+from kernels.kv_format import PARTS, PagedVectors
 from kernels.kv_store import reference
 
 __all__ = ["kv_store"]
@@ -23,6 +24,11 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
+@custom_op(
+    lambda *_: None,
+    parts={"key_cache": PARTS, "value_cache": PARTS},
+    mutates_args=("key_cache_tensors", "value_cache_tensors"),
+)
 def kv_store(key: Tensor, value: Tensor, key_cache: PagedVectors, value_cache: PagedVectors, slots: Tensor) -> None:
     """What `reference.kv_store` says. The heads of a token must lie side by side, or are copied there."""
     if key.is_cuda:

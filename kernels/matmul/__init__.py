@@ -7,11 +7,14 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels import build
+from kernels.custom_op import Parts, custom_op
 from kernels.matmul.packed import PackedMatrices, PackedMatrix, pack
 from kernels.matmul.reference import linear
 from kernels.swiglu import swiglu
@@ -28,6 +31,7 @@ __all__ = [
     "pack",
 ]
 
+WEIGHT = Parts.of(PackedMatrix)
 MAX_TOGETHER = 3  # weights that one call multiplies: queries, keys and values
 
 
@@ -42,6 +46,14 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
+def _empty_products(x: Tensor, weights: Sequence[PackedMatrix], *_: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape[0], weight.num_outputs) for weight in weights]
+
+
+def _empty_product(x: Tensor, gate: PackedMatrix, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], gate.num_outputs)
+
+
 def matmul(x: Tensor, weight: PackedMatrix, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight transposed, plus bias [N]: [M, N]. All have the weight's dtype; sums are float32, rounded once.
 
@@ -50,6 +62,7 @@ def matmul(x: Tensor, weight: PackedMatrix, bias: Tensor | None = None) -> Tenso
     return matmul_together(x, [weight], [bias])[0]
 
 
+@custom_op(_empty_products, parts={"weights": replace(WEIGHT, of_each=True)})
 def matmul_together(x: Tensor, weights: Sequence[PackedMatrix], biases: Sequence[Tensor | None]) -> list[Tensor]:
     """What `matmul` gives for each weight and its bias, to the bit. Raises ValueError as it does, and for over MAX_TOGETHER weights."""
     library = build.library()
@@ -69,6 +82,7 @@ def matmul_together(x: Tensor, weights: Sequence[PackedMatrix], biases: Sequence
     return outs
 
 
+@custom_op(_empty_product, parts={"gate": WEIGHT, "up": WEIGHT})
 def matmul_swiglu(
     x: Tensor, gate: PackedMatrix, up: PackedMatrix, gate_bias: Tensor | None = None, up_bias: Tensor | None = None
 ) -> Tensor:

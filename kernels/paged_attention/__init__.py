@@ -7,12 +7,14 @@ position alone: not on other sequences, on how its sequence was cut into steps, 
 import ctypes
 import functools
 from ctypes import c_float, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels import build
-from kernels.kv_format import PagedVectors
+from kernels.custom_op import custom_op
+from kernels.kv_format import PARTS, PagedVectors
 from kernels.paged_attention import reference
 
 __all__ = ["paged_attention"]
@@ -30,6 +32,11 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
+def _empty_values(query: Tensor, key_cache: PagedVectors, value_cache: PagedVectors, *_: Any) -> Tensor:
+    return query.new_empty(*query.shape[:2], value_cache.channels)
+
+
+@custom_op(_empty_values, parts={"key_cache": PARTS, "value_cache": PARTS})
 def paged_attention(
     query: Tensor,
     key_cache: PagedVectors,

@@ -7,12 +7,14 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels import build
+from kernels.custom_op import Parts, custom_op
 from kernels.matmul import MAX_TOGETHER
 from kernels.quant_matmul import float8, gpu_weight, packed, portable, reference
 from kernels.quant_matmul.float8 import Float8Weight
@@ -69,6 +71,26 @@ class Int8Rows:
     scales: Tensor
     """float32 [M, 1], or [1, 1] for all rows."""
     dtype: torch.dtype
+
+
+def _row_parts(x: Tensor | Int8Rows) -> tuple[Tensor, Tensor | None, torch.dtype]:
+    return (x.codes, x.scales, x.dtype) if isinstance(x, Int8Rows) else (x, None, x.dtype)
+
+
+def _rows(codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor | Int8Rows:
+    return codes if scales is None else Int8Rows(codes, scales, dtype)
+
+
+def _empty_products(x: Tensor | Int8Rows, weights: Sequence[PackedWeight], *_: Any) -> list[Tensor]:
+    rows = x.codes if isinstance(x, Int8Rows) else x
+    return [rows.new_empty(rows.shape[0], weight.num_outputs, dtype=x.dtype) for weight in weights]
+
+
+def _empty_product(x: Tensor | Int8Rows, gate: PackedWeight, *_: Any) -> Tensor:
+    return _empty_products(x, [gate])[0]
+
+
+ROWS, WEIGHT = Parts(_row_parts, _rows), Parts.of(PackedWeight)
 
 
 @functools.cache
@@ -135,6 +157,7 @@ def quant_matmul_float8(
     return float8.quant_matmul_float8(x_codes, x_scales, weight, out_dtype, x_group_size)
 
 
+@custom_op(_empty_products, parts={"x": ROWS, "weights": replace(WEIGHT, of_each=True)})
 def quant_matmul_together(
     x: Tensor | Int8Rows, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
@@ -157,6 +180,7 @@ def quant_matmul_together(
     return outs
 
 
+@custom_op(_empty_product, parts={"x": ROWS, "gate": WEIGHT, "up": WEIGHT})
 def quant_matmul_swiglu(
     x: Tensor | Int8Rows,
     gate: PackedWeight,
@@ -220,6 +244,7 @@ def _grouped_portable(
     return torch.cat(outs)
 
 
+@custom_op(reference.quantize_rows)
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [M, K] as int8 [M, K] and one float32 scale per row [M, 1]: max |x| / 127, rounded half to even."""
     if _on_gpu(x):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import build
+from kernels.custom_op import custom_op
 from kernels.rms_norm import reference
 
 __all__ = ["add_rms_norm", "rms_norm"]
@@ -25,6 +26,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
+@custom_op(reference.rms_norm)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """What `reference.rms_norm` says. A row's bits depend on that row alone."""
     if x.is_cuda:
@@ -40,6 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+@custom_op(reference.add_rms_norm)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """What `reference.add_rms_norm` says, to the bit `rms_norm` of torch's sum. A row's bits depend on that row of both alone."""
     if x.is_cuda:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import build
+from kernels.custom_op import custom_op
 from kernels.rope import reference
 
 __all__ = ["rope", "rope_angles"]
@@ -26,6 +27,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
+@custom_op(reference.rope)
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """What `reference.rope` says, in float32 and rounded once. The heads of a token must lie side by side, or are copied there."""
     if x.is_cuda:
@@ -48,6 +50,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     return out
 
 
+@custom_op(reference.rope_angles)
 def rope_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """What `reference.rope_angles` says; cos and sin may differ in the last bit of float32."""
     library, number = build.library(), build.DTYPES.get(dtype)

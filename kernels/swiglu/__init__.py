@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import build
+from kernels.custom_op import custom_op
 from kernels.swiglu import reference
 
 __all__ = ["swiglu"]
@@ -23,6 +24,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
+@custom_op(reference.swiglu)
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """What `reference.swiglu` says. Rows may lie apart, as the halves of a fused matrix's outputs do."""
     if gate.is_cuda:

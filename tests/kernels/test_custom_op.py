@@ -1,0 +1,227 @@
+"""The operators as nodes of torch's graphs: what they say of themselves is true, and a graph computes what Python does, to the bit."""
+
+import io
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kernels import matmul, quant_matmul
+from kernels.all_finite import all_finite
+from kernels.kv_format import PARTS, Int4, PagedVectors, allocate
+from kernels.kv_store import kv_store
+from kernels.paged_attention import paged_attention
+from kernels.quant_matmul import Int8Rows, quantize_rows
+from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rope import rope, rope_angles
+from kernels.swiglu import swiglu
+from tests.kernels.cache_formats import NAMES, formats_of
+from tests.kernels.test_quant_matmul import make
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+GENERATOR = torch.Generator().manual_seed(0)
+ops = torch.ops.quintet
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=GENERATOR).to(dtype)
+
+
+def opcheck(op: Any, *args: Any, **kwargs: Any) -> None:
+    """The schema, fake tensors' shapes, strides and dtypes, also with sizes that are symbols, and that nothing else is written to."""
+    torch.library.opcheck(op.default, args, kwargs)
+
+
+@pytest.mark.parametrize(("num_rows", "dtype"), [(1, torch.float32), (13, torch.bfloat16), (13, torch.float16)])
+@pytest.mark.usefixtures("any_way")
+def test_rows(num_rows: int, dtype: torch.dtype) -> None:
+    x, weight, wide = randn(num_rows, 33, dtype=dtype), randn(33, dtype=dtype), randn(num_rows, 66, dtype=dtype)
+    columns = randn(33, num_rows, dtype=dtype).T
+    for rows in (x, columns):
+        opcheck(ops.rms_norm, rows, weight, 1e-5)
+        opcheck(ops.add_rms_norm, rows, x, weight, 1e-5)
+        opcheck(ops.quantize_rows, rows)
+        opcheck(ops.all_finite, rows)
+    opcheck(ops.swiglu, *wide.chunk(2, dim=-1))
+    heads, angles = randn(num_rows, 9, 34, dtype=dtype)[:, 2:5], randn(2, num_rows, 16, dtype=dtype)
+    opcheck(ops.rope, heads, *angles)
+    opcheck(ops.rope, heads, *angles, interleaved=True)
+    opcheck(ops.rope_angles, torch.arange(num_rows), torch.rand(17), 1.25, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("any_way")
+def test_products(dtype: torch.dtype) -> None:
+    x, sizes, bias = randn(5, 31, dtype=dtype), (17, 16), randn(17, dtype=dtype)
+    dense = [matmul.WEIGHT.take(matmul.pack(randn(size, 31, dtype=dtype))) for size in sizes]
+    opcheck(ops.matmul_together, x, *map(list, zip(*dense, strict=True)), [bias, None])
+    opcheck(ops.matmul_swiglu, x, *dense[0], *dense[0], bias)
+    for bits, group, zeros in ((8, 0, False), (4, 32, True)):
+        packed = [quant_matmul.pack(*make(size, 31, bits, group, zeros)[:3], bits) for size in sizes]
+        coded = [quant_matmul.WEIGHT.take(weight) for weight in packed]
+        for rows in ((x, None, dtype), (*quantize_rows(x), dtype)):
+            opcheck(ops.quant_matmul_together, *rows, *map(list, zip(*coded, strict=True)), [bias, None])
+            opcheck(ops.quant_matmul_swiglu, *rows, *coded[0], *coded[0], None, bias)
+
+
+def caches_of(name: str) -> list[PagedVectors]:
+    """Keys and values, N=3, B=4, G=2, D=12."""
+    caches = [allocate(format, (3, 4, 2), 12, torch.float32, torch.device("cpu")) for format in formats_of(name, 2)]
+    for part in caches[0].tensors + caches[1].tensors:
+        part.view(torch.uint8).zero_()
+    return caches
+
+
+SLOTS, TABLES = torch.tensor([8, 9, 10, 0, 1]), torch.tensor([[2], [0]])
+STARTS, LENGTHS = torch.tensor([0, 3, 5]), torch.tensor([3, 2])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "fp8" not in name])  # opcheck multiplies what it compares
+@pytest.mark.usefixtures("any_way")
+def test_the_cache(name: str) -> None:
+    keys, values = (PARTS.take(cache) for cache in caches_of(name))
+    opcheck(ops.kv_store, randn(5, 2, 12), randn(5, 4, 12)[:, ::2], *keys, *values, SLOTS)
+    opcheck(ops.paged_attention, randn(5, 6, 12), *keys, *values, TABLES, STARTS, LENGTHS, 0.3)
+    opcheck(ops.paged_attention, randn(5, 6, 12), *keys, *values, TABLES, STARTS, LENGTHS, 0.3, 20.0, 2, torch.rand(6))
+
+
+class Attention(nn.Module):
+    def __init__(self, caches: list[PagedVectors]) -> None:
+        super().__init__()
+        self.caches = caches
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Tensor:
+        """`tensors` are the caches'."""
+        keys, values = self.caches
+        keys = replace(keys, tensors=tensors[: len(keys.tensors)])
+        values = replace(values, tensors=tensors[len(keys.tensors) :])
+        kv_store(key, value, keys, values, SLOTS)
+        return paged_attention(query, keys, values, TABLES, STARTS, LENGTHS, 0.3, window=2)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.usefixtures("any_way")
+def test_exported_attention_stores_and_reads_the_same_bits(name: str, strict: bool) -> None:
+    caches, vectors = caches_of(name), (randn(5, 6, 12), randn(5, 2, 12), randn(5, 2, 12))
+    layer = Attention(caches)
+    copies = [[part.clone() for part in caches[0].tensors + caches[1].tensors] for _ in range(3)]
+    program = torch.export.export(layer, (*vectors, *copies[0]), strict=strict)
+    assert program.module()(*vectors, *copies[1]).equal(layer(*vectors, *copies[2]))
+    for untouched, mine, expected in zip(*copies, strict=True):
+        assert not untouched.view(torch.uint8).any()  # tracing stores nothing
+        assert expected.view(torch.uint8).any()
+        assert mine.view(torch.uint8).equal(expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_is_its_parts(name: str) -> None:
+    for format in formats_of(name, 2):
+        cache = allocate(format, (3, 4, 2), 12, torch.bfloat16, torch.device("cpu"))
+        again = PARTS.make(*PARTS.take(cache))
+        assert (again.tensors, again.channels, again.dtype) == (cache.tensors, 12, torch.bfloat16)
+        assert type(again.format) is type(format)
+        assert again.scales is cache.scales
+        assert cache.has_static_scales or again.format == format
+
+
+class Layer(nn.Module):
+    """A feed-forward layer between a turn and a norm; its weights are packed, quantised or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.frequencies = randn(64), torch.rand(16)
+        self.gate, self.up, self.down = (matmul.pack(randn(*shape) / 8) for shape in ((40, 64), (40, 64), (64, 40)))
+        self.bias = randn(64)
+        self.coded = [quant_matmul.pack(*make(64, 64, bits, 32, False)[:3], bits) for bits in (8, 4)]
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        cos, sin = rope_angles(positions, self.frequencies, 1.0, x.dtype)
+        x = rope(rms_norm(x, self.norm, 1e-5).unflatten(-1, (2, 32)), cos, sin).flatten(1)
+        left, right = matmul.matmul_together(x, [self.gate, self.up], [None, None])
+        y = matmul.matmul(swiglu(left, right), self.down, self.bias)
+        y = y + matmul.matmul(matmul.matmul_swiglu(x, self.gate, self.up), self.down)
+        normed, total = add_rms_norm(y, x, self.norm, eps=1e-5)
+        of_floats = quant_matmul.quant_matmul_swiglu(normed, *[self.coded[0]] * 2, gate_bias=self.bias)
+        of_codes = quant_matmul.quant_matmul_together(
+            Int8Rows(*quantize_rows(of_floats), x.dtype), [self.coded[1]], [self.bias]
+        )
+        return of_floats, *of_codes, total, all_finite(total)
+
+
+NODES = [
+    *(
+        "rope_angles",
+        "rms_norm",
+        "rope",
+        "matmul_together",
+        "swiglu",
+        "matmul_together",
+        "matmul_swiglu",
+        "matmul_together",
+    ),
+    *("add_rms_norm", "quant_matmul_swiglu", "quantize_rows", "quant_matmul_together", "all_finite"),
+]
+
+
+def equal(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> bool:
+    return all(a.dtype == b.dtype and a.equal(b) for a, b in zip(left, right, strict=True))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.usefixtures("any_way")
+def test_an_exported_layer_computes_the_same_bits(strict: bool) -> None:
+    layer, num_rows = Layer(), {0: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(
+        layer, (randn(5, 64), torch.arange(5)), dynamic_shapes=(num_rows, num_rows), strict=strict
+    )
+    targets = [str(node.target) for node in program.graph.nodes if str(node.target).startswith("quintet")]
+    assert targets == [f"quintet.{name}.default" for name in NODES]
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    read = torch.export.load(file)
+    for size in (2, 5, 30):
+        inputs = randn(size, 64), torch.arange(size)
+        assert equal(program.module()(*inputs), layer(*inputs))
+        assert equal(read.module()(*inputs), layer(*inputs))
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("any_way")
+def test_a_compiled_layer_computes_the_same_bits() -> None:
+    layer = Layer()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)  # inductor would want a compiler of its own
+    inputs = randn(5, 64), torch.arange(5)
+    assert equal(compiled(*inputs), layer(*inputs))
+
+
+def test_errors_are_those_of_the_function() -> None:
+    weight = matmul.pack(randn(17, 31))
+    with pytest.raises(ValueError, match=r"rows \[5, 30\] of torch.float32 and a weight of 31 inputs of torch.float32"):
+        ops.matmul_together(randn(5, 30), [weight.tiles], [17], [31], [None])
+    with pytest.raises(
+        ValueError, match=r"packed weights \[2, 32, 16, 1\] cannot be \[2, 31, 16, 1\] of torch.float32"
+    ):
+        ops.matmul_together(randn(5, 32), [weight.tiles], [17], [32], [None])
+    cache = allocate(Int4(2), (3, 4, 2), 12, torch.float32, torch.device("cpu"))
+    inputs = randn(5, 6, 12), randn(5, 2, 12), randn(5, 2, 12), *cache.tensors, *cache.tensors
+    with pytest.raises(
+        ValueError, match=r"a cache of Int4\(num_groups=2\) cannot be part of a graph: those of none, int8"
+    ):
+        torch.export.export(Attention([cache, cache]), inputs)
+
+
+def test_importing_them_imports_no_compiler() -> None:
+    code = """
+import sys
+import kernels.kv_store, kernels.paged_attention, kernels.quant_matmul, kernels.rms_norm, kernels.rope
+sys.exit(any(name in sys.modules for name in ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd")))
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
