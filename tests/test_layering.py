@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,11 @@ def test_a_start_imports_no_more_than_it_uses() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_package_is_installed() -> None:
+    top = ("conf", "kernels", "models", "pipelines", "quantization")
+    found = {file.parent for folder in top for file in (REPOSITORY / folder).rglob("*.py")}
+    with open(REPOSITORY / "pyproject.toml", "rb") as file:
+        listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(".".join(folder.relative_to(REPOSITORY).parts) for folder in found)
