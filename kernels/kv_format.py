@@ -19,6 +19,7 @@ from kernels.custom_op import Parts
 INT8_MAX, FLOAT8_MAX, INT4_MAX = 127, 448, 15
 INT8_NAN = -128
 TINY = torch.finfo(torch.float32).tiny
+REGISTER_BYTES = 64
 
 
 class KVFormat(Protocol):
@@ -229,9 +230,13 @@ def allocate(
     format: KVFormat, size: tuple[int, int, int], channels: int, dtype: torch.dtype, device: torch.device
 ) -> PagedVectors:
     """A pool of `size` [N, B, G]. Not initialised: nothing is read before it is written, and on a CPU no page is taken before
-    (torch.zeros would take them all)."""
+    (torch.zeros would take them all). There is memory behind it that C++ may read, which takes whole vectors of a register."""
     token = format.encode(torch.empty(size[2], channels, dtype=dtype, device="meta"))
-    tensors = tuple(torch.empty((*size[:2], *part.shape), dtype=part.dtype, device=device) for part in token)
+    shapes = [(*size[:2], *part.shape) for part in token]
+    tensors = tuple(
+        torch.empty(math.prod(shape) + REGISTER_BYTES, dtype=part.dtype, device=device)[: math.prod(shape)].view(shape)
+        for part, shape in zip(token, shapes, strict=True)
+    )
     return PagedVectors(tensors, format, channels, dtype)
 
 

@@ -20,7 +20,7 @@
 namespace {
 
 // Waking a sleeping thread costs several microseconds on both sides, which a decode step would pay 200 times.
-constexpr auto SPIN = std::chrono::microseconds(50);
+constexpr auto SPIN = std::chrono::microseconds(200);
 constexpr uint32_t CLOSED = 1u << 31;
 
 // Waits until `value` is not `old`: spins for a while, then sleeps. Whoever changes `value` calls wake if `sleepers` is not 0.
