@@ -47,13 +47,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", type=Path, nargs="+")
     parser.add_argument("--peer", required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        files = {model.name: gguf(model, Path(folder)) for model in args.models}
+        files = {model.name: gguf(model, args.dtype, Path(folder)) for model in args.models}
         rounds = [
-            {name: both(file, args.peer, Path(folder)) for name, file in files.items()} for _ in range(args.rounds)
+            {name: both(file, args.dtype, args.peer, Path(folder)) for name, file in files.items()}
+            for _ in range(args.rounds)
         ]
     rows = {name: summary([each[name] for each in rounds]) for name in files}
     versions = {
@@ -61,7 +63,7 @@ def main() -> None:
         "llama-cpp-python": rounds[0][args.models[0].name]["llama.cpp"].pop("version"),
     }
     report = {
-        "what": f"tokens/s of Quintet and llama.cpp, batch 1, {PROMPT} + {NEW} tokens, float32, medians of {args.rounds} rounds in turns",
+        "what": f"tokens/s of Quintet and llama.cpp, batch 1, {PROMPT} + {NEW} tokens, {args.dtype}, medians of {args.rounds} rounds",
         "date": date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores",
         "versions": versions,
@@ -73,14 +75,14 @@ def main() -> None:
         args.output.write_text(text)
 
 
-def gguf(model: Path, folder: Path) -> Path:
-    """The model as float32 in GGUF, without its tokenizer: not every one has a name there, and token ids are all that is needed."""
+def gguf(model: Path, dtype: str, folder: Path) -> Path:
+    """The model in GGUF, without its tokenizer: not every one has a name there, and token ids are all that is needed."""
     bare, output = folder / f"{model.name}-bare", folder / model.name
     bare.mkdir()
     for file in [model / "config.json", *model.glob("*.safetensors"), *model.glob("*.bin")]:
         if file.exists():
             shutil.copy(file, bare)
-    options = f"model.path={bare}", "convert.format=gguf", "convert.dtype=float32", f"convert.output={output}"
+    options = f"model.path={bare}", "convert.format=gguf", f"convert.dtype={dtype}", f"convert.output={output}"
     quintet("task=convert", *options, f"hydra.run.dir={folder}/convert")
     return output / "model.gguf"
 
@@ -89,9 +91,9 @@ def quintet(*overrides: str) -> None:
     subprocess.run([sys.executable, "run.py", *overrides], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
 
 
-def both(file: Path, peer: str, folder: Path) -> dict[str, dict[str, float]]:
+def both(file: Path, dtype: str, peer: str, folder: Path) -> dict[str, dict[str, float]]:
     sizes = f"bench.prompt_tokens={PROMPT}", f"bench.new_tokens={NEW}", "bench.repeats=5"
-    quintet("task=bench", f"model.path={file}", "model.dtype=float32", *sizes, f"hydra.run.dir={folder}/bench")
+    quintet("task=bench", f"model.path={file}", f"model.dtype={dtype}", *sizes, f"hydra.run.dir={folder}/bench")
     ours = json.loads((folder / "bench" / "metrics.json").read_text())
     command = [peer, "-c", PEER, str(file), str(PROMPT), str(NEW), str(os.cpu_count())]
     theirs = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
