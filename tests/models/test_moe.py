@@ -91,7 +91,7 @@ def test_all_in_a_few_calls_equals_one_by_one_and_reads_no_idle_expert(dtype: to
     for expert in experts:
         expert.register_forward_pre_hook(lambda module, inputs: called.append(module))
     assert torch.equal(experts(x[:, :HIDDEN], weights, chosen), one_by_one)
-    assert (called == []) == (build.library() is not None)
+    assert called == []
     assert one_by_one.isfinite().all()
 
 

@@ -17,6 +17,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantScheme
 from conf.schema import DType, ModelConfig, RunConfig, Weights
+from kernels import build
 from models.formats.safetensors_writer import ALIGNMENT
 from pipelines.engine import Engine
 from pipelines.kept import load_kept
@@ -25,6 +26,7 @@ from pipelines.report import reset_peak_memory
 from tests.builders import all_logits, complete, run_config, write_llama
 from tests.quantization.making import CALIBRATED
 
+NEEDS_KERNELS = pytest.mark.skipif(build.library() is None, reason="weights are packed where the C++ kernels are")
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 PROMPT = list(range(5, 42))
 SCHEMES = {
@@ -100,6 +102,7 @@ def test_the_same_bits_of_a_calibrated_model(scheme: str, tmp_path: Path) -> Non
     assert_same_bits(replace(run, calibrate=replace(run.calibrate, data=str(data), num_samples=4, sequence_length=20)))
 
 
+@NEEDS_KERNELS
 def test_without_the_kernels_plain_weights_are_kept(monkeypatch: pytest.MonkeyPatch, kept: Path) -> None:
     load_engine(job(GOLDENS / "llama3"), 3)
     monkeypatch.setattr("kernels.build.library", lambda: None)
@@ -195,14 +198,19 @@ def change(file: Path, changes: dict[str, torch.Tensor | None]) -> None:
     ("changes", "message"),
     [
         ({"model.norm.weight": None}, "model.norm.weight: 'weight' is missing"),
-        ({"model.layers.0.mlp.up_proj.tiles": None}, "model.layers.0.mlp.up_proj: 'tiles' is missing"),
+        pytest.param(
+            {"model.layers.0.mlp.up_proj.tiles": None},
+            "model.layers.0.mlp.up_proj: 'tiles' is missing",
+            marks=NEEDS_KERNELS,
+        ),
         ({"model.norm.weight": torch.ones(65)}, r"model.norm.weight: \[65\] of torch.float32, not \[64\]"),
         ({"model.norm.weight": torch.ones(64).half()}, r"\[64\] of torch.float16, not \[64\] of torch.float32"),
-        (
+        pytest.param(
             {"lm_head.tiles": torch.ones(31, 64, 16, 1)},
             r"packed weights \[\d+, 64, 16, 1\] cannot be \[31, 64, 16, 1\]",
+            marks=NEEDS_KERNELS,
         ),
-        ({"lm_head.tiles": torch.ones(3).byte()}, "cannot be .* of torch.uint8"),
+        pytest.param({"lm_head.tiles": torch.ones(3).byte()}, "cannot be .* of torch.uint8", marks=NEEDS_KERNELS),
         ({"other": torch.ones(3)}, "belongs to no layer"),
         ({"model.norm.other": torch.ones(3)}, "model.norm.other belongs to no layer"),
     ],
