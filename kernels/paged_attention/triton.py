@@ -179,12 +179,12 @@ def _read(
     vectors,
     valid,
     channels: tl.constexpr,
-    FIRST: tl.constexpr,
     SIZE: tl.constexpr,
     width: tl.constexpr,
     group: tl.constexpr,
     is_static: tl.constexpr,
     dtype: tl.constexpr,
+    FIRST: tl.constexpr = 0,
 ):
     """Channels FIRST to FIRST + SIZE of the vectors with these numbers [L]: [L, SIZE], 0 beyond `channels` and where not valid, because
     memory that was never written may hold NaN."""
@@ -227,6 +227,20 @@ def _tiles(first_position, seen_end, split, window: tl.constexpr, POSITIONS: tl.
         first += split * each
         last = tl.minimum(last, first + each)
     return first, last
+
+
+@triton.jit
+def _exponents(scores, seen, valid, position, prefix, slope, soft_cap: tl.constexpr, window: tl.constexpr):
+    """log2 of the weights [R, L], up to a number for each row; -inf where a row does not see a position."""
+    if soft_cap is not None:
+        scores = soft_cap * (1 - 2 / (tl.exp(2 / soft_cap * scores) + 1))  # tanh
+    distance = seen[None, :] - position[:, None]
+    if slope is not None:
+        scores += slope[:, None] * distance
+    visible = (distance <= 0) | (seen < prefix)[None, :]
+    if window is not None:
+        visible &= distance > -window
+    return tl.where(visible & valid[None, :], scores * LOG2_E, float("-inf"))
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -294,6 +308,7 @@ def _attend(
     if REST > 0:
         channel = MAIN + tl.arange(0, REST)
         q_rest = tl.load(queries + channel[None, :], mask=own[:, None] & (channel < key_channels)[None, :], other=0.0)
+    slope = None
     if alibi_slopes is not None:
         slope = tl.load(alibi_slopes + head, mask=own, other=0.0)
 
@@ -316,44 +331,23 @@ def _attend(
         seen = tile * POSITIONS + tl.arange(0, POSITIONS)  # [L]
         valid = seen < seen_end
         block = tl.load(table + seen // block_size, mask=valid, other=0).to(tl.int64)
-        vectors = (block * block_size + seen % block_size) * groups + group
+        at = (block * block_size + seen % block_size) * groups + group
         dtype: tl.constexpr = q_main.dtype
-        keys = _read(
-            key_codes, key_scales, vectors, valid, key_channels, 0, MAIN, key_width, key_group, key_static, dtype
-        )
+        keys = _read(key_codes, key_scales, at, valid, key_channels, MAIN, key_width, key_group, key_static, dtype)
         scores = tl.dot(q_main, tl.trans(keys), input_precision="ieee")  # [R, L]
         if REST > 0:
             keys = _read(
-                key_codes, key_scales, vectors, valid, key_channels, MAIN, REST, key_width, key_group, key_static, dtype
+                key_codes, key_scales, at, valid, key_channels, REST, key_width, key_group, key_static, dtype, MAIN
             )
             scores = tl.dot(q_rest, tl.trans(keys), scores, input_precision="ieee")
-        scores *= scale
-        if soft_cap is not None:
-            scores = soft_cap * (1 - 2 / (tl.exp(2 / soft_cap * scores) + 1))  # tanh
-        distance = seen[None, :] - position[:, None]
-        if alibi_slopes is not None:
-            scores += slope[:, None] * distance
-        visible = (distance <= 0) | (seen < prefix)[None, :]
-        if window is not None:
-            visible &= distance > -window
-        scores = tl.where(visible & valid[None, :], scores * LOG2_E, float("-inf"))
+        scores = _exponents(scores * scale, seen, valid, position, prefix, slope, soft_cap, window)
         higher = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
         weights = tl.exp2(scores - base[:, None])
         keep = tl.exp2(highest - base)
         total = total * keep + tl.sum(weights, 1)
         values = _read(
-            value_codes,
-            value_scales,
-            vectors,
-            valid,
-            value_channels,
-            0,
-            VALUE,
-            value_width,
-            value_group,
-            value_static,
-            dtype,
+            value_codes, value_scales, at, valid, value_channels, VALUE, value_width, value_group, value_static, dtype
         )
         attended = tl.dot(weights.to(dtype), values, attended * keep[:, None], input_precision="ieee")
         highest = higher
