@@ -77,11 +77,13 @@ template <Dtype DTYPE, int ROWS, int TILES>
   for (int row = 0; row < ROWS; ++row)
     UNROLL
     for (int t = 0; t < TILES; ++t) sums[row][t] = splat(0.0f);
+  const int64_t near_end = num_steps - PREFETCH_BYTES / VECTOR_BYTES;  // from here on the next tiles are fetched, TILES further on
   for (int64_t step = 0; step < num_steps; ++step, weight += VECTOR_BYTES, x += ROWS) {
+    const int64_t ahead = PREFETCH_BYTES + (step < near_end ? 0 : (TILES - 1) * tile_bytes);
     Ints w[TILES];
     UNROLL
     for (int t = 0; t < TILES; ++t) {
-      _mm_prefetch(reinterpret_cast<const char *>(weight + t * tile_bytes + PREFETCH_BYTES), _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char *>(weight + t * tile_bytes + ahead), _MM_HINT_T1);
       w[t] = load(weight + t * tile_bytes);
     }
     UNROLL

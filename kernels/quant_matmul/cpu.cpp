@@ -87,6 +87,8 @@ template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
   for (int row = 0; row < ROWS; ++row)
     UNROLL
     for (int t = 0; t < TILES; ++t) totals[row][t] = splat(0.0f);
+  const int64_t scales_ahead = PREFETCH_BYTES / (from.num_vectors * VECTOR_BYTES) * from.group_scales;
+  const uint8_t *near_end = from.codes + from.tile_bytes - PREFETCH_BYTES;  // from here on the next tiles are fetched, TILES further on
   for (int64_t segment = 0; segment < from.num_segments; ++segment) {
     Ints sums[ROWS][TILES][LIMBS];
     UNROLL
@@ -97,12 +99,16 @@ template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
         sums[row][t][0] = ZEROS ? multiply(load_bytes(from.zeros + t * from.tile_scales), begin) : begin;
         if constexpr (LIMBS == 2) sums[row][t][1] = splat(0);
       }
+    const float *later_scales = from.scales + scales_ahead + (from.codes < near_end ? 0 : (TILES - 1) * from.tile_scales);
+    UNROLL
+    for (int t = 0; t < TILES; ++t) _mm_prefetch(reinterpret_cast<const char *>(later_scales + t * from.tile_scales), _MM_HINT_T1);
     const uint8_t *end = from.codes + (segment + 1 < from.num_segments ? from.num_vectors : from.last_vectors) * VECTOR_BYTES;
     for (; from.codes != end; from.codes += VECTOR_BYTES, from.x_bytes += STEPS * ROWS * LIMBS) {
+      const int64_t ahead = PREFETCH_BYTES + (from.codes < near_end ? 0 : (TILES - 1) * from.tile_bytes);
       Ints w[TILES];
       UNROLL
       for (int t = 0; t < TILES; ++t) {
-        _mm_prefetch(reinterpret_cast<const char *>(from.codes + t * from.tile_bytes + PREFETCH_BYTES), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char *>(from.codes + t * from.tile_bytes + ahead), _MM_HINT_T1);
         w[t] = load(from.codes + t * from.tile_bytes);
       }
       UNROLL
