@@ -3,30 +3,85 @@
 T tokens of S sequences, M blocks in the longest block table, N blocks of B slots, G key/value heads.
 """
 
-import itertools
+import math
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from itertools import chain
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kernels.kv_format import PagedVectors
 
+ALIGNMENT = 2  # numbers, which are 16 bytes: Triton compiles anew for an address that is no multiple of them
 
-@dataclass(frozen=True)
+
+class BatchShape(NamedTuple):
+    num_tokens: int
+    num_sequences: int
+    table_width: int
+    num_marks: int
+    num_outputs: int
+
+    @property
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of a batch's fields, tables last: of fewer sequences in the same memory, the numbers before tables stay where they are."""
+        tokens, sequences, width, marks, outputs = self
+        return {
+            "token_ids": (tokens,),
+            "positions": (tokens,),
+            "slots": (tokens,),
+            "query_starts": (sequences + 1,),
+            "context_lengths": (sequences,),
+            "prompt_lengths": (tokens,),
+            "prompt_marks": (sequences, marks),
+            "output_rows": (outputs,),
+            "block_tables": (sequences, width),
+        }
+
+    @property
+    def num_numbers(self) -> int:
+        """Numbers of a batch, with those that align its fields."""
+        return sum(_aligned(math.prod(shape)) for shape in self.fields.values())
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+class _Field:
+    """A view of some of a batch's numbers. All are made when one is read first: a step that is replayed reads none."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, batch: "Batch", owner: type) -> Tensor:
+        start = 0
+        for name, shape in batch.shape.fields.items():
+            count = math.prod(shape)
+            setattr(batch, name, batch.numbers[start : start + count].view(shape))  # is found before this from now on
+            start += _aligned(count)
+        return getattr(batch, self._name)  # type: ignore[no-any-return]
+
+
 class Batch:
     """One step's tokens, flattened: sequence s owns rows query_starts[s] to query_starts[s+1]. No padding. All int64."""
 
-    numbers: Tensor  # all that follows, one behind the other: one copy takes a batch elsewhere
-    token_ids: Tensor  # [T]
-    positions: Tensor  # [T] from 0 in each sequence
-    slots: Tensor  # [T] where each token's key and value go in the cache
-    block_tables: Tensor  # [S, M] padded with 0; context_lengths says how much counts
-    query_starts: Tensor  # [S+1]
-    context_lengths: Tensor  # [S] tokens in the cache after this step
-    prompt_lengths: Tensor  # [T] length of the token's own prompt: dynamic rotary scaling depends on it
-    prompt_marks: Tensor  # [S, K] what the model's `mark_prompt` said of each sequence's prompt
-    output_rows: Tensor  # [R] rows of the tokens whose hidden states and logits are wanted
+    token_ids = _Field()  # [T]
+    positions = _Field()  # [T] from 0 in each sequence
+    slots = _Field()  # [T] where each token's key and value go in the cache
+    query_starts = _Field()  # [S+1]
+    context_lengths = _Field()  # [S] tokens in the cache after this step
+    prompt_lengths = _Field()  # [T] length of the token's own prompt: dynamic rotary scaling depends on it
+    prompt_marks = _Field()  # [S, K] what the model's `mark_prompt` said of each sequence's prompt
+    output_rows = _Field()  # [R] rows of the tokens whose hidden states and logits are wanted
+    block_tables = _Field()  # [S, M] padded with 0; context_lengths says how much counts
+
+    def __init__(self, numbers: Tensor, shape: BatchShape) -> None:
+        """`numbers`, int64: all fields one behind the other, so that one copy takes a batch elsewhere."""
+        self.numbers, self.shape = numbers, shape
 
     @staticmethod
     def of(
@@ -41,28 +96,25 @@ class Batch:
         output_rows: list[int],
     ) -> "Batch":
         """On the CPU."""
-        num_sequences = len(context_lengths)
         longest = max(map(len, block_tables))
         width = 1 << (longest - 1).bit_length()  # a power of two, so that decode steps have few different shapes
-        tables = [block for table in block_tables for block in (*table, *[0] * (width - len(table)))]
-        marks = list(itertools.chain(*prompt_marks))
-        fields = (
+        fields: tuple[Iterable[int], ...] = (
             token_ids,
             positions,
             slots,
-            tables,
             query_starts,
             context_lengths,
             prompt_lengths,
-            marks,
+            chain(*prompt_marks),
             output_rows,
+            chain(*((*table, *[0] * (width - len(table))) for table in block_tables)),
         )
-        numbers = torch.tensor(list(itertools.chain(*fields)), dtype=torch.int64)
-        ids, places, into, table, starts, contexts, prompts, mark, rows = numbers.split(
-            [len(field) for field in fields]
-        )
-        by_sequence = table.view(num_sequences, width), mark.view(num_sequences, len(marks) // num_sequences)
-        return Batch(numbers, ids, places, into, by_sequence[0], starts, contexts, prompts, by_sequence[1], rows)
+        numbers = array("q")
+        for field in fields:
+            numbers.extend(field)
+            numbers.extend([0] * (-len(numbers) % ALIGNMENT))
+        shape = BatchShape(len(token_ids), len(block_tables), width, len(prompt_marks[0]), len(output_rows))
+        return Batch(torch.frombuffer(numbers, dtype=torch.int64), shape)
 
 
 LayerCache: TypeAlias = tuple[PagedVectors, PagedVectors]

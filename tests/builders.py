@@ -106,7 +106,8 @@ def complete(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> 
 def all_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
     """Logits [T, V] at every position of a prompt, in one prefill."""
     group = engine.add(engine.request(0, prompt, DecodeConfig(max_new_tokens=1, prefix_cache=False)))
-    batch = build_batch(engine.scheduler.plan(), engine._block_size)
-    _, logits = engine.runner.run(replace(batch, output_rows=torch.arange(len(prompt))))
+    plan = engine.scheduler.plan()
+    all_rows = replace(plan, scheduled=[replace(plan.scheduled[0], num_outputs=len(prompt))])
+    _, logits = engine.runner.run(build_batch(all_rows, engine._block_size))
     engine.scheduler.cancel(group)
     return logits.clone()  # the next decode step may use the memory again

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from kernels.capture import Graph, capture
-from models.batch import Batch
+from models.batch import Batch, BatchShape
 
 Outputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Hidden states [S, E], logits [S, V], and whether these are all finite."""
@@ -40,21 +40,20 @@ class DecodeSteps:
     def __init__(self, compute: Callable[[Batch], Outputs]) -> None:
         self._compute = compute
         self._can_capture = True
-        self._steps: OrderedDict[tuple[int, ...], DecodeStep] = OrderedDict()
+        self._steps: OrderedDict[BatchShape, DecodeStep] = OrderedDict()
 
     def run(self, batch: Batch) -> Outputs:
         """They are overwritten by the next call."""
-        if not self._can_capture or len(batch.context_lengths) > MAX_SEQUENCES:
+        if not self._can_capture or batch.shape.num_sequences > MAX_SEQUENCES:
             return self._compute(batch)
-        shape = tuple(batch.block_tables.shape)
-        if step := self._steps.get(shape):
-            self._steps.move_to_end(shape)
+        if step := self._steps.get(batch.shape):
+            self._steps.move_to_end(batch.shape)
             return step.run(batch)
         graph, outputs = capture(lambda: self._compute(batch))
         if graph is None:
             self._can_capture = False
         else:
-            self._steps[shape] = DecodeStep(graph, batch, outputs)
+            self._steps[batch.shape] = DecodeStep(graph, batch, outputs)
             if len(self._steps) > MAX_CAPTURED:
                 self._steps.popitem(last=False)
         return outputs

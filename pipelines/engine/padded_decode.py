@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kernels.all_finite import all_finite
-from models.batch import Batch
+from models.batch import Batch, BatchShape
 from pipelines.engine.decode_step import Outputs
-from pipelines.engine.gpu_batch import BatchShape, batch_over, fill
+from pipelines.engine.gpu_batch import fill
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ class PaddedDecodeSteps:
         count, on_gpu = shapes[most_sequences].num_numbers, device.type == "cuda"
         pinned = torch.zeros(count, dtype=torch.int64, pin_memory=on_gpu)
         numbers = torch.zeros(count, dtype=torch.int64, device=device)
-        self._pinned = {size: batch_over(pinned, shape) for size, shape in shapes.items()}
-        self._inputs = {size: batch_over(numbers, shape) for size, shape in shapes.items()}
+        self._pinned = {size: Batch(pinned[: shape.num_numbers], shape) for size, shape in shapes.items()}
+        self._inputs = {size: Batch(numbers[: shape.num_numbers], shape) for size, shape in shapes.items()}
         self._sent = torch.cuda.Event() if on_gpu else None
         self._graphs: dict[int, Graph] = {}
         try:
@@ -72,8 +72,8 @@ class PaddedDecodeSteps:
 
     @torch.inference_mode()
     def _capture_all(self, pool: Pool) -> None:
-        largest, shape = self._sizes[-1], BatchShape(0, 0, 1, self._inputs[1].prompt_marks.shape[1], 0)
-        nobody = batch_over(torch.zeros(shape.num_numbers, dtype=torch.int64), shape)
+        largest, shape = self._sizes[-1], BatchShape(0, 0, 1, self._inputs[1].shape.num_marks, 0)
+        nobody = Batch(torch.zeros(shape.num_numbers, dtype=torch.int64), shape)
         self._send(nobody, largest)
         hidden, logits = self._compute(self._inputs[largest])
         self._hidden, self._logits = torch.empty_like(hidden), torch.empty_like(logits)  # [S, E], [S, V]
@@ -101,7 +101,7 @@ class PaddedDecodeSteps:
 
     def run(self, batch: Batch, token_ids: Tensor | None = None) -> Outputs:
         """They are overwritten by the next call. `token_ids` [S], on the device, take the place of the batch's."""
-        num_sequences = len(batch.context_lengths)
+        num_sequences = batch.shape.num_sequences
         size = self._sizes[bisect_left(self._sizes, num_sequences)]
         self._send(batch, size)
         if token_ids is not None:

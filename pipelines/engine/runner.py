@@ -76,12 +76,12 @@ class Runner:
 
         `token_ids` [T], on the model's device, take the place of the batch's.
         """
-        decodes = batch.token_ids.shape == batch.context_lengths.shape == batch.output_rows.shape
+        decodes = batch.shape.num_tokens == batch.shape.num_sequences == batch.shape.num_outputs
         with threads(self._decode_threads if decodes else None):
             return self._launch(batch, self._decode_steps if decodes else None, token_ids)
 
     def _launch(self, batch: Batch, steps: DecodeSteps | PaddedDecodeSteps | None, token_ids: Tensor | None) -> Outputs:
-        if isinstance(steps, PaddedDecodeSteps) and steps.hold(len(batch.context_lengths)):
+        if isinstance(steps, PaddedDecodeSteps) and steps.hold(batch.shape.num_sequences):
             return steps.run(batch, token_ids)
         if token_ids is not None:
             batch = self.on_device(batch)

@@ -13,7 +13,7 @@ from conf.quantization import Activations, KVCacheFormat, QuantConfig, QuantSche
 from conf.schema import DType
 from kernels import build
 from kernels.kv_format import PagedVectors
-from models.batch import Batch, KVCache
+from models.batch import Batch, BatchShape, KVCache
 from models.causal_lm import CausalLM
 from pipelines.loading import load_engine
 from tests.builders import run_config, write_llama
@@ -24,6 +24,7 @@ SCHEMES = {
     "a8w8": QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic),
 }
 ATTENTION = ("matmul_together", "rope", "rope", "kv_store", "paged_attention", "matmul_together")
+SHAPE = BatchShape(num_tokens=5, num_sequences=2, table_width=1, num_marks=0, num_outputs=2)
 LAYER = (*ATTENTION, "add_rms_norm", "matmul_swiglu", "matmul_together", "add_rms_norm")
 
 
@@ -34,21 +35,22 @@ class Step(nn.Module):
         super().__init__()
         self.model, self.cache = model, cache
 
-    def forward(self, batch: list[Tensor], stored: list[Tensor]) -> Tensor:
+    def forward(self, numbers: Tensor, stored: list[Tensor]) -> Tensor:
         tensors = iter(stored)
         layers = [(take(keys, tensors), take(values, tensors)) for keys, values in self.cache.layers]
-        return self.model.logits(self.model(Batch(*batch), KVCache(layers)))
+        return self.model.logits(self.model(Batch(numbers, SHAPE), KVCache(layers)))
 
 
 def take(vectors: PagedVectors, tensors: Iterator[Tensor]) -> PagedVectors:
     return replace(vectors, tensors=tuple(itertools.islice(tensors, len(vectors.tensors))))
 
 
-def batch_of(*token_ids: int) -> list[Tensor]:
+def batch_of(*token_ids: int) -> Tensor:
     """The prompts of two sequences, of three tokens and of two."""
     places, slots, tables, lengths = [0, 1, 2, 0, 1], [0, 1, 2, 16, 17], [[0], [1]], [3, 3, 3, 2, 2]
     batch = Batch.of([*token_ids], places, slots, tables, [0, 3, 5], [3, 2], lengths, [(), ()], [2, 4])
-    return [value.clone() for value in vars(batch).values()]
+    assert batch.shape == SHAPE
+    return batch.numbers
 
 
 @pytest.mark.skipif(build.library() is None, reason="the nodes are those of weights that the C++ kernels packed")

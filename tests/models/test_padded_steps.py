@@ -13,8 +13,9 @@ import models.layers.attention
 from conf.decoding import DecodeConfig
 from kernels.kv_store import kv_store
 from kernels.paged_attention import paged_attention
+from models.batch import Batch, BatchShape
 from pipelines.engine.batch import build_batch
-from pipelines.engine.gpu_batch import BatchShape, batch_over, fill
+from pipelines.engine.gpu_batch import fill
 from tests.builders import engine_of
 from tests.models.test_goldens import FAMILIES, GOLDENS, link
 
@@ -65,7 +66,7 @@ def test_a_step_of_two_sequences_in_one_of_four(family: str, tmp_path: Path, mon
     num_marks = engine.runner.model.num_prompt_marks
     assert batch.prompt_marks.shape == batch.token_ids.shape + (num_marks,)
     shape = BatchShape(4, 4, batch.block_tables.shape[1] + 1, num_marks, 4)
-    padded = batch_over(torch.full((shape.num_numbers,), 10**6), shape)
+    padded = Batch(torch.full((shape.num_numbers,), 10**6), shape)
     fill(padded, batch)
     monkeypatch.setattr(models.layers.attention, "kv_store", store_own)
     monkeypatch.setattr(models.layers.attention, "paged_attention", attend_own)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from conf.decoding import DecodeConfig
-from models.batch import Batch
+from models.batch import Batch, BatchShape
 from pipelines.engine import Engine
-from pipelines.engine.gpu_batch import BatchShape, batch_over, fill
+from pipelines.engine.gpu_batch import fill
 from pipelines.engine.padded_decode import PaddedDecodeSteps, graph_sizes
 from tests.builders import engine_of, generate, write_llama
 
@@ -55,17 +55,17 @@ def test_sizes() -> None:
 def test_fields_are_aligned_and_apart(shape: BatchShape) -> None:
     """At 16 bytes each, whatever the sizes, and no number is in two of them."""
     numbers = torch.zeros(shape.num_numbers, dtype=torch.int64)
-    batch = batch_over(numbers, shape)
-    for field in fields(Batch)[1:]:
-        part = getattr(batch, field.name)
+    batch = Batch(numbers, shape)
+    for field in shape.fields:
+        part = getattr(batch, field)
         assert (part.data_ptr() - numbers.data_ptr()) % 16 == 0
         part += 1
     assert set(numbers.tolist()) <= {0, 1}
-    assert int(numbers.sum()) == sum(getattr(batch, field.name).numel() for field in fields(Batch)[1:])
+    assert int(numbers.sum()) == sum(getattr(batch, field).numel() for field in shape.fields)
 
 
 def test_padding_is_sequences_without_tokens() -> None:
-    target = batch_over(torch.full((100,), 77), BatchShape(4, 4, 3, 1, 4))
+    target = Batch(torch.full((100,), 77), BatchShape(4, 4, 3, 1, 4))
     fill(target, batch_of([9, 4], width=2))
     assert target.token_ids.tolist() == [2, 4, 0, 0]
     assert target.slots.tolist() == [9, 14, -1, -1]  # where nothing is stored
@@ -123,12 +123,10 @@ def pad(engine: Engine, most: int) -> list[int]:
         count = int((batch.slots >= 0).sum())
         assert batch.query_starts[count:].eq(count).all()
         own = max(count, 1)  # where there are none, one row shows the outputs' shapes
-        true = batch_over(
-            torch.zeros(10**4, dtype=torch.int64), BatchShape(own, own, batch.block_tables.shape[1], 0, own)
-        )
-        for field in fields(Batch)[1:]:
-            part = getattr(true, field.name)
-            part.copy_(getattr(batch, field.name)[: len(part)])
+        true = Batch(torch.zeros(10**4, dtype=torch.int64), BatchShape(own, own, batch.block_tables.shape[1], 0, own))
+        for field in batch.shape.fields:
+            part = getattr(true, field)
+            part.copy_(getattr(batch, field)[: len(part)])
         if not count:
             true.query_starts[1], true.slots[0], true.context_lengths[0] = 1, 0, 1
         outputs = []
