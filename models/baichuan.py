@@ -137,7 +137,9 @@ class DecoderLayer(nn.Module):
         cache: LayerCache,
     ) -> ResidualStream:
         normed, x = self.input_layernorm(*stream)  # [T, E] each
-        normed, x = self.post_attention_layernorm(x, self.self_attn(normed, angles, slopes, batch, cache))
+        normed, x = self.post_attention_layernorm(
+            batch.attending(x), self.self_attn(normed, angles, slopes, batch, cache)
+        )
         return ResidualStream(x, self.mlp(normed))
 
 
@@ -154,10 +156,12 @@ class Decoder(nn.Module):
         stream = ResidualStream(self.embed_tokens(batch.token_ids))
         angles = self.rotary and self.rotary.angles(batch.positions, batch.prompt_lengths, stream.x.dtype)
         slopes = None if self.slopes is None else self.slopes.on(stream.x.device)
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            stream = layer(stream, angles, slopes, batch, layer_cache)
-        normed, _ = self.norm(*stream)  # [T, E]
-        return normed[batch.output_rows]  # type: ignore[no-any-return]
+        for layer, layer_batch, layer_cache in zip(
+            self.layers, batch.by_layer(len(self.layers)), cache.layers, strict=True
+        ):
+            stream = layer(stream, angles, slopes, layer_batch, layer_cache)
+        normed, _ = self.norm(*stream)  # [R, E]
+        return normed  # type: ignore[no-any-return]
 
 
 class NormHead(nn.Module):

@@ -5,9 +5,9 @@ T tokens of S sequences, M blocks in the longest block table, N blocks of B slot
 
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -38,6 +38,7 @@ class BatchShape(NamedTuple):
             "prompt_lengths": (tokens,),
             "prompt_marks": (sequences, marks),
             "output_rows": (outputs,),
+            "output_starts": (sequences + 1,),
             "block_tables": (sequences, width),
         }
 
@@ -76,12 +77,28 @@ class Batch:
     context_lengths = _Field()  # [S] tokens in the cache after this step
     prompt_lengths = _Field()  # [T] length of the token's own prompt: dynamic rotary scaling depends on it
     prompt_marks = _Field()  # [S, K] what the model's `mark_prompt` said of each sequence's prompt
-    output_rows = _Field()  # [R] rows of the tokens whose hidden states and logits are wanted
+    output_rows = _Field()  # [R] rows of the tokens whose hidden states and logits are wanted: a sequence's last ones
+    output_starts = _Field()  # [S+1] sequence s owns output rows output_starts[s] to output_starts[s+1]
     block_tables = _Field()  # [S, M] padded with 0; context_lengths says how much counts
 
-    def __init__(self, numbers: Tensor, shape: BatchShape) -> None:
+    def __init__(self, numbers: Tensor, shape: BatchShape, in_last_layer: bool = False) -> None:
         """`numbers`, int64: all fields one behind the other, so that one copy takes a batch elsewhere."""
-        self.numbers, self.shape = numbers, shape
+        self.numbers, self.shape, self._in_last_layer = numbers, shape, in_last_layer
+
+    def by_layer(self, num_layers: int) -> Iterator["Batch"]:
+        """The batch as each layer takes it: in the last one nobody attends but the output rows."""
+        yield from repeat(self, num_layers - 1)
+        all_are_outputs = self.shape.num_outputs == self.shape.num_tokens
+        yield self if all_are_outputs else Batch(self.numbers, self.shape, in_last_layer=True)
+
+    def attending(self, x: Tensor) -> Tensor:
+        """Of x [T, *] the rows of the tokens that attend; in the last layer [R, *]."""
+        return x[self.output_rows] if self._in_last_layer else x
+
+    @property
+    def attending_starts(self) -> Tensor:
+        """[S+1] sequence s owns rows attending_starts[s] to attending_starts[s+1] of those that attend."""
+        return self.output_starts if self._in_last_layer else self.query_starts
 
     @staticmethod
     def of(
@@ -94,6 +111,7 @@ class Batch:
         prompt_lengths: list[int],
         prompt_marks: list[tuple[int, ...]],
         output_rows: list[int],
+        output_starts: list[int],
     ) -> "Batch":
         """On the CPU."""
         longest = max(map(len, block_tables))
@@ -107,6 +125,7 @@ class Batch:
             prompt_lengths,
             chain(*prompt_marks),
             output_rows,
+            output_starts,
             chain(*((*table, *[0] * (width - len(table))) for table in block_tables)),
         )
         numbers = array("q")

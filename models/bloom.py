@@ -92,7 +92,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, slopes: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         normed = self.input_layernorm(x)
-        x = (normed if self.keeps_normed else x) + self.self_attention(normed, slopes, batch, cache)
+        x = batch.attending(normed if self.keeps_normed else x) + self.self_attention(normed, slopes, batch, cache)
         normed = self.post_attention_layernorm(x)
         return (normed if self.keeps_normed else x) + self.mlp(normed)  # type: ignore[no-any-return]
 
@@ -109,9 +109,9 @@ class Transformer(nn.Module):
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         x = self.word_embeddings_layernorm(self.word_embeddings(batch.token_ids))  # [T, E]
         slopes = self.slopes.on(x.device)
-        for block, layer_cache in zip(self.h, cache.layers, strict=True):
-            x = block(x, slopes, batch, layer_cache)
-        return self.ln_f(x[batch.output_rows])  # type: ignore[no-any-return]
+        for block, layer_batch, layer_cache in zip(self.h, batch.by_layer(len(self.h)), cache.layers, strict=True):
+            x = block(x, slopes, layer_batch, layer_cache)
+        return self.ln_f(x)  # type: ignore[no-any-return]
 
 
 class Bloom(CausalLM):

@@ -158,7 +158,7 @@ class GLMBlock(nn.Module):
 
     def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         x = self.input_layernorm(x)  # the residual is the normed one
-        x = x * RESIDUAL_SCALE + self.attention(x, angles, batch, cache)
+        x = batch.attending(x) * RESIDUAL_SCALE + self.attention(x, angles, batch, cache)
         x = self.post_attention_layernorm(x)
         return x * RESIDUAL_SCALE + self.mlp(x)  # type: ignore[no-any-return]
 
@@ -174,9 +174,11 @@ class Transformer(nn.Module):
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         x = self.word_embeddings(batch.token_ids)  # [T, E]
         angles = self.rotary.angles(batch, x.dtype)
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, angles, batch, layer_cache)
-        return self.final_layernorm(x[batch.output_rows])  # type: ignore[no-any-return]
+        for layer, layer_batch, layer_cache in zip(
+            self.layers, batch.by_layer(len(self.layers)), cache.layers, strict=True
+        ):
+            x = layer(x, angles, layer_batch, layer_cache)
+        return self.final_layernorm(x)  # type: ignore[no-any-return]
 
 
 class ChatGLM(CausalLM):

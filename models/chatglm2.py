@@ -130,7 +130,9 @@ class GLMBlock(nn.Module):
         self, stream: ResidualStream, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache
     ) -> ResidualStream:
         normed, x = self.input_layernorm(*stream)  # [T, E] each
-        normed, x = self.post_attention_layernorm(x, self.self_attention(normed, cos, sin, batch, cache))
+        normed, x = self.post_attention_layernorm(
+            batch.attending(x), self.self_attention(normed, cos, sin, batch, cache)
+        )
         return ResidualStream(x, self.mlp(normed))
 
 
@@ -144,10 +146,12 @@ class GLMTransformer(nn.Module):
     def forward(self, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
         cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)  # [T, D/4]
         stream = ResidualStream(x)
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            stream = layer(stream, cos, sin, batch, layer_cache)
-        normed, _ = self.final_layernorm(*stream)  # [T, E]
-        return normed[batch.output_rows]  # type: ignore[no-any-return]
+        for layer, layer_batch, layer_cache in zip(
+            self.layers, batch.by_layer(len(self.layers)), cache.layers, strict=True
+        ):
+            stream = layer(stream, cos, sin, layer_batch, layer_cache)
+        normed, _ = self.final_layernorm(*stream)  # [R, E]
+        return normed  # type: ignore[no-any-return]
 
 
 class Embeddings(nn.Module):

@@ -154,7 +154,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         attended = self.self_attn(self.input_layernorm(x), cos, sin, batch, cache)
-        x = x + self.post_attention_layernorm(attended)
+        x = batch.attending(x) + self.post_attention_layernorm(attended)
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))  # type: ignore[no-any-return]
 
 
@@ -172,9 +172,11 @@ class Decoder(nn.Module):
         # The scale is rounded to the model's dtype, as in training: 59.8665 is 59.75 in bfloat16.
         x = x * x.new_full((), self.embed_scale)
         cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, cos, sin, batch, layer_cache)
-        return self.norm(x[batch.output_rows])  # type: ignore[no-any-return]
+        for layer, layer_batch, layer_cache in zip(
+            self.layers, batch.by_layer(len(self.layers)), cache.layers, strict=True
+        ):
+            x = layer(x, cos, sin, layer_batch, layer_cache)
+        return self.norm(x)  # type: ignore[no-any-return]
 
 
 class Gemma2(CausalLM):

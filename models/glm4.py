@@ -19,7 +19,7 @@ class Glm4DecoderLayer(DecoderLayer):
     ) -> ResidualStream:
         normed, x = self.input_layernorm(*stream)  # [T, E] each
         attended = self.self_attn(normed, cos, sin, batch, cache)
-        normed, x = self.post_attention_layernorm(x, self.post_self_attn_layernorm(attended))
+        normed, x = self.post_attention_layernorm(batch.attending(x), self.post_self_attn_layernorm(attended))
         return ResidualStream(x, self.post_mlp_layernorm(self.mlp(normed)))
 
 

@@ -92,7 +92,7 @@ class Block(nn.Module):
         self.mlp = MLP(c)
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        x = x + self.attn(self.ln_1(x), batch, cache)
+        x = batch.attending(x) + self.attn(self.ln_1(x), batch, cache)
         return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
 
 
@@ -106,9 +106,9 @@ class Transformer(nn.Module):
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         x = self.wte(batch.token_ids) + self.wpe(batch.positions)  # [T, E]
-        for block, layer_cache in zip(self.h, cache.layers, strict=True):
-            x = block(x, batch, layer_cache)
-        return self.ln_f(x[batch.output_rows])  # type: ignore[no-any-return]
+        for block, layer_batch, layer_cache in zip(self.h, batch.by_layer(len(self.h)), cache.layers, strict=True):
+            x = block(x, layer_batch, layer_cache)
+        return self.ln_f(x)  # type: ignore[no-any-return]
 
 
 class GPT2(CausalLM):

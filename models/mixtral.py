@@ -74,7 +74,7 @@ class MixtralLayer(nn.Module):
         self, stream: ResidualStream, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache
     ) -> ResidualStream:
         normed, x = self.input_layernorm(*stream)  # [T, E] each
-        normed, x = self.post_attention_layernorm(x, self.self_attn(normed, cos, sin, batch, cache))
+        normed, x = self.post_attention_layernorm(batch.attending(x), self.self_attn(normed, cos, sin, batch, cache))
         return ResidualStream(x, self.block_sparse_moe(normed))
 
 

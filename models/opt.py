@@ -100,9 +100,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         if self.norm_before:
-            x = x + self.self_attn(self.self_attn_layer_norm(x), batch, cache)
+            x = batch.attending(x) + self.self_attn(self.self_attn_layer_norm(x), batch, cache)
             return x + self._mlp(self.final_layer_norm(x))  # type: ignore[no-any-return]
-        x = self.self_attn_layer_norm(x + self.self_attn(x, batch, cache))
+        x = self.self_attn_layer_norm(batch.attending(x) + self.self_attn(x, batch, cache))
         return self.final_layer_norm(x + self._mlp(x))  # type: ignore[no-any-return]
 
     def _mlp(self, x: Tensor) -> Tensor:
@@ -129,9 +129,10 @@ class Decoder(nn.Module):
         if self.is_projected:
             x = self.project_in(x)  # [T, E]
         x = x + self.embed_positions(batch.positions + POSITION_OFFSET)
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, batch, layer_cache)
-        x = x[batch.output_rows]  # [R, E]
+        for layer, layer_batch, layer_cache in zip(
+            self.layers, batch.by_layer(len(self.layers)), cache.layers, strict=True
+        ):
+            x = layer(x, layer_batch, layer_cache)
         if self.has_final_layer_norm:
             x = self.final_layer_norm(x)
         if self.is_projected:

@@ -192,7 +192,7 @@ class DecoderLayer(nn.Module):
         self, stream: ResidualStream, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache
     ) -> ResidualStream:
         normed, x = self.input_layernorm(*stream)  # [T, E] each
-        normed, x = self.post_attention_layernorm(x, self.self_attn(normed, cos, sin, batch, cache))
+        normed, x = self.post_attention_layernorm(batch.attending(x), self.self_attn(normed, cos, sin, batch, cache))
         return ResidualStream(x, self.mlp(normed))
 
 
@@ -207,10 +207,12 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         stream = ResidualStream(self.embed_tokens(batch.token_ids))
         cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, stream.x.dtype)
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            stream = layer(stream, cos, sin, batch, layer_cache)
-        normed, _ = self.norm(*stream)  # [T, E]
-        return normed[batch.output_rows]  # type: ignore[no-any-return]
+        for layer, layer_batch, layer_cache in zip(
+            self.layers, batch.by_layer(len(self.layers)), cache.layers, strict=True
+        ):
+            stream = layer(stream, cos, sin, layer_batch, layer_cache)
+        normed, _ = self.norm(*stream)  # [R, E]
+        return normed  # type: ignore[no-any-return]
 
 
 class Phi3(CausalLM):

@@ -158,7 +158,7 @@ class Block(nn.Module):
         self, stream: ResidualStream, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache
     ) -> ResidualStream:
         normed, x = self.ln_1(*stream)  # [T, E] each
-        normed, x = self.ln_2(x, self.attn(normed, cos, sin, batch, cache))
+        normed, x = self.ln_2(batch.attending(x), self.attn(normed, cos, sin, batch, cache))
         return ResidualStream(x, self.mlp(normed))
 
 
@@ -173,10 +173,10 @@ class Transformer(nn.Module):
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         stream = ResidualStream(self.wte(batch.token_ids))
         cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, stream.x.dtype)
-        for block, layer_cache in zip(self.h, cache.layers, strict=True):
-            stream = block(stream, cos, sin, batch, layer_cache)
-        normed, _ = self.ln_f(*stream)  # [T, E]
-        return normed[batch.output_rows]  # type: ignore[no-any-return]
+        for block, layer_batch, layer_cache in zip(self.h, batch.by_layer(len(self.h)), cache.layers, strict=True):
+            stream = block(stream, cos, sin, layer_batch, layer_cache)
+        normed, _ = self.ln_f(*stream)  # [R, E]
+        return normed  # type: ignore[no-any-return]
 
 
 class Qwen(CausalLM):

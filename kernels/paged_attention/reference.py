@@ -22,7 +22,7 @@ def paged_attention(
 ) -> Tensor:
     """softmax(scale * q k^T) v for every new token over its own sequence, up to and including itself.
 
-    query [T, H, D]: sequence s owns rows query_starts[s] to query_starts[s+1], the last of its context_lengths[s] tokens,
+    query [T, H, D]: sequence s owns rows query_starts[s] to query_starts[s+1], none or the last of its context_lengths[s] tokens,
     whose keys and values are in the cache already. Caches of [N, B, G, *] with D and E channels; block_tables [S, M] int64, of
     which sequence s uses the first ceil(L / B); query_starts [S+1], context_lengths [S] int64.
 
@@ -36,6 +36,8 @@ def paged_attention(
     block_size, groups = key_cache.tensors[0].shape[1:3]
     starts = query_starts.tolist()
     for s, length in enumerate(context_lengths.tolist()):
+        if starts[s] == starts[s + 1]:
+            continue
         blocks = block_tables[s, : -(-length // block_size)]
         keys = _read(key_cache, blocks, length).permute(1, 2, 0)  # [G, D, L]
         values = _read(value_cache, blocks, length).transpose(0, 1)  # [G, L, E]

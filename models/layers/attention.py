@@ -26,18 +26,19 @@ def attend(
     alibi_slopes: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
 ) -> Tensor:
-    """Keep the new keys [T, G, D] and values [T, G, E]; every query [T, H, D] sees its sequence. Returns [T, H * E].
+    """Keep the new keys [T, G, D] and values [T, G, E]; every query [T, H, D] sees its sequence. Returns [T, H * E], in the last layer
+    [R, H * E] of output rows.
 
     What the options mean is said at kernels/paged_attention.
     """
     keys, values = cache
     kv_store(key, value, keys, values, batch.slots)
     attended = paged_attention(
-        query,
+        batch.attending(query),
         keys,
         values,
         batch.block_tables,
-        batch.query_starts,
+        batch.attending_starts,
         batch.context_lengths,
         scale,
         soft_cap,
@@ -51,18 +52,19 @@ def attend(
 def attend_latent(
     query: Tensor, key: Tensor, value_channels: int, cache: LayerCache, batch: Batch, scale: float
 ) -> Tensor:
-    """Keep the new keys [T, 1, D], whose first so many channels are the values too; queries [T, H, D]. Returns [T, H, value_channels].
+    """Keep the new keys [T, 1, D], whose first so many channels are the values too; queries [T, H, D]. Returns [T, H, value_channels],
+    in the last layer of output rows alone.
 
     This is attention over latents (arXiv 2405.04434): all heads share one key per token, and the cache's values have no channels.
     """
     keys, values = cache
     kv_store(key, key[..., :0], keys, values, batch.slots)
     return paged_attention(
-        query,
+        batch.attending(query),
         keys,
         replace(keys, channels=value_channels),
         batch.block_tables,
-        batch.query_starts,
+        batch.attending_starts,
         batch.context_lengths,
         scale,
     )

@@ -26,6 +26,12 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(
                 f"the tokenizer in {source} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             ) from error
+        # Each new token is decoded twice, and the library's own checks take six times as long as that.
+        self._decode: Callable[..., str] = (
+            self.backend.decode
+            if self._tokenizer.is_fast
+            else partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)  # type: ignore[arg-type]
+        )
         self.chat_template = self._tokenizer.chat_template or template
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.bos_token_id = cast(int | None, self._tokenizer.bos_token_id)
@@ -42,10 +48,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return cast(list[int], encoded["input_ids"])
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        text = self._tokenizer.decode(
-            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return cast(str, text)
+        return self._decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)

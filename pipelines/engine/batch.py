@@ -16,7 +16,7 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
     prompt_lengths: list[int] = []
     context_lengths: list[int] = []
     output_rows: list[int] = []
-    starts = [0]
+    starts, output_starts = [0], [0]
     for item in plan.scheduled:
         sequence, first = item.sequence, item.sequence.num_computed_tokens
         after = first + item.num_new_tokens
@@ -28,6 +28,7 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
         context_lengths.append(after)
         starts.append(len(token_ids))
         output_rows += range(starts[-1] - item.num_outputs, starts[-1])
+        output_starts.append(len(output_rows))
     return Batch.of(
         token_ids=token_ids,
         positions=positions,
@@ -38,6 +39,7 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
         prompt_lengths=prompt_lengths,
         prompt_marks=[item.sequence.request.prompt_marks for item in plan.scheduled],
         output_rows=output_rows,
+        output_starts=output_starts,
     )
 
 
@@ -64,4 +66,5 @@ def whole_batch(
         prompt_lengths=[length for length in lengths for _ in range(length)],
         prompt_marks=prompt_marks,
         output_rows=[row for end, n in zip(ends, num_outputs, strict=True) for row in range(end - n, end)],
+        output_starts=[0, *itertools.accumulate(num_outputs)],
     )

@@ -24,9 +24,11 @@ def fill(target: Batch, batch: Batch) -> None:
         to, values = getattr(target, name), getattr(batch, name)
         to[: len(values)] = values
         to[len(values) :] = padding
-    starts, width = batch.query_starts, min(batch.block_tables.shape[1], target.block_tables.shape[1])
-    target.query_starts[: len(starts)] = starts
-    target.query_starts[len(starts) :] = starts[-1]
+    for name in ("query_starts", "output_starts"):
+        to, starts = getattr(target, name), getattr(batch, name)
+        to[: len(starts)] = starts
+        to[len(starts) :] = starts[-1]
+    width = min(batch.block_tables.shape[1], target.block_tables.shape[1])
     target.block_tables[: len(batch.block_tables), :width] = batch.block_tables[:, :width]
 
 

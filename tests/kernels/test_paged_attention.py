@@ -73,7 +73,7 @@ def check(
     torch.testing.assert_close(result.double(), torch.cat(expected), rtol=0, atol=2e-6)
 
 
-RAGGED = [(1, 64), (5, 5), (1, 1), (7, 29), (4, 8)]
+RAGGED = [(1, 64), (5, 5), (0, 9), (1, 1), (7, 29), (4, 8)]
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 128])
@@ -90,7 +90,7 @@ def test_equals_attention_written_out(head_dim: int, heads: int, groups: int, le
         {"window": 1},
         {"window": 6},
         {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},
-        {"prefix_lengths": torch.tensor([10, 3, 1, 29, 0])},
+        {"prefix_lengths": torch.tensor([10, 3, 9, 1, 29, 0])},
         {"soft_cap": 2.0, "window": 9, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},
     ],
     ids=lambda options: "+".join(options),

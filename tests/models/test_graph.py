@@ -48,7 +48,7 @@ def take(vectors: PagedVectors, tensors: Iterator[Tensor]) -> PagedVectors:
 def batch_of(*token_ids: int) -> Tensor:
     """The prompts of two sequences, of three tokens and of two."""
     places, slots, tables, lengths = [0, 1, 2, 0, 1], [0, 1, 2, 16, 17], [[0], [1]], [3, 3, 3, 2, 2]
-    batch = Batch.of([*token_ids], places, slots, tables, [0, 3, 5], [3, 2], lengths, [(), ()], [2, 4])
+    batch = Batch.of([*token_ids], places, slots, tables, [0, 3, 5], [3, 2], lengths, [(), ()], [2, 4], [0, 1, 2])
     assert batch.shape == SHAPE
     return batch.numbers
 

@@ -14,7 +14,7 @@ from tests.kernels.cache_formats import NAMES, formats_of
 from tests.kernels.triton.cases import DEVICE, assert_near, noise
 
 BLOCK_SIZE = 4
-RAGGED = [(1, 40), (5, 5), (1, 1), (7, 29), (17, 19)]  # (new tokens, all tokens) of each sequence
+RAGGED = [(1, 40), (5, 5), (0, 9), (1, 1), (7, 29), (17, 19)]  # (new tokens, all tokens) of each sequence
 NANS = {torch.uint8: 255, torch.int8: -128}
 
 
@@ -94,8 +94,8 @@ def test_reads_every_format_of_the_cache(kv_cache: str, dtype: torch.dtype, head
         {"window": 1},
         {"window": 6},
         {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},
-        {"prefix_lengths": torch.tensor([10, 3, 1, 29, 0])},
-        {"prefix_lengths": torch.tensor([60, 9, 1, 25, 19])},  # also of tokens still to come
+        {"prefix_lengths": torch.tensor([10, 3, 9, 1, 29, 0])},
+        {"prefix_lengths": torch.tensor([60, 9, 2, 1, 25, 19])},  # also of tokens still to come
         {"soft_cap": 2.0, "window": 9, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},
     ],
     ids=lambda options: "+".join(options),

@@ -43,6 +43,7 @@ def batch_of(lengths: list[int], width: int = 2, num_marks: int = 1) -> Batch:
         prompt_lengths=[3 for _ in rows],
         prompt_marks=[(5,) * num_marks for _ in rows],
         output_rows=rows,
+        output_starts=[*rows, len(rows)],
     )
 
 
