@@ -16,13 +16,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf import schema
+from conf import quantization, schema
 from conf.errors import UserError
 from conf.schema import RunConfig
 
 CONF = Path(__file__).resolve().parent
 REPOSITORY = CONF.parent
 RESUME = "predict.resume="
+NOISE = re.compile("full_key:|Config search path:|To append to your config")  # where Hydra's errors cease to help
 _COMPOSING = threading.Lock()  # Hydra has one state for the whole process
 
 
@@ -49,9 +50,13 @@ def options(group: str) -> list[str]:
 
 
 def to_run_config(config: DictConfig) -> RunConfig:
-    """The typed, checked object. Raises UserError for a value that a check refuses."""
+    """The typed, checked object. Raises UserError for a key that does not exist, and for a value that is ??? or that a check refuses."""
+    if missing := OmegaConf.missing_keys(config):  # to_object would take the default instead
+        remedy = "give one, or leave it out; a prompt of ??? goes into a row of a .jsonl"
+        raise UserError(f"{min(missing)}=??? means that the value is missing: {remedy}")
     try:
-        run = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), config))
+        plain = OmegaConf.to_container(config)  # a typed config takes the keys that `+KEY=VALUE` made
+        run = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain))
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     return cast(RunConfig, run)
@@ -59,10 +64,11 @@ def to_run_config(config: DictConfig) -> RunConfig:
 
 def explain(error: Exception) -> str:
     """Hydra's or OmegaConf's error and its cause as one line; for a misspelt key also the keys that exist."""
-    texts = [str(e).split("full_key:")[0] for e in (error, error.__cause__) if e is not None]
+    texts = [NOISE.split(str(e))[0] for e in (error, error.__cause__) if e is not None]
     line = " ".join(" ".join(dict.fromkeys(texts)).split())
+    ours = vars(quantization) | vars(schema)
     for class_name in re.findall(r"Key '\w+' not in '(\w+)'", line):
-        if config := getattr(schema, class_name, None):  # Hydra's own are not ours to list
+        if config := ours.get(class_name):  # Hydra's own are not ours to list
             line += f": there are {', '.join(field.name for field in fields(config))}"
     return line
 
