@@ -34,8 +34,7 @@ from quantization.layouts import read_quantization
 from quantization.layouts.base import StoredQuantization
 from quantization.layouts.gguf import read_gguf_quantization
 from quantization.layouts.kv_cache import read_kv_cache_scheme
-from quantization.plan import make_activations_auto, place_stored_layers, quantize_while_loading
-from quantization.scheme import scheme_of
+from quantization.plan import make_activations_auto, place_stored_layers, plan, quantize_while_loading
 
 log = logging.getLogger(__name__)
 
@@ -119,16 +118,18 @@ def _quantize(model: CausalLM, config: QuantConfig, stored: StoredQuantization |
 def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantization, files: list[WeightFile]) -> None:
     if not files:
         raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
+    wanted = plan(model, config)
     schemes = place_stored_layers(model, stored, {name: shape for file in files for name, shape in file.shapes.items()})
     for file in files:
         if isinstance(file, GGUFWeights):
             file.keep_codes(schemes)
-    if config.scheme is not QuantScheme.none and scheme_of(config) not in schemes.values():
-        held = ", ".join(sorted(set(map(str, schemes.values()))))
-        raise UserError(
-            f"quant={config.scheme.name} contradicts the checkpoint, which is quantised already ({held}): "
-            "leave quant out, or give the float model"
-        )
+    for name in wanted | schemes if wanted else ():
+        given, held = (str(each.get(name, "a float")) for each in (wanted, schemes))
+        if given != held:
+            raise UserError(
+                f"quant={config.scheme.name} contradicts the checkpoint, which is quantised already: {name} is {held} there, "
+                f"not {given}: leave quant out, or give the float model"
+            )
 
 
 def _static_cache(

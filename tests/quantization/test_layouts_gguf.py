@@ -119,7 +119,9 @@ def test_other_types_are_dequantised_beside_them(tmp_path: Path) -> None:
 def test_options_beside_a_packed_file(tmp_path: Path) -> None:
     file, _ = write_pair(tmp_path, "llama", "Q8_0")
     run = run_config(file)
-    with pytest.raises(UserError, match=r"quant=int4 contradicts .* already \(int8 groups of 32\): leave quant out"):
+    with pytest.raises(
+        UserError, match=r"quant=int4 contradicts .* is int8 groups of 32 there, not int4 .*: leave quant out"
+    ):
         load_engine(replace(run, quant=QuantConfig(QuantScheme.int4)), 3)
     same = load_engine(replace(run, quant=QuantConfig(QuantScheme.int8, group_size=32)), 3)
     assert all_logits(same, [1, 2, 3]).equal(all_logits(engine_of(file), [1, 2, 3]))
