@@ -11,6 +11,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import Activations, KVCacheFormat, KVCacheScales, QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights, typed
+from kernels import build
 from kernels.kv_format import FORMATS, KVFormat
 from kernels.threads import set_threads
 from models.batch import KVCache
@@ -198,9 +199,9 @@ def _prepared_device(config: DeviceConfig) -> torch.device:
     device = _device(config)
     _refuse_options_of_others(config, device)
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
-    if config.threads is not None:
+    if device.type == "cpu":
         set_threads(config.threads)
-    if device.type == "cuda":
+    else:
         torch.cuda.set_per_process_memory_fraction(float(config.memory_fraction))
         torch.cuda.reset_peak_memory_stats(device)
     return device
@@ -217,6 +218,10 @@ def _refuse_options_of_others(config: DeviceConfig, device: torch.device) -> Non
                 f"leave it at {typed(default)}, or give device={other}",
             )
             raise UserError(f"device.{name}={typed(value)} is not used on a {here}: {remedy}")
+    if config.decode_threads is not None and build.library() is None:
+        raise UserError(
+            f"device.decode_threads={config.decode_threads} needs the C++ kernels, which are off: leave it out"
+        )
 
 
 def _device(config: DeviceConfig) -> torch.device:
