@@ -3,7 +3,8 @@
 import os
 import signal
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 if __name__ == "__main__":  # no traceback where an interrupt comes during the imports
@@ -20,6 +21,16 @@ from conf.compose import dump, explain, flags_first, quote_prompt, register, sav
 from conf.errors import UserError
 
 
+@contextmanager
+def interrupts_waiting() -> Iterator[None]:
+    """While torch is imported: an exception in the midst of its C++ aborts the process, or is lost."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def main() -> None:
     """One run, or with -m a sweep: its jobs, then their table. Raises UserError if jobs of a sweep failed."""
     jobs: list[Path] = []  # folders of a sweep's jobs
@@ -28,17 +39,16 @@ def main() -> None:
     def run_job(config: DictConfig) -> None:
         job = HydraConfig.get()
         output_dir = Path(job.runtime.output_dir)
-        errors_end_here: AbstractContextManager[None] = nullcontext()
-        if job.mode == RunMode.MULTIRUN:
-            from pipelines.sweep import recorded_job
-
-            errors_end_here = recorded_job(output_dir, list(job.overrides.task), jobs)
         try:
-            with errors_end_here:
+            with ExitStack() as errors_end_here:
+                if job.mode == RunMode.MULTIRUN:
+                    with interrupts_waiting():
+                        from pipelines.sweep import recorded_job
+                    errors_end_here.enter_context(recorded_job(output_dir, list(job.overrides.task), jobs))
                 run = to_run_config(config)
                 # Not at the top, because it imports torch, which --help and Tab completion need not wait for.
-                from pipelines.launch import launch
-
+                with interrupts_waiting():
+                    from pipelines.launch import launch
                 launch(run, output_dir, dump)
         except (UserError, OSError) as error:
             sys.exit(f"error: {error}")

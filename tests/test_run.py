@@ -165,7 +165,12 @@ def has_mapped(process: subprocess.Popen[str], library: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("library", "ends"), [("_yaml", [(-2, ""), (130, "interrupted\n")]), ("libtorch_cpu", [(130, "interrupted\n")])]
+    ("library", "ends"),
+    [
+        ("_yaml", [(-2, ""), (130, "interrupted\n")]),
+        ("libtorch_cpu", [(130, "interrupted\n")]),
+        ("_multiarray_umath", [(130, "interrupted\n")]),  # in the midst of torch's C++
+    ],
 )
 def test_ctrl_c_before_the_first_row_leaves_nothing(
     chatty: Path, tmp_path: Path, library: str, ends: list[tuple[int, str]]
