@@ -175,7 +175,10 @@ def find_and_open(config: ModelConfig) -> Checkpoint:
 def is_quantized(config: ModelConfig) -> bool:
     """Whether the checkpoint of `model.path` is. Raises UserError where there is none."""
     path = find_checkpoint(config.path, config.weights is Weights.checkpoint, config.allow_pickle)
-    return open_checkpoint(path, config.allow_pickle).config.section("quantization_config") is not None
+    checkpoint = open_checkpoint(path, config.allow_pickle)
+    if checkpoint.path.suffix == ".gguf":  # only its tensors say it
+        return read_gguf_quantization(checkpoint.open_weights({})) is not None
+    return checkpoint.config.section("quantization_config") is not None
 
 
 def _kv_cache(
