@@ -28,7 +28,7 @@ from pipelines.calibration_data import CalibrationData, read_calibration_data
 from pipelines.engine import Engine
 from pipelines.engine.batch import whole_batch
 from pipelines.engine.kv_cache import allocate_kv_cache
-from pipelines.fingerprint import file_fingerprint, sha256_of
+from pipelines.fingerprint import calibration_fingerprint, file_fingerprint
 from pipelines.journal import dumps
 from pipelines.output_folder import complete_folder, refuse_existing
 from pipelines.quantize_preflight import print_preflight
@@ -105,8 +105,7 @@ def _job(run: RunConfig) -> dict[str, Any]:
         raise UserError(f"calibrate.data={data} is not a file: give a .txt or a .jsonl")
     job = {
         "quant": quant,
-        "calibrate": asdict(run.calibrate) | {"data": data and sha256_of(Path(data))},
-        "export": asdict(run.export),
+        **calibration_fingerprint(run),
         "dtype": run.model.dtype,
         "max_length": run.model.max_length,
         "tokenizer": tokenizer and file_fingerprint(Path(tokenizer).expanduser(), "tokenizer"),
