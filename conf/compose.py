@@ -41,6 +41,7 @@ def register() -> None:
     """Make the schema and the resolvers known to Hydra. Under `schema/` so that Tab completion offers only real options."""
     ConfigStore.instance().store(group="schema", name="run", node=RunConfig, package="_global_")
     OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
+    OmegaConf.register_new_resolver("next_line", lambda: "\x85", replace=True)
     OmegaConf.register_new_resolver("run_dir", _run_dir, use_cache=True, replace=True)
 
 
@@ -150,8 +151,11 @@ def _plain(value: Any) -> Any:
 
 
 def _literal(text: str) -> str:
-    """Escaped, so that OmegaConf reads no interpolation in it: a backslash counts only before `${`."""
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    """Escaped, so that OmegaConf reads no interpolation in it: a backslash counts only before `${`.
+
+    U+0085 becomes one, because in YAML it is a line break, which reading folds into a space.
+    """
+    return re.sub(r"(\\*)(\$\{|\x85)", lambda m: m[1] * 2 + ("\\${" if m[2] == "${" else "${next_line:}"), text)
 
 
 def quote_prompt(arguments: list[str]) -> list[str]:

@@ -91,6 +91,8 @@ PROMPTS = [
     "ends with a backslash\\\n",
     "\\\\",
     "#comment",
+    "next\x85line \\\x85\x85 ${x}\x85",
+    "lines\u2028and\u2029paragraphs\rand returns",
 ]
 
 
