@@ -12,12 +12,10 @@ if __name__ == "__main__":  # no traceback where an interrupt comes during the i
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-from conf.compose import dump, explain, flags_first, quote_prompt, register, saved_config, to_run_config
+from conf.compose import CONFIG_ERRORS, dump, explain, flags_first, quote_prompt, register, saved_config, to_run_config
 from conf.errors import UserError
 
 
@@ -76,7 +74,7 @@ if __name__ == "__main__":
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
-    except (UserError, HydraException, OmegaConfBaseException, OSError) as error:
+    except (UserError, OSError, *CONFIG_ERRORS) as error:
         sys.exit(f"error: {explain(error)}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

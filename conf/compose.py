@@ -15,6 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from conf import quantization, schema
 from conf.errors import UserError
@@ -24,6 +25,7 @@ CONF = Path(__file__).resolve().parent
 REPOSITORY = CONF.parent
 RESUME = "predict.resume="
 NOISE = re.compile("full_key:|Config search path:|To append to your config")  # where Hydra's errors cease to help
+CONFIG_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
 _COMPOSING = threading.Lock()  # Hydra has one state for the whole process
 
 
@@ -83,7 +85,7 @@ def compose_run_config(overrides: list[str], model_path: str | None = None) -> R
         try:
             with initialize_config_dir(str(CONF), version_base="1.3"):
                 config = compose("config", overrides=overrides)
-        except (HydraException, OmegaConfBaseException) as error:
+        except CONFIG_ERRORS as error:
             raise UserError(explain(error)) from error
         finally:
             GlobalHydra.instance().hydra = outer

@@ -133,6 +133,16 @@ def test_user_errors_are_one_line_and_exit_with_1(
         assert not out.exists()
 
 
+def test_a_config_that_is_no_yaml_is_named(tmp_path: Path) -> None:
+    (tmp_path / "decode").mkdir()
+    (tmp_path / "decode" / "mine.yaml").write_text("temperature: [\n")
+    done = run("--config-dir", str(tmp_path), "decode=mine")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: while parsing")
+    assert f'"{tmp_path}/decode/mine.yaml", line 2' in line
+
+
 NUM_ROWS = 25
 
 
