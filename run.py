@@ -3,7 +3,8 @@
 import os
 import signal
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 if __name__ == "__main__":  # no traceback where an interrupt comes during the imports
@@ -11,13 +12,21 @@ if __name__ == "__main__":  # no traceback where an interrupt comes during the i
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-from conf.compose import dump, explain, flags_first, quote_prompt, register, saved_config, to_run_config
+from conf.compose import CONFIG_ERRORS, dump, explain, flags_first, quote_prompt, register, saved_config, to_run_config
 from conf.errors import UserError
+
+
+@contextmanager
+def interrupts_waiting() -> Iterator[None]:
+    """While torch is imported: an exception in the midst of its C++ aborts the process, or is lost."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def main() -> None:
@@ -28,17 +37,16 @@ def main() -> None:
     def run_job(config: DictConfig) -> None:
         job = HydraConfig.get()
         output_dir = Path(job.runtime.output_dir)
-        errors_end_here: AbstractContextManager[None] = nullcontext()
-        if job.mode == RunMode.MULTIRUN:
-            from pipelines.sweep import recorded_job
-
-            errors_end_here = recorded_job(output_dir, list(job.overrides.task), jobs)
         try:
-            with errors_end_here:
+            with ExitStack() as errors_end_here:
+                if job.mode == RunMode.MULTIRUN:
+                    with interrupts_waiting():
+                        from pipelines.sweep import recorded_job
+                    errors_end_here.enter_context(recorded_job(output_dir, list(job.overrides.task), jobs))
                 run = to_run_config(config)
                 # Not at the top, because it imports torch, which --help and Tab completion need not wait for.
-                from pipelines.launch import launch
-
+                with interrupts_waiting():
+                    from pipelines.launch import launch
                 launch(run, output_dir, dump)
         except (UserError, OSError) as error:
             sys.exit(f"error: {error}")
@@ -66,7 +74,7 @@ if __name__ == "__main__":
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
-    except (UserError, HydraException, OmegaConfBaseException, OSError) as error:
+    except (UserError, OSError, *CONFIG_ERRORS) as error:
         sys.exit(f"error: {explain(error)}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

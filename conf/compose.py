@@ -15,14 +15,17 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from conf import schema
+from conf import quantization, schema
 from conf.errors import UserError
 from conf.schema import RunConfig
 
 CONF = Path(__file__).resolve().parent
 REPOSITORY = CONF.parent
 RESUME = "predict.resume="
+NOISE = re.compile("full_key:|Config search path:|To append to your config")  # where Hydra's errors cease to help
+CONFIG_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
 _COMPOSING = threading.Lock()  # Hydra has one state for the whole process
 
 
@@ -40,6 +43,7 @@ def register() -> None:
     """Make the schema and the resolvers known to Hydra. Under `schema/` so that Tab completion offers only real options."""
     ConfigStore.instance().store(group="schema", name="run", node=RunConfig, package="_global_")
     OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
+    OmegaConf.register_new_resolver("next_line", lambda: "\x85", replace=True)
     OmegaConf.register_new_resolver("run_dir", _run_dir, use_cache=True, replace=True)
 
 
@@ -49,9 +53,13 @@ def options(group: str) -> list[str]:
 
 
 def to_run_config(config: DictConfig) -> RunConfig:
-    """The typed, checked object. Raises UserError for a value that a check refuses."""
+    """The typed, checked object. Raises UserError for a key that does not exist, and for a value that is ??? or that a check refuses."""
+    if missing := OmegaConf.missing_keys(config):  # to_object would take the default instead
+        remedy = "give one, or leave it out; a prompt of ??? goes into a row of a .jsonl"
+        raise UserError(f"{min(missing)}=??? means that the value is missing: {remedy}")
     try:
-        run = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), config))
+        plain = OmegaConf.to_container(config)  # a typed config takes the keys that `+KEY=VALUE` made
+        run = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain))
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     return cast(RunConfig, run)
@@ -59,10 +67,11 @@ def to_run_config(config: DictConfig) -> RunConfig:
 
 def explain(error: Exception) -> str:
     """Hydra's or OmegaConf's error and its cause as one line; for a misspelt key also the keys that exist."""
-    texts = [str(e).split("full_key:")[0] for e in (error, error.__cause__) if e is not None]
+    texts = [NOISE.split(str(e))[0] for e in (error, error.__cause__) if e is not None]
     line = " ".join(" ".join(dict.fromkeys(texts)).split())
+    ours = vars(quantization) | vars(schema)
     for class_name in re.findall(r"Key '\w+' not in '(\w+)'", line):
-        if config := getattr(schema, class_name, None):  # Hydra's own are not ours to list
+        if config := ours.get(class_name):  # Hydra's own are not ours to list
             line += f": there are {', '.join(field.name for field in fields(config))}"
     return line
 
@@ -76,7 +85,7 @@ def compose_run_config(overrides: list[str], model_path: str | None = None) -> R
         try:
             with initialize_config_dir(str(CONF), version_base="1.3"):
                 config = compose("config", overrides=overrides)
-        except (HydraException, OmegaConfBaseException) as error:
+        except CONFIG_ERRORS as error:
             raise UserError(explain(error)) from error
         finally:
             GlobalHydra.instance().hydra = outer
@@ -144,8 +153,11 @@ def _plain(value: Any) -> Any:
 
 
 def _literal(text: str) -> str:
-    """Escaped, so that OmegaConf reads no interpolation in it: a backslash counts only before `${`."""
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    """Escaped, so that OmegaConf reads no interpolation in it: a backslash counts only before `${`.
+
+    U+0085 becomes one, because in YAML it is a line break, which reading folds into a space.
+    """
+    return re.sub(r"(\\*)(\$\{|\x85)", lambda m: m[1] * 2 + ("\\${" if m[2] == "${" else "${next_line:}"), text)
 
 
 def quote_prompt(arguments: list[str]) -> list[str]:

@@ -206,6 +206,9 @@ class BenchConfig:
         for name in ("prompt_tokens", "new_tokens", "batch_size", "repeats"):
             check(getattr(self, name) > 0, f"bench.{name}", getattr(self, name), "a number above 0")
         check(self.warmup >= 0, "bench.warmup", self.warmup, "a number from 0")
+        if self.data is not None and self.prompt_tokens != BenchConfig.prompt_tokens:
+            remedy = "whose prompts have their own lengths: leave it out"
+            raise UserError(f"bench.prompt_tokens={self.prompt_tokens} is not used with bench.data, {remedy}")
 
 
 @dataclass

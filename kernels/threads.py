@@ -1,21 +1,30 @@
 """How many threads share the work of a C++ kernel. Results do not depend on it."""
 
+import ctypes
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kernels import build
 
 
-def set_threads(num_threads: int) -> None:
-    """`num_threads` with the calling one; at first there is one for each physical core that the process may use.
+def set_threads(num_threads: int | None) -> None:
+    """`num_threads` with the calling one; None, as at first: one for each physical core that the process may use.
 
     Without the C++ kernels this does nothing: torch has its own threads. Raises ValueError for less than 1.
     """
-    if num_threads < 1:
+    if num_threads is not None and num_threads < 1:
         raise ValueError(f"{num_threads} threads: give at least 1")
     library = build.library()
     if library is not None:
-        library.set_threads(num_threads)
+        at_first = _at_first(library)
+        library.set_threads(num_threads or at_first)
+
+
+@functools.cache
+def _at_first(library: ctypes.CDLL) -> int:
+    """What it has before the first change."""
+    return int(library.get_threads())
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import Activations, KVCacheFormat, KVCacheScales, QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights, typed
+from kernels import build
 from kernels.kv_format import FORMATS, KVFormat
 from kernels.threads import set_threads
 from models.batch import KVCache
@@ -34,8 +35,7 @@ from quantization.layouts import read_quantization
 from quantization.layouts.base import StoredQuantization
 from quantization.layouts.gguf import read_gguf_quantization
 from quantization.layouts.kv_cache import read_kv_cache_scheme
-from quantization.plan import make_activations_auto, place_stored_layers, quantize_while_loading
-from quantization.scheme import scheme_of
+from quantization.plan import make_activations_auto, place_stored_layers, plan, quantize_while_loading
 
 log = logging.getLogger(__name__)
 
@@ -119,16 +119,18 @@ def _quantize(model: CausalLM, config: QuantConfig, stored: StoredQuantization |
 def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantization, files: list[WeightFile]) -> None:
     if not files:
         raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
+    wanted = plan(model, config)
     schemes = place_stored_layers(model, stored, {name: shape for file in files for name, shape in file.shapes.items()})
     for file in files:
         if isinstance(file, GGUFWeights):
             file.keep_codes(schemes)
-    if config.scheme is not QuantScheme.none and scheme_of(config) not in schemes.values():
-        held = ", ".join(sorted(set(map(str, schemes.values()))))
-        raise UserError(
-            f"quant={config.scheme.name} contradicts the checkpoint, which is quantised already ({held}): "
-            "leave quant out, or give the float model"
-        )
+    for name in wanted | schemes if wanted else ():
+        given, held = (str(each.get(name, "a float")) for each in (wanted, schemes))
+        if given != held:
+            raise UserError(
+                f"quant={config.scheme.name} contradicts the checkpoint, which is quantised already: {name} is {held} there, "
+                f"not {given}: leave quant out, or give the float model"
+            )
 
 
 def _static_cache(
@@ -173,7 +175,10 @@ def find_and_open(config: ModelConfig) -> Checkpoint:
 def is_quantized(config: ModelConfig) -> bool:
     """Whether the checkpoint of `model.path` is. Raises UserError where there is none."""
     path = find_checkpoint(config.path, config.weights is Weights.checkpoint, config.allow_pickle)
-    return open_checkpoint(path, config.allow_pickle).config.section("quantization_config") is not None
+    checkpoint = open_checkpoint(path, config.allow_pickle)
+    if checkpoint.path.suffix == ".gguf":  # only its tensors say it
+        return read_gguf_quantization(checkpoint.open_weights({})) is not None
+    return checkpoint.config.section("quantization_config") is not None
 
 
 def _kv_cache(
@@ -197,9 +202,9 @@ def _prepared_device(config: DeviceConfig) -> torch.device:
     device = _device(config)
     _refuse_options_of_others(config, device)
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
-    if config.threads is not None:
+    if device.type == "cpu":
         set_threads(config.threads)
-    if device.type == "cuda":
+    else:
         torch.cuda.set_per_process_memory_fraction(float(config.memory_fraction))
         torch.cuda.reset_peak_memory_stats(device)
     return device
@@ -216,6 +221,10 @@ def _refuse_options_of_others(config: DeviceConfig, device: torch.device) -> Non
                 f"leave it at {typed(default)}, or give device={other}",
             )
             raise UserError(f"device.{name}={typed(value)} is not used on a {here}: {remedy}")
+    if config.decode_threads is not None and build.library() is None:
+        raise UserError(
+            f"device.decode_threads={config.decode_threads} needs the C++ kernels, which are off: leave it out"
+        )
 
 
 def _device(config: DeviceConfig) -> torch.device:

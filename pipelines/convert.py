@@ -12,7 +12,16 @@ import torch
 
 from conf.errors import UserError
 from conf.quantization import QuantConfig
-from conf.schema import CheckpointFormat, ConvertConfig, ConvertDType, ModelConfig, RunConfig, typed
+from conf.schema import (
+    CheckpointFormat,
+    ConvertConfig,
+    ConvertDType,
+    DeviceConfig,
+    DeviceType,
+    ModelConfig,
+    RunConfig,
+    typed,
+)
 from models.causal_lm import CausalLM
 from models.formats import Checkpoint
 from models.formats.gguf_writer import write_gguf
@@ -98,20 +107,23 @@ def _writer(
     return write
 
 
+REMEDIES = {  # where it is another than to leave a setting out
+    "model.dtype": "give convert.dtype",
+    "model.tokenizer": "its files are copied as they are",
+    "quant.scheme": "give task=quantize",
+}
+
+
 def _refuse_unused(run: RunConfig) -> None:
     run.decode.check_unset("by task=convert", "leave it out")
-    if run.quant != QuantConfig():
-        raise UserError(f"quant={run.quant.scheme.name} is not used by task=convert: give task=quantize, or quant=none")
-    model, unchanged = run.model, ModelConfig(path=run.model.path)
-    for name, remedy in {
-        "dtype": "give convert.dtype",
-        "weights": "leave it at checkpoint",
-        "tokenizer": "its files are copied as they are",
-        "max_length": "leave it out",
-        "keep_packed": "leave it out",
-    }.items():
-        if (value := getattr(model, name)) != getattr(unchanged, name):
-            raise UserError(f"model.{name}={typed(value)} is not used by task=convert: {remedy}")
+    where = DeviceType.cpu if run.device.type is DeviceType.cpu else DeviceType.auto  # a CPU converts in any case
+    used = {name: getattr(run.model, name) for name in ("path", "allow_pickle", "verify")}
+    unchanged = {"model": ModelConfig(**used), "quant": QuantConfig(), "device": DeviceConfig(where)}
+    for group, section in unchanged.items():
+        for name, default in vars(section).items():
+            if (value := getattr(getattr(run, group), name)) != default:
+                remedy = REMEDIES.get(f"{group}.{name}", "leave it out")
+                raise UserError(f"{group}.{name}={typed(value)} is not used by task=convert: {remedy}")
 
 
 def _refuse_overlap(target: Path, source: Path, output_dir: Path) -> None:

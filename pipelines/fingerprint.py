@@ -48,15 +48,23 @@ def fingerprint(run: RunConfig, engine: Engine, prompts: Prompts) -> Fingerprint
         "model.tokenizer": tokenizer is not None,
         "device.type": engine.device.type,
         "quant": json.loads(json.dumps(asdict(run.quant), default=lambda value: value.name)),
-        "calibrate": asdict(run.calibrate) if run.quant.needs_calibration else None,
         "predict.add_special_tokens": run.predict.add_special_tokens,
         "predict.chat_template": _chat_template(run.predict.chat_template),
     }
+    if run.quant.needs_calibration:
+        parts |= calibration_fingerprint(run)
     parts |= {f"decode.{name}": value for name, value in asdict(run.decode).items()}
     parts |= file_fingerprint(model, "model")
     if tokenizer and not tokenizer.samefile(model):
         parts |= file_fingerprint(tokenizer, "tokenizer")
     return dict(json.loads(dumps(parts)))  # as a journal gives it back: there all keys are texts
+
+
+def calibration_fingerprint(run: RunConfig) -> Fingerprint:
+    """What a calibrated model depends on besides its source and `quant`: the texts, and a layout's type of scales."""
+    data = run.calibrate.data
+    texts = asdict(run.calibrate) | {"data": data and sha256_of(Path(data))}
+    return {"calibrate": texts, "export": {"format": run.export.format.name}}
 
 
 def _chat_template(chat_template: str) -> str:

@@ -32,8 +32,8 @@ def load_kept(
 ) -> None:
     """Map the (meta) model's weights from the file that is kept of them; else `read` them, and keep them for the next start.
 
-    A file of other files, settings or code is replaced; several processes may do that at once. Raises UserError as `restore` does, and
-    for a device that maps nothing.
+    A file of other files, settings or code is replaced; several processes may do that at once. Raises UserError as `restore` does, where
+    the file cannot be written, and for a device that maps nothing.
     """
     if device.type != "cpu":
         raise UserError(f"model.keep_packed=true is not used by device={device.type}: leave it out, or give device=cpu")
@@ -42,9 +42,13 @@ def load_kept(
         restore(model, path, read_packed(path, identity), dtype)
     except NotUsable as error:
         read()
-        with _only_writer(path.parent):
-            if not is_packed(path, identity):  # another process may have made it meanwhile
-                save_packed(model, path, identity)
+        try:
+            with _only_writer(path.parent):
+                if not is_packed(path, identity):  # another process may have made it meanwhile
+                    save_packed(model, path, identity)
+        except OSError as failed:
+            reason = f"{path} cannot be written ({failed.strerror or failed})"
+            raise UserError(f"model.keep_packed=true, but {reason}: make room for it, or leave it out") from failed
         log.warning("model.keep_packed: %s %s; it is made now, %.0f MB", path, error, path.stat().st_size / 1e6)
 
 

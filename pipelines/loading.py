@@ -17,10 +17,9 @@ log = logging.getLogger(__name__)
 def load_engine(run: RunConfig, max_num_requests: int, progress: ProgressSink = NO_PROGRESS) -> Engine:
     """An engine for so many requests at once. Raises UserError as `assemble` and `find_or_make` do."""
     if run.quant.needs_calibration and is_quantized(run.model):
-        if run.calibrate != CalibrateConfig():
-            raise UserError(
-                "calibrate is not used by a model that is quantised already: leave it out, or give the float model"
-            )
+        if (run.calibrate, run.export) != (CalibrateConfig(), ExportConfig()):
+            unused = "calibrate and export are not used by a model that is quantised already"
+            raise UserError(f"{unused}: leave them out, or give the float model")
     elif run.quant.needs_calibration:
         folder = find_or_make(run, progress)
         log.warning("what runs is the calibrated model in %s", folder)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ class TextGenerationPipeline:
         self._decode = _decode(run.decode, self._defaults, self._suggested)
         self.tokenizer = self.engine.tokenizer
         self._turn = threading.Lock()
+        self._caller: int | None = None  # the thread whose turn it is
 
     def __call__(self, prompts: Any, **arguments: Any) -> list[dict[str, list[str]]]:
         """`prompts`: a text, a row as in a .jsonl (a dictionary), or a list of these.
@@ -83,7 +85,7 @@ class TextGenerationPipeline:
         try:
             given = {**self._defaults, **_checked_arguments(arguments)}
             decode = _decode(self._decode, arguments, self._suggested)
-            with self._turn:
+            with self._own_turn():
                 results = self._generate(list(rows_from_python(prompts)), decode, given, streamer)
         except BaseException as error:
             if streamer:
@@ -92,6 +94,18 @@ class TextGenerationPipeline:
         if streamer:
             streamer.end(None)
         return results
+
+    @contextmanager
+    def _own_turn(self) -> Iterator[None]:
+        """Raises UserError where the turn is the thread's already, which would wait for itself for ever."""
+        if self._caller == threading.get_ident():
+            raise UserError("a streamer cannot call the pipeline that calls it: keep the text, and call afterwards")
+        with self._turn:
+            self._caller = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._caller = None
 
     def _generate(
         self, rows: list[PromptRow], decode: DecodeConfig, given: dict[str, Any], streamer: Streamer | None

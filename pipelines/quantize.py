@@ -14,15 +14,13 @@ from typing import Any
 import torch
 
 from conf.errors import UserError, check
-from conf.quantization import CalibrateConfig, ExportConfig, KVCacheFormat, QuantConfig, QuantMethod, QuantScheme
+from conf.quantization import CalibrateConfig, ExportConfig, KVCacheFormat, QuantConfig, QuantScheme
 from conf.schema import RunConfig, Weights
 from models.batch import Batch, KVCache
-from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.formats.huggingface_writer import write_companions
 from models.formats.manifest import MANIFEST, write_manifest
 from models.hub import find_checkpoint
-from models.layers.linear import Linear, TiedHead
 from models.weights import refuse_damaged
 from pipelines import report
 from pipelines.assembly import assemble, find_and_open, is_quantized
@@ -30,17 +28,16 @@ from pipelines.calibration_data import CalibrationData, read_calibration_data
 from pipelines.engine import Engine
 from pipelines.engine.batch import whole_batch
 from pipelines.engine.kv_cache import allocate_kv_cache
-from pipelines.fingerprint import file_fingerprint, sha256_of
+from pipelines.fingerprint import calibration_fingerprint, file_fingerprint
 from pipelines.journal import dumps
 from pipelines.output_folder import complete_folder, refuse_existing
 from pipelines.quantize_preflight import print_preflight
 from pipelines.quantize_report import Predictions, perplexity, write_report
 from quantization.artefact import Artefact, LayoutOf
 from quantization.calibration import LayerByLayer
-from quantization.export import export_as
+from quantization.export import export_of
 from quantization.kv_scales import place_kv_scales, static_kv_formats
 from quantization.linear import CodedLinear
-from quantization.plan import plan
 from quantization.quantizer import LinearReport, Quantizer, parts_of
 from quantization.scheme import LinearScheme
 
@@ -108,8 +105,7 @@ def _job(run: RunConfig) -> dict[str, Any]:
         raise UserError(f"calibrate.data={data} is not a file: give a .txt or a .jsonl")
     job = {
         "quant": quant,
-        "calibrate": asdict(run.calibrate) | {"data": data and sha256_of(Path(data))},
-        "export": asdict(run.export),
+        **calibration_fingerprint(run),
         "dtype": run.model.dtype,
         "max_length": run.model.max_length,
         "tokenizer": tokenizer and file_fingerprint(Path(tokenizer).expanduser(), "tokenizer"),
@@ -127,9 +123,7 @@ def _make(run: RunConfig, target: Path, progress: report.ProgressSink) -> dict[s
     model, static_cache = engine.runner.model, run.quant.kv_cache if run.quant.has_static_kv_cache else None
     refuse_damaged(model)
     bytes_before = engine.runner.weight_bytes
-    schemes, gptq = plan(model, run.quant), run.quant.gptq
-    is_permuted = run.quant.method is QuantMethod.gptq and gptq.act_order and not gptq.static_groups
-    export = export_as(run.export.format, schemes, _kept(model, schemes), is_permuted, static_cache)
+    export = export_of(model, run.quant, run.export.format)
     with complete_folder(target, run.quantize.overwrite, "quantize", resumable=True) as folder:
         artefact = _begin(folder, _job(run), export.layout_of)
         parts = parts_of(model, export.schemes)
@@ -216,12 +210,6 @@ def _batches(engine: Engine, samples: list[list[int]]) -> list[Batch]:
         engine.runner.on_device(whole_batch([sample], [len(sample)], [table], [mark], block_size))
         for sample, mark in zip(samples, marks, strict=True)
     ]
-
-
-def _kept(model: CausalLM, schemes: dict[str, LinearScheme]) -> list[str]:
-    """Linear layers that stay floats, by name."""
-    linears = [name for name, module in model.named_modules() if isinstance(module, Linear | TiedHead)]
-    return [name for name in linears if name not in schemes]
 
 
 def _finish(run: RunConfig, engine: Engine, artefact: Artefact, quantization_config: dict[str, Any]) -> None:

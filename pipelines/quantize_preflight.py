@@ -13,7 +13,7 @@ from models.registry import find_architecture
 from models.weights import DTYPES
 from pipelines.assembly import find_and_open
 from pipelines.report import print_table
-from quantization.plan import plan
+from quantization.export import export_of
 from quantization.scheme import LinearScheme
 
 PASSES = 2  # of the calibration tokens through each layer: to observe, and to go on
@@ -26,7 +26,7 @@ def print_preflight(run: RunConfig) -> None:
     architecture = find_architecture(checkpoint.config)
     with torch.device("meta"):
         model = architecture.build(architecture.read_config(checkpoint.config))
-    layers, schemes = linear_layers(model), plan(model, run.quant)
+    layers, schemes = linear_layers(model), export_of(model, run.quant, run.export.format).schemes
     itemsize = DTYPES.get(run.model.dtype.name, torch.float16).itemsize
     sizes = {name: layers[name].shape[0] * layers[name].shape[1] for name in schemes}
     before = sum(parameter.numel() for parameter in model.parameters()) * itemsize

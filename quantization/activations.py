@@ -40,10 +40,6 @@ class ActivationRange:
         check_activations(self._num_tokens, self._minimum, self._maximum)
         return self._minimum, self._maximum
 
-    def absmax(self) -> Tensor:
-        """The largest absolute value [I] float32. Errors as in check_activations."""
-        return torch.maximum(*(bound.abs() for bound in self.bounds()))
-
 
 def static_scale(absmax: Tensor, kind: CodeKind) -> Tensor:
     """The one scale [] float32 of activations whose channels' largest absolute values are absmax [I]."""

@@ -125,8 +125,8 @@ class LayerByLayer:
 
     @torch.inference_mode()
     def _through_layer(self, batch: int) -> Hidden:
-        caches = list(self._cache.layers)
-        hidden: Hidden = self.layers[self._next](self._states[batch], *self._others[batch][:-1], caches[self._next])
+        cache = self._cache.layers[self._next]
+        hidden: Hidden = self.layers[self._next](self._states[batch], *self._others[batch][:-1], cache)
         return hidden
 
     def observe_head(self, linears: list[str], with_hessian: bool) -> Observed:
@@ -178,9 +178,8 @@ class _Observing:
         self.groups: dict[str, Observed] = {}
         self._num_samples = samples_per_batch
         self._with_hessian = with_hessian
-        self._leaders: dict[
-            int, tuple[str, Tensor]
-        ] = {}  # by tensor: the group's first layer; the tensor stays alive meanwhile
+        # By tensor: the group's first layer, or the norm that made it. The tensors stay alive meanwhile.
+        self._leaders: dict[int, tuple[str, Tensor]] = {}
         self._norms: dict[int, tuple[str, Tensor]] = {}
 
     def forget(self) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from conf.errors import UserError
-from conf.quantization import ExportFormat, KVCacheFormat
-from models.layers.linear import Layer
+from conf.quantization import ExportFormat, QuantConfig, QuantMethod
+from models.causal_lm import CausalLM
+from models.layers.linear import Layer, Linear, TiedHead
 from quantization.artefact import LayoutOf
 from quantization.layouts import awq, compressed_tensors, gptq
 from quantization.layouts.base import WritableLayout
+from quantization.plan import plan
 from quantization.scheme import LinearScheme
 
 
@@ -24,15 +26,13 @@ class Export:
     layout_of: LayoutOf
 
 
-def export_as(
-    format: ExportFormat,
-    schemes: dict[str, LinearScheme],
-    kept: list[str],
-    is_permuted: bool,
-    kv_cache: KVCacheFormat | None,
-) -> Export:
-    """`kept`: linear layers that stay floats. `is_permuted`: whether weights have a permutation. `kv_cache` has static scales, None if
-    there are none. UserError for what it cannot hold."""
+def export_of(model: CausalLM, quant: QuantConfig, format: ExportFormat) -> Export:
+    """Of a model in floats. Raises UserError as `plan` does, and for what the format cannot hold."""
+    schemes = plan(model, quant)
+    linears = [name for name, module in model.named_modules() if isinstance(module, Linear | TiedHead)]
+    kept = [name for name in linears if name not in schemes]
+    is_permuted = quant.method is QuantMethod.gptq and quant.gptq.act_order and not quant.gptq.static_groups
+    kv_cache = quant.kv_cache if quant.has_static_kv_cache else None
     if format is ExportFormat.compressed_tensors:
         config = compressed_tensors.write_config(schemes, kept, is_permuted, kv_cache)
         return Export(schemes, config, _compressed)

@@ -45,7 +45,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "tiktoken": ("models.tokenizers.tiktoken",),
     "huggingface_hub": ("models.hub",),
     "rich": ("pipelines.report",),
-    "yaml": ("models.formats.mindspore_config",),
+    "yaml": ("conf.compose", "models.formats.mindspore_config"),
     "matplotlib": ("pipelines.quantize_report", "pipelines.sweep"),
 }
 

@@ -133,6 +133,16 @@ def test_user_errors_are_one_line_and_exit_with_1(
         assert not out.exists()
 
 
+def test_a_config_that_is_no_yaml_is_named(tmp_path: Path) -> None:
+    (tmp_path / "decode").mkdir()
+    (tmp_path / "decode" / "mine.yaml").write_text("temperature: [\n")
+    done = run("--config-dir", str(tmp_path), "decode=mine")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: while parsing")
+    assert f'"{tmp_path}/decode/mine.yaml", line 2' in line
+
+
 NUM_ROWS = 25
 
 
@@ -165,7 +175,12 @@ def has_mapped(process: subprocess.Popen[str], library: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("library", "ends"), [("_yaml", [(-2, ""), (130, "interrupted\n")]), ("libtorch_cpu", [(130, "interrupted\n")])]
+    ("library", "ends"),
+    [
+        ("_yaml", [(-2, ""), (130, "interrupted\n")]),
+        ("libtorch_cpu", [(130, "interrupted\n")]),
+        ("_multiarray_umath", [(130, "interrupted\n")]),  # in the midst of torch's C++
+    ],
 )
 def test_ctrl_c_before_the_first_row_leaves_nothing(
     chatty: Path, tmp_path: Path, library: str, ends: list[tuple[int, str]]

@@ -46,12 +46,20 @@ def test_every_option_composes_and_says_when_to_choose_it(group: str, option: st
         ("quant.group_size=3", "group_size"),
         ("quant.kv_cache=int5", "int5.*none, int8, fp8, int4"),
         ("hydra.run.dri=/x", "hydra.run.dri"),
+        ("+foo=1", "Key 'foo' not in 'RunConfig': there are task, model"),
+        ("++decode.foo=1", "Key 'foo' not in 'DecodeConfig': there are max_new_tokens"),
+        ("quant.smooth.foo=1", "Key 'foo' not in 'SmoothConfig': there are alpha, piecewise"),
+        ("decode.max_new_tokens=???", r"decode.max_new_tokens=\?\?\? means that the value is missing: give one"),
+        ("quant.skip=???", r"quant.skip=\?\?\? means that the value is missing"),
+        ("predict.data='???'", r"a prompt of \?\?\? goes into a row of a .jsonl"),
     ],
 )
 def test_typos_fail_in_one_line(override: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as raised:
         compose_run_config([override])
     assert "\n" not in str(raised.value)
+    assert "use +" not in str(raised.value)  # Hydra's advice, which ends in the next error
+    assert "search path" not in str(raised.value)
 
 
 def test_experiment_wins_over_groups_and_the_command_line_over_it() -> None:
@@ -83,6 +91,8 @@ PROMPTS = [
     "ends with a backslash\\\n",
     "\\\\",
     "#comment",
+    "next\x85line \\\x85\x85 ${x}\x85",
+    "lines\u2028and\u2029paragraphs\rand returns",
 ]
 
 

@@ -117,4 +117,8 @@ def test_settings_of_another_task_are_refused() -> None:
     ):
         RunConfig(task=Task.predict, bench=BenchConfig(new_tokens=2))
     RunConfig(task=Task.bench, bench=BenchConfig(new_tokens=2))
+    with pytest.raises(
+        UserError, match="bench.prompt_tokens=9 is not used with bench.data, whose prompts have their own"
+    ):
+        BenchConfig(data="rows.jsonl", prompt_tokens=9)
     RunConfig(task=Task.predict, predict=PredictConfig(batch_size=3, data="x"))

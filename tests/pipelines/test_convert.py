@@ -20,8 +20,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from conf.compose import dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.quantization import QuantConfig, QuantScheme
-from conf.schema import CheckpointFormat, ConvertConfig, ConvertDType, DType, ModelConfig, RunConfig, Task, Weights
+from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
+from conf.schema import (
+    CheckpointFormat,
+    ConvertConfig,
+    ConvertDType,
+    DeviceConfig,
+    DeviceType,
+    DType,
+    ModelConfig,
+    RunConfig,
+    Task,
+    Weights,
+)
 from models.formats import open_checkpoint
 from models.formats.manifest import verify_manifest
 from models.formats.safetensors_writer import SafetensorsWriter
@@ -300,7 +311,10 @@ def test_sources_that_cannot_be_converted(source: Path, tmp_path: Path) -> None:
 def test_options_of_other_tasks(source: Path, tmp_path: Path) -> None:
     run = RunConfig(Task.convert, ModelConfig(str(source)), convert=ConvertConfig(output=str(tmp_path / "made")))
     others: list[tuple[dict[str, Any], str]] = [
-        ({"quant": QuantConfig(QuantScheme.int8)}, "quant=int8 is not used by task=convert: give task=quantize"),
+        ({"quant": QuantConfig(QuantScheme.int8)}, "quant.scheme=int8 is not used by task=convert: give task=quantize"),
+        ({"quant": QuantConfig(kv_cache=KVCacheFormat.int8)}, "quant.kv_cache=int8 is not used by .*: leave it out"),
+        ({"device": DeviceConfig(DeviceType.cuda)}, "device.type=cuda is not used by task=convert: leave it out"),
+        ({"device": DeviceConfig(DeviceType.cpu, threads=1)}, "device.threads=1 is not used by task=convert: leave"),
         (
             {"decode": DecodeConfig(max_new_tokens=5)},
             "decode.max_new_tokens=5 is not used by task=convert: leave it out",

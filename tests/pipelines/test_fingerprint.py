@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from conf.quantization import CalibrateConfig, ExportConfig, ExportFormat, QuantConfig, QuantMethod, QuantScheme
 from conf.schema import RunConfig
 from pipelines.fingerprint import fingerprint
 from pipelines.loading import load_engine
@@ -49,6 +50,24 @@ def test_a_tokenizer_of_its_own_is_a_part(chatty: Path, tmp_path: Path) -> None:
     )
     assert "tokenizer/tokenizer.json" in other.keys() - own.keys()
     assert [parts["model.tokenizer"] for parts in (own, other, none)] == [True, True, False]
+
+
+def test_a_calibrated_model_is_its_texts_and_its_layout(chatty: Path, tmp_path: Path) -> None:
+    run, texts = replace(run_config(chatty), quant=QuantConfig(QuantScheme.int8, QuantMethod.gptq)), tmp_path / "a.txt"
+    texts.write_text("Once")
+    engine, prompts = load_engine(run_config(chatty), 2), read_prompts("Once")
+
+    def parts(**changes: Any) -> dict[str, Any]:
+        given = {"calibrate": CalibrateConfig(str(texts)), **changes}
+        return fingerprint(replace(run, **given), engine, prompts)
+
+    before = parts()
+    texts = texts.rename(tmp_path / "b.txt")
+    assert parts() == before
+    assert parts(export=ExportConfig(ExportFormat.gptq)) != before
+    texts.write_text("Twice")
+    assert parts() != before
+    assert parts(quant=QuantConfig(), calibrate=CalibrateConfig()).keys() == before.keys() - {"calibrate", "export"}
 
 
 def test_equal_prompts_are_equal_input(chatty: Path, tmp_path: Path) -> None:

@@ -242,12 +242,23 @@ def test_several_starts_at_once_make_one_file(kept: Path, caplog: pytest.LogCapt
 
 
 def test_a_full_disk_leaves_nothing(kept: Path) -> None:
+    message = (
+        f"model.keep_packed=true, but {kept}/llama3-.* cannot be written .No space left.*: make room for it, or leave"
+    )
     with (
         patch("models.formats.safetensors_writer.os.fsync", side_effect=OSError(28, os.strerror(28))),
-        pytest.raises(OSError, match="No space left"),
+        pytest.raises(UserError, match=message),
     ):
         load_engine(job(GOLDENS / "llama3"), 3)
     assert not list(kept.iterdir())
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(kept: Path) -> None:
+    kept.touch()
+    with pytest.raises(
+        UserError, match=f"{kept}/llama3-.* cannot be written .File exists.: make room for it, or leave"
+    ):
+        load_engine(job(GOLDENS / "llama3"), 3)
 
 
 def test_where_nothing_can_be_kept() -> None:

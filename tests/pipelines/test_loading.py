@@ -12,6 +12,8 @@ import torch
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import DeviceConfig, DeviceType, DType
+from kernels import build
+from kernels.threads import set_threads
 from pipelines.engine.kv_cache import free_memory
 from pipelines.loading import load_engine
 from pipelines.report import peak_memory_bytes
@@ -26,6 +28,30 @@ def test_threads_are_set(tmp_path: Path) -> None:
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_threads_of_an_earlier_run_are_forgotten(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    library, before = build.library(), torch.get_num_threads()
+    if library is None:
+        pytest.skip("torch's threads alone are tested above")
+    set_threads(None)
+    at_first = library.get_threads()
+    try:
+        load_engine(replace(run_config(tmp_path), device=DeviceConfig(DeviceType.cpu, threads=at_first + 1)), 1)
+        assert library.get_threads() == at_first + 1
+        load_engine(run_config(tmp_path), 1)
+        assert library.get_threads() == at_first
+    finally:
+        set_threads(None)
+        torch.set_num_threads(before)
+
+
+def test_decode_threads_need_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_llama(tmp_path)
+    monkeypatch.setattr("kernels.build.library", lambda: None)
+    with pytest.raises(UserError, match="device.decode_threads=1 needs the C.. kernels, which are off: leave it out"):
+        load_engine(replace(run_config(tmp_path), device=DeviceConfig(DeviceType.cpu, decode_threads=1)), 1)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -16,6 +16,8 @@ from conf.errors import UserError
 from conf.quantization import (
     Activations,
     CalibrateConfig,
+    ExportConfig,
+    ExportFormat,
     KVCacheFormat,
     QuantConfig,
     QuantizeConfig,
@@ -271,13 +273,20 @@ def test_a_quantised_model_needs_no_option_and_takes_its_own(data: Path, tmp_pat
     run = replace(run_config(tmp_path / "a8w8"), quant=STATIC_A8W8)
     assert all_logits(load_engine(run, 3), PROMPT).equal(expected)
     assert not made_folder.exists()
-    message = "quant=int8 contradicts the checkpoint, which is quantised already .int8 per channel, static activations"
+    message = (
+        "quant=int8 contradicts the checkpoint, .* is int8 per channel, static activations there, not int8 per channel:"
+    )
     with pytest.raises(UserError, match=message):
         load_engine(replace(run, quant=QuantConfig(QuantScheme.int8)), 3)
     with pytest.raises(UserError, match="quant=a8w8 contradicts the checkpoint"):
         load_engine(replace(run, quant=QuantConfig(A8W8, activations=Activations.dynamic)), 3)
-    with pytest.raises(UserError, match="calibrate is not used by a model that is quantised already"):
-        load_engine(replace(run, calibrate=CalibrateConfig(seed=3)), 3)
+    with pytest.raises(UserError, match="lm_head is int8 per channel, static activations there, not a float"):
+        load_engine(replace(run, quant=replace(STATIC_A8W8, skip=["lm_head"])), 3)
+    with pytest.raises(UserError, match="quant.skip has 'nothing', which matches no layer"):
+        load_engine(replace(run, quant=replace(STATIC_A8W8, skip=["nothing"])), 3)
+    for unused in ({"calibrate": CalibrateConfig(seed=3)}, {"export": ExportConfig(ExportFormat.gptq)}):
+        with pytest.raises(UserError, match="calibrate and export are not used by a model that is quantised already"):
+            load_engine(replace(run, **unused), 3)  # type: ignore[arg-type]
 
 
 def test_texts_of_its_own_serve_where_none_are_given(chatty: Path, tmp_path: Path, made_folder: Path) -> None:

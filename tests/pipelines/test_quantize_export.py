@@ -8,7 +8,8 @@ import pytest
 
 from conf.errors import UserError
 from conf.quantization import ExportConfig, ExportFormat, GptqConfig, QuantConfig
-from tests.builders import all_logits
+from pipelines.loading import load_engine
+from tests.builders import all_logits, run_config
 from tests.quantization.making import AWQ, GPTQ, INT4, INT8, make, quantize_run, random_rows, reloaded, write_rows
 
 LLAMA = Path(__file__).resolve().parents[1] / "goldens" / "llama3"
@@ -36,6 +37,8 @@ def test_it_reloads_to_the_same_bits(format: ExportFormat, quant: QuantConfig, d
     run = replace(quantize_run(LLAMA, quant, tmp_path / "made", data), export=ExportConfig(format))
     made = make(run, tmp_path / "run")
     assert all_logits(reloaded(tmp_path / "made"), PROMPT).equal(all_logits(made, PROMPT))
+    named = load_engine(replace(run_config(tmp_path / "made"), quant=quant), 3)  # its own option contradicts nothing
+    assert all_logits(named, PROMPT).equal(all_logits(made, PROMPT))
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,7 @@ def test_what_a_layout_cannot_hold(
     format: ExportFormat, quant: QuantConfig, message: str, data: Path, tmp_path: Path
 ) -> None:
     run = replace(quantize_run(LLAMA, quant, tmp_path / "made", data), export=ExportConfig(format))
-    with pytest.raises(UserError, match=message):
-        make(run, tmp_path / "run")
+    for dry_run in (False, True):
+        with pytest.raises(UserError, match=message):
+            make(replace(run, quantize=replace(run.quantize, dry_run=dry_run)), tmp_path / "run")
     assert not (tmp_path / "made").exists()

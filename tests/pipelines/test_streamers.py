@@ -128,6 +128,16 @@ def test_a_streamer_serves_one_call_only(pipe: TextGenerationPipeline) -> None:
     assert next(streamer, "over") == "over"
 
 
+def test_a_streamer_that_calls_its_pipeline_is_told_so(pipe: TextGenerationPipeline) -> None:
+    class Calling(TextStreamer):
+        def put(self, row: int, text: str) -> None:
+            pipe("Twice")
+
+    with pytest.raises(UserError, match="a streamer cannot call the pipeline that calls it: keep the text"):
+        pipe("Once", streamer=Calling(), **LENGTHS)
+    assert pipe("Once", max_new_tokens=1)  # its turn is over
+
+
 def test_text_streamer_prints_rows_whole_and_in_order(pipe: TextGenerationPipeline) -> None:
     out = io.StringIO()
     results = pipe(PROMPTS, streamer=TextStreamer(file=out), max_new_tokens=20)

@@ -111,7 +111,7 @@ def test_a_quantised_model_takes_it_in_any_run(tmp_path: Path) -> None:
     assert not all_logits(bare, MANY).equal(all_logits(none, MANY))
     assert all_logits(bare, MANY).equal(all_logits(named, MANY))
     with pytest.raises(UserError, match="quant=int4 contradicts the checkpoint"):
-        engine_of(folder, QuantConfig(INT4, group_size=64, activations=AUTO))
+        engine_of(folder, QuantConfig(INT4, activations=AUTO))
 
 
 def test_a_calibrated_model_is_made_once_for_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

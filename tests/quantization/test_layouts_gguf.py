@@ -12,17 +12,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM
 
+from conf.compose import dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.quantization import QuantConfig, QuantScheme
+from conf.quantization import KVCacheFormat, KVCacheScales, QuantConfig, QuantMethod, QuantScheme
 from models.formats import open_checkpoint
 from models.formats.gguf import GGUFWeights
 from pipelines.loading import load_engine
+from pipelines.quantize import run_quantize
 from quantization.layouts.gguf import GGUFWeight, read_gguf_quantization
 from quantization.linear import IntLinear
 from tests.builders import all_logits, complete, engine_of, run_config
 from tests.gguf_twins import add_shape, llama_cpp_tensors, write_twin
 from tests.oracle import random_prompts, write_model
+from tests.quantization.making import quantize_run
 from tests.quantization.twins import assert_rows_are_independent
 
 TYPES = {"Q8_0": gguf.GGMLQuantizationType.Q8_0, "Q4_0": gguf.GGMLQuantizationType.Q4_0}
@@ -119,10 +122,24 @@ def test_other_types_are_dequantised_beside_them(tmp_path: Path) -> None:
 def test_options_beside_a_packed_file(tmp_path: Path) -> None:
     file, _ = write_pair(tmp_path, "llama", "Q8_0")
     run = run_config(file)
-    with pytest.raises(UserError, match=r"quant=int4 contradicts .* already \(int8 groups of 32\): leave quant out"):
+    with pytest.raises(
+        UserError, match=r"quant=int4 contradicts .* is int8 groups of 32 there, not int4 .*: leave quant out"
+    ):
         load_engine(replace(run, quant=QuantConfig(QuantScheme.int4)), 3)
     same = load_engine(replace(run, quant=QuantConfig(QuantScheme.int8, group_size=32)), 3)
     assert all_logits(same, [1, 2, 3]).equal(all_logits(engine_of(file), [1, 2, 3]))
+
+
+def test_codes_are_not_calibrated_again(tmp_path: Path) -> None:
+    file, _ = write_pair(tmp_path, "llama", "Q8_0")
+    run = quantize_run(file, QuantConfig(QuantScheme.int4, QuantMethod.gptq), tmp_path / "made", None)
+    for dry_run in (True, False):
+        with pytest.raises(UserError, match="twin.gguf is quantised already: give the float model"):
+            run_quantize(replace(run, quantize=replace(run.quantize, dry_run=dry_run)), tmp_path / "run", dump)
+    static = QuantConfig(kv_cache=KVCacheFormat.int8, kv_cache_scales=KVCacheScales.static)
+    with pytest.raises(UserError, match="the checkpoint, which is quantised already, has no scales of the KV cache"):
+        load_engine(replace(run_config(file), quant=static), 3)
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_file_of_floats_is_quantised_where_an_option_says_so(tmp_path: Path) -> None:

@@ -95,13 +95,14 @@ def test_the_same_outputs(folder: Path, decodes: list[DecodeConfig], device: dic
     assert any(ahead)
 
 
-def test_rows_that_stop_in_the_middle(folder: Path) -> None:
-    """What was computed behind a stop is dropped, and the others go on."""
+@pytest.mark.parametrize("device", [{}, {"block_size": 1}], ids=str)
+def test_rows_that_stop_in_the_middle(folder: Path, device: dict[str, Any]) -> None:
+    """What was computed behind a stop is dropped, also where it would fill a block, and the others go on."""
     free = [output.completions[0].token_ids for output in run(engine_of(folder), [DRAWN])]
     stops = [replace(DRAWN, stop_token_ids=[tokens[i % 7]]) for i, tokens in enumerate(free)]
     expected = run(engine_of(folder), stops)
     assert len({len(output.completions[0].token_ids) for output in expected}) > 3
-    engine = engine_of(folder)
+    engine = engine_of(folder, **device)
     ahead = look_ahead(engine)
     assert run(engine, stops) == expected
     assert any(ahead)
