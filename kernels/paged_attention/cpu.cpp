@@ -24,8 +24,6 @@ constexpr int64_t MAX_ROWS = 64;
 constexpr int64_t CHUNK_WORK = 1 << 19;    // multiplications that are worth another thread
 constexpr float LOWEST = std::numeric_limits<float>::lowest(), INFINITE = std::numeric_limits<float>::infinity();
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 struct Call {
   const void *query;  // [T, H, D]
   void *out;          // [T, H, E]
