@@ -87,7 +87,7 @@ class Experts(nn.ModuleList):
             return mixture(x, *self._matrices, weights, chosen)
         rows, starts, places = group_rows(x, chosen, len(self))
         if self._products is None:
-            parts = self._one_by_one(rows, [int(start) for start in starts])  # not tolist(): `capture` must see it
+            parts = self._one_by_one(rows, starts.tolist())
         else:
             gated, down = self._products
             parts = down(gated(rows, starts), starts)

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -80,6 +81,9 @@ def test_what_is_no_part_of_it_is_not_recorded(compiled: Callable[[int], None]) 
         lambda x: x.sort().values,  # not known to be repeatable
         lambda x: x[x > 0],  # a shape that depends on numbers
         lambda x: x + x.amax().item(),  # a number that would be frozen
+        lambda x: x + x.amax().tolist(),
+        lambda x: x + float(x.numpy()[0, 0]),
+        lambda x: x + float(np.asarray(x)[0, 0]),
         lambda x: x + float(rms_norm(x, NORM, 1e-5)[0, 0]),
     ],
 )
