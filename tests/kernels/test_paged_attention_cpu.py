@@ -151,7 +151,7 @@ OPTIONS: list[Options] = [
     {"window": 65},
     {"window": 300},
     {"alibi_slopes": SLOPES},
-    {"prefix_lengths": torch.tensor([10, 3, 1, 290, 0])},
+    {"prefix_lengths": torch.tensor([10, 3, 7, 290, 0])},
     {"soft_cap": 2.0, "window": 90, "alibi_slopes": SLOPES},
 ]
 

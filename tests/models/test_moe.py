@@ -15,9 +15,7 @@ from models.layers.moe import Experts, stack
 HIDDEN, INTERMEDIATE = (
     40,
     32,
-)  # silu's bits depend on the number of rows where these do not fill vectors (32 channels on AVX-512)
-
-
+)  # torch's silu has other bits in other numbers of rows where 32 channels do not fill vectors
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
