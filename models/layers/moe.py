@@ -29,9 +29,8 @@ class MixtureConfig:
 
 def read_mixture(config: ConfigReader, num_layers: int) -> MixtureConfig:
     """Raises UserError for a missing key, a wrong type, or more experts per token than there are."""
-    key = (
-        "num_experts" if config.raw("num_local_experts") is None else "num_local_experts"
-    )  # so transformers 5 writes Qwen 3
+    # transformers 5 writes num_local_experts for Qwen 3
+    key = "num_experts" if config.raw("num_local_experts") is None else "num_local_experts"
     experts, chosen = config.count(key), config.count("num_experts_per_tok")
     if chosen > experts:
         raise UserError(f"config.json: num_experts_per_tok={chosen} is more than {key}={experts}")
