@@ -42,8 +42,8 @@ def paged_attention(
         keys = _read(key_cache, blocks, length).permute(1, 2, 0)  # [G, D, L]
         values = _read(value_cache, blocks, length).transpose(0, 1)  # [G, L, E]
         q = query[starts[s] : starts[s + 1]]  # [Q, H, D]
-        grouped = q.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)  # [G, H/G, Q, D], where Q may be 0
-        scores = (grouped.flatten(1, 2) @ keys).unflatten(1, grouped.shape[1:3]).float() * scale  # [G, H/G, Q, L]
+        grouped = q.unflatten(1, (groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [G, H/G * Q, D]
+        scores = (grouped @ keys).unflatten(1, (-1, q.shape[0])).float() * scale  # [G, H/G, Q, L]
         if soft_cap is not None:
             scores = soft_cap * (scores / soft_cap).tanh()
         position = torch.arange(length - q.shape[0], length, device=q.device)[:, None]  # [Q, 1]
@@ -56,7 +56,7 @@ def paged_attention(
         if window is not None:
             hidden |= distance <= -window
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(q.dtype).flatten(1, 2)  # [G, H/G * Q, L]
-        attended = (weights @ values).unflatten(1, grouped.shape[1:3])  # [G, H/G, Q, E]
+        attended = (weights @ values).unflatten(1, (-1, q.shape[0]))  # [G, H/G, Q, E]
         output[starts[s] : starts[s + 1]] = attended.flatten(0, 1).transpose(0, 1)
     return output
 
