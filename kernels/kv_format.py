@@ -245,8 +245,8 @@ def allocate(
 
 def _bytes_behind(tensor: Tensor) -> int:
     """In a contiguous tensor's own memory."""
-    first = tensor.storage_offset() * tensor.itemsize
-    return tensor.untyped_storage().nbytes() - first - tensor.nbytes
+    memory = tensor.untyped_storage()
+    return memory.data_ptr() + memory.nbytes() - tensor.data_ptr() - tensor.nbytes
 
 
 def _parts(vectors: PagedVectors) -> tuple[tuple[Tensor, ...], str, Tensor | None, int, torch.dtype]:
