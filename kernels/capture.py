@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import build
@@ -95,7 +96,7 @@ def capture(compute: Callable[[], T]) -> tuple[Graph | None, T]:
     recorder = _Recorder(_declared(library))
     recorder.begin()
     try:
-        with recorder:
+        with recorder, _NumbersRead(recorder):
             result = compute()
     finally:
         library.end_recording()
@@ -115,7 +116,7 @@ class _Recorder(TorchDispatchMode):
         self._library = library
         self.steps: list[Callable[[], Any]] = []
         self.kept: list[Tensor] = []
-        self.obstacle: Any = None  # the first operator that cannot be repeated
+        self.obstacle: Any = None  # what cannot be repeated
 
     def begin(self) -> None:
         calls = self._library.begin_recording()
@@ -135,9 +136,22 @@ class _Recorder(TorchDispatchMode):
         if func in REPEATABLE and not _chooses_by_mask(func, args):
             self.steps.append(_again(func, args, kwargs, results))
             self.begin()
-        elif not func.is_view and func not in NO_WORK and self.obstacle is None:
+        elif not func.is_view and func not in NO_WORK:
             self.obstacle = func
         return result
+
+
+class _NumbersRead(TorchFunctionMode):
+    """Sees the ways to read numbers that are no operators of torch's: a replay would not read them again."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            self._recorder.obstacle = func
+        return func(*args, **(kwargs or {}))
 
 
 def _again(func: Any, args: Any, kwargs: dict[str, Any], results: Any) -> Callable[[], Any]:

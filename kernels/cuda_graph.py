@@ -40,7 +40,7 @@ class GraphPool:
             graph.capture_begin(pool=self._handle)
             try:
                 compute()
-            except RuntimeError:
+            except BaseException:
                 with suppress(RuntimeError):  # which says only that something was wrong before
                     graph.capture_end()
                 raise

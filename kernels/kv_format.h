@@ -16,6 +16,7 @@ struct PagedVectors {
   int64_t stored_size, scales_size;  // elements of a vector; a code of int4 is half a byte, two of them an element
   KVFormat format;
   Dtype dtype;       // of the vectors when they are read
+  int32_t has_margin;  // whether a register's bytes may be read behind `stored`
 
   bool has_static_scales() const { return scales && scales_size == 0; }
   int64_t index(int64_t slot, int64_t head) const { return slot * num_heads + head; }  // of a vector

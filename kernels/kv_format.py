@@ -178,6 +178,7 @@ class View(ctypes.Structure):
         ("scales_size", ctypes.c_int64),
         ("format", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
+        ("has_margin", ctypes.c_int32),
     )
 
 
@@ -223,6 +224,7 @@ class PagedVectors:
             scales_size=0 if scales is None or self.has_static_scales else scales[0, 0, 0].numel(),
             format=NUMBERS[type(self.format)],
             dtype=build.DTYPES[self.dtype],
+            has_margin=_bytes_behind(stored) >= REGISTER_BYTES,
         )
 
 
@@ -230,7 +232,8 @@ def allocate(
     format: KVFormat, size: tuple[int, int, int], channels: int, dtype: torch.dtype, device: torch.device
 ) -> PagedVectors:
     """A pool of `size` [N, B, G]. Not initialised: nothing is read before it is written, and on a CPU no page is taken before
-    (torch.zeros would take them all). There is memory behind it that C++ may read, which takes whole vectors of a register."""
+    (torch.zeros would take them all). There is memory behind it that C++ may read, which takes whole registers, and else copies
+    vectors that do not fill them."""
     token = format.encode(torch.empty(size[2], channels, dtype=dtype, device="meta"))
     shapes = [(*size[:2], *part.shape) for part in token]
     tensors = tuple(
@@ -238,6 +241,12 @@ def allocate(
         for part, shape in zip(token, shapes, strict=True)
     )
     return PagedVectors(tensors, format, channels, dtype)
+
+
+def _bytes_behind(tensor: Tensor) -> int:
+    """In a contiguous tensor's own memory."""
+    memory = tensor.untyped_storage()
+    return memory.data_ptr() + memory.nbytes() - tensor.data_ptr() - tensor.nbytes
 
 
 def _parts(vectors: PagedVectors) -> tuple[tuple[Tensor, ...], str, Tensor | None, int, torch.dtype]:

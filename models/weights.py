@@ -120,9 +120,8 @@ def packed_parts(model: CausalLM) -> dict[str, tuple[PackedLinear, str]]:
 def _holds_nan(tensor: Tensor) -> bool:
     if tensor.dtype.itemsize == 1:  # float8, which torch cannot add up
         tensor = tensor.float()
-    return bool(
-        tensor.numel() and tensor.amax().isnan()
-    )  # a NaN is the largest of all; no other way reads memory as fast
+    # a NaN is the largest of all; no other way reads memory as fast
+    return bool(tensor.numel() and tensor.amax().isnan())
 
 
 def refuse_damaged(model: CausalLM) -> None:

@@ -116,8 +116,11 @@ def grouped_matmul(x: Tensor, weights: PackedMatrices, starts: Tensor, ups: Pack
     library, first = build.library(), weights.first
     _check(x, first, None)
     assert starts.shape == (len(weights.matrices) + 1,)
-    if ups is not None and ups.first.tiles.shape != first.tiles.shape:
-        raise ValueError(f"gates of {first.num_outputs} outputs for {ups.first.num_outputs}")
+    if ups is not None:
+        _check(x, ups.first, None)
+        if (len(ups.matrices), ups.first.num_outputs) != (len(weights.matrices), first.num_outputs):
+            gates, others = (f"{len(each.matrices)} of {each.first.num_outputs} outputs" for each in (weights, ups))
+            raise ValueError(f"gates {gates} beside {others}")
     if library is None:
         parts = x.split(starts.diff().tolist())
         if ups is None:

@@ -12,9 +12,8 @@ MIN_ROWS = {torch.float32: 12, torch.bfloat16: 2, torch.float16: 2}
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N]. On a CPU a row's bits do not depend on the other rows."""
     num_rows, least = x.shape[0], MIN_ROWS.get(x.dtype, 1)
-    if (
-        weight.shape[0] == 1 and x.device.type == "cpu"
-    ):  # a product with a vector goes other ways again; a second output is added
+    if weight.shape[0] == 1 and x.device.type == "cpu":
+        # a product with a vector goes other ways again; a second output is added
         bias = None if bias is None else functional.pad(bias, (0, 1))
         return linear(x, functional.pad(weight, (0, 0, 0, 1)), bias)[:, :1]
     if num_rows >= least or x.device.type != "cpu":

@@ -40,7 +40,7 @@ def route(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, T
 def group_rows(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """See kernels/moe/reference.py."""
     library = build.library()
-    if library is None or not x.is_cpu:
+    if library is None or not x.is_cpu or chosen.dtype != torch.int64:
         return reference.group_rows(x, chosen, num_experts)
     x, chosen = x.contiguous(), chosen.contiguous()
     num_tokens, num_chosen = chosen.shape
@@ -56,9 +56,9 @@ def group_rows(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Ten
 def combine_rows(parts: Tensor, weights: Tensor, places: Tensor) -> Tensor:
     """See kernels/moe/reference.py."""
     library, dtype = build.library(), build.DTYPES.get(parts.dtype)
-    if library is None or dtype is None or not parts.is_cpu:
+    if library is None or dtype is None or not parts.is_cpu or weights.dtype != torch.float32:
         return reference.combine_rows(parts, weights, places)
-    parts, weights = parts.contiguous(), weights.contiguous()
+    parts, weights, places = parts.contiguous(), weights.contiguous(), places.contiguous()
     out = torch.empty(len(places), parts.shape[1], dtype=parts.dtype)
     _declared(library).combine_rows(
         *(parts.data_ptr(), dtype, weights.data_ptr(), places.data_ptr(), out.data_ptr()), *places.shape, parts.shape[1]

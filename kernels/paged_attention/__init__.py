@@ -61,6 +61,8 @@ def paged_attention(
     if library is None or keys is None or values is None or query.dtype != key_cache.dtype:
         return reference.paged_attention(*inputs, *options)
     query, block_tables = query.contiguous(), block_tables.contiguous()
+    query_starts, context_lengths = query_starts.contiguous(), context_lengths.contiguous()
+    alibi_slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     prefix_lengths = None if prefix_lengths is None else prefix_lengths.contiguous()
     out = torch.empty(query.shape[0], query.shape[1], value_cache.channels, dtype=query.dtype)
     _declared(library).paged_attention(

@@ -24,8 +24,6 @@ constexpr int64_t MAX_ROWS = 64;
 constexpr int64_t CHUNK_WORK = 1 << 19;    // multiplications that are worth another thread
 constexpr float LOWEST = std::numeric_limits<float>::lowest(), INFINITE = std::numeric_limits<float>::infinity();
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 struct Call {
   const void *query;  // [T, H, D]
   void *out;          // [T, H, E]
@@ -137,7 +135,8 @@ template <class Work> void for_each_vector(const Rows &rows, const PagedVectors 
 void find_vectors(const Rows &rows, const PagedVectors &cache, int64_t first, int64_t words, Scratch &scratch) {
   const int64_t last = std::min(first + TILE, rows.length()), bytes = words * WORD_BYTES, stored_bytes = cache.stored_bytes();
   const int64_t vector_bytes = cache.channels * (cache.dtype == Dtype::bfloat16 ? 2 : 4);
-  const bool in_place = cache.format == KVFormat::unquantised && cache.dtype != Dtype::float16 && vector_bytes % WORD_BYTES == 0;
+  const bool readable = vector_bytes % VECTOR_BYTES == 0 || (vector_bytes % WORD_BYTES == 0 && cache.has_margin);
+  const bool in_place = cache.format == KVFormat::unquantised && cache.dtype != Dtype::float16 && readable;
   uint8_t *copies = scratch.room(scratch.vectors, (TILE + 1) * bytes);
   for_each_vector(rows, cache, last, std::min(last + TILE, rows.length()), [&](int64_t, const uint8_t *later) {
     for (int64_t byte = 0; byte < stored_bytes; byte += 64) _mm_prefetch(reinterpret_cast<const char *>(later + byte), _MM_HINT_T0);

@@ -57,7 +57,7 @@ template <bool BFLOAT16, int ROWS, int TILES> void multiply_rows(const Product &
 }
 
 template <bool BFLOAT16> void multiply_panels(const Product &p, int64_t first, int64_t last) {
-  const int64_t panels = (last - first + MAX_PANEL - 1) / MAX_PANEL, height = (last - first + panels - 1) / panels;
+  const int64_t height = divide_up(last - first, divide_up(last - first, MAX_PANEL));
   for (int64_t tile = 0; tile < p.num_tiles;) {
     const int64_t num_tiles = tile + VECTORS <= p.num_tiles ? VECTORS : 1;
     for (int64_t row = first; row < last; row += height) {

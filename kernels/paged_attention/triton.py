@@ -73,21 +73,10 @@ def paged_attention(
     where = (block_tables, query_starts, context_lengths, alibi_slopes, prefix_lengths)
     numbers = (scale, query.stride(0), query.stride(1), block_tables.stride(0), num_tokens, num_sequences)
     tiles = {"ROWS": launch.rows, "TOKENS": token_block, "HEADS": head_block, "POSITIONS": launch.positions}
-    _attend[(token_blocks, head_blocks, splits)](
-        query,
-        *caches,
-        *where,
-        parts,
-        sums,
-        *numbers,
-        **shapes,
-        **tiles,
-        soft_cap=soft_cap,
-        window=window,
-        SPLITS=splits,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-    )
+    kind = {"soft_cap": soft_cap, "window": window, "SPLITS": splits}
+    warps = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    grid = (token_blocks, head_blocks, splits)
+    _attend[grid](query, *caches, *where, parts, sums, *numbers, **shapes, **tiles, **kind, **warps)
     if splits > 1:
         size = triton.next_power_of_2(value_channels)
         counts = (num_tokens, num_sequences, num_heads, value_channels)

@@ -216,8 +216,11 @@ def grouped_quant_matmul(
     library, first, rows = build.library(), weights.first, x.codes if isinstance(x, Int8Rows) else x
     _check(x, [first] if ups is None else [first, ups.first], [None] if ups is None else [None, None])
     assert starts.shape == (len(weights.weights) + 1,)
-    if ups is not None and ups.first.num_outputs != first.num_outputs:
-        raise ValueError(f"gates of {first.num_outputs} outputs for {ups.first.num_outputs}")
+    if isinstance(x, Int8Rows) and len(x.scales) != len(x.codes):
+        raise ValueError(f"{len(x.scales)} scale for {len(x.codes)} rows: each has its own beside weights in groups")
+    if ups is not None and (len(ups.weights), ups.first.num_outputs) != (len(weights.weights), first.num_outputs):
+        gates, others = (f"{len(each.weights)} of {each.first.num_outputs} outputs" for each in (weights, ups))
+        raise ValueError(f"gates {gates} beside {others}")
     if library is None or not rows.is_cpu:
         return _grouped_portable(x, weights, starts.tolist(), ups)
     out = torch.empty(len(rows), first.num_outputs, dtype=x.dtype)
@@ -251,13 +254,13 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         from kernels.quant_matmul import triton
 
         return triton.quantize_rows(x)
-    library = build.library()
-    if library is None or not x.is_cpu:
+    library, dtype = build.library(), build.DTYPES.get(x.dtype)
+    if library is None or dtype is None or not x.is_cpu:
         return reference.quantize_rows(x)
     x = x.contiguous()
     codes = torch.empty(x.shape, dtype=torch.int8)
     scales = torch.empty(x.shape[0], 1)
-    _declared(library).quantize_rows(x.data_ptr(), build.DTYPES[x.dtype], codes.data_ptr(), scales.data_ptr(), *x.shape)
+    _declared(library).quantize_rows(x.data_ptr(), dtype, codes.data_ptr(), scales.data_ptr(), *x.shape)
     return codes, scales
 
 
@@ -299,6 +302,10 @@ def _address(bias: Tensor | None) -> int | None:
 
 def _check(x: Tensor | Int8Rows, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> None:
     shape, format = x.codes.shape if isinstance(x, Int8Rows) else x.shape, weights[0].format
+    if x.dtype not in build.DTYPES:
+        raise ValueError(f"products of {x.dtype}: there are only those of {', '.join(map(str, build.DTYPES))}")
+    if isinstance(x, Int8Rows) and tuple(x.scales.shape) not in ((1, 1), (shape[0], 1)):
+        raise ValueError(f"scales {list(x.scales.shape)} for {shape[0]} rows: one of each, or [1, 1] of all")
     for weight, bias in zip(weights, biases, strict=True):
         if len(shape) != 2 or shape[1] != weight.num_inputs:
             raise ValueError(f"rows {list(shape)} cannot be multiplied by a weight of {weight.num_inputs} inputs")

@@ -61,7 +61,6 @@ def quantize_rows(x: Tensor, group_size: int | None) -> tuple[Tensor, Tensor]:
     groups = functional.pad(x.float(), (0, -x.shape[1] % size)).unflatten(1, (-1, size))  # [M, K / size, size]
     scales = groups.abs().amax(2) / FLOAT8_MAX
     scales = torch.where(scales == 0, 1.0, torch.where(scales.isfinite(), scales, torch.nan))
-    ratio = (
-        (groups / scales[:, :, None]).nan_to_num().clamp(-FLOAT8_MAX, FLOAT8_MAX)
-    )  # converting alone does not saturate
+    # converting alone does not saturate
+    ratio = (groups / scales[:, :, None]).nan_to_num().clamp(-FLOAT8_MAX, FLOAT8_MAX)
     return ratio.to(torch.float8_e4m3fn).flatten(1)[:, : x.shape[1]], scales

@@ -32,7 +32,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
         return triton.swiglu(gate, up)
     library, dtype = build.library(), build.DTYPES.get(gate.dtype)
-    if library is None or dtype is None or gate.ndim != 2 or not gate.is_cpu or up.dtype != gate.dtype:
+    alike = gate.ndim == 2 and gate.is_cpu and up.shape == gate.shape and up.dtype == gate.dtype
+    if library is None or dtype is None or not alike:
         return reference.swiglu(gate, up)
     gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
     num_rows, channels = gate.shape

@@ -29,9 +29,8 @@ class MixtureConfig:
 
 def read_mixture(config: ConfigReader, num_layers: int) -> MixtureConfig:
     """Raises UserError for a missing key, a wrong type, or more experts per token than there are."""
-    key = (
-        "num_experts" if config.raw("num_local_experts") is None else "num_local_experts"
-    )  # so transformers 5 writes Qwen 3
+    # transformers 5 writes num_local_experts for Qwen 3
+    key = "num_experts" if config.raw("num_local_experts") is None else "num_local_experts"
     experts, chosen = config.count(key), config.count("num_experts_per_tok")
     if chosen > experts:
         raise UserError(f"config.json: num_experts_per_tok={chosen} is more than {key}={experts}")
@@ -87,7 +86,7 @@ class Experts(nn.ModuleList):
             return mixture(x, *self._matrices, weights, chosen)
         rows, starts, places = group_rows(x, chosen, len(self))
         if self._products is None:
-            parts = self._one_by_one(rows, [int(start) for start in starts])  # not tolist(): `capture` must see it
+            parts = self._one_by_one(rows, starts.tolist())
         else:
             gated, down = self._products
             parts = down(gated(rows, starts), starts)

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -111,30 +111,61 @@ def test_what_changes_the_library_changes_its_name(tmp_path: Path, monkeypatch: 
 # --- threads ---
 
 
+WORK = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_int64
+)  # which gives other Python threads a chance to begin a call
+
+
+@pytest.fixture
+def python_threads_alternate() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("python_threads_alternate")
 def test_several_python_threads_share_the_pool(compiled: Callable[[int], None]) -> None:
     compiled(3)
-    weights = [pack(torch.randn(200, 64, generator=torch.Generator().manual_seed(i))) for i in range(4)]
-    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(9))
-    expected = [matmul(x, weight) for weight in weights]
+    library = build.library()
+    assert library is not None
+
+    def chunks_seen(num_chunks: int) -> list[int]:
+        seen: list[int] = []
+        note = WORK(lambda _, chunk: seen.append(chunk))
+        for _ in range(200):
+            library.run_chunks(ctypes.c_int64(num_chunks), note, None)
+        return sorted(seen)
+
+    counts = [7, 40, 41, 60]
     with ThreadPoolExecutor(4) as pool:
-        for _ in range(50):
-            results = pool.map(lambda weight: matmul(x, weight), weights)
-            assert all(torch.equal(result, right) for result, right in zip(results, expected, strict=True))
+        assert list(pool.map(chunks_seen, counts)) == [sorted([*range(count)] * 200) for count in counts]
 
 
-def test_a_forked_child_computes_and_both_end() -> None:
+def test_a_forked_child_computes_while_its_parent_does() -> None:
+    """The child has neither the workers nor the thread that is amid a call."""
     need_compiler()
     code = """
-import os, torch
+import ctypes, os, signal, threading, torch
+from kernels import build
 from kernels.matmul import matmul, pack
 from kernels.threads import set_threads
 set_threads(3)
 p, x = pack(torch.ones(200, 64)), torch.ones(2, 64)
 before = matmul(x, p)
+begun, forked = threading.Event(), threading.Event()
+wait = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(lambda *_: [begun.set(), forked.wait()] and None)
+other = threading.Thread(target=lambda: build.library().run_chunks(ctypes.c_int64(2), wait, None))
+other.start()
+begun.wait()
 child = os.fork()
-right = torch.equal(matmul(x, p), before)
-if child == 0: os._exit(0 if right else 1)
-print(right, os.waitpid(child, 0)[1])
+if child == 0:
+    signal.alarm(30)
+    os._exit(0 if torch.equal(matmul(x, p), before) else 1)
+status = os.waitpid(child, 0)[1]
+forked.set()
+other.join()
+print(torch.equal(matmul(x, p), before), status)
 """
     done = run(code)
     assert (done.stdout, done.stderr, done.returncode) == ("True 0\n", "", 0)
@@ -151,11 +182,10 @@ def test_the_calling_thread_keeps_its_cores(compiled: Callable[[int], None]) -> 
 def test_each_chunk_runs_once_whatever_the_number_of_threads(compiled: Callable[[int], None]) -> None:
     library = build.library()
     assert library is not None
-    work = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
     for num_threads in (1, 2, 5, 3):
         compiled(num_threads)
         seen: list[int] = []
-        note = work(lambda _, chunk, seen=seen: seen.append(chunk))
+        note = WORK(lambda _, chunk, seen=seen: seen.append(chunk))
         for _ in range(20):
             library.run_chunks(ctypes.c_int64(40), note, None)
         assert sorted(seen) == sorted([*range(40)] * 20)

@@ -157,6 +157,39 @@ def test_grouped_bits_do_not_depend_on_threads(compiled: Callable[[int], None], 
         assert torch.equal(matmul.grouped_matmul(x, packed, starts), whole)
 
 
+def test_numbers_that_do_not_lie_side_by_side(any_way: str) -> None:
+    chosen, parts, weights = choose(7, 2, 5), randn(14, 9), randn(2, 7).abs().T
+    places = group_rows(parts[:7], chosen, 5)[2]
+    apart = torch.stack((places, torch.full_like(places, 10**9)), -1)[..., 0]
+    exact = (weights.double()[:, :, None] * parts.double()[places]).sum(1)
+    # a sum of two products, rounded thrice by 2^-24 of numbers up to 5
+    for same in (weights, weights.double()):
+        torch.testing.assert_close(combine_rows(parts, same, apart).double(), exact, rtol=0, atol=1e-6)
+    for found, expected in zip(group_rows(parts[:7], chosen.int(), 5), group_rows(parts[:7], chosen, 5), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_refuses_gates_and_partners_that_differ(any_way: str) -> None:
+    x, starts = randn(6, 64), torch.tensor([0, 2, 6])
+    dense = {n: matmul.PackedMatrices([matmul.pack(randn(n, 64))] * 2) for n in (17, 18)}
+    one, narrow = (matmul.PackedMatrices([matmul.pack(randn(17, n))]) for n in (64, 63))
+    with pytest.raises(ValueError, match="gates 2 of 17 outputs beside 2 of 18 outputs"):
+        matmul.grouped_matmul(x, dense[17], starts, dense[18])  # as many tiles
+    with pytest.raises(ValueError, match="gates 2 of 17 outputs beside 1 of 17 outputs"):
+        matmul.grouped_matmul(x, dense[17], starts, one)
+    with pytest.raises(ValueError, match="and a weight of 63 inputs"):
+        matmul.grouped_matmul(x, dense[17], starts, narrow)
+    coded = {n: quant_matmul.pack(torch.ones(n, 64, dtype=torch.int8), torch.ones(n, 1), None, 8) for n in (17, 18)}
+    weights = quant_matmul.PackedWeights([coded[17]] * 2)
+    with pytest.raises(ValueError, match="gates 2 of 17 outputs beside 2 of 18 outputs"):
+        quant_matmul.grouped_quant_matmul(x, weights, starts, quant_matmul.PackedWeights([coded[18]] * 2))
+    with pytest.raises(ValueError, match="gates 2 of 17 outputs beside 1 of 17 outputs"):
+        quant_matmul.grouped_quant_matmul(x, weights, starts, quant_matmul.PackedWeights([coded[17]]))
+    codes = torch.ones(6, 64, dtype=torch.int8)
+    with pytest.raises(ValueError, match="1 scale for 6 rows: each has its own beside weights in groups"):
+        quant_matmul.grouped_quant_matmul(quant_matmul.Int8Rows(codes, torch.ones(1, 1), x.dtype), weights, starts)
+
+
 def test_refuses_weights_that_differ() -> None:
     with pytest.raises(ValueError, match="several shapes or dtypes"):
         matmul.PackedMatrices([matmul.pack(torch.zeros(16, 8)), matmul.pack(torch.zeros(16, 9))])

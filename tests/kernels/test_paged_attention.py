@@ -9,6 +9,7 @@ import torch
 from kernels.kv_format import PagedVectors, Unquantised
 from kernels.paged_attention import paged_attention
 
+pytestmark = pytest.mark.usefixtures("any_way")  # the reference, too, which others are compared with
 BLOCK_SIZE = 4
 
 
@@ -53,7 +54,9 @@ def check(
         values = torch.randn(total, groups, value_dim, generator=generator)
         query = torch.randn(new, heads, head_dim, generator=generator)
         table = [free.pop() for _ in range(math.ceil(total / BLOCK_SIZE))]
-        slots = torch.tensor([table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(total)])
+        slots = torch.tensor(
+            [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(total)], dtype=torch.int64
+        )
         key_cache.flatten(0, 1)[slots], value_cache.flatten(0, 1)[slots] = keys, values
         queries.append(query)
         expected.append(written_out(query, keys, values, scale, s, options))
@@ -90,7 +93,7 @@ def test_equals_attention_written_out(head_dim: int, heads: int, groups: int, le
         {"window": 1},
         {"window": 6},
         {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},
-        {"prefix_lengths": torch.tensor([10, 3, 9, 1, 29, 0])},
+        {"prefix_lengths": torch.tensor([10, 3, 9, 7, 29, 0])},
         {"soft_cap": 2.0, "window": 9, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},
     ],
     ids=lambda options: "+".join(options),
@@ -98,6 +101,27 @@ def test_equals_attention_written_out(head_dim: int, heads: int, groups: int, le
 @pytest.mark.parametrize("groups", [1, 2])
 def test_options_equal_attention_written_out(options: Options, groups: int) -> None:
     check(RAGGED, 4, groups, 16, 16, options)
+
+
+def test_sequences_without_new_tokens() -> None:
+    check([(0, 5), (3, 9), (0, 0), (0, 4), (1, 1)], 4, 2, 24, 24, {})
+    check([(0, 5), (0, 1)], 4, 2, 24, 24, {})
+
+
+def test_numbers_that_do_not_lie_side_by_side() -> None:
+    """Between them lie others, which nobody may read."""
+    caches = [PagedVectors((torch.randn(6, BLOCK_SIZE, 1, 16),), Unquantised(), 16, torch.float32) for _ in range(2)]
+    query, tables = torch.randn(3, 2, 16), torch.tensor([[3, 0], [4, 5]])
+    numbers = [torch.tensor([0, 2, 3]), torch.tensor([2, 7])]
+    options = {"alibi_slopes": torch.tensor([0.5, 0.25]), "prefix_lengths": torch.tensor([0, 7])}
+
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack((x, torch.full_like(x, 10**6)), -1)[..., 0]
+
+    expected = paged_attention(query, *caches, tables, *numbers, 0.25, **options)
+    options = {name: apart(option) for name, option in options.items()}
+    result = paged_attention(query, *caches, apart(tables), *map(apart, numbers), 0.25, **options)
+    assert torch.equal(result, expected)
 
 
 def test_values_may_have_fewer_channels_than_keys() -> None:

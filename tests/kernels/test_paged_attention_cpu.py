@@ -4,8 +4,11 @@ S sequences, H query heads in G groups, D channels per key, E per value; of a se
 """
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from tests.kernels.cache_formats import NAMES, formats_of
 
 Threads = Callable[[int], None]
 Options = dict[str, Any]
+REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK_SIZE = 16
 # Sums are float32. Weights and the result of the narrower two are rounded, each to half a unit of 2^-8 (2^-11) of values up to 5.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 3e-3}
@@ -147,7 +151,7 @@ OPTIONS: list[Options] = [
     {"window": 65},
     {"window": 300},
     {"alibi_slopes": SLOPES},
-    {"prefix_lengths": torch.tensor([10, 3, 1, 290, 0])},
+    {"prefix_lengths": torch.tensor([10, 3, 7, 290, 0])},
     {"soft_cap": 2.0, "window": 90, "alibi_slopes": SLOPES},
 ]
 
@@ -189,6 +193,32 @@ def test_a_token_is_the_same_to_the_bit_in_one_step_in_chunks_and_in_company(
                 chunks[s].append(result)
         for s, expected in enumerate(whole):
             assert torch.equal(torch.cat(chunks[s]), expected)
+
+
+BEHIND_LIES_NOTHING = """
+import ctypes, mmap, torch
+from kernels.kv_format import PagedVectors, Unquantised
+from kernels.paged_attention import paged_attention
+from kernels.paged_attention.reference import paged_attention as reference
+
+caches, pages = [], []
+for seed in range(2):
+    pages.append(mmap.mmap(-1, 2 * mmap.PAGESIZE))
+    start = ctypes.addressof(ctypes.c_char.from_buffer(pages[-1]))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+    shape = (1, 16, mmap.PAGESIZE // 16 // 32, 8)  # it fills the first page; the second one may not be read
+    cache = torch.frombuffer(pages[-1], dtype=torch.float32, count=mmap.PAGESIZE // 4).view(shape)
+    caches.append(PagedVectors((cache.normal_(generator=torch.Generator().manual_seed(seed)),), Unquantised(), 8, torch.float32))
+one = torch.tensor([[0], [1], [16]])
+inputs = torch.ones(1, shape[2], 8), *caches, one[:1], one[:2, 0], one[2], 0.3
+print((paged_attention(*inputs) - reference(*inputs)).abs().max() < 1e-5)
+"""
+
+
+def test_nothing_behind_a_cache_is_read() -> None:
+    """Of caches that `allocate` did not make, such as those that an exported step is given."""
+    done = subprocess.run([sys.executable, "-c", BEHIND_LIES_NOTHING], cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("tensor(True)\n", 0), done.stderr
 
 
 def test_what_is_not_a_number_shows(compiled: Threads) -> None:

@@ -29,6 +29,14 @@ def test_far_from_zero() -> None:
     assert result[8].isnan()
 
 
+@pytest.mark.usefixtures("any_way", "poisoned")
+def test_one_row_for_all_and_none() -> None:
+    gate, up = torch.randn(5, 33, generator=torch.Generator().manual_seed(0)), torch.arange(33.0)[None]
+    # with rows of their own another exp, off by 2 units of the last place
+    torch.testing.assert_close(swiglu(gate, up), swiglu(gate, up.expand(5, 33)), rtol=1e-6, atol=0)
+    assert swiglu(gate[:0], gate[:0]).shape == (0, 33)
+
+
 def test_halves_of_a_fused_product_to_the_bit_on_any_number_of_threads(compiled: Callable[[int], None]) -> None:
     fused = torch.randn(300, 2 * 1001)
     gate, up = fused.chunk(2, dim=-1)

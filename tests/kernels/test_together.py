@@ -159,6 +159,11 @@ def test_what_does_not_belong_together_is_refused(any_way: str) -> None:
         quant_matmul.quant_matmul_together(x, coded, [None] * 2)
     with pytest.raises(ValueError, match=r"a bias \[17\] of torch.bfloat16 for 17 outputs of torch.float32"):
         quant_matmul.quant_matmul_together(x, coded[:1], [torch.zeros(17, dtype=torch.bfloat16)])
+    with pytest.raises(ValueError, match="products of torch.float64: there are only those of torch.float32, torch.bfl"):
+        quant_matmul.quant_matmul_together(x.double(), coded[:1], [None])
+    rows = Int8Rows(torch.zeros(3, 32, dtype=torch.int8), torch.ones(2, 1), x.dtype)
+    with pytest.raises(ValueError, match=r"scales \[2, 1\] for 3 rows: one of each, or \[1, 1\] of all"):
+        quant_matmul.quant_matmul_together(rows, coded[:1], [None])
     other = quant_matmul.pack(*make(5, 32, 8, 0, False)[:3], 8)
     with pytest.raises(ValueError, match="a gate of 17 outputs for 5"):
         quant_matmul.quant_matmul_swiglu(x, coded[0], other)
