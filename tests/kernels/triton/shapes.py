@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kernels.kv_format import FORMATS, allocate
-from kernels.kv_store.triton import kv_store
+from kernels.kv_store.triton import kv_store, rope_and_store
 from kernels.moe.triton import mixture
 from kernels.paged_attention.triton import paged_attention
 from kernels.quant_matmul.gpu_weight import GPUWeight
@@ -62,7 +62,12 @@ def store(kv_cache: str) -> None:
     device = torch.get_default_device()
     caches = [allocate(format, (1024, 16, 8), 128, BF16, device) for format in formats_of(kv_cache, 8, str(device))]
     key, value = torch.empty(2, 64, 8, 128, dtype=BF16)
-    kv_store(key, value, *caches, torch.zeros(64, dtype=torch.int64))
+    slots, angles, norm = torch.zeros(64, dtype=torch.int64), torch.empty(64, 64, dtype=BF16), key[0, 0]
+    kv_store(key, value, *caches, slots)
+    query = torch.empty(64, 32, 128, dtype=BF16)
+    rope_and_store(query, key, value, angles, angles, *caches, slots)
+    rope_and_store(query, key, value, angles, angles, *caches, slots, False, norm, norm, 1e-6)
+    rope_and_store(query, key, value, angles[:, :32], angles[:, :32], *caches, slots, True)
 
 
 def rows() -> None:
