@@ -37,11 +37,8 @@ def rope_and_store(
     eps: float = 0.0,
 ) -> Tensor:
     """As kernels/kv_store/reference.py says, with `kv_store`'s slots, and turned in float32, rounded once."""
-    cos, sin, output = (
-        cos.contiguous(),
-        sin.contiguous(),
-        torch.empty(query.shape, dtype=query.dtype, device=query.device),
-    )
+    cos, sin = cos.contiguous(), sin.contiguous()
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _launch(query, key, value, cos, sin, output, key_cache, value_cache, slots, interleaved, query_norm, key_norm, eps)
     return output
 
@@ -64,7 +61,8 @@ def _launch(
     query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
     num_tokens, heads, channels = query.shape
     groups, value_channels = value.shape[1:]
-    at_once = min(8, triton.next_power_of_2(max(heads, 1)))
+    size = triton.next_power_of_2(channels)
+    at_once = min(triton.next_power_of_2(max(heads, 1)), max(1024 // size, 1), 8)  # 32 channels of each thread
     programs = triton.cdiv(heads, at_once) + (2 * groups if value_channels else groups)
     if num_tokens:
         _store[(num_tokens, programs)](
@@ -78,7 +76,7 @@ def _launch(
             interleaved=interleaved,
             value_channels=value_channels,
             HEADS=at_once,
-            SIZE=triton.next_power_of_2(channels),
+            SIZE=size,
             **_layout("key", key_cache),
             **_layout("value", value_cache),
             num_warps=1,
