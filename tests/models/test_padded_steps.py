@@ -52,7 +52,7 @@ def turn_and_store_own(
     *how: Any,
     **named: Any,
 ) -> Tensor:
-    """The same; all queries turn."""
+    """The same; of what has no slot the query is any numbers."""
     with _disable_current_modes():
         count = int((slots >= 0).sum())
         own = (part[:count] for part in (query, key, value, cos, sin))
