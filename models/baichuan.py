@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from conf.errors import UserError
-from kernels.rope import rope
+from kernels.kv_store import kv_store, rope_and_store
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
@@ -114,9 +114,11 @@ class Attention(nn.Module):
         self, x: Tensor, angles: tuple[Tensor, Tensor] | None, slopes: Tensor | None, batch: Batch, cache: LayerCache
     ) -> Tensor:
         query, key, value = self.W_pack(x).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # each [T, H, D]
-        if angles is not None:
-            query, key = rope(query, *angles), rope(key, *angles)
-        attended = attend(query, key, value, cache, batch, self.head_dim**-0.5, alibi_slopes=slopes)
+        if angles is None:
+            kv_store(key, value, *cache, batch.slots)
+        else:
+            query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
+        attended = attend(query, cache, batch, self.head_dim**-0.5, alibi_slopes=slopes)
         return self.o_proj(attended)  # type: ignore[no-any-return]
 
 

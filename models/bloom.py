@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from kernels.kv_store import kv_store
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
@@ -67,7 +68,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, slopes: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         fused = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_dim))  # [T, H, 3, D]
         query, key, value = fused.unbind(2)  # [T, H, D] each
-        attended = attend(query, key, value, cache, batch, self.head_dim**-0.5, alibi_slopes=slopes)
+        kv_store(key, value, *cache, batch.slots)
+        attended = attend(query, cache, batch, self.head_dim**-0.5, alibi_slopes=slopes)
         return self.dense(attended)  # type: ignore[no-any-return]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from kernels.kv_store import kv_store
 from kernels.rope import rope
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
@@ -129,7 +130,8 @@ class Attention(nn.Module):
         query, key = self._rope(query, angles), self._rope(key, angles)
         query = query / (math.sqrt(self.head_dim) * self.coefficient)
         text_lengths = batch.prompt_marks[:, 0]  # [S]
-        attended = attend(query, key, value, cache, batch, self.coefficient, prefix_lengths=text_lengths)
+        kv_store(key, value, *cache, batch.slots)
+        attended = attend(query, cache, batch, self.coefficient, prefix_lengths=text_lengths)
         return self.dense(attended)  # type: ignore[no-any-return]
 
     def _rope(self, x: Tensor, angles: Angles) -> Tensor:

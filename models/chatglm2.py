@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from kernels.rope import rope
+from kernels.kv_store import rope_and_store
 from kernels.swiglu import swiglu
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
@@ -103,8 +103,8 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         heads = self.query_key_value(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2G, D]
         query, key, value = heads.split(self.split, dim=1)  # [T, H, D] and twice [T, G, D]
-        query, key = rope(query, cos, sin, interleaved=True), rope(key, cos, sin, interleaved=True)
-        return self.dense(attend(query, key, value, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
+        query = rope_and_store(query, key, value, cos, sin, *cache, batch.slots, interleaved=True)
+        return self.dense(attend(query, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from kernels.rope import rope
+from kernels.kv_store import rope_and_store
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
@@ -87,8 +87,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         projected = linear_together(x, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
-        query, key = rope(query, cos, sin), rope(key, cos, sin)
-        attended = attend(query, key, value, cache, batch, self.head_dim**-0.5, window=self.window)
+        query = rope_and_store(query, key, value, cos, sin, *cache, batch.slots)
+        attended = attend(query, cache, batch, self.head_dim**-0.5, window=self.window)
         return self.o_proj(attended)  # type: ignore[no-any-return]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from kernels.kv_store import kv_store
 from kernels.rope import rope
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
@@ -209,7 +210,8 @@ class Attention(nn.Module):
         to_key, to_value = to_heads.split((c.qk_nope_head_dim, c.v_head_dim), dim=1)
         query = torch.cat((linear_per_head(query, to_key.transpose(1, 2)), query_rope), dim=-1)  # [T, H, L + P]
         key = torch.cat((self.kv_a_layernorm(latent), key_rope), dim=-1)  # [T, 1, L + P]
-        attended = attend_latent(query, key, c.kv_lora_rank, cache, batch, c.softmax_scale)  # [T, H, L]
+        kv_store(key, key[..., :0], *cache, batch.slots)
+        attended = attend_latent(query, c.kv_lora_rank, cache, batch, c.softmax_scale)  # [T, H, L]
         return self.o_proj(linear_per_head(attended, to_value).flatten(1))  # type: ignore[no-any-return]
 
 

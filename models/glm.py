@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from kernels.rope import rope
+from kernels.kv_store import rope_and_store
 from kernels.swiglu import swiglu
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
@@ -61,8 +61,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         projected = linear_together(x, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
-        query, key = rope(query, cos, sin, interleaved=True), rope(key, cos, sin, interleaved=True)
-        return self.o_proj(attend(query, key, value, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
+        query = rope_and_store(query, key, value, cos, sin, *cache, batch.slots, interleaved=True)
+        return self.o_proj(attend(query, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from kernels.kv_store import kv_store
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
@@ -70,7 +71,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         query, key, value = self.c_attn(x).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # [T, H, D] each
-        return self.c_proj(attend(query, key, value, cache, batch, self.scale))  # type: ignore[no-any-return]
+        kv_store(key, value, *cache, batch.slots)
+        return self.c_proj(attend(query, cache, batch, self.scale))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):

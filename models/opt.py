@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, relu
 
 from conf.errors import UserError
+from kernels.kv_store import kv_store
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
@@ -84,7 +85,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         projected = linear_together(x, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D] each
-        return self.out_proj(attend(query, key, value, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
+        kv_store(key, value, *cache, batch.slots)
+        return self.out_proj(attend(query, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from kernels.rope import rope
+from kernels.kv_store import rope_and_store
 from kernels.swiglu import swiglu
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
@@ -164,8 +164,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         fused = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2G, D]
         query, key, value = fused.split(self.heads, dim=1)  # [T, H, D], [T, G, D], [T, G, D]
-        query, key = rope(query, cos, sin), rope(key, cos, sin)
-        attended = attend(query, key, value, cache, batch, self.head_dim**-0.5, window=self.window)
+        query = rope_and_store(query, key, value, cos, sin, *cache, batch.slots)
+        attended = attend(query, cache, batch, self.head_dim**-0.5, window=self.window)
         return self.o_proj(attended)  # type: ignore[no-any-return]
 
 

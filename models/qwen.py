@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from kernels.rope import rope
+from kernels.kv_store import rope_and_store
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
@@ -129,10 +129,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         query, key, value = self.c_attn(x).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # each [T, H, D]
-        query, key = rope(query, cos, sin), rope(key, cos, sin)
+        query = rope_and_store(query, key, value, cos, sin, *cache, batch.slots)
         if self.logn_length is not None:
             query = query * logn_scales(batch.positions, self.logn_length).to(x.dtype)[:, None, None]
-        return self.c_proj(attend(query, key, value, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
+        return self.c_proj(attend(query, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from kernels.rope import rope
+from kernels.kv_store import rope_and_store
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import MLP, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
@@ -48,8 +48,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         projected = linear_together(x, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
-        query, key = rope(self.q_norm(query), cos, sin), rope(self.k_norm(key), cos, sin)
-        attended = attend(query, key, value, cache, batch, self.head_dim**-0.5, window=self.window)
+        query_norm, key_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        query = rope_and_store(query, key, value, cos, sin, *cache, batch.slots, False, query_norm, key_norm, eps)
+        attended = attend(query, cache, batch, self.head_dim**-0.5, window=self.window)
         return self.o_proj(attended)  # type: ignore[no-any-return]
 
 

@@ -1,12 +1,13 @@
-"""Writes new keys and values into the paged cache.
+"""Writes new keys and values into the paged cache, as they are or turned by rotary position embedding.
 
-T tokens, G key/value heads, D channels per key head, E per value head.
+T tokens, H query heads, G key/value heads, D channels per key head, E per value head.
 """
 
 import ctypes
 import functools
-from ctypes import c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 
+import torch
 from torch import Tensor
 
 from kernels import build
@@ -14,21 +15,22 @@ from kernels.custom_op import custom_op
 from kernels.kv_format import PARTS, PagedVectors
 from kernels.kv_store import reference
 
-__all__ = ["kv_store"]
+__all__ = ["kv_store", "rope_and_store"]
+
+CACHES = {"key_cache": PARTS, "value_cache": PARTS}
+WRITTEN = ("key_cache_tensors", "value_cache_tensors")
 
 
 @functools.cache
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.kv_store.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64)
-    library.kv_store.restype = None
+    vectors, angles = (c_void_p,) * 3 + (c_int64,) * 4, (c_void_p, c_void_p, c_int64, c_int32)
+    library.rope_and_store.argtypes = vectors + angles + (c_void_p, c_void_p, c_float) + (c_void_p,) * 4 + (c_int64,)
+    library.kv_store.restype = library.rope_and_store.restype = None
     return library
 
 
-@custom_op(
-    lambda *_: None,
-    parts={"key_cache": PARTS, "value_cache": PARTS},
-    mutates_args=("key_cache_tensors", "value_cache_tensors"),
-)
+@custom_op(lambda *_: None, parts=CACHES, mutates_args=WRITTEN)
 def kv_store(key: Tensor, value: Tensor, key_cache: PagedVectors, value_cache: PagedVectors, slots: Tensor) -> None:
     """What `reference.kv_store` says. The heads of a token must lie side by side, or are copied there."""
     if key.is_cuda:
@@ -44,6 +46,42 @@ def kv_store(key: Tensor, value: Tensor, key_cache: PagedVectors, value_cache: P
         *(ctypes.addressof(keys), ctypes.addressof(values), slots.data_ptr(), slots.shape[0]),
     )
     return None
+
+
+@custom_op(lambda query, *_: query.new_empty(query.shape), parts=CACHES, mutates_args=WRITTEN)
+def rope_and_store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: PagedVectors,
+    value_cache: PagedVectors,
+    slots: Tensor,
+    interleaved: bool = False,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """What `reference.rope_and_store` says, to the bit what `rms_norm`, `rope` and `kv_store` do one after the other."""
+    norms = query_norm, key_norm, eps
+    if query.is_cuda:
+        from kernels.kv_store import triton
+
+        return triton.rope_and_store(query, key, value, cos, sin, key_cache, value_cache, slots, interleaved, *norms)
+    library, keys, values = build.library(), key_cache.view, value_cache.view
+    dtypes = {part.dtype for part in (query, key, cos, query_norm, key_norm) if part is not None}
+    if library is None or keys is None or values is None or dtypes != {key_cache.dtype}:
+        return reference.rope_and_store(query, key, value, cos, sin, key_cache, value_cache, slots, interleaved, *norms)
+    query, key, value = (_heads_together(vectors) for vectors in (query, key, value))
+    cos, sin, out = cos.contiguous(), sin.contiguous(), torch.empty(*query.shape, dtype=query.dtype)
+    _declared(library).rope_and_store(
+        *(query.data_ptr(), key.data_ptr(), value.data_ptr(), query.stride(0), key.stride(0), value.stride(0)),
+        *(query.shape[1], cos.data_ptr(), sin.data_ptr(), cos.shape[1], interleaved),
+        *(None if norm is None else norm.data_ptr() for norm in norms[:2]),
+        *(eps, out.data_ptr(), ctypes.addressof(keys), ctypes.addressof(values), slots.data_ptr(), slots.shape[0]),
+    )
+    return out
 
 
 def _heads_together(vectors: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-// Writes new keys and values into the paged cache; kernels/kv_store/reference.py is the specification, and the bits are the same.
+// Writes new keys and values into the paged cache, as they are or turned first; kernels/kv_store/reference.py is the specification. What is
+// stored has the reference's bits; norm and turn have those of kernels/rms_norm and kernels/rope, from which their arithmetic is.
 #include <algorithm>
 #include <bit>
 #include <cfloat>
@@ -7,6 +8,8 @@
 
 #include "../kv_format.h"
 #include "../recording.h"
+#include "../rms_norm/normalise.h"
+#include "../rope/turn.h"
 #include "../threads.h"
 
 namespace {
@@ -82,6 +85,7 @@ void write_static(const float *x, int64_t channels, KVFormat format, float scale
   }
 }
 
+// The codes of x, which holds numbers of the cache's dtype and is padded to whole vectors.
 void write_vector(const PagedVectors &cache, int64_t slot, int64_t head, const float *x) {
   const int64_t index = cache.index(slot, head);
   uint8_t *stored = cache.stored + index * cache.stored_size;
@@ -111,6 +115,68 @@ void store_token(const PagedVectors &cache, const uint8_t *vectors, int64_t toke
   }
 }
 
+struct Heads {  // [T, count, D] of the caches' dtype
+  const void *vectors;
+  int64_t count, token_stride;  // in elements
+  const void *norm;             // weight [D] of the norm before the turn; null without one
+};
+
+struct Angles {  // [T, half] of the caches' dtype
+  const void *cos, *sin;
+  int64_t half;
+  bool interleaved;
+};
+
+struct NewTokens {
+  Heads queries, keys;
+  const uint8_t *value;  // [T, G, E]
+  int64_t value_stride;  // from token to token, in elements
+  const int64_t *slots;
+  int64_t count;
+};
+
+void turn_and_store(const NewTokens &tokens, const Angles &angles, float eps, void *out, const PagedVectors &keys, const PagedVectors &values) {
+  record([=] { turn_and_store(tokens, angles, eps, out, keys, values); });
+  const Dtype dtype = keys.dtype;
+  const int64_t channels = keys.channels, half = angles.half, room = room_for_norm(channels), num_queries = tokens.queries.count;
+  const int64_t tokens_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / ((num_queries + 2 * keys.num_heads) * channels), 1);
+  parallel_for(divide_up(tokens.count, tokens_per_chunk), [&](int64_t chunk) {
+    thread_local std::vector<float> kept;
+    kept.resize(4 * room + 2 * half);
+    float *row = kept.data(), *turned = row + room, *query_norm = turned + room, *key_norm = query_norm + room;
+    float *cos = key_norm + room, *sin = cos + half;
+    std::fill(row + channels, row + room, 0.0f);
+    if (tokens.queries.norm) read_floats(tokens.queries.norm, dtype, 0, channels, query_norm);
+    if (tokens.keys.norm) read_floats(tokens.keys.norm, dtype, 0, channels, key_norm);
+    const auto turn = [&](const Heads &heads, const float *norm, int64_t token, int64_t head) {
+      read_floats(heads.vectors, dtype, token * heads.token_stride + head * channels, channels, row);
+      if (heads.norm) {
+        normalise_row(row, norm, channels, dtype, eps);
+        round_to(dtype, row, channels);
+      }
+      turn_head(row, channels, cos, sin, half, angles.interleaved, turned);
+    };
+    for (int64_t token = chunk * tokens_per_chunk; token < std::min((chunk + 1) * tokens_per_chunk, tokens.count); ++token) {
+      read_floats(angles.cos, dtype, token * half, half, cos);
+      read_floats(angles.sin, dtype, token * half, half, sin);
+      for (int64_t head = 0; head < num_queries; ++head) {
+        turn(tokens.queries, query_norm, token, head);
+        write_floats(out, dtype, (token * num_queries + head) * channels, channels, turned);
+      }
+      for (int64_t head = 0; head < keys.num_heads; ++head) {
+        turn(tokens.keys, key_norm, token, head);
+        if (keys.format == KVFormat::unquantised) {
+          write_floats(keys.stored, dtype, keys.index(tokens.slots[token], head) * channels, channels, turned);
+        } else {
+          round_to(dtype, turned, channels);
+          write_vector(keys, tokens.slots[token], head, turned);
+        }
+      }
+      store_token(values, tokens.value, token, tokens.value_stride, tokens.slots[token]);
+    }
+  });
+}
+
 }  // namespace
 
 // key and value [T, G, *] of the caches' dtype; strides from token to token, in elements
@@ -118,10 +184,19 @@ extern "C" void kv_store(const uint8_t *key, const uint8_t *value, int64_t key_s
                          const PagedVectors *values, const int64_t *slots, int64_t num_tokens) {
   record([=, keys = *keys, values = *values] { kv_store(key, value, key_stride, value_stride, &keys, &values, slots, num_tokens); });
   const int64_t tokens_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / (keys->num_heads * keys->channels), 1);
-  parallel_for((num_tokens + tokens_per_chunk - 1) / tokens_per_chunk, [&](int64_t chunk) {
+  parallel_for(divide_up(num_tokens, tokens_per_chunk), [&](int64_t chunk) {
     for (int64_t token = chunk * tokens_per_chunk; token < std::min((chunk + 1) * tokens_per_chunk, num_tokens); ++token) {
       store_token(*keys, key, token, key_stride, slots[token]);
       store_token(*values, value, token, value_stride, slots[token]);
     }
   });
+}
+
+// The same of keys that are turned first; the turned queries go to out [T, num_queries, D]. cos and sin [T, half], norms [D] or null.
+extern "C" void rope_and_store(const void *query, const void *key, const uint8_t *value, int64_t query_stride, int64_t key_stride,
+                               int64_t value_stride, int64_t num_queries, const void *cos, const void *sin, int64_t half,
+                               int32_t interleaved, const void *query_norm, const void *key_norm, float eps, void *out,
+                               const PagedVectors *keys, const PagedVectors *values, const int64_t *slots, int64_t num_tokens) {
+  const Heads queries{query, num_queries, query_stride, query_norm}, new_keys{key, keys->num_heads, key_stride, key_norm};
+  turn_and_store({queries, new_keys, value, value_stride, slots, num_tokens}, {cos, sin, half, interleaved != 0}, eps, out, *keys, *values);
 }

@@ -1,29 +1,15 @@
 // x / sqrt(mean(x^2) + eps) * weight for every row of D channels, or of the sum of two rows; kernels/rms_norm/reference.py is the
 // specification.
-// The squares are added in four vectors, channel after channel, so a row's bits depend on the row alone.
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "../recording.h"
-#include "../rows.h"
-#include "../simd.h"
 #include "../threads.h"
+#include "normalise.h"
 
 namespace {
 
-constexpr int64_t VECTORS = 4, PADDED = VECTORS * LANES;
 constexpr int64_t CHUNK_CHANNELS = 1 << 15;  // worth another thread
-
-float mean_square(const float *x, int64_t padded, int64_t channels) {
-  Floats sums[VECTORS] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
-  for (int64_t i = 0; i < padded; i += PADDED)
-    for (int64_t v = 0; v < VECTORS; ++v) {
-      const Floats part = load(x + i + v * LANES);
-      sums[v] = multiply_add(part, part, sums[v]);
-    }
-  return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3]))) / channels;
-}
 
 struct Arrays {  // [rows, D], weight [D], all of one dtype
   const void *x, *residual, *weight;  // residual: null if nothing is added
@@ -32,7 +18,7 @@ struct Arrays {  // [rows, D], weight [D], all of one dtype
 
 void normalise(const Arrays &arrays, Dtype dtype, int64_t num_rows, int64_t channels, float eps) {
   record([=] { normalise(arrays, dtype, num_rows, channels, eps); });
-  const int64_t padded = (channels + PADDED - 1) / PADDED * PADDED;
+  const int64_t padded = room_for_norm(channels);
   const int64_t rows_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / channels, 1);
   parallel_for((num_rows + rows_per_chunk - 1) / rows_per_chunk, [&](int64_t chunk) {
     thread_local std::vector<float> kept;
@@ -48,10 +34,7 @@ void normalise(const Arrays &arrays, Dtype dtype, int64_t num_rows, int64_t chan
         round_to(dtype, row, channels);
         write_floats(arrays.total, dtype, i * channels, channels, row);
       }
-      const float inverse = 1 / std::sqrt(mean_square(row, padded, channels) + eps);
-      for (int64_t c = 0; c < channels; ++c) row[c] *= inverse;
-      round_to(dtype, row, channels);
-      for (int64_t c = 0; c < channels; ++c) row[c] *= factors[c];
+      normalise_row(row, factors, channels, dtype, eps);
       write_floats(arrays.out, dtype, i * channels, channels, row);
     }
   });

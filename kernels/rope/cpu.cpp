@@ -7,21 +7,12 @@
 #include "../recording.h"
 #include "../rows.h"
 #include "../threads.h"
+#include "turn.h"
 
 namespace {
 
 constexpr int64_t CHUNK_CHANNELS = 1 << 15;  // worth another thread
 constexpr int64_t TOKENS_OF_ANGLES = 16;     // too
-
-template <int64_t STEP>
-void turn_pairs(const float *first, const float *second, const float *cos, const float *sin, int64_t count, float *__restrict to_first,
-                float *__restrict to_second) {
-  for (int64_t i = 0; i < count; ++i) {
-    const float a = first[i * STEP], b = second[i * STEP];
-    to_first[i * STEP] = a * cos[i] - b * sin[i];
-    to_second[i * STEP] = b * cos[i] + a * sin[i];
-  }
-}
 
 }  // namespace
 
@@ -39,11 +30,7 @@ extern "C" void rope(const void *x, const void *cos, const void *sin, void *out,
       read_floats(sin, Dtype(dtype), token * half, half, s);
       for (int64_t head = 0; head < num_heads; ++head) {
         read_floats(x, Dtype(dtype), token * token_stride + head * channels, channels, from);
-        if (interleaved)
-          turn_pairs<2>(from, from + 1, c, s, half, to, to + 1);
-        else
-          turn_pairs<1>(from, from + half, c, s, half, to, to + half);
-        std::copy(from + 2 * half, from + channels, to + 2 * half);
+        turn_head(from, channels, c, s, half, interleaved, to);
         write_floats(out, Dtype(dtype), (token * num_heads + head) * channels, channels, to);
       }
     }

@@ -64,8 +64,8 @@ def _rope(
     mask = inside & (head < heads)
     first = tl.load(source + place, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + place + step, mask=mask, other=0.0).to(tl.float32)
-    tl.store(target + place, (first * cos - second * sin).to(output.dtype.element_ty), mask=mask)
-    tl.store(target + place + step, (second * cos + first * sin).to(output.dtype.element_ty), mask=mask)
+    tl.store(target + place, tl.fma(first, cos, -(second * sin)).to(output.dtype.element_ty), mask=mask)
+    tl.store(target + place + step, tl.fma(second, cos, first * sin).to(output.dtype.element_ty), mask=mask)
     if REST > 0:
         place = 2 * pairs + tl.arange(0, REST)[None, :]
         mask = (place < channels) & (head < heads)

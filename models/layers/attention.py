@@ -1,6 +1,6 @@
-"""What every attention layer does once it has queries, keys and values.
+"""What every attention layer does once its new keys and values are in the cache (kernels/kv_store).
 
-T tokens, S sequences, H query heads, G key/value heads, D channels per key head, E per value head.
+T tokens, R output rows, S sequences, H query heads, D channels per key head, E per value head.
 """
 
 import math
@@ -9,15 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.kv_store import kv_store
 from kernels.paged_attention import paged_attention
 from models.batch import Batch, LayerCache
 
 
 def attend(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
     cache: LayerCache,
     batch: Batch,
     scale: float,
@@ -26,13 +23,11 @@ def attend(
     alibi_slopes: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
 ) -> Tensor:
-    """Keep the new keys [T, G, D] and values [T, G, E]; every query [T, H, D] sees its sequence. Returns [T, H * E], in the last layer
-    [R, H * E] of output rows.
+    """Every query [T, H, D] sees its sequence. Returns [T, H * E], in the last layer [R, H * E] of output rows.
 
     What the options mean is said at kernels/paged_attention.
     """
     keys, values = cache
-    kv_store(key, value, keys, values, batch.slots)
     attended = paged_attention(
         batch.attending(query),
         keys,
@@ -49,16 +44,12 @@ def attend(
     return attended.flatten(1)
 
 
-def attend_latent(
-    query: Tensor, key: Tensor, value_channels: int, cache: LayerCache, batch: Batch, scale: float
-) -> Tensor:
-    """Keep the new keys [T, 1, D], whose first so many channels are the values too; queries [T, H, D]. Returns [T, H, value_channels],
-    in the last layer of output rows alone.
+def attend_latent(query: Tensor, value_channels: int, cache: LayerCache, batch: Batch, scale: float) -> Tensor:
+    """The same where a key's first so many channels are its values too. Returns [T or R, H, value_channels].
 
     This is attention over latents (arXiv 2405.04434): all heads share one key per token, and the cache's values have no channels.
     """
-    keys, values = cache
-    kv_store(key, key[..., :0], keys, values, batch.slots)
+    keys, _ = cache
     return paged_attention(
         batch.attending(query),
         keys,

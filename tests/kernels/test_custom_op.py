@@ -86,6 +86,9 @@ STARTS, LENGTHS = torch.tensor([0, 3, 5]), torch.tensor([3, 2])
 def test_the_cache(name: str) -> None:
     keys, values = (PARTS.take(cache) for cache in caches_of(name))
     opcheck(ops.kv_store, randn(5, 2, 12), randn(5, 4, 12)[:, ::2], *keys, *values, SLOTS)
+    new = randn(5, 6, 12), randn(5, 2, 12), randn(5, 4, 12)[:, ::2]
+    opcheck(ops.rope_and_store, *new, *randn(2, 5, 6), *keys, *values, SLOTS)
+    opcheck(ops.rope_and_store, *new, *randn(2, 5, 4), *keys, *values, SLOTS, True, randn(12), randn(12), 1e-5)
     opcheck(ops.paged_attention, randn(5, 6, 12), *keys, *values, TABLES, STARTS, LENGTHS, 0.3)
     opcheck(ops.paged_attention, randn(5, 6, 12), *keys, *values, TABLES, STARTS, LENGTHS, 0.3, 20.0, 2, torch.rand(6))
 

@@ -23,7 +23,7 @@ SCHEMES = {
     "int4, and a cache of int8": QuantConfig(QuantScheme.int4, group_size=32, kv_cache=KVCacheFormat.int8),
     "a8w8": QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic),
 }
-ATTENTION = ("matmul_together", "rope", "rope", "kv_store", "paged_attention", "matmul_together")
+ATTENTION = ("matmul_together", "rope_and_store", "paged_attention", "matmul_together")
 SHAPE = BatchShape(num_tokens=5, num_sequences=2, table_width=1, num_marks=0, num_outputs=2)
 LAYER = (*ATTENTION, "add_rms_norm", "matmul_swiglu", "matmul_together", "add_rms_norm")
 

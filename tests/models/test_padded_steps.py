@@ -1,5 +1,6 @@
 """A CUDA graph can hold every family's decode step: it waits for no number, and rows that pad it change nothing."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-import models.layers.attention
 from conf.decoding import DecodeConfig
-from kernels.kv_store import kv_store
+from kernels.kv_store import kv_store, rope_and_store
 from kernels.paged_attention import paged_attention
 from models.batch import Batch, BatchShape
 from pipelines.engine.batch import build_batch
@@ -40,6 +40,27 @@ def store_own(key: Tensor, value: Tensor, keys: Any, values: Any, slots: Tensor)
         kv_store(key[:count], value[:count], keys, values, slots[:count])
 
 
+def turn_and_store_own(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Any,
+    values: Any,
+    slots: Tensor,
+    *how: Any,
+    **named: Any,
+) -> Tensor:
+    """The same; of what has no slot the query is any numbers."""
+    with _disable_current_modes():
+        count = int((slots >= 0).sum())
+        own = (part[:count] for part in (query, key, value, cos, sin))
+        output = torch.full_like(query, torch.nan)
+        output[:count] = rope_and_store(*own, keys, values, slots[:count], *how, **named)
+    return output
+
+
 def attend_own(query: Tensor, keys: Any, values: Any, *where: Any) -> Tensor:
     """As the GPU's kernel does: tokens of no sequence have any numbers."""
     tables, starts, contexts, scale, soft_cap, window, slopes, prefixes = where
@@ -50,6 +71,9 @@ def attend_own(query: Tensor, keys: Any, values: Any, *where: Any) -> Tensor:
         output = query.new_full((*query.shape[:2], values.channels), torch.nan)
         output[:count] = paged_attention(query[:count], keys, values, *own, prefixes)
     return output
+
+
+OWN = {kv_store: store_own, rope_and_store: turn_and_store_own, paged_attention: attend_own}
 
 
 @torch.inference_mode()
@@ -68,8 +92,10 @@ def test_a_step_of_two_sequences_in_one_of_four(family: str, tmp_path: Path, mon
     shape = BatchShape(4, 4, batch.block_tables.shape[1] + 1, num_marks, 4)
     padded = Batch(torch.full((shape.num_numbers,), 10**6), shape)
     fill(padded, batch)
-    monkeypatch.setattr(models.layers.attention, "kv_store", store_own)
-    monkeypatch.setattr(models.layers.attention, "paged_attention", attend_own)
+    for module in [module for name, module in sys.modules.items() if name.startswith("models.")]:
+        for function, own in OWN.items():
+            if getattr(module, function.__name__, None) is function:
+                monkeypatch.setattr(module, function.__name__, own)
     with NeverWaits():
         hidden = engine.runner.hidden(padded)
     assert torch.equal(hidden[:2], expected)

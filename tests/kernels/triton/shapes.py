@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kernels.kv_format import FORMATS, allocate
-from kernels.kv_store.triton import kv_store
+from kernels.kv_store.triton import kv_store, rope_and_store
 from kernels.moe.triton import mixture
 from kernels.paged_attention.triton import paged_attention
 from kernels.quant_matmul.gpu_weight import GPUWeight
@@ -58,11 +58,20 @@ def attend_latent(num_tokens: int, num_sequences: int) -> None:
     paged_attention(query, keys, values, tables, ints(num_sequences + 1), ints(num_sequences), 576**-0.5)
 
 
-def store(kv_cache: str) -> None:
+def store(kv_cache: str, model: str = "llama-3.1-8b") -> None:
+    """As they are, turned, turned after a norm, and half of them turned."""
+    heads, groups, channels = MODELS[model]
     device = torch.get_default_device()
-    caches = [allocate(format, (1024, 16, 8), 128, BF16, device) for format in formats_of(kv_cache, 8, str(device))]
-    key, value = torch.empty(2, 64, 8, 128, dtype=BF16)
-    kv_store(key, value, *caches, torch.zeros(64, dtype=torch.int64))
+    formats = formats_of(kv_cache, groups, str(device))
+    caches = [allocate(format, (1024, 16, groups), channels, BF16, device) for format in formats]
+    query = torch.empty(64, heads, channels, dtype=BF16)
+    key, value = torch.empty(2, 64, groups, channels, dtype=BF16)
+    slots, angles, norm = torch.zeros(64, dtype=torch.int64), torch.empty(64, channels // 2, dtype=BF16), key[0, 0]
+    kv_store(key, value, *caches, slots)
+    rope_and_store(query, key, value, angles, angles, *caches, slots)
+    rope_and_store(query, key, value, angles, angles, *caches, slots, False, norm, norm, 1e-6)
+    half = angles[:, : channels // 4]
+    rope_and_store(query, key, value, half, half, *caches, slots, True)
 
 
 def rows() -> None:
@@ -138,6 +147,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention latent decode": partial(attend_latent, 64, 64),
     "attention latent prefill": partial(attend_latent, 4096, 1),
     **{f"kv_store {kind}": partial(store, kind) for kind in NAMES},
+    "kv_store gemma-2-9b": partial(store, "none", "gemma-2-9b"),
     "rows": rows,
     **{f"matmul {rows} w8a16": partial(multiply, rows, 8, 1) for rows in ROWS},
     **{f"matmul {rows} w4a16 g128": partial(multiply, rows, 4, 32) for rows in ROWS},

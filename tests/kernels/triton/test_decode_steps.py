@@ -8,7 +8,6 @@ import torch
 import kernels.kv_store.triton
 import kernels.paged_attention.triton
 import kernels.rms_norm.triton
-import kernels.rope.triton
 import models.decoder
 import models.layers.attention
 import models.layers.norm
@@ -27,11 +26,10 @@ def test_an_engine_gives_the_cpus_tokens(tmp_path: Path, monkeypatch: pytest.Mon
     expected = [c.token_ids for c in complete(engine_of(tmp_path, block_size=4), prompts, decode)]
     engine = engine_of(tmp_path, block_size=4)
     for module, kernel in (
-        (models.layers.attention, kernels.kv_store.triton.kv_store),
         (models.layers.attention, kernels.paged_attention.triton.paged_attention),
         (models.layers.norm, kernels.rms_norm.triton.rms_norm),
         (models.layers.norm, kernels.rms_norm.triton.add_rms_norm),
-        (models.decoder, kernels.rope.triton.rope),
+        (models.decoder, kernels.kv_store.triton.rope_and_store),
     ):
         monkeypatch.setattr(module, kernel.__name__, kernel)
     steps = PaddedDecodeSteps(engine.runner._forward, AgainPool(), 4, 3, 0, torch.device("cpu"))

@@ -1,5 +1,8 @@
 """The kernels that work row by row - norm, activation, rotation, cache writing - against their references."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -54,7 +57,7 @@ def test_rope(dtype: torch.dtype, interleaved: bool, heads: int, channels: int, 
 
 
 def stored(
-    store: object, kv_cache: str, key: Tensor, value: Tensor, slots: Tensor, device: str
+    store: Callable[..., None], kv_cache: str, key: Tensor, value: Tensor, slots: Tensor, device: str
 ) -> tuple[PagedVectors, ...]:
     caches = []
     for format, vectors in zip(formats_of(kv_cache, key.shape[1], device), (key, value), strict=True):
@@ -62,7 +65,7 @@ def stored(
         for part in cache.tensors:
             part.copy_(torch.full(part.shape, 77))
         caches.append(cache)
-    store.kv_store(key.to(device), value.to(device), *caches, slots.to(device))  # type: ignore[attr-defined]
+    store(key.to(device), value.to(device), *caches, slots.to(device))
     return tuple(caches)
 
 
@@ -76,8 +79,8 @@ def test_kv_store_writes_the_same_bits(
     key, value = noise(5, groups, key_dim, dtype=dtype), noise(5, groups, value_dim, dtype=dtype, seed=1)
     key[1], key[2, 0, 3], key[3] = 0, 500, -0.125
     pairs = zip(
-        stored(kernels.kv_store.triton, kv_cache, key, value, slots, DEVICE),
-        stored(kernels.kv_store.reference, kv_cache, key, value, slots, "cpu"),
+        stored(kernels.kv_store.triton.kv_store, kv_cache, key, value, slots, DEVICE),
+        stored(kernels.kv_store.reference.kv_store, kv_cache, key, value, slots, "cpu"),
         strict=True,
     )
     for ours, expected in pairs:
@@ -90,7 +93,7 @@ def test_kv_store_writes_the_same_bits(
 def test_what_is_not_finite_is_not_hidden(kv_cache: str, odd: float) -> None:
     key = noise(2, 1, 16)
     key[0, 0, 5] = odd
-    cache, _ = stored(kernels.kv_store.triton, kv_cache, key, key, torch.tensor([1, 2]), DEVICE)
+    cache, _ = stored(kernels.kv_store.triton.kv_store, kv_cache, key, key, torch.tensor([1, 2]), DEVICE)
     read = cache.format.decode(tuple(part.cpu().flatten(0, 1)[1:3] for part in cache.tensors))
     assert not read[0].isfinite().all()
     assert read[1].isfinite().all()
@@ -99,14 +102,50 @@ def test_what_is_not_finite_is_not_hidden(kv_cache: str, odd: float) -> None:
 def test_values_may_have_no_channels() -> None:
     """As in a cache of latents."""
     key, slots = noise(2, 1, 24), torch.tensor([3, 1])
-    cache, _ = stored(kernels.kv_store.triton, "none", key, key[..., :0], slots, DEVICE)
+    cache, _ = stored(kernels.kv_store.triton.kv_store, "none", key, key[..., :0], slots, DEVICE)
     assert torch.equal(cache.tensors[0].cpu().flatten(0, 1)[slots], key)
 
 
 def test_padding_is_not_stored() -> None:
     for kv_cache in NAMES:
         key = noise(3, 2, 16)
-        cache, _ = stored(kernels.kv_store.triton, kv_cache, key, key, torch.tensor([-1, 2, -1]), DEVICE)
+        cache, _ = stored(kernels.kv_store.triton.kv_store, kv_cache, key, key, torch.tensor([-1, 2, -1]), DEVICE)
         for part in cache.tensors:
             untouched = torch.cat((part.flatten(0, 1)[:2], part.flatten(0, 1)[3:])).cpu()
             assert torch.equal(untouched.float(), torch.full(untouched.shape, 77.0).to(part.dtype).float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_cache", NAMES)
+@pytest.mark.parametrize(
+    ("heads", "groups", "channels", "turning", "interleaved"),
+    [(1, 1, 16, 16, False), (11, 2, 80, 20, True), (6, 3, 34, 34, False)],
+)
+def test_turning_and_storing_in_one_launch(
+    dtype: torch.dtype, kv_cache: str, heads: int, groups: int, channels: int, turning: int, interleaved: bool
+) -> None:
+    """To the bit what the kernels of norm, turn and store give one after the other; padding is not stored."""
+    fused = noise(5, heads + 2 * groups, channels, dtype=dtype).to(DEVICE)
+    query, key, value = fused.split((heads, groups, groups), dim=1)
+    angles, norms = noise(5, turning // 2), noise(2, channels, dtype=dtype, seed=1).to(DEVICE)
+    cos, sin, slots = angles.cos().to(DEVICE, dtype), angles.sin().to(DEVICE, dtype), torch.tensor([19, -1, 7, 3, 12])
+    for own in (None, norms):
+        normed = [query, key]
+        if own is not None:
+            pairs = zip(normed, own, strict=True)
+            normed = [kernels.rms_norm.triton.rms_norm(part, norm, 1e-6) for part, norm in pairs]
+        turned = [kernels.rope.triton.rope(part, cos, sin, interleaved) for part in normed]
+        expected = stored(kernels.kv_store.triton.kv_store, kv_cache, turned[1], value, slots, DEVICE)
+        outputs = []
+
+        def store(key: Tensor, value: Tensor, *where: Any, own: Tensor | None = own, outputs: Any = outputs) -> None:
+            options = () if own is None else (*own, 1e-6)
+            outputs.append(
+                kernels.kv_store.triton.rope_and_store(query, key, value, cos, sin, *where, interleaved, *options)
+            )
+
+        ours = stored(store, kv_cache, key, value, slots, DEVICE)
+        assert torch.equal(outputs[0], turned[0])
+        for cache, wanted in zip(ours, expected, strict=True):
+            for part, other in zip(cache.tensors, wanted.tensors, strict=True):
+                assert torch.equal(part.view(torch.uint8), other.view(torch.uint8))
