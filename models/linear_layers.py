@@ -44,13 +44,13 @@ def pack_layers(model: CausalLM, dtype: torch.dtype, device: torch.device) -> No
         replace_layer(model, layer.name, DenseLinear(layer))
 
 
-def prepare_experts(model: CausalLM) -> None:
-    """When all weights are in their places: mixtures compute their experts together where they can. Warns where none can on a GPU."""
+def prepare_experts(model: CausalLM, device: torch.device) -> None:
+    """When all weights are in their places: mixtures compute their experts together where they can. On a GPU it is told where not."""
     mixtures = [module for module in model.modules() if isinstance(module, Experts)]
     for mixture in mixtures:
         mixture.prepare()
     apart = sum(not mixture.is_together for mixture in mixtures)
-    if apart and next(model.parameters()).is_cuda:
+    if apart and device.type == "cuda":
         log.warning(
             "the experts of %d layers are computed one by one, which no CUDA graph can hold: they are held in several ways, have scales "
             "of activations from calibration, or permuted channels",

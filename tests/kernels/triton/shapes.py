@@ -10,15 +10,16 @@ from kernels.kv_format import FORMATS, allocate
 from kernels.kv_store.triton import kv_store
 from kernels.moe.triton import mixture
 from kernels.paged_attention.triton import paged_attention
-from kernels.quant_matmul.gpu_weight import GPUWeight, RowCodes, of_floats
+from kernels.quant_matmul.gpu_weight import GPUWeight, of_floats
 from kernels.quant_matmul.triton import quant_matmul, quant_matmul_codes, quantize_rows
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rope.triton import rope
 from kernels.sampling.triton import draw, penalize
 from kernels.swiglu.triton import swiglu
 from tests.kernels.cache_formats import NAMES, formats_of
+from tests.kernels.triton.cases import EXPERT_FORMATS, FP8
 
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+BF16 = torch.bfloat16
 
 MODELS = {  # query heads, key/value heads, channels
     "llama-3.1-8b": (32, 8, 128),
@@ -120,28 +121,15 @@ MIXTURES = {  # experts, of a token, hidden channels, channels of an expert
     "qwen3-30b": (128, 8, 2048, 768),
     "deepseek-v2-lite": (64, 6, 2048, 1408),
 }
-EXPERT_FORMATS: dict[str, tuple[int, int | None, bool, torch.dtype, RowCodes | None]] = {
-    # bits, inputs that share a scale, zero points, 8-bit codes, what rows become
-    "bf16": (16, None, False, BF16, None),
-    "w8a16": (8, None, False, torch.int8, None),
-    "w4a16": (4, None, False, torch.int8, None),
-    "w4a16 g128": (4, 128, False, torch.int8, None),
-    "w4a16 g32 zero": (4, 32, True, torch.int8, None),
-    "fp8 weight": (8, None, False, FP8, None),
-    "w8a8": (8, None, False, torch.int8, RowCodes(torch.int8)),
-    "fp8": (8, None, False, FP8, RowCodes(FP8)),
-    "fp8 blocks": (8, 128, False, FP8, RowCodes(FP8, 128)),
-}
 
 
 def experts_of(num_experts: int, outputs: int, inputs: int, kind: str) -> GPUWeight:
-    bits, group_size, has_zeros, dtype, rows = EXPERT_FORMATS[kind]
-    if bits == 16:
-        return of_floats(torch.empty(num_experts, outputs, inputs, dtype=dtype))
-    shape = num_experts, outputs, inputs * bits // 8
-    codes = torch.empty(shape, dtype=torch.uint8 if bits == 4 else dtype)
-    groups, is_blocked = -(-inputs // (group_size or inputs)), kind == "fp8 blocks"
-    scales = torch.empty(num_experts, groups, -(-outputs // 128) if is_blocked else outputs)
+    if kind == "bf16":
+        return of_floats(torch.empty(num_experts, outputs, inputs, dtype=BF16))
+    bits, dtype, group_size, has_zeros, _ = EXPERT_FORMATS[kind]
+    codes = torch.empty(num_experts, outputs, inputs * bits // 8, dtype=torch.uint8 if bits == 4 else dtype)
+    groups = -(-inputs // (group_size or inputs))
+    scales = torch.empty(num_experts, groups, -(-outputs // 128) if kind == "fp8 blocks" else outputs)
     zeros = torch.empty(scales.shape, dtype=torch.int8) if has_zeros else None
     return GPUWeight(codes, scales, zeros, inputs, group_size or 128)
 
@@ -149,7 +137,7 @@ def experts_of(num_experts: int, outputs: int, inputs: int, kind: str) -> GPUWei
 def mix(num_tokens: int, model: str, kind: str) -> None:
     num_experts, per_token, size, channels = MIXTURES[model]
     gate_up, down = experts_of(2 * num_experts, channels, size, kind), experts_of(num_experts, size, channels, kind)
-    rows = EXPERT_FORMATS[kind][-1]
+    rows = None if kind == "bf16" else EXPERT_FORMATS[kind][-1]
     chosen = torch.zeros(num_tokens, per_token, dtype=torch.int64)
     mixture(torch.empty(num_tokens, size, dtype=BF16), gate_up, down, chosen.float(), chosen, rows, rows)
 
@@ -179,7 +167,7 @@ CASES: dict[str, Callable[[], None]] = {
     "sampling 1 llama-2": partial(sample, 1, 32000),
     **{
         f"moe {tokens} mixtral-8x7b {kind}": partial(mix, tokens, "mixtral-8x7b", kind)
-        for kind in EXPERT_FORMATS
+        for kind in ("bf16", *EXPERT_FORMATS)
         for tokens in (1, 8, 128, 4096)
     },
     **{

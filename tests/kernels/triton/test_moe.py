@@ -5,40 +5,26 @@ import torch
 from torch import Tensor
 
 from kernels.moe import reference, route, triton
-from kernels.quant_matmul.gpu_weight import GPUWeight, RowCodes, of_floats, pack, stack
-from tests.kernels.triton.cases import DEVICE, assert_near, noise
+from kernels.quant_matmul.gpu_weight import GPUWeight, of_floats, pack, stack
+from tests.kernels.triton.cases import DEVICE, EXPERT_FORMATS, FP8, assert_near, noise
 from tests.kernels.triton.test_quant_matmul import on_device, random_codes, values
-
-FP8 = torch.float8_e4m3fn
-FORMATS: dict[str, tuple[int, int | None, bool, RowCodes | None]] = {
-    # bits (0: float8), inputs that share a scale, zero points, what rows become
-    "int8": (8, None, False, None),
-    "int8 groups": (8, 64, False, None),
-    "int4": (4, None, False, None),
-    "int4 groups": (4, 128, False, None),
-    "int4 zero points": (4, 32, True, None),
-    "fp8 weight": (0, None, False, None),
-    "w8a8": (8, None, False, RowCodes(torch.int8)),
-    "fp8": (0, None, False, RowCodes(FP8)),
-    "fp8 blocks": (0, 128, False, RowCodes(FP8, 128)),
-}
 
 
 def make_experts(
     count: int, outputs: int, inputs: int, kind: str, idle: set[int] = frozenset()
 ) -> tuple[GPUWeight, Tensor]:
     """Of each expert that is not idle its own numbers, and what they stand for: float64 [count, outputs, inputs]."""
-    bits, group_size, has_zeros, _ = FORMATS[kind]
+    bits, dtype, group_size, has_zeros, _ = EXPERT_FORMATS[kind]
     group = group_size or inputs
     weights, wholes = [], []
     for number in range(count):
-        codes = random_codes(outputs, inputs, bits or 8, has_zeros).roll(number, 0)
-        codes = codes if bits else (codes.float() / 4).to(FP8)
+        codes = random_codes(outputs, inputs, bits, has_zeros).roll(number, 0)
+        codes = (codes.float() / 4).to(FP8) if dtype == FP8 else codes
         scales = noise(outputs, -(-inputs // group), seed=number).abs() + 0.1
         scales = scales[::128].repeat_interleave(128, 0)[:outputs] if kind == "fp8 blocks" else scales
         zeros = (codes[:, ::group] + 3).clamp(0, 15) if has_zeros else None
         wholes.append(values(codes, scales, zeros, group))
-        packed = pack(codes, scales, zeros, bits or 8)
+        packed = pack(codes, scales, zeros, bits)
         if number in idle:
             packed.scales.fill_(torch.nan)
         weights.append(packed)
@@ -54,7 +40,7 @@ def check_mixture(
     down, down_values = make_experts(experts, size, channels, kind, idle)
     x = noise(len(chosen), size, dtype=dtype)
     weights = noise(*chosen.shape, seed=1).softmax(-1)
-    rows = FORMATS[kind][-1]
+    rows = EXPERT_FORMATS[kind][-1]
     expected = reference.mixture(x.double(), gate_up_values, down_values, weights, chosen, rows, rows)
     result = triton.mixture(x.to(DEVICE), gate_up, down, weights.to(DEVICE), chosen.to(DEVICE), rows, rows)
     assert result.dtype == dtype
@@ -68,18 +54,18 @@ def choose(tokens: int, experts: int, per_token: int) -> Tensor:
     return route(noise(tokens, experts, seed=1), per_token, True)[1]
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", EXPERT_FORMATS)
 @pytest.mark.parametrize("tokens", [1, 21])
 def test_quantised_experts(kind: str, tokens: int) -> None:
     check_mixture(kind, choose(tokens, 9, 2), 9, 200, 72 if "blocks" not in kind else 140)
 
 
-@pytest.mark.parametrize("kind", ["int4 groups", "w8a8", "fp8 blocks"])
+@pytest.mark.parametrize("kind", ["w4a16 g128", "w8a8", "fp8 blocks"])
 def test_all_tokens_at_one_expert(kind: str) -> None:
     check_mixture(kind, torch.full((70, 1), 2), 4, 130, 40)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4 zero points", "fp8 weight"])
+@pytest.mark.parametrize("kind", ["w8a16", "w4a16 g32 zero", "fp8 weight"])
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 3), (40, 3), (300, 2)])  # one for each way to launch
 def test_quantised_experts_in_bfloat16(kind: str, tokens: int, experts: int) -> None:
     check_mixture(kind, choose(tokens, experts, 2), experts, 96, 40, torch.bfloat16)
