@@ -52,7 +52,7 @@ def prepare_experts(model: CausalLM, device: torch.device) -> None:
     apart = sum(not mixture.is_together for mixture in mixtures)
     if apart and device.type == "cuda":
         log.warning(
-            "the experts of %d layers are computed one by one, which no CUDA graph can hold: they are held in several ways, have scales "
-            "of activations from calibration, or permuted channels",
+            "the experts of %d layers are computed one by one, which no CUDA graph can hold: no kernel takes "
+            "several forms of weights together, activations' scales from calibration, or permuted channels",
             apart,
         )

