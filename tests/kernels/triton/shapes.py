@@ -123,23 +123,24 @@ MIXTURES = {  # experts, of a token, hidden channels, channels of an expert
 }
 
 
-def experts_of(num_experts: int, outputs: int, inputs: int, kind: str) -> GPUWeight:
-    if kind == "bf16":
-        return of_floats(torch.empty(num_experts, outputs, inputs, dtype=BF16))
-    bits, dtype, group_size, has_zeros, _ = EXPERT_FORMATS[kind]
-    codes = torch.empty(num_experts, outputs, inputs * bits // 8, dtype=torch.uint8 if bits == 4 else dtype)
+def experts_of(num_experts: int, outputs: int, inputs: int, kind: str, dtype: torch.dtype) -> GPUWeight:
+    if kind == "floats":
+        return of_floats(torch.empty(num_experts, outputs, inputs, dtype=dtype))
+    bits, code_dtype, group_size, has_zeros, _ = EXPERT_FORMATS[kind]
+    codes = torch.empty(num_experts, outputs, inputs * bits // 8, dtype=torch.uint8 if bits == 4 else code_dtype)
     groups = -(-inputs // (group_size or inputs))
     scales = torch.empty(num_experts, groups, -(-outputs // 128) if kind == "fp8 blocks" else outputs)
     zeros = torch.empty(scales.shape, dtype=torch.int8) if has_zeros else None
     return GPUWeight(codes, scales, zeros, inputs, group_size or 128)
 
 
-def mix(num_tokens: int, model: str, kind: str) -> None:
+def mix(num_tokens: int, model: str, kind: str, dtype: torch.dtype = BF16) -> None:
     num_experts, per_token, size, channels = MIXTURES[model]
-    gate_up, down = experts_of(2 * num_experts, channels, size, kind), experts_of(num_experts, size, channels, kind)
-    rows = None if kind == "bf16" else EXPERT_FORMATS[kind][-1]
+    gate_up = experts_of(2 * num_experts, channels, size, kind, dtype)
+    down = experts_of(num_experts, size, channels, kind, dtype)
+    rows = None if kind == "floats" else EXPERT_FORMATS[kind][-1]
     chosen = torch.zeros(num_tokens, per_token, dtype=torch.int64)
-    mixture(torch.empty(num_tokens, size, dtype=BF16), gate_up, down, chosen.float(), chosen, rows, rows)
+    mixture(torch.empty(num_tokens, size, dtype=dtype), gate_up, down, chosen.float(), chosen, rows, rows)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -167,7 +168,7 @@ CASES: dict[str, Callable[[], None]] = {
     "sampling 1 llama-2": partial(sample, 1, 32000),
     **{
         f"moe {tokens} mixtral-8x7b {kind}": partial(mix, tokens, "mixtral-8x7b", kind)
-        for kind in ("bf16", *EXPERT_FORMATS)
+        for kind in ("floats", *EXPERT_FORMATS)
         for tokens in (1, 8, 128, 4096)
     },
     **{
@@ -175,5 +176,9 @@ CASES: dict[str, Callable[[], None]] = {
         for tokens in (1, 64, 4096)
         for model in MIXTURES
         if model != "mixtral-8x7b"
+    },
+    **{
+        f"moe 8 mixtral-8x7b {kind} float32": partial(mix, 8, "mixtral-8x7b", kind, torch.float32)
+        for kind in ("floats", "w8a16", "w4a16 g128", "w8a8", "fp8")
     },
 }
