@@ -1,5 +1,7 @@
 """A model's linear layers: which of them may be held in another form, and putting such in their places."""
 
+import logging
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,8 @@ from models.causal_lm import CausalLM
 from models.layers.dense import DenseLinear
 from models.layers.linear import Conv1D, FloatLinear, Layer, Linear, PackedLinear, TiedHead
 from models.layers.moe import Experts
+
+log = logging.getLogger(__name__)
 
 PACKABLE = (Linear, Conv1D, TiedHead)  # layers of other classes the model wants to keep as they are
 
@@ -40,8 +44,15 @@ def pack_layers(model: CausalLM, dtype: torch.dtype, device: torch.device) -> No
         replace_layer(model, layer.name, DenseLinear(layer))
 
 
-def prepare_experts(model: CausalLM) -> None:
-    """When all weights are in their places: mixtures compute their experts together where they can."""
-    for module in model.modules():
-        if isinstance(module, Experts):
-            module.prepare()
+def prepare_experts(model: CausalLM, device: torch.device) -> None:
+    """When all weights are in their places: mixtures compute their experts together where they can. On a GPU it is told where not."""
+    mixtures = [module for module in model.modules() if isinstance(module, Experts)]
+    for mixture in mixtures:
+        mixture.prepare()
+    apart = sum(not mixture.is_together for mixture in mixtures)
+    if apart and device.type == "cuda":
+        log.warning(
+            "the experts of %d layers are computed one by one, which no CUDA graph can hold: no kernel takes "
+            "several forms of weights together, activations' scales from calibration, or permuted channels",
+            apart,
+        )

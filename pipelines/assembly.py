@@ -85,7 +85,7 @@ def assemble(
     else:
         read()
     if packed:
-        prepare_experts(model)
+        prepare_experts(model, device)
     sequences = max_num_requests * _sequences_of_a_request(run.decode.resolved(decode))
     formats, room = _cache_formats(model, run.quant, static_cache), max(AUTO_SEQUENCES, sequences)
     cache = _kv_cache(run.device, shape, room, context, formats, dtype, device)

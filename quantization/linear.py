@@ -4,7 +4,8 @@ R rows, I input channels, O output channels, G groups of input channels.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,8 @@ from kernels.quant_matmul import (
     quantize_rows,
     quantize_rows_float8,
 )
-from models.layers.linear import GroupedProduct, JointLinear, PackedLinear, linear
+from kernels.quant_matmul.gpu_weight import RowCodes
+from models.layers.linear import ExpertLinear, GroupedProduct, JointLinear, PackedLinear, linear
 from quantization.activations import quantize_static
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight, WeightLayout
@@ -38,6 +40,8 @@ from quantization.scheme import LinearScheme
 # Rows from which activations=auto quantises. One limb is faster than two from 5 rows on with int8 weights and from 3 with int4 (one thread;
 # with more the memory is slower to keep up), 1.4 to 1.9 times with 8.
 MANY_ROWS = 8
+
+KernelWeight: TypeAlias = PackedWeight | Float8Weight | GPUWeight
 
 
 class CodedLinear(PackedLinear):
@@ -109,31 +113,63 @@ class CodedLinear(PackedLinear):
         return y if self.bias is None else y + self.bias
 
 
-class IntLinear(CodedLinear, JointLinear):
+class KernelLinear(CodedLinear, ExpertLinear):
+    """One whose codes the kernels multiply by, in a form of the machine's."""
+
+    _weight: KernelWeight
+
+    @property
+    def expert_kind(self) -> Hashable:
+        """None on a CPU, and for a layer that does to rows what others do not."""
+        is_one = isinstance(self._weight, GPUWeight) and self._takes_any_rows and self.bias is None
+        return (self.scheme, self.gpu_weight.format) if is_one else None
+
+    @property
+    def _takes_any_rows(self) -> bool:
+        """Whether they are neither permuted nor quantised with a scale of this layer's own."""
+        return self.permutation is None and self.input_scale is None
+
+    @property
+    def gpu_weight(self) -> GPUWeight:
+        assert isinstance(self._weight, GPUWeight)
+        return self._weight
+
+    def keep(self, weight: KernelWeight) -> None:
+        self._weight = weight
+        self._register(weight.tensors)
+
+
+class IntLinear(KernelLinear, JointLinear):
     """4- or 8-bit integer weights, packed once for the machine; activations floats or 8-bit integers."""
+
+    _weight: PackedWeight | GPUWeight
 
     def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
         w = stored.weight
         zero_points = None if w.zero_points is None else w.zero_points.to(device)
-        self._keep(pack(w.codes.to(device), w.scales.to(device), zero_points, self.scheme.weights.bits))
+        self.keep(pack(w.codes.to(device), w.scales.to(device), zero_points, self.scheme.weights.bits))
 
     def _restore(self, tensors: dict[str, Tensor]) -> None:
         w = self.scheme.weights
         size = w.group_size or self._shape[1]
-        self._keep(PackedWeight(tensors.pop("packed"), *self._shape, size, w.bits, has_zero_points=not w.symmetric))
+        self.keep(PackedWeight(tensors.pop("packed"), *self._shape, size, w.bits, has_zero_points=not w.symmetric))
 
-    def _keep(self, weight: PackedWeight | GPUWeight) -> None:
-        self._weight = weight
-        self._register(weight.tensors)
-        if isinstance(weight, PackedWeight) and self.permutation is None and self.input_scale is None:
+    def keep(self, weight: KernelWeight) -> None:
+        super().keep(weight)
+        if isinstance(weight, PackedWeight) and self._takes_any_rows:
             self.kind = self.scheme.activations, weight.format
+
+    def row_codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
+        activations = self.scheme.activations
+        if activations is Activations.none or activations is Activations.auto and num_rows < MANY_ROWS * num_layers:
+            return None
+        return RowCodes(torch.int8)
 
     def _rows(self, x: Tensor, num_layers: int = 1) -> Tensor | Int8Rows:
         """What the weight is multiplied by, where so many layers divide the rows among them."""
-        activations = self.scheme.activations
-        if activations is Activations.none or activations is Activations.auto and len(x) < MANY_ROWS * num_layers:
+        if self.row_codes(len(x), num_layers) is None:
             return x
-        if activations is not Activations.static:
+        if self.scheme.activations is not Activations.static:
             return Int8Rows(*quantize_rows(x), x.dtype)
         assert self.input_scale is not None
         return Int8Rows(quantize_static(x, self.input_scale, CodeKind.INT), self.input_scale.reshape(1, 1), x.dtype)
@@ -164,18 +200,20 @@ class IntLinear(CodedLinear, JointLinear):
         return lambda x, starts: grouped_quant_matmul(first._rows(x, len(layers)), weights, starts, gated)
 
 
-class Fp8Linear(CodedLinear):
+class Fp8Linear(KernelLinear):
     """float8 weights; activations floats or float8, with a scale for each token, or for each group of it where weights have groups."""
 
+    _weight: Float8Weight | GPUWeight
+
     def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
-        self._keep(pack_float8(stored.weight.codes.to(device), stored.weight.scales.to(device)))
+        self.keep(pack_float8(stored.weight.codes.to(device), stored.weight.scales.to(device)))
 
     def _restore(self, tensors: dict[str, Tensor]) -> None:
-        self._keep(Float8Weight(tensors.pop("codes"), tensors.pop("scales")))
+        self.keep(Float8Weight(tensors.pop("codes"), tensors.pop("scales")))
 
-    def _keep(self, weight: Float8Weight | GPUWeight) -> None:
-        self._weight = weight
-        self._register(weight.tensors)
+    def row_codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
+        is_float = self.scheme.activations is Activations.none
+        return None if is_float else RowCodes(torch.float8_e4m3fn, self.scheme.weights.group_size)
 
     def _multiply(self, x: Tensor) -> Tensor:
         size = self.scheme.weights.group_size

@@ -1,4 +1,4 @@
-"""What a mixture of experts adds to its experts: rows grouped by expert, the weighted sum; on a GPU all of it in two launches."""
+"""What a mixture of experts adds to its experts: rows grouped by expert, the weighted sum; on a GPU all of it in one function."""
 
 import ctypes
 import functools
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels import build
 from kernels.moe import reference
+from kernels.quant_matmul.gpu_weight import GPUWeight, RowCodes
 
 __all__ = ["combine_rows", "group_rows", "mixture", "route"]
 
@@ -68,16 +69,14 @@ def combine_rows(parts: Tensor, weights: Tensor, places: Tensor) -> Tensor:
 
 def mixture(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: GPUWeight,
+    down: GPUWeight,
     weights: Tensor,
     chosen: Tensor,
-    gate_up_scales: Tensor | None = None,
-    down_scales: Tensor | None = None,
+    gate_up_rows: RowCodes | None = None,
+    down_rows: RowCodes | None = None,
 ) -> Tensor:
-    """See kernels/moe/reference.py."""
-    if x.is_cuda:
-        from kernels.moe import triton
+    """See kernels/moe/reference.py. The weights, floats or quantised, are the values there; on a GPU alone, which nothing waits for."""
+    from kernels.moe import triton  # not at the top: a process without a GPU need not load it
 
-        return triton.mixture(x, gate_up, down, weights, chosen, gate_up_scales, down_scales)
-    return reference.mixture(x, gate_up, down, weights, chosen, gate_up_scales, down_scales)
+    return triton.mixture(x, gate_up, down, weights, chosen, gate_up_rows, down_rows)

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from kernels.quant_matmul import float8
+from kernels.quant_matmul.gpu_weight import RowCodes
+from kernels.quant_matmul.reference import quantize_rows
 from kernels.swiglu.reference import swiglu
 
 
@@ -12,20 +15,21 @@ def mixture(
     down: Tensor,
     weights: Tensor,
     chosen: Tensor,
-    gate_up_scales: Tensor | None = None,
-    down_scales: Tensor | None = None,
+    gate_up_rows: RowCodes | None = None,
+    down_rows: RowCodes | None = None,
 ) -> Tensor:
     """The weighted sum of each token's experts (arXiv 1701.06538): down(silu(gate(x)) * up(x)).
 
-    x [T, E]; gate_up [N, 2F, E], the gate's rows first, and down [N, E, F] in x's dtype, or int8 with one float32 scale for each row,
-    [N, 2F] and [N, E]; weights float32 and chosen int64, both [T, K], a token's experts all different. Returns [T, E] in x's dtype; the
-    sum over experts is float32.
+    x [T, E]; gate_up [2N, F, E], all gates and then what they gate, and down [N, E, F], both in x's dtype; weights float32 and chosen
+    int64, both [T, K], a token's experts all different. With `gate_up_rows` x is quantised before the product, with `down_rows` what
+    comes of it. Returns [T, E] in x's dtype; the sum over experts is float32.
     """
-    output = torch.zeros(x.shape, device=x.device)
-    for number in range(len(gate_up)):
+    output, experts = torch.zeros(x.shape, device=x.device), len(down)
+    for number in range(experts):
         tokens, ranks = (chosen == number).nonzero(as_tuple=True)
-        hidden = x[tokens] @ _matrix(gate_up, gate_up_scales, number, x.dtype).T  # [*, 2F]
-        result = swiglu(*hidden.chunk(2, dim=-1)) @ _matrix(down, down_scales, number, x.dtype).T
+        rows = _rounded(x[tokens], gate_up_rows)
+        hidden = swiglu(rows @ gate_up[number].T, rows @ gate_up[experts + number].T)  # [*, F]
+        result = _rounded(hidden, down_rows) @ down[number].T
         output[tokens] += weights[tokens, ranks, None] * result.float()
     return output.to(x.dtype)
 
@@ -71,6 +75,10 @@ def combine_rows(parts: Tensor, weights: Tensor, places: Tensor) -> Tensor:
     return total.to(parts.dtype)
 
 
-def _matrix(codes: Tensor, scales: Tensor | None, number: int, dtype: torch.dtype) -> Tensor:
-    matrix = codes[number]
-    return (matrix if scales is None else matrix * scales[number, :, None]).to(dtype)
+def _rounded(x: Tensor, rows: RowCodes | None) -> Tensor:
+    """The numbers that quantised rows stand for."""
+    if rows is None:
+        return x
+    codes, scales = quantize_rows(x) if rows.dtype == torch.int8 else float8.quantize_rows(x, rows.group_size)
+    size = rows.group_size or x.shape[1]
+    return codes.to(x.dtype) * scales.to(x.dtype).repeat_interleave(size, 1)[:, : x.shape[1]]

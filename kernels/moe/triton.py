@@ -1,9 +1,10 @@
-"""Two launches for all experts: gate, up and activation in one, down in the other. Tokens are sorted by expert; a program takes some
-tokens of one expert, so that what no token chose is not read (arXiv 2211.15841).
+"""Two products for all experts: gate, up and activation in one launch, down in the other. Weights are floats or quantised.
+
+Tokens are sorted by expert; a program takes some tokens of one expert, so that what no token chose is not read (arXiv 2211.15841). A single
+token has nothing to sort: each of its experts has one row, which is a sum of products in registers. Grids depend on T alone; nothing
+waits for the GPU.
 
 T tokens, E hidden channels, F channels of an expert, N experts, K experts of each token; P = T * K pairs of token and expert.
-
-The weight stands on the left of a product, as in kernels/quant_matmul/triton.py. The grid depends on T alone; nothing waits for the GPU.
 """
 
 from typing import NamedTuple
@@ -14,7 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.paged_attention.triton import find_segment
+from kernels.quant_matmul.gpu_weight import GPUWeight, RowCodes
+from kernels.quant_matmul.triton import chunks_at_once, format_of, multiply_row, multiply_rows, quantize_rows
 from kernels.swiglu.triton import silu
+
+SORTED_AT_ONCE = 1024
 
 
 class Launch(NamedTuple):
@@ -24,76 +29,182 @@ class Launch(NamedTuple):
     num_stages: int
 
 
+ONE_TOKEN = Launch(16, 1, 4, 3)
 LAUNCHES = {16: Launch(64, 16, 4, 4), 64: Launch(64, 64, 4, 3)}
 """By the number of pairs of an expert, if all have equally many, that it is for at most; more than the last have LARGE."""
 LARGE = Launch(128, 128, 8, 3)
+LARGE_GROUPS = Launch(128, 64, 8, 3)  # sums of a group lie beside those of all: more of them would be spilled
 FLOAT32 = Launch(32, 16, 4, 2)
+
+
+class Pairs(NamedTuple):
+    """Of tokens and their experts. A pair's number is token * K + rank."""
+
+    experts: Tensor
+    """int64 [P]"""
+    order: Tensor | None
+    """int32 [P], the pairs sorted by expert; None for a single token."""
+    starts: Tensor | None
+    """int32 [N + 1], where each expert's pairs begin in `order`."""
 
 
 def mixture(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: GPUWeight,
+    down: GPUWeight,
     weights: Tensor,
     chosen: Tensor,
-    gate_up_scales: Tensor | None = None,
-    down_scales: Tensor | None = None,
+    gate_up_rows: RowCodes | None = None,
+    down_rows: RowCodes | None = None,
 ) -> Tensor:
-    """As kernels/moe/reference.py says, with float32 sums and scales applied to them."""
-    x = x.contiguous()
-    experts, channels = down.shape[0], down.shape[2]
-    pairs = chosen.flatten()
-    order = pairs.argsort(stable=True)  # [P]
-    starts = torch.searchsorted(pairs[order], torch.arange(experts + 1, device=x.device))
-    hidden = torch.empty(len(pairs), channels, dtype=x.dtype, device=x.device)  # sorted by expert
-    parts = torch.empty(*chosen.shape, x.shape[1], dtype=torch.float32, device=x.device)
-    if len(pairs):
-        _launch(x, gate_up, gate_up_scales, order, starts, None, hidden, chosen.shape[1])
-        _launch(hidden, down, down_scales, order, starts, weights.float().contiguous(), parts, chosen.shape[1])
+    """As kernels/moe/__init__.py says, with float32 sums."""
+    (tokens, per_token), experts = chosen.shape, len(down.codes)
+    hidden = torch.empty(tokens * per_token, gate_up.num_outputs, dtype=x.dtype, device=x.device)
+    parts = torch.empty(tokens, per_token, down.num_outputs, dtype=torch.float32, device=x.device)
+    if tokens:
+        pairs = _sorted(chosen, experts)
+        _multiply(x.contiguous(), gate_up, gate_up_rows, pairs, None, hidden)
+        _multiply(hidden, down, down_rows, pairs, weights.float().contiguous(), parts)
     return parts.sum(1).to(x.dtype)
 
 
-def _launch(
-    x: Tensor,
-    matrices: Tensor,
-    scales: Tensor | None,
-    order: Tensor,
-    starts: Tensor,
-    weights: Tensor | None,
-    output: Tensor,
-    num_experts_per_tok: int,
+def _sorted(chosen: Tensor, num_experts: int) -> Pairs:
+    pairs = chosen.flatten()
+    if len(chosen) == 1:
+        return Pairs(pairs, None, None)
+    order = torch.empty(len(pairs), dtype=torch.int32, device=chosen.device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=chosen.device)
+    _sort[(num_experts + 1,)](pairs, order, starts, len(pairs), SIZE=SORTED_AT_ONCE)
+    return Pairs(pairs, order, starts)
+
+
+def _multiply(
+    x: Tensor, weight: GPUWeight, rows: RowCodes | None, pairs: Pairs, weights: Tensor | None, output: Tensor
 ) -> None:
-    """The gated product if `weights` is None, else the weighted one."""
-    experts, outputs = len(matrices), output.shape[-1]
-    expected = triton.cdiv(len(order), experts)
-    launch = next((launch for most, launch in LAUNCHES.items() if expected <= most), LARGE)
-    launch = FLOAT32 if x.dtype == torch.float32 else launch
-    blocks = len(order) // launch.pairs + experts  # at least as many as there are: each expert rounds up
-    _product[(blocks, triton.cdiv(outputs, launch.outputs))](
+    """The gated product if `weights` is None, else the weighted one. x has a row for each token, or for each pair."""
+    num_pairs, experts = len(pairs.experts), len(weight.codes) // (2 if weights is None else 1)
+    launch = ONE_TOKEN if pairs.order is None else _launch_of(num_pairs, experts, weight.num_groups > 1, x.dtype)
+    per_row = num_pairs // len(x)
+    x, x_scales = (x, None) if rows is None else quantize_rows(x, *rows)
+    shared = format_of(weight, x_scales, None if rows is None else rows.group_size) | {
+        "experts": experts,
+        "X_SCALES": 0 if x_scales is None else x_scales.shape[1],
+        "PAIRS_OF_A_ROW": per_row,
+        "OUTPUTS": launch.outputs,
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+    }
+    tensors = (x, x_scales, weight.codes, weight.scales, weight.zero_points)
+    tiles = triton.cdiv(weight.num_outputs, launch.outputs)
+    if pairs.order is None:
+        chunks = chunks_at_once(weight)
+        _one_token[(num_pairs, tiles)](*tensors, pairs.experts, weights, output, CHUNKS=chunks, **shared)
+        return
+    blocks = num_pairs // launch.pairs + experts  # at least as many as there are: each expert rounds up
+    grid = (blocks, tiles)
+    _product[grid](*tensors, pairs.order, pairs.starts, weights, output, PAIRS=launch.pairs, **shared)
+
+
+def _launch_of(num_pairs: int, experts: int, has_groups: bool, dtype: torch.dtype) -> Launch:
+    if dtype == torch.float32:
+        return FLOAT32
+    expected, large = triton.cdiv(num_pairs, experts), LARGE_GROUPS if has_groups else LARGE
+    return next((launch for most, launch in LAUNCHES.items() if expected <= most), large)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _sort(chosen, order, starts, pairs, SIZE: tl.constexpr):
+    """Pairs of one expert, in their order, behind those of all lower experts. The last program has no expert, but an end."""
+    expert = tl.program_id(0)
+    each = tl.arange(0, SIZE)
+    lower = tl.zeros([SIZE], tl.int32)
+    for first in range(0, pairs, SIZE):
+        number = tl.load(chosen + first + each, mask=first + each < pairs, other=0x7FFFFFFF)
+        lower += (number < expert).to(tl.int32)
+    start = tl.sum(lower, 0)
+    tl.store(starts + expert, start)
+    for first in range(0, pairs, SIZE):
+        own = tl.load(chosen + first + each, mask=first + each < pairs, other=0x7FFFFFFF) == expert
+        place = start + tl.cumsum(own.to(tl.int32), 0) - 1
+        tl.store(order + place, first + each, mask=own)
+        start += tl.sum(own.to(tl.int32), 0)
+
+
+@triton.jit
+def _one_token(
+    x,
+    x_scales,
+    codes,
+    scales,
+    zero_points,
+    chosen,
+    weights,
+    output,
+    experts: tl.constexpr,
+    outputs: tl.constexpr,
+    inputs: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SCALE_OUTPUTS: tl.constexpr,
+    X_CHUNKS: tl.constexpr,
+    X_SCALES: tl.constexpr,
+    PAIRS_OF_A_ROW: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """OUTPUTS outputs of one of the token's experts. Without `weights`: silu(gate) * up. With them: the product, weighted."""
+    pair = tl.program_id(0)
+    expert = tl.load(chosen + pair)
+    number = pair // PAIRS_OF_A_ROW
+    x += number * inputs
+    if x_scales is not None:
+        x_scales += number * X_SCALES
+    n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    result = multiply_row(
+        expert,
         x,
-        matrices,
+        x_scales,
+        codes,
         scales,
-        order,
-        starts,
-        weights,
-        output,
-        experts=experts,
-        outputs=outputs,
-        inputs=x.shape[1],
-        num_experts_per_tok=num_experts_per_tok,
-        OUTPUTS=launch.outputs,
-        PAIRS=launch.pairs,
-        INPUTS=32 if x.dtype == torch.float32 else 64,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        zero_points,
+        n,
+        outputs,
+        inputs,
+        CHUNK,
+        GROUPED,
+        SCALE_OUTPUTS,
+        X_CHUNKS,
+        CHUNKS,
     )
+    if weights is None:
+        result = silu(result) * multiply_row(
+            expert + experts,
+            x,
+            x_scales,
+            codes,
+            scales,
+            zero_points,
+            n,
+            outputs,
+            inputs,
+            CHUNK,
+            GROUPED,
+            SCALE_OUTPUTS,
+            X_CHUNKS,
+            CHUNKS,
+        )
+    else:
+        result *= tl.load(weights + pair)
+    tl.store(output + pair * outputs + n, result.to(output.dtype.element_ty), mask=n < outputs)
 
 
 @triton.jit
 def _product(
     x,
-    matrices,
+    x_scales,
+    codes,
     scales,
+    zero_points,
     order,
     starts,
     weights,
@@ -101,53 +212,70 @@ def _product(
     experts: tl.constexpr,
     outputs: tl.constexpr,
     inputs: tl.constexpr,
-    num_experts_per_tok: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SCALE_OUTPUTS: tl.constexpr,
+    X_CHUNKS: tl.constexpr,
+    X_SCALES: tl.constexpr,
+    PAIRS_OF_A_ROW: tl.constexpr,
     OUTPUTS: tl.constexpr,
     PAIRS: tl.constexpr,
-    INPUTS: tl.constexpr,
 ):
-    """OUTPUTS outputs of PAIRS pairs of one expert. Without `weights`: silu(gate) * up of each pair's token, sorted by expert. With them:
-    the weighted product of each pair, at its own place."""
+    """OUTPUTS outputs of PAIRS pairs of one expert, as of `_one_token`."""
     block = tl.program_id(0)
     expert = find_segment(starts, experts, block, PAIRS)
     start, end = tl.load(starts + expert), tl.load(starts + expert + 1)
     first = start + (block - (start // PAIRS + expert)) * PAIRS
     if first >= end:
         return
-    m = first + tl.arange(0, PAIRS)
-    inside = m < end
-    pair = tl.load(order + m, mask=inside, other=0)
-    GATED: tl.constexpr = weights is None
-    rows = x + (pair // num_experts_per_tok if GATED else m)[:, None] * inputs
+    expert = expert.to(tl.int64)
+    inside = first + tl.arange(0, PAIRS) < end
+    pair = tl.load(order + first + tl.arange(0, PAIRS), mask=inside, other=0)
+    number = pair // PAIRS_OF_A_ROW
+    row = x + number.to(tl.int64) * inputs
+    x_scale = None
+    if x_scales is not None:
+        x_scale = x_scales + number * X_SCALES
     n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    known = n < outputs
-    height: tl.constexpr = 2 * outputs if GATED else outputs
-    matrix = matrices + (expert.to(tl.int64) * height + n)[:, None] * inputs
-    total = tl.zeros([OUTPUTS, PAIRS], tl.float32)
-    if GATED:
-        total_up = tl.zeros([OUTPUTS, PAIRS], tl.float32)
-    for from_input in range(0, inputs, INPUTS):
-        k = from_input + tl.arange(0, INPUTS)
-        within = (k < inputs)[None, :]
-        x_tile = tl.trans(tl.load(rows + k[None, :], mask=inside[:, None] & within, other=0.0))
-        tile = tl.load(matrix + k[None, :], mask=known[:, None] & within, other=0.0).to(x_tile.dtype)
-        total = tl.dot(tile, x_tile, total, input_precision="ieee")
-        if GATED:
-            tile = tl.load(matrix + outputs * inputs + k[None, :], mask=known[:, None] & within, other=0.0)
-            total_up = tl.dot(tile.to(x_tile.dtype), x_tile, total_up, input_precision="ieee")
-    if scales is not None:
-        scale = scales + expert * height + n
-        total *= tl.load(scale, mask=known, other=0.0)[:, None]
-        if GATED:
-            total_up *= tl.load(scale + outputs, mask=known, other=0.0)[:, None]
-    if GATED:
-        total = silu(total) * total_up
-        place = m
-    else:
-        total *= tl.load(weights + pair, mask=inside, other=0.0)[None, :]
-        place = pair
-    tl.store(
-        output + place[None, :] * outputs + n[:, None],
-        total.to(output.dtype.element_ty),
-        mask=known[:, None] & inside[None, :],
+    chunks: tl.constexpr = (inputs + CHUNK - 1) // CHUNK
+    result = multiply_rows(
+        expert,
+        row,
+        inside,
+        x_scale,
+        codes,
+        scales,
+        zero_points,
+        n,
+        0,
+        chunks,
+        outputs,
+        inputs,
+        CHUNK,
+        GROUPED,
+        SCALE_OUTPUTS,
+        X_CHUNKS,
     )
+    if weights is None:
+        result = silu(result) * multiply_rows(
+            expert + experts,
+            row,
+            inside,
+            x_scale,
+            codes,
+            scales,
+            zero_points,
+            n,
+            0,
+            chunks,
+            outputs,
+            inputs,
+            CHUNK,
+            GROUPED,
+            SCALE_OUTPUTS,
+            X_CHUNKS,
+        )
+    else:
+        result *= tl.load(weights + pair, mask=inside, other=0.0)[None, :]
+    place = pair.to(tl.int64)[None, :] * outputs + n[:, None]
+    tl.store(output + place, result.to(output.dtype.element_ty), mask=(n < outputs)[:, None] & inside[None, :])

@@ -3,7 +3,9 @@
 N outputs, K inputs, G groups of inputs that share a scale, C inputs of a chunk: what a program reads of a weight at a time.
 """
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,17 +14,29 @@ from torch.nn import functional
 from kernels.quant_matmul.packed import check_codes, find_group_size
 
 BLOCK = 128  # outputs, and inputs, that share a scale in a float8 weight with blocks (arXiv 2412.19437)
+FLOAT_CHUNK_BYTES = 128
+
+
+class RowCodes(NamedTuple):
+    """What rows are quantised to before a product, with a scale for each row or for each group of its inputs."""
+
+    dtype: torch.dtype
+    """int8 or float8_e4m3fn"""
+    group_size: int | None = None
 
 
 @dataclass(frozen=True)
 class GPUWeight:
-    """value[o, i] = (code[o, i] - zero[g, o]) * scale[g, o] with g = i // group_size, in the order in which a program reads it."""
+    """value[o, i] = (code[o, i] - zero[g, o]) * scale[g, o] with g = i // group_size, in the order in which a program reads it.
+
+    Or those of several experts (`stack`), whose number is the first axis of every tensor.
+    """
 
     codes: Tensor
     """int8 or float8_e4m3fn [N, K], K rounded up to whole chunks; or uint8 [N, K/2]: in each chunk, byte j has input j in its lower and
     input j + C/2 in its upper four bits (plus 8 if symmetric), so that either half of a byte meets inputs that lie beside each other."""
-    scales: Tensor
-    """float32 [G, N], or [G, ceil(N / 128)] of a float8 weight with blocks."""
+    scales: Tensor | None
+    """float32 [G, N], or [G, ceil(N / 128)] of a float8 weight with blocks; None if codes are floats of 16 or 32 bits [N, K]."""
     zero_points: Tensor | None
     """int8 [G, N], or None if symmetric."""
     num_inputs: int
@@ -30,17 +44,45 @@ class GPUWeight:
 
     @property
     def num_outputs(self) -> int:
-        return self.codes.shape[0]
+        return self.codes.shape[-2]
+
+    @property
+    def num_groups(self) -> int:
+        return 1 if self.scales is None else self.scales.shape[-2]
 
     @property
     def has_blocks(self) -> bool:
-        return self.codes.is_floating_point() and self.scales.shape[1] != self.num_outputs
+        return self.scales is not None and self.codes.is_floating_point() and self.scales.shape[-1] != self.num_outputs
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All of its memory, by name."""
-        zeros = {} if self.zero_points is None else {"zero_points": self.zero_points}
-        return {"codes": self.codes, "scales": self.scales} | zeros
+        parts = {"codes": self.codes, "scales": self.scales, "zero_points": self.zero_points}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    @property
+    def format(self) -> Hashable:
+        """What weights that one kernel reads have in common."""
+        shapes = {name: (part.shape, part.dtype) for name, part in self.tensors.items()}
+        return self.num_inputs, self.chunk, frozenset(shapes.items())
+
+    def expert(self, number: int) -> "GPUWeight":
+        """The weight of one of several: a view."""
+        scales = None if self.scales is None else self.scales[number]
+        zeros = None if self.zero_points is None else self.zero_points[number]
+        return GPUWeight(self.codes[number], scales, zeros, self.num_inputs, self.chunk)
+
+
+def of_floats(values: Tensor) -> GPUWeight:
+    """values [..., N, K] of 16 or 32 bits, as they are."""
+    return GPUWeight(values, None, None, values.shape[-1], FLOAT_CHUNK_BYTES // values.itemsize)
+
+
+def stack(weights: Sequence[GPUWeight]) -> GPUWeight:
+    """Weights of one format as those of several experts, in memory of its own."""
+    first = weights[0]
+    tensors = {name: torch.stack([weight.tensors[name] for weight in weights]) for name in first.tensors}
+    return GPUWeight(tensors["codes"], tensors.get("scales"), tensors.get("zero_points"), first.num_inputs, first.chunk)
 
 
 def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> GPUWeight:

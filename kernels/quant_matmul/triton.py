@@ -76,34 +76,41 @@ def _multiply(
     output = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     if not rows:
         return output
-    chunks, groups = triton.cdiv(weight.num_inputs, weight.chunk), weight.scales.shape[0]
+    chunks = triton.cdiv(weight.num_inputs, weight.chunk)
     launch = next((launch for most, launch in LAUNCHES.items() if rows <= most), LARGE)
     programs = triton.cdiv(rows, launch.rows) * triton.cdiv(outputs, launch.outputs)
     splits = 1 if rows == 1 else min(triton.cdiv(FULL_GPU, programs), triton.cdiv(chunks, 4))
     parts = output if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
-    shared = {
-        "outputs": outputs,
-        "inputs": weight.num_inputs,
-        "CHUNK": weight.chunk,
-        "BITS": 4 if weight.codes.dtype == torch.uint8 else 8,
-        "GROUPED": groups > 1,
-        "SCALE_OUTPUTS": BLOCK if weight.has_blocks else 1,
-        "X_CHUNKS": _chunks_of_a_scale(x_scales, x_group_size, weight),
-        "OUTPUTS": launch.outputs,
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
-    }
-    tensors = (x, weight.codes, weight.scales, weight.zero_points)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    shared = format_of(weight, x_scales, x_group_size) | {"OUTPUTS": launch.outputs} | options
+    tensors = (x, x_scales, weight.codes, weight.scales, weight.zero_points)
     if rows == 1:
-        _one_row[(programs,)](*tensors, x_scales, output, CHUNKS=max(1, 1024 // weight.chunk), **shared)
+        _one_row[(programs,)](*tensors, output, CHUNKS=chunks_at_once(weight), **shared)
         return output
     stride = 0 if x_scales is None or x_scales.shape[0] == 1 else x_scales.stride(0)
     grid = (programs, splits)
-    _rows[grid](*tensors, x_scales, parts, rows, x.stride(0), stride, splits, ROWS=launch.rows, **shared)
+    _rows[grid](*tensors, parts, rows, x.stride(0), stride, splits, ROWS=launch.rows, **shared)
     if splits > 1:
         size = rows * outputs
         _add[(triton.cdiv(size, EPILOGUE_SIZE),)](parts, output, size, splits, SIZE=EPILOGUE_SIZE)
     return output
+
+
+def format_of(weight: GPUWeight, x_scales: Tensor | None, x_group_size: int | None) -> dict[str, int]:
+    """What `multiply_row` and `multiply_rows` are compiled for."""
+    return {
+        "outputs": weight.num_outputs,
+        "inputs": weight.num_inputs,
+        "CHUNK": weight.chunk,
+        "GROUPED": weight.num_groups > 1,
+        "SCALE_OUTPUTS": BLOCK if weight.has_blocks else 1,
+        "X_CHUNKS": _chunks_of_a_scale(x_scales, x_group_size, weight),
+    }
+
+
+def chunks_at_once(weight: GPUWeight) -> int:
+    """For `multiply_row`."""
+    return max(1, 1024 // (weight.chunk * weight.codes.itemsize))
 
 
 def _chunks_of_a_scale(x_scales: Tensor | None, x_group_size: int | None, weight: GPUWeight) -> int:
@@ -112,7 +119,7 @@ def _chunks_of_a_scale(x_scales: Tensor | None, x_group_size: int | None, weight
         return 0
     size = x_group_size or 0
     if (
-        weight.scales.shape[0] == 1
+        weight.num_groups == 1
         or not size
         or size % weight.chunk
         or triton.cdiv(weight.num_inputs, size) != x_scales.shape[1]
@@ -125,39 +132,47 @@ def _chunks_of_a_scale(x_scales: Tensor | None, x_group_size: int | None, weight
 
 
 @triton.jit
-def _one_row(
+def multiply_row(
+    expert,
     x,
+    x_scales,
     codes,
     scales,
     zero_points,
-    x_scales,
-    output,
+    n,
     outputs: tl.constexpr,
     inputs: tl.constexpr,
     CHUNK: tl.constexpr,
-    BITS: tl.constexpr,
     GROUPED: tl.constexpr,
     SCALE_OUTPUTS: tl.constexpr,
     X_CHUNKS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """OUTPUTS outputs of the only row, CHUNKS chunks at a time, so that neighbouring threads read a row of the weight side by side."""
-    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    """Outputs `n` of the row at `x` times the weight of one of several experts, float32: CHUNKS chunks at a time, so that neighbouring
+    threads read a row of the weight side by side."""
     inside = n < outputs
     chunks: tl.constexpr = (inputs + CHUNK - 1) // CHUNK
-    width: tl.constexpr = CHUNK * BITS // 8
-    byte = tl.arange(0, width)
+    PAIRED: tl.constexpr = codes.dtype.element_ty == tl.uint8
+    width: tl.constexpr = CHUNK // 2 if PAIRED else CHUNK
+    stride: tl.constexpr = inputs if scales is None else chunks * width  # floats are not padded
+    groups: tl.constexpr = chunks if GROUPED else 1
+    codes += expert * outputs * stride
+    if scales is not None:
+        scales += expert * groups * ((outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS)
+    if zero_points is not None:
+        zero_points += expert * groups * outputs
+    unit = tl.arange(0, width)
     wide: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
-    total = tl.zeros([OUTPUTS, CHUNKS], tl.float32)
+    total = tl.zeros([n.shape[0], CHUNKS], tl.float32)
     for first in range(0, chunks, CHUNKS):
         c = first + tl.arange(0, CHUNKS)
         known = inside[:, None] & (c < chunks)[None, :]
-        place = n.to(tl.int64)[:, None, None] * (chunks * width) + (c * width)[None, :, None] + byte[None, None, :]
-        tile = tl.load(codes + place, mask=known[:, :, None], other=0.0)  # [OUTPUTS, CHUNKS, width]
-        k = (c * CHUNK)[:, None] + byte[None, :]
+        k = (c * CHUNK)[:, None] + unit[None, :]
+        mask = inside[:, None, None] & (k < inputs)[None, :, :] if scales is None else known[:, :, None]
+        place = n.to(tl.int64)[:, None, None] * stride + (c * width)[None, :, None] + unit[None, None, :]
+        tile = tl.load(codes + place, mask=mask, other=0.0)  # [outputs, CHUNKS, width]
         x_low = tl.load(x + k, mask=k < inputs, other=0.0).to(wide)[None, :, :]
-        if BITS == 4:
+        if PAIRED:
             zero = 8
             if zero_points is not None:
                 place = c[None, :] * (outputs if GROUPED else 0) + n[:, None]
@@ -175,59 +190,59 @@ def _one_row(
                 part *= tl.load(x_scales + c // X_CHUNKS, mask=c < chunks, other=0.0)[None, :]
         total += part
     result = tl.sum(total, 1)
-    if not GROUPED:
+    if scales is not None and not GROUPED:
         result *= tl.load(scales + n // SCALE_OUTPUTS, mask=inside, other=0.0)
     if x_scales is not None and X_CHUNKS == 0:
         result *= tl.load(x_scales)
-    tl.store(output + n, result.to(output.dtype.element_ty), mask=inside)
+    return result
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
-def _rows(
-    x,
+@triton.jit
+def multiply_rows(
+    expert,
+    row,
+    inside,
+    x_scale,
     codes,
     scales,
     zero_points,
-    x_scales,
-    output,
-    rows,
-    x_stride,
-    x_scale_stride,
-    splits,
+    n,
+    first,
+    last,
     outputs: tl.constexpr,
     inputs: tl.constexpr,
     CHUNK: tl.constexpr,
-    BITS: tl.constexpr,
     GROUPED: tl.constexpr,
     SCALE_OUTPUTS: tl.constexpr,
     X_CHUNKS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    """OUTPUTS outputs of ROWS rows, of one part of the inputs. Programs that run together share a weight."""
-    row_tiles = tl.cdiv(rows, ROWS)
-    m = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
-    n = tl.program_id(0) // row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)
-    inside, known = m < rows, n < outputs
+    """Outputs `n` of the rows that begin at `row` and are `inside`, over chunks `first` to `last` - 1 of an expert's weight: float32
+    [outputs, rows]. `x_scale`: where the rows' scales are."""
+    known = n < outputs
     chunks: tl.constexpr = (inputs + CHUNK - 1) // CHUNK
-    width: tl.constexpr = CHUNK * BITS // 8
-    dtype: tl.constexpr = x.dtype.element_ty
+    PAIRED: tl.constexpr = codes.dtype.element_ty == tl.uint8
+    width: tl.constexpr = CHUNK // 2 if PAIRED else CHUNK
+    stride: tl.constexpr = inputs if scales is None else chunks * width  # floats are not padded
+    groups: tl.constexpr = chunks if GROUPED else 1
+    codes += expert * outputs * stride
+    if scales is not None:
+        scales += expert * groups * ((outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS)
+    if zero_points is not None:
+        zero_points += expert * groups * outputs
+    dtype: tl.constexpr = row.dtype.element_ty
     sums: tl.constexpr = tl.int32 if dtype == tl.int8 else tl.float32
-    imprecise: tl.constexpr = (
-        CHUNK if dtype == tl.float8e4nv else 0
-    )  # Hopper adds float8 with 14 bits: to float32 after each chunk
-    byte = tl.arange(0, width)
-    row = x + m.to(tl.int64)[:, None] * x_stride
-    weight = codes + n.to(tl.int64)[:, None] * (chunks * width) + byte[None, :]
-    total = tl.zeros([OUTPUTS, ROWS], tl.float32 if GROUPED else sums)
-    each = tl.cdiv(chunks, splits)
-    first = tl.program_id(1) * each
-    for c in range(first, tl.minimum(first + each, chunks)):
-        tile = tl.load(weight + c * width, mask=known[:, None], other=0.0)
-        k = c * CHUNK + byte
-        x_low = tl.load(row + k[None, :], mask=inside[:, None] & (k < inputs)[None, :], other=0.0)
-        part = tl.zeros([OUTPUTS, ROWS], sums) if GROUPED else total
-        if BITS == 4:
+    # Hopper adds float8 with 14 bits: to float32 after each chunk
+    imprecise: tl.constexpr = CHUNK if dtype == tl.float8e4nv else 0
+    unit = tl.arange(0, width)
+    weight = codes + n.to(tl.int64)[:, None] * stride + unit[None, :]
+    total = tl.zeros([n.shape[0], inside.shape[0]], tl.float32 if GROUPED else sums)
+    for c in range(first, last):
+        k = c * CHUNK + unit
+        mask = known[:, None] & (k < inputs)[None, :] if scales is None else known[:, None]
+        tile = tl.load(weight + c * width, mask=mask, other=0.0)
+        x_low = tl.load(row[:, None] + k[None, :], mask=inside[:, None] & (k < inputs)[None, :], other=0.0)
+        part = tl.zeros([n.shape[0], inside.shape[0]], sums) if GROUPED else total
+        if PAIRED:
             low, high = (tile & 15).to(tl.int8), (tile >> 4).to(tl.int8)
             if zero_points is not None:
                 zero = tl.load(zero_points + c * (outputs if GROUPED else 0) + n, mask=known, other=0)[:, None]
@@ -235,7 +250,7 @@ def _rows(
             else:
                 low, high = low - 8, high - 8
             k += CHUNK // 2
-            x_high = tl.load(row + k[None, :], mask=inside[:, None] & (k < inputs)[None, :], other=0.0)
+            x_high = tl.load(row[:, None] + k[None, :], mask=inside[:, None] & (k < inputs)[None, :], other=0.0)
             part = tl.dot(low.to(dtype), tl.trans(x_low), part, input_precision="ieee", out_dtype=sums)
             part = tl.dot(high.to(dtype), tl.trans(x_high), part, input_precision="ieee", out_dtype=sums)
         else:
@@ -251,17 +266,108 @@ def _rows(
             place = c * ((outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS) + n // SCALE_OUTPUTS
             part = part.to(tl.float32) * tl.load(scales + place, mask=known, other=0.0)[:, None]
             if X_CHUNKS > 0:
-                part *= tl.load(x_scales + m * x_scale_stride + c // X_CHUNKS, mask=inside, other=0.0)[None, :]
+                part *= tl.load(x_scale + c // X_CHUNKS, mask=inside, other=0.0)[None, :]
             total += part
         else:
             total = part
     result = total.to(tl.float32)
-    if not GROUPED:
+    if scales is not None and not GROUPED:
         result *= tl.load(scales + n // SCALE_OUTPUTS, mask=known, other=0.0)[:, None]
-    if x_scales is not None and X_CHUNKS == 0:
-        result *= tl.load(x_scales + m * x_scale_stride, mask=inside, other=0.0)[None, :]
+    if x_scale is not None and X_CHUNKS == 0:
+        result *= tl.load(x_scale, mask=inside, other=0.0)[None, :]
+    return result
+
+
+@triton.jit
+def _one_row(
+    x,
+    x_scales,
+    codes,
+    scales,
+    zero_points,
+    output,
+    outputs: tl.constexpr,
+    inputs: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SCALE_OUTPUTS: tl.constexpr,
+    X_CHUNKS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """OUTPUTS outputs of the only row."""
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    result = multiply_row(
+        0,
+        x,
+        x_scales,
+        codes,
+        scales,
+        zero_points,
+        n,
+        outputs,
+        inputs,
+        CHUNK,
+        GROUPED,
+        SCALE_OUTPUTS,
+        X_CHUNKS,
+        CHUNKS,
+    )
+    tl.store(output + n, result.to(output.dtype.element_ty), mask=n < outputs)
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _rows(
+    x,
+    x_scales,
+    codes,
+    scales,
+    zero_points,
+    output,
+    rows,
+    x_stride,
+    x_scale_stride,
+    splits,
+    outputs: tl.constexpr,
+    inputs: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SCALE_OUTPUTS: tl.constexpr,
+    X_CHUNKS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """OUTPUTS outputs of ROWS rows, of one part of the inputs. Programs that run together share a weight."""
+    row_tiles = tl.cdiv(rows, ROWS)
+    m = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) // row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = m < rows
+    x_scale = None
+    if x_scales is not None:
+        x_scale = x_scales + m * x_scale_stride
+    chunks: tl.constexpr = (inputs + CHUNK - 1) // CHUNK
+    each = tl.cdiv(chunks, splits)
+    first = tl.program_id(1) * each
+    result = multiply_rows(
+        0,
+        x + m.to(tl.int64) * x_stride,
+        inside,
+        x_scale,
+        codes,
+        scales,
+        zero_points,
+        n,
+        first,
+        tl.minimum(first + each, chunks),
+        outputs,
+        inputs,
+        CHUNK,
+        GROUPED,
+        SCALE_OUTPUTS,
+        X_CHUNKS,
+    )
     place = (tl.program_id(1) * rows.to(tl.int64) + m)[None, :] * outputs + n[:, None]
-    tl.store(output + place, result.to(output.dtype.element_ty), mask=known[:, None] & inside[None, :])
+    tl.store(output + place, result.to(output.dtype.element_ty), mask=(n < outputs)[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kernels.matmul.reference import MIN_ROWS, linear
+from kernels.quant_matmul.gpu_weight import GPUWeight, RowCodes, of_floats
 from kernels.swiglu import swiglu
 
 __all__ = ["Linear", "linear", "linear_per_head", "linear_swiglu", "linear_together"]
@@ -23,11 +24,47 @@ def linear_per_head(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)[:num_rows]
 
 
-class Linear(nn.Linear):
+class ExpertLinear(nn.Module, ABC):
+    """A layer that may be one of several experts', whose weights the kernels of a GPU read as one."""
+
+    @property
+    @abstractmethod
+    def expert_kind(self) -> Hashable:
+        """Layers of an equal one are computed together; None: each alone."""
+
+    @property
+    @abstractmethod
+    def gpu_weight(self) -> GPUWeight:
+        """Of a layer with an `expert_kind`."""
+
+    @abstractmethod
+    def keep(self, weight: GPUWeight) -> None:
+        """Take this copy of `gpu_weight` for its own, a piece of all experts' weight."""
+
+    @abstractmethod
+    def row_codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
+        """What rows become before the product, where so many layers divide so many rows among them."""
+
+
+class Linear(nn.Linear, ExpertLinear):
     output_axis = 0  # of the weight
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+    @property
+    def expert_kind(self) -> Hashable:
+        return self.gpu_weight.format if self.bias is None and self.weight.is_cuda else None
+
+    @property
+    def gpu_weight(self) -> GPUWeight:
+        return of_floats(self.weight.detach())
+
+    def keep(self, weight: GPUWeight) -> None:
+        self.weight = nn.Parameter(weight.codes, requires_grad=False)
+
+    def row_codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
+        return None
 
 
 class Conv1D(nn.Module):

@@ -3,7 +3,7 @@
 T tokens, E hidden channels, F channels of an expert, N experts, K experts of each token.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.moe import combine_rows, group_rows, mixture
+from kernels.quant_matmul.gpu_weight import GPUWeight, RowCodes, stack
 from models.config import ConfigReader
-from models.layers.linear import GroupedProduct, JointLinear, Linear
+from models.layers.linear import ExpertLinear, GroupedProduct, JointLinear
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Experts(nn.ModuleList):
     """A layer's experts, gated feed-forward layers of one shape, under the checkpoint's names: `0.gate_proj.weight` and so on.
 
     `prepare` chooses how they are computed together; without it, or where their weights are held in ways that no kernel takes together,
-    one expert computes its tokens after the other. A token's bits depend in no case on the other tokens.
+    one expert computes its tokens after the other. On a CPU a token's bits depend in no case on the other tokens.
     """
 
     def __init__(
@@ -64,26 +65,33 @@ class Experts(nn.ModuleList):
         self.num_experts_per_tok = num_experts_per_tok
         self._names = names
         self._products: tuple[GroupedProduct, GroupedProduct] | None = None  # gate with up, and down
-        self._matrices: tuple[Tensor, Tensor] | None = None  # [N, 2F, E] and [N, E, F], on a GPU
+        self._stacked: tuple[GPUWeight, GPUWeight] | None = None  # gates and then ups; downs
+        self._row_codes: tuple[Callable[[int, int], RowCodes | None], ...] = ()  # of the same two
 
     def active_share(self, num_tokens: int) -> float:
         """Of all experts, those that so many tokens read together, if each is as likely chosen as any other."""
         return 1 - (1 - self.num_experts_per_tok / len(self)) ** num_tokens
 
     def prepare(self) -> None:
-        """Once the weights are there and stay: all experts in a few calls. On a GPU floats come to lie in one matrix for all experts."""
+        """Once the weights are there and stay: all experts in a few calls. On a GPU their weights come to lie in one for all experts."""
         gate, up, down = ([expert.get_submodule(name) for expert in self] for name in self._names)
-        floats = [_floats_on_gpu(layers) for layers in (gate, up, down)]
-        if all(len(layers) == len(self) for layers in floats):
-            self._matrices = stack(*floats[:2]), stack(floats[2])
-            return
-        if _can_group(gate + up) and _can_group(down):
+        gates_and_ups, downs = _alike(gate + up), _alike(down)
+        if gates_and_ups and downs:
+            self._stacked = _stack(gates_and_ups), _stack(downs)
+            self._row_codes = gates_and_ups[0].row_codes, downs[0].row_codes
+        elif _can_group(gate + up) and _can_group(down):
             self._products = gate[0].grouped(gate, up), down[0].grouped(down)  # type: ignore[operator]
+
+    @property
+    def is_together(self) -> bool:
+        """Whether `prepare` found a way."""
+        return self._stacked is not None or self._products is not None
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The weighted sum of each token's experts. x and the result [T, E]; weights float32 and chosen int64 [T, K]."""
-        if self._matrices is not None:
-            return mixture(x, *self._matrices, weights, chosen)
+        if self._stacked is not None:
+            codes = (row_codes(chosen.numel(), len(self)) for row_codes in self._row_codes)
+            return mixture(x, *self._stacked, weights, chosen, *codes)
         rows, starts, places = group_rows(x, chosen, len(self))
         if self._products is None:
             parts = self._one_by_one(rows, starts.tolist())
@@ -100,9 +108,11 @@ class Experts(nn.ModuleList):
         return parts
 
 
-def _floats_on_gpu(layers: list[nn.Module]) -> list[Linear]:
-    linear = [layer for layer in layers if isinstance(layer, Linear)]
-    return [layer for layer in linear if layer.bias is None and layer.weight.is_cuda]
+def _alike(layers: list[nn.Module]) -> list[ExpertLinear]:
+    """These, if they can lie in one weight, else none."""
+    found = [layer for layer in layers if isinstance(layer, ExpertLinear)]
+    kinds = {layer.expert_kind for layer in found}
+    return found if len(found) == len(layers) and len(kinds) == 1 and None not in kinds else []
 
 
 def _can_group(layers: list[nn.Module]) -> bool:
@@ -110,13 +120,9 @@ def _can_group(layers: list[nn.Module]) -> bool:
     return isinstance(first, JointLinear) and all(first.joins(layer) and layer.bias is None for layer in layers)
 
 
-def stack(*parts: list[Linear]) -> Tensor:
-    """One matrix [N, O, I] of N experts' layers, of which each layer's weight becomes a piece; O is that of all parts together."""
-    matrix = torch.stack([torch.cat([layer.weight for layer in layers]) for layers in zip(*parts, strict=True)])
-    start = 0
-    for layers in parts:
-        for number, layer in enumerate(layers):
-            piece = matrix[number, start : start + layer.out_features]
-            layer.weight = nn.Parameter(piece, requires_grad=False)
-        start += layers[0].out_features
-    return matrix
+def _stack(layers: list[ExpertLinear]) -> GPUWeight:
+    """One weight for all, of which each layer's becomes a piece."""
+    weight = stack([layer.gpu_weight for layer in layers])
+    for number, layer in enumerate(layers):
+        layer.keep(weight.expert(number))
+    return weight

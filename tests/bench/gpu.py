@@ -133,16 +133,31 @@ def attention(kv_cache: str, sequences: int, context: int = 8192) -> list[Step]:
     return rotated(make, tokens * 8 * 128 * 2)[: 2 if sequences > 1 else None]
 
 
-def mixture(tokens: int) -> list[Step]:
-    """Mixtral-8x7B. Counts the experts that a single token reads."""
+def mixture(kind: str, tokens: int) -> list[Step]:
+    """Mixtral-8x7B. Counts the bytes of the experts that are chosen: of one token two, of many all."""
     from kernels.moe.triton import mixture as run
+    from kernels.quant_matmul import gpu_weight
 
-    gate_up, down = random(8, 28672, 4096), random(8, 4096, 14336)
+    def experts(count: int, outputs: int, inputs: int) -> gpu_weight.GPUWeight:
+        if kind == "bf16":
+            return gpu_weight.of_floats(random(count, outputs, inputs))
+        if kind == "int4 g128":
+            scales = torch.rand(count, inputs // 128, outputs, device="cuda")
+            return gpu_weight.GPUWeight(
+                random(count, outputs, inputs // 2, dtype=torch.uint8), scales, None, inputs, 128
+            )
+        codes = random(count, outputs, inputs, dtype=FP8 if kind == "fp8" else INT8)
+        return gpu_weight.GPUWeight(codes, torch.rand(count, 1, outputs, device="cuda"), None, inputs, 128)
+
+    gate_up, down = experts(16, 14336, 4096), experts(8, 4096, 14336)
+    rows = {"a8w8": gpu_weight.RowCodes(INT8), "fp8": gpu_weight.RowCodes(FP8)}.get(kind)
+    nbytes = sum(part.nbytes for weight in (gate_up, down) for part in weight.tensors.values())
 
     def step(first: int) -> Step:
         chosen = (torch.arange(2 * tokens, device="cuda").view(tokens, 2) + first) % 8
         x, weights = random(tokens, 4096), torch.full((tokens, 2), 0.5, device="cuda")
-        return lambda: run(x, gate_up, down, weights, chosen), 2.0 * 3 * 14336 * 4096 * 2
+        counted = nbytes * min(2 * tokens, 8) / 8 if tokens <= 64 else 2.0 * 2 * tokens * 3 * 14336 * 4096
+        return lambda: run(x, gate_up, down, weights, chosen, rows, rows), counted
 
     return [step(first) for first in (0, 2, 4, 6)]
 
@@ -241,7 +256,15 @@ PLAN: list[tuple[str, str, float | None, Callable[[], list[Step]]]] = [
         for batch in (1, 64)
         for kind in ("none", "int8", "fp8", "int4")
     ),
-    ("experts of Mixtral-8x7B, 1 token, bf16", "copy", None, partial(mixture, 1)),
+    *(
+        (f"experts of Mixtral-8x7B, {tokens} tokens, {kind}", "copy", None, partial(mixture, kind, tokens))
+        for tokens in (1, 32)
+        for kind in ("bf16", "int8", "int4 g128", "a8w8", "fp8")
+    ),
+    *(
+        (f"experts of Mixtral-8x7B, 4096 tokens, {kind}", rate, None, partial(mixture, kind, 4096))
+        for kind, rate in (("bf16", "bf16"), ("int4 g128", "bf16"), ("a8w8", "int8"), ("fp8", "fp8"))
+    ),
     ("exact top-p, batch 128, vocabulary 128k", "copy", None, partial(top_p, False)),
     ("torch.sort, batch 128, vocabulary 128k", "copy", None, partial(top_p, True)),
 ]

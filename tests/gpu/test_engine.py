@@ -19,6 +19,7 @@ from pipelines.assembly import assemble
 from pipelines.engine import Engine
 from tests.builders import complete, run_config, write_llama
 
+GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 PROMPTS = [[3 + i] * (5 * i + 1) for i in range(6)]
 DECODE = DecodeConfig(max_new_tokens=24, ignore_eos=True)
 
@@ -51,6 +52,14 @@ def test_activations_as_codes_run_in_graphs(scheme: str, tmp_path: Path) -> None
     """An activation at the edge of two codes may fall to either side, so only each device is asked to agree with itself."""
     write_llama(tmp_path)
     assert tokens(engine_on("cuda", tmp_path, scheme)) == tokens(engine_on("cuda", tmp_path, scheme))
+
+
+@pytest.mark.parametrize("scheme", ["none", "int8", "int4", "a8w8", "fp8"])
+def test_mixtures_run_in_graphs(scheme: str) -> None:
+    """Their experts together: one after the other they could not be captured."""
+    captured = engine_on("cuda", GOLDENS / "mixtral", scheme)
+    assert sorted(captured.runner._decode_steps._graphs) == [1, 2, 4, 6]  # type: ignore[union-attr]
+    assert tokens(captured) == tokens(engine_on("cuda", GOLDENS / "mixtral", scheme, cuda_graphs=False))
 
 
 def test_the_pool_takes_its_share_of_what_weights_leave(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from kernels.kv_format import FORMATS, allocate
 from tests.kernels.cache_formats import NAMES
-from tests.kernels.triton.cases import assert_near, noise
+from tests.kernels.triton.cases import EXPERT_FORMATS, assert_near, noise
 
 BF16 = torch.bfloat16
 LENGTHS = [(1, 700), (1, 33), (130, 130), (64, 400)]  # (new tokens, all tokens)
@@ -94,7 +94,7 @@ def test_a_graph_of_decoding_follows_new_lengths() -> None:
 def test_no_launch_waits_for_the_gpu() -> None:
     from tests.kernels.triton.shapes import CASES
 
-    names = ("attention decode 64", "kv_store", "rows", "matmul 16", "sampling", "moe 1 mixtral int8")
+    names = ("attention decode 64", "kv_store", "rows", "matmul 16", "sampling", "moe 1 mixtral", "moe 8 mixtral")
     with torch.device("cuda"):
         for name, launch in CASES.items():
             if name.startswith(names):
@@ -114,10 +114,48 @@ def test_sampling_a_large_vocabulary() -> None:
 @pytest.mark.parametrize("tokens", [1, 40, 600])
 def test_a_mixture(tokens: int) -> None:
     from kernels.moe import reference, route, triton
+    from kernels.quant_matmul.gpu_weight import of_floats
 
     x = noise(tokens, 1024, dtype=BF16)
-    gate_up, down = noise(8, 1024, 1024, dtype=BF16, seed=1) / 32, noise(8, 1024, 512, dtype=BF16, seed=2) / 32
+    gate_up, down = noise(16, 512, 1024, dtype=BF16, seed=1) / 32, noise(8, 1024, 512, dtype=BF16, seed=2) / 32
     weights, chosen = route(noise(tokens, 8, seed=3), 2, True)
-    result = triton.mixture(*(part.cuda() for part in (x, gate_up, down, weights, chosen)))
-    expected = reference.mixture(x.double(), gate_up.double(), down.double(), weights, chosen)
-    assert_near(result, expected)
+    result = triton.mixture(x.cuda(), of_floats(gate_up.cuda()), of_floats(down.cuda()), weights.cuda(), chosen.cuda())
+    assert_near(result, reference.mixture(x.double(), gate_up.double(), down.double(), weights, chosen))
+
+
+@pytest.mark.parametrize("kind", EXPERT_FORMATS)
+@pytest.mark.parametrize("tokens", [1, 40, 600])
+@pytest.mark.parametrize(("experts", "size", "channels"), [(8, 1024, 1792), (60, 512, 704)], ids=["mixtral", "qwen"])
+def test_a_quantised_mixture(kind: str, tokens: int, experts: int, size: int, channels: int) -> None:
+    from tests.kernels.triton.test_moe import check_mixture, choose
+
+    check_mixture(kind, choose(tokens, experts, 4), experts, size, channels, BF16)
+
+
+@pytest.mark.parametrize("kind", ["bf16", *EXPERT_FORMATS])
+def test_a_graph_of_a_mixture_follows_new_choices(kind: str) -> None:
+    """Captured with all tokens at the same experts, replayed with others."""
+    from kernels.moe import triton
+    from kernels.quant_matmul.gpu_weight import of_floats
+    from tests.kernels.triton.test_moe import choose, make_experts
+
+    if kind == "bf16":
+        stacked = (of_floats(noise(*shape, dtype=BF16).cuda()) for shape in ((16, 256, 512), (8, 512, 256)))
+        rows = None
+    else:
+        stacked = (make_experts(*shape, kind)[0] for shape in ((16, 256, 512), (8, 512, 256)))
+        rows = EXPERT_FORMATS[kind][-1]
+    gate_up, down = stacked
+    x, weights = noise(20, 512, dtype=BF16).cuda(), torch.full((20, 2), 0.5).cuda()
+    chosen = torch.tensor([[3, 4]]).expand(20, 2).contiguous().cuda()
+
+    def run() -> torch.Tensor:
+        return triton.mixture(x, gate_up, down, weights, chosen, rows, rows)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+    chosen.copy_(choose(20, 8, 2))
+    graph.replay()
+    assert torch.equal(output, run())

@@ -9,8 +9,8 @@ from kernels.capture import capture
 from kernels.moe import group_rows, route
 from models.decoder import MLP
 from models.layers.dense import DenseLinear
-from models.layers.linear import Layer, Linear, linear
-from models.layers.moe import Experts, stack
+from models.layers.linear import Layer, linear
+from models.layers.moe import Experts
 
 HIDDEN, INTERMEDIATE = (
     40,
@@ -127,31 +127,6 @@ def test_a_layer_of_another_kind_leaves_them_one_by_one() -> None:
     mixed.prepare()
     # both sum up to 40 products in float32, in different orders
     torch.testing.assert_close(mixed(x, weights, chosen), plain(x, weights, chosen), atol=1e-5, rtol=1e-5)
-
-
-def test_stacked_weights_keep_their_names_and_share_memory() -> None:
-    experts = random_experts(3, torch.float32, 2)
-    before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
-    gate, up = ([expert.get_submodule(name) for expert in experts] for name in NAMES[:2])
-    matrix = stack(gate, up)
-    assert matrix.shape == (3, 2 * INTERMEDIATE, HIDDEN)
-    for name, tensor in experts.state_dict().items():
-        assert torch.equal(tensor, before[name])
-    matrix[1, INTERMEDIATE:] = 7.0
-    assert (experts[1].up_proj.weight == 7).all()
-    assert isinstance(experts[1].gate_proj, Linear)
-    assert torch.equal(experts[1].gate_proj.weight, before["1.gate_proj.weight"])
-
-
-@torch.inference_mode()
-def test_stacked_weights_compute_what_single_ones_do() -> None:
-    experts = random_experts(5, torch.float32, 2)
-    x, (weights, chosen) = torch.randn(6, HIDDEN), route(torch.randn(6, 5), 2, True)
-    one_by_one = experts(x, weights, chosen)
-    gate, up, down = ([expert.get_submodule(name) for expert in experts] for name in NAMES)
-    experts._matrices = stack(gate, up), stack(down)  # type: ignore[arg-type]
-    # both sum up to 40 products in float32, in different orders
-    torch.testing.assert_close(experts(x, weights, chosen), one_by_one, atol=1e-5, rtol=1e-5)
 
 
 def test_expected_share_of_experts_that_tokens_read() -> None:

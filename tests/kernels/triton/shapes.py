@@ -10,15 +10,16 @@ from kernels.kv_format import FORMATS, allocate
 from kernels.kv_store.triton import kv_store, rope_and_store
 from kernels.moe.triton import mixture
 from kernels.paged_attention.triton import paged_attention
-from kernels.quant_matmul.gpu_weight import GPUWeight
+from kernels.quant_matmul.gpu_weight import GPUWeight, of_floats
 from kernels.quant_matmul.triton import quant_matmul, quant_matmul_codes, quantize_rows
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rope.triton import rope
 from kernels.sampling.triton import draw, penalize
 from kernels.swiglu.triton import swiglu
 from tests.kernels.cache_formats import NAMES, formats_of
+from tests.kernels.triton.cases import EXPERT_FORMATS, FP8
 
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+BF16 = torch.bfloat16
 
 MODELS = {  # query heads, key/value heads, channels
     "llama-3.1-8b": (32, 8, 128),
@@ -123,15 +124,32 @@ def sample(num_rows: int, vocab_size: int) -> None:
     penalize(logits, logits.int(), logits.bool(), numbers, numbers, numbers)
 
 
-def mix(num_tokens: int, num_experts: int, per_token: int, size: int, channels: int, quantised: bool = False) -> None:
-    dtype = torch.int8 if quantised else BF16
-    gate_up, down = (
-        torch.empty(num_experts, 2 * channels, size, dtype=dtype),
-        torch.empty(num_experts, size, channels, dtype=dtype),
-    )
-    scales = (torch.empty(gate_up.shape[:2]), torch.empty(down.shape[:2])) if quantised else ()
+MIXTURES = {  # experts, of a token, hidden channels, channels of an expert
+    "mixtral-8x7b": (8, 2, 4096, 14336),
+    "qwen1.5-moe-a2.7b": (60, 4, 2048, 1408),
+    "qwen3-30b": (128, 8, 2048, 768),
+    "deepseek-v2-lite": (64, 6, 2048, 1408),
+}
+
+
+def experts_of(num_experts: int, outputs: int, inputs: int, kind: str, dtype: torch.dtype) -> GPUWeight:
+    if kind == "floats":
+        return of_floats(torch.empty(num_experts, outputs, inputs, dtype=dtype))
+    bits, code_dtype, group_size, has_zeros, _ = EXPERT_FORMATS[kind]
+    codes = torch.empty(num_experts, outputs, inputs * bits // 8, dtype=torch.uint8 if bits == 4 else code_dtype)
+    groups = -(-inputs // (group_size or inputs))
+    scales = torch.empty(num_experts, groups, -(-outputs // 128) if kind == "fp8 blocks" else outputs)
+    zeros = torch.empty(scales.shape, dtype=torch.int8) if has_zeros else None
+    return GPUWeight(codes, scales, zeros, inputs, group_size or 128)
+
+
+def mix(num_tokens: int, model: str, kind: str, dtype: torch.dtype = BF16) -> None:
+    num_experts, per_token, size, channels = MIXTURES[model]
+    gate_up = experts_of(2 * num_experts, channels, size, kind, dtype)
+    down = experts_of(num_experts, size, channels, kind, dtype)
+    rows = None if kind == "floats" else EXPERT_FORMATS[kind][-1]
     chosen = torch.zeros(num_tokens, per_token, dtype=torch.int64)
-    mixture(torch.empty(num_tokens, size, dtype=BF16), gate_up, down, chosen.float(), chosen, *scales)
+    mixture(torch.empty(num_tokens, size, dtype=dtype), gate_up, down, chosen.float(), chosen, rows, rows)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -158,8 +176,19 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"matmul {rows} fp8 blocks": partial(multiply_codes, rows, FP8, True) for rows in ROWS},
     "sampling 128 llama-3": partial(sample, 128, 128256),
     "sampling 1 llama-2": partial(sample, 1, 32000),
-    **{f"moe {tokens} mixtral": partial(mix, tokens, 8, 2, 4096, 14336) for tokens in (1, 128, 4096)},
-    "moe 1 mixtral int8": partial(mix, 1, 8, 2, 4096, 14336, True),
-    "moe 4096 mixtral int8": partial(mix, 4096, 8, 2, 4096, 14336, True),
-    "moe 64 qwen3-30b": partial(mix, 64, 128, 8, 2048, 768),
+    **{
+        f"moe {tokens} mixtral-8x7b {kind}": partial(mix, tokens, "mixtral-8x7b", kind)
+        for kind in ("floats", *EXPERT_FORMATS)
+        for tokens in (1, 8, 128, 4096)
+    },
+    **{
+        f"moe {tokens} {model} w4a16 g128": partial(mix, tokens, model, "w4a16 g128")
+        for tokens in (1, 64, 4096)
+        for model in MIXTURES
+        if model != "mixtral-8x7b"
+    },
+    **{
+        f"moe 8 mixtral-8x7b {kind} float32": partial(mix, 8, "mixtral-8x7b", kind, torch.float32)
+        for kind in ("floats", "w8a16", "w4a16 g128", "w8a8", "fp8")
+    },
 }

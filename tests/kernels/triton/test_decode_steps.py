@@ -1,5 +1,6 @@
 """Padded decode steps of a whole model over the GPU's kernels, in which rows that pad must be stored nowhere and disturb nobody."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,24 +8,31 @@ import torch
 
 import kernels.kv_store.triton
 import kernels.paged_attention.triton
+import kernels.quant_matmul
 import kernels.rms_norm.triton
 import models.decoder
 import models.layers.attention
 import models.layers.norm
 from conf.decoding import DecodeConfig
+from conf.quantization import Activations, QuantConfig, QuantScheme
+from models.layers.moe import Experts
+from pipelines.engine import Engine
 from pipelines.engine.padded_decode import PaddedDecodeSteps
-from tests.builders import complete, engine_of, write_llama
+from pipelines.loading import load_engine
+from tests.builders import complete, engine_of, run_config, write_llama
 from tests.kernels.triton.cases import DEVICE
+from tests.models.test_goldens import GOLDENS
 from tests.pipelines.engine.test_padded_decode import AgainPool
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu/test_engine.py has true graphs")
+PROMPTS, DECODE = [[3, 4, 5], [6], [7, 8]], DecodeConfig(max_new_tokens=4, prefix_cache=False)
 
 
-def test_an_engine_gives_the_cpus_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_llama(tmp_path)
-    prompts, decode = [[3, 4, 5], [6], [7, 8]], DecodeConfig(max_new_tokens=4, prefix_cache=False)
-    expected = [c.token_ids for c in complete(engine_of(tmp_path, block_size=4), prompts, decode)]
-    engine = engine_of(tmp_path, block_size=4)
+def tokens(engine: Engine) -> list[list[int]]:
+    return [completion.token_ids for completion in complete(engine, PROMPTS, DECODE)]
+
+
+def padded_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     for module, kernel in (
         (models.layers.attention, kernels.paged_attention.triton.paged_attention),
         (models.layers.norm, kernels.rms_norm.triton.rms_norm),
@@ -34,5 +42,25 @@ def test_an_engine_gives_the_cpus_tokens(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(module, kernel.__name__, kernel)
     steps = PaddedDecodeSteps(engine.runner._forward, AgainPool(), 4, 3, 0, torch.device("cpu"))
     engine.runner._decode_steps = steps
-    assert [c.token_ids for c in complete(engine, prompts, decode)] == expected
     assert sorted(steps._graphs) == [1, 2, 4]
+    return tokens(engine)
+
+
+def test_an_engine_gives_the_cpus_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_llama(tmp_path)
+    expected = tokens(engine_of(tmp_path, block_size=4))
+    assert padded_tokens(engine_of(tmp_path, block_size=4), monkeypatch) == expected
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # rows that pad are NaN
+@pytest.mark.parametrize("scheme", ["int4", "a8w8", "fp8"])
+def test_so_does_one_with_quantised_experts(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    activations = Activations.none if scheme == "int4" else Activations.dynamic
+    quant = QuantConfig(QuantScheme[scheme], activations=activations, skip=["*self_attn*", "lm_head"])
+    run = run_config(GOLDENS / "mixtral")
+    run = replace(run, quant=quant, device=replace(run.device, block_size=4))
+    expected = tokens(load_engine(run, 3))
+    monkeypatch.setattr(kernels.quant_matmul, "_on_gpu", lambda tensor: True)
+    engine = load_engine(run, 3)
+    assert all(module._stacked for module in engine.runner.model.modules() if isinstance(module, Experts))
+    assert padded_tokens(engine, monkeypatch) == expected

@@ -1,0 +1,117 @@
+"""Experts in the GPU's form: together against one by one, in whole models, and in steps that a graph can hold."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kernels.quant_matmul
+from conf.quantization import Activations
+from kernels.moe import route
+from models.decoder import MLP
+from models.layers.linear import Linear
+from models.layers.moe import Experts
+from models.linear_layers import prepare_experts
+from quantization.layouts.base import StoredWeight
+from quantization.linear import CodedLinear, Fp8Linear, IntLinear
+from quantization.scheme import LinearScheme
+from quantization.weight_format import quantize
+from tests.kernels.triton.cases import DEVICE, assert_near, noise
+from tests.kernels.triton.test_quantised_layers import CASES, FP8, WEIGHTS
+
+HIDDEN, CHANNELS = 256, 128
+NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(autouse=True)
+def _weights_are_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.quant_matmul, "_on_gpu", lambda tensor: True)
+
+
+def make_experts(scheme: LinearScheme | None, count: int = 3, dtype: torch.dtype = torch.float32) -> Experts:
+    """Of floats if `scheme` is None."""
+    experts = Experts((MLP(HIDDEN, CHANNELS) for _ in range(count)), 2).to(DEVICE, dtype)
+    for number, (expert, name) in enumerate((expert, name) for expert in experts for name in NAMES):
+        weight = noise(*getattr(expert, name).weight.shape, seed=number) / 16
+        if scheme is None:
+            getattr(expert, name).weight.data.copy_(weight)
+            continue
+        kind = Fp8Linear if scheme.weights.kind is FP8 else IntLinear
+        layer: CodedLinear = kind(name, scheme, None, tuple(weight.shape), has_bias=False)  # type: ignore[arg-type]
+        scale = torch.tensor(0.03) if scheme.activations is Activations.static else None
+        layer.hold(StoredWeight(quantize(weight, scheme.weights), scale), None, dtype, torch.device(DEVICE))
+        setattr(expert, name, layer)
+    return experts
+
+
+def inputs(tokens: int, count: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    weights, chosen = route(noise(tokens, count, seed=1), 2, True)
+    return noise(tokens, HIDDEN).to(DEVICE), weights.to(DEVICE), chosen.to(DEVICE)
+
+
+def own_forwards(experts: Experts) -> list[nn.Module]:
+    """Filled with the experts that compute by themselves."""
+    called: list[nn.Module] = []
+    for expert in experts:
+        expert.register_forward_pre_hook(lambda module, inputs: called.append(module))
+    return called
+
+
+@pytest.mark.parametrize(("weights", "activations"), [case for case in CASES if case[1] is not Activations.static])
+@torch.inference_mode()
+def test_together_they_are_what_each_is_alone(weights: str, activations: Activations) -> None:
+    experts = make_experts(LinearScheme(WEIGHTS[weights], activations))
+    one_by_one = experts(*inputs(7))
+    num_bytes = sum(parameter.nbytes for parameter in experts.parameters())
+    experts.prepare()
+    called = own_forwards(experts)
+    # where activations are codes, one that lies between two may fall to either side: silu is not rounded before its product here
+    tolerance = 1e-5 if activations is Activations.none else 1e-2
+    assert_near(experts(*inputs(7)), one_by_one, tolerance)
+    assert called == []
+    assert sum(parameter.nbytes for parameter in experts.parameters()) == num_bytes
+    # each layer has become a piece of what all are read from
+    held = {parameter.untyped_storage().data_ptr() for parameter in experts.parameters()}
+    assert len(held) == 2 * len(list(experts[0].gate_proj.parameters()))
+
+
+@torch.inference_mode()
+def test_floats_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Linear, "expert_kind", property(lambda layer: layer.gpu_weight.format))  # a GPU's
+    experts = make_experts(None)
+    before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
+    one_by_one = experts(*inputs(7))
+    experts.prepare()
+    called = own_forwards(experts)
+    assert_near(experts(*inputs(7)), one_by_one)
+    assert called == []
+    assert all(torch.equal(tensor, before[name]) for name, tensor in experts.state_dict().items())
+
+
+@torch.inference_mode()
+def test_activations_auto_count_the_rows_of_all_experts() -> None:
+    """From 8 rows an expert on they are quantised: 22 pairs for 3 experts are fewer, 24 are not."""
+    auto, none, dynamic = (
+        make_experts(LinearScheme(WEIGHTS["int8"], activations))
+        for activations in (Activations.auto, Activations.none, Activations.dynamic)
+    )
+    for experts in (auto, none, dynamic):
+        experts.prepare()
+    assert torch.equal(auto(*inputs(11)), none(*inputs(11)))
+    assert torch.equal(auto(*inputs(12)), dynamic(*inputs(12)))
+
+
+@torch.inference_mode()
+def test_what_no_kernel_takes_together_stays_one_by_one_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    static = make_experts(LinearScheme(WEIGHTS["int8"], Activations.static))
+    mixed, other = (make_experts(LinearScheme(WEIGHTS[weights])) for weights in ("int4", "int8"))
+    mixed[2].up_proj = other[2].up_proj
+    permuted = make_experts(LinearScheme(WEIGHTS["int4 groups"]))
+    permuted[1].gate_proj.permutation = torch.arange(HIDDEN).flip(0)
+    model = nn.ModuleList([static, mixed, permuted])
+    prepare_experts(model, torch.device("cuda"))  # type: ignore[arg-type]
+    assert "the experts of 3 layers are computed one by one, which no CUDA graph can hold" in caplog.text
+    for experts in (static, mixed, permuted):
+        assert not experts.is_together
+        called = own_forwards(experts)
+        experts(*inputs(3))
+        assert called
