@@ -18,7 +18,7 @@ from models.batch import KVCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.formats import Checkpoint, WeightFile, open_checkpoint, open_tokenizer
-from models.formats.gguf import GGUFWeights
+from models.formats.base import CodedWeights
 from models.formats.manifest import verify_manifest
 from models.hub import find_checkpoint
 from models.linear_layers import pack_layers, prepare_experts
@@ -122,7 +122,7 @@ def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantizati
     wanted = plan(model, config)
     schemes = place_stored_layers(model, stored, {name: shape for file in files for name, shape in file.shapes.items()})
     for file in files:
-        if isinstance(file, GGUFWeights):
+        if isinstance(file, CodedWeights):
             file.keep_codes(schemes)
     for name in wanted | schemes if wanted else ():
         given, held = (str(each.get(name, "a float")) for each in (wanted, schemes))
