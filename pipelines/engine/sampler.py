@@ -45,12 +45,12 @@ def _choose(logits: Tensor, sequences: list[Sequence], num_unknown: int) -> Tens
 
 
 def _draw_rows(logits: Tensor, sequences: list[Sequence], num_unknown: int) -> Tensor:
-    rows = []
+    settings: list[float] = []
     for sequence in sequences:
         p = sequence.request.params
         number = uniform(_sample_seed(sequence), sequence.num_output_tokens + num_unknown)
-        rows.append((p.temperature, p.top_k, p.top_p, p.min_p, number))
-    return draw(logits, to_device(rows, torch.float64, logits.device))
+        settings += p.temperature, p.top_k, p.top_p, p.min_p, number
+    return draw(logits, to_device(settings, torch.float64, logits.device).view(-1, 5))
 
 
 def uniform(seed: int, step: int) -> float:
