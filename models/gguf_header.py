@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from conf.errors import UserError
 from models.config import ConfigReader
+from models.gguf_magic import MAGIC
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 KEY_BYTES, NAME_BYTES, DIMENSIONS = 65535, 64, 4  # the most of each, as the specification says
 SCALARS = {
@@ -86,15 +86,6 @@ class GGUFHeader:
                 f"{self.path}: {key} must be an array of texts, found {'none' if values is None else 'numbers'}"
             )
         return values
-
-
-def is_gguf(path: Path) -> bool:
-    """Raises nothing: what cannot be opened is none."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:

@@ -18,7 +18,7 @@ from models.batch import KVCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.formats import Checkpoint, WeightFile, open_checkpoint, open_tokenizer
-from models.formats.gguf import GGUFWeights
+from models.formats.base import CodedWeights
 from models.formats.manifest import verify_manifest
 from models.hub import find_checkpoint
 from models.linear_layers import pack_layers, prepare_experts
@@ -30,6 +30,7 @@ from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_
 from pipelines.engine.request import ContextLimit
 from pipelines.generation_config import decode_defaults, eos_token_ids
 from pipelines.kept import load_kept
+from pipelines.memory import check_memory, step_bytes, weight_bytes, widest_layer
 from quantization.kv_scales import ZERO_POINTS, place_kv_scales, static_kv_formats
 from quantization.layouts import read_quantization
 from quantization.layouts.base import StoredQuantization
@@ -67,6 +68,7 @@ def assemble(
     decode = decode_defaults(checkpoint.generation_config, context.num_tokens)
     with torch.device("meta"):
         model = architecture.build(shape).eval()
+    widest = widest_layer(model)
     files = [] if run.model.weights is Weights.random else checkpoint.open_weights(parameter_shapes(model))
     _quantize(model, run.quant, read_quantization(reader) or read_gguf_quantization(files), files)
     static_cache = _static_cache(model, run.quant, reader, files)
@@ -76,6 +78,8 @@ def assemble(
     dtype = DTYPES[stored_dtype(reader, files) if wanted is DType.auto else wanted.name]
     if packed:
         pack_layers(model, dtype, device)
+    sequences = max_num_requests * _sequences_of_a_request(run.decode.resolved(decode))
+    reserved = _reserve_memory(run.device, model, widest, sequences, dtype, device)
     ignored = (*architecture.ignored_tensors, *(ZERO_POINTS if static_cache else ()))
     read = partial(load_weights, model, files, ignored, dtype, device, on_bytes)
     if not files:
@@ -86,9 +90,8 @@ def assemble(
         read()
     if packed:
         prepare_experts(model, device)
-    sequences = max_num_requests * _sequences_of_a_request(run.decode.resolved(decode))
     formats, room = _cache_formats(model, run.quant, static_cache), max(AUTO_SEQUENCES, sequences)
-    cache = _kv_cache(run.device, shape, room, context, formats, dtype, device)
+    cache = _kv_cache(run.device, shape, room, context, formats, dtype, device, reserved)
     sizes = max_num_requests, run.device.max_batched_tokens, sequences if run.device.cuda_graphs and packed else 0
     return Engine(model, cache, tokenizer, context, eos, decode, *sizes, run.device.decode_threads)
 
@@ -122,7 +125,7 @@ def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantizati
     wanted = plan(model, config)
     schemes = place_stored_layers(model, stored, {name: shape for file in files for name, shape in file.shapes.items()})
     for file in files:
-        if isinstance(file, GGUFWeights):
+        if isinstance(file, CodedWeights):
             file.keep_codes(schemes)
     for name in wanted | schemes if wanted else ():
         given, held = (str(each.get(name, "a float")) for each in (wanted, schemes))
@@ -181,6 +184,17 @@ def is_quantized(config: ModelConfig) -> bool:
     return checkpoint.config.section("quantization_config") is not None
 
 
+def _reserve_memory(
+    config: DeviceConfig, model: CausalLM, widest: int, num_sequences: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Bytes of a GPU that a step may take. Raises UserError where these and the weights (on the meta device) are more than is free."""
+    if device.type != "cuda":
+        return 0
+    step = step_bytes(widest, model.config.vocab_size, dtype, config.max_batched_tokens, num_sequences)
+    check_memory(weight_bytes(model, dtype), step, free_memory(device, config.memory_fraction), config.memory_fraction)
+    return step
+
+
 def _kv_cache(
     config: DeviceConfig,
     shape: ModelShape,
@@ -189,10 +203,11 @@ def _kv_cache(
     formats: list[tuple[KVFormat, KVFormat]],
     dtype: torch.dtype,
     device: torch.device,
+    reserved: int,
 ) -> KVCache:
     block_size = config.block_size or BLOCK_SIZE[device.type]
     wanted_blocks = max_num_sequences * -(-context.num_tokens // block_size)
-    free = free_memory(device, config.memory_fraction)
+    free = max(0, free_memory(device, config.memory_fraction) - reserved)
     num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, free, formats, dtype)
     return allocate_kv_cache(shape, num_blocks, block_size, formats, dtype, device)
 

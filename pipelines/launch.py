@@ -5,10 +5,13 @@ import logging
 import sys
 from pathlib import Path
 
+import torch
+
 from conf.schema import RunConfig, Task
 from pipelines.bench import run_bench
 from pipelines.convert import run_convert
 from pipelines.evaluate import run_evaluate
+from pipelines.memory import out_of_memory
 from pipelines.predict import run_predict
 from pipelines.quantize import run_quantize
 from pipelines.report import Dump, reader_may_leave, reset_peak_memory
@@ -29,4 +32,7 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     reset_peak_memory()
     with reader_may_leave():
-        TASKS[run.task](run, output_dir, dump)
+        try:
+            TASKS[run.task](run, output_dir, dump)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(error) from error

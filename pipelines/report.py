@@ -13,15 +13,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from conf.schema import RunConfig
+
+if TYPE_CHECKING:  # rich is imported where something is shown, because an engine shows nothing
+    from rich.progress import Progress, TaskID
 
 Dump = Callable[[RunConfig, Path], str]
 """From a run and its output folder to the config.yaml that runs it again."""
@@ -148,7 +147,7 @@ NO_PROGRESS = NoProgress()
 
 
 class _Bar:
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: "Progress") -> None:
         self._progress = progress
         self._load = progress.add_task("load", total=None, note="", visible=False)
         self._score = progress.add_task("score", total=None, note="", visible=False)
@@ -175,7 +174,7 @@ class _Bar:
         note = f"{num_layers} of {total_layers} layers"
         self._progress.update(self._quantize, completed=num_layers, total=total_layers, note=note, visible=True)
 
-    def _bytes(self, task: TaskID, done: int, total: int) -> None:
+    def _bytes(self, task: "TaskID", done: int, total: int) -> None:
         note = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
         self._progress.update(task, completed=done, total=total, note=note, visible=True)
 
@@ -183,6 +182,9 @@ class _Bar:
 @contextmanager
 def progress_bar() -> Iterator[ProgressSink]:
     """A bar on standard error; it draws only where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (
         TextColumn("{task.description:>8}"),
         BarColumn(),
@@ -196,6 +198,9 @@ def progress_bar() -> Iterator[ProgressSink]:
 
 def print_table(rows: list[tuple[str, str]]) -> None:
     """A short table on standard output."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in rows:
         table.add_row(name, value)
@@ -204,6 +209,10 @@ def print_table(rows: list[tuple[str, str]]) -> None:
 
 def print_columns(table: dict[str, list[str]]) -> None:
     """A table with headings on standard output, which is as wide as it needs to be where that is no terminal."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 10_000

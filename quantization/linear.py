@@ -3,6 +3,7 @@
 R rows, I input channels, O output channels, G groups of input channels.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import TypeAlias
@@ -65,6 +66,10 @@ class CodedLinear(PackedLinear):
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         return self._layout.tensors() | self._bias_shape
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        bias = self._shape[0] * dtype.itemsize if self._bias_shape else 0
+        return bias + self.scheme.weights.num_bytes(*self._shape)
 
     def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         bias = tensors.pop("bias") if self._bias_shape else None
@@ -229,6 +234,9 @@ class Fp8Linear(KernelLinear):
 
 class DequantizedLinear(CodedLinear):
     """A layer that the model keeps in floats (`FloatLinear`), of a checkpoint that does not: its codes become floats when they come."""
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        return (math.prod(self._shape) + len(self._bias_shape) * self._shape[0]) * dtype.itemsize
 
     def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = nn.Parameter(stored.weight.dequantize().to(device, dtype), requires_grad=False)

@@ -41,6 +41,11 @@ class WeightFormat:
         check(size is None or size > 0, "group_size", size, "a positive number, or null")
         check(size is None or not self.per_tensor, "group_size", size, "null where scales are per tensor")
 
+    def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
+        """Of a weight's packed codes, its float32 scales - of each output, also where one is for all - and its zero points."""
+        groups = 1 if self.group_size is None else -(-num_inputs // self.group_size)
+        return num_outputs * (num_inputs * self.bits // 8 + groups * (4 if self.symmetric else 5))
+
     @property
     def code_range(self) -> tuple[float, float]:
         """The lowest and the highest code."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels import build
 from kernels.sampling import reference
 
-__all__ = ["draw", "penalize"]
+__all__ = ["draw"]
 
 
 @functools.cache
@@ -39,14 +39,3 @@ def draw(logits: Tensor, settings: Tensor) -> Tensor:
     if undecided.any():  # sums in another order cannot tell: next to never
         tokens[undecided] = reference.draw(logits[undecided], settings[undecided])
     return tokens
-
-
-def penalize(
-    logits: Tensor, counts: Tensor, prompted: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
-) -> Tensor:
-    """See kernels/sampling/reference.py."""
-    if logits.is_cuda:
-        from kernels.sampling import triton
-
-        return triton.penalize(logits, counts, prompted, repetition, presence, frequency)
-    return reference.penalize(logits, counts, prompted, repetition, presence, frequency)

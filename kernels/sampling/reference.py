@@ -51,16 +51,3 @@ def invert(logits: Tensor, uniforms: Tensor) -> Tensor:
     """Token ids [R] by inverting each row's distribution function at uniforms [R] float64 in [0, 1)."""
     cumulative = logits.double().softmax(-1).cumsum(-1)
     return torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
-
-
-def penalize(
-    logits: Tensor, counts: Tensor, prompted: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
-) -> Tensor:
-    """Logits [R, V] float32 after the penalties for what was said.
-
-    counts int32 [R, V]: how often each token was generated; prompted bool [R, V]: whether it is in the prompt. The penalties are float32
-    [R]; repetition (arXiv 1909.05858; 1: off) is for both, presence and frequency (0: off) for what was generated.
-    """
-    divided = torch.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])
-    logits = torch.where(prompted | (counts > 0), divided, logits)
-    return logits - presence[:, None] * (counts > 0) - frequency[:, None] * counts

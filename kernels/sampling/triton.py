@@ -25,19 +25,6 @@ def draw(logits: Tensor, settings: Tensor) -> Tensor:
     return tokens
 
 
-def penalize(
-    logits: Tensor, counts: Tensor, prompted: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
-) -> Tensor:
-    """As kernels/sampling/reference.py says."""
-    logits, counts, prompted = logits.contiguous(), counts.contiguous(), prompted.contiguous()
-    output = torch.empty_like(logits)
-    rows, vocab_size = logits.shape
-    if rows:
-        grid = (rows, triton.cdiv(vocab_size, TILE))
-        _penalize[grid](logits, counts, prompted, repetition, presence, frequency, output, vocab_size, TILE=TILE)
-    return output
-
-
 @triton.jit
 def _rank(x):
     """int32 in the order of float32 values, those of 0 and -0 the same."""
@@ -164,18 +151,3 @@ def _draw(logits, settings, tokens, vocab_size: tl.constexpr, TILE: tl.constexpr
         below += tl.sum(weight, 0)
         ties += tied
     tl.store(tokens + r, tl.where(chosen < vocab_size, chosen, likely).to(tl.int64))  # sums may miss the total by a bit
-
-
-@triton.jit
-def _penalize(logits, counts, prompted, repetition, presence, frequency, output, vocab_size, TILE: tl.constexpr):
-    r = tl.program_id(0)
-    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = token < vocab_size
-    place = r.to(tl.int64) * vocab_size + token
-    x = tl.load(logits + place, mask=mask, other=0.0)
-    count = tl.load(counts + place, mask=mask, other=0)
-    seen = (count > 0) | (tl.load(prompted + place, mask=mask, other=0) != 0)
-    factor = tl.load(repetition + r)
-    x = tl.where(seen, tl.where(x > 0, tl.div_rn(x, factor), x * factor), x)
-    x -= tl.where(count > 0, tl.load(presence + r), 0.0)
-    tl.store(output + place, x - tl.load(frequency + r) * count, mask=mask)

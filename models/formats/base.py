@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from models.config import ConfigReader
 from models.tokenizers import Tokenizer
 
 Shapes = Mapping[str, tuple[int, ...]]
+CODE_GROUP = 32  # values of a row that share a scale in CodedWeights
 
 
 class WeightFile(Protocol):
@@ -23,6 +24,17 @@ class WeightFile(Protocol):
     """Whether what is read are views of the file, so that it must be copied to be kept."""
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]: ...
+
+
+@runtime_checkable
+class CodedWeights(WeightFile, Protocol):
+    """A file whose weights may be small integers with scales, which it gives as they are where that is asked for."""
+
+    def coded_modules(self) -> dict[str, int]:
+        """The modules whose weights are such, and the bits of the integers."""
+
+    def keep_codes(self, modules: Iterable[str]) -> None:
+        """From now on gives `codes` int8 [O, I] and `scales` float16 [O, I / CODE_GROUP] of these in place of their `weight`."""
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from conf.errors import UserError
 from models.config import ConfigReader
-from models.formats.base import Checkpoint, WeightFile
+from models.formats.base import CODE_GROUP, Checkpoint, WeightFile
 from models.formats.gguf_names import ARCHITECTURE, ROTARY_FACTORS, expert_names, hugging_face_name
 from models.formats.rotary_rows import half_apart
-from models.gguf_header import GGUFHeader, TensorInfo, is_gguf, read_gguf_header
+from models.gguf_header import GGUFHeader, TensorInfo, read_gguf_header
+from models.gguf_magic import is_gguf
 from models.layers.rotary import RotaryConfig, llama3_factors
 from models.tokenizers.gguf import load_gguf_tokenizer
 
@@ -31,23 +32,15 @@ STORED = {  # types that are read as they are
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-GROUP = 32  # values of a row that share a scale in the types below
 CODE_BITS = {
     GGMLQuantizationType.Q8_0: 8,
     GGMLQuantizationType.Q4_0: 4,
-}  # symmetric codes, so that quantised layers can take them
+}  # symmetric codes with a scale for each CODE_GROUP, so that quantised layers can take them
 SCALE_BYTES = 2  # float16, before a group's codes
 END_TOKENS = ("eos", "eot", "eom")  # of the text, of a turn, of a message
 NO_EFFECT = ("rope.scaling.finetuned", "tensor_data_layout")  # provenance
 DEQUANTISED_AT_ONCE = 2**20  # values, so that the library's intermediate results stay small beside a tensor
 LLAMA3_ORIGINAL_LENGTHS = [2**i for i in range(4, 25)]  # tried until one gives the file's factors
-
-
-def is_gguf_layout(path: Path) -> bool:
-    """A GGUF file, or a folder with one and without a config.json."""
-    if not path.is_dir():
-        return is_gguf(path)
-    return not (path / "config.json").is_file() and any(is_gguf(file) for file in path.glob("*.gguf"))
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -228,7 +221,7 @@ def open_gguf_weights(headers: list[GGUFHeader], config: ConfigReader) -> list[W
 
 
 class GGUFWeights:
-    """The tensors of one file, by Hugging Face's names; one is in memory at a time.
+    """The tensors of one file, by Hugging Face's names; one is in memory at a time. They are CodedWeights.
 
     They are read, not mapped: a mapping of a file that becomes shorter ends the process.
     """
@@ -251,7 +244,6 @@ class GGUFWeights:
         self.dtypes = {name: STORED.get(source.type, torch.float32) for name, source in self._sources.items()}
 
     def coded_modules(self) -> dict[str, int]:
-        """The modules whose weights hold small integers and a scale for each 32 of them, and the bits of the integers."""
         return {
             name.removesuffix(".weight"): CODE_BITS[source.type]
             for name, source in self._sources.items()
@@ -259,7 +251,6 @@ class GGUFWeights:
         }
 
     def keep_codes(self, modules: Iterable[str]) -> None:
-        """From now on gives `codes` int8 [O, I] and `scales` float16 [O, I / 32] of these coded modules in place of their `weight`."""
         for module in modules:
             if source := self._sources.pop(f"{module}.weight", None):
                 self._sources |= {f"{module}.{part}": source for part in ("codes", "scales")}
@@ -296,7 +287,7 @@ def _hugging_face_tensors(name: str, tensor: TensorInfo) -> dict[str, TensorInfo
 
 
 def _shape(name: str, source: TensorInfo) -> tuple[int, ...]:
-    return (source.shape[0], source.shape[1] // GROUP) if name.endswith(".scales") else source.shape
+    return (source.shape[0], source.shape[1] // CODE_GROUP) if name.endswith(".scales") else source.shape
 
 
 def _read_codes(path: Path, tensor: TensorInfo) -> tuple[Tensor, Tensor]:
@@ -304,7 +295,7 @@ def _read_codes(path: Path, tensor: TensorInfo) -> tuple[Tensor, Tensor]:
 
     A group is its scale and its codes: Q8_0 as int8; Q4_0 plus 8 in 16 bytes, the first half of the group in their lower four bits.
     """
-    groups = torch.from_numpy(_read_bytes(path, tensor)).view(tensor.shape[0], tensor.shape[1] // GROUP, -1)
+    groups = torch.from_numpy(_read_bytes(path, tensor)).view(tensor.shape[0], tensor.shape[1] // CODE_GROUP, -1)
     scales = groups[:, :, :SCALE_BYTES].contiguous().view(torch.float16).flatten(1)
     codes = groups[:, :, SCALE_BYTES:]
     if CODE_BITS[tensor.type] == 4:

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from conf.errors import UserError
 from models.config import ConfigReader
 
@@ -51,6 +49,8 @@ def read_mindformers_config(folder: Path) -> ConfigReader:
 
 def _model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
     found = []
+    import yaml  # here, because nothing else needs it
+
     for file in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")]):
         try:
             content = yaml.safe_load(file.read_text(encoding="utf-8"))

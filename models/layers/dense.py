@@ -1,5 +1,6 @@
 """Linear layers whose float weights are held in the order in which the CPU's kernels read them."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +24,9 @@ class DenseLinear(JointLinear):
     def tensors(self) -> dict[str, tuple[int, ...]]:
         (outputs, inputs), bias = self._layer.shape, {"bias": (self._layer.shape[0],)} if self._layer.has_bias else {}
         return {"weight": (inputs, outputs) if self._layer.is_transposed else (outputs, inputs), **bias}
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        return sum(math.prod(shape) for shape in self.tensors().values()) * dtype.itemsize
 
     def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         weight = tensors["weight"].to(dtype)

@@ -141,6 +141,10 @@ class PackedLinear(nn.Module, ABC):
         """Own names and shapes of the tensors that it is made of."""
 
     @abstractmethod
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Of its parameters after `load` in a model of `dtype`, without padding."""
+
+    @abstractmethod
     def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         """Make the parameters of them, which are on the CPU. `dtype` is the model's. Raises UserError for impossible values."""
 

@@ -5,8 +5,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from sentencepiece import SentencePieceProcessor
-
 from conf.errors import UserError
 from models.tokenizers.base import Message, Tokenizer, refuse_role
 from models.tokenizers.chat import LLAMA2
@@ -19,6 +17,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, file: Path, model: bytes | None = None) -> None:
         """`model`: the ModelProto, where the file is none itself. Raises UserError if it cannot be read."""
+        from sentencepiece import SentencePieceProcessor  # here, because other tokenizers do without it
+
         self.source = file.parent
         try:
             self._pieces = SentencePieceProcessor(

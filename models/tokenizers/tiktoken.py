@@ -4,8 +4,6 @@ import base64
 import unicodedata
 from pathlib import Path
 
-import tiktoken
-
 from conf.errors import UserError
 from models.tokenizers.base import Message, Tokenizer, refuse_role
 
@@ -36,6 +34,8 @@ class TiktokenTokenizer(Tokenizer):
 
     def __init__(self, file: Path, pattern: str, specials: tuple[str, ...]) -> None:
         """Raises UserError if the file cannot be read."""
+        import tiktoken  # here, because other tokenizers do without it
+
         self.source = file.parent
         ranks = _read_ranks(file)
         self._specials = {name: len(ranks) + i for i, name in enumerate(specials)}

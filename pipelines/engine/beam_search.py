@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pipelines.engine.detokenizer import Detokenizer
+from pipelines.engine.logits import process_logits
 from pipelines.engine.request import Completion, Continuation, FinishReason, SamplingParams, Sequence, SequenceGroup
-from pipelines.engine.sampler import process_logits
 from pipelines.engine.stopping import completion_of, extend_text
 
 OUT = -1e9  # what transformers adds to the score of a beam that is out of the race
@@ -41,8 +41,7 @@ class BeamSearch:
 
     def advance(self, group: SequenceGroup, logits: Tensor) -> list[Continuation]:
         sequences, num_beams = group.sequences, self._params.num_beams
-        logprobs = logits.float().log_softmax(-1)
-        logprobs = torch.stack([process_logits(row, s) for row, s in zip(logprobs, sequences, strict=True)])
+        logprobs = process_logits(logits.float().log_softmax(-1), sequences)
         total = (logprobs + self._scores.to(logprobs.device)[:, None]).flatten()  # [S * V]
         scores, index = (t.cpu() for t in total.topk(min(self._num_candidates, len(total))))  # [C]
         candidates = [(i // logits.shape[1], i % logits.shape[1]) for i in index.tolist()]

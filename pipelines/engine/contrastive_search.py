@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from pipelines.engine.logits import process_logits
 from pipelines.engine.request import Continuation, FinishReason, Sequence, SequenceGroup
-from pipelines.engine.sampler import process_logits, token_logprobs
+from pipelines.engine.sampler import token_logprobs
 from pipelines.engine.stopping import completion_of, extend_text
 
 
@@ -53,7 +54,7 @@ class ContrastiveSearch:
                 group.completions[0] = completion_of(group.sequences[chosen], reason)
                 return []
         sequence = group.sequences[chosen]
-        processed = process_logits(logits[chosen].float(), sequence)
+        processed = process_logits(logits[chosen : chosen + 1].float(), [sequence])[0]
         num_allowed = int((processed > -torch.inf).sum())
         if not num_allowed:
             group.completions[0] = completion_of(sequence, FinishReason.no_token)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from conf.errors import UserError
 from pipelines.engine.batch import build_batch
+from pipelines.engine.logits import waits_for_tokens
 from pipelines.engine.request import Sequence, SequenceGroup
 from pipelines.engine.runner import Runner, check_finite
-from pipelines.engine.sampler import changes_logits, choose
+from pipelines.engine.sampler import choose, known_token
 from pipelines.engine.scheduler import Scheduled, Scheduler, StepPlan
 
 
@@ -36,17 +37,20 @@ class LaunchedStep:
         """What was planned for sequences that have not ended since."""
         return [item for item in self.plan.scheduled if item.sequence in item.group.sequences]
 
-    def wait(self) -> dict[Sequence, int]:
-        """Each sequence's token. Raises UserError where a logit was not finite."""
+    def wait(self) -> dict[Sequence, int | None]:
+        """Each sequence's token, None where all were banned. Raises UserError where a logit was not finite."""
         if self._arrived:
             self._arrived.synchronize()
         *tokens, finite = self._results.tolist()
         check_finite(bool(finite))
-        return {item.sequence: token for item, token in zip(self.plan.scheduled, tokens, strict=True)}
+        return {item.sequence: known_token(token) for item, token in zip(self.plan.scheduled, tokens, strict=True)}
 
 
 class Lookahead:
-    """Steps in which every row's next token depends on nothing but its logits."""
+    """Steps whose tokens the GPU chooses alone: from the logits, what the CPU knew before, and the last token.
+
+    n-grams that may not repeat and bad words of several tokens are looked for on the CPU, in all tokens; searches and samples that fork,
+    and log probabilities, are made there too. Their rows, and those beside them, wait for each step."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self._scheduler = scheduler
@@ -60,7 +64,7 @@ class Lookahead:
             and item.sequence.request.params.n == 1
             and item.sequence.request.params.logprobs is None
             and item.sequence.request.params.prompt_logprobs is None
-            and not changes_logits(item.sequence)
+            and not waits_for_tokens(item.sequence)
             for item in plan.scheduled
         )
 
@@ -78,14 +82,16 @@ class Lookahead:
         self._scheduler.commit(replace(step.plan, scheduled=alive))  # now the tokens that it computed are known
         return step
 
-    def results(self, step: LaunchedStep) -> list[tuple[SequenceGroup, Sequence, int]]:
-        """The tokens of those who have not ended. Before it waits for them, the step after this one is begun, if none has ended.
+    def results(self, step: LaunchedStep) -> list[tuple[SequenceGroup, Sequence, int | None]]:
+        """The tokens of those who have not ended, None where all were banned.
+
+        Before it waits for them, the step after this one is begun, if none has ended.
 
         Raises UserError where a logit was not finite.
         """
         alive = step.alive()
         ahead = self._scheduler.plan_ahead(step.plan) if len(alive) == len(step.plan.scheduled) else None
-        self._next = None if ahead is None else self._launch(ahead, step.tokens)
+        self._next = None if ahead is None else self._launch(ahead, step.tokens.clamp(min=0))
         try:
             tokens = step.wait()
         except UserError:
@@ -98,4 +104,4 @@ class Lookahead:
         batch = build_batch(plan, self._scheduler.block_manager.block_size)
         _, logits, finite = self._runner.launch(batch, token_ids)
         sequences = [item.sequence for item in plan.scheduled]
-        return LaunchedStep(plan, choose(logits, sequences, num_unknown=int(token_ids is not None)), finite)
+        return LaunchedStep(plan, choose(logits, sequences, token_ids), finite)

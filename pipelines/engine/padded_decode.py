@@ -66,6 +66,8 @@ class PaddedDecodeSteps:
         self._graphs: dict[int, Graph] = {}
         try:
             self._capture_all(pool)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             log.warning("decode steps are launched one by one, because a CUDA graph cannot hold them: %s", error)
             self._graphs.clear()

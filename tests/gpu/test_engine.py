@@ -1,4 +1,4 @@
-"""A whole engine on a GPU against the same engine on the CPU. Needs what run.py needs, but hydra."""
+"""A whole engine on a GPU against the same engine on the CPU."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,10 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip(
-    "sentencepiece", reason="checkpoints are read with tokenizers' packages, which a bare CUDA image lacks"
-)
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError

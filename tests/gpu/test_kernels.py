@@ -101,6 +101,35 @@ def test_no_launch_waits_for_the_gpu() -> None:
                 launch()
 
 
+def test_sampling_with_penalties_and_bans() -> None:
+    """Bit for bit the CPU's logits, and no wait for them or for the token that only the GPU knows."""
+    from conf.decoding import DecodeConfig
+    from pipelines.engine.logits import process_logits
+    from pipelines.engine.request import ContextLimit, Request, Sequence, resolve_sampling_params
+    from pipelines.engine.sampler import choose
+
+    sequences = []
+    for i, settings in enumerate(
+        (
+            {"repetition_penalty": 1.3, "frequency_penalty": 0.1, "temperature": 0.8, "seed": 1},
+            {"logit_bias": {5: 2.0}, "presence_penalty": 0.5},
+            {"allowed_token_ids": [3, 4], "min_new_tokens": 9, "stop_token_ids": [4]},
+        )
+    ):
+        decode = DecodeConfig(**{"max_new_tokens": 50, **settings}).resolved({})  # type: ignore[arg-type]
+        params = resolve_sampling_params(decode, 3, ContextLimit(100, "limit"), frozenset())
+        sequences.append(Sequence(Request(i, [7, 8, 7], params), None, [7, 8, 7, 5, 5, 9]))
+    logits, last = 3 * noise(3, 128256), torch.tensor([5, 11, 3])
+    on_gpu = logits.cuda(), last.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        processed, tokens = process_logits(on_gpu[0], sequences, on_gpu[1]), choose(on_gpu[0], sequences, on_gpu[1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert processed.cpu().equal(process_logits(logits, sequences, last))
+    assert tokens.cpu().equal(choose(logits, sequences, last))
+
+
 def test_sampling_a_large_vocabulary() -> None:
     from kernels.sampling import reference, triton
 

@@ -14,7 +14,7 @@ from kernels.quant_matmul.gpu_weight import GPUWeight, of_floats
 from kernels.quant_matmul.triton import quant_matmul, quant_matmul_codes, quantize_rows
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rope.triton import rope
-from kernels.sampling.triton import draw, penalize
+from kernels.sampling.triton import draw
 from kernels.swiglu.triton import swiglu
 from tests.kernels.cache_formats import NAMES, formats_of
 from tests.kernels.triton.cases import EXPERT_FORMATS, FP8
@@ -119,9 +119,7 @@ ROWS = (1, 16, 32, 64, 4096)  # one for each way to launch
 
 
 def sample(num_rows: int, vocab_size: int) -> None:
-    logits, numbers = torch.empty(num_rows, vocab_size), torch.empty(num_rows)
-    draw(logits, torch.empty(num_rows, 5, dtype=torch.float64))
-    penalize(logits, logits.int(), logits.bool(), numbers, numbers, numbers)
+    draw(torch.empty(num_rows, vocab_size), torch.empty(num_rows, 5, dtype=torch.float64))
 
 
 MIXTURES = {  # experts, of a token, hidden channels, channels of an expert

@@ -66,6 +66,7 @@ def test_a_layer_is_the_cpus(
     assert_near(layer(x.to(DEVICE)), expected, tolerance)
     assert_near(layer(x[2:3].to(DEVICE)), expected[2:3], tolerance)
     assert sum(part.nbytes for part in layer.parameters()) == num_bytes(stored, scheme) + layer.bias.nbytes
+    assert sum(part.nbytes for part in layer.parameters()) == layer.num_bytes(dtype)
 
 
 def num_bytes(stored: StoredWeight, scheme: LinearScheme) -> int:

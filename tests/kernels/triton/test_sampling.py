@@ -60,12 +60,3 @@ def test_banned_tokens_and_extreme_numbers() -> None:
         assert torch.equal(tokens, reference.draw(logits, each))
         assert tokens[0] == 69
         assert (tokens[1:] % 2 == 1).all()
-
-
-def test_penalties() -> None:
-    logits = noise(3, 5000)
-    counts = torch.randint(0, 3, (3, 5000), generator=GENERATOR, dtype=torch.int32)
-    prompted = torch.rand(3, 5000, generator=GENERATOR) < 0.3
-    penalties = (torch.tensor([1.3, 0.7, 1.0]), torch.tensor([0.5, 0.0, -1.0]), torch.tensor([0.25, 0.0, 0.1]))
-    result = triton.penalize(*on(DEVICE, logits, counts, prompted, *penalties)).cpu()
-    torch.testing.assert_close(result, reference.penalize(logits, counts, prompted, *penalties), rtol=0, atol=1e-6)

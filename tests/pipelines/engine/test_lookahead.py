@@ -58,6 +58,9 @@ LONG = DecodeConfig(max_new_tokens=25, ignore_eos=True)
 SHORT = DecodeConfig(max_new_tokens=3, ignore_eos=True)  # of rows beside which nobody looks ahead
 DRAWN = DecodeConfig(max_new_tokens=9, temperature=1.3, top_p=0.9, top_k=20, seed=5)
 
+PENALISED = replace(DRAWN, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2)
+BANNED = replace(DRAWN, allowed_token_ids=[7], stop_token_ids=[7], min_new_tokens=2)  # whose first token is none
+
 
 @pytest.mark.parametrize(
     "decodes",
@@ -80,10 +83,11 @@ DRAWN = DecodeConfig(max_new_tokens=9, temperature=1.3, top_p=0.9, top_k=20, see
             marks=NEEDS_KERNELS,
         ),
         pytest.param(
-            [GREEDY, replace(SHORT, repetition_penalty=1.5), replace(SHORT, prompt_logprobs=1)], marks=NEEDS_KERNELS
+            [GREEDY, replace(SHORT, no_repeat_ngram_size=2), replace(SHORT, prompt_logprobs=1)], marks=NEEDS_KERNELS
         ),
+        [PENALISED, DRAWN, BANNED, replace(PENALISED, temperature=0.0, logit_bias={3: 2.0, 9: -1.5}), GREEDY],
     ],
-    ids=["greedy", "drawn", "lengths", "with others", "with penalties"],
+    ids=["greedy", "drawn", "lengths", "with others", "with n-grams", "with penalties"],
 )
 @pytest.mark.parametrize("device", [{}, {"block_size": 1}, {"block_size": 4, "max_batched_tokens": 7}], ids=str)
 def test_the_same_outputs(folder: Path, decodes: list[DecodeConfig], device: dict[str, Any]) -> None:
@@ -138,6 +142,29 @@ def test_a_step_begins_before_the_last_ones_tokens_are_asked_for(folder: Path, m
     monkeypatch.setattr(LaunchedStep, "wait", lambda step: (events.append("wait"), wait(step))[1])
     list(engine.generate([engine.request(0, [3, 4], replace(GREEDY, max_new_tokens=4))]))
     assert events == ["launch", "launch", "wait", "launch", "wait", "launch", "wait", "wait"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": -0.3},
+        {"logit_bias": {5: 3.0}, "allowed_token_ids": [5, 6, 7, 8]},
+        {"min_new_tokens": 5, "stop_token_ids": [5, 6]},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+@pytest.mark.parametrize("decode", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_no_step_waits_for_penalties_and_bans(folder: Path, decode: DecodeConfig, settings: dict[str, Any]) -> None:
+    decode = replace(decode, max_new_tokens=8, **settings)
+    prompt = [5, 6, 7, 5]
+    (expected,) = engine_of(folder).generate([engine_of(folder).request(0, prompt, decode)])
+    (plain,) = engine_of(folder).generate([engine_of(folder).request(0, prompt, replace(DRAWN, max_new_tokens=8))])
+    engine = engine_of(folder)
+    ahead = look_ahead(engine)
+    (output,) = engine.generate([engine.request(0, prompt, decode)])
+    assert output == expected != plain
+    assert ahead == [False] + [True] * (len(ahead) - 1)
+    assert len(ahead) >= len(output.completions[0].token_ids)
 
 
 def test_a_request_that_comes_while_a_step_is_ahead(folder: Path) -> None:

@@ -8,13 +8,9 @@ from transformers import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from conf.decoding import DecodeConfig
 from kernels.sampling.reference import invert, keep_min_p, keep_top_k, keep_top_p
+from pipelines.engine.logits import process_logits
 from pipelines.engine.request import ContextLimit, Request, Sequence, resolve_sampling_params
-from pipelines.engine.sampler import (
-    process_logits,
-    sample,
-    token_logprobs,
-    uniform,
-)
+from pipelines.engine.sampler import sample, token_logprobs, uniform
 
 INF = math.inf
 
@@ -24,6 +20,11 @@ def sequence(prompt: list[int], output: list[int], eos: frozenset[int] = frozens
     config = DecodeConfig(**{"max_new_tokens": 50, **decode}).resolved({})  # type: ignore[arg-type]
     params = resolve_sampling_params(config, len(prompt), ContextLimit(1000, "limit"), eos, bad_words)  # type: ignore[arg-type]
     return Sequence(Request(0, prompt, params), None, prompt + output)
+
+
+def processed(logits: torch.Tensor, of: Sequence) -> torch.Tensor:
+    """One row [V]."""
+    return process_logits(logits[None], [of])[0]
 
 
 def kept(logits: torch.Tensor) -> list[list[int]]:
@@ -52,20 +53,18 @@ def test_min_p_is_a_share_of_the_most_likely() -> None:
 
 def test_repetition_penalty_divides_positive_and_multiplies_negative() -> None:
     logits = torch.tensor([2.0, -2.0, 4.0, -4.0])
-    assert process_logits(logits, sequence([0, 1, 0], [3], repetition_penalty=2.0)).tolist() == [1.0, -4.0, 4.0, -8.0]
+    assert processed(logits, sequence([0, 1, 0], [3], repetition_penalty=2.0)).tolist() == [1.0, -4.0, 4.0, -8.0]
     assert logits.tolist() == [2.0, -2.0, 4.0, -4.0]
 
 
 def test_presence_and_frequency_penalties_count_the_output_only() -> None:
-    row = process_logits(
-        torch.zeros(4), sequence([0, 0, 1], [1, 2, 2, 2], presence_penalty=0.5, frequency_penalty=0.25)
-    )
+    row = processed(torch.zeros(4), sequence([0, 0, 1], [1, 2, 2, 2], presence_penalty=0.5, frequency_penalty=0.25))
     assert row.tolist() == [0.0, -0.75, -1.25, 0.0]
 
 
 def test_min_new_tokens_forbids_eos_and_stop_tokens() -> None:
     eos = frozenset([1])
-    assert process_logits(torch.zeros(4), sequence([0], [2], eos, min_new_tokens=2, stop_token_ids=[3])).tolist() == [
+    assert processed(torch.zeros(4), sequence([0], [2], eos, min_new_tokens=2, stop_token_ids=[3])).tolist() == [
         0.0,
         -INF,
         0.0,
@@ -81,7 +80,7 @@ TOKENS = [3, 5, 7, 5, 3, 5, 7, 2, 3, 5]  # prompt and output
 def test_no_repeat_ngram_equals_transformers(size: int) -> None:
     logits = torch.randn(12, generator=torch.Generator().manual_seed(1))
     expected = NoRepeatNGramLogitsProcessor(size)(torch.tensor([TOKENS]), logits[None].clone())[0]
-    assert process_logits(logits, sequence(TOKENS[:6], TOKENS[6:], no_repeat_ngram_size=size)).equal(expected)
+    assert processed(logits, sequence(TOKENS[:6], TOKENS[6:], no_repeat_ngram_size=size)).equal(expected)
 
 
 def test_bad_words_equal_transformers() -> None:
@@ -89,14 +88,41 @@ def test_bad_words_equal_transformers() -> None:
     words = ((9,), (5, 7), (3, 5, 8), (7, 5, 4), (2, 3, 5, 7))
     processor = NoBadWordsLogitsProcessor([list(word) for word in words], eos_token_id=11)
     expected = processor(torch.tensor([TOKENS]), logits[None].clone())[0]
-    assert process_logits(logits, sequence(TOKENS[:6], TOKENS[6:], bad_words=words)).equal(expected)
+    assert processed(logits, sequence(TOKENS[:6], TOKENS[6:], bad_words=words)).equal(expected)
     assert kept(expected[None]) == [[0, 1, 2, 3, 4, 5, 6, 10, 11]]
 
 
 def test_bias_and_allowed_tokens() -> None:
     logits = torch.arange(5.0)
-    assert process_logits(logits, sequence([0], [], logit_bias={1: 10.0, 3: -2.5})).tolist() == [0, 11, 2, 0.5, 4]
-    assert process_logits(logits, sequence([0], [], allowed_token_ids=[3, 1])).tolist() == [-INF, 1, -INF, 3, -INF]
+    assert processed(logits, sequence([0], [], logit_bias={1: 10.0, 3: -2.5})).tolist() == [0, 11, 2, 0.5, 4]
+    assert processed(logits, sequence([0], [], allowed_token_ids=[3, 1])).tolist() == [-INF, 1, -INF, 3, -INF]
+
+
+def test_a_last_token_that_only_the_device_knows() -> None:
+    """Bit for bit as where it is listed: a token that is new, of the prompt, or there before, beside rows that ask for nothing."""
+    settings: list[dict[str, object]] = [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.3},
+        {},
+        {"repetition_penalty": 0.9, "frequency_penalty": -0.4, "logit_bias": {2: 1.5}, "allowed_token_ids": [2, 3, 5]},
+        {"min_new_tokens": 4, "stop_token_ids": [3]},
+        {"bad_words": ((4,),)},
+    ]
+    logits = torch.randn(len(settings), 9, generator=torch.Generator().manual_seed(4))
+    for last in range(9):
+        known = [sequence([2, 5, 2], [3, 3, 7, last], **each) for each in settings]
+        listed = [sequence([2, 5, 2], [3, 3, 7], **each) for each in settings]
+        result = process_logits(logits, listed, torch.full((len(settings),), last))
+        assert result.equal(process_logits(logits, known))
+        assert not result[[0, 1, 3, 5]].eq(logits[[0, 1, 3, 5]]).all(1).any()
+        assert result[2].equal(logits[2])
+    assert process_logits(logits, [sequence([2], [3])] * len(logits)) is logits
+
+
+def test_narrow_logits_are_processed_in_float32() -> None:
+    logits = torch.tensor([[1.0, 3.0]], dtype=torch.bfloat16)
+    result = process_logits(logits, [sequence([1], [1], repetition_penalty=1.1)])
+    assert result.tolist() == [[1.0, (torch.tensor(3.0) / 1.1).item()]]
 
 
 def test_if_every_token_is_banned_there_is_none() -> None:

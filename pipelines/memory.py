@@ -1,0 +1,52 @@
+"""What a run needs of a GPU's memory, reckoned before anything is loaded."""
+
+import torch
+
+from conf.errors import UserError
+from models.causal_lm import CausalLM
+from models.layers.linear import PackedLinear
+from models.linear_layers import linear_layers
+from models.weights import parameter_dtype
+
+
+def weight_bytes(model: CausalLM, dtype: torch.dtype) -> int:
+    """Of a model (on the meta device) whose layers are those that it will have, when `dtype` weights are in their places."""
+    floats = (p.numel() * parameter_dtype(model, name, dtype).itemsize for name, p in model.named_parameters())
+    return sum(floats) + sum(layer.num_bytes(dtype) for layer in model.modules() if isinstance(layer, PackedLinear))
+
+
+def widest_layer(model: CausalLM) -> int:
+    """The most numbers of a token that are there at once around a linear layer, about: its input, its output and what that is gated with.
+
+    Of a model whose layers are all floats yet; without the head, which has a row for each sequence alone.
+    """
+    layers = [layer for name, layer in linear_layers(model).items() if model.get_submodule(name) is not model.head]
+    return max((sum(layer.shape) + max(layer.shape) for layer in layers), default=0)
+
+
+def step_bytes(widest: int, vocab_size: int, dtype: torch.dtype, num_tokens: int, num_sequences: int) -> int:
+    """Of the tensors that are there at once in a step, about: around the widest layer for each token, and logits, in `dtype` and in
+    float32, for each sequence."""
+    return num_tokens * widest * dtype.itemsize + num_sequences * vocab_size * (dtype.itemsize + 4)
+
+
+def check_memory(weights: int, step: int, free: int, memory_fraction: float) -> None:
+    """Raises UserError where the bytes of weights and of a step are more than what is free for this process."""
+    if weights + step > free:
+        raise UserError(
+            f"the GPU has {_gb(free)} free within device.memory_fraction={memory_fraction}, but the weights need {_gb(weights)} and a step "
+            f"{_gb(step)}: give quant=int8 or int4, less device.max_batched_tokens, a larger fraction, or end what else uses the GPU"
+        )
+
+
+def out_of_memory(error: torch.OutOfMemoryError) -> UserError:
+    """For what only shows when it runs."""
+    said = " ".join(str(error).split()).split(" If reserved")[0].removeprefix("CUDA out of memory. ")
+    return UserError(
+        f"the GPU's memory is full ({said[:200]}): give less device.kv_cache_memory, device.max_batched_tokens or batch_size, "
+        "quant=int8 or int4, or end what else uses the GPU"
+    )
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
