@@ -6,7 +6,9 @@ T tokens, H query heads, G key/value heads, D channels per head, E hidden channe
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
@@ -103,8 +105,24 @@ class MLP(nn.Module):
         return self.down_proj(linear_swiglu(x, self.gate_proj, self.up_proj))  # type: ignore[no-any-return]
 
 
+class Sizes(Protocol):
+    """What a decoder of any kind of attention and feed-forward layers has in its config."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+
+class Rotary(Protocol):
+    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of each token's angles, from int64 [T] twice."""
+
+
 class DecoderLayer(nn.Module):
-    def __init__(self, c: DecoderConfig, self_attn: nn.Module, mlp: nn.Module) -> None:
+    def __init__(self, c: Sizes, self_attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.input_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.self_attn = self_attn
@@ -120,12 +138,12 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, c: DecoderConfig, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, c: Sizes, layers: Iterable[nn.Module], rotary: Rotary) -> None:
         super().__init__()
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.rotary = RotaryEmbedding(c.rotary)
+        self.rotary = rotary
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         stream = ResidualStream(self.embed_tokens(batch.token_ids))
@@ -146,7 +164,7 @@ class DecoderLM(CausalLM):
     def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, layers)
+        self.model = Decoder(config, layers, RotaryEmbedding(config.rotary))
         self.lm_head = make_head(self.model.embed_tokens, config.tie_word_embeddings)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:

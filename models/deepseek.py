@@ -17,12 +17,11 @@ from kernels.rope import rope
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
-from models.decoder import MLP
+from models.decoder import MLP, Decoder, DecoderLayer
 from models.layers.attention import attend_latent
-from models.layers.embedding import Embedding
 from models.layers.linear import Linear, PlainLinear, linear, linear_per_head, make_head
 from models.layers.moe import Experts
-from models.layers.norm import AddRMSNorm, ResidualStream, RMSNorm
+from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config, yarn_mscale
 
 LATENT_NORM_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps says: so in the models' own code
@@ -260,41 +259,6 @@ class MoE(nn.Module):
         return self.experts(x, weights, chosen) + self.shared_experts(x)  # type: ignore[no-any-return]
 
 
-class DecoderLayer(nn.Module):
-    def __init__(self, c: DeepseekConfig, layer: int) -> None:
-        super().__init__()
-        self.input_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(c)
-        self.post_attention_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = MoE(c) if c.has_experts(layer) else MLP(c.hidden_size, c.intermediate_size)
-
-    def forward(
-        self, stream: ResidualStream, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache
-    ) -> ResidualStream:
-        normed, x = self.input_layernorm(*stream)  # [T, E] each
-        normed, x = self.post_attention_layernorm(batch.attending(x), self.self_attn(normed, cos, sin, batch, cache))
-        return ResidualStream(x, self.mlp(normed))
-
-
-class Decoder(nn.Module):
-    def __init__(self, c: DeepseekConfig) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(c, layer) for layer in range(c.num_hidden_layers))
-        self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.rotary = RotaryEmbedding(c.rotary)
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        stream = ResidualStream(self.embed_tokens(batch.token_ids))
-        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, stream.x.dtype)
-        for layer, layer_batch, layer_cache in zip(
-            self.layers, batch.by_layer(len(self.layers)), cache.layers, strict=True
-        ):
-            stream = layer(stream, cos, sin, layer_batch, layer_cache)
-        normed, _ = self.norm(*stream)  # [R, E]
-        return normed  # type: ignore[no-any-return]
-
-
 class Deepseek(CausalLM):
     config: DeepseekConfig
     replicated = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -304,7 +268,9 @@ class Deepseek(CausalLM):
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
+        c, layers = config, range(config.num_hidden_layers)
+        mlps = (MoE(c) if c.has_experts(layer) else MLP(c.hidden_size, c.intermediate_size) for layer in layers)
+        self.model = Decoder(c, (DecoderLayer(c, Attention(c), mlp) for mlp in mlps), RotaryEmbedding(c.rotary))
         self.lm_head = make_head(self.model.embed_tokens, config.tie_word_embeddings)
 
     @property

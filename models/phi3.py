@@ -15,11 +15,10 @@ from kernels.swiglu import swiglu
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
+from models.decoder import Decoder, DecoderLayer
 from models.layers.attention import attend
 from models.layers.constant import Constant
-from models.layers.embedding import Embedding
 from models.layers.linear import Linear, make_head
-from models.layers.norm import AddRMSNorm, ResidualStream
 
 
 @dataclass(frozen=True)
@@ -180,48 +179,14 @@ class MLP(nn.Module):
         return self.down_proj(swiglu(gate, up))  # type: ignore[no-any-return]
 
 
-class DecoderLayer(nn.Module):
-    def __init__(self, c: Phi3Config) -> None:
-        super().__init__()
-        self.input_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(c)
-        self.post_attention_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = MLP(c)
-
-    def forward(
-        self, stream: ResidualStream, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache
-    ) -> ResidualStream:
-        normed, x = self.input_layernorm(*stream)  # [T, E] each
-        normed, x = self.post_attention_layernorm(batch.attending(x), self.self_attn(normed, cos, sin, batch, cache))
-        return ResidualStream(x, self.mlp(normed))
-
-
-class Decoder(nn.Module):
-    def __init__(self, c: Phi3Config) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.num_hidden_layers))
-        self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.rotary = LongRope(c.rotary)
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        stream = ResidualStream(self.embed_tokens(batch.token_ids))
-        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, stream.x.dtype)
-        for layer, layer_batch, layer_cache in zip(
-            self.layers, batch.by_layer(len(self.layers)), cache.layers, strict=True
-        ):
-            stream = layer(stream, cos, sin, layer_batch, layer_cache)
-        normed, _ = self.norm(*stream)  # [R, E]
-        return normed  # type: ignore[no-any-return]
-
-
 class Phi3(CausalLM):
     config: Phi3Config
 
     def __init__(self, config: Phi3Config) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
+        layers = (DecoderLayer(config, Attention(config), MLP(config)) for _ in range(config.num_hidden_layers))
+        self.model = Decoder(config, layers, LongRope(config.rotary))
         self.lm_head = make_head(self.model.embed_tokens, config.tie_word_embeddings)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
