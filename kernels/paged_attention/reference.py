@@ -34,10 +34,9 @@ def paged_attention(
     """
     output = query.new_empty(*query.shape[:2], value_cache.channels)
     block_size, groups = key_cache.tensors[0].shape[1:3]
-    starts = query_starts.tolist()
-    for s, length in enumerate(context_lengths.tolist()):
-        if starts[s] == starts[s + 1]:
-            continue
+    starts, lengths = query_starts.tolist(), context_lengths.tolist()
+    for s in (query_starts.diff() > 0).nonzero()[:, 0].tolist():
+        length = lengths[s]
         blocks = block_tables[s, : -(-length // block_size)]
         keys = _read(key_cache, blocks, length).permute(1, 2, 0)  # [G, D, L]
         values = _read(value_cache, blocks, length).transpose(0, 1)  # [G, L, E]
@@ -56,8 +55,7 @@ def paged_attention(
         if window is not None:
             hidden |= distance <= -window
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(q.dtype).flatten(1, 2)  # [G, H/G * Q, L]
-        attended = (weights @ values).unflatten(1, (-1, q.shape[0]))  # [G, H/G, Q, E]
-        output[starts[s] : starts[s + 1]] = attended.flatten(0, 1).transpose(0, 1)
+        output[starts[s] : starts[s + 1]] = (weights @ values).reshape(*q.shape[1::-1], -1).transpose(0, 1)
     return output
 
 
