@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int64_t CHUNK_CHANNELS = 1 << 13;  // worth another thread
+constexpr int64_t CHUNK_CHANNELS = 1 << 12;  // worth another thread
 constexpr float INT8_MAX_CODE = 127, FLOAT8_MAX_CODE = 448, INT4_MAX_CODE = 15;
 
 uint16_t to_float16(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }

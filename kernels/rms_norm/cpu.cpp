@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int64_t CHUNK_CHANNELS = 1 << 13;  // worth another thread
+constexpr int64_t CHUNK_CHANNELS = 1 << 12;  // worth another thread
 
 struct Arrays {  // [rows, D], weight [D], all of one dtype
   const void *x, *residual, *weight;  // residual: null if nothing is added

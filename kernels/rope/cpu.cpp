@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int64_t CHUNK_CHANNELS = 1 << 13;  // worth another thread
+constexpr int64_t CHUNK_CHANNELS = 1 << 12;  // worth another thread
 constexpr int64_t TOKENS_OF_ANGLES = 16;     // too
 
 }  // namespace
