@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launches import Launch, tuned_launch
 from kernels.paged_attention.triton import find_segment
 from kernels.quant_matmul.gpu_weight import GPUWeight, RowCodes
 from kernels.quant_matmul.triton import chunks_at_once, format_of, multiply_row, multiply_rows, quantize_rows
@@ -21,17 +22,10 @@ from kernels.swiglu.triton import silu
 
 SORTED_AT_ONCE = 1024
 
-
-class Launch(NamedTuple):
-    outputs: int
-    pairs: int
-    num_warps: int
-    num_stages: int
-
-
 ONE_TOKEN = Launch(16, 1, 4, 3)
 LAUNCHES = {16: Launch(64, 16, 4, 4), 64: Launch(64, 64, 4, 3)}
-"""By the number of pairs of an expert, if all have equally many, that it is for at most; more than the last have LARGE."""
+"""By the number of pairs of an expert, if all have equally many, that it is for at most, where none was measured on this GPU; more than
+the last have LARGE."""
 LARGE = Launch(128, 128, 8, 3)
 LARGE_GROUPS = Launch(128, 64, 8, 3)  # sums of a group lie beside those of all: more of them would be spilled
 FLOAT32 = Launch(32, 16, 4, 2)
@@ -83,9 +77,13 @@ def _multiply(
 ) -> None:
     """The gated product if `weights` is None, else the weighted one. x has a row for each token, or for each pair."""
     num_pairs, experts = len(pairs.experts), len(weight.codes) // (2 if weights is None else 1)
-    launch = ONE_TOKEN if pairs.order is None else _launch_of(num_pairs, experts, weight.num_groups > 1, x.dtype)
+    expected = triton.cdiv(num_pairs, experts)
+    default = ONE_TOKEN if pairs.order is None else _default_launch(expected, weight.num_groups > 1, x.dtype)
     per_row = num_pairs // len(x)
     x, x_scales = (x, None) if rows is None else quantize_rows(x, *rows)
+    kernel = "gated experts" if weights is None else "weighted experts"
+    # 1 is of a single token alone, whose kernel is another
+    launch = tuned_launch(kernel, 1 if pairs.order is None else max(2, expected), x, weight) or default
     shared = format_of(weight, x_scales, None if rows is None else rows.group_size) | {
         "experts": experts,
         "X_SCALES": 0 if x_scales is None else x_scales.shape[1],
@@ -100,15 +98,16 @@ def _multiply(
         chunks = chunks_at_once(weight)
         _one_token[(num_pairs, tiles)](*tensors, pairs.experts, weights, output, CHUNKS=chunks, **shared)
         return
-    blocks = num_pairs // launch.pairs + experts  # at least as many as there are: each expert rounds up
+    blocks = num_pairs // launch.rows + experts  # at least as many as there are: each expert rounds up
     grid = (blocks, tiles)
-    _product[grid](*tensors, pairs.order, pairs.starts, weights, output, PAIRS=launch.pairs, **shared)
+    _product[grid](*tensors, pairs.order, pairs.starts, weights, output, PAIRS=launch.rows, **shared)
 
 
-def _launch_of(num_pairs: int, experts: int, has_groups: bool, dtype: torch.dtype) -> Launch:
+def _default_launch(expected: int, has_groups: bool, dtype: torch.dtype) -> Launch:
+    """`expected`: pairs of an expert."""
     if dtype == torch.float32:
         return FLOAT32
-    expected, large = triton.cdiv(num_pairs, experts), LARGE_GROUPS if has_groups else LARGE
+    large = LARGE_GROUPS if has_groups else LARGE
     return next((launch for most, launch in LAUNCHES.items() if expected <= most), large)
 
 

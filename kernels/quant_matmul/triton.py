@@ -7,29 +7,20 @@ left, because Hopper's take the left operand from registers, where its codes hav
 then the inputs are split, and `_add` adds the parts (arXiv 2402.00025), in a fixed order, so that a result does not depend on luck.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launches import Launch, tuned_launch
 from kernels.quant_matmul.gpu_weight import BLOCK, GPUWeight
 
 FULL_GPU = 264  # programs that keep an H200 busy: two for each of its 132 multiprocessors
 EPILOGUE_SIZE = 1024
 FLOAT8_MAX, INT8_MAX = 448.0, 127.0
 
-
-class Launch(NamedTuple):
-    outputs: int
-    rows: int
-    num_warps: int
-    num_stages: int
-
-
 LAUNCHES = {1: Launch(16, 1, 4, 3), 16: Launch(64, 16, 4, 4), 32: Launch(64, 32, 4, 4), 64: Launch(64, 64, 4, 4)}
-"""By the number of rows that it is for at most; more than the last have LARGE."""
+"""By the number of rows that it is for at most, where none was measured on this GPU; more than the last have LARGE."""
 LARGE = Launch(128, 128, 8, 3)
 
 
@@ -77,7 +68,8 @@ def _multiply(
     if not rows:
         return output
     chunks = triton.cdiv(weight.num_inputs, weight.chunk)
-    launch = next((launch for most, launch in LAUNCHES.items() if rows <= most), LARGE)
+    default = next((launch for most, launch in LAUNCHES.items() if rows <= most), LARGE)
+    launch = tuned_launch("product", rows, x, weight) or default
     programs = triton.cdiv(rows, launch.rows) * triton.cdiv(outputs, launch.outputs)
     splits = 1 if rows == 1 else min(triton.cdiv(FULL_GPU, programs), triton.cdiv(chunks, 4))
     parts = output if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)

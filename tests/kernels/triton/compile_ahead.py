@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def resources(compiled: Any) -> dict[str, int]:
     }
 
 
-def main(names: list[str]) -> None:
+def compile_cases(cases: dict[str, Callable[[], None]]) -> None:
     driver.set_active(Hopper())
     launch = JITFunction.run
 
@@ -62,11 +63,11 @@ def main(names: list[str]) -> None:
         print(json.dumps(row), flush=True)
 
     JITFunction.run = compile_only
-    for case, run in CASES.items():
-        if not names or any(name in case for name in names):
-            with torch.device("meta"):
-                run()
+    for case in cases:
+        with torch.device("meta"):
+            cases[case]()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    names = sys.argv[1:]
+    compile_cases({case: run for case, run in CASES.items() if not names or any(name in case for name in names)})

@@ -1,0 +1,206 @@
+"""Finds the fastest launches of a GPU's products: `python tests/bench/tune_gpu.py [--plan] [--only TEXT] [--minutes 9]`.
+
+Writes kernels/tuned/<GPU>.json, anew after each shape; commit it. An entry stands there only where a launch was faster than the
+constants' by more than 2 %. Entries of an earlier run with the same versions stay, so that a run may take up `--only` a part. Shapes are
+those of a model's own linear layers, most used first; what no longer fits into the minutes is printed.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+import torch  # noqa: E402
+
+from kernels.launches import Launch, Shape, entry_of, file_of, read, shape_of  # noqa: E402
+from kernels.quant_matmul.gpu_weight import GPUWeight  # noqa: E402
+from tests.bench.gpu import about  # noqa: E402
+from tests.bench.gpu_rows import Step, median_seconds, mixture, product, rotated  # noqa: E402
+from tests.kernels.triton.cases import assert_near  # noqa: E402
+
+KINDS = ("int4 g128", "int8", "a8w8", "fp8")
+MODELS = {  # outputs, inputs of q and o, k and v, gate and up, down
+    "Llama-3.1-8B": ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)),
+    "Llama-2-7B": ((4096, 4096), (11008, 4096), (4096, 11008)),
+    "Qwen2.5-1.5B": ((1536, 1536), (256, 1536), (8960, 1536), (1536, 8960)),
+}
+ONE_ROW = [
+    Launch(outputs, 1, warps, 3)  # without 32 by 2 warps: int4 in groups of 128 spills 664 bytes of a thread
+    for outputs, warps in ((4, 1), (4, 2), (8, 2), (8, 4), (16, 2), (16, 8), (32, 4), (32, 8))
+]
+WORTH = 0.98  # of the constants' time, at most: less gain is noise
+WORKERS = os.cpu_count() or 1
+
+
+class Case(NamedTuple):
+    """A shape, and its product as tests/bench/gpu.py times it."""
+
+    kernel: str
+    kind: str
+    rows: int
+    outputs: int
+    inputs: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}, {self.kind}, {self.rows} rows, {self.outputs} x {self.inputs}"
+
+    def steps(self) -> list[Step]:
+        if self.kernel != "product":
+            tokens = 1 if self.rows == 1 else min(4 * self.rows, 8192)  # two experts of eight for each
+            return mixture(self.kind, tokens)
+        return rotated(
+            partial(product, self.kind, self.rows, self.outputs, self.inputs), self.outputs * self.inputs / 2
+        )
+
+    def candidates(self) -> list[Launch]:
+        return ONE_ROW if self.rows == 1 else large_tiles() if self.rows > 64 else small_tiles(self.rows)
+
+
+def small_tiles(rows: int) -> list[Launch]:
+    return [Launch(outputs, rows, 4, stages) for outputs in (32, 64, 128) for stages in (3, 5)]
+
+
+def large_tiles() -> list[Launch]:
+    tiles = (64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (64, 256, 8)
+    return [Launch(*tile, stages) for tile in tiles for stages in (3, 4)]
+
+
+def cases() -> list[Case]:
+    """What decodes one request first, then more of them, then prompts."""
+    shapes = dict.fromkeys(shape for shapes in MODELS.values() for shape in shapes)
+    experts = ("gated experts", 14336, 4096), ("weighted experts", 4096, 14336)
+    return [
+        Case(kernel, kind, rows, *shape)
+        for rows in (1, 32, 16, 64, 256, 4096)
+        for kernel, *shape in (*(("product", *shape) for shape in shapes), *experts)
+        for kind in KINDS
+    ]
+
+
+class Launching:
+    """In the place of `tuned_launch`: `launch` for one kernel, the constants where it is None; keeps the shape that was asked for."""
+
+    def __init__(self, kernel: str) -> None:
+        self._kernel = kernel
+        self.launch: Launch | None = None
+        self.shape: Shape | None = None
+
+    def __call__(self, kernel: str, rows: int, x: torch.Tensor, weight: GPUWeight) -> Launch | None:
+        if kernel != self._kernel:
+            return None
+        self.shape = shape_of(kernel, rows, x.dtype, weight)
+        return self.launch
+
+
+def attempt(
+    steps: list[Step],
+    launching: Launching,
+    candidates: Iterable[Launch],
+    seconds_of: Callable[[list[Step]], float] = median_seconds,
+) -> tuple[dict[Launch, float], float]:
+    """Median seconds by launch, and of the constants: of those that run, and whose result is the constants' within the tolerance of the
+    tests. What takes more shared memory than there is does not run."""
+    launching.launch = None
+    expected = steps[0][0]()
+    default_s = seconds_of(steps)
+    found: dict[Launch, float] = {}
+    for launch in candidates:
+        launching.launch = launch
+        try:
+            assert_near(steps[0][0](), expected)
+            found[launch] = seconds_of(steps)
+        except Exception as error:
+            print(f"  {launch}: {type(error).__name__}: {' '.join(str(error).split())[:150]}")
+    return found, default_s
+
+
+def best(found: dict[Launch, float], default_s: float) -> Launch | None:
+    """None if no launch is worth an entry."""
+    launch = min(found, key=found.__getitem__, default=None)
+    return launch if launch and found[launch] < WORTH * default_s else None
+
+
+def tune(
+    case: Case, seconds_of: Callable[[list[Step]], float] = median_seconds
+) -> tuple[dict[Launch, float], float, Shape]:
+    launching = Launching(case.kernel)
+    with (
+        patch("kernels.quant_matmul.triton.tuned_launch", launching),
+        patch("kernels.moe.triton.tuned_launch", launching),
+    ):
+        found, default_s = attempt(case.steps(), launching, case.candidates(), seconds_of)
+    assert launching.shape
+    return found, default_s, launching.shape
+
+
+def compile_case(case: Case) -> None:
+    """In a process of its own: leaves in Triton's cache on disk what `tune` will run."""
+    tune(case, lambda steps: 0.0)
+    torch.cuda.empty_cache()
+
+
+class Tuned:
+    """The GPU's file."""
+
+    def __init__(self, gpu: dict[str, Any]) -> None:
+        self._gpu, self._path = gpu, file_of(gpu["gpu"])
+        self._entries: dict[Shape, dict[str, Any]] = {}
+        known = read(gpu["gpu"])
+        old = json.loads(self._path.read_text()) if known else {}
+        if all(old.get(name) == gpu[name] for name in gpu if name != "date"):
+            self._entries = dict(zip(known, old["entries"], strict=True))
+
+    def add(self, shape: Shape, found: dict[Launch, float], default_s: float) -> Launch | None:
+        """What is in the file for this shape from now on."""
+        self._entries.pop(shape, None)
+        if launch := best(found, default_s):
+            self._entries[shape] = entry_of(shape, launch, found[launch], default_s)
+        self._path.parent.mkdir(exist_ok=True)
+        whole = self._gpu | {"entries": list(self._entries.values())}
+        self._path.write_text(json.dumps(whole, indent=1) + "\n")
+        return launch
+
+
+def main() -> None:
+    start = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", action="store_true", help="print the shapes, and end")
+    parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose names have this text")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
+    args = parser.parse_args()
+    todo = [case for case in cases() if args.only in case.name]
+    if args.plan or not todo or not torch.cuda.is_available():
+        print(*(case.name for case in todo), sep="\n")
+        sys.exit(
+            None if args.plan and todo else "nothing was measured: no shape has this name, or there is no NVIDIA GPU"
+        )
+    tuned, end = Tuned(about()), start + 60 * args.minutes
+    with ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:
+        while todo and time.monotonic() < end:
+            some = todo[:WORKERS]
+            list(pool.map(compile_case, some))  # all, before one is timed: they run on the same GPU
+            while some and time.monotonic() < end:
+                case = some.pop(0)
+                todo.remove(case)
+                found, default_s, shape = tune(case)
+                launch = tuned.add(shape, found, default_s)
+                gain = f"{launch}: {1e6 * found[launch]:.1f}" if launch else "stays"
+                print(f"{case.name}: {1e6 * default_s:.1f} us {gain}", flush=True)
+                torch.cuda.empty_cache()
+    print(f"not measured: {len(todo)} shapes", *(case.name for case in todo), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
