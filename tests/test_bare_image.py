@@ -44,6 +44,7 @@ COLLECT = """
 import runpy
 import pytest
 runpy.run_path("tests/bench/gpu.py")
+runpy.run_path("tests/bench/tune_gpu.py")
 sys.exit(pytest.main(["--collect-only", "-p", "no:cacheprovider", "tests/gpu"]))
 """
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -64,6 +65,11 @@ class Case(NamedTuple):
             partial(product, self.kind, self.rows, self.outputs, self.inputs), self.outputs * self.inputs / 2
         )
 
+    @property
+    def tolerance(self) -> float | None:
+        """That of tests/kernels/triton/test_moe.py, where rows between two products may become other codes; None: of their dtype."""
+        return 3e-2 if self.kernel != "product" and self.kind in ("a8w8", "fp8") else None
+
     def candidates(self) -> list[Launch]:
         return ONE_ROW if self.rows == 1 else large_tiles() if self.rows > 64 else small_tiles(self.rows)
 
@@ -108,7 +114,8 @@ def attempt(
     steps: list[Step],
     launching: Launching,
     candidates: Iterable[Launch],
-    seconds_of: Callable[[list[Step]], float] = median_seconds,
+    seconds_of: Callable[[list[Step]], float],
+    tolerance: float | None = None,
 ) -> tuple[dict[Launch, float], float]:
     """Median seconds by launch, and of the constants: of those that run, and whose result is the constants' within the tolerance of the
     tests. What takes more shared memory than there is does not run."""
@@ -119,10 +126,10 @@ def attempt(
     for launch in candidates:
         launching.launch = launch
         try:
-            assert_near(steps[0][0](), expected)
+            assert_near(steps[0][0](), expected, tolerance)
             found[launch] = seconds_of(steps)
         except Exception as error:
-            print(f"  {launch}: {type(error).__name__}: {' '.join(str(error).split())[:150]}")
+            print(f"  {launch}: {one_line(error)}")
     return found, default_s
 
 
@@ -140,14 +147,15 @@ def tune(
         patch("kernels.quant_matmul.triton.tuned_launch", launching),
         patch("kernels.moe.triton.tuned_launch", launching),
     ):
-        found, default_s = attempt(case.steps(), launching, case.candidates(), seconds_of)
+        found, default_s = attempt(case.steps(), launching, case.candidates(), seconds_of, case.tolerance)
     assert launching.shape
     return found, default_s, launching.shape
 
 
 def compile_case(case: Case) -> None:
     """In a process of its own: leaves in Triton's cache on disk what `tune` will run."""
-    tune(case, lambda steps: 0.0)
+    with suppress(Exception):  # `tune` says it
+        tune(case, lambda steps: 0.0)
     torch.cuda.empty_cache()
 
 
@@ -173,6 +181,20 @@ class Tuned:
         return launch
 
 
+def outcome(case: Case, tuned: Tuned) -> str:
+    """What was measured, and kept in the file; or in one line what was wrong."""
+    try:
+        found, default_s, shape = tune(case)
+    except Exception as error:
+        return one_line(error)
+    launch = tuned.add(shape, found, default_s)
+    return f"{1e6 * default_s:.1f} us " + (f"{1e6 * found[launch]:.1f} by {launch}" if launch else "stays")
+
+
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+
+
 def main() -> None:
     start = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -194,10 +216,7 @@ def main() -> None:
             while some and time.monotonic() < end:
                 case = some.pop(0)
                 todo.remove(case)
-                found, default_s, shape = tune(case)
-                launch = tuned.add(shape, found, default_s)
-                gain = f"{launch}: {1e6 * found[launch]:.1f}" if launch else "stays"
-                print(f"{case.name}: {1e6 * default_s:.1f} us {gain}", flush=True)
+                print(f"{case.name}: {outcome(case, tuned)}", flush=True)
                 torch.cuda.empty_cache()
     print(f"not measured: {len(todo)} shapes", *(case.name for case in todo), sep="\n")
 

@@ -188,9 +188,8 @@ def test_the_fastest_right_launch_is_kept() -> None:
 
     seconds = {None: 10.0, wrong: 1.0, broken: 1.0, slow: 9.9, fast: 7.0}
     steps = [(product, 1.0)]
-    found, default_s = tune_gpu.attempt(
-        steps, launching, [wrong, broken, slow, fast], lambda _: seconds[launching.launch]
-    )
+    candidates = [wrong, broken, slow, fast]
+    found, default_s = tune_gpu.attempt(steps, launching, candidates, lambda _: seconds[launching.launch])
     assert found == {slow: 9.9, fast: 7.0}
     assert default_s == 10.0
     assert tune_gpu.best(found, default_s) == fast
