@@ -36,6 +36,7 @@ MODELS = {  # outputs, inputs of q and o, k and v, gate and up, down
     "Llama-2-7B": ((4096, 4096), (11008, 4096), (4096, 11008)),
     "Qwen2.5-1.5B": ((1536, 1536), (256, 1536), (8960, 1536), (1536, 8960)),
 }
+HEADS = (128256, 4096), (32000, 4096)  # in int8 under `quant=int4`, and of few rows: a prompt has one
 ONE_ROW = [
     Launch(outputs, 1, warps, 3)  # without 32 by 2 warps: int4 in groups of 128 spills 664 bytes of a thread
     for outputs, warps in ((4, 1), (4, 2), (8, 2), (8, 4), (16, 2), (16, 8), (32, 4), (32, 8))
@@ -86,12 +87,14 @@ def large_tiles() -> list[Launch]:
 def cases() -> list[Case]:
     """What decodes one request first, then more of them, then prompts."""
     shapes = dict.fromkeys(shape for shapes in MODELS.values() for shape in shapes)
-    experts = ("gated experts", 14336, 4096), ("weighted experts", 4096, 14336)
+    kernels = [("product", shape) for shape in shapes]
+    kernels += [("gated experts", (14336, 4096)), ("weighted experts", (4096, 14336))]
+    products = [(kernel, kind, shape) for kernel, shape in kernels for kind in KINDS]
+    heads = [("product", "int8", shape) for shape in HEADS]
     return [
         Case(kernel, kind, rows, *shape)
         for rows in (1, 32, 16, 64, 256, 4096)
-        for kernel, *shape in (*(("product", *shape) for shape in shapes), *experts)
-        for kind in KINDS
+        for kernel, kind, shape in products + (heads if rows <= 256 else [])
     ]
 
 
