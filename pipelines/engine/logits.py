@@ -67,11 +67,13 @@ def to_device(values: Iterable[float], dtype: torch.dtype, device: torch.device)
 def _asks_for_something(sequence: Sequence, num_unknown: int) -> bool:
     p = sequence.request.params
     asked = p.logit_bias or p.allowed_token_ids or p.bad_words or p.no_repeat_ngram_size
-    return bool(asked) or _is_penalised(sequence) or _is_too_short(sequence, num_unknown)
+    return bool(asked) or _is_penalised(sequence) or _may_not_end(sequence, num_unknown)
 
 
-def _is_too_short(sequence: Sequence, num_unknown: int) -> bool:
-    return sequence.num_output_tokens + num_unknown < sequence.request.params.min_new_tokens
+def _may_not_end(sequence: Sequence, num_unknown: int) -> bool:
+    """Though there are tokens that would end it."""
+    p = sequence.request.params
+    return bool(p.end_token_ids) and sequence.num_output_tokens + num_unknown < p.min_new_tokens
 
 
 def _is_penalised(sequence: Sequence) -> bool:
@@ -112,7 +114,7 @@ def _penalise(
 def _banned(sequence: Sequence, num_unknown: int) -> set[int]:
     """Tokens that may not follow: ends before the minimum length, repeated n-grams, last tokens of bad words."""
     p, token_ids = sequence.request.params, sequence.token_ids
-    banned = set(p.end_token_ids) if _is_too_short(sequence, num_unknown) else set()
+    banned = set(p.end_token_ids) if _may_not_end(sequence, num_unknown) else set()
     for word in p.bad_words:
         if _ends_with(token_ids, word[:-1]):
             banned.add(word[-1])

@@ -116,7 +116,8 @@ def test_a_last_token_that_only_the_device_knows() -> None:
         assert result.equal(process_logits(logits, known))
         assert not result[[0, 1, 3, 5]].eq(logits[[0, 1, 3, 5]]).all(1).any()
         assert result[2].equal(logits[2])
-    assert process_logits(logits, [sequence([2], [3])] * len(logits)) is logits
+    for nothing in {}, {"min_new_tokens": 4, "ignore_eos": True}:  # as a bench does, for each token
+        assert process_logits(logits, [sequence([2], [3], frozenset({1}), **nothing)] * len(logits)) is logits
 
 
 def test_narrow_logits_are_processed_in_float32() -> None:
