@@ -20,11 +20,12 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROMPT, NEW = 64, 128
+REPEATS = 25  # in a process: five are a tenth of a second, in which the machine may be another one
 PEER = """
 import json, random, statistics, sys, time
 from importlib.metadata import version
 import llama_cpp
-path, prompt, new, threads = sys.argv[1], *map(int, sys.argv[2:5])
+path, prompt, new, threads, repeats = sys.argv[1], *map(int, sys.argv[2:6])
 sizes = dict(n_ctx=prompt + new + 8, n_batch=512, n_threads=threads, n_threads_batch=threads)
 model = llama_cpp.Llama(path, flash_attn=True, verbose=False, **sizes)
 vocabulary = model.n_vocab()
@@ -37,8 +38,8 @@ def seconds(count):
         model.eval([random.randrange(3, vocabulary)])
     return time.perf_counter() - start
 seconds(new)
-first = statistics.median(seconds(1) for _ in range(5))
-whole = statistics.median(seconds(new) for _ in range(5))
+first = statistics.median(seconds(1) for _ in range(repeats))
+whole = statistics.median(seconds(new) for _ in range(repeats))
 print(json.dumps({"prefill": prompt / first, "decode": (new - 1) / (whole - first), "version": version("llama-cpp-python")}))
 """
 
@@ -92,10 +93,10 @@ def quintet(*overrides: str) -> None:
 
 
 def both(file: Path, dtype: str, peer: str, folder: Path) -> dict[str, dict[str, float]]:
-    sizes = f"bench.prompt_tokens={PROMPT}", f"bench.new_tokens={NEW}", "bench.repeats=5"
+    sizes = f"bench.prompt_tokens={PROMPT}", f"bench.new_tokens={NEW}", f"bench.repeats={REPEATS}"
     quintet("task=bench", f"model.path={file}", f"model.dtype={dtype}", *sizes, f"hydra.run.dir={folder}/bench")
     ours = json.loads((folder / "bench" / "metrics.json").read_text())
-    command = [peer, "-c", PEER, str(file), str(PROMPT), str(NEW), str(os.cpu_count())]
+    command = [peer, "-c", PEER, str(file), *map(str, (PROMPT, NEW, os.cpu_count(), REPEATS))]
     theirs = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     own = {name: ours[f"{name}_tokens_per_s"] for name in ("prefill", "decode")}
     return {"quintet": own, "llama.cpp": theirs}
