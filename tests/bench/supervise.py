@@ -54,11 +54,8 @@ def _run(
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines: queue.Queue[str | None] = queue.Queue()
     threading.Thread(target=_read, args=(process, lines), daemon=True).start()
-    started, last, begun = (
-        time.monotonic(),
-        "",
-        True,
-    )  # a process that cannot start costs a row, too, or it would be started for ever
+    # Begun: a process that cannot start costs a row, too, or it would be started for ever.
+    started, last, begun = time.monotonic(), "", True
     while todo:
         own = limit_s(todo[0]) - (time.monotonic() - started)
         try:
