@@ -155,9 +155,12 @@ def write_scaled(folder: Path, scale: int, write: Callable[[Path, dict[str, Tens
 
 
 def assert_one_tensor_at_a_time(
-    tmp_path: Path, write: Callable[[Path, dict[str, Tensor]], object], spare: int = 3
+    tmp_path: Path, write: Callable[[Path, dict[str, Tensor]], object], spare: int = 5
 ) -> None:
-    """Above the model there are at most `spare` tensors: what is read, what it is packed from, and what the allocator holds back."""
+    """Above the model there are at most `spare` tensors: what is read, what it is packed from, and what the allocator holds back.
+
+    Seen are 0.9, 2.0, 3.1 and 3.4 in one tree, as the allocator likes; a loader that holds all pieces has 9 at least.
+    """
     write_scaled(tmp_path / "small", 1, write)
     total, largest = write_scaled(tmp_path / "large", 40, write)
     peak = peak_of_loading(tmp_path / "small", tmp_path / "large")
