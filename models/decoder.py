@@ -102,7 +102,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(linear_swiglu(x, self.gate_proj, self.up_proj))  # type: ignore[no-any-return]
+        return self.down_proj(linear_swiglu(x, self.gate_proj, self.up_proj, into=self.down_proj))  # type: ignore[no-any-return]
 
 
 class Sizes(Protocol):

@@ -45,7 +45,7 @@ class Expert(nn.Module):
         self.w3 = Linear(c.hidden_size, c.intermediate_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(linear_swiglu(x, self.w1, self.w3))  # type: ignore[no-any-return]
+        return self.w2(linear_swiglu(x, self.w1, self.w3, into=self.w2))  # type: ignore[no-any-return]
 
 
 class SparseMoeBlock(nn.Module):

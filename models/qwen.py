@@ -143,7 +143,7 @@ class MLP(nn.Module):
         self.c_proj = Linear(c.intermediate_size // 2, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(linear_swiglu(x, self.w2, self.w1))  # type: ignore[no-any-return]
+        return self.c_proj(linear_swiglu(x, self.w2, self.w1, into=self.c_proj))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):

@@ -16,24 +16,18 @@ from conf.quantization import Activations
 from kernels.quant_matmul import (
     Float8Weight,
     GPUWeight,
-    Int8Rows,
     PackedWeight,
     PackedWeights,
     grouped_quant_matmul,
     pack,
     pack_float8,
     quant_matmul,
-    quant_matmul_float8,
-    quant_matmul_int8,
     quant_matmul_swiglu,
     quant_matmul_together,
-    quantize_rows,
-    quantize_rows_float8,
 )
-from kernels.quant_matmul.gpu_weight import RowCodes
+from kernels.quantize_rows import QuantizedRows, RowCodes, Rows, quantize_rows
 from models.layers.linear import ExpertLinear, GroupedProduct, JointLinear, PackedLinear, linear
 from quantization.activations import quantize_static
-from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight, WeightLayout
 from quantization.layouts.floats import FloatLayout
 from quantization.scheme import LinearScheme
@@ -110,11 +104,14 @@ class CodedLinear(PackedLinear):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     @abstractmethod
-    def _multiply(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Rows) -> Tensor:
         """x [R, I] times the weight transposed: [R, O] in x's dtype."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self._multiply(x if self.permutation is None else x[:, self.permutation])  # [R, O]
+    def forward(self, x: Rows) -> Tensor:
+        if self.permutation is not None:
+            assert isinstance(x, Tensor)
+            x = x[:, self.permutation]
+        y = self._multiply(x)  # [R, O]
         return y if self.bias is None else y + self.bias
 
 
@@ -133,6 +130,27 @@ class KernelLinear(CodedLinear, ExpertLinear):
     def _takes_any_rows(self) -> bool:
         """Whether they are neither permuted nor quantised with a scale of this layer's own."""
         return self.permutation is None and self.input_scale is None
+
+    @abstractmethod
+    def _codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
+        """What the layer makes of rows, whose they may be."""
+
+    def row_codes(self, num_rows: int, num_layers: int = 1) -> RowCodes | None:
+        return self._codes(num_rows, num_layers) if self._takes_any_rows else None
+
+    def _rows(self, x: Rows, num_layers: int = 1) -> Rows:
+        """What the weight is multiplied by, where so many layers divide the rows among them."""
+        codes = None if isinstance(x, QuantizedRows) else self._codes(len(x), num_layers)
+        if codes is None:
+            return x
+        assert isinstance(x, Tensor)
+        if self.input_scale is None:
+            return QuantizedRows(*quantize_rows(x, *codes), x.dtype, codes.group_size)
+        kind = self.scheme.weights.kind
+        return QuantizedRows(quantize_static(x, self.input_scale, kind), self.input_scale.reshape(1, 1), x.dtype)
+
+    def _multiply(self, x: Rows) -> Tensor:
+        return quant_matmul(self._rows(x), self._weight)
 
     @property
     def gpu_weight(self) -> GPUWeight:
@@ -164,32 +182,17 @@ class IntLinear(KernelLinear, JointLinear):
         if isinstance(weight, PackedWeight) and self._takes_any_rows:
             self.kind = self.scheme.activations, weight.format
 
-    def row_codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
+    def _codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
         activations = self.scheme.activations
         if activations is Activations.none or activations is Activations.auto and num_rows < MANY_ROWS * num_layers:
             return None
         return RowCodes(torch.int8)
 
-    def _rows(self, x: Tensor, num_layers: int = 1) -> Tensor | Int8Rows:
-        """What the weight is multiplied by, where so many layers divide the rows among them."""
-        if self.row_codes(len(x), num_layers) is None:
-            return x
-        if self.scheme.activations is not Activations.static:
-            return Int8Rows(*quantize_rows(x), x.dtype)
-        assert self.input_scale is not None
-        return Int8Rows(quantize_static(x, self.input_scale, CodeKind.INT), self.input_scale.reshape(1, 1), x.dtype)
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        rows = self._rows(x)
-        if isinstance(rows, Int8Rows):
-            return quant_matmul_int8(rows.codes, rows.scales, self._weight, rows.dtype)
-        return quant_matmul(rows, self._weight)
-
-    def multiply_together(self, x: Tensor, layers: Sequence["IntLinear"]) -> list[Tensor]:
+    def multiply_together(self, x: Rows, layers: Sequence["IntLinear"]) -> list[Tensor]:
         weights, biases = [layer._packed for layer in layers], [layer.bias for layer in layers]
         return quant_matmul_together(self._rows(x), weights, biases)
 
-    def multiply_swiglu(self, x: Tensor, up: "IntLinear") -> Tensor:
+    def multiply_swiglu(self, x: Rows, up: "IntLinear") -> Tensor:
         return quant_matmul_swiglu(self._rows(x), self._packed, up._packed, self.bias, up.bias)
 
     @property
@@ -216,20 +219,9 @@ class Fp8Linear(KernelLinear):
     def _restore(self, tensors: dict[str, Tensor]) -> None:
         self.keep(Float8Weight(tensors.pop("codes"), tensors.pop("scales")))
 
-    def row_codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
+    def _codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
         is_float = self.scheme.activations is Activations.none
         return None if is_float else RowCodes(torch.float8_e4m3fn, self.scheme.weights.group_size)
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        size = self.scheme.weights.group_size
-        if self.scheme.activations is Activations.none:
-            return quant_matmul(x, self._weight)
-        if self.scheme.activations is Activations.dynamic:
-            codes, scales = quantize_rows_float8(x, size)
-        else:
-            assert self.input_scale is not None
-            codes, scales = quantize_static(x, self.input_scale, CodeKind.FP8), self.input_scale.reshape(1, 1)
-        return quant_matmul_float8(codes, scales, self._weight, x.dtype, size)
 
 
 class DequantizedLinear(CodedLinear):
@@ -245,5 +237,6 @@ class DequantizedLinear(CodedLinear):
     def _restore(self, tensors: dict[str, Tensor]) -> None:
         self.weight = nn.Parameter(tensors.pop("weight"), requires_grad=False)
 
-    def _multiply(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Rows) -> Tensor:
+        assert isinstance(x, Tensor)
         return linear(x, self.weight)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kernels import build
 from kernels.moe import reference
-from kernels.quant_matmul.gpu_weight import GPUWeight, RowCodes
+from kernels.quant_matmul.gpu_weight import GPUWeight
+from kernels.quantize_rows import RowCodes
 
 __all__ = ["combine_rows", "group_rows", "mixture", "route"]
 

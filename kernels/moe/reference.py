@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.quant_matmul import float8
-from kernels.quant_matmul.gpu_weight import RowCodes
-from kernels.quant_matmul.reference import quantize_rows
+from kernels.quantize_rows.reference import quantize_rows
+from kernels.quantize_rows.rows import RowCodes
 from kernels.swiglu.reference import swiglu
 
 
@@ -79,6 +78,6 @@ def _rounded(x: Tensor, rows: RowCodes | None) -> Tensor:
     """The numbers that quantised rows stand for."""
     if rows is None:
         return x
-    codes, scales = quantize_rows(x) if rows.dtype == torch.int8 else float8.quantize_rows(x, rows.group_size)
+    codes, scales = quantize_rows(x, *rows)
     size = rows.group_size or x.shape[1]
     return codes.to(x.dtype) * scales.to(x.dtype).repeat_interleave(size, 1)[:, : x.shape[1]]

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from kernels.launches import Launch, tuned_launch
 from kernels.paged_attention.triton import find_segment
-from kernels.quant_matmul.gpu_weight import GPUWeight, RowCodes
-from kernels.quant_matmul.triton import chunks_at_once, format_of, multiply_row, multiply_rows, quantize_rows
+from kernels.quant_matmul.gpu_weight import GPUWeight
+from kernels.quant_matmul.triton import chunks_at_once, format_of, multiply_row, multiply_rows
+from kernels.quantize_rows.rows import RowCodes
+from kernels.quantize_rows.triton import quantize_rows
 from kernels.swiglu.triton import silu
 
 SORTED_AT_ONCE = 1024

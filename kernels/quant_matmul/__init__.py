@@ -7,7 +7,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,28 +16,24 @@ from torch import Tensor
 from kernels import build
 from kernels.custom_op import Parts, custom_op
 from kernels.matmul import MAX_TOGETHER
-from kernels.quant_matmul import float8, gpu_weight, packed, portable, reference
+from kernels.quant_matmul import float8, gpu_weight, packed, portable
 from kernels.quant_matmul.float8 import Float8Weight
 from kernels.quant_matmul.gpu_weight import GPUWeight
 from kernels.quant_matmul.packed import PackedWeight, PackedWeights, known_group_size
+from kernels.quantize_rows import QuantizedRows, Rows
 from kernels.swiglu import swiglu
 
 __all__ = [
     "Float8Weight",
     "GPUWeight",
-    "Int8Rows",
     "PackedWeight",
     "PackedWeights",
     "grouped_quant_matmul",
     "pack",
     "pack_float8",
     "quant_matmul",
-    "quant_matmul_float8",
-    "quant_matmul_int8",
     "quant_matmul_swiglu",
     "quant_matmul_together",
-    "quantize_rows",
-    "quantize_rows_float8",
 ]
 
 
@@ -62,31 +58,20 @@ def _on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-@dataclass(frozen=True)
-class Int8Rows:
-    """Rows that were quantised, codes * scales, and the dtype of products with them."""
-
-    codes: Tensor
-    """int8 [M, K]"""
-    scales: Tensor
-    """float32 [M, 1], or [1, 1] for all rows."""
-    dtype: torch.dtype
+def _row_parts(x: Rows) -> tuple[Tensor, Tensor | None, torch.dtype]:
+    return (x.codes, x.scales, x.dtype) if isinstance(x, QuantizedRows) else (x, None, x.dtype)
 
 
-def _row_parts(x: Tensor | Int8Rows) -> tuple[Tensor, Tensor | None, torch.dtype]:
-    return (x.codes, x.scales, x.dtype) if isinstance(x, Int8Rows) else (x, None, x.dtype)
+def _rows(codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Rows:
+    return codes if scales is None else QuantizedRows(codes, scales, dtype)
 
 
-def _rows(codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor | Int8Rows:
-    return codes if scales is None else Int8Rows(codes, scales, dtype)
-
-
-def _empty_products(x: Tensor | Int8Rows, weights: Sequence[PackedWeight], *_: Any) -> list[Tensor]:
-    rows = x.codes if isinstance(x, Int8Rows) else x
+def _empty_products(x: Rows, weights: Sequence[PackedWeight], *_: Any) -> list[Tensor]:
+    rows = x.codes if isinstance(x, QuantizedRows) else x
     return [rows.new_empty(rows.shape[0], weight.num_outputs, dtype=x.dtype) for weight in weights]
 
 
-def _empty_product(x: Tensor | Int8Rows, gate: PackedWeight, *_: Any) -> Tensor:
+def _empty_product(x: Rows, gate: PackedWeight, *_: Any) -> Tensor:
     return _empty_products(x, [gate])[0]
 
 
@@ -106,17 +91,18 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
             c_int64,
         ) * 2
         together.restype = gated.restype = grouped.restype = None
-    library.quantize_rows.argtypes = (c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_int64)
-    library.quantize_rows.restype = None
     return library
 
 
-def quant_matmul(x: Tensor, weight: PackedWeight | Float8Weight | GPUWeight) -> Tensor:
-    """x [M, K] (float32, bfloat16 or float16) times weight transposed: [M, N] in x's dtype.
+def quant_matmul(x: Rows, weight: PackedWeight | Float8Weight | GPUWeight) -> Tensor:
+    """x [M, K] (float32, bfloat16 or float16, or such rows quantised) times weight transposed: [M, N] in x's dtype.
 
-    A Float8Weight is rounded to x's dtype first. With the C++ kernels, 128 inputs of a row (or a group, if that is less) share a scale and
-    have 16 bits: each is off by at most 2^-16 of the largest of them, and everything else is exact up to float32 sums. A row with NaN or
-    infinity gives NaN or infinity.
+    Of floats: a Float8Weight is rounded to x's dtype first. With the C++ kernels, 128 inputs of a row (or a group, if that is less) share a
+    scale and have 16 bits: each is off by at most 2^-16 of the largest of them, and everything else is exact up to float32 sums. A row
+    with NaN or infinity gives NaN or infinity.
+
+    Of codes: int8 beside integers, whose sums of a group are exact, or float8_e4m3fn beside float8. Beside a float8 weight with groups the
+    rows may have groups too, each of one or several whole ones of the weight's.
     """
     if isinstance(weight, Float8Weight):
         return float8.quant_matmul(x, weight)
@@ -127,51 +113,19 @@ def quant_matmul(x: Tensor, weight: PackedWeight | Float8Weight | GPUWeight) -> 
     return quant_matmul_together(x, [weight], [None])[0]
 
 
-def quant_matmul_int8(
-    x_codes: Tensor, x_scales: Tensor, weight: PackedWeight | GPUWeight, out_dtype: torch.dtype
-) -> Tensor:
-    """(x_codes * x_scales) times weight transposed: [M, N] in `out_dtype`; sums of a group are exact integers.
-
-    x_codes int8 [M, K]; x_scales float32 [M, 1], or [1, 1] for all rows.
-    """
-    if isinstance(weight, GPUWeight):
-        from kernels.quant_matmul import triton
-
-        return triton.quant_matmul_codes(x_codes, x_scales, weight, out_dtype)
-    return quant_matmul_together(Int8Rows(x_codes, x_scales, out_dtype), [weight], [None])[0]
-
-
-def quant_matmul_float8(
-    x_codes: Tensor,
-    x_scales: Tensor,
-    weight: Float8Weight | GPUWeight,
-    out_dtype: torch.dtype,
-    x_group_size: int | None = None,
-) -> Tensor:
-    """The same with x_codes float8_e4m3fn and a weight of float8. Beside a weight with groups x_scales may also be
-    [M, K / x_group_size rounded up], where a group has one or several whole groups of the weight."""
-    if isinstance(weight, GPUWeight):
-        from kernels.quant_matmul import triton
-
-        return triton.quant_matmul_codes(x_codes, x_scales, weight, out_dtype, x_group_size)
-    return float8.quant_matmul_float8(x_codes, x_scales, weight, out_dtype, x_group_size)
-
-
 @custom_op(_empty_products, parts={"x": ROWS, "weights": replace(WEIGHT, of_each=True)})
-def quant_matmul_together(
-    x: Tensor | Int8Rows, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]
-) -> list[Tensor]:
-    """What `quant_matmul`, or `quant_matmul_int8`, gives for each weight, plus its bias [N]: [M, N] each, to the bit.
+def quant_matmul_together(x: Rows, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """What `quant_matmul` gives for each weight, plus its bias [N]: [M, N] each, to the bit.
 
     Raises ValueError if shapes or dtypes do not belong together, for weights of several formats, and for more than MAX_TOGETHER.
     """
-    library, rows = build.library(), x.codes if isinstance(x, Int8Rows) else x
+    library = build.library()
     if len(weights) > MAX_TOGETHER:
         raise ValueError(f"{len(weights)} weights: at most {MAX_TOGETHER} are multiplied together")
     _check(x, weights, biases)
-    if library is None or not rows.is_cpu:
+    if library is None or not x.is_cpu:
         return [_portable(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    outs = [torch.empty(len(rows), weight.num_outputs, dtype=x.dtype) for weight in weights]
+    outs = [torch.empty(len(x), weight.num_outputs, dtype=x.dtype) for weight in weights]
     arguments: list[int | None] = []
     for weight, bias, out in zip(weights, biases, outs, strict=True):
         arguments += (weight.blob.data_ptr(), _address(bias), out.data_ptr(), weight.num_outputs)
@@ -182,7 +136,7 @@ def quant_matmul_together(
 
 @custom_op(_empty_product, parts={"x": ROWS, "gate": WEIGHT, "up": WEIGHT})
 def quant_matmul_swiglu(
-    x: Tensor | Int8Rows,
+    x: Rows,
     gate: PackedWeight,
     up: PackedWeight,
     gate_bias: Tensor | None = None,
@@ -192,41 +146,39 @@ def quant_matmul_swiglu(
 
     Raises ValueError as `quant_matmul_together` does, and if gate and up have different numbers of outputs.
     """
-    library, rows = build.library(), x.codes if isinstance(x, Int8Rows) else x
+    library = build.library()
     if gate.num_outputs != up.num_outputs:
         raise ValueError(f"a gate of {gate.num_outputs} outputs for {up.num_outputs}")
     _check(x, (gate, up), (gate_bias, up_bias))
-    if library is None or not rows.is_cpu:
+    if library is None or not x.is_cpu:
         return swiglu(_portable(x, gate, gate_bias), _portable(x, up, up_bias))
-    out = torch.empty(len(rows), gate.num_outputs, dtype=x.dtype)
+    out = torch.empty(len(x), gate.num_outputs, dtype=x.dtype)
     weights = gate.blob.data_ptr(), _address(gate_bias), up.blob.data_ptr(), _address(up_bias)
     _call(library, "_swiglu", x, gate, [*weights, out.data_ptr(), gate.num_outputs])
     return out
 
 
-def grouped_quant_matmul(
-    x: Tensor | Int8Rows, weights: PackedWeights, starts: Tensor, ups: PackedWeights | None = None
-) -> Tensor:
+def grouped_quant_matmul(x: Rows, weights: PackedWeights, starts: Tensor, ups: PackedWeights | None = None) -> Tensor:
     """x [M, K], whose rows starts[i] to starts[i + 1] - 1 are multiplied by weight number i, transposed: [M, N] in x's dtype.
 
     Int8 rows have a scale each. With `ups` the weights are gates, as of `quant_matmul_swiglu`. starts int64 [weights + 1], on the CPU, from
     0 to M. Bits are those of `quant_matmul_together` and `quant_matmul_swiglu`; a weight without rows is not read. Raises ValueError as
     they do.
     """
-    library, first, rows = build.library(), weights.first, x.codes if isinstance(x, Int8Rows) else x
+    library, first = build.library(), weights.first
     _check(x, [first] if ups is None else [first, ups.first], [None] if ups is None else [None, None])
     assert starts.shape == (len(weights.weights) + 1,)
-    if isinstance(x, Int8Rows) and len(x.scales) != len(x.codes):
-        raise ValueError(f"{len(x.scales)} scale for {len(x.codes)} rows: each has its own beside weights in groups")
+    if isinstance(x, QuantizedRows) and len(x.scales) != len(x):
+        raise ValueError(f"{len(x.scales)} scale for {len(x)} rows: each has its own beside weights in groups")
     if ups is not None and (len(ups.weights), ups.first.num_outputs) != (len(weights.weights), first.num_outputs):
         gates, others = (f"{len(each.weights)} of {each.first.num_outputs} outputs" for each in (weights, ups))
         raise ValueError(f"gates {gates} beside {others}")
-    if library is None or not rows.is_cpu:
+    if library is None or not x.is_cpu:
         return _grouped_portable(x, weights, starts.tolist(), ups)
-    out = torch.empty(len(rows), first.num_outputs, dtype=x.dtype)
+    out = torch.empty(len(x), first.num_outputs, dtype=x.dtype)
     addresses = weights.addresses.data_ptr(), None if ups is None else ups.addresses.data_ptr(), starts.data_ptr()
     rest = first.num_inputs, *first.format, *addresses, out.data_ptr(), len(weights.weights), first.num_outputs
-    if isinstance(x, Int8Rows):
+    if isinstance(x, QuantizedRows):
         codes, scales = x.codes.contiguous(), x.scales.contiguous()
         rows_at = codes.data_ptr(), scales.data_ptr(), build.DTYPES[x.dtype]
         _declared(library).grouped_quant_matmul_int8(*rows_at, *rest)
@@ -236,58 +188,28 @@ def grouped_quant_matmul(
     return out
 
 
-def _grouped_portable(
-    x: Tensor | Int8Rows, weights: PackedWeights, starts: list[int], ups: PackedWeights | None
-) -> Tensor:
+def _grouped_portable(x: Rows, weights: PackedWeights, starts: list[int], ups: PackedWeights | None) -> Tensor:
     outs = []
     for i, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
-        part = Int8Rows(x.codes[start:end], x.scales[start:end], x.dtype) if isinstance(x, Int8Rows) else x[start:end]
+        part = (
+            QuantizedRows(x.codes[start:end], x.scales[start:end], x.dtype)
+            if isinstance(x, QuantizedRows)
+            else x[start:end]
+        )
         y = _portable(part, weights.weights[i], None)
         outs.append(y if ups is None else swiglu(y, _portable(part, ups.weights[i], None)))
     return torch.cat(outs)
 
 
-@custom_op(reference.quantize_rows)
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, K] as int8 [M, K] and one float32 scale per row [M, 1]: max |x| / 127, rounded half to even."""
-    if _on_gpu(x):
-        from kernels.quant_matmul import triton
-
-        return triton.quantize_rows(x)
-    library, dtype = build.library(), build.DTYPES.get(x.dtype)
-    if library is None or dtype is None or not x.is_cpu:
-        return reference.quantize_rows(x)
-    x = x.contiguous()
-    codes = torch.empty(x.shape, dtype=torch.int8)
-    scales = torch.empty(x.shape[0], 1)
-    _declared(library).quantize_rows(x.data_ptr(), dtype, codes.data_ptr(), scales.data_ptr(), *x.shape)
-    return codes, scales
-
-
-def quantize_rows_float8(x: Tensor, group_size: int | None = None) -> tuple[Tensor, Tensor]:
-    """x [M, K] as float8_e4m3fn [M, K] and float32 scales [M, K / group_size rounded up], one for each row if that is None: max |x| / 448,
-    1 if that is 0, NaN where x is not finite."""
-    if _on_gpu(x):
-        from kernels.quant_matmul import triton
-
-        return triton.quantize_rows(x, torch.float8_e4m3fn, group_size)
-    return float8.quantize_rows(x, group_size)
-
-
-def _portable(x: Tensor | Int8Rows, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    if isinstance(x, Int8Rows):
-        y = portable.quant_matmul_int8(x.codes, x.scales, weight, x.dtype)
-    else:
-        y = portable.quant_matmul(x, weight)
+def _portable(x: Rows, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    y = portable.quant_matmul(x, weight)
     return y if bias is None else y + bias
 
 
-def _call(
-    library: ctypes.CDLL, ending: str, x: Tensor | Int8Rows, weight: PackedWeight, arguments: Sequence[int | None]
-) -> None:
+def _call(library: ctypes.CDLL, ending: str, x: Rows, weight: PackedWeight, arguments: Sequence[int | None]) -> None:
     """The function of the library that has this ending, with the rows, the format of the weights, and what it wants of each."""
     sizes = weight.num_inputs, *weight.format, *arguments
-    if isinstance(x, Int8Rows):
+    if isinstance(x, QuantizedRows):
         codes, scales = x.codes.contiguous(), x.scales.contiguous()
         rows = codes.data_ptr(), scales.data_ptr(), int(len(scales) > 1), build.DTYPES[x.dtype], len(codes)
         getattr(_declared(library), f"quant_matmul_int8{ending}")(*rows, *sizes)
@@ -300,11 +222,13 @@ def _address(bias: Tensor | None) -> int | None:
     return None if bias is None else bias.data_ptr()
 
 
-def _check(x: Tensor | Int8Rows, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> None:
-    shape, format = x.codes.shape if isinstance(x, Int8Rows) else x.shape, weights[0].format
+def _check(x: Rows, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None]) -> None:
+    shape, format = x.shape, weights[0].format
     if x.dtype not in build.DTYPES:
         raise ValueError(f"products of {x.dtype}: there are only those of {', '.join(map(str, build.DTYPES))}")
-    if isinstance(x, Int8Rows) and tuple(x.scales.shape) not in ((1, 1), (shape[0], 1)):
+    if isinstance(x, QuantizedRows) and x.codes.dtype != torch.int8:
+        raise ValueError(f"rows of {x.codes.dtype}: weights of integers are multiplied by floats or int8")
+    if isinstance(x, QuantizedRows) and tuple(x.scales.shape) not in ((1, 1), (shape[0], 1)):
         raise ValueError(f"scales {list(x.scales.shape)} for {shape[0]} rows: one of each, or [1, 1] of all")
     for weight, bias in zip(weights, biases, strict=True):
         if len(shape) != 2 or shape[1] != weight.num_inputs:

@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "../quantize_rows/quantize.h"
 #include "../simd.h"
 
 namespace {
@@ -42,16 +43,6 @@ template <int LIMBS> struct Activations {
     return {rows, reinterpret_cast<int32_t *>(at), scales, reinterpret_cast<int32_t *>(scales + rows * num_segments)};
   }
 };
-
-// The largest magnitude of `count` floats, a multiple of 16; not finite if any of them is not (bits of magnitudes compare like integers).
-float largest_magnitude(const float *x, int64_t count) {
-  Ints magnitude = splat(0);
-  for (int64_t i = 0; i < count; i += LANES) magnitude = larger(magnitude, bit_and(as_ints(load(x + i)), splat(0x7fffffff)));
-  const int32_t bits = largest(magnitude);
-  float result;
-  std::memcpy(&result, &bits, 4);
-  return result;
-}
 
 // One row as fixed point. x is padded with zeros to a multiple of 16.
 void fix_row(const Activations<2> &all, const Panel<2> &panel, int64_t row, const float *x) {

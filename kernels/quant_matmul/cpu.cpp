@@ -367,23 +367,3 @@ extern "C" void grouped_quant_matmul_int8(const int8_t *codes, const float *scal
                  jobs_of<1>({num_inputs, group_size, bits, has_zeros != 0}, Dtype(dtype),
                             {weights, ups, starts, num_weights, num_outputs, static_cast<char *>(out)}));
 }
-
-extern "C" void quantize_rows(const void *x, int32_t dtype, int8_t *codes, float *scales, int64_t num_rows, int64_t num_inputs) {
-  record([=] { quantize_rows(x, dtype, codes, scales, num_rows, num_inputs); });
-  parallel_for(divide_up(num_rows, 16), [&](int64_t chunk) {
-    for (int64_t row = chunk * 16; row < std::min(chunk * 16 + 16, num_rows); ++row) {
-      float *floats = row_buffer(num_inputs);
-      read_floats(x, Dtype(dtype), row * num_inputs, num_inputs, floats);
-      const float magnitude = largest_magnitude(floats, divide_up(num_inputs, LANES) * LANES);
-      const bool finite = magnitude <= std::numeric_limits<float>::max();
-      const float scale = finite ? magnitude / 127 : NAN, divisor = scale > 0 ? scale : 1.0f;
-      scales[row] = finite ? divisor : scale;
-      for (int64_t i = 0; i < num_inputs; i += LANES) {
-        const Ints code = round_to_ints(divide(load(floats + i), splat(divisor)));
-        alignas(16) int8_t bytes[LANES];
-        store_bytes(bytes, finite ? smaller(larger(code, splat(-127)), splat(127)) : splat(0));
-        std::memcpy(codes + row * num_inputs + i, bytes, std::min(LANES, num_inputs - i));
-      }
-    }
-  });
-}

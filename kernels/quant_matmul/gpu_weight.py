@@ -5,7 +5,6 @@ N outputs, K inputs, G groups of inputs that share a scale, C inputs of a chunk:
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +14,6 @@ from kernels.quant_matmul.packed import check_codes, find_group_size
 
 BLOCK = 128  # outputs, and inputs, that share a scale in a float8 weight with blocks (arXiv 2412.19437)
 FLOAT_CHUNK_BYTES = 128
-
-
-class RowCodes(NamedTuple):
-    """What rows are quantised to before a product, with a scale for each row or for each group of its inputs."""
-
-    dtype: torch.dtype
-    """int8 or float8_e4m3fn"""
-    group_size: int | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from torch import Tensor
 from kernels.matmul.reference import linear
 from kernels.quant_matmul.packed import PackedWeight
 from kernels.quant_matmul.reference import dequantize
+from kernels.quantize_rows.rows import QuantizedRows, Rows
 
 BLOCK_BYTES = 2**25  # of dequantised weights at a time: small beside a model, large beside the cost of a call
 
@@ -15,24 +16,26 @@ def blocks(weight: PackedWeight) -> list[tuple[int, int]]:
     return [(first, min(first + tiles, weight.num_tiles)) for first in range(0, weight.num_tiles, tiles)]
 
 
-def quant_matmul(x: Tensor, weight: PackedWeight) -> Tensor:
+def quant_matmul(x: Rows, weight: PackedWeight) -> Tensor:
     """x [M, K] times weight transposed in float32: [M, N] in x's dtype."""
+    if isinstance(x, QuantizedRows):
+        return _quant_matmul_int8(x, weight)
     parts = [linear(x.float(), dequantize(*weight.unpack_tiles(*block), weight.group_size)) for block in blocks(weight)]
     return torch.cat(parts, dim=1).to(x.dtype)
 
 
-def quant_matmul_int8(x_codes: Tensor, x_scales: Tensor, weight: PackedWeight, out_dtype: torch.dtype) -> Tensor:
-    """x_codes int8 [M, K] times weight transposed: exact integers in a group, groups in float32 in their order, then x_scales."""
+def _quant_matmul_int8(x: QuantizedRows, weight: PackedWeight) -> Tensor:
+    """Exact integers in a group, groups in float32 in their order, then the scales of x."""
     parts = []
     for block in blocks(weight):
         codes, scales, zeros = weight.unpack_tiles(*block)
-        total = torch.zeros(x_codes.shape[0], len(codes), device=x_codes.device)
+        total = torch.zeros(len(x), len(codes), device=x.codes.device)
         for group in range(weight.num_groups):
             inputs = slice(group * weight.group_size, (group + 1) * weight.group_size)
             centred = codes[:, inputs] if zeros is None else codes[:, inputs] - zeros[:, group, None]
-            total += exact_product(x_codes[:, inputs], centred).float() * scales[:, group]
+            total += exact_product(x.codes[:, inputs], centred).float() * scales[:, group]
         parts.append(total)
-    return (torch.cat(parts, dim=1) * x_scales).to(out_dtype)
+    return (torch.cat(parts, dim=1) * x.scales).to(x.dtype)
 
 
 def exact_product(a: Tensor, b: Tensor) -> Tensor:

@@ -24,14 +24,3 @@ def quant_matmul_int8(
 ) -> Tensor:
     """The same for x = x_codes * x_scales; x_codes int8 [M, K], x_scales float32 [M, 1] or [1, 1]."""
     return quant_matmul(x_codes * x_scales.double(), codes, scales, zero_points, group_size)
-
-
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Every row as int8 and a scale: scale = max |x| / 127 (1 if that is 0), code = x / scale rounded half to even.
-
-    x [M, K] of any float dtype; returns int8 [M, K] and float32 [M, 1]. A row that is not finite has scale NaN.
-    """
-    wide = x.float()
-    scales = wide.abs().amax(1, keepdim=True) / 127
-    scales = torch.where(scales == 0, 1.0, torch.where(scales.isfinite(), scales, torch.nan))  # [M, 1]
-    return (wide / scales).nan_to_num().round().clamp(-127, 127).to(torch.int8), scales

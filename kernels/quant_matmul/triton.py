@@ -14,47 +14,21 @@ from torch import Tensor
 
 from kernels.launches import Launch, tuned_launch
 from kernels.quant_matmul.gpu_weight import BLOCK, GPUWeight
+from kernels.quantize_rows.rows import QuantizedRows, Rows
 
 FULL_GPU = 264  # programs that keep an H200 busy: two for each of its 132 multiprocessors
 EPILOGUE_SIZE = 1024
-FLOAT8_MAX, INT8_MAX = 448.0, 127.0
 
 LAUNCHES = {1: Launch(16, 1, 4, 3), 16: Launch(64, 16, 4, 4), 32: Launch(64, 32, 4, 4), 64: Launch(64, 64, 4, 4)}
 """By the number of rows that it is for at most, where none was measured on this GPU; more than the last have LARGE."""
 LARGE = Launch(128, 128, 8, 3)
 
 
-def quant_matmul(x: Tensor, weight: GPUWeight) -> Tensor:
-    """x [M, K] (float32, bfloat16 or float16) times weight transposed: [M, N] in x's dtype, with float32 sums."""
+def quant_matmul(x: Rows, weight: GPUWeight) -> Tensor:
+    """As the package says, with float32 sums; those of int8 are exact within a chunk at least."""
+    if isinstance(x, QuantizedRows):
+        return _multiply(x.codes, x.scales, weight, x.dtype, x.group_size)
     return _multiply(x, None, weight, x.dtype)
-
-
-def quant_matmul_codes(
-    x_codes: Tensor, x_scales: Tensor, weight: GPUWeight, out_dtype: torch.dtype, x_group_size: int | None = None
-) -> Tensor:
-    """(x_codes * x_scales) times weight transposed: [M, N] in `out_dtype`. Sums of int8 are exact within a chunk at least.
-
-    x_codes int8, or float8_e4m3fn as the weight is, [M, K]. x_scales float32 [M, 1], or [1, 1] for all rows, or [M, K / x_group_size
-    rounded up], where a group has one or several whole groups of the weight.
-    """
-    return _multiply(x_codes, x_scales, weight, out_dtype, x_group_size)
-
-
-def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | None = None) -> tuple[Tensor, Tensor]:
-    """Codes [M, K] and float32 scales [M, K / group_size rounded up], one for a row if `group_size` is None: max |x| / the largest code,
-    1 if that is 0, NaN where x is not finite. x [M, K] of any float dtype; codes int8 or float8_e4m3fn, rounded half to even."""
-    x = x.contiguous()
-    rows, inputs = x.shape
-    size = inputs if group_size is None else min(group_size, inputs)
-    groups = triton.cdiv(inputs, size)
-    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scales = torch.empty(rows, groups, device=x.device)
-    largest = FLOAT8_MAX if dtype.is_floating_point else INT8_MAX
-    padded = triton.next_power_of_2(size)
-    if rows:
-        warps = min(max(padded // 512, 1), 16)
-        _quantize_rows[(rows, groups)](x, codes, scales, inputs, size, SIZE=padded, largest=largest, num_warps=warps)
-    return codes, scales
 
 
 def _multiply(
@@ -370,18 +344,3 @@ def _add(parts, output, size, splits, SIZE: tl.constexpr):
     for split in range(splits):
         total += tl.load(parts + split * size.to(tl.int64) + place, mask=place < size, other=0.0)
     tl.store(output + place, total.to(output.dtype.element_ty), mask=place < size)
-
-
-@triton.jit
-def _quantize_rows(x, codes, scales, inputs, group_size, SIZE: tl.constexpr, largest: tl.constexpr):
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    k = group * group_size + tl.arange(0, SIZE)
-    mask = (k < inputs) & (tl.arange(0, SIZE) < group_size)
-    part = tl.load(x + row * inputs + k, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.abs(part), 0), largest)
-    scale = tl.where(scale == 0, 1.0, scale) + tl.sum(part * 0.0, 0)  # NaN if one is not finite: `max` would hide it
-    tl.store(scales + row * tl.num_programs(1) + group, scale)
-    part = tl.where(scale == scale, tl.div_rn(part, scale), 0.0)
-    if codes.dtype.element_ty == tl.int8:
-        part = (part + 12582912.0) - 12582912.0  # half to even: beside 1.5 * 2^23 there is no room for a fraction
-    tl.store(codes + row * inputs + k, part.to(codes.dtype.element_ty), mask=mask)

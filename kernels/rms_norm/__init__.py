@@ -12,17 +12,16 @@ from torch import Tensor
 
 from kernels import build
 from kernels.custom_op import custom_op
+from kernels.quantize_rows import quantize_rows
 from kernels.rms_norm import reference
 
-__all__ = ["add_rms_norm", "rms_norm"]
+__all__ = ["add_rms_norm", "add_rms_norm_quantize", "rms_norm", "rms_norm_quantize"]
 
 
 @functools.cache
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    sizes = (c_int32, c_int64, c_int64, c_float)
-    library.rms_norm.argtypes = (c_void_p,) * 3 + sizes
-    library.add_rms_norm.argtypes = (c_void_p,) * 5 + sizes
-    library.rms_norm.restype = library.add_rms_norm.restype = None
+    library.rms_norm.argtypes = (c_void_p,) * 7 + (c_int32, c_int64, c_int64, c_float)
+    library.rms_norm.restype = None
     return library
 
 
@@ -33,12 +32,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from kernels.rms_norm import triton  # not at the top: a process without a GPU need not load it
 
         return triton.rms_norm(x, weight, eps)
-    library, dtype = _library(x, weight), build.DTYPES.get(x.dtype)
-    if library is None or dtype is None:
+    library = _library(x, weight)
+    if library is None:
         return reference.rms_norm(x, weight, eps)
-    x, channels = x.contiguous(), x.shape[-1]
     out = torch.empty(*x.shape, dtype=x.dtype)
-    library.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), dtype, x.numel() // channels, channels, eps)
+    _normalise(library, x, None, weight, eps, out=out)
     return out
 
 
@@ -49,18 +47,76 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         from kernels.rms_norm import triton
 
         return triton.add_rms_norm(x, residual, weight, eps)
-    library, dtype = _library(x, weight), build.DTYPES.get(x.dtype)
-    if library is None or dtype is None or residual.dtype != x.dtype or residual.shape != x.shape:
+    library = _library(x, weight, residual)
+    if library is None:
         return reference.add_rms_norm(x, residual, weight, eps)
-    x, residual, channels = x.contiguous(), residual.contiguous(), x.shape[-1]
     out, total = (torch.empty(*x.shape, dtype=x.dtype) for _ in range(2))
-    library.add_rms_norm(
-        *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(), dtype),
-        *(x.numel() // channels, channels, eps),
-    )
+    _normalise(library, x, residual, weight, eps, out=out, total=total)
     return out, total
 
 
-def _library(x: Tensor, weight: Tensor) -> ctypes.CDLL | None:
+@custom_op(reference.rms_norm_quantize)
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """To the bit `quantize_rows` of `rms_norm`, in one pass; on a CPU int8 with a scale for each row. x [T, D]."""
+    if x.is_cuda:
+        from kernels.rms_norm import triton
+
+        return triton.rms_norm_quantize(x, weight, eps, dtype, group_size)
+    library = _library(x, weight)
+    if library is None or (dtype, group_size) != (torch.int8, None):
+        return quantize_rows(rms_norm(x, weight, eps), dtype, group_size)
+    codes, scales = torch.empty(x.shape, dtype=dtype), torch.empty(len(x), 1)
+    _normalise(library, x, None, weight, eps, codes=codes, scales=scales)
+    return codes, scales
+
+
+@custom_op(reference.add_rms_norm_quantize)
+def add_rms_norm_quantize(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """To the bit `quantize_rows` of `add_rms_norm`, and the sum, in one pass; on a CPU int8 with a scale for each row. x [T, D]."""
+    if x.is_cuda:
+        from kernels.rms_norm import triton
+
+        return triton.add_rms_norm_quantize(x, residual, weight, eps, dtype, group_size)
+    library = _library(x, weight, residual)
+    if library is None or (dtype, group_size) != (torch.int8, None):
+        normed, total = add_rms_norm(x, residual, weight, eps)
+        return *quantize_rows(normed, dtype, group_size), total
+    codes, scales, total = (
+        torch.empty(x.shape, dtype=dtype),
+        torch.empty(len(x), 1),
+        torch.empty(x.shape, dtype=x.dtype),
+    )
+    _normalise(library, x, residual, weight, eps, total=total, codes=codes, scales=scales)
+    return codes, scales, total
+
+
+def _library(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> ctypes.CDLL | None:
+    """None where it cannot compute with these."""
     library = build.library()
-    return None if library is None or weight.dtype != x.dtype or not x.is_cpu else _declared(library)
+    fits = x.dtype in build.DTYPES and weight.dtype == x.dtype and x.is_cpu
+    if residual is not None:
+        fits = fits and residual.dtype == x.dtype and residual.shape == x.shape
+    return _declared(library) if library is not None and fits else None
+
+
+def _normalise(
+    library: ctypes.CDLL,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    out: Tensor | None = None,
+    total: Tensor | None = None,
+    codes: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> None:
+    """Fills what of the last four is there."""
+    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+    tensors, channels = (x, residual, weight, out, total, codes, scales), x.shape[-1]
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    library.rms_norm(*pointers, build.DTYPES[x.dtype], x.numel() // channels, channels, eps)

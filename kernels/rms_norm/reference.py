@@ -1,7 +1,9 @@
-"""T tokens, D channels."""
+"""T tokens, D channels, G groups of them that share a scale."""
 
 import torch
 from torch import Tensor
+
+from kernels.quantize_rows.reference import quantize_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -19,3 +21,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """The norm of x + residual, and x + residual itself, both [T, D] in x's dtype."""
     total = x + residual
     return rms_norm(total, weight, eps), total
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """The norm, rounded to x's dtype, as codes [T, D] of `dtype` and scales float32 [T, G], as of `quantize_rows`."""
+    return quantize_rows(rms_norm(x, weight, eps), dtype, group_size)
+
+
+def add_rms_norm_quantize(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of x + residual as codes and scales, and x + residual itself [T, D]."""
+    normed, total = add_rms_norm(x, residual, weight, eps)
+    return *quantize_rows(normed, dtype, group_size), total

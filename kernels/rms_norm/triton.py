@@ -1,16 +1,18 @@
-"""One program for each row: it is read once, kept in registers, and written once."""
+"""One program for each row: it is read once, kept in registers, and written once, as numbers or as codes."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.quantize_rows.triton import empty_codes, quantize, quantize_rows
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As kernels/rms_norm/reference.py says; x of any shape [..., D]."""
     x = x.contiguous()
     output = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
-    _launch(x, None, weight, output, None, eps)
+    _launch(x, None, weight, output, None, None, eps)
     return output
 
 
@@ -18,33 +20,85 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """As kernels/rms_norm/reference.py says."""
     x, residual = x.contiguous(), residual.contiguous()
     output, total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype)), torch.empty_like(x)
-    _launch(x, residual, weight, output, total, eps)
+    _launch(x, residual, weight, output, None, total, eps)
     return output, total
 
 
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """As kernels/rms_norm/reference.py says, to the bit what the two kernels give one after the other."""
+    size = _group_of_registers(x, weight, group_size)
+    if size is None:
+        return quantize_rows(rms_norm(x, weight, eps), dtype, group_size)
+    x = x.contiguous()
+    codes, scales = empty_codes(x, dtype, size)
+    _launch(x, None, weight, codes, scales, None, eps, size)
+    return codes, scales
+
+
+def add_rms_norm_quantize(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As kernels/rms_norm/reference.py says, to the bit what the two kernels give one after the other."""
+    size = _group_of_registers(x, weight, group_size)
+    if size is None:
+        normed, total = add_rms_norm(x, residual, weight, eps)
+        return *quantize_rows(normed, dtype, group_size), total
+    x, residual = x.contiguous(), residual.contiguous()
+    codes, scales = empty_codes(x, dtype, size)
+    total = torch.empty_like(x)
+    _launch(x, residual, weight, codes, scales, total, eps, size)
+    return codes, scales, total
+
+
+def _group_of_registers(x: Tensor, weight: Tensor, group_size: int | None) -> int | None:
+    """How many channels share a scale; None if a program, whose registers are a power of two, cannot cut its row so."""
+    size = min(group_size or x.shape[1], x.shape[1])
+    is_cut = size in (x.shape[1], triton.next_power_of_2(size))
+    return size if is_cut and weight.dtype == x.dtype else None
+
+
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, output: Tensor, total: Tensor | None, eps: float
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    output: Tensor,
+    scales: Tensor | None,
+    total: Tensor | None,
+    eps: float,
+    group_size: int = 1,
 ) -> None:
     channels = x.shape[-1]
     if x.numel():
-        size = triton.next_power_of_2(channels)
+        size, group = triton.next_power_of_2(channels), triton.next_power_of_2(group_size)
         warps = min(max(size // 512, 1), 16)  # 16 elements of each thread
         _rms_norm[(x.numel() // channels,)](
-            x, residual, weight, output, total, eps, channels, SIZE=size, num_warps=warps
+            x, residual, weight, output, scales, total, eps, channels, SIZE=size, GROUP=group, num_warps=warps
         )
 
 
 @triton.jit
-def _rms_norm(x, residual, weight, output, total, eps, channels: tl.constexpr, SIZE: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * channels
+def _rms_norm(
+    x, residual, weight, output, scales, total, eps, channels: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    start = row * channels
     channel = tl.arange(0, SIZE)
     mask = channel < channels
-    row = tl.load(x + start + channel, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(x + start + channel, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
-        row += tl.load(residual + start + channel, mask=mask, other=0.0).to(tl.float32)
-        row = row.to(total.dtype.element_ty)
-        tl.store(total + start + channel, row, mask=mask)
-        row = row.to(tl.float32)
-    normalised = (row * tl.rsqrt(tl.sum(row * row, 0) / channels + eps)).to(x.dtype.element_ty)
+        values += tl.load(residual + start + channel, mask=mask, other=0.0).to(tl.float32)
+        values = values.to(total.dtype.element_ty)
+        tl.store(total + start + channel, values, mask=mask)
+        values = values.to(tl.float32)
+    normalised = (values * tl.rsqrt(tl.sum(values * values, 0) / channels + eps)).to(x.dtype.element_ty)
     scaled = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32) * normalised.to(tl.float32)
+    if scales is not None:
+        groups: tl.constexpr = SIZE // GROUP
+        rounded = scaled.to(x.dtype.element_ty).to(tl.float32)
+        codes, group_scales = quantize(tl.reshape(rounded, [groups, GROUP]), output.dtype.element_ty)
+        group, num_groups = tl.arange(0, groups), tl.cdiv(channels, GROUP)
+        tl.store(scales + row * num_groups + group, group_scales, mask=group < num_groups)
+        scaled = tl.reshape(codes, [SIZE])
     tl.store(output + start + channel, scaled.to(output.dtype.element_ty), mask=mask)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kernels import build
 from kernels.custom_op import custom_op
+from kernels.quantize_rows import quantize_rows
 from kernels.swiglu import reference
 
-__all__ = ["swiglu"]
+__all__ = ["swiglu", "swiglu_quantize"]
 
 
 @functools.cache
@@ -43,3 +44,13 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         *(num_rows, channels, gate.stride(0), up.stride(0)),
     )
     return out
+
+
+@custom_op(reference.swiglu_quantize)
+def swiglu_quantize(gate: Tensor, up: Tensor, dtype: torch.dtype, group_size: int | None) -> tuple[Tensor, Tensor]:
+    """To the bit `quantize_rows` of `swiglu`; on a GPU in one launch."""
+    if gate.is_cuda:
+        from kernels.swiglu import triton
+
+        return triton.swiglu_quantize(gate, up, dtype, group_size)
+    return quantize_rows(swiglu(gate, up), dtype, group_size)

@@ -1,6 +1,9 @@
-"""T tokens, F channels of the feed-forward layer."""
+"""T tokens, F channels of the feed-forward layer, G groups of them that share a scale."""
 
+import torch
 from torch import Tensor
+
+from kernels.quantize_rows.reference import quantize_rows
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -11,3 +14,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """
     wide = gate.float()
     return (wide / (1 + (-wide).exp())).to(gate.dtype) * up
+
+
+def swiglu_quantize(gate: Tensor, up: Tensor, dtype: torch.dtype, group_size: int | None) -> tuple[Tensor, Tensor]:
+    """The same, rounded to its dtype, as codes [T, F] of `dtype` and scales float32 [T, G], as of `quantize_rows`."""
+    return quantize_rows(swiglu(gate, up), dtype, group_size)

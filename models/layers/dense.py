@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.matmul import PackedMatrices, PackedMatrix, grouped_matmul, matmul, matmul_swiglu, matmul_together, pack
+from kernels.quantize_rows import Rows
 from models.layers.linear import GroupedProduct, JointLinear, Layer
 
 
@@ -51,10 +52,12 @@ class DenseLinear(JointLinear):
     def forward(self, x: Tensor) -> Tensor:
         return matmul(x, self._weight, self.bias)
 
-    def multiply_together(self, x: Tensor, layers: Sequence["DenseLinear"]) -> list[Tensor]:
+    def multiply_together(self, x: Rows, layers: Sequence["DenseLinear"]) -> list[Tensor]:
+        assert isinstance(x, Tensor)
         return matmul_together(x, [layer._weight for layer in layers], [layer.bias for layer in layers])
 
-    def multiply_swiglu(self, x: Tensor, up: "DenseLinear") -> Tensor:
+    def multiply_swiglu(self, x: Rows, up: "DenseLinear") -> Tensor:
+        assert isinstance(x, Tensor)
         return matmul_swiglu(x, self._weight, up._weight, self.bias, up.bias)
 
     @classmethod

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kernels.matmul.reference import MIN_ROWS, linear
-from kernels.quant_matmul.gpu_weight import GPUWeight, RowCodes, of_floats
-from kernels.swiglu import swiglu
+from kernels.quant_matmul.gpu_weight import GPUWeight, of_floats
+from kernels.quantize_rows import QuantizedRows, RowCodes, Rows
+from kernels.swiglu import swiglu, swiglu_quantize
 
 __all__ = ["Linear", "linear", "linear_per_head", "linear_swiglu", "linear_together"]
 
@@ -42,8 +43,9 @@ class ExpertLinear(nn.Module, ABC):
         """Take this copy of `gpu_weight` for its own, a piece of all experts' weight."""
 
     @abstractmethod
-    def row_codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
-        """What rows become before the product, where so many layers divide so many rows among them."""
+    def row_codes(self, num_rows: int, num_layers: int = 1) -> RowCodes | None:
+        """What rows become before the product, where so many layers divide so many rows among them. None: nothing, or what only this layer
+        makes of them."""
 
 
 class Linear(nn.Linear, ExpertLinear):
@@ -63,7 +65,7 @@ class Linear(nn.Linear, ExpertLinear):
     def keep(self, weight: GPUWeight) -> None:
         self.weight = nn.Parameter(weight.codes, requires_grad=False)
 
-    def row_codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
+    def row_codes(self, num_rows: int, num_layers: int = 1) -> RowCodes | None:
         return None
 
 
@@ -167,11 +169,11 @@ class JointLinear(PackedLinear):
     """Layers of a class and an equal kind are multiplied together; those of None, each alone."""
 
     @abstractmethod
-    def multiply_together(self, x: Tensor, layers: Sequence[Self]) -> list[Tensor]:
+    def multiply_together(self, x: Rows, layers: Sequence[Self]) -> list[Tensor]:
         """The outputs [R, O] of at most three layers of this one's kind for x [R, I], to the bit what each gives alone."""
 
     @abstractmethod
-    def multiply_swiglu(self, x: Tensor, up: Self) -> Tensor:
+    def multiply_swiglu(self, x: Rows, up: Self) -> Tensor:
         """silu(this layer's output) * up's output, [R, O], to the bit what `swiglu` makes of the two."""
 
     @classmethod
@@ -184,7 +186,15 @@ class JointLinear(PackedLinear):
         return isinstance(other, JointLinear) and type(other) is type(self) and other.kind == self.kind is not None
 
 
-def linear_together(x: Tensor, *layers: nn.Module) -> list[Tensor]:
+def shared_row_codes(num_rows: int, layers: Sequence[nn.Module]) -> RowCodes | None:
+    """What all these layers make of the rows [R, I] that they read, and nothing else does; None if one of them wants others, or floats."""
+    first, *others = {layer.row_codes(num_rows) if isinstance(layer, ExpertLinear) else None for layer in layers} or {
+        None
+    }
+    return None if others else first
+
+
+def linear_together(x: Rows, *layers: nn.Module) -> list[Tensor]:
     """The outputs [R, O] of up to three layers that share their input x [R, I]: in one call if their weights are held alike."""
     first, *others = layers
     if isinstance(first, JointLinear) and all(first.joins(other) for other in others):
@@ -192,8 +202,12 @@ def linear_together(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     return [layer(x) for layer in layers]
 
 
-def linear_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
-    """silu(gate(x)) * up(x), [R, O], for x [R, I]: in one call if their weights are held alike."""
+def linear_swiglu(x: Rows, gate: nn.Module, up: nn.Module, into: nn.Module) -> Rows:
+    """silu(gate(x)) * up(x), [R, O], for x [R, I] and for the layer `into` to read: in one call if the weights of gate and up are held
+    alike, else as the codes that `into` would make of it."""
     if isinstance(gate, JointLinear) and gate.joins(up):
         return gate.multiply_swiglu(x, up)  # type: ignore[arg-type]
-    return swiglu(gate(x), up(x))
+    codes = shared_row_codes(len(x), [into])
+    if codes is None:
+        return swiglu(gate(x), up(x))
+    return QuantizedRows(*swiglu_quantize(gate(x), up(x), *codes), x.dtype, codes.group_size)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.moe import combine_rows, group_rows, mixture
-from kernels.quant_matmul.gpu_weight import GPUWeight, RowCodes, stack
+from kernels.quant_matmul.gpu_weight import GPUWeight, stack
+from kernels.quantize_rows import RowCodes
 from models.config import ConfigReader
 from models.layers.linear import ExpertLinear, GroupedProduct, JointLinear
 

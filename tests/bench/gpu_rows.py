@@ -79,6 +79,8 @@ def large_product(dtype: torch.dtype) -> list[Step]:
 def product(kind: str, rows: int, outputs: int, inputs: int) -> Step:
     """Counted as bytes of the weight for one row, else as operations."""
     from kernels.quant_matmul import gpu_weight, triton
+    from kernels.quantize_rows import QuantizedRows
+    from kernels.quantize_rows.triton import quantize_rows
 
     bits = {"bf16": 16, "int4 g128": 4}.get(kind, 8)
     counted = outputs * inputs * bits / 8 if rows <= 64 else 2.0 * rows * outputs * inputs
@@ -93,8 +95,8 @@ def product(kind: str, rows: int, outputs: int, inputs: int) -> Step:
     weight = gpu_weight.GPUWeight(codes, scales, None, inputs, 128)
     if kind in ("int8", "int4 g128"):
         return lambda: triton.quant_matmul(x, weight), counted
-    x_codes, x_scales = triton.quantize_rows(x, codes.dtype)
-    return lambda: triton.quant_matmul_codes(x_codes, x_scales, weight, BF16), counted
+    x_codes, x_scales = quantize_rows(x, codes.dtype)
+    return lambda: triton.quant_matmul(QuantizedRows(x_codes, x_scales, BF16), weight), counted
 
 
 def products_of_a_layer(kind: str, rows: int) -> list[Step]:
@@ -128,6 +130,7 @@ def mixture(kind: str, tokens: int) -> list[Step]:
     """Mixtral-8x7B. Counts the bytes of the experts that are chosen: of one token two, of many all."""
     from kernels.moe.triton import mixture as run
     from kernels.quant_matmul import gpu_weight
+    from kernels.quantize_rows import RowCodes
 
     def experts(count: int, outputs: int, inputs: int) -> gpu_weight.GPUWeight:
         if kind == "bf16":
@@ -141,7 +144,7 @@ def mixture(kind: str, tokens: int) -> list[Step]:
         return gpu_weight.GPUWeight(codes, torch.rand(count, 1, outputs, device="cuda"), None, inputs, 128)
 
     gate_up, down = experts(16, 14336, 4096), experts(8, 4096, 14336)
-    rows = {"a8w8": gpu_weight.RowCodes(INT8), "fp8": gpu_weight.RowCodes(FP8)}.get(kind)
+    rows = {"a8w8": RowCodes(INT8), "fp8": RowCodes(FP8)}.get(kind)
     nbytes = sum(part.nbytes for weight in (gate_up, down) for part in weight.tensors.values())
 
     def step(first: int) -> Step:

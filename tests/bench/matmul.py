@@ -22,6 +22,7 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kernels import build, matmul, quant_matmul  # noqa: E402
+from kernels.quantize_rows import QuantizedRows, quantize_rows  # noqa: E402
 
 SHAPES = {
     "q, o": (2048, 2048),
@@ -74,7 +75,7 @@ def variants(num_outputs: int, num_inputs: int, num_rows: int) -> dict[str, tupl
         made[name] = (nbytes, lambda w=weights: quant_matmul.quant_matmul(x, next(w)))
         made[f"{name} a8"] = (
             nbytes,
-            lambda w=weights: quant_matmul.quant_matmul_int8(*quant_matmul.quantize_rows(x), next(w), x.dtype),
+            lambda w=weights: quant_matmul.quant_matmul(QuantizedRows(*quantize_rows(x), x.dtype), next(w)),
         )
     return made
 

@@ -18,15 +18,14 @@ from kernels.matmul import PackedMatrices, grouped_matmul, matmul, matmul_swiglu
 from kernels.moe import combine_rows, group_rows, route
 from kernels.paged_attention import paged_attention
 from kernels.quant_matmul import (
-    Int8Rows,
     PackedWeights,
     grouped_quant_matmul,
     quant_matmul,
     quant_matmul_swiglu,
     quant_matmul_together,
-    quantize_rows,
 )
 from kernels.quant_matmul import pack as pack_codes
+from kernels.quantize_rows import QuantizedRows, quantize_rows
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope, rope_angles
 from kernels.swiglu import swiglu
@@ -76,8 +75,8 @@ HERE, ONE_EACH, LENGTHS = torch.tensor([[0], [2]]), torch.tensor([0, 1, 2]), tor
 CHOSEN, MATRICES, CODED = torch.tensor([[0], [1], [2], [0]]), PackedMatrices([UP, UP, UP]), PackedWeights([CODES] * 3)
 
 
-def codes(x: Tensor) -> Int8Rows:
-    return Int8Rows(*quantize_rows(x), x.dtype)
+def codes(x: Tensor) -> QuantizedRows:
+    return QuantizedRows(*quantize_rows(x), x.dtype)
 
 
 def attended(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from kernels.all_finite import all_finite
 from kernels.kv_format import PARTS, Int4, PagedVectors, allocate
 from kernels.kv_store import kv_store
 from kernels.paged_attention import paged_attention
-from kernels.quant_matmul import Int8Rows, quantize_rows
+from kernels.quantize_rows import QuantizedRows, quantize_rows
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope, rope_angles
 from kernels.swiglu import swiglu
@@ -153,7 +153,7 @@ class Layer(nn.Module):
         normed, total = add_rms_norm(y, x, self.norm, eps=1e-5)
         of_floats = quant_matmul.quant_matmul_swiglu(normed, *[self.coded[0]] * 2, gate_bias=self.bias)
         of_codes = quant_matmul.quant_matmul_together(
-            Int8Rows(*quantize_rows(of_floats), x.dtype), [self.coded[1]], [self.bias]
+            QuantizedRows(*quantize_rows(of_floats), x.dtype), [self.coded[1]], [self.bias]
         )
         return of_floats, *of_codes, total, all_finite(total)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels import matmul, quant_matmul
 from kernels.moe import combine_rows, group_rows, reference, route
+from kernels.quantize_rows import QuantizedRows, quantize_rows
 
 SIZES = [(1, 1, 1, 8), (1, 8, 128, 33), (5, 2, 3, 1500), (63, 4, 60, 40), (1000, 8, 128, 5)]  # T, K, N, E
 
@@ -136,10 +137,10 @@ def test_grouped_quantised_product_has_the_bits_of_single_ones(
     found = quant_matmul.grouped_quant_matmul(x, weights, torch.tensor(starts), ups)
     both = zip(starts, starts[1:], packed, packed[::-1], strict=False)
     assert torch.equal(found, torch.cat([quant_matmul.quant_matmul_swiglu(x[a:b], w, up) for a, b, w, up in both]))
-    codes, scales = quant_matmul.quantize_rows(x)
-    rows = quant_matmul.Int8Rows(codes, scales, x.dtype)
+    codes, scales = quantize_rows(x)
+    rows = QuantizedRows(codes, scales, x.dtype)
     found = quant_matmul.grouped_quant_matmul(rows, weights, torch.tensor(starts))
-    single = [quant_matmul.quant_matmul_int8(codes[a:b], scales[a:b], w, x.dtype) for a, b, w in each]
+    single = [quant_matmul.quant_matmul(QuantizedRows(codes[a:b], scales[a:b], x.dtype), w) for a, b, w in each]
     assert torch.equal(found, torch.cat(single))
 
 
@@ -187,7 +188,7 @@ def test_refuses_gates_and_partners_that_differ(any_way: str) -> None:
         quant_matmul.grouped_quant_matmul(x, weights, starts, quant_matmul.PackedWeights([coded[17]]))
     codes = torch.ones(6, 64, dtype=torch.int8)
     with pytest.raises(ValueError, match="1 scale for 6 rows: each has its own beside weights in groups"):
-        quant_matmul.grouped_quant_matmul(quant_matmul.Int8Rows(codes, torch.ones(1, 1), x.dtype), weights, starts)
+        quant_matmul.grouped_quant_matmul(QuantizedRows(codes, torch.ones(1, 1), x.dtype), weights, starts)
 
 
 def test_refuses_weights_that_differ() -> None:

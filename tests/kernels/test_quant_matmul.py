@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.quant_matmul import PackedWeight, pack, quant_matmul, quant_matmul_int8, quantize_rows, reference
+from kernels.quant_matmul import PackedWeight, pack, quant_matmul, reference
+from kernels.quantize_rows import QuantizedRows, quantize_rows
+from kernels.quantize_rows.reference import quantize_rows as quantize_rows_reference
 
 ROWS = [1, 2, 3, 7, 8, 9, 63, 65]
 SHAPES = [
@@ -91,14 +93,17 @@ def test_int8_equals_exact_integers_and_itself_in_any_batch(any_way: str, bits: 
         x_codes[0], x_codes[1] = -128, 127  # the largest sums
         expected = reference.quant_matmul_int8(x_codes, x_scales, codes, scales, points, size)
         values = reference.dequantize(codes, scales.double(), points, size)
-        whole = quant_matmul_int8(x_codes, x_scales, packed, torch.float32)
+        whole = quant_matmul(QuantizedRows(x_codes, x_scales, torch.float32), packed)
         assert ((whole - expected).abs() <= FLOAT32 * ((x_codes * x_scales).double().abs() @ values.abs().T)).all()
         for num_rows in ROWS:
             assert torch.equal(
-                quant_matmul_int8(x_codes[:num_rows], x_scales[:num_rows], packed, torch.float32), whole[:num_rows]
+                quant_matmul(QuantizedRows(x_codes[:num_rows], x_scales[:num_rows], torch.float32), packed),
+                whole[:num_rows],
             )
-        one = quant_matmul_int8(x_codes, x_scales[:1], packed, torch.float32)
-        assert torch.equal(one, quant_matmul_int8(x_codes, x_scales[:1].expand(max(ROWS), 1), packed, torch.float32))
+        one = quant_matmul(QuantizedRows(x_codes, x_scales[:1], torch.float32), packed)
+        assert torch.equal(
+            one, quant_matmul(QuantizedRows(x_codes, x_scales[:1].expand(max(ROWS), 1), torch.float32), packed)
+        )
 
 
 @pytest.mark.parametrize(("bits", "group", "zeros"), [(8, 0, False), (4, 32, True), (4, 128, False)])
@@ -108,14 +113,17 @@ def test_bits_do_not_depend_on_rows_or_threads(
     packed, x = pack(*make(100, 321, bits, group, zeros)[:3], bits), randn(512, 321)
     compiled(1)
     codes, scales = quantize_rows(x)
-    whole, whole_int8 = quant_matmul(x, packed), quant_matmul_int8(codes, scales, packed, torch.float32)
+    whole, whole_int8 = quant_matmul(x, packed), quant_matmul(QuantizedRows(codes, scales, torch.float32), packed)
     for num_threads in (1, 2, 3, 4):
         compiled(num_threads)
         for rows in [*range(1, 41), 64, 65, 512]:
             assert torch.equal(quant_matmul(x[-rows:], packed), whole[-rows:]), (num_threads, rows)
             part = quantize_rows(x[-rows:])
             assert torch.equal(part[0], codes[-rows:])
-            assert torch.equal(quant_matmul_int8(*part, packed, torch.float32), whole_int8[-rows:]), (num_threads, rows)
+            assert torch.equal(quant_matmul(QuantizedRows(*part, torch.float32), packed), whole_int8[-rows:]), (
+                num_threads,
+                rows,
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -124,7 +132,7 @@ def test_half_precision_is_float32_rounded_once(any_way: str, dtype: torch.dtype
     assert torch.equal(quant_matmul(x, packed), quant_matmul(x.float(), packed).to(dtype))
     codes, scales = quantize_rows(x)
     assert torch.equal(quantize_rows(x.float())[0], codes)
-    narrow, wide = (quant_matmul_int8(codes, scales, packed, kind) for kind in (dtype, torch.float32))
+    narrow, wide = (quant_matmul(QuantizedRows(codes, scales, kind), packed) for kind in (dtype, torch.float32))
     assert torch.equal(narrow, wide.to(dtype))
 
 
@@ -157,7 +165,7 @@ def test_rows_are_quantised_as_the_reference_does(any_way: str) -> None:
         x[5] = torch.arange(num_inputs) + 0.5  # ties
         x[5, 0] = 127
         codes, scales = quantize_rows(x)
-        expected = reference.quantize_rows(x)
+        expected = quantize_rows_reference(x)
         assert torch.equal(codes, expected[0])
         assert torch.equal(scales, expected[1])
         assert codes[3].count_nonzero() == 0
@@ -173,7 +181,7 @@ def test_not_finite_rows_are_seen_and_do_not_touch_others(any_way: str) -> None:
     assert torch.equal(result[[0, 3]], before[[0, 3]])
     assert not result[1:3].isfinite().any()
     codes, scales = quantize_rows(x)
-    int8 = quant_matmul_int8(codes, scales, packed, torch.float32)
+    int8 = quant_matmul(QuantizedRows(codes, scales, torch.float32), packed)
     assert int8[[0, 3]].isfinite().all()
     assert int8[1:3].isnan().all()
 
@@ -181,7 +189,9 @@ def test_not_finite_rows_are_seen_and_do_not_touch_others(any_way: str) -> None:
 def test_no_rows_and_tiny_numbers(any_way: str) -> None:
     packed = pack(*make(17, 64, 4, 32, True)[:3], 4)
     assert quant_matmul(torch.zeros(0, 64), packed).shape == (0, 17)
-    assert quant_matmul_int8(torch.zeros(0, 64, dtype=torch.int8), torch.zeros(0, 1), packed, torch.bfloat16).shape == (
+    assert quant_matmul(
+        QuantizedRows(torch.zeros(0, 64, dtype=torch.int8), torch.zeros(0, 1), torch.bfloat16), packed
+    ).shape == (
         0,
         17,
     )
@@ -193,7 +203,7 @@ def test_the_largest_sums_do_not_overflow(any_way: str) -> None:
     num_inputs = 2**17 - 1
     codes = torch.full((2, num_inputs), -128, dtype=torch.int8)
     packed = pack(codes, torch.ones(2, 1), None, 8)
-    result = quant_matmul_int8(codes[:1], torch.ones(1, 1), packed, torch.float32)
+    result = quant_matmul(QuantizedRows(codes[:1], torch.ones(1, 1), torch.float32), packed)
     assert result.tolist() == [[float(num_inputs * 2**14)] * 2]
     assert quant_matmul(torch.full((1, num_inputs), -3.0), packed).tolist() == [
         [pytest.approx(384.0 * num_inputs, rel=2**-15)] * 2

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import matmul, quant_matmul
-from kernels.quant_matmul import Int8Rows, quantize_rows
+from kernels.quantize_rows import QuantizedRows, Rows, quantize_rows
 from kernels.swiglu import swiglu
 from tests.kernels.test_quant_matmul import FORMATS, make
 
@@ -66,16 +66,16 @@ def test_gate_and_up_equal_the_formula() -> None:
     torch.testing.assert_close(result.double(), a / (1 + (-a).exp()) * b, rtol=1e-5, atol=1e-4)
 
 
-def rows_of(x: Tensor, kind: str) -> Tensor | Int8Rows:
+def rows_of(x: Tensor, kind: str) -> Rows:
     if kind == "floats":
         return x
     codes, scales = quantize_rows(x)
-    return Int8Rows(codes, scales[:1] if kind == "one scale" else scales, x.dtype)
+    return QuantizedRows(codes, scales[:1] if kind == "one scale" else scales, x.dtype)
 
 
-def product(rows: Tensor | Int8Rows, weight: quant_matmul.PackedWeight, bias: Tensor | None) -> Tensor:
+def product(rows: Rows, weight: quant_matmul.PackedWeight, bias: Tensor | None) -> Tensor:
     """By the single functions, with the bias added in rows' dtype."""
-    if isinstance(rows, Int8Rows):
+    if isinstance(rows, QuantizedRows):
         y = quant_matmul.quant_matmul_int8(rows.codes, rows.scales, weight, rows.dtype)
     else:
         y = quant_matmul.quant_matmul(rows, weight)
@@ -161,7 +161,7 @@ def test_what_does_not_belong_together_is_refused(any_way: str) -> None:
         quant_matmul.quant_matmul_together(x, coded[:1], [torch.zeros(17, dtype=torch.bfloat16)])
     with pytest.raises(ValueError, match="products of torch.float64: there are only those of torch.float32, torch.bfl"):
         quant_matmul.quant_matmul_together(x.double(), coded[:1], [None])
-    rows = Int8Rows(torch.zeros(3, 32, dtype=torch.int8), torch.ones(2, 1), x.dtype)
+    rows = QuantizedRows(torch.zeros(3, 32, dtype=torch.int8), torch.ones(2, 1), x.dtype)
     with pytest.raises(ValueError, match=r"scales \[2, 1\] for 3 rows: one of each, or \[1, 1\] of all"):
         quant_matmul.quant_matmul_together(rows, coded[:1], [None])
     other = quant_matmul.pack(*make(5, 32, 8, 0, False)[:3], 8)

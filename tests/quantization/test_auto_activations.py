@@ -13,7 +13,8 @@ from torch import Tensor
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import Activations, KVCacheFormat, QuantConfig
-from kernels.quant_matmul import pack, quant_matmul, quant_matmul_int8, quantize_rows
+from kernels.quant_matmul import pack, quant_matmul
+from kernels.quantize_rows import QuantizedRows, quantize_rows
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
 from quantization.layouts.floats import FloatLayout
@@ -59,7 +60,7 @@ def test_few_rows_stay_floats_and_many_are_quantised(name: str) -> None:
         assert auto(x[:num_rows]).equal(quant_matmul(x[:num_rows], packed))
     for num_rows in (MANY_ROWS, MANY_ROWS + 1, 3 * MANY_ROWS):
         codes, scales = quantize_rows(x[:num_rows])
-        assert auto(x[:num_rows]).equal(quant_matmul_int8(codes, scales, packed, torch.float32))
+        assert auto(x[:num_rows]).equal(quant_matmul(QuantizedRows(codes, scales, torch.float32), packed))
         assert not auto(x[:num_rows]).equal(none(x[:num_rows]))
 
 

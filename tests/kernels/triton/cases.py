@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.quant_matmul.gpu_weight import RowCodes
+from kernels.quantize_rows import RowCodes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

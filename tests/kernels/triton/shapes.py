@@ -11,11 +11,13 @@ from kernels.kv_store.triton import kv_store, rope_and_store
 from kernels.moe.triton import mixture
 from kernels.paged_attention.triton import paged_attention
 from kernels.quant_matmul.gpu_weight import GPUWeight, of_floats
-from kernels.quant_matmul.triton import quant_matmul, quant_matmul_codes, quantize_rows
-from kernels.rms_norm.triton import add_rms_norm, rms_norm
+from kernels.quant_matmul.triton import quant_matmul
+from kernels.quantize_rows import QuantizedRows, RowCodes
+from kernels.quantize_rows.triton import quantize_rows
+from kernels.rms_norm.triton import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from kernels.rope.triton import rope
 from kernels.sampling.triton import draw
-from kernels.swiglu.triton import swiglu
+from kernels.swiglu.triton import swiglu, swiglu_quantize
 from tests.kernels.cache_formats import NAMES, formats_of
 from tests.kernels.triton.cases import EXPERT_FORMATS, FP8
 
@@ -84,9 +86,11 @@ def rows() -> None:
     angles = torch.empty(64, 64, dtype=BF16)
     for interleaved in (False, True):
         rope(torch.empty(64, 32, 128, dtype=BF16), angles, angles, interleaved)
-    quantize_rows(x)
-    quantize_rows(x, FP8)
-    quantize_rows(x, FP8, 128)
+    for codes in (RowCodes(torch.int8), RowCodes(FP8), RowCodes(FP8, 128)):
+        quantize_rows(x, *codes)
+        rms_norm_quantize(x, x[0], 1e-5, *codes)
+        add_rms_norm_quantize(x, x, x[0], 1e-5, *codes)
+        swiglu_quantize(*torch.empty(2, 64, 14336, dtype=BF16), *codes)
 
 
 def multiply(
@@ -110,9 +114,8 @@ def multiply_codes(num_rows: int, dtype: torch.dtype, blocks: bool = False) -> N
     groups = 32 if blocks else 1
     codes, scales = torch.empty(14336, 4096, dtype=dtype), torch.empty(groups, 112 if blocks else 14336)
     x = torch.empty(num_rows, 4096, dtype=dtype)
-    quant_matmul_codes(
-        x, torch.empty(num_rows, groups), GPUWeight(codes, scales, None, 4096, 128), BF16, 128 if blocks else None
-    )
+    rows = QuantizedRows(x, torch.empty(num_rows, groups), BF16, 128 if blocks else None)
+    quant_matmul(rows, GPUWeight(codes, scales, None, 4096, 128))
 
 
 ROWS = (1, 16, 32, 64, 4096)  # one for each way to launch

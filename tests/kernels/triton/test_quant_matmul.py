@@ -5,6 +5,8 @@ import torch
 from torch import Tensor
 
 from kernels.quant_matmul import gpu_weight, triton
+from kernels.quantize_rows import QuantizedRows
+from kernels.quantize_rows.triton import quantize_rows
 from tests.kernels.triton.cases import DEVICE, assert_near, noise
 
 ROWS = [1, 5, 17, 70]  # one for each way to launch
@@ -57,10 +59,10 @@ def test_weights_of_8_and_4_bits(
 def test_rows_of_int8(rows: int, bits: int, group_size: int | None, one_scale: bool) -> None:
     codes = random_codes(70, 328, bits, False)
     scales = noise(70, -(-328 // (group_size or 328))).abs()
-    x_codes, x_scales = triton.quantize_rows(noise(rows, 328).to(DEVICE))
+    x_codes, x_scales = quantize_rows(noise(rows, 328).to(DEVICE))
     x_scales = x_scales[:1] if one_scale else x_scales
     weight = on_device(gpu_weight.pack(codes, scales, None, bits))
-    result = triton.quant_matmul_codes(x_codes, x_scales, weight, torch.float32)
+    result = triton.quant_matmul(QuantizedRows(x_codes, x_scales, torch.float32), weight)
     x = x_codes.cpu().double() * x_scales.cpu().double()
     # integers are exact: what remains is float32 scaling
     assert_near(result, x @ values(codes, scales, None, group_size or 328).T, 1e-6)
@@ -78,10 +80,10 @@ def test_float8(rows: int, kind: str, group_size: int | None, x_group_size: int 
     scales = noise(1 if kind == "tensor" else outputs, groups).abs() + 0.1
     if kind == "blocks":
         scales = scales[::128].repeat_interleave(128, 0)[:outputs]
-    x_codes, x_scales = triton.quantize_rows(noise(rows, inputs).to(DEVICE), torch.float8_e4m3fn, x_group_size)
+    x_codes, x_scales = quantize_rows(noise(rows, inputs).to(DEVICE), torch.float8_e4m3fn, x_group_size)
     weight = on_device(gpu_weight.pack(codes, scales, None, 8))
     assert weight.has_blocks == (kind == "blocks")  # whose scales are held once
-    result = triton.quant_matmul_codes(x_codes, x_scales, weight, torch.float32, x_group_size)
+    result = triton.quant_matmul(QuantizedRows(x_codes, x_scales, torch.float32, x_group_size), weight)
     whole = values(x_codes.cpu(), x_scales.cpu(), None, x_group_size or inputs)
     # Hopper's matrix units add float8 products of a chunk with 14 bits
     tolerance = 1e-3 if DEVICE == "cuda" else 1e-5
@@ -94,9 +96,9 @@ def test_float8(rows: int, kind: str, group_size: int | None, x_group_size: int 
 def test_refuses_scales_that_do_not_belong_to_the_weight() -> None:
     codes = noise(8, 256).to(torch.float8_e4m3fn)
     weight = on_device(gpu_weight.pack(codes, noise(8, 2), None, 8))
-    x_codes, x_scales = triton.quantize_rows(noise(2, 256).to(DEVICE), torch.float8_e4m3fn, 64)
+    x_codes, x_scales = quantize_rows(noise(2, 256).to(DEVICE), torch.float8_e4m3fn, 64)
     with pytest.raises(ValueError, match=r"scales \[2, 4\] of groups of 64 inputs beside a weight with groups of 128"):
-        triton.quant_matmul_codes(x_codes, x_scales, weight, torch.float32, 64)
+        triton.quant_matmul(QuantizedRows(x_codes, x_scales, torch.float32, 64), weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -104,7 +106,7 @@ def test_refuses_scales_that_do_not_belong_to_the_weight() -> None:
 def test_quantize_rows(dtype: torch.dtype, group_size: int | None) -> None:
     x = noise(5, 300)
     x[1], x[2, 7], x[3, 0] = 0, torch.nan, -torch.inf
-    codes, scales = (part.cpu() for part in triton.quantize_rows(x.to(DEVICE), dtype, group_size))
+    codes, scales = (part.cpu() for part in quantize_rows(x.to(DEVICE), dtype, group_size))
     assert scales.shape == (5, 1 if group_size is None else 3)
     assert scales[1].eq(1).all()
     assert scales[2:4, 0].isnan().all()
