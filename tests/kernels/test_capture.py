@@ -26,9 +26,9 @@ from kernels.quant_matmul import (
 )
 from kernels.quant_matmul import pack as pack_codes
 from kernels.quantize_rows import QuantizedRows, quantize_rows
-from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from kernels.rope import rope, rope_angles
-from kernels.swiglu import swiglu
+from kernels.swiglu import swiglu, swiglu_quantize
 
 GENERATOR = torch.Generator().manual_seed(0)
 TABLE, NORM = torch.randn(50, 64, generator=GENERATOR), torch.randn(64, generator=GENERATOR)
@@ -90,6 +90,9 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "rope_angles": lambda x: rope_angles(x[:, 0].long(), NORM, 1.5, x.dtype),
     "kv_store, paged_attention": attended,
     "quantize_rows": quantize_rows,
+    "rms_norm_quantize": lambda x: rms_norm_quantize(x, NORM, 1e-5, torch.int8, None),
+    "add_rms_norm_quantize": lambda x: add_rms_norm_quantize(x, TABLE[:4], NORM, 1e-5, torch.int8, None),
+    "swiglu_quantize": lambda x: swiglu_quantize(*x.chunk(2, dim=-1), torch.int8, None),
     "products of codes": lambda x: quant_matmul_together(codes(x), [CODES], [NORM]),
     "gated product of codes": lambda x: quant_matmul_swiglu(codes(x), CODES, CODES),
     "route": lambda x: route(x, 3, True),

@@ -164,6 +164,11 @@ def test_what_does_not_belong_together_is_refused(any_way: str) -> None:
     rows = QuantizedRows(torch.zeros(3, 32, dtype=torch.int8), torch.ones(2, 1), x.dtype)
     with pytest.raises(ValueError, match=r"scales \[2, 1\] for 3 rows: one of each, or \[1, 1\] of all"):
         quant_matmul.quant_matmul_together(rows, coded[:1], [None])
+    rows = QuantizedRows(torch.zeros(3, 32, dtype=torch.float8_e4m3fn), torch.ones(3, 1), x.dtype)
+    with pytest.raises(
+        ValueError, match="rows of torch.float8_e4m3fn: weights of integers are multiplied by floats or"
+    ):
+        quant_matmul.quant_matmul(rows, coded[0])
     other = quant_matmul.pack(*make(5, 32, 8, 0, False)[:3], 8)
     with pytest.raises(ValueError, match="a gate of 17 outputs for 5"):
         quant_matmul.quant_matmul_swiglu(x, coded[0], other)

@@ -101,25 +101,6 @@ def test_refuses_scales_that_do_not_belong_to_the_weight() -> None:
         triton.quant_matmul(QuantizedRows(x_codes, x_scales, torch.float32, 64), weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("group_size", [None, 128])
-def test_quantize_rows(dtype: torch.dtype, group_size: int | None) -> None:
-    x = noise(5, 300)
-    x[1], x[2, 7], x[3, 0] = 0, torch.nan, -torch.inf
-    codes, scales = (part.cpu() for part in quantize_rows(x.to(DEVICE), dtype, group_size))
-    assert scales.shape == (5, 1 if group_size is None else 3)
-    assert scales[1].eq(1).all()
-    assert scales[2:4, 0].isnan().all()
-    for start in range(0, 300, group_size or 300):
-        part = slice(start, start + (group_size or 300))
-        largest = x[[0, 4], part].abs().amax(1, keepdim=True)
-        scale = largest / (127 if dtype == torch.int8 else 448)
-        assert torch.equal(scales[[0, 4], start // (group_size or 300), None], scale)
-        steps = x[[0, 4], part] / scale
-        wanted = steps.round().to(torch.int8) if dtype == torch.int8 else steps.to(dtype)
-        assert torch.equal(codes[[0, 4], part].float(), wanted.float())
-
-
 def test_refuses_other_shapes() -> None:
     codes = random_codes(8, 96, 8, False)
     with pytest.raises(ValueError, match="5 groups of 96 inputs: a group has 32, 64 or 128 inputs, or all of them"):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import kernels.kv_store.reference
 import kernels.kv_store.triton
+import kernels.quantize_rows.triton
 import kernels.rms_norm.reference
 import kernels.rms_norm.triton
 import kernels.rope.reference
@@ -16,10 +17,17 @@ import kernels.rope.triton
 import kernels.swiglu.reference
 import kernels.swiglu.triton
 from kernels.kv_format import PagedVectors, allocate
+from kernels.quantize_rows import RowCodes
 from tests.kernels.cache_formats import NAMES, formats_of
-from tests.kernels.triton.cases import DEVICE, assert_near, noise
+from tests.kernels.triton.cases import DEVICE, FP8, assert_near, noise
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CODES = [
+    RowCodes(torch.int8),
+    RowCodes(FP8),
+    RowCodes(FP8, 128),
+    RowCodes(FP8, 48),
+]  # 48 channels no program can cut out
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -42,6 +50,56 @@ def test_swiglu(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     assert_near(
         kernels.swiglu.triton.swiglu(*both.to(DEVICE).chunk(2, dim=-1)), kernels.swiglu.reference.swiglu(gate, up)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("group_size", [None, 128])
+def test_quantize_rows(dtype: torch.dtype, group_size: int | None) -> None:
+    x = noise(5, 300)
+    x[1], x[2, 7], x[3, 0] = 0, torch.nan, -torch.inf
+    codes, scales = (part.cpu() for part in kernels.quantize_rows.triton.quantize_rows(x.to(DEVICE), dtype, group_size))
+    assert scales.shape == (5, 1 if group_size is None else 3)
+    assert scales[1].eq(1).all()
+    assert scales[2:4, 0].isnan().all()
+    for start in range(0, 300, group_size or 300):
+        part = slice(start, start + (group_size or 300))
+        largest = x[[0, 4], part].abs().amax(1, keepdim=True)
+        scale = largest / (127 if dtype == torch.int8 else 448)
+        assert torch.equal(scales[[0, 4], start // (group_size or 300), None], scale)
+        steps = x[[0, 4], part] / scale
+        wanted = steps.round().to(torch.int8) if dtype == torch.int8 else steps.to(dtype)
+        assert torch.equal(codes[[0, 4], part].float(), wanted.float())
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (5, 80), (7, 1000), (0, 16)], ids=str)
+def test_norms_and_swiglu_make_codes_in_one_launch(dtype: torch.dtype, codes: RowCodes, shape: tuple[int, int]) -> None:
+    """To the bit what the kernels of norm or activation and of codes give one after the other."""
+    x, residual, both = noise(*shape, dtype=dtype), noise(*shape, dtype=dtype, seed=1), noise(shape[0], 2 * shape[1])
+    if len(x) > 1:
+        x[1], x[2, 7], residual[1], residual[3, 0] = 0, torch.nan, 0, -torch.inf
+        both[1], both[2, -1] = 0, torch.nan
+    x, residual, weight = x.to(DEVICE), residual.to(DEVICE), noise(shape[1], dtype=dtype).to(DEVICE)
+    quantize = kernels.quantize_rows.triton.quantize_rows
+    norm, gates = kernels.rms_norm.triton, both.to(DEVICE, dtype).chunk(2, dim=1)
+    normed, total = norm.add_rms_norm(x, residual, weight, 1e-5)
+    pairs = [
+        (norm.rms_norm_quantize(x, weight, 1e-5, *codes), quantize(norm.rms_norm(x, weight, 1e-5), *codes)),
+        (norm.add_rms_norm_quantize(x, residual, weight, 1e-5, *codes), (*quantize(normed, *codes), total)),
+        (
+            kernels.swiglu.triton.swiglu_quantize(*gates, *codes),
+            quantize(kernels.swiglu.triton.swiglu(*gates), *codes),
+        ),
+    ]
+    for results, expected in pairs:
+        for result, wanted in zip(results, expected, strict=True):
+            assert result.dtype == wanted.dtype
+            torch.testing.assert_close(result.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
+    if len(x) > 1:
+        for _, scales, *_ in (each for each, _ in pairs):
+            assert scales[2].isnan().any()
+            assert not scales[[0, 1, 4]].isnan().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

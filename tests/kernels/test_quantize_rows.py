@@ -1,0 +1,113 @@
+"""Rows as codes: alone, and by the operators that make them - norm and activation - against the formula in float64, and to the bit against
+one another."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.quantize_rows import RowCodes, quantize_rows, reference
+from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
+from kernels.swiglu import swiglu, swiglu_quantize
+
+INT8, FP8 = RowCodes(torch.int8), RowCodes(torch.float8_e4m3fn)
+CODES = [INT8, FP8, RowCodes(torch.float8_e4m3fn, 32), RowCodes(torch.float8_e4m3fn, 128)]
+SHAPES = [(1, 8), (0, 16), (5, 1), (20, 17), (63, 80), (20, 1000)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * 3).to(dtype)
+
+
+def assert_same(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """To the bit, whatever the bits of a NaN."""
+    for result, wanted in zip(results, expected, strict=True):
+        assert result.dtype == wanted.dtype
+        torch.testing.assert_close(result.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("any_way", "poisoned")
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("num_inputs", [1, 15, 16, 17, 1000])
+def test_equals_formula(codes: RowCodes, num_inputs: int) -> None:
+    x, largest = randn(20, num_inputs), 127 if codes == INT8 else 448
+    x[3] = 0
+    x[5] = torch.arange(num_inputs) + 0.5  # ties
+    x[5, 0] = 127
+    found, scales = quantize_rows(x, *codes)
+    size = codes.group_size or num_inputs
+    assert (found.dtype, scales.shape) == (codes.dtype, (20, -(-num_inputs // min(size, num_inputs))))
+    for group, (part, whole) in enumerate(zip(found.split(size, 1), x.split(size, 1), strict=True)):
+        scale = whole.abs().amax(1, keepdim=True) / largest
+        scale[scale == 0] = 1
+        assert torch.equal(scales[:, group, None], scale)
+        ratio = whole.double() / scale.double()
+        # float8 has 3 bits behind its first; where the ratio's float32 rounds to a tie, the code may be on its other side
+        half_step = 0.5 if codes == INT8 else (ratio.abs() * 2**-4).clamp(min=2**-10)
+        assert ((part.double() - ratio).abs() <= half_step + 1e-5 * ratio.abs()).all()
+    assert not found[3].float().any()
+    assert_same(quantize_rows(x.double(), *codes), (found, scales))
+
+
+def test_ties_become_even(any_way: str) -> None:
+    codes, scales = quantize_rows(torch.tensor([[127, 0.5, 1.5, -2.5, -3.5, 126.5]]))
+    assert codes.tolist() == [[127, 0, 2, -2, -4, 126]]
+    assert scales.tolist() == [[1.0]]
+
+
+def odd_rows(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """With zeros, NaN and infinities, and magnitudes that the dtype has no scale of its own for."""
+    x = randn(*shape, dtype=dtype)
+    if len(x) > 6:
+        x[1], x[2, 0], x[3, -1], x[4, 0] = 0, torch.nan, torch.inf, -torch.inf
+        x[5] *= 1e-4
+    return x
+
+
+@pytest.mark.usefixtures("any_way", "poisoned")
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_norm_makes_the_codes_of_its_rows(shape: tuple[int, int], dtype: torch.dtype, codes: RowCodes) -> None:
+    x, weight = odd_rows(shape, dtype), randn(shape[1], dtype=dtype)
+    residual = randn(shape[0], 2 * shape[1], dtype=dtype)[:, ::2]
+    expected = reference.quantize_rows(rms_norm(x, weight, 1e-5), *codes)
+    assert_same(rms_norm_quantize(x, weight, 1e-5, *codes), expected)
+    normed, total = add_rms_norm(x, residual, weight, 1e-5)
+    expected = reference.quantize_rows(normed, *codes)
+    assert_same(add_rms_norm_quantize(x, residual, weight, 1e-5, *codes), (*expected, total))
+    if len(x) > 6:
+        assert expected[1][2:5, 0].isnan().any(0)
+        assert expected[1][[0, 1, 5]].isfinite().all()
+
+
+@pytest.mark.usefixtures("any_way", "poisoned")
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_swiglu_makes_the_codes_of_its_rows(shape: tuple[int, int], dtype: torch.dtype, codes: RowCodes) -> None:
+    gate, up = odd_rows((shape[0], 2 * shape[1]), dtype).chunk(2, dim=1)  # halves of one matrix
+    assert_same(swiglu_quantize(gate, up, *codes), reference.quantize_rows(swiglu(gate, up), *codes))
+
+
+def test_bits_do_not_depend_on_rows_or_threads(compiled: Callable[[int], None]) -> None:
+    x, residual, weight = randn(300, 599), randn(300, 599), randn(599)
+    compiled(1)
+    alone = [
+        add_rms_norm_quantize(*pair, weight, 1e-5, *INT8) for pair in zip(x.split(1), residual.split(1), strict=True)
+    ]
+    expected = tuple(torch.cat(parts) for parts in zip(*alone, strict=True))
+    for threads in range(1, 5):
+        compiled(threads)
+        assert_same(add_rms_norm_quantize(x, residual, weight, 1e-5, *INT8), expected)
+        assert_same(rms_norm_quantize(residual + x, weight, 1e-5, *INT8), expected[:2])
+        assert_same(quantize_rows(rms_norm(residual + x, weight, 1e-5)), expected[:2])
+
+
+def test_dtypes_that_no_kernel_takes(any_way: str) -> None:
+    x, residual, weight = randn(3, 40).double(), randn(3, 40).double(), randn(40)
+    normed, total = add_rms_norm(x, residual, weight, 1e-5)
+    found = add_rms_norm_quantize(x, residual, weight, 1e-5, *INT8)
+    assert_same(found, (*reference.quantize_rows(normed), total))
