@@ -59,7 +59,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
 ) -> tuple[Tensor, Tensor]:
-    """To the bit `quantize_rows` of `rms_norm`, in one pass; on a CPU int8 with a scale for each row. x [T, D]."""
+    """What `reference.rms_norm_quantize` says, on a CPU to the bit `quantize_rows` of `rms_norm`. One pass, there of int8 alone."""
     if x.is_cuda:
         from kernels.rms_norm import triton
 
@@ -76,7 +76,7 @@ def rms_norm_quantize(
 def add_rms_norm_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """To the bit `quantize_rows` of `add_rms_norm`, and the sum, in one pass; on a CPU int8 with a scale for each row. x [T, D]."""
+    """What `reference.add_rms_norm_quantize` says, on a CPU to the bit `quantize_rows` of `add_rms_norm`. One pass, there of int8 alone."""
     if x.is_cuda:
         from kernels.rms_norm import triton
 

@@ -27,7 +27,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
 ) -> tuple[Tensor, Tensor]:
-    """As kernels/rms_norm/reference.py says, to the bit what the two kernels give one after the other."""
+    """As kernels/rms_norm/reference.py says. Threads share a row in other ways than where it is not quantised, so the last bit of its
+    sum of squares may be another."""
     size = _group_of_registers(x, weight, group_size)
     if size is None:
         return quantize_rows(rms_norm(x, weight, eps), dtype, group_size)
@@ -40,7 +41,7 @@ def rms_norm_quantize(
 def add_rms_norm_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As kernels/rms_norm/reference.py says, to the bit what the two kernels give one after the other."""
+    """As kernels/rms_norm/reference.py says, with the sum of squares of `rms_norm_quantize`."""
     size = _group_of_registers(x, weight, group_size)
     if size is None:
         normed, total = add_rms_norm(x, residual, weight, eps)

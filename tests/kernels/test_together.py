@@ -75,10 +75,7 @@ def rows_of(x: Tensor, kind: str) -> Rows:
 
 def product(rows: Rows, weight: quant_matmul.PackedWeight, bias: Tensor | None) -> Tensor:
     """By the single functions, with the bias added in rows' dtype."""
-    if isinstance(rows, QuantizedRows):
-        y = quant_matmul.quant_matmul_int8(rows.codes, rows.scales, weight, rows.dtype)
-    else:
-        y = quant_matmul.quant_matmul(rows, weight)
+    y = quant_matmul.quant_matmul(rows, weight)
     return y if bias is None else y + bias
 
 
