@@ -111,7 +111,7 @@ class Transformer(nn.Module):
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         x = self.word_embeddings_layernorm(self.word_embeddings(batch.token_ids))  # [T, E]
         slopes = self.slopes.on(x.device)
-        for block, layer_batch, layer_cache in zip(self.h, batch.by_layer(len(self.h)), cache.layers, strict=True):
+        for block, layer_batch, layer_cache in batch.by_layer(self.h, cache):
             x = block(x, slopes, layer_batch, layer_cache)
         return self.ln_f(x)  # type: ignore[no-any-return]
 

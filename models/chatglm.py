@@ -176,9 +176,7 @@ class Transformer(nn.Module):
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         x = self.word_embeddings(batch.token_ids)  # [T, E]
         angles = self.rotary.angles(batch, x.dtype)
-        for layer, layer_batch, layer_cache in zip(
-            self.layers, batch.by_layer(len(self.layers)), cache.layers, strict=True
-        ):
+        for layer, layer_batch, layer_cache in batch.by_layer(self.layers, cache):
             x = layer(x, angles, layer_batch, layer_cache)
         return self.final_layernorm(x)  # type: ignore[no-any-return]
 

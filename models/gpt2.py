@@ -108,7 +108,7 @@ class Transformer(nn.Module):
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         x = self.wte(batch.token_ids) + self.wpe(batch.positions)  # [T, E]
-        for block, layer_batch, layer_cache in zip(self.h, batch.by_layer(len(self.h)), cache.layers, strict=True):
+        for block, layer_batch, layer_cache in batch.by_layer(self.h, cache):
             x = block(x, layer_batch, layer_cache)
         return self.ln_f(x)  # type: ignore[no-any-return]
 

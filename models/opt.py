@@ -131,9 +131,7 @@ class Decoder(nn.Module):
         if self.is_projected:
             x = self.project_in(x)  # [T, E]
         x = x + self.embed_positions(batch.positions + POSITION_OFFSET)
-        for layer, layer_batch, layer_cache in zip(
-            self.layers, batch.by_layer(len(self.layers)), cache.layers, strict=True
-        ):
+        for layer, layer_batch, layer_cache in batch.by_layer(self.layers, cache):
             x = layer(x, layer_batch, layer_cache)
         if self.has_final_layer_norm:
             x = self.final_layer_norm(x)
