@@ -29,13 +29,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BaichuanConfig(ModelShape):
-    vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     rms_norm_eps: float
     max_length: int
     alibi: bool
@@ -79,8 +75,7 @@ def read_config(config: ConfigReader) -> BaichuanConfig:
     config.expect("rope_theta", (None, 10000), None)
     config.expect("rope_scaling", (None,), None)
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
-    if hidden_size % heads:
-        raise UserError(f"config.json: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}")
+    config.check_multiple("hidden_size", hidden_size, "num_attention_heads", heads)
     alibi = config.raw("max_position_embeddings") is None
     if hidden_size // heads % 2 and not alibi:
         raise UserError(

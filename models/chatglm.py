@@ -29,13 +29,9 @@ RESIDUAL_SCALE = math.sqrt(2 * 28)
 
 @dataclass(frozen=True)
 class ChatGLMConfig(ModelShape):
-    vocab_size: int
     hidden_size: int
     inner_hidden_size: int
-    num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     layernorm_epsilon: float
     max_sequence_length: int
     sop_token_id: int

@@ -24,13 +24,9 @@ from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding
 
 @dataclass(frozen=True)
 class ChatGLM2Config(ModelShape):
-    vocab_size: int
     hidden_size: int
     ffn_hidden_size: int
-    num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     rms_norm_eps: float
     add_qkv_bias: bool
     seq_length: int
@@ -58,8 +54,7 @@ def read_config(config: ConfigReader) -> ChatGLM2Config:
     config.expect("pre_seq_len", (None,), None)
     config.expect("quantization_bit", (None, 0), None)
     heads, groups = config.count("num_attention_heads"), config.count("multi_query_group_num")
-    if heads % groups:
-        raise UserError(f"config.json: num_attention_heads={heads} is not a multiple of multi_query_group_num={groups}")
+    config.check_multiple("num_attention_heads", heads, "multi_query_group_num", groups)
     head_dim, layers = config.count("kv_channels"), config.count("num_layers")
     if head_dim % 4:
         raise UserError(

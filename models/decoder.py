@@ -52,10 +52,9 @@ def read_decoder_config(
     config.expect("hidden_act", ("silu",), "silu")
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
     groups = config.count("num_key_value_heads", heads)
-    if heads % groups:
-        raise UserError(f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
-    if config.raw("head_dim") is None and hidden_size % heads:
-        raise UserError(f"config.json: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}")
+    config.check_multiple("num_attention_heads", heads, "num_key_value_heads", groups)
+    if config.raw("head_dim") is None:
+        config.check_multiple("hidden_size", hidden_size, "num_attention_heads", heads)
     head_dim = config.count("head_dim", hidden_size // heads)
     if head_dim % 2:
         raise UserError(f"config.json: head_dim={head_dim} is odd, but rotary embedding turns pairs of channels")

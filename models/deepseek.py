@@ -46,14 +46,10 @@ class Routing:
 class DeepseekConfig(ModelShape):
     """`num_key_value_heads` and `head_dim` are those of the cache: one key, the latent and the part with position, for all heads."""
 
-    vocab_size: int
     hidden_size: int
     intermediate_size: int
     moe_intermediate_size: int
-    num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     q_lora_rank: int | None
     kv_lora_rank: int
     qk_nope_head_dim: int
@@ -121,8 +117,7 @@ def _read_routing(
 ) -> Routing:
     experts, chosen = config.count("n_routed_experts"), config.count("num_experts_per_tok")
     n_group, topk_group = groups
-    if experts % n_group:
-        raise UserError(f"config.json: n_routed_experts={experts} is not a multiple of n_group={n_group}")
+    config.check_multiple("n_routed_experts", experts, "n_group", n_group)
     if topk_group > n_group:
         raise UserError(f"config.json: topk_group={topk_group} is more than n_group={n_group}")
     size = experts // n_group

@@ -39,8 +39,7 @@ def read_config(config: ConfigReader) -> Gemma2Config:
     config.expect("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     config.expect("use_bidirectional_attention", (None, False), None)
     heads, groups = config.count("num_attention_heads"), config.count("num_key_value_heads")
-    if heads % groups:
-        raise UserError(f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
+    config.check_multiple("num_attention_heads", heads, "num_key_value_heads", groups)
     head_dim = config.count("head_dim", 256)
     if head_dim % 2:
         raise UserError(f"config.json: head_dim={head_dim} is odd, but rotary embedding turns pairs of channels")

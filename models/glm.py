@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from conf.errors import UserError
 from kernels.kv_store import rope_and_store
 from models import decoder
 from models.batch import Batch, LayerCache
@@ -27,8 +26,7 @@ def read_config(config: ConfigReader) -> GlmConfig:
     config.expect("hidden_act", ("silu",), "silu")
     heads = config.count("num_attention_heads")
     groups = config.count("num_key_value_heads", 2)
-    if heads % groups:
-        raise UserError(f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
+    config.check_multiple("num_attention_heads", heads, "num_key_value_heads", groups)
     head_dim = config.count("head_dim", 128)
     return GlmConfig(
         vocab_size=config.count("vocab_size"),

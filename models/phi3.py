@@ -35,13 +35,9 @@ class LongRopeConfig:
 
 @dataclass(frozen=True)
 class Phi3Config(ModelShape):
-    vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
     sliding_window: int | None
@@ -66,10 +62,8 @@ def read_config(config: ConfigReader) -> Phi3Config:
         config.expect(key, (1,), 1)
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
     groups = config.count("num_key_value_heads", heads)
-    if heads % groups:
-        raise UserError(f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
-    if hidden_size % heads:
-        raise UserError(f"config.json: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}")
+    config.check_multiple("num_attention_heads", heads, "num_key_value_heads", groups)
+    config.check_multiple("hidden_size", hidden_size, "num_attention_heads", heads)
     max_position_embeddings = config.count("max_position_embeddings", 4096)
     return Phi3Config(
         vocab_size=config.count("vocab_size"),
