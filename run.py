@@ -3,8 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 if __name__ == "__main__":  # no traceback where an interrupt comes during the imports
@@ -17,16 +16,7 @@ from omegaconf import DictConfig
 
 from conf.compose import CONFIG_ERRORS, dump, explain, flags_first, quote_prompt, register, saved_config, to_run_config
 from conf.errors import UserError
-
-
-@contextmanager
-def interrupts_waiting() -> Iterator[None]:
-    """While torch is imported: an exception in the midst of its C++ aborts the process, or is lost."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+from conf.signals import interrupts_waiting
 
 
 def main() -> None:
