@@ -6,6 +6,7 @@ The 7B models turn keys and queries (rotary), and their config has `max_position
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 from conf.errors import UserError
 from kernels.kv_store import kv_store, rope_and_store
+from kernels.quantize_rows import Rows
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
@@ -105,13 +107,17 @@ class Attention(nn.Module):
         self.W_pack = Linear(c.hidden_size, 3 * c.hidden_size, bias=False)
         self.o_proj = Linear(c.hidden_size, c.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, angles: Angles | None, batch: Batch, cache: LayerCache) -> Tensor:
+    @property
+    def input_layers(self) -> Sequence[nn.Module]:
+        return (self.W_pack,)
+
+    def forward(self, x: Rows, angles: Angles | None, batch: Batch, cache: LayerCache) -> Tensor:
         query, key, value = self.W_pack(x).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # each [T, H, D]
         if angles is None:
             kv_store(key, value, *cache, batch.slots)
         else:
             query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
-        slopes = None if self.slopes is None else self.slopes.on(x.device)
+        slopes = None if self.slopes is None else self.slopes.on(query.device)
         attended = attend(query, cache, batch, self.head_dim**-0.5, alibi_slopes=slopes)
         return self.o_proj(attended)  # type: ignore[no-any-return]
 

@@ -4,12 +4,14 @@ T tokens, H query heads, G key/value heads, D channels per head, E hidden channe
 The first half of a head's channels is turned, in pairs of neighbours. Modules are named as the checkpoint's tensors are.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
+from kernels.quantize_rows import Rows
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
@@ -96,7 +98,11 @@ class SelfAttention(nn.Module):
         self.query_key_value = Linear(c.hidden_size, sum(self.split) * c.head_dim, bias=c.add_qkv_bias)
         self.dense = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    @property
+    def input_layers(self) -> Sequence[nn.Module]:
+        return (self.query_key_value,)
+
+    def forward(self, x: Rows, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         heads = self.query_key_value(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2G, D]
         query, key, value = heads.split(self.split, dim=1)  # [T, H, D] and twice [T, G, D]
         query = rope_and_store(query, key, value, *angles, *cache, batch.slots, interleaved=True)

@@ -4,7 +4,7 @@ An architecture's file says what differs in it. Modules are named as the checkpo
 T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, F feed-forward channels, V vocabulary, R output rows.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
+from kernels.quantize_rows import Rows
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
@@ -89,8 +90,12 @@ class Attention(nn.Module):
         self.v_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=qkv_bias)
         self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=o_bias)
 
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
-        projected = linear_together(x, self.q_proj, self.k_proj, self.v_proj)
+    @property
+    def input_layers(self) -> Sequence[nn.Module]:
+        return self.q_proj, self.k_proj, self.v_proj
+
+    def forward(self, x: Rows, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+        projected = linear_together(x, *self.input_layers)
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
         query = self.turn_and_store(query, key, value, angles, batch, cache)
         attended = attend(query, cache, batch, self.scale, self.soft_cap, self.window)
@@ -120,7 +125,11 @@ class Rotary(Protocol):
 
 
 class DecoderLayer(NamedParts):
-    """Pre-norm: y = x + attention(norm(x)), then y + mlp(norm(y)). The attention is called as `Attention`, the mlp with [T, E]."""
+    """Pre-norm: y = x + attention(norm(x)), then y + mlp(norm(y)). The attention is called as `Attention`, the mlp with [T, E].
+
+    Both have `input_layers`, the linear layers that read what they are called with: where these alone do, and make the same codes of it,
+    the norm makes the codes. None are named where something else reads it, too.
+    """
 
     names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
@@ -131,8 +140,9 @@ class DecoderLayer(NamedParts):
 
     def forward(self, stream: ResidualStream, angles: Angles | None, batch: Batch, cache: LayerCache) -> ResidualStream:
         attention_norm, attention, mlp_norm, mlp = self.parts
-        normed, x = attention_norm(*stream)  # [T, E] each
-        normed, x = mlp_norm(batch.attending(x), attention(normed, angles, batch, cache))
+        normed, x = attention_norm(*stream, attention.input_layers)  # [T, E] each
+        attended = attention(normed, angles, batch, cache)
+        normed, x = mlp_norm(batch.attending(x), attended, mlp.input_layers)
         return ResidualStream(x, mlp(normed))
 
 

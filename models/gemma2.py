@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from kernels.quantize_rows import Rows
 from kernels.rms_norm import rms_norm
 from models import decoder
 from models.batch import Batch, KVCache, LayerCache
@@ -100,7 +101,7 @@ class Attention(decoder.Attention):
 
 
 class MLP(mlp.MLP):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Rows) -> Tensor:
         gate_proj, up_proj, down_proj = self.parts
         gate, up = linear_together(x, gate_proj, up_proj)  # [T, F] each
         return down_proj(gelu_tanh(gate) * up)  # type: ignore[no-any-return]

@@ -4,6 +4,7 @@ T tokens, H query heads, G key/value heads, D channels per head of which R turn,
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
+from kernels.quantize_rows import Rows
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
@@ -155,7 +157,11 @@ class Attention(nn.Module):
         self.qkv_proj = Linear(c.hidden_size, sum(self.heads) * c.head_dim, bias=False)
         self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    @property
+    def input_layers(self) -> Sequence[nn.Module]:
+        return (self.qkv_proj,)
+
+    def forward(self, x: Rows, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         fused = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2G, D]
         query, key, value = fused.split(self.heads, dim=1)  # [T, H, D], [T, G, D], [T, G, D]
         query = rope_and_store(query, key, value, *angles, *cache, batch.slots)

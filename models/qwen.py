@@ -6,6 +6,7 @@ Modules are named as the checkpoint's tensors are; the order of operations is th
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
+from kernels.quantize_rows import Rows
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
@@ -128,7 +130,11 @@ class Attention(nn.Module):
         self.c_attn = Linear(c.hidden_size, 3 * c.hidden_size, bias=True)
         self.c_proj = Linear(c.hidden_size, c.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    @property
+    def input_layers(self) -> Sequence[nn.Module]:
+        return (self.c_attn,)
+
+    def forward(self, x: Rows, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         query, key, value = self.c_attn(x).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # each [T, H, D]
         query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
         if self.logn_length is not None:

@@ -204,10 +204,15 @@ def linear_together(x: Rows, *layers: nn.Module) -> list[Tensor]:
 
 def linear_swiglu(x: Rows, gate: nn.Module, up: nn.Module, into: nn.Module) -> Rows:
     """silu(gate(x)) * up(x), [R, O], for x [R, I] and for the layer `into` to read: in one call if the weights of gate and up are held
-    alike, else as the codes that `into` would make of it."""
+    alike, else as `swiglu_into`."""
     if isinstance(gate, JointLinear) and gate.joins(up):
         return gate.multiply_swiglu(x, up)  # type: ignore[arg-type]
-    codes = shared_row_codes(len(x), [into])
+    return swiglu_into(gate(x), up(x), into)
+
+
+def swiglu_into(gate: Tensor, up: Tensor, into: nn.Module) -> Rows:
+    """silu(gate) * up, all [R, O], for the layer `into` to read: quantised, if that is what it makes of its rows."""
+    codes = shared_row_codes(len(gate), [into])
     if codes is None:
-        return swiglu(gate(x), up(x))
-    return QuantizedRows(*swiglu_quantize(gate(x), up(x), *codes), x.dtype, codes.group_size)
+        return swiglu(gate, up)
+    return QuantizedRows(*swiglu_quantize(gate, up, *codes), gate.dtype, codes.group_size)

@@ -3,10 +3,12 @@
 T tokens, E hidden channels, F feed-forward channels.
 """
 
-from torch import Tensor
+from collections.abc import Sequence
 
-from kernels.swiglu import swiglu
-from models.layers.linear import Linear, linear_swiglu
+from torch import Tensor, nn
+
+from kernels.quantize_rows import Rows
+from models.layers.linear import Linear, linear_swiglu, swiglu_into
 from models.layers.named_parts import NamedParts
 
 
@@ -20,7 +22,12 @@ class MLP(NamedParts):
             Linear(intermediate_size, hidden_size, bias),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def input_layers(self) -> Sequence[nn.Module]:
+        gate, up, _ = self.parts
+        return gate, up
+
+    def forward(self, x: Rows) -> Tensor:
         gate, up, down = self.parts
         return down(linear_swiglu(x, gate, up, into=down))  # type: ignore[no-any-return]
 
@@ -35,7 +42,11 @@ class FusedMLP(NamedParts):
             Linear(hidden_size, 2 * intermediate_size, bias=False), Linear(intermediate_size, hidden_size, bias=False)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def input_layers(self) -> Sequence[nn.Module]:
+        return self.parts[:1]
+
+    def forward(self, x: Rows) -> Tensor:
         gate_up, down = self.parts
         gate, up = gate_up(x).chunk(2, dim=-1)  # [T, F] each
-        return down(swiglu(gate, up))  # type: ignore[no-any-return]
+        return down(swiglu_into(gate, up, down))  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 T tokens, E hidden channels, F channels of an expert, N experts, K experts of each token.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +105,8 @@ class Experts(nn.ModuleList):
 
 class SparseMoeBlock(nn.Module):
     """A router and the experts that it chooses from."""
+
+    input_layers: Sequence[nn.Module] = ()  # the router reads x, too, and in floats
 
     def __init__(self, hidden_size: int, c: MixtureConfig, expert: type[MLP] = MLP) -> None:
         super().__init__()

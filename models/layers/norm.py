@@ -12,13 +12,16 @@ from models.layers.linear import shared_row_codes
 
 
 class RMSNorm(nn.Module):
+    """The norm of x [T, E], for the layers `into` to read."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, into: Sequence[nn.Module] = ()) -> Rows:
+        """Quantised, if that is what all of `into` make of their rows."""
+        return _norm(x, self.weight, self.eps, into)
 
 
 class ResidualStream(NamedTuple):
@@ -40,14 +43,18 @@ class AddRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, update: Tensor | None, into: Sequence[nn.Module] = ()) -> tuple[Rows, Tensor]:
-        """The rows are the codes that `into` would make of them, if these are the same for all of them."""
-        wanted = shared_row_codes(len(x), into)
-        if wanted is None:
-            if update is None:
-                return rms_norm(x, self.weight, self.eps), x
-            return add_rms_norm(update, x, self.weight, self.eps)
+        """The norm as of `RMSNorm`."""
         if update is None:
-            codes, scales = rms_norm_quantize(x, self.weight, self.eps, *wanted)
-        else:
-            codes, scales, x = add_rms_norm_quantize(update, x, self.weight, self.eps, *wanted)
-        return QuantizedRows(codes, scales, x.dtype, wanted.group_size), x
+            return _norm(x, self.weight, self.eps, into), x
+        codes = shared_row_codes(len(x), into)
+        if codes is None:
+            return add_rms_norm(update, x, self.weight, self.eps)
+        normed, scales, total = add_rms_norm_quantize(update, x, self.weight, self.eps, *codes)
+        return QuantizedRows(normed, scales, x.dtype, codes.group_size), total
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, into: Sequence[nn.Module]) -> Rows:
+    codes = shared_row_codes(len(x), into)
+    if codes is None:
+        return rms_norm(x, weight, eps)
+    return QuantizedRows(*rms_norm_quantize(x, weight, eps, *codes), x.dtype, codes.group_size)

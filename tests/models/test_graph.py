@@ -25,7 +25,11 @@ SCHEMES = {
 }
 ATTENTION = ("matmul_together", "rope_and_store", "paged_attention", "matmul_together")
 SHAPE = BatchShape(num_tokens=5, num_sequences=2, table_width=1, num_marks=0, num_outputs=2)
-LAYER = (*ATTENTION, "add_rms_norm", "matmul_swiglu", "matmul_together", "add_rms_norm")
+MLP = ("matmul_swiglu", "matmul_together")
+FLOATS = ["rope_angles", "rms_norm", *(*ATTENTION, "add_rms_norm", *MLP, "add_rms_norm") * 2, "matmul_together"]
+*BEFORE_HEAD, HEAD_NORM, HEAD = FLOATS
+CODES = [f"{name}_quantize" if "norm" in name else name for name in BEFORE_HEAD]
+NODES = {"floats": FLOATS, "int4, and a cache of int8": FLOATS, "a8w8": [*CODES, HEAD_NORM, HEAD]}
 
 
 class Step(nn.Module):
@@ -73,12 +77,9 @@ def test_an_exported_step(tmp_path: Path, scheme: str, dtype: DType, strict: boo
 
     nodes = [str(node.target) for node in program.graph.nodes if str(node.target).startswith("quintet")]
     names = [name.removeprefix("quintet.").removesuffix(".default").removeprefix("quant_") for name in nodes]
-    assert [name for name in names if name != "quantize_rows"] == [
-        "rope_angles",
-        "rms_norm",
-        *LAYER * 2,
-        "matmul_together",
-    ]
+    assert [name for name in names if name != "quantize_rows"] == NODES[scheme]
+    # norms make the codes for q, k and v and for gate and up; what o, down and the head read is quantised by themselves
+    assert names.count("quantize_rows") == (2 + 2 + 1 if scheme == "a8w8" else 0)
     weights = {value.data_ptr() for value in step.parameters()}
     held = [*program.state_dict.values(), *program.constants.values()]
     assert len({value.data_ptr() for value in held} - weights) == 1  # and the rotary embedding's frequencies

@@ -9,19 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from conf.quantization import Activations
+from kernels.quantize_rows import QuantizedRows, RowCodes
 from kernels.swiglu import swiglu
 from models.layers.dense import DenseLinear
-from models.layers.linear import JointLinear, Layer, Linear, linear_swiglu, linear_together
+from models.layers.linear import JointLinear, Layer, Linear, linear_swiglu, linear_together, shared_row_codes
+from models.layers.norm import AddRMSNorm, RMSNorm
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight
 from quantization.layouts.floats import FloatLayout
-from quantization.linear import Fp8Linear, IntLinear
+from quantization.linear import MANY_ROWS, Fp8Linear, IntLinear
 from quantization.quantizer import quantize
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat
 
 INPUTS, CPU = 96, torch.device("cpu")
-INT8, INT4 = WeightFormat(8), WeightFormat(4, symmetric=False, group_size=32)
+INT8, INT4, FP8 = WeightFormat(8), WeightFormat(4, symmetric=False, group_size=32), WeightFormat(8, CodeKind.FP8)
+FP8_GROUPS = WeightFormat(8, CodeKind.FP8, group_size=32)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -47,11 +50,12 @@ def coded(
     activations: Activations = Activations.none,
     has_bias: bool = True,
     permuted: bool = False,
+    inputs: int = INPUTS,
 ) -> IntLinear | Fp8Linear:
-    layout = FloatLayout((num_outputs, INPUTS), False, format)
+    layout = FloatLayout((num_outputs, inputs), False, format)
     kind = Fp8Linear if format.kind is CodeKind.FP8 else IntLinear
-    layer = kind("l", LinearScheme(format, activations), layout, (num_outputs, INPUTS), has_bias)
-    weight = quantize(randn(num_outputs, INPUTS), format)
+    layer = kind("l", LinearScheme(format, activations), layout, (num_outputs, inputs), has_bias)
+    weight = quantize(randn(num_outputs, inputs), format)
     if permuted:
         weight = replace(weight, permutation=torch.randperm(INPUTS, generator=torch.Generator().manual_seed(0)))
     scale = torch.tensor(0.02) if activations is Activations.static else None
@@ -73,7 +77,7 @@ APART: dict[str, Any] = {
     "a8w8 beside int8": lambda dtype: [coded(17, dtype, INT8, Activations.dynamic), coded(17, dtype, INT8)],
     "permuted": lambda dtype: [coded(17, dtype, INT4, permuted=True), coded(17, dtype, INT4, permuted=True)],
     "static": lambda dtype: [coded(17, dtype, INT8, Activations.static) for _ in range(2)],
-    "fp8": lambda dtype: [coded(17, dtype, WeightFormat(8, CodeKind.FP8), Activations.dynamic) for _ in range(2)],
+    "fp8": lambda dtype: [coded(17, dtype, FP8, Activations.dynamic) for _ in range(2)],
 }
 
 
@@ -84,7 +88,10 @@ def check(layers: list[nn.Module], dtype: torch.dtype) -> None:
         for result, expected in zip(linear_together(x, *layers), alone, strict=True):
             assert result.dtype == dtype
             assert torch.equal(result, expected)
-        assert torch.equal(linear_swiglu(x, layers[0], layers[-1]), swiglu(alone[0], alone[-1]))
+        gated = swiglu(alone[0], alone[-1])
+        assert torch.equal(linear_swiglu(x, layers[0], layers[-1], into=floats(5, dtype)), gated)
+        for down in (coded(5, dtype, format, Activations.dynamic, inputs=gated.shape[1]) for format in (INT8, FP8)):
+            assert torch.equal(down(linear_swiglu(x, layers[0], layers[-1], into=down)), down(gated))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -94,7 +101,7 @@ def test_layers_of_one_kind_are_one_call(name: str, dtype: torch.dtype) -> None:
     check(layers, dtype)
     with patch.object(type(layers[0]), "forward", side_effect=AssertionError("called alone")):
         linear_together(randn(2, INPUTS, dtype=dtype), *layers)
-        linear_swiglu(randn(2, INPUTS, dtype=dtype), layers[0], layers[-1])
+        linear_swiglu(randn(2, INPUTS, dtype=dtype), layers[0], layers[-1], into=floats(5, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -107,3 +114,71 @@ def test_layers_of_other_kinds_just_work(name: str, dtype: torch.dtype) -> None:
 
 def test_dense_layers_of_two_dtypes_do_not_join() -> None:
     assert not dense(17, torch.float32).joins(dense(17, torch.bfloat16))
+
+
+DYNAMIC, AUTO = Activations.dynamic, Activations.auto
+SHARED: dict[str, tuple[Any, RowCodes]] = {
+    "a8w8": (TOGETHER["a8w8"], RowCodes(torch.int8)),
+    "auto": (lambda dtype: [coded(17, dtype, INT4, AUTO), coded(5, dtype, INT4, AUTO)], RowCodes(torch.int8)),
+    "int8 beside int4": (
+        lambda dtype: [coded(17, dtype, INT8, DYNAMIC), coded(5, dtype, INT4, DYNAMIC)],
+        RowCodes(torch.int8),
+    ),
+    "fp8": (APART["fp8"], RowCodes(torch.float8_e4m3fn)),
+    "fp8, groups": (
+        lambda dtype: [coded(17, dtype, FP8_GROUPS, DYNAMIC) for _ in range(3)],
+        RowCodes(torch.float8_e4m3fn, 32),
+    ),
+}
+UNSHARED: dict[str, Any] = APART | {
+    "int8": TOGETHER["int8"],
+    "nobody": lambda dtype: [],
+    "a8w8 beside fp8": lambda dtype: [coded(17, dtype, INT8, DYNAMIC), coded(17, dtype, FP8, DYNAMIC)],
+    "a8w8, one permuted": lambda dtype: [
+        coded(17, dtype, INT8, DYNAMIC, permuted=permuted) for permuted in (False, True)
+    ],
+}
+del UNSHARED["fp8"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SHARED)
+def test_a_norm_quantises_its_rows_once_for_all_who_read_them(name: str, dtype: torch.dtype) -> None:
+    make, codes = SHARED[name]
+    layers = make(dtype)
+    norm, add_norm = (kind(INPUTS, 1e-5).to(dtype).requires_grad_(False) for kind in (RMSNorm, AddRMSNorm))
+    for each in (norm, add_norm):
+        each.weight.copy_(randn(INPUTS))
+    for num_rows in (MANY_ROWS, 40):
+        x, update = randn(num_rows, INPUTS, dtype=dtype), randn(num_rows, INPUTS + 1, dtype=dtype)[:, 1:]
+        assert shared_row_codes(num_rows, layers) == codes
+        for found, alone in (
+            (norm(x, layers), norm(x)),
+            (add_norm(x, None, layers)[0], norm(x)),
+            (add_norm(x, update, layers)[0], add_norm(x, update)[0]),
+        ):
+            assert isinstance(found, QuantizedRows)
+            assert found.codes.dtype == codes.dtype
+            for result, layer in zip(linear_together(found, *layers), layers, strict=True):
+                assert torch.equal(result, layer(alone))
+            down = coded(5, dtype, INT8, DYNAMIC, inputs=17)
+            gated = swiglu(layers[0](alone), layers[0](alone))
+            assert torch.equal(down(linear_swiglu(found, layers[0], layers[0], into=down)), down(gated))
+        assert torch.equal(add_norm(x, update, layers)[1], x + update)
+
+
+@pytest.mark.parametrize("name", UNSHARED)
+def test_rows_stay_floats_where_not_all_make_the_same_of_them(name: str) -> None:
+    layers, x, norm = UNSHARED[name](torch.float32), randn(40, INPUTS), RMSNorm(INPUTS, 1e-5).requires_grad_(False)
+    norm.weight.fill_(1)
+    assert shared_row_codes(40, layers) is None
+    rows = norm(x, layers)
+    assert torch.equal(rows, norm(x))
+    for result, layer in zip(linear_together(rows, *layers) if layers else [], layers, strict=True):
+        assert torch.equal(result, layer(rows))
+
+
+def test_few_rows_stay_floats_with_auto() -> None:
+    layers = [coded(17, torch.float32, INT4, AUTO) for _ in range(3)]
+    assert shared_row_codes(MANY_ROWS - 1, layers) is None
+    assert shared_row_codes(MANY_ROWS, layers) == RowCodes(torch.int8)
