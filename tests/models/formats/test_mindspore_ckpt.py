@@ -1,5 +1,6 @@
 """MindSpore's files alone: types, sizes, and damage that is refused by name."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -85,8 +86,7 @@ def test_a_file_cut_short_after_it_was_opened(tmp_path: Path) -> None:
         list(file.read(["x"]))
 
 
-# A file of 1 kB takes far less than these milliseconds; a reader that goes on where nothing is would not.
-@settings(max_examples=1200, deadline=500, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=1200, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     changes=st.lists(st.tuples(st.integers(0, len(SOUND) - 1), st.integers(0, 255)), max_size=4),
     inserted=st.tuples(st.integers(0, len(SOUND)), st.binary(max_size=12)),
@@ -103,6 +103,7 @@ def test_damaged_bytes(
     path = tmp_path / "damaged.ckpt"
     path.write_bytes(content[:end])
     refusal = ""
+    before = time.process_time()
     try:
         file = CkptFile(path, our_name)
         for name, tensor in file.read(file.shapes):
@@ -110,5 +111,7 @@ def test_damaged_bytes(
             assert tensor.nbytes <= len(content)
     except UserError as error:
         refusal = str(error)
+    # A file of 1 kB takes far less; a reader that goes on where nothing is would not. Of the processor, which others may be using.
+    assert time.process_time() - before < 0.5
     assert "\n" not in refusal
     assert len(refusal) < 2000
