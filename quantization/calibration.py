@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kernels.kv_format import PagedVectors
+from kernels.quantize_rows import Rows
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
 from models.layers.norm import ResidualStream
@@ -187,9 +188,10 @@ class _Observing:
         self._norms.clear()
 
     def output_of(self, name: str) -> Callable[..., None]:
-        def remember(module: nn.Module, inputs: Any, output: Tensor | tuple[Tensor, Tensor]) -> None:
-            normed = output if isinstance(output, Tensor) else output[0]
-            self._norms[id(normed)] = name, normed
+        def remember(module: nn.Module, inputs: Any, output: Rows | tuple[Rows, Tensor]) -> None:
+            normed = output[0] if isinstance(output, tuple) else output
+            if isinstance(normed, Tensor):  # and not codes, which nobody reads who is observed
+                self._norms[id(normed)] = name, normed
 
         return remember
 

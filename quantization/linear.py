@@ -133,7 +133,7 @@ class KernelLinear(CodedLinear, ExpertLinear):
 
     @abstractmethod
     def _codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
-        """What the layer makes of rows, whose they may be."""
+        """What rows become before the product, also where other layers would make other codes of them."""
 
     def row_codes(self, num_rows: int, num_layers: int = 1) -> RowCodes | None:
         return self._codes(num_rows, num_layers) if self._takes_any_rows else None

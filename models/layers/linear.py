@@ -188,10 +188,8 @@ class JointLinear(PackedLinear):
 
 def shared_row_codes(num_rows: int, layers: Sequence[nn.Module]) -> RowCodes | None:
     """What all these layers make of the rows [R, I] that they read, and nothing else does; None if one of them wants others, or floats."""
-    first, *others = {layer.row_codes(num_rows) if isinstance(layer, ExpertLinear) else None for layer in layers} or {
-        None
-    }
-    return None if others else first
+    wanted = {layer.row_codes(num_rows) if isinstance(layer, ExpertLinear) else None for layer in layers}
+    return wanted.pop() if len(wanted) == 1 else None
 
 
 def linear_together(x: Rows, *layers: nn.Module) -> list[Tensor]:

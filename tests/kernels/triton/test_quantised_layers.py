@@ -5,8 +5,16 @@ import torch
 from torch import Tensor
 
 import kernels.quant_matmul
+import kernels.rms_norm.triton
+import kernels.swiglu.triton
+import models.layers.linear
+import models.layers.norm
+import quantization.linear
 from conf.quantization import Activations
 from kernels.quant_matmul import Float8Weight, GPUWeight
+from kernels.swiglu import swiglu
+from models.layers.linear import linear_swiglu
+from models.layers.norm import AddRMSNorm
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight
 from quantization.linear import CodedLinear, Fp8Linear, IntLinear
@@ -67,6 +75,36 @@ def test_a_layer_is_the_cpus(
     assert_near(layer(x[2:3].to(DEVICE)), expected[2:3], tolerance)
     assert sum(part.nbytes for part in layer.parameters()) == num_bytes(stored, scheme) + layer.bias.nbytes
     assert sum(part.nbytes for part in layer.parameters()) == layer.num_bytes(dtype)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4 groups", "fp8", "fp8 groups"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_and_swiglu_leave_nothing_to_quantise(
+    weights: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheme, biases = LinearScheme(WEIGHTS[weights], Activations.dynamic), (noise(256), noise(256), noise(70))
+    parts = [
+        (StoredWeight(quantize(noise(len(b), 256, seed=i), scheme.weights), None), b) for i, b in enumerate(biases)
+    ]
+    x, update = noise(5, 256, dtype=dtype), noise(5, 256, dtype=dtype, seed=1)
+    norm = AddRMSNorm(256, 1e-5).requires_grad_(False).to(dtype)
+    norm.weight.copy_(noise(256))
+    gate, up, down = (make_layer(stored, scheme, bias, dtype, "cpu") for stored, bias in parts)
+    normed, total = norm(x, update)
+    expected = down(swiglu(gate(normed), up(normed)))
+    monkeypatch.setattr(kernels.quant_matmul, "_on_gpu", lambda tensor: True)
+    for module, kernel in (
+        (models.layers.norm, kernels.rms_norm.triton.add_rms_norm_quantize),
+        (models.layers.linear, kernels.swiglu.triton.swiglu_quantize),
+    ):
+        monkeypatch.setattr(module, kernel.__name__, kernel)
+    monkeypatch.setattr(quantization.linear, "quantize_rows", None)
+    gate, up, down = (make_layer(stored, scheme, bias, dtype, DEVICE) for stored, bias in parts)
+    rows, again = norm.to(DEVICE)(x.to(DEVICE), update.to(DEVICE), [gate, up])
+    assert torch.equal(again.cpu(), total)
+    # what lies between two codes may fall to either side: those of int8 are 1/127 apart, of float8 1/16
+    tolerance = 1 / 127 if scheme.weights.kind is CodeKind.INT else 1 / 16
+    assert_near(down(linear_swiglu(rows, gate, up, into=down)), expected, tolerance)
 
 
 def num_bytes(stored: StoredWeight, scheme: LinearScheme) -> int:
