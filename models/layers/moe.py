@@ -13,7 +13,7 @@ from conf.errors import UserError
 from kernels.moe import combine_rows, group_rows, mixture, route
 from kernels.quant_matmul.gpu_weight import GPUWeight, RowCodes, stack
 from models.config import ConfigReader
-from models.layers.linear import ExpertLinear, FloatLinear, GroupedProduct, JointLinear
+from models.layers.linear import FloatLinear, GPULinear, GroupedProduct, JointLinear
 from models.layers.mlp import MLP
 
 
@@ -119,9 +119,9 @@ class SparseMoeBlock(nn.Module):
         return self.experts(x, weights, chosen)  # type: ignore[no-any-return]
 
 
-def _alike(layers: list[nn.Module]) -> list[ExpertLinear]:
+def _alike(layers: list[nn.Module]) -> list[GPULinear]:
     """These, if they can lie in one weight, else none."""
-    found = [layer for layer in layers if isinstance(layer, ExpertLinear)]
+    found = [layer for layer in layers if isinstance(layer, GPULinear)]
     kinds = {layer.expert_kind for layer in found}
     return found if len(found) == len(layers) and len(kinds) == 1 and None not in kinds else []
 
@@ -131,7 +131,7 @@ def _can_group(layers: list[nn.Module]) -> bool:
     return isinstance(first, JointLinear) and all(first.joins(layer) and layer.bias is None for layer in layers)
 
 
-def _stack(layers: list[ExpertLinear]) -> GPUWeight:
+def _stack(layers: list[GPULinear]) -> GPUWeight:
     """One weight for all, of which each layer's becomes a piece."""
     weight = stack([layer.gpu_weight for layer in layers])
     for number, layer in enumerate(layers):
