@@ -89,8 +89,12 @@ class Attention(nn.Module):
         self.v_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=qkv_bias)
         self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=o_bias)
 
+    @property
+    def input_layers(self) -> tuple[nn.Module, ...]:
+        return self.q_proj, self.k_proj, self.v_proj
+
     def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
-        projected = linear_together(x, self.q_proj, self.k_proj, self.v_proj)
+        projected = linear_together(x, *self.input_layers)
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
         query = self.turn_and_store(query, key, value, angles, batch, cache)
         attended = attend(query, cache, batch, self.scale, self.soft_cap, self.window)

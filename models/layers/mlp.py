@@ -3,7 +3,7 @@
 T tokens, E hidden channels, F feed-forward channels.
 """
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.swiglu import swiglu
 from models.layers.linear import Linear, linear_swiglu
@@ -19,6 +19,10 @@ class MLP(NamedParts):
             Linear(hidden_size, intermediate_size, bias),
             Linear(intermediate_size, hidden_size, bias),
         )
+
+    @property
+    def input_layers(self) -> tuple[nn.Module, ...]:
+        return self.parts[:2]
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up, down = self.parts
