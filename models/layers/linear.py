@@ -218,11 +218,11 @@ class JointLinear(PackedLinear):
 
 @runtime_checkable
 class SharesInput(Protocol):
-    """A module that calls `linear_together` or `linear_swiglu`."""
+    """A module with layers that read one input."""
 
     @property
     def input_layers(self) -> Sequence[nn.Module]:
-        """The layers that share their input, in any order."""
+        """These, as `linear_together` or `linear_swiglu` takes them."""
 
 
 def join(layers: Sequence[nn.Module]) -> None:
@@ -232,7 +232,7 @@ def join(layers: Sequence[nn.Module]) -> None:
     """
     found = [layer for layer in layers if isinstance(layer, GPULinear)]
     kinds = {(layer.input_kind, layer.bias is None) for layer in found}
-    if len(found) < len(layers) or len(kinds) > 1 or found[0].input_kind is None:
+    if len(layers) < 2 or len(found) < len(layers) or len(kinds) > 1 or found[0].input_kind is None:
         return
     weight = gpu_weight.join([layer.gpu_weight for layer in found])
     if weight is None:

@@ -113,6 +113,8 @@ def apart() -> dict[str, list[GPULinear]]:
     static = make_layers("int8", Activations.static)
     static[1].input_scale = torch.tensor(0.04, device=DEVICE)
     return {
+        "none": [],
+        "one": [int8[2]],
         "two formats": [int4[0], int8[1]],
         "two schemes": [int8[0], make_layers("int8", Activations.dynamic)[1]],
         "floats beside codes": [make_layers(FLOATS)[0], int8[1]],
