@@ -6,7 +6,6 @@ The 7B models turn keys and queries (rotary), and their config has `max_position
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,7 +107,7 @@ class Attention(nn.Module):
         self.o_proj = Linear(c.hidden_size, c.hidden_size, bias=False)
 
     @property
-    def input_layers(self) -> Sequence[nn.Module]:
+    def input_layers(self) -> tuple[nn.Module, ...]:
         return (self.W_pack,)
 
     def forward(self, x: Rows, angles: Angles | None, batch: Batch, cache: LayerCache) -> Tensor:

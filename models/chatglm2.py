@@ -4,7 +4,6 @@ T tokens, H query heads, G key/value heads, D channels per head, E hidden channe
 The first half of a head's channels is turned, in pairs of neighbours. Modules are named as the checkpoint's tensors are.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -99,7 +98,7 @@ class SelfAttention(nn.Module):
         self.dense = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
     @property
-    def input_layers(self) -> Sequence[nn.Module]:
+    def input_layers(self) -> tuple[nn.Module, ...]:
         return (self.query_key_value,)
 
     def forward(self, x: Rows, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:

@@ -6,7 +6,6 @@ Modules are named as the checkpoint's tensors are, so no map of names is needed.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.decoder import Decoder, DecoderLayer
 from models.layers.attention import attend_latent
-from models.layers.linear import Linear, PlainLinear, linear, linear_per_head, make_head
+from models.layers.linear import Linear, PlainLinear, linear, linear_per_head, linear_together, make_head
 from models.layers.mlp import MLP
 from models.layers.moe import Experts
 from models.layers.norm import RMSNorm
@@ -197,18 +196,17 @@ class Attention(nn.Module):
         self.o_proj = Linear(c.num_attention_heads * c.v_head_dim, c.hidden_size, bias=c.attention_bias)
 
     @property
-    def input_layers(self) -> Sequence[nn.Module]:
+    def input_layers(self) -> tuple[nn.Module, ...]:
         return self.q_proj if self.c.q_lora_rank is None else self.q_a_proj, self.kv_a_proj_with_mqa
 
     def forward(self, x: Rows, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         c = self.c
-        to_query, to_latent = self.input_layers
-        query = to_query(x)
+        query, latent = linear_together(x, *self.input_layers)
         if c.q_lora_rank is not None:
             query = self.q_b_proj(self.q_a_layernorm(query, [self.q_b_proj]))
         query = query.unflatten(-1, (c.num_attention_heads, -1))  # [T, H, N + P]
         query, query_rope = query.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
-        latent, key_rope = to_latent(x)[:, None].split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
+        latent, key_rope = latent[:, None].split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
         query_rope, key_rope = (rope(part, *angles, c.rope_interleave) for part in (query_rope, key_rope))
         to_heads = self.kv_b_proj.weight.unflatten(0, (c.num_attention_heads, -1))  # [H, N + D, L]
         to_key, to_value = to_heads.split((c.qk_nope_head_dim, c.v_head_dim), dim=1)
@@ -250,7 +248,7 @@ class Gate(nn.Module):
 class MoE(nn.Module):
     """K routed experts for each token, and the shared ones for all."""
 
-    input_layers: Sequence[nn.Module] = ()  # the router reads x, too, and in floats
+    input_layers: tuple[nn.Module, ...] = ()  # the router reads x, too, and in floats
 
     def __init__(self, c: DeepseekConfig) -> None:
         super().__init__()

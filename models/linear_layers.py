@@ -9,7 +9,7 @@ from kernels import build
 from kernels.matmul.packed import DTYPES
 from models.causal_lm import CausalLM
 from models.layers.dense import DenseLinear
-from models.layers.linear import Conv1D, FloatLinear, Layer, Linear, PackedLinear, TiedHead
+from models.layers.linear import Conv1D, FloatLinear, Layer, Linear, PackedLinear, SharesInput, TiedHead, join
 from models.layers.moe import Experts
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,20 @@ def pack_layers(model: CausalLM, dtype: torch.dtype, device: torch.device) -> No
         return
     for layer in linear_layers(model, *PACKABLE, FloatLinear).values():
         replace_layer(model, layer.name, DenseLinear(layer))
+
+
+def join_layers(model: CausalLM) -> None:
+    """When all weights are in their places: on a GPU layers that share an input come to lie in one weight (`join`).
+
+    Which these are, a module says (`SharesInput`); not within mixtures, whose experts lie in one weight already. No more than one
+    module's weights are there twice.
+    """
+    mixtures = [module for module in model.modules() if isinstance(module, Experts) and module.is_together]
+    in_mixtures = {module for mixture in mixtures for module in mixture.modules()}
+    for module in model.modules():
+        if isinstance(module, SharesInput) and module not in in_mixtures:
+            join(module.input_layers)
+            torch.cuda.empty_cache()  # else a smaller weight takes a part of what these have left, and the rest serves no larger one
 
 
 def prepare_experts(model: CausalLM, device: torch.device) -> None:

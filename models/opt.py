@@ -77,8 +77,12 @@ class Attention(nn.Module):
         self.v_proj = Linear(c.hidden_size, c.hidden_size, bias=c.enable_bias)
         self.out_proj = Linear(c.hidden_size, c.hidden_size, bias=c.enable_bias)
 
+    @property
+    def input_layers(self) -> tuple[nn.Module, ...]:
+        return self.q_proj, self.k_proj, self.v_proj
+
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        projected = linear_together(x, self.q_proj, self.k_proj, self.v_proj)
+        projected = linear_together(x, *self.input_layers)
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D] each
         kv_store(key, value, *cache, batch.slots)
         return self.out_proj(attend(query, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]

@@ -4,7 +4,6 @@ T tokens, H query heads, G key/value heads, D channels per head of which R turn,
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -158,7 +157,7 @@ class Attention(nn.Module):
         self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
     @property
-    def input_layers(self) -> Sequence[nn.Module]:
+    def input_layers(self) -> tuple[nn.Module, ...]:
         return (self.qkv_proj,)
 
     def forward(self, x: Rows, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:

@@ -6,7 +6,6 @@ Modules are named as the checkpoint's tensors are; the order of operations is th
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -131,7 +130,7 @@ class Attention(nn.Module):
         self.c_proj = Linear(c.hidden_size, c.hidden_size, bias=False)
 
     @property
-    def input_layers(self) -> Sequence[nn.Module]:
+    def input_layers(self) -> tuple[nn.Module, ...]:
         return (self.c_attn,)
 
     def forward(self, x: Rows, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:

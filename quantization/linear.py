@@ -6,7 +6,7 @@ R rows, I input channels, O output channels, G groups of input channels.
 import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from kernels.quant_matmul import (
     quant_matmul_together,
 )
 from kernels.quantize_rows import QuantizedRows, RowCodes, Rows, quantize_rows
-from models.layers.linear import ExpertLinear, GroupedProduct, JointLinear, PackedLinear, linear
+from models.layers.linear import GPULinear, GroupedProduct, JointLinear, PackedLinear, linear
 from quantization.activations import quantize_static
 from quantization.layouts.base import StoredWeight, WeightLayout
 from quantization.layouts.floats import FloatLayout
@@ -115,7 +115,7 @@ class CodedLinear(PackedLinear):
         return y if self.bias is None else y + self.bias
 
 
-class KernelLinear(CodedLinear, ExpertLinear):
+class KernelLinear(CodedLinear, GPULinear):
     """One whose codes the kernels multiply by, in a form of the machine's."""
 
     _weight: KernelWeight
@@ -153,6 +153,14 @@ class KernelLinear(CodedLinear, ExpertLinear):
         return quant_matmul(self._rows(x), self._weight)
 
     @property
+    def input_kind(self) -> Hashable:
+        """None on a CPU, and for a layer that permutes its rows. One that has a scale for them meets others that have the same."""
+        if not isinstance(self._weight, GPUWeight) or self.permutation is not None:
+            return None
+        scale = None if self.input_scale is None else self.input_scale.item()
+        return self.scheme, scale, self.gpu_weight.output_format
+
+    @property
     def gpu_weight(self) -> GPUWeight:
         assert isinstance(self._weight, GPUWeight)
         return self._weight
@@ -160,6 +168,13 @@ class KernelLinear(CodedLinear, ExpertLinear):
     def keep(self, weight: KernelWeight) -> None:
         self._weight = weight
         self._register(weight.tensors)
+
+    def with_weight(self, weight: GPUWeight, bias: nn.Parameter | None) -> Self:
+        shape = weight.num_outputs, weight.num_inputs
+        layer = type(self)(self.source, self.scheme, self._layout, shape, bias is not None)
+        layer.keep(weight)
+        layer.bias, layer.input_scale = bias, self.input_scale
+        return layer
 
 
 class IntLinear(KernelLinear, JointLinear):

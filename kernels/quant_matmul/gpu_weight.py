@@ -57,11 +57,24 @@ class GPUWeight:
         shapes = {name: (part.shape, part.dtype) for name, part in self.tensors.items()}
         return self.num_inputs, self.chunk, frozenset(shapes.items())
 
+    @property
+    def output_format(self) -> Hashable:
+        """What outputs that lie in one weight have in common."""
+        dtypes = {name: part.dtype for name, part in self.tensors.items()}
+        return self.num_inputs, self.chunk, self.num_groups, self.has_blocks, frozenset(dtypes.items())
+
     def expert(self, number: int) -> "GPUWeight":
         """The weight of one of several: a view."""
         scales = None if self.scales is None else self.scales[number]
         zeros = None if self.zero_points is None else self.zero_points[number]
         return GPUWeight(self.codes[number], scales, zeros, self.num_inputs, self.chunk)
+
+    def piece(self, outputs: slice) -> "GPUWeight":
+        """The weight of some outputs, of blocks whole ones: a view, whose groups of scales and zero points lie apart."""
+        of_scales = slice(outputs.start // BLOCK, -(-outputs.stop // BLOCK)) if self.has_blocks else outputs
+        scales = None if self.scales is None else self.scales[:, of_scales]
+        zeros = None if self.zero_points is None else self.zero_points[:, outputs]
+        return GPUWeight(self.codes[outputs], scales, zeros, self.num_inputs, self.chunk)
 
 
 def of_floats(values: Tensor) -> GPUWeight:
@@ -73,6 +86,17 @@ def stack(weights: Sequence[GPUWeight]) -> GPUWeight:
     """Weights of one format as those of several experts, in memory of its own."""
     first = weights[0]
     tensors = {name: torch.stack([weight.tensors[name] for weight in weights]) for name in first.tensors}
+    return GPUWeight(tensors["codes"], tensors.get("scales"), tensors.get("zero_points"), first.num_inputs, first.chunk)
+
+
+def join(weights: Sequence[GPUWeight]) -> GPUWeight | None:
+    """The outputs of weights of one `output_format`, one weight's after the other's, in memory of its own; None where blocks do not end
+    with a weight's outputs."""
+    first = weights[0]
+    if first.has_blocks and any(weight.num_outputs % BLOCK for weight in weights[:-1]):
+        return None
+    axes = {"codes": 0, "scales": 1, "zero_points": 1}
+    tensors = {name: torch.cat([weight.tensors[name] for weight in weights], axes[name]) for name in first.tensors}
     return GPUWeight(tensors["codes"], tensors.get("scales"), tensors.get("zero_points"), first.num_inputs, first.chunk)
 
 

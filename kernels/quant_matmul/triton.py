@@ -49,7 +49,9 @@ def _multiply(
     parts = output if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     shared = format_of(weight, x_scales, x_group_size) | {"OUTPUTS": launch.outputs} | options
-    tensors = (x, x_scales, weight.codes, weight.scales, weight.zero_points)
+    # those of a piece (`GPUWeight.piece`) lie apart
+    scales, zeros = (None if part is None else part.contiguous() for part in (weight.scales, weight.zero_points))
+    tensors = (x, x_scales, weight.codes, scales, zeros)
     if rows == 1:
         _one_row[(programs,)](*tensors, output, CHUNKS=chunks_at_once(weight), **shared)
         return output

@@ -3,18 +3,19 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from kernels.matmul.reference import MIN_ROWS, linear
+from kernels.quant_matmul import gpu_weight
 from kernels.quant_matmul.gpu_weight import GPUWeight, of_floats
 from kernels.quantize_rows import QuantizedRows, RowCodes, Rows
 from kernels.swiglu import swiglu, swiglu_quantize
 
-__all__ = ["Linear", "linear", "linear_per_head", "linear_swiglu", "linear_together"]
+__all__ = ["Linear", "join", "linear", "linear_per_head", "linear_swiglu", "linear_together"]
 
 
 def linear_per_head(x: Tensor, weight: Tensor) -> Tensor:
@@ -25,22 +26,42 @@ def linear_per_head(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)[:num_rows]
 
 
-class ExpertLinear(nn.Module, ABC):
-    """A layer that may be one of several experts', whose weights the kernels of a GPU read as one."""
+class Piece(NamedTuple):
+    """Where a layer's outputs are among those of all that share its input."""
+
+    whole: "GPULinear"
+    """A layer that has them all."""
+    outputs: slice
+
+
+class GPULinear(nn.Module, ABC):
+    """A layer that may be one of several whose weights the kernels of a GPU read as one: experts', or such that share an input."""
+
+    piece: Piece | None = None
+    """Once it is joined with the others that share its input."""
 
     @property
     @abstractmethod
     def expert_kind(self) -> Hashable:
-        """Layers of an equal one are computed together; None: each alone."""
+        """Experts' layers of an equal one are computed together; None: each alone."""
+
+    @property
+    @abstractmethod
+    def input_kind(self) -> Hashable:
+        """Layers of an equal one that share their input may be joined; None: this one may not."""
 
     @property
     @abstractmethod
     def gpu_weight(self) -> GPUWeight:
-        """Of a layer with an `expert_kind`."""
+        """Of a layer that has one of these kinds."""
 
     @abstractmethod
     def keep(self, weight: GPUWeight) -> None:
-        """Take this copy of `gpu_weight` for its own, a piece of all experts' weight."""
+        """Take this copy of `gpu_weight` for its own, a piece of all layers' weight."""
+
+    @abstractmethod
+    def with_weight(self, weight: GPUWeight, bias: nn.Parameter | None) -> Self:
+        """A layer that does as this one with other outputs."""
 
     @abstractmethod
     def row_codes(self, num_rows: int, num_layers: int = 1) -> RowCodes | None:
@@ -48,7 +69,7 @@ class ExpertLinear(nn.Module, ABC):
         makes of them."""
 
 
-class Linear(nn.Linear, ExpertLinear):
+class Linear(nn.Linear, GPULinear):
     output_axis = 0  # of the weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,11 +80,22 @@ class Linear(nn.Linear, ExpertLinear):
         return self.gpu_weight.format if self.bias is None and self.weight.is_cuda else None
 
     @property
+    def input_kind(self) -> Hashable:
+        return self.gpu_weight.output_format if self.weight.is_cuda else None
+
+    @property
     def gpu_weight(self) -> GPUWeight:
         return of_floats(self.weight.detach())
 
     def keep(self, weight: GPUWeight) -> None:
         self.weight = nn.Parameter(weight.codes, requires_grad=False)
+
+    def with_weight(self, weight: GPUWeight, bias: nn.Parameter | None) -> "Linear":
+        layer = Linear(weight.num_inputs, weight.num_outputs, bias is not None, device="meta")
+        layer.keep(weight)
+        if bias is not None:
+            layer.bias = bias
+        return layer
 
     def row_codes(self, num_rows: int, num_layers: int = 1) -> RowCodes | None:
         return None
@@ -186,18 +218,58 @@ class JointLinear(PackedLinear):
         return isinstance(other, JointLinear) and type(other) is type(self) and other.kind == self.kind is not None
 
 
+@runtime_checkable
+class SharesInput(Protocol):
+    """A module with layers that read one input."""
+
+    @property
+    def input_layers(self) -> Sequence[nn.Module]:
+        """These, as `linear_together` or `linear_swiglu` takes them."""
+
+
+def join(layers: Sequence[nn.Module]) -> None:
+    """Let layers that share their input, on a GPU, lie in one weight, of which each keeps its piece. Others stay as they are.
+
+    The pieces are views, by the names and of the sizes that were there before; what they were is freed.
+    """
+    found = [layer for layer in layers if isinstance(layer, GPULinear)]
+    kinds = {(layer.input_kind, layer.bias is None) for layer in found}
+    if len(layers) < 2 or len(found) < len(layers) or len(kinds) > 1 or found[0].input_kind is None:
+        return
+    weight = gpu_weight.join([layer.gpu_weight for layer in found])
+    if weight is None:
+        return
+    biases = [part for layer in found if isinstance(part := layer.bias, Tensor)]
+    bias = nn.Parameter(torch.cat(biases).detach(), requires_grad=False) if biases else None
+    whole, start = found[0].with_weight(weight, bias), 0
+    for layer in found:
+        outputs = slice(start, start + layer.gpu_weight.num_outputs)
+        layer.keep(weight.piece(outputs))
+        if bias is not None:
+            layer.bias = nn.Parameter(bias[outputs], requires_grad=False)
+        layer.piece, start = Piece(whole, outputs), outputs.stop
+
+
 def shared_row_codes(num_rows: int, layers: Sequence[nn.Module]) -> RowCodes | None:
     """What all these layers make of the rows [R, I] that they read, and nothing else does; None if one of them wants others, or floats."""
-    wanted = {layer.row_codes(num_rows) if isinstance(layer, ExpertLinear) else None for layer in layers}
+    wanted = {layer.row_codes(num_rows) if isinstance(layer, GPULinear) else None for layer in layers}
     return wanted.pop() if len(wanted) == 1 else None
 
 
 def linear_together(x: Rows, *layers: nn.Module) -> list[Tensor]:
-    """The outputs [R, O] of up to three layers that share their input x [R, I]: in one call if their weights are held alike."""
+    """The outputs [R, O] of up to three layers that share their input x [R, I]: in one call if their weights are held alike.
+
+    On a CPU with the bits of each alone. Of layers that were joined (`join`) they are views, whose rows lie apart, of one product, which
+    a GPU may launch, and so add up, in another way than the product of one layer's outputs.
+    """
     first, *others = layers
     if isinstance(first, JointLinear) and all(first.joins(other) for other in others):
         return first.multiply_together(x, layers)  # type: ignore[arg-type]
-    return [layer(x) for layer in layers]
+    pieces = [layer.piece for layer in layers if isinstance(layer, GPULinear) and layer.piece is not None]
+    if len(pieces) < len(layers) or any(piece.whole is not pieces[0].whole for piece in pieces):
+        return [layer(x) for layer in layers]
+    y = pieces[0].whole(x)  # [R, outputs of all]
+    return [y[:, piece.outputs] for piece in pieces]
 
 
 def linear_swiglu(x: Rows, gate: nn.Module, up: nn.Module, into: nn.Module) -> Rows:
@@ -205,7 +277,8 @@ def linear_swiglu(x: Rows, gate: nn.Module, up: nn.Module, into: nn.Module) -> R
     alike, else as `swiglu_into`."""
     if isinstance(gate, JointLinear) and gate.joins(up):
         return gate.multiply_swiglu(x, up)  # type: ignore[arg-type]
-    return swiglu_into(gate(x), up(x), into)
+    gate_rows, up_rows = linear_together(x, gate, up)
+    return swiglu_into(gate_rows, up_rows, into)
 
 
 def swiglu_into(gate: Tensor, up: Tensor, into: nn.Module) -> Rows:

@@ -3,8 +3,6 @@
 T tokens, E hidden channels, F feed-forward channels.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor, nn
 
 from kernels.quantize_rows import Rows
@@ -23,9 +21,8 @@ class MLP(NamedParts):
         )
 
     @property
-    def input_layers(self) -> Sequence[nn.Module]:
-        gate, up, _ = self.parts
-        return gate, up
+    def input_layers(self) -> tuple[nn.Module, ...]:
+        return self.parts[:2]
 
     def forward(self, x: Rows) -> Tensor:
         gate, up, down = self.parts
@@ -43,7 +40,7 @@ class FusedMLP(NamedParts):
         )
 
     @property
-    def input_layers(self) -> Sequence[nn.Module]:
+    def input_layers(self) -> tuple[nn.Module, ...]:
         return self.parts[:1]
 
     def forward(self, x: Rows) -> Tensor:

@@ -3,7 +3,7 @@
 T tokens, E hidden channels, F channels of an expert, N experts, K experts of each token.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from kernels.moe import combine_rows, group_rows, mixture, route
 from kernels.quant_matmul.gpu_weight import GPUWeight, stack
 from kernels.quantize_rows import RowCodes
 from models.config import ConfigReader
-from models.layers.linear import ExpertLinear, FloatLinear, GroupedProduct, JointLinear
+from models.layers.linear import FloatLinear, GPULinear, GroupedProduct, JointLinear
 from models.layers.mlp import MLP
 
 
@@ -106,7 +106,7 @@ class Experts(nn.ModuleList):
 class SparseMoeBlock(nn.Module):
     """A router and the experts that it chooses from."""
 
-    input_layers: Sequence[nn.Module] = ()  # the router reads x, too, and in floats
+    input_layers: tuple[nn.Module, ...] = ()  # the router reads x, too, and in floats
 
     def __init__(self, hidden_size: int, c: MixtureConfig, expert: type[MLP] = MLP) -> None:
         super().__init__()
@@ -122,9 +122,9 @@ class SparseMoeBlock(nn.Module):
         return self.experts(x, weights, chosen)  # type: ignore[no-any-return]
 
 
-def _alike(layers: list[nn.Module]) -> list[ExpertLinear]:
+def _alike(layers: list[nn.Module]) -> list[GPULinear]:
     """These, if they can lie in one weight, else none."""
-    found = [layer for layer in layers if isinstance(layer, ExpertLinear)]
+    found = [layer for layer in layers if isinstance(layer, GPULinear)]
     kinds = {layer.expert_kind for layer in found}
     return found if len(found) == len(layers) and len(kinds) == 1 and None not in kinds else []
 
@@ -134,7 +134,7 @@ def _can_group(layers: list[nn.Module]) -> bool:
     return isinstance(first, JointLinear) and all(first.joins(layer) and layer.bias is None for layer in layers)
 
 
-def _stack(layers: list[ExpertLinear]) -> GPUWeight:
+def _stack(layers: list[GPULinear]) -> GPUWeight:
     """One weight for all, of which each layer's becomes a piece."""
     weight = stack([layer.gpu_weight for layer in layers])
     for number, layer in enumerate(layers):

@@ -31,10 +31,10 @@ from tests.bench.gpu_rows import Step, median_seconds, mixture, product, rotated
 from tests.kernels.triton.cases import assert_near  # noqa: E402
 
 KINDS = ("int4 g128", "int8", "a8w8", "fp8")
-MODELS = {  # outputs, inputs of q and o, k and v, gate and up, down
-    "Llama-3.1-8B": ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)),
-    "Llama-2-7B": ((4096, 4096), (11008, 4096), (4096, 11008)),
-    "Qwen2.5-1.5B": ((1536, 1536), (256, 1536), (8960, 1536), (1536, 8960)),
+MODELS = {  # outputs, inputs of q, k and v; o; gate and up; down
+    "Llama-3.1-8B": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+    "Llama-2-7B": ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008)),
+    "Qwen2.5-1.5B": ((2048, 1536), (1536, 1536), (17920, 1536), (1536, 8960)),
 }
 HEADS = (128256, 4096), (32000, 4096)  # in int8 under `quant=int4`, and of few rows: a prompt has one
 ONE_ROW = [

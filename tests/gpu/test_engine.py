@@ -38,6 +38,8 @@ def test_tokens_are_the_cpus_with_graphs_and_without(scheme: str, kv_cache: str,
     expected = tokens(engine_on("cpu", tmp_path, scheme, kv_cache))
     captured = engine_on("cuda", tmp_path, scheme, kv_cache)
     assert sorted(captured.runner._decode_steps._graphs) == [1, 2, 4, 6]  # type: ignore[union-attr]
+    for layer in captured.runner.model.get_submodule("model.layers"):
+        assert all(each.piece for part in (layer.self_attn, layer.mlp) for each in part.input_layers)
     assert tokens(captured) == expected
     assert tokens(captured, PROMPTS[2:5]) == expected[2:5]  # three rows, padded to four
     assert tokens(engine_on("cuda", tmp_path, scheme, kv_cache, cuda_graphs=False)) == expected

@@ -63,6 +63,21 @@ def test_quantised_products(rows: int, bits: int, group_size: int | None, zero_p
     check_weight(rows, 1536, 4096, bits, group_size, zero_points, BF16)
 
 
+@pytest.mark.parametrize(
+    ("kind", "activations"),
+    [("floats", "none"), ("int4 zero points", "none"), ("int8", "dynamic"), ("fp8 blocks", "dynamic")],
+)
+@torch.inference_mode()
+def test_products_of_joined_layers(kind: str, activations: str) -> None:
+    """Queries, keys and values of an 8B model."""
+    from conf.quantization import Activations
+    from tests.kernels.triton.test_joined_layers import check_joined, make_layers
+
+    for rows in (1, 16):
+        layers = make_layers(kind, Activations[activations], (4096, 1024, 1024), 4096, BF16)
+        check_joined(layers, noise(rows, 4096, dtype=BF16).cuda())
+
+
 def test_a_graph_of_decoding_follows_new_lengths() -> None:
     """Captured with one set of lengths and tables, replayed with another."""
     from kernels.paged_attention.triton import paged_attention

@@ -10,8 +10,10 @@ import kernels.kv_store.triton
 import kernels.paged_attention.triton
 import kernels.quant_matmul
 import kernels.rms_norm.triton
+import kernels.swiglu.triton
 import models.decoder
 import models.layers.attention
+import models.layers.linear
 import models.layers.norm
 from conf.decoding import DecodeConfig
 from conf.quantization import Activations, QuantConfig, QuantScheme
@@ -37,6 +39,7 @@ def padded_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[
         (models.layers.attention, kernels.paged_attention.triton.paged_attention),
         (models.layers.norm, kernels.rms_norm.triton.rms_norm),
         (models.layers.norm, kernels.rms_norm.triton.add_rms_norm),
+        (models.layers.linear, kernels.swiglu.triton.swiglu),
         (models.decoder, kernels.kv_store.triton.rope_and_store),
     ):
         monkeypatch.setattr(module, kernel.__name__, kernel)
@@ -53,6 +56,23 @@ def test_an_engine_gives_the_cpus_tokens(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # rows that pad are NaN
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_so_does_one_whose_layers_are_joined(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys and values, and gate and up, come to the kernels that follow as views with rows that lie apart."""
+    write_llama(tmp_path)
+    activations = Activations.none if scheme == "int8" else Activations.dynamic
+    run = run_config(tmp_path)
+    quant = QuantConfig(QuantScheme[scheme], activations=activations)
+    run = replace(run, quant=quant, device=replace(run.device, block_size=4))
+    expected = tokens(load_engine(run, 3))
+    monkeypatch.setattr(kernels.quant_matmul, "_on_gpu", lambda tensor: True)
+    engine = load_engine(run, 3)
+    for layer in engine.runner.model.get_submodule("model.layers"):
+        assert all(each.piece for part in (layer.self_attn, layer.mlp) for each in part.input_layers)
+    assert padded_tokens(engine, monkeypatch) == expected
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
 @pytest.mark.parametrize("scheme", ["int4", "a8w8", "fp8"])
 def test_so_does_one_with_quantised_experts(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     activations = Activations.none if scheme == "int4" else Activations.dynamic

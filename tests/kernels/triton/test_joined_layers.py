@@ -1,0 +1,157 @@
+"""Layers that share an input, in the GPU's form: as pieces of one weight against each alone."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kernels.quant_matmul
+from conf.quantization import Activations
+from kernels.swiglu import swiglu
+from models.layers.linear import GPULinear, Linear, join, linear_swiglu, linear_together
+from quantization.layouts.base import StoredWeight
+from quantization.linear import Fp8Linear, IntLinear
+from quantization.scheme import LinearScheme
+from quantization.weight_format import quantize
+from tests.kernels.triton.cases import DEVICE, assert_near, noise
+from tests.kernels.triton.test_quantised_layers import CASES, FP8, WEIGHTS
+
+OUTPUTS = (128, 256, 70)  # blocks of 128 outputs end with a weight's, but for the last
+FLOATS, BLOCKS = "floats", "fp8 blocks"
+
+
+@pytest.fixture(autouse=True)
+def _weights_are_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.quant_matmul, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(Linear, "input_kind", property(lambda layer: layer.gpu_weight.output_format))
+
+
+def make_layers(
+    kind: str,
+    activations: Activations = Activations.none,
+    outputs: Sequence[int] = OUTPUTS,
+    inputs: int = 256,
+    dtype: torch.dtype = torch.float32,
+    has_bias: bool = True,
+) -> list[GPULinear]:
+    """`kind`: one of WEIGHTS, FLOATS, or BLOCKS of 128 outputs and inputs that share a scale."""
+    layers: list[GPULinear] = []
+    for seed, size in enumerate(outputs):
+        weight, bias = noise(size, inputs, seed=seed) / 16, noise(size, seed=seed) if has_bias else None
+        if kind == FLOATS:
+            layer = Linear(inputs, size, has_bias)
+            layer.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
+            layers.append(layer.to(DEVICE, dtype).requires_grad_(False))
+            continue
+        scheme = LinearScheme(WEIGHTS["fp8 groups" if kind == BLOCKS else kind], activations)
+        quantized = quantize(weight, scheme.weights)
+        if kind == BLOCKS:
+            scales = quantized.scales[::128].repeat_interleave(128, 0)[:size]
+            quantized = replace(quantized, scales=scales)
+        make = Fp8Linear if scheme.weights.kind is FP8 else IntLinear
+        scale = torch.tensor(0.03) if activations is Activations.static else None
+        coded = make("layer", scheme, None, (size, inputs), has_bias)  # type: ignore[arg-type]
+        coded.hold(StoredWeight(quantized, scale), bias, dtype, torch.device(DEVICE))
+        layers.append(coded)
+    return layers
+
+
+def each_alone(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
+    return [layer(x) for layer in layers]
+
+
+def check_joined(layers: list[GPULinear], x: Tensor) -> None:
+    """Against what they gave before, whose own kernels are proved elsewhere; what differs is the order of sums."""
+    alone = each_alone(x, layers)
+    names = [[(name, part.shape, part.nbytes) for name, part in layer.named_parameters()] for layer in layers]
+    join(layers)
+    assert names == [[(name, part.shape, part.nbytes) for name, part in layer.named_parameters()] for layer in layers]
+    # each layer has become a piece of what all are read from
+    held = {part.untyped_storage().data_ptr() for layer in layers for part in layer.parameters()}
+    assert len(held) == len(list(layers[0].parameters()))
+    for result, expected in zip(each_alone(x, layers), alone, strict=True):
+        assert_near(result, expected)
+    wholes: list[Tensor] = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda module, inputs: pytest.fail("called alone"))
+    assert layers[0].piece
+    layers[0].piece.whole.register_forward_pre_hook(lambda module, inputs: wholes.extend(inputs))
+    for result, expected in zip(linear_together(x, *layers), alone, strict=True):
+        assert_near(result, expected)
+    for result, expected in zip(linear_together(x, *reversed(layers)), reversed(alone), strict=True):
+        assert_near(result, expected)
+    assert_near(linear_swiglu(x, layers[0], layers[0]), swiglu(alone[0], alone[0]))
+    assert len(wholes) == 3
+
+
+@pytest.mark.parametrize(("kind", "activations"), [(FLOATS, Activations.none), (BLOCKS, Activations.dynamic), *CASES])
+@torch.inference_mode()
+def test_joined_they_are_what_each_is_alone(kind: str, activations: Activations) -> None:
+    for rows in (1, 7):
+        check_joined(make_layers(kind, activations), noise(rows, 256).to(DEVICE))
+
+
+@pytest.mark.parametrize("kind", [FLOATS, "int4 zero points"])
+@torch.inference_mode()
+def test_without_biases(kind: str) -> None:
+    check_joined(make_layers(kind, has_bias=False), noise(3, 256).to(DEVICE))
+
+
+@torch.inference_mode()
+def test_activations_auto_count_the_rows_of_all() -> None:
+    for rows in (7, 8):  # from 8 on they are quantised
+        check_joined(make_layers("int8", Activations.auto), noise(rows, 256).to(DEVICE))
+
+
+def apart() -> dict[str, list[GPULinear]]:
+    """Layers of which no kernel makes one product."""
+    int4, int8 = make_layers("int4 groups"), make_layers("int8")
+    permuted = make_layers("int8")
+    permuted[1].permutation = torch.arange(256, device=DEVICE).flip(0)
+    static = make_layers("int8", Activations.static)
+    static[1].input_scale = torch.tensor(0.04, device=DEVICE)
+    return {
+        "none": [],
+        "one": [int8[2]],
+        "two formats": [int4[0], int8[1]],
+        "two schemes": [int8[0], make_layers("int8", Activations.dynamic)[1]],
+        "floats beside codes": [make_layers(FLOATS)[0], int8[1]],
+        "a bias beside none": [int8[0], make_layers("int8", has_bias=False)[1]],
+        "permuted channels": permuted,
+        "two scales of the input": static,
+        "blocks that end within a weight": make_layers(BLOCKS, outputs=(70, 128)),
+        "two widths of floats": [make_layers(FLOATS)[0], make_layers(FLOATS, dtype=torch.bfloat16)[1]],
+    }
+
+
+@torch.inference_mode()
+def test_layers_of_several_kinds_stay_apart() -> None:
+    for name, layers in apart().items():
+        held = [part.data_ptr() for layer in layers for part in layer.parameters()]
+        join(layers)
+        assert [part.data_ptr() for layer in layers for part in layer.parameters()] == held, name
+        assert all(layer.piece is None for layer in layers), name
+    x, layers = noise(3, 256).to(DEVICE), apart()["two formats"]
+    for result, expected in zip(linear_together(x, *layers), each_alone(x, layers), strict=True):
+        assert torch.equal(result, expected)
+
+
+@torch.inference_mode()
+def test_pieces_of_two_wholes_stay_apart() -> None:
+    first, second = make_layers("int8"), make_layers("int8", outputs=(64, 32))
+    join(first)
+    join(second)
+    x = noise(3, 256).to(DEVICE)
+    for result, expected in zip(
+        linear_together(x, first[0], second[1]), each_alone(x, [first[0], second[1]]), strict=True
+    ):
+        assert torch.equal(result, expected)
+
+
+def test_on_a_cpu_nothing_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for layers in (make_layers(FLOATS), make_layers("int8"), make_layers("fp8")):
+        join(layers)
+        assert all(layer.piece is None for layer in layers) == (DEVICE == "cpu")

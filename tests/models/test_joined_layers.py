@@ -1,0 +1,84 @@
+"""Layers that share an input, as pieces of one weight, in whole models: floats as a GPU holds them, on the CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from models.layers.linear import Linear
+from models.linear_layers import join_layers
+from pipelines.assembly import assemble
+from pipelines.engine import Engine
+from tests.builders import all_logits, run_config
+from tests.models.test_deepseek import CASES, build
+from tests.models.test_goldens import FAMILIES, GOLDENS, TOLERANCE, greedy, link
+
+
+@pytest.fixture(autouse=True)
+def _floats_are_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Linear, "input_kind", property(lambda layer: layer.gpu_weight.output_format))
+
+
+def unpacked(folder: Path) -> Engine:
+    return assemble(run_config(folder, allow_pickle=True), 3, packed=False)
+
+
+def layers_by_input(engine: Engine, prompt: list[int]) -> list[list[Linear]]:
+    """Those that are called with the same tensor."""
+    found: dict[int, list[Linear]] = {}
+    inputs: list[Tensor] = []  # kept, so that no other tensor gets the number of one
+
+    def note(layer: nn.Module, args: tuple[Tensor]) -> None:
+        inputs.append(args[0])
+        found.setdefault(id(args[0]), []).append(layer)  # type: ignore[arg-type]
+
+    layers = [module for module in engine.runner.model.modules() if type(module) is Linear]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    all_logits(engine, prompt)
+    for hook in hooks:
+        hook.remove()
+    return [layers for layers in found.values() if len(layers) > 1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_joins_what_it_can(family: str, tmp_path: Path) -> None:
+    """No layer is called beside another with the same input any more, and logits and tokens are the original code's."""
+    golden = load_file(GOLDENS / family / "golden.safetensors")
+    prompt, tokens = golden["input_ids"][0].tolist(), golden["greedy_ids"][0].tolist()
+    engine = unpacked(link(family, tmp_path))
+    model, shared = engine.runner.model, layers_by_input(engine, prompt)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    num_bytes = engine.runner.weight_bytes, engine.runner.step_weight_bytes(3)
+    join_layers(model)
+    assert layers_by_input(engine, prompt) == []
+    for layers in shared:
+        assert len({layer.piece.whole for layer in layers if layer.piece}) == 1
+    torch.testing.assert_close(all_logits(engine, prompt), golden["logits"][0], atol=TOLERANCE, rtol=0)
+    assert greedy(engine, [prompt], len(tokens)) == [tokens]
+    assert (engine.runner.weight_bytes, engine.runner.step_weight_bytes(3)) == num_bytes
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("name", ["v2", "v3"])
+def test_queries_and_latents_of_deepseek(name: str, tmp_path: Path) -> None:
+    version, config = CASES[name]
+    build(version, **config).save_pretrained(tmp_path)
+    engine, prompt = unpacked(tmp_path), list(range(2, 20))
+    expected = all_logits(engine, prompt)  # transformers', as tests/models/test_deepseek.py says
+    assert layers_by_input(engine, prompt)
+    join_layers(engine.runner.model)
+    assert layers_by_input(engine, prompt) == []
+    # float32 sums in another order; the logits are of order 1 to 10
+    torch.testing.assert_close(all_logits(engine, prompt), expected, atol=1e-4, rtol=0)
+
+
+def test_no_weight_is_there_twice(tmp_path: Path) -> None:
+    model = unpacked(link("llama3", tmp_path)).runner.model
+    join_layers(model)
+    assert all(layer.piece for name, layer in model.named_modules() if name.endswith(("q_proj", "v_proj", "up_proj")))
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in model.parameters()}
+    assert sum(storages.values()) == sum(part.nbytes for part in model.parameters())
