@@ -65,10 +65,6 @@ template <int BITS> inline Ints shift_right(Ints a) { return {_mm256_srai_epi32(
 inline Ints lookup(Ints bytes, Ints places) { return {_mm256_shuffle_epi8(bytes.low, places.low), _mm256_shuffle_epi8(bytes.high, places.high)}; }
 inline Ints interleave_low(Ints a, Ints b) { return {_mm256_unpacklo_epi8(a.low, b.low), _mm256_unpacklo_epi8(a.high, b.high)}; }
 inline Ints interleave_high(Ints a, Ints b) { return {_mm256_unpackhi_epi8(a.low, b.low), _mm256_unpackhi_epi8(a.high, b.high)}; }
-inline __m256i select_bits(__m256i mask, __m256i a, __m256i b) {
-  return _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b));
-}
-inline Ints select_bits(Ints mask, Ints a, Ints b) { return {select_bits(mask.low, a.low, b.low), select_bits(mask.high, a.high, b.high)}; }
 inline int32_t largest(Ints x) {
   const __m256i eight = _mm256_max_epi32(x.low, x.high);
   __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));

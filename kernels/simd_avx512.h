@@ -36,7 +36,6 @@ template <int BITS> inline Ints shift_right(Ints a) { return _mm512_srai_epi32(a
 inline Ints lookup(Ints bytes, Ints places) { return _mm512_shuffle_epi8(bytes, places); }
 inline Ints interleave_low(Ints a, Ints b) { return _mm512_unpacklo_epi8(a, b); }
 inline Ints interleave_high(Ints a, Ints b) { return _mm512_unpackhi_epi8(a, b); }
-inline Ints select_bits(Ints mask, Ints a, Ints b) { return _mm512_ternarylogic_epi32(mask, a, b, 0xca); }  // of a where the mask is 1
 inline int32_t largest(Ints x) { return _mm512_reduce_max_epi32(x); }
 inline int32_t sum(Ints x) { return _mm512_reduce_add_epi32(x); }
 

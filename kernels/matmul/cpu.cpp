@@ -20,8 +20,7 @@ namespace {
 constexpr int64_t STEP_BYTES = 4;
 constexpr int64_t VECTOR_BYTES = LANES * STEP_BYTES;
 constexpr int64_t TILES_PER_CHUNK = 4;
-constexpr int64_t PANELS_PER_CHUNK = 24;
-constexpr int64_t FEW_PANELS = 4;  // more than these share a decompressed tile: that is slower for 2 panels (0.75) and faster for 22 (1.03)
+constexpr int64_t PANELS_PER_CHUNK = 8;
 constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level; 2048 into the first are up to 1.15 times slower at 8 and 16 rows
 constexpr int MAX_ROWS = ACCUMULATORS;     // of a panel: then one tile fills the registers, and 16 rows read the weight once
 
@@ -44,7 +43,6 @@ struct Weight {
   const uint8_t *tiles;   // packed: [tiles, steps, 16, 4 bytes]; or compressed, of bfloat16
   int32_t is_compressed;
   const void *bias;       // null if there is none
-  int64_t first_tile = 0;
 };
 
 struct Output {
@@ -113,7 +111,7 @@ template <int ROWS, int TILES>
   for (int row = 0; row < ROWS; ++row)
     UNROLL
     for (int t = 0; t < TILES; ++t) sums[row][t] = splat(0.0f);
-  const Exponents exponents(weight);
+  const Ints upper = upper_bytes(weight);
   const Exception *next[TILES];
   for (int t = 0; t < TILES; ++t) next[t] = first_exception(weight, layout, tile + t);
   const int64_t tile_bytes = layout.tile_bytes(), near_end = layout.num_groups - PREFETCH_BYTES / GROUP_BYTES;
@@ -127,7 +125,7 @@ template <int ROWS, int TILES>
       for (int64_t line = 0; line < GROUP_BYTES; line += 64)
         _mm_prefetch(reinterpret_cast<const char *>(bytes + t * tile_bytes + ahead + line), _MM_HINT_T1);
       Ints steps[STEPS_OF_GROUP];
-      read_group(bytes + t * tile_bytes, exponents, next[t], group, steps);
+      read_group(bytes + t * tile_bytes, upper, next[t], group, steps);
       UNROLL
       for (int64_t step = 0; step < STEPS_OF_GROUP; ++step)
         if (step < count)
@@ -150,7 +148,7 @@ void multiply(const Rows &rows, const Weight &weight, int64_t all_tiles, const i
     product(weight.tiles, {all_tiles, rows.num_steps()}, tile, x, result);
   } else {
     const auto product = num_tiles == TILES ? dot<DTYPE, ROWS, TILES> : dot<DTYPE, ROWS, 1>;
-    product(weight.tiles + (tile - weight.first_tile) * rows.tile_bytes(), rows.tile_bytes(), x, rows.num_steps(), result);
+    product(weight.tiles + tile * rows.tile_bytes(), rows.tile_bytes(), x, rows.num_steps(), result);
   }
   if (!weight.bias) return;
   float bias[TILES * LANES];
@@ -194,16 +192,6 @@ struct Product {
   }
 };
 
-// The weight becomes its tiles first .. last - 1 without compression, in `memory`.
-void decompress_tiles(Weight &weight, const Rows &rows, const Output &out, int64_t first, int64_t last, std::vector<uint8_t> &memory) {
-  if (!weight.is_compressed) return;
-  const int64_t size = rows.tile_bytes();
-  if (static_cast<int64_t>(memory.size()) < (last - first) * size) memory.resize((last - first) * size);
-  for (int64_t tile = first; tile < last; ++tile)
-    decompress_tile(weight.tiles, {out.num_tiles(), rows.num_steps()}, tile, memory.data() + (tile - first) * size);
-  weight = {memory.data(), false, weight.bias, first};
-}
-
 // The tiles and panels that one thread takes at a time.
 void multiply_chunk(const Product &product, int64_t chunk) {
   const Rows &rows = product.rows;
@@ -213,13 +201,7 @@ void multiply_chunk(const Product &product, int64_t chunk) {
   const int64_t first = tile * TILES_PER_CHUNK, last = std::min(first + TILES_PER_CHUNK, out->num_tiles());
   const int64_t panel = chunk % rows.panel_chunks() * PANELS_PER_CHUNK, end = std::min(panel + PANELS_PER_CHUNK, rows.num_panels());
   const auto multiply = rows.dtype == Dtype::float32 ? multiply_panel<Dtype::float32, MAX_ROWS> : multiply_panel<Dtype::bfloat16, MAX_ROWS>;
-  Output decompressed = *out;
-  if (end - panel > FEW_PANELS) {
-    thread_local std::vector<uint8_t> kept[2];
-    decompress_tiles(decompressed.weight, rows, *out, first, last, kept[0]);
-    decompress_tiles(decompressed.up, rows, *out, first, last, kept[1]);
-  }
-  for (int64_t p = panel; p < end; ++p) multiply(rows, decompressed, p, first, last);
+  for (int64_t p = panel; p < end; ++p) multiply(rows, *out, p, first, last);
 }
 
 void multiply_all(Product *products, int64_t num_products) {
@@ -282,19 +264,19 @@ extern "C" void grouped_matmul(const void *x, int32_t dtype, int64_t num_inputs,
   multiply_all(products.data(), products.size());
 }
 
-// How many of `count` numbers of bfloat16 have each exponent: [256].
-extern "C" void count_exponents(const uint16_t *numbers, int64_t count, int64_t *counts) {
+// How many of `count` numbers have each upper byte: [256].
+extern "C" void count_upper_bytes(const uint16_t *numbers, int64_t count, int64_t *counts) {
   constexpr int64_t NUMBERS_OF_CHUNK = 1 << 18;
   std::vector<int64_t> found(divide_up(count, NUMBERS_OF_CHUNK) * 256);
   parallel_for(divide_up(count, NUMBERS_OF_CHUNK), [&](int64_t chunk) {
     for (int64_t i = chunk * NUMBERS_OF_CHUNK; i < std::min((chunk + 1) * NUMBERS_OF_CHUNK, count); ++i)
-      ++found[chunk * 256 + (numbers[i] >> 7 & 255)];
+      ++found[chunk * 256 + (numbers[i] >> 8)];
   });
   std::fill(counts, counts + 256, 0);
   for (size_t i = 0; i < found.size(); ++i) counts[i % 256] += found[i];
 }
 
-// Tiles of bfloat16 [tiles, steps, 16, 2] in 12 bits each; the exponents stand in `memory` already, which has room for all exceptions.
+// Tiles of bfloat16 [tiles, steps, 16, 2] in 12 bits each; the upper bytes stand in `memory` already, which has room for all exceptions.
 extern "C" void compress(const uint16_t *tiles, int64_t num_tiles, int64_t num_steps, uint8_t *memory) {
   const Compressed layout{num_tiles, num_steps};
   std::vector<std::vector<Exception>> exceptions(num_tiles);

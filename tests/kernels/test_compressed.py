@@ -26,14 +26,14 @@ def random(*shape: int) -> Tensor:
 
 
 def any_bits(*shape: int) -> Tensor:
-    """All exponents alike: most are exceptions, among them NaN, infinity and denormals."""
+    """All upper bytes alike: most are exceptions, among them NaN, infinity and denormals."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randint(-(2**15), 2**15, shape, generator=generator).short().view(torch.bfloat16)
 
 
 def compress(matrix: PackedMatrix) -> PackedMatrix:
     """Whatever the size, and whether or not it is a gain."""
-    tiles = compression.compress_with(*compression.common_exponents(matrix.tiles), matrix.tiles)
+    tiles = compression.compress_with(*compression.common_upper_bytes(matrix.tiles), matrix.tiles)
     return PackedMatrix(tiles, matrix.num_outputs, matrix.num_inputs)
 
 
@@ -86,7 +86,7 @@ def test_some_of_several_weights_may_be_compressed() -> None:
 
 @pytest.mark.usefixtures("compiled")
 def test_exceptions_are_multiplied_too() -> None:
-    """Every number is one here but those of 16 exponents, and the reference is float64."""
+    """Every number is one here but those of 16 upper bytes, and the reference is float64."""
     weight = any_bits(64, 200)
     weight = torch.where(weight.isfinite() & (weight.abs() < 2**20) & (weight.abs() > 2**-60), weight, 0)
     x, matrix = random(5, 200), compress(pack(weight))
@@ -99,7 +99,7 @@ def test_what_gains_is_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("with AVX2 nothing is")
     weight = random(512, 1024)
     assert pack(weight).tiles.nbytes == pytest.approx(weight.nbytes * 0.75, rel=0.003)  # exceptions are few
-    assert not pack(weight[:256]).is_compressed
+    assert not pack(weight[:256]).is_compressed  # small
     assert not pack(any_bits(512, 1024)).is_compressed
     assert not pack(weight.float()).is_compressed
     monkeypatch.setattr(build, "instruction_set", lambda: "avx2")
