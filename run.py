@@ -14,7 +14,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from conf.compose import CONFIG_ERRORS, dump, explain, flags_first, quote_prompt, register, saved_config, to_run_config
+from conf.compose import (
+    CONFIG_ERRORS,
+    checked,
+    dump,
+    explain,
+    flags_first,
+    quote_prompt,
+    register,
+    saved_config,
+    to_run_config,
+)
 from conf.errors import UserError
 from conf.signals import interrupts_waiting
 
@@ -57,11 +67,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = flags_first(quote_prompt(saved_config(sys.argv[1:])))
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra shall raise its errors, not print them its own way
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     register()
     try:
+        sys.argv[1:] = flags_first(quote_prompt(saved_config(checked(sys.argv[1:]))))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
     except (UserError, OSError, *CONFIG_ERRORS) as error:
