@@ -89,6 +89,33 @@ def test_experts_of_floats(tokens: int, experts: int, dtype: torch.dtype) -> Non
     assert_near(triton.mixture(x.to(DEVICE), *stacked, weights.to(DEVICE), chosen.to(DEVICE)), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(("experts", "per_token"), [(1, 1), (3, 2), (8, 2), (60, 4), (128, 8), (160, 6)])
+def test_routes_by_a_softmax(experts: int, per_token: int, renormalise: bool, dtype: torch.dtype) -> None:
+    logits = (3 * noise(11, experts)).to(dtype)  # of 16 bits: with ties
+    logits[3] = 1.5
+    logits[4, : experts // 2] = -torch.inf
+    weights, chosen = (part.cpu() for part in triton.route(logits.to(DEVICE), per_token, renormalise))
+    order = logits.double().argsort(dim=-1, descending=True, stable=True)[:, :per_token]
+    assert torch.equal(chosen, order)
+    exact = logits.double().softmax(-1).gather(-1, order)
+    exact = exact / exact.sum(-1, keepdim=True) if renormalise else exact
+    # a sum of 160 float32 in a tree of 8 roundings by 2^-24, the exponential by 4 of 2^-23
+    torch.testing.assert_close(weights.double(), exact, rtol=2**-19, atol=0)
+    assert weights.dtype == torch.float32
+
+
+def test_damaged_logits_are_chosen_as_the_reference_does() -> None:
+    logits = noise(6, 9)
+    logits[0, [7, 2]], logits[1], logits[2, 5], logits[3], logits[4] = torch.nan, torch.nan, torch.inf, -torch.inf, 0
+    logits[4, ::2] = -0.0
+    weights, chosen = (part.cpu() for part in triton.route(logits.to(DEVICE), 4, True))
+    expected, order = reference.route(logits, 4, True)
+    assert torch.equal(chosen, order)
+    assert torch.equal(weights.isnan(), expected.isnan())
+
+
 @pytest.mark.parametrize(("tokens", "experts", "per_token"), [(2, 1, 1), (7, 60, 4), (800, 5, 3)])
 def test_pairs_are_sorted_by_expert(tokens: int, experts: int, per_token: int) -> None:
     chosen = choose(tokens, experts, per_token)
@@ -104,3 +131,4 @@ def test_no_tokens() -> None:
     matrices = of_floats(noise(6, 8, 8).to(DEVICE)), of_floats(noise(3, 8, 8).to(DEVICE))
     result = triton.mixture(noise(0, 8).to(DEVICE), *matrices, empty, empty.long())
     assert result.shape == (0, 8)
+    assert [part.shape for part in triton.route(empty, 2, True)] == [(0, 2), (0, 2)]
