@@ -93,15 +93,19 @@ def _multiply(
     num_pairs, experts = len(pairs.experts), len(weight.codes) // (2 if weights is None else 1)
     expected = triton.cdiv(num_pairs, experts)
     default = ONE_TOKEN if pairs.order is None else _default_launch(expected, weight.num_groups > 1, x.dtype)
-    per_row = num_pairs // len(x)
-    x, x_scales = (x, None) if rows is None else quantize_rows(x, *rows)
+    x_scales = None
+    if rows is not None:
+        static_scales = None
+        if rows.static_scales is not None:  # a token has other codes at each of its experts
+            x, static_scales = x.repeat_interleave(num_pairs // len(x), 0), rows.static_scales[pairs.experts]
+        x, x_scales = quantize_rows(x, rows.dtype, rows.group_size, static_scales)
     kernel = "gated experts" if weights is None else "weighted experts"
     # 1 is of a single token alone, whose kernel is another
     launch = tuned_launch(kernel, 1 if pairs.order is None else max(2, expected), x, weight) or default
     shared = format_of(weight, x_scales, None if rows is None else rows.group_size) | {
         "experts": experts,
         "X_SCALES": 0 if x_scales is None else x_scales.shape[1],
-        "PAIRS_OF_A_ROW": per_row,
+        "PAIRS_OF_A_ROW": num_pairs // len(x),
         "OUTPUTS": launch.outputs,
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,

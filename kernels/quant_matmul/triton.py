@@ -40,9 +40,12 @@ def quant_matmul_codes(
     return _multiply(x_codes, x_scales, weight, out_dtype, x_group_size)
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | None = None, static_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Codes [M, K] and float32 scales [M, K / group_size rounded up], one for a row if `group_size` is None: max |x| / the largest code,
-    1 if that is 0, NaN where x is not finite. x [M, K] of any float dtype; codes int8 or float8_e4m3fn, rounded half to even."""
+    1 if that is 0, or those of the rows in `static_scales` float32 [M], under which codes saturate; NaN where x is not finite. x [M, K] of
+    any float dtype; codes int8 or float8_e4m3fn, rounded half to even."""
     x = x.contiguous()
     rows, inputs = x.shape
     size = inputs if group_size is None else min(group_size, inputs)
@@ -53,7 +56,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | 
     padded = triton.next_power_of_2(size)
     if rows:
         warps = min(max(padded // 512, 1), 16)
-        _quantize_rows[(rows, groups)](x, codes, scales, inputs, size, SIZE=padded, largest=largest, num_warps=warps)
+        tensors = (x, static_scales, codes, scales)
+        _quantize_rows[(rows, groups)](*tensors, inputs, size, SIZE=padded, largest=largest, num_warps=warps)
     return codes, scales
 
 
@@ -373,15 +377,20 @@ def _add(parts, output, size, splits, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _quantize_rows(x, codes, scales, inputs, group_size, SIZE: tl.constexpr, largest: tl.constexpr):
+def _quantize_rows(x, static_scales, codes, scales, inputs, group_size, SIZE: tl.constexpr, largest: tl.constexpr):
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k = group * group_size + tl.arange(0, SIZE)
     mask = (k < inputs) & (tl.arange(0, SIZE) < group_size)
     part = tl.load(x + row * inputs + k, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.abs(part), 0), largest)
-    scale = tl.where(scale == 0, 1.0, scale) + tl.sum(part * 0.0, 0)  # NaN if one is not finite: `max` would hide it
+    if static_scales is None:
+        scale = tl.div_rn(tl.max(tl.abs(part), 0), largest)
+        scale = tl.where(scale == 0, 1.0, scale)
+    else:
+        scale = tl.load(static_scales + row)
+    scale += tl.sum(part * 0.0, 0)  # NaN if one is not finite: `max` would hide it
     tl.store(scales + row * tl.num_programs(1) + group, scale)
     part = tl.where(scale == scale, tl.div_rn(part, scale), 0.0)
     if codes.dtype.element_ty == tl.int8:
+        part = tl.minimum(tl.maximum(part, -largest - 1), largest)
         part = (part + 12582912.0) - 12582912.0  # half to even: beside 1.5 * 2^23 there is no room for a fraction
     tl.store(codes + row * inputs + k, part.to(codes.dtype.element_ty), mask=mask)

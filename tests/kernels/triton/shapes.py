@@ -87,6 +87,8 @@ def rows() -> None:
     quantize_rows(x)
     quantize_rows(x, FP8)
     quantize_rows(x, FP8, 128)
+    for dtype in (torch.int8, FP8):
+        quantize_rows(x, dtype, static_scales=torch.empty(64))
 
 
 def multiply(

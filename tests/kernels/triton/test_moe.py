@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from kernels.moe import reference, route, triton
-from kernels.quant_matmul.gpu_weight import GPUWeight, of_floats, pack, stack
+from kernels.quant_matmul.gpu_weight import GPUWeight, RowCodes, of_floats, pack, stack
+from kernels.swiglu.reference import swiglu
 from tests.kernels.triton.cases import DEVICE, EXPERT_FORMATS, FP8, assert_near, noise
 from tests.kernels.triton.test_quant_matmul import on_device, random_codes, values
 
@@ -59,6 +60,23 @@ def choose(tokens: int, experts: int, per_token: int) -> Tensor:
 @pytest.mark.parametrize("tokens", [1, 21])
 def test_quantised_experts(kind: str, tokens: int) -> None:
     check_mixture(kind, choose(tokens, 9, 2), 9, 200, 72 if "blocks" not in kind else 140)
+
+
+@pytest.mark.parametrize("kind", ["w8a8", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 21])
+def test_each_expert_quantises_with_its_own_scale(kind: str, tokens: int) -> None:
+    """Some of what is quantised lies beyond the largest code."""
+    chosen, (weights, x) = choose(tokens, 5, 2), (noise(tokens, 2, seed=1).abs(), noise(tokens, 200))
+    gate_up, gate_up_values = make_experts(10, 72, 200, kind)
+    down, down_values = make_experts(5, 200, 72, kind)
+    dtype = EXPERT_FORMATS[kind][1]
+    hidden = swiglu(x.double() @ gate_up_values[0].T, x.double() @ gate_up_values[5].T).abs().max().float()
+    scales = torch.arange(1, 6) / (200 if dtype == torch.int8 else 1000)
+    rows = [RowCodes(dtype, None, scale) for scale in (scales, scales * hidden)]
+    expected = reference.mixture(x.double(), gate_up_values, down_values, weights, chosen, *rows)
+    on_gpu = (RowCodes(dtype, None, each.static_scales.to(DEVICE)) for each in rows)
+    result = triton.mixture(x.to(DEVICE), gate_up, down, weights.to(DEVICE), chosen.to(DEVICE), *on_gpu)
+    assert_near(result, expected, 2e-3 if dtype == torch.int8 else 1e-2)  # as in `check_mixture`
 
 
 @pytest.mark.parametrize("kind", ["w4a16 g128", "w8a8", "fp8 blocks"])
