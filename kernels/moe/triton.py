@@ -102,13 +102,11 @@ def _multiply(
     kernel = "gated experts" if weights is None else "weighted experts"
     # 1 is of a single token alone, whose kernel is another
     launch = tuned_launch(kernel, 1 if pairs.order is None else max(2, expected), x, weight) or default
-    shared = format_of(weight, x_scales, None if rows is None else rows.group_size) | {
+    shared = format_of(weight, x_scales, None if rows is None else rows.group_size) | launch.options
+    shared |= {
         "experts": experts,
         "X_SCALES": 0 if x_scales is None else x_scales.shape[1],
         "PAIRS_OF_A_ROW": num_pairs // len(x),
-        "OUTPUTS": launch.outputs,
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
     }
     tensors = (x, x_scales, weight.codes, weight.scales, weight.zero_points)
     tiles = triton.cdiv(weight.num_outputs, launch.outputs)
