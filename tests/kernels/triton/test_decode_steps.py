@@ -13,8 +13,8 @@ import kernels.quant_matmul
 import kernels.rms_norm.triton
 import models.decoder
 import models.layers.attention
+import models.layers.moe
 import models.layers.norm
-import models.mixtral
 from conf.decoding import DecodeConfig
 from conf.quantization import Activations, QuantConfig, QuantScheme
 from models.layers.moe import Experts
@@ -40,7 +40,7 @@ def padded_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[
         (models.layers.norm, kernels.rms_norm.triton.rms_norm),
         (models.layers.norm, kernels.rms_norm.triton.add_rms_norm),
         (models.decoder, kernels.kv_store.triton.rope_and_store),
-        (models.mixtral, kernels.moe.triton.route),
+        (models.layers.moe, kernels.moe.triton.route),
     ):
         monkeypatch.setattr(module, kernel.__name__, kernel)
     steps = PaddedDecodeSteps(engine.runner._forward, AgainPool(), 4, 3, 0, torch.device("cpu"))
