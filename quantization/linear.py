@@ -125,14 +125,13 @@ class KernelLinear(CodedLinear, ExpertLinear):
 
     @property
     def expert_kind(self) -> Hashable:
-        """None on a CPU, and for a layer that does to rows what others do not."""
-        is_one = isinstance(self._weight, GPUWeight) and self._takes_any_rows and self.bias is None
+        """None on a CPU, and for a layer that permutes rows as others do not."""
+        is_one = isinstance(self._weight, GPUWeight) and self.permutation is None and self.bias is None
         return (self.scheme, self.gpu_weight.format) if is_one else None
 
     @property
-    def _takes_any_rows(self) -> bool:
-        """Whether they are neither permuted nor quantised with a scale of this layer's own."""
-        return self.permutation is None and self.input_scale is None
+    def row_scale(self) -> Tensor | None:
+        return self.input_scale
 
     @property
     def gpu_weight(self) -> GPUWeight:
@@ -161,14 +160,14 @@ class IntLinear(KernelLinear, JointLinear):
 
     def keep(self, weight: KernelWeight) -> None:
         super().keep(weight)
-        if isinstance(weight, PackedWeight) and self._takes_any_rows:
+        if isinstance(weight, PackedWeight) and self.permutation is None and self.input_scale is None:
             self.kind = self.scheme.activations, weight.format
 
-    def row_codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
+    def row_codes(self, num_rows: int, num_layers: int, row_scales: Tensor | None = None) -> RowCodes | None:
         activations = self.scheme.activations
         if activations is Activations.none or activations is Activations.auto and num_rows < MANY_ROWS * num_layers:
             return None
-        return RowCodes(torch.int8)
+        return RowCodes(torch.int8, static_scales=row_scales)
 
     def _rows(self, x: Tensor, num_layers: int = 1) -> Tensor | Int8Rows:
         """What the weight is multiplied by, where so many layers divide the rows among them."""
@@ -216,9 +215,9 @@ class Fp8Linear(KernelLinear):
     def _restore(self, tensors: dict[str, Tensor]) -> None:
         self.keep(Float8Weight(tensors.pop("codes"), tensors.pop("scales")))
 
-    def row_codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
+    def row_codes(self, num_rows: int, num_layers: int, row_scales: Tensor | None = None) -> RowCodes | None:
         is_float = self.scheme.activations is Activations.none
-        return None if is_float else RowCodes(torch.float8_e4m3fn, self.scheme.weights.group_size)
+        return None if is_float else RowCodes(torch.float8_e4m3fn, self.scheme.weights.group_size, row_scales)
 
     def _multiply(self, x: Tensor) -> Tensor:
         size = self.scheme.weights.group_size

@@ -40,9 +40,12 @@ def quant_matmul_codes(
     return _multiply(x_codes, x_scales, weight, out_dtype, x_group_size)
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | None = None, static_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Codes [M, K] and float32 scales [M, K / group_size rounded up], one for a row if `group_size` is None: max |x| / the largest code,
-    1 if that is 0, NaN where x is not finite. x [M, K] of any float dtype; codes int8 or float8_e4m3fn, rounded half to even."""
+    1 if that is 0, or those of the rows in `static_scales` float32 [M], under which codes saturate; NaN where x is not finite. x [M, K] of
+    any float dtype; codes int8 or float8_e4m3fn, rounded half to even."""
     x = x.contiguous()
     rows, inputs = x.shape
     size = inputs if group_size is None else min(group_size, inputs)
@@ -53,7 +56,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | 
     padded = triton.next_power_of_2(size)
     if rows:
         warps = min(max(padded // 512, 1), 16)
-        _quantize_rows[(rows, groups)](x, codes, scales, inputs, size, SIZE=padded, largest=largest, num_warps=warps)
+        tensors = (x, static_scales, codes, scales)
+        _quantize_rows[(rows, groups)](*tensors, inputs, size, SIZE=padded, largest=largest, num_warps=warps)
     return codes, scales
 
 
@@ -73,8 +77,7 @@ def _multiply(
     programs = triton.cdiv(rows, launch.rows) * triton.cdiv(outputs, launch.outputs)
     splits = 1 if rows == 1 else min(triton.cdiv(FULL_GPU, programs), triton.cdiv(chunks, 4))
     parts = output if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    shared = format_of(weight, x_scales, x_group_size) | {"OUTPUTS": launch.outputs} | options
+    shared = format_of(weight, x_scales, x_group_size) | launch.options
     tensors = (x, x_scales, weight.codes, weight.scales, weight.zero_points)
     if rows == 1:
         _one_row[(programs,)](*tensors, output, CHUNKS=chunks_at_once(weight), **shared)
@@ -148,9 +151,10 @@ def multiply_row(
     width: tl.constexpr = CHUNK // 2 if PAIRED else CHUNK
     stride: tl.constexpr = inputs if scales is None else chunks * width  # floats are not padded
     groups: tl.constexpr = chunks if GROUPED else 1
+    scales_of_group: tl.constexpr = (outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS
     codes += expert * outputs * stride
     if scales is not None:
-        scales += expert * groups * ((outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS)
+        scales += expert * groups * scales_of_group
     if zero_points is not None:
         zero_points += expert * groups * outputs
     unit = tl.arange(0, width)
@@ -176,7 +180,7 @@ def multiply_row(
             products = tile.to(wide) * x_low
         part = tl.sum(products, 2).to(tl.float32)
         if GROUPED:
-            place = c[None, :] * ((outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS) + (n // SCALE_OUTPUTS)[:, None]
+            place = c[None, :] * scales_of_group + (n // SCALE_OUTPUTS)[:, None]
             part *= tl.load(scales + place, mask=known, other=0.0)
             if X_CHUNKS > 0:
                 part *= tl.load(x_scales + c // X_CHUNKS, mask=c < chunks, other=0.0)[None, :]
@@ -216,9 +220,10 @@ def multiply_rows(
     width: tl.constexpr = CHUNK // 2 if PAIRED else CHUNK
     stride: tl.constexpr = inputs if scales is None else chunks * width  # floats are not padded
     groups: tl.constexpr = chunks if GROUPED else 1
+    scales_of_group: tl.constexpr = (outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS
     codes += expert * outputs * stride
     if scales is not None:
-        scales += expert * groups * ((outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS)
+        scales += expert * groups * scales_of_group
     if zero_points is not None:
         zero_points += expert * groups * outputs
     dtype: tl.constexpr = row.dtype.element_ty
@@ -255,7 +260,7 @@ def multiply_rows(
                 max_num_imprecise_acc=imprecise,
             )
         if GROUPED:
-            place = c * ((outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS) + n // SCALE_OUTPUTS
+            place = c * scales_of_group + n // SCALE_OUTPUTS
             part = part.to(tl.float32) * tl.load(scales + place, mask=known, other=0.0)[:, None]
             if X_CHUNKS > 0:
                 part *= tl.load(x_scale + c // X_CHUNKS, mask=inside, other=0.0)[None, :]
@@ -373,15 +378,20 @@ def _add(parts, output, size, splits, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _quantize_rows(x, codes, scales, inputs, group_size, SIZE: tl.constexpr, largest: tl.constexpr):
+def _quantize_rows(x, static_scales, codes, scales, inputs, group_size, SIZE: tl.constexpr, largest: tl.constexpr):
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k = group * group_size + tl.arange(0, SIZE)
     mask = (k < inputs) & (tl.arange(0, SIZE) < group_size)
     part = tl.load(x + row * inputs + k, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.abs(part), 0), largest)
-    scale = tl.where(scale == 0, 1.0, scale) + tl.sum(part * 0.0, 0)  # NaN if one is not finite: `max` would hide it
+    if static_scales is None:
+        scale = tl.div_rn(tl.max(tl.abs(part), 0), largest)
+        scale = tl.where(scale == 0, 1.0, scale)
+    else:
+        scale = tl.load(static_scales + row)
+    scale += tl.sum(part * 0.0, 0)  # NaN if one is not finite: `max` would hide it
     tl.store(scales + row * tl.num_programs(1) + group, scale)
     part = tl.where(scale == scale, tl.div_rn(part, scale), 0.0)
     if codes.dtype.element_ty == tl.int8:
+        part = tl.minimum(tl.maximum(part, -largest - 1), largest)
         part = (part + 12582912.0) - 12582912.0  # half to even: beside 1.5 * 2^23 there is no room for a fraction
     tl.store(codes + row * inputs + k, part.to(codes.dtype.element_ty), mask=mask)

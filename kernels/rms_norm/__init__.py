@@ -36,9 +36,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     library, dtype = _library(x, weight), build.DTYPES.get(x.dtype)
     if library is None or dtype is None:
         return reference.rms_norm(x, weight, eps)
-    x, channels = x.contiguous(), x.shape[-1]
+    x, weight, channels = x.contiguous(), weight.contiguous(), x.shape[-1]
     out = torch.empty(*x.shape, dtype=x.dtype)
-    library.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), dtype, x.numel() // channels, channels, eps)
+    library.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), dtype, x.shape[:-1].numel(), channels, eps)
     return out
 
 
@@ -52,11 +52,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     library, dtype = _library(x, weight), build.DTYPES.get(x.dtype)
     if library is None or dtype is None or residual.dtype != x.dtype or residual.shape != x.shape:
         return reference.add_rms_norm(x, residual, weight, eps)
-    x, residual, channels = x.contiguous(), residual.contiguous(), x.shape[-1]
+    x, residual, weight, channels = x.contiguous(), residual.contiguous(), weight.contiguous(), x.shape[-1]
     out, total = (torch.empty(*x.shape, dtype=x.dtype) for _ in range(2))
     library.add_rms_norm(
         *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(), dtype),
-        *(x.numel() // channels, channels, eps),
+        *(x.shape[:-1].numel(), channels, eps),
     )
     return out, total
 

@@ -19,8 +19,8 @@ struct Arrays {  // [rows, D], weight [D], all of one dtype
 void normalise(const Arrays &arrays, Dtype dtype, int64_t num_rows, int64_t channels, float eps) {
   record([=] { normalise(arrays, dtype, num_rows, channels, eps); });
   const int64_t padded = room_for_norm(channels);
-  const int64_t rows_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / channels, 1);
-  parallel_for((num_rows + rows_per_chunk - 1) / rows_per_chunk, [&](int64_t chunk) {
+  const int64_t rows_per_chunk = rows_of_chunk(CHUNK_CHANNELS, channels);
+  parallel_for(divide_up(num_rows, rows_per_chunk), [&](int64_t chunk) {
     thread_local std::vector<float> kept;
     if (static_cast<int64_t>(kept.size()) < 3 * padded) kept.resize(3 * padded);
     float *row = kept.data(), *factors = row + padded, *residual = factors + padded;

@@ -25,7 +25,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, output: Tensor, total: Tensor | None, eps: float
 ) -> None:
-    channels = x.shape[-1]
+    weight, channels = weight.contiguous(), x.shape[-1]
     if x.numel():
         size = triton.next_power_of_2(channels)
         warps = min(max(size // 512, 1), 16)  # 16 elements of each thread

@@ -41,9 +41,14 @@ class ExpertLinear(nn.Module, ABC):
     def keep(self, weight: GPUWeight) -> None:
         """Take this copy of `gpu_weight` for its own, a piece of all experts' weight."""
 
+    @property
+    def row_scale(self) -> Tensor | None:
+        """float32 [], with which rows are quantised before the product, if it was chosen before."""
+        return None
+
     @abstractmethod
-    def row_codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
-        """What rows become before the product, where so many layers divide so many rows among them."""
+    def row_codes(self, num_rows: int, num_layers: int, row_scales: Tensor | None = None) -> RowCodes | None:
+        """What rows become before the product, where so many layers, of these `row_scales`, divide so many rows among them."""
 
 
 class Linear(nn.Linear, ExpertLinear):
@@ -63,7 +68,7 @@ class Linear(nn.Linear, ExpertLinear):
     def keep(self, weight: GPUWeight) -> None:
         self.weight = nn.Parameter(weight.codes, requires_grad=False)
 
-    def row_codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
+    def row_codes(self, num_rows: int, num_layers: int, row_scales: Tensor | None = None) -> RowCodes | None:
         return None
 
 
