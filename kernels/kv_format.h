@@ -42,7 +42,7 @@ inline Floats with_nan_float8(Floats shrunken, Ints codes) {  // 0x7f
 // Of the floats that read_vector writes: whole vectors, and all codes of int4.
 inline int64_t room_for(const PagedVectors &cache) {
   const int64_t written = cache.format == KVFormat::int4 ? 2 * cache.stored_size : cache.channels;
-  return (written + LANES - 1) / LANES * LANES;
+  return divide_up(written, LANES) * LANES;
 }
 
 // x has room for all codes of the vector, also where fewer channels are meant.

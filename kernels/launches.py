@@ -30,6 +30,11 @@ class Launch(NamedTuple):
     num_warps: int
     num_stages: int
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What every product is launched with; what it calls its rows is its own."""
+        return {"OUTPUTS": self.outputs, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 class Shape(NamedTuple):
     """What a launch was measured for."""

@@ -24,6 +24,9 @@ template <class Work> void parallel_for_each(const std::vector<int64_t> &starts,
   });
 }
 
+// Rows that make a chunk, where `enough` channels are worth another thread.
+inline int64_t rows_of_chunk(int64_t enough, int64_t channels) { return std::max<int64_t>(enough / std::max<int64_t>(channels, 1), 1); }
+
 // Threads that share a call's work, with the calling one. At first: as many as the process may use physical cores.
 extern "C" void set_threads(int32_t num_threads);
 extern "C" int32_t get_threads();

@@ -67,6 +67,6 @@ def prepare_experts(model: CausalLM, device: torch.device) -> None:
     if apart and device.type == "cuda":
         log.warning(
             "the experts of %d layers are computed one by one, which no CUDA graph can hold: no kernel takes "
-            "several forms of weights together, activations' scales from calibration, or permuted channels",
+            "several forms of weights together, permuted channels, or gates and ups whose activations' scales differ",
             apart,
         )

@@ -122,21 +122,25 @@ class KernelLinear(CodedLinear, GPULinear):
 
     @property
     def expert_kind(self) -> Hashable:
-        """None on a CPU, and for a layer that does to rows what others do not."""
-        is_one = isinstance(self._weight, GPUWeight) and self._takes_any_rows and self.bias is None
+        """None on a CPU, and for a layer that permutes rows as others do not."""
+        is_one = isinstance(self._weight, GPUWeight) and self.permutation is None and self.bias is None
         return (self.scheme, self.gpu_weight.format) if is_one else None
 
     @property
-    def _takes_any_rows(self) -> bool:
-        """Whether they are neither permuted nor quantised with a scale of this layer's own."""
-        return self.permutation is None and self.input_scale is None
+    def row_scale(self) -> Tensor | None:
+        return self.input_scale
 
     @abstractmethod
     def _codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
         """What rows become before the product, also where other layers would make other codes of them."""
 
-    def row_codes(self, num_rows: int, num_layers: int = 1) -> RowCodes | None:
-        return self._codes(num_rows, num_layers) if self._takes_any_rows else None
+    def row_codes(self, num_rows: int, num_layers: int = 1, row_scales: Tensor | None = None) -> RowCodes | None:
+        codes = self._codes(num_rows, num_layers)
+        if codes is None or self.permutation is not None:
+            return None
+        if self.input_scale is None:
+            return codes
+        return None if row_scales is None else codes._replace(static_scales=row_scales)
 
     def _rows(self, x: Rows, num_layers: int = 1) -> Rows:
         """What the weight is multiplied by, where so many layers divide the rows among them."""
@@ -194,7 +198,7 @@ class IntLinear(KernelLinear, JointLinear):
 
     def keep(self, weight: KernelWeight) -> None:
         super().keep(weight)
-        if isinstance(weight, PackedWeight) and self._takes_any_rows:
+        if isinstance(weight, PackedWeight) and self.permutation is None and self.input_scale is None:
             self.kind = self.scheme.activations, weight.format
 
     def _codes(self, num_rows: int, num_layers: int) -> RowCodes | None:

@@ -4,6 +4,7 @@
 
 #include "../recording.h"
 #include "../rows.h"
+#include "../simd.h"
 #include "../threads.h"
 
 namespace {
@@ -21,7 +22,7 @@ template <class Bits> bool finite(const Bits *x, int64_t count, Bits exponent) {
 extern "C" void all_finite(const void *x, int32_t dtype, int64_t count, bool *out) {
   record([=] { all_finite(x, dtype, count, out); });
   std::atomic<bool> all = true;
-  parallel_for((count + CHUNK - 1) / CHUNK, [&](int64_t chunk) {
+  parallel_for(divide_up(count, CHUNK), [&](int64_t chunk) {
     const int64_t first = chunk * CHUNK, size = std::min(CHUNK, count - first);
     const auto *halves = static_cast<const uint16_t *>(x) + first;
     const bool good = Dtype(dtype) == Dtype::float32 ? finite<uint32_t>(static_cast<const uint32_t *>(x) + first, size, 0x7f800000)

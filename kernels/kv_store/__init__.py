@@ -40,7 +40,7 @@ def kv_store(key: Tensor, value: Tensor, key_cache: PagedVectors, value_cache: P
     library, keys, values = build.library(), key_cache.view, value_cache.view
     if library is None or keys is None or values is None or key.dtype != key_cache.dtype:
         return reference.kv_store(key, value, key_cache, value_cache, slots)
-    key, value = _heads_together(key), _heads_together(value)
+    key, value, slots = _heads_together(key), _heads_together(value), slots.contiguous()
     _declared(library).kv_store(
         *(key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)),
         *(ctypes.addressof(keys), ctypes.addressof(values), slots.data_ptr(), slots.shape[0]),
@@ -74,11 +74,13 @@ def rope_and_store(
     if library is None or keys is None or values is None or dtypes != {key_cache.dtype}:
         return reference.rope_and_store(query, key, value, cos, sin, key_cache, value_cache, slots, interleaved, *norms)
     query, key, value = (_heads_together(vectors) for vectors in (query, key, value))
-    cos, sin, out = cos.contiguous(), sin.contiguous(), torch.empty(*query.shape, dtype=query.dtype)
+    cos, sin, slots = cos.contiguous(), sin.contiguous(), slots.contiguous()
+    weights = [None if norm is None else norm.contiguous() for norm in norms[:2]]
+    out = torch.empty(*query.shape, dtype=query.dtype)
     _declared(library).rope_and_store(
         *(query.data_ptr(), key.data_ptr(), value.data_ptr(), query.stride(0), key.stride(0), value.stride(0)),
         *(query.shape[1], cos.data_ptr(), sin.data_ptr(), cos.shape[1], interleaved),
-        *(None if norm is None else norm.data_ptr() for norm in norms[:2]),
+        *(None if weight is None else weight.data_ptr() for weight in weights),
         *(eps, out.data_ptr(), ctypes.addressof(keys), ctypes.addressof(values), slots.data_ptr(), slots.shape[0]),
     )
     return out

@@ -139,7 +139,7 @@ void turn_and_store(const NewTokens &tokens, const Angles &angles, float eps, vo
   record([=] { turn_and_store(tokens, angles, eps, out, keys, values); });
   const Dtype dtype = keys.dtype;
   const int64_t channels = keys.channels, half = angles.half, room = room_for_norm(channels), num_queries = tokens.queries.count;
-  const int64_t tokens_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / ((num_queries + 2 * keys.num_heads) * channels), 1);
+  const int64_t tokens_per_chunk = rows_of_chunk(CHUNK_CHANNELS, (num_queries + 2 * keys.num_heads) * channels);
   parallel_for(divide_up(tokens.count, tokens_per_chunk), [&](int64_t chunk) {
     thread_local std::vector<float> kept;
     kept.resize(4 * room + 2 * half);
@@ -183,7 +183,7 @@ void turn_and_store(const NewTokens &tokens, const Angles &angles, float eps, vo
 extern "C" void kv_store(const uint8_t *key, const uint8_t *value, int64_t key_stride, int64_t value_stride, const PagedVectors *keys,
                          const PagedVectors *values, const int64_t *slots, int64_t num_tokens) {
   record([=, keys = *keys, values = *values] { kv_store(key, value, key_stride, value_stride, &keys, &values, slots, num_tokens); });
-  const int64_t tokens_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / (keys->num_heads * keys->channels), 1);
+  const int64_t tokens_per_chunk = rows_of_chunk(CHUNK_CHANNELS, keys->num_heads * keys->channels);
   parallel_for(divide_up(num_tokens, tokens_per_chunk), [&](int64_t chunk) {
     for (int64_t token = chunk * tokens_per_chunk; token < std::min((chunk + 1) * tokens_per_chunk, num_tokens); ++token) {
       store_token(*keys, key, token, key_stride, slots[token]);

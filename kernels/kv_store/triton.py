@@ -59,28 +59,31 @@ def _launch(
     eps: float,
 ) -> None:
     query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
+    query_norm, key_norm = (None if norm is None else norm.contiguous() for norm in (query_norm, key_norm))
+    slots = slots.contiguous()
     num_tokens, heads, channels = query.shape
     groups, value_channels = value.shape[1:]
+    if not (num_tokens and channels):
+        return
     size = triton.next_power_of_2(channels)
     at_once = min(triton.next_power_of_2(max(heads, 1)), max(1024 // size, 1), 8)  # 32 channels of each thread
     programs = triton.cdiv(heads, at_once) + (2 * groups if value_channels else groups)
-    if num_tokens:
-        _store[(num_tokens, programs)](
-            *(query, key, value, cos, sin, query_norm, key_norm, output, slots, eps),
-            *(query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
-            *(key_cache.tensors[0], key_cache.scales, value_cache.tensors[0], value_cache.scales),
-            heads=heads,
-            groups=groups,
-            channels=channels,
-            pairs=0 if cos is None else cos.shape[1],
-            interleaved=interleaved,
-            value_channels=value_channels,
-            HEADS=at_once,
-            SIZE=size,
-            **_layout("key", key_cache),
-            **_layout("value", value_cache),
-            num_warps=1,
-        )
+    _store[(num_tokens, programs)](
+        *(query, key, value, cos, sin, query_norm, key_norm, output, slots, eps),
+        *(query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
+        *(key_cache.tensors[0], key_cache.scales, value_cache.tensors[0], value_cache.scales),
+        heads=heads,
+        groups=groups,
+        channels=channels,
+        pairs=0 if cos is None else cos.shape[1],
+        interleaved=interleaved,
+        value_channels=value_channels,
+        HEADS=at_once,
+        SIZE=size,
+        **_layout("key", key_cache),
+        **_layout("value", value_cache),
+        num_warps=1,
+    )
 
 
 def _layout(name: str, cache: PagedVectors) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def grouped_matmul(x: Tensor, weights: PackedMatrices, starts: Tensor, ups: Pack
         if ups is None:
             return torch.cat([matmul(*pair) for pair in zip(parts, weights.matrices, strict=True)])
         return torch.cat([matmul_swiglu(*all) for all in zip(parts, weights.matrices, ups.matrices, strict=True)])
-    x, out = x.contiguous(), torch.empty(x.shape[0], first.num_outputs, dtype=x.dtype)
+    x, starts, out = x.contiguous(), starts.contiguous(), torch.empty(x.shape[0], first.num_outputs, dtype=x.dtype)
     _declared(library).grouped_matmul(
         *(x.data_ptr(), build.DTYPES[x.dtype], first.num_inputs),
         *(weights.addresses.data_ptr(), weights.are_compressed.data_ptr()),

@@ -1,4 +1,4 @@
-"""What a mixture of experts adds to its experts: rows grouped by expert, the weighted sum; on a GPU all of it in one function."""
+"""What a mixture of experts adds to its experts: a choice, rows grouped by expert, the weighted sum; on a GPU the experts too."""
 
 import ctypes
 import functools
@@ -25,11 +25,18 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def route(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """See kernels/moe/reference.py."""
+    """See kernels/moe/reference.py. Raises ValueError unless 1 <= K <= N."""
+    num_tokens, num_experts = logits.shape
+    if not 1 <= num_chosen <= num_experts:
+        raise ValueError(f"{num_chosen} of {num_experts} experts cannot be chosen: at least 1, at most all")
     library, dtype = build.library(), build.DTYPES.get(logits.dtype)
+    if logits.is_cuda and dtype is not None:
+        from kernels.moe import triton  # not at the top: a process without a GPU need not load it
+
+        return triton.route(logits, num_chosen, renormalise)
     if library is None or dtype is None or not logits.is_cpu:
         return reference.route(logits, num_chosen, renormalise)
-    logits, (num_tokens, num_experts) = logits.contiguous(), logits.shape
+    logits = logits.contiguous()
     weights = torch.empty(num_tokens, num_chosen)
     chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int64)
     _declared(library).route(
@@ -78,6 +85,6 @@ def mixture(
     down_rows: RowCodes | None = None,
 ) -> Tensor:
     """See kernels/moe/reference.py. The weights, floats or quantised, are the values there; on a GPU alone, which nothing waits for."""
-    from kernels.moe import triton  # not at the top: a process without a GPU need not load it
+    from kernels.moe import triton
 
     return triton.mixture(x, gate_up, down, weights, chosen, gate_up_rows, down_rows)

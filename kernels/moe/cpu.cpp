@@ -67,7 +67,7 @@ extern "C" void group_rows(const char *x, const int64_t *chosen, char *rows, int
 extern "C" void combine_rows(const void *parts, int32_t dtype, const float *weights, const int64_t *places, void *out, int64_t num_tokens,
                              int64_t num_chosen, int64_t channels) {
   record([=] { combine_rows(parts, dtype, weights, places, out, num_tokens, num_chosen, channels); });
-  const int64_t tokens_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / (channels * num_chosen), 1);
+  const int64_t tokens_per_chunk = rows_of_chunk(CHUNK_CHANNELS, channels * num_chosen);
   parallel_for(divide_up(num_tokens, tokens_per_chunk), [&](int64_t chunk) {
     thread_local std::vector<int64_t> pairs;  // of a token, in the order of experts, which is that of their places
     for (int64_t token = chunk * tokens_per_chunk; token < std::min((chunk + 1) * tokens_per_chunk, num_tokens); ++token) {

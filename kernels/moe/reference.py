@@ -26,9 +26,9 @@ def mixture(
     output, experts = torch.zeros(x.shape, device=x.device), len(down)
     for number in range(experts):
         tokens, ranks = (chosen == number).nonzero(as_tuple=True)
-        rows = _rounded(x[tokens], gate_up_rows)
+        rows = _rounded(x[tokens], gate_up_rows, number)
         hidden = swiglu(rows @ gate_up[number].T, rows @ gate_up[experts + number].T)  # [*, F]
-        result = _rounded(hidden, down_rows) @ down[number].T
+        result = _rounded(hidden, down_rows, number) @ down[number].T
         output[tokens] += weights[tokens, ranks, None] * result.float()
     return output.to(x.dtype)
 
@@ -74,10 +74,11 @@ def combine_rows(parts: Tensor, weights: Tensor, places: Tensor) -> Tensor:
     return total.to(parts.dtype)
 
 
-def _rounded(x: Tensor, rows: RowCodes | None) -> Tensor:
+def _rounded(x: Tensor, rows: RowCodes | None, expert: int) -> Tensor:
     """The numbers that quantised rows stand for."""
     if rows is None:
         return x
-    codes, scales = quantize_rows(x, *rows)
+    static = None if rows.static_scales is None else rows.static_scales[expert].expand(len(x))
+    codes, scales = quantize_rows(x, rows.dtype, rows.group_size, static)
     size = rows.group_size or x.shape[1]
     return codes.to(x.dtype) * scales.to(x.dtype).repeat_interleave(size, 1)[:, : x.shape[1]]

@@ -1,4 +1,5 @@
-"""Two products for all experts: gate, up and activation in one launch, down in the other. Weights are floats or quantised.
+"""A choice of experts, and two products for all of them: gate, up and activation in one launch, down in the other. Weights are floats
+or quantised.
 
 Tokens are sorted by expert; a program takes some tokens of one expert, so that what no token chose is not read (arXiv 2211.15841). A single
 token has nothing to sort: each of its experts has one row, which is a sum of products in registers. Grids depend on T alone; nothing
@@ -44,6 +45,19 @@ class Pairs(NamedTuple):
     """int32 [N + 1], where each expert's pairs begin in `order`."""
 
 
+def route(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """As kernels/moe/reference.py says; of NaN and infinity, which are chosen first, too, the lower number."""
+    num_tokens, num_experts = logits.shape
+    weights = torch.empty(num_tokens, num_chosen, device=logits.device)
+    chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int64, device=logits.device)
+    if num_tokens:
+        size = triton.next_power_of_2(num_experts)
+        _route[(num_tokens,)](
+            logits.contiguous(), weights, chosen, num_experts, num_chosen, renormalise, SIZE=size, num_warps=1
+        )
+    return weights, chosen
+
+
 def mixture(
     x: Tensor,
     gate_up: GPUWeight,
@@ -81,18 +95,20 @@ def _multiply(
     num_pairs, experts = len(pairs.experts), len(weight.codes) // (2 if weights is None else 1)
     expected = triton.cdiv(num_pairs, experts)
     default = ONE_TOKEN if pairs.order is None else _default_launch(expected, weight.num_groups > 1, x.dtype)
-    per_row = num_pairs // len(x)
-    x, x_scales = (x, None) if rows is None else quantize_rows(x, *rows)
+    x_scales = None
+    if rows is not None:
+        static_scales = None
+        if rows.static_scales is not None:  # a token has other codes at each of its experts
+            x, static_scales = x.repeat_interleave(num_pairs // len(x), 0), rows.static_scales[pairs.experts]
+        x, x_scales = quantize_rows(x, rows.dtype, rows.group_size, static_scales)
     kernel = "gated experts" if weights is None else "weighted experts"
     # 1 is of a single token alone, whose kernel is another
     launch = tuned_launch(kernel, 1 if pairs.order is None else max(2, expected), x, weight) or default
-    shared = format_of(weight, x_scales, None if rows is None else rows.group_size) | {
+    shared = format_of(weight, x_scales, None if rows is None else rows.group_size) | launch.options
+    shared |= {
         "experts": experts,
         "X_SCALES": 0 if x_scales is None else x_scales.shape[1],
-        "PAIRS_OF_A_ROW": per_row,
-        "OUTPUTS": launch.outputs,
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
+        "PAIRS_OF_A_ROW": num_pairs // len(x),
     }
     tensors = (x, x_scales, weight.codes, weight.scales, weight.zero_points)
     tiles = triton.cdiv(weight.num_outputs, launch.outputs)
@@ -111,6 +127,35 @@ def _default_launch(expected: int, has_groups: bool, dtype: torch.dtype) -> Laun
         return FLOAT32
     large = LARGE_GROUPS if has_groups else LARGE
     return next((launch for most, launch in LAUNCHES.items() if expected <= most), large)
+
+
+@triton.jit
+def _route(
+    logits,
+    weights,
+    chosen,
+    num_experts: tl.constexpr,
+    num_chosen: tl.constexpr,
+    renormalise: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """One token's experts, the likeliest that is left at a time: `rank` is the place that each gets, or `num_chosen`."""
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, SIZE)
+    inside = expert < num_experts
+    logit = tl.load(logits + token * num_experts + expert, mask=inside, other=float("-inf")).to(tl.float32)
+    order = tl.where(logit == logit, logit, float("inf"))
+    rank = tl.full([SIZE], num_chosen, tl.int32)
+    for place in range(num_chosen):
+        left = inside & (rank == num_chosen)
+        likeliest = tl.max(tl.where(left, order, float("-inf")), 0)
+        best = tl.min(tl.where(left & (order == likeliest), expert, SIZE), 0)
+        rank = tl.where(expert == best, place, rank)
+    is_chosen = rank < num_chosen
+    share = tl.exp(logit - tl.max(order, 0))
+    total = tl.sum(tl.where(is_chosen, share, 0.0) if renormalise else share, 0)
+    tl.store(weights + token * num_chosen + rank, share / total, mask=is_chosen)
+    tl.store(chosen + token * num_chosen + rank, expert.to(tl.int64), mask=is_chosen)
 
 
 @triton.jit(do_not_specialize=["pairs"])

@@ -54,23 +54,27 @@ def paged_attention(
 
     Rows of `query` from query_starts[S] on are padding, and so are sequences without new tokens: their results are not written.
     """
+    query, block_tables = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, block_tables))
     num_tokens, num_heads, _ = query.shape
     num_sequences, table_width = block_tables.shape
     shapes = _shapes(query, key_cache, value_cache)
     heads, groups, value_channels = shapes["heads"], shapes["groups"], shapes["value_channels"]
+    output = query.new_empty(num_tokens, num_heads, value_channels)
+    if not num_tokens:
+        return output
     launch = choose_launch(num_tokens, num_sequences, heads, max(shapes["key_channels"], value_channels), query.dtype)
     head_block = min(heads, launch.rows)
     token_block = launch.rows // head_block
     token_blocks = num_tokens // token_block + num_sequences  # at least as many as there are: each sequence rounds up
     head_blocks = groups * triton.cdiv(heads, head_block)
     splits = num_splits(token_blocks * head_blocks, table_width * shapes["block_size"])
-    output = query.new_empty(num_tokens, num_heads, value_channels)
     parts, sums = output, None
     if splits > 1:
         parts = torch.empty(splits, num_tokens, num_heads, value_channels, device=query.device)
         sums = torch.empty(splits, num_tokens, num_heads, device=query.device)
     caches = (*_storage(key_cache), *_storage(value_cache))
-    where = (block_tables, query_starts, context_lengths, alibi_slopes, prefix_lengths)
+    vectors = (query_starts, context_lengths, alibi_slopes, prefix_lengths)
+    where = (block_tables, *(None if vector is None else vector.contiguous() for vector in vectors))
     numbers = (scale, query.stride(0), query.stride(1), block_tables.stride(0), num_tokens, num_sequences)
     tiles = {"ROWS": launch.rows, "TOKENS": token_block, "HEADS": head_block, "POSITIONS": launch.positions}
     kind = {"soft_cap": soft_cap, "window": window, "SPLITS": splits}
@@ -80,7 +84,7 @@ def paged_attention(
     if splits > 1:
         size = triton.next_power_of_2(value_channels)
         counts = (num_tokens, num_sequences, num_heads, value_channels)
-        _join[(num_tokens, num_heads)](parts, sums, query_starts, output, *counts, splits, size, num_warps=4)
+        _join[(num_tokens, num_heads)](parts, sums, where[1], output, *counts, splits, size, num_warps=4)
     return output
 
 

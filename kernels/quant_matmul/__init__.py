@@ -175,7 +175,7 @@ def grouped_quant_matmul(x: Rows, weights: PackedWeights, starts: Tensor, ups: P
         raise ValueError(f"gates {gates} beside {others}")
     if library is None or not x.is_cpu:
         return _grouped_portable(x, weights, starts.tolist(), ups)
-    out = torch.empty(len(x), first.num_outputs, dtype=x.dtype)
+    starts, out = starts.contiguous(), torch.empty(len(x), first.num_outputs, dtype=x.dtype)
     addresses = weights.addresses.data_ptr(), None if ups is None else ups.addresses.data_ptr(), starts.data_ptr()
     rest = first.num_inputs, *first.format, *addresses, out.data_ptr(), len(weights.weights), first.num_outputs
     if isinstance(x, QuantizedRows):

@@ -47,8 +47,7 @@ def _multiply(
     programs = triton.cdiv(rows, launch.rows) * triton.cdiv(outputs, launch.outputs)
     splits = 1 if rows == 1 else min(triton.cdiv(FULL_GPU, programs), triton.cdiv(chunks, 4))
     parts = output if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    shared = format_of(weight, x_scales, x_group_size) | {"OUTPUTS": launch.outputs} | options
+    shared = format_of(weight, x_scales, x_group_size) | launch.options
     # those of a piece (`GPUWeight.piece`) lie apart
     scales, zeros = (None if part is None else part.contiguous() for part in (weight.scales, weight.zero_points))
     tensors = (x, x_scales, weight.codes, scales, zeros)
@@ -124,9 +123,10 @@ def multiply_row(
     width: tl.constexpr = CHUNK // 2 if PAIRED else CHUNK
     stride: tl.constexpr = inputs if scales is None else chunks * width  # floats are not padded
     groups: tl.constexpr = chunks if GROUPED else 1
+    scales_of_group: tl.constexpr = (outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS
     codes += expert * outputs * stride
     if scales is not None:
-        scales += expert * groups * ((outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS)
+        scales += expert * groups * scales_of_group
     if zero_points is not None:
         zero_points += expert * groups * outputs
     unit = tl.arange(0, width)
@@ -152,7 +152,7 @@ def multiply_row(
             products = tile.to(wide) * x_low
         part = tl.sum(products, 2).to(tl.float32)
         if GROUPED:
-            place = c[None, :] * ((outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS) + (n // SCALE_OUTPUTS)[:, None]
+            place = c[None, :] * scales_of_group + (n // SCALE_OUTPUTS)[:, None]
             part *= tl.load(scales + place, mask=known, other=0.0)
             if X_CHUNKS > 0:
                 part *= tl.load(x_scales + c // X_CHUNKS, mask=c < chunks, other=0.0)[None, :]
@@ -192,9 +192,10 @@ def multiply_rows(
     width: tl.constexpr = CHUNK // 2 if PAIRED else CHUNK
     stride: tl.constexpr = inputs if scales is None else chunks * width  # floats are not padded
     groups: tl.constexpr = chunks if GROUPED else 1
+    scales_of_group: tl.constexpr = (outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS
     codes += expert * outputs * stride
     if scales is not None:
-        scales += expert * groups * ((outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS)
+        scales += expert * groups * scales_of_group
     if zero_points is not None:
         zero_points += expert * groups * outputs
     dtype: tl.constexpr = row.dtype.element_ty
@@ -231,7 +232,7 @@ def multiply_rows(
                 max_num_imprecise_acc=imprecise,
             )
         if GROUPED:
-            place = c * ((outputs + SCALE_OUTPUTS - 1) // SCALE_OUTPUTS) + n // SCALE_OUTPUTS
+            place = c * scales_of_group + n // SCALE_OUTPUTS
             part = part.to(tl.float32) * tl.load(scales + place, mask=known, other=0.0)[:, None]
             if X_CHUNKS > 0:
                 part *= tl.load(x_scale + c // X_CHUNKS, mask=inside, other=0.0)[None, :]

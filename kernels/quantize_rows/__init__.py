@@ -26,15 +26,18 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 @custom_op(reference.quantize_rows)
-def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | None = None, static_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """What `reference.quantize_rows` says. A row's bits depend on that row alone."""
     if x.is_cuda:
         from kernels.quantize_rows import triton  # not at the top: a process without a GPU need not load it
 
-        return triton.quantize_rows(x, dtype, group_size)
+        return triton.quantize_rows(x, dtype, group_size, static_scales)
     library, x_dtype = build.library(), build.DTYPES.get(x.dtype)
-    if library is None or x_dtype is None or not x.is_cpu or (dtype, group_size) != (torch.int8, None):
-        return reference.quantize_rows(x, dtype, group_size)
+    has_kernel = (dtype, group_size, static_scales) == (torch.int8, None, None)
+    if library is None or x_dtype is None or not x.is_cpu or not has_kernel:
+        return reference.quantize_rows(x, dtype, group_size, static_scales)
     x = x.contiguous()
     codes = torch.empty(x.shape, dtype=dtype)
     scales = torch.empty(x.shape[0], 1)

@@ -7,19 +7,22 @@ from torch.nn import functional
 FLOAT8_MAX, INT8_MAX = 448.0, 127.0
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | None = None, static_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Every row, or every group of its inputs, as codes and a scale: scale = max |x| / the largest code (1 if that is 0), code = x / scale
     rounded half to even.
 
     x [M, K] of any float dtype; codes [M, K] int8 up to 127 or float8_e4m3fn up to 448, scales float32 [M, 1], or [M, K / group_size
-    rounded up], NaN where x is not finite.
+    rounded up], NaN where x is not finite. Or the rows' scales are `static_scales`, float32 [M], under which codes saturate.
     """
     size = min(group_size or x.shape[1], x.shape[1])
     largest = FLOAT8_MAX if dtype.is_floating_point else INT8_MAX
     groups = functional.pad(x.float(), (0, -x.shape[1] % size)).unflatten(1, (-1, size))  # [M, G, size]
-    scales = groups.abs().amax(2) / largest
-    scales = torch.where(scales == 0, 1.0, torch.where(scales.isfinite(), scales, torch.nan))  # [M, G]
+    scales = groups.abs().amax(2) / largest  # [M, G]
+    own = torch.where(scales == 0, 1.0, scales) if static_scales is None else static_scales[:, None].expand_as(scales)
+    scales = torch.where(scales.isfinite(), own, torch.nan)
     codes = (groups / scales[:, :, None]).nan_to_num()
     codes = codes if dtype.is_floating_point else codes.round()
-    codes = codes.clamp(-largest, largest)  # converting alone does not saturate
+    codes = codes.clamp(-largest - (not dtype.is_floating_point), largest)  # converting alone does not saturate
     return codes.to(dtype).flatten(1)[:, : x.shape[1]], scales

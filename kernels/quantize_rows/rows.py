@@ -8,11 +8,13 @@ from torch import Tensor
 
 
 class RowCodes(NamedTuple):
-    """What rows are quantised to before a product, with a scale for each row or for each group of its inputs."""
+    """What rows are quantised to before a product, with a scale for each row, for each group of its inputs, or for each expert."""
 
     dtype: torch.dtype
     """int8 or float8_e4m3fn"""
     group_size: int | None = None
+    static_scales: Tensor | None = None
+    """float32, one for each expert, that were chosen before."""
 
 
 @dataclass(frozen=True)

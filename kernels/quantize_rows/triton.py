@@ -6,7 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | None = None, static_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """As kernels/quantize_rows/reference.py says."""
     x = x.contiguous()
     rows, inputs = x.shape
@@ -15,7 +17,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | 
     padded = triton.next_power_of_2(size)
     if rows:
         warps = min(max(padded // 512, 1), 16)
-        _quantize_rows[scales.shape](x, codes, scales, inputs, size, SIZE=padded, num_warps=warps)
+        _quantize_rows[scales.shape](x, static_scales, codes, scales, inputs, size, SIZE=padded, num_warps=warps)
     return codes, scales
 
 
@@ -30,22 +32,33 @@ def quantize(groups, dtype: tl.constexpr):
     """Of float32 [G, size], with zeros where nothing is, the codes in float32 and the scales [G]."""
     largest: tl.constexpr = 127.0 if dtype == tl.int8 else 448.0
     scales = tl.div_rn(tl.max(tl.abs(groups), 1), largest)
-    scales = tl.where(scales == 0, 1.0, scales) + tl.sum(
-        groups * 0.0, 1
-    )  # NaN if one is not finite: `max` would hide it
+    return quantize_with(tl.where(scales == 0, 1.0, scales), groups, dtype)
+
+
+@triton.jit
+def quantize_with(scales, groups, dtype: tl.constexpr):
+    """The same under scales [G], beyond whose codes numbers saturate."""
+    scales += tl.sum(groups * 0.0, 1)  # NaN if one is not finite: `max` would hide it
     codes = tl.where((scales == scales)[:, None], tl.div_rn(groups, scales[:, None]), 0.0)
     if dtype == tl.int8:
+        codes = tl.minimum(tl.maximum(codes, -128.0), 127.0)
         codes = (codes + 12582912.0) - 12582912.0  # half to even: beside 1.5 * 2^23 there is no room for a fraction
+    else:
+        codes = tl.minimum(tl.maximum(codes, -448.0), 448.0)
     return codes, scales
 
 
 @triton.jit
-def _quantize_rows(x, codes, scales, inputs, group_size, SIZE: tl.constexpr):
+def _quantize_rows(x, static_scales, codes, scales, inputs, group_size, SIZE: tl.constexpr):
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     unit = tl.arange(0, SIZE)[None, :]
     k = group * group_size + unit
     mask = (k < inputs) & (unit < group_size)
     part = tl.load(x + row * inputs + k, mask=mask, other=0.0).to(tl.float32)  # [1, SIZE]
-    code, scale = quantize(part, codes.dtype.element_ty)
+    if static_scales is None:
+        code, scale = quantize(part, codes.dtype.element_ty)
+    else:
+        chosen = tl.load(static_scales + row + tl.zeros([1], tl.int32))
+        code, scale = quantize_with(chosen, part, codes.dtype.element_ty)
     tl.store(scales + row * tl.num_programs(1) + group + tl.arange(0, 1), scale)
     tl.store(codes + row * inputs + k, code.to(codes.dtype.element_ty), mask=mask)

@@ -116,7 +116,7 @@ def _normalise(
     scales: Tensor | None = None,
 ) -> None:
     """Fills what of the last four is there."""
-    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+    x, weight, residual = x.contiguous(), weight.contiguous(), None if residual is None else residual.contiguous()
     tensors, channels = (x, residual, weight, out, total, codes, scales), x.shape[-1]
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-    library.rms_norm(*pointers, build.DTYPES[x.dtype], x.numel() // channels, channels, eps)
+    library.rms_norm(*pointers, build.DTYPES[x.dtype], x.shape[:-1].numel(), channels, eps)

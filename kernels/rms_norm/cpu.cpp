@@ -17,7 +17,7 @@ extern "C" void rms_norm(const void *x, const void *residual, const void *weight
   record([=] { rms_norm(x, residual, weight, out, total, codes, scales, dtype_number, num_rows, channels, eps); });
   const Dtype dtype = Dtype(dtype_number);
   const int64_t padded = room_for_norm(channels);
-  const int64_t rows_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / channels, 1);
+  const int64_t rows_per_chunk = rows_of_chunk(CHUNK_CHANNELS, channels);
   parallel_for(divide_up(num_rows, rows_per_chunk), [&](int64_t chunk) {
     thread_local std::vector<float> kept;
     if (static_cast<int64_t>(kept.size()) < 3 * padded) kept.resize(3 * padded);

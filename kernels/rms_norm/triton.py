@@ -70,7 +70,7 @@ def _launch(
     eps: float,
     group_size: int = 1,
 ) -> None:
-    channels = x.shape[-1]
+    weight, channels = weight.contiguous(), x.shape[-1]
     if x.numel():
         size, group = triton.next_power_of_2(channels), triton.next_power_of_2(group_size)
         warps = min(max(size // 512, 1), 16)  # 16 elements of each thread

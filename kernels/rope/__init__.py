@@ -56,6 +56,7 @@ def rope_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: to
     library, number = build.library(), build.DTYPES.get(dtype)
     if library is None or number is None or not positions.is_cpu or frequencies.ndim > 1:
         return reference.rope_angles(positions, frequencies, factor, dtype)
+    positions, frequencies = positions.contiguous(), frequencies.contiguous()
     num_tokens, half = positions.shape[0], frequencies.shape[0]
     cos, sin = (torch.empty(num_tokens, half, dtype=dtype) for _ in range(2))
     _declared(library).rope_angles(

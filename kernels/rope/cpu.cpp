@@ -6,6 +6,7 @@
 
 #include "../recording.h"
 #include "../rows.h"
+#include "../simd.h"
 #include "../threads.h"
 #include "turn.h"
 
@@ -20,8 +21,8 @@ constexpr int64_t TOKENS_OF_ANGLES = 16;     // too
 extern "C" void rope(const void *x, const void *cos, const void *sin, void *out, int32_t dtype, int64_t num_tokens, int64_t num_heads,
                      int64_t channels, int64_t half, int64_t token_stride, int32_t interleaved) {
   record([=] { rope(x, cos, sin, out, dtype, num_tokens, num_heads, channels, half, token_stride, interleaved); });
-  const int64_t tokens_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / (num_heads * channels), 1);
-  parallel_for((num_tokens + tokens_per_chunk - 1) / tokens_per_chunk, [&](int64_t chunk) {
+  const int64_t tokens_per_chunk = rows_of_chunk(CHUNK_CHANNELS, num_heads * channels);
+  parallel_for(divide_up(num_tokens, tokens_per_chunk), [&](int64_t chunk) {
     thread_local std::vector<float> kept;
     kept.resize(2 * channels + 2 * half);
     float *from = kept.data(), *to = from + channels, *c = to + channels, *s = c + half;
@@ -41,7 +42,7 @@ extern "C" void rope(const void *x, const void *cos, const void *sin, void *out,
 extern "C" void rope_angles(const int64_t *positions, const float *frequencies, float factor, void *cos, void *sin, int32_t dtype,
                             int64_t num_tokens, int64_t half) {
   record([=] { rope_angles(positions, frequencies, factor, cos, sin, dtype, num_tokens, half); });
-  parallel_for((num_tokens + TOKENS_OF_ANGLES - 1) / TOKENS_OF_ANGLES, [&](int64_t chunk) {
+  parallel_for(divide_up(num_tokens, TOKENS_OF_ANGLES), [&](int64_t chunk) {
     thread_local std::vector<float> kept;
     kept.resize(2 * half);
     float *c = kept.data(), *s = c + half;

@@ -27,7 +27,7 @@ extern "C" void swiglu(const void *gate, const void *up, void *out, int32_t dtyp
                        int64_t up_stride) {
   record([=] { swiglu(gate, up, out, dtype, num_rows, channels, gate_stride, up_stride); });
   const int64_t chunks_per_row = divide_up(channels, CHUNK_CHANNELS);
-  const int64_t rows_per_chunk = std::max<int64_t>(CHUNK_CHANNELS / channels, 1);
+  const int64_t rows_per_chunk = rows_of_chunk(CHUNK_CHANNELS, channels);
   parallel_for(divide_up(num_rows, rows_per_chunk) * chunks_per_row, [&](int64_t chunk) {
     const int64_t first_row = chunk / chunks_per_row * rows_per_chunk, first = chunk % chunks_per_row * CHUNK_CHANNELS;
     for (int64_t row = first_row; row < std::min(first_row + rows_per_chunk, num_rows); ++row)

@@ -59,14 +59,19 @@ class GPULinear(nn.Module, ABC):
     def keep(self, weight: GPUWeight) -> None:
         """Take this copy of `gpu_weight` for its own, a piece of all layers' weight."""
 
+    @property
+    def row_scale(self) -> Tensor | None:
+        """float32 [], with which rows are quantised before the product, if it was chosen before."""
+        return None
+
     @abstractmethod
     def with_weight(self, weight: GPUWeight, bias: nn.Parameter | None) -> Self:
         """A layer that does as this one with other outputs."""
 
     @abstractmethod
-    def row_codes(self, num_rows: int, num_layers: int = 1) -> RowCodes | None:
-        """What rows become before the product, where so many layers divide so many rows among them. None: nothing, or what only this layer
-        makes of them."""
+    def row_codes(self, num_rows: int, num_layers: int = 1, row_scales: Tensor | None = None) -> RowCodes | None:
+        """What rows become before the product, where so many layers, of these `row_scales`, divide so many rows among them. None: nothing,
+        or what only this layer makes of them."""
 
 
 class Linear(nn.Linear, GPULinear):
@@ -97,7 +102,7 @@ class Linear(nn.Linear, GPULinear):
             layer.bias = bias
         return layer
 
-    def row_codes(self, num_rows: int, num_layers: int = 1) -> RowCodes | None:
+    def row_codes(self, num_rows: int, num_layers: int = 1, row_scales: Tensor | None = None) -> RowCodes | None:
         return None
 
 
@@ -286,4 +291,4 @@ def swiglu_into(gate: Tensor, up: Tensor, into: nn.Module) -> Rows:
     codes = shared_row_codes(len(gate), [into])
     if codes is None:
         return swiglu(gate, up)
-    return QuantizedRows(*swiglu_quantize(gate, up, *codes), gate.dtype, codes.group_size)
+    return QuantizedRows(*swiglu_quantize(gate, up, codes.dtype, codes.group_size), gate.dtype, codes.group_size)

@@ -3,7 +3,7 @@
 T tokens, E hidden channels, F channels of an expert, N experts, K experts of each token.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from kernels.moe import combine_rows, group_rows, mixture, route
 from kernels.quant_matmul.gpu_weight import GPUWeight, stack
-from kernels.quantize_rows import RowCodes
 from models.config import ConfigReader
 from models.layers.linear import FloatLinear, GPULinear, GroupedProduct, JointLinear
 from models.layers.mlp import MLP
@@ -61,7 +60,8 @@ class Experts(nn.ModuleList):
         self.num_experts_per_tok = num_experts_per_tok
         self._products: tuple[GroupedProduct, GroupedProduct] | None = None  # gate with up, and down
         self._stacked: tuple[GPUWeight, GPUWeight] | None = None  # gates and then ups; downs
-        self._row_codes: tuple[Callable[[int, int], RowCodes | None], ...] = ()  # of the same two
+        # of the same two: a layer, and the `row_scale` of each expert
+        self._rows: tuple[tuple[GPULinear, Tensor | None], ...] = ()
 
     def active_share(self, num_tokens: int) -> float:
         """Of all experts, those that so many tokens read together, if each is as likely chosen as any other."""
@@ -71,9 +71,10 @@ class Experts(nn.ModuleList):
         """Once the weights are there and stay: all experts in a few calls. On a GPU their weights come to lie in one for all experts."""
         gate, up, down = map(list, zip(*(expert.parts for expert in self), strict=True))
         gates_and_ups, downs = _alike(gate + up), _alike(down)
-        if gates_and_ups and downs:
+        gates, ups = gates_and_ups[: len(self)], gates_and_ups[len(self) :]
+        if gates and downs and all(map(_share_codes, gates, ups)):
             self._stacked = _stack(gates_and_ups), _stack(downs)
-            self._row_codes = gates_and_ups[0].row_codes, downs[0].row_codes
+            self._rows = (gates[0], _row_scales(gates)), (downs[0], _row_scales(downs))
         elif _can_group(gate + up) and _can_group(down):
             self._products = gate[0].grouped(gate, up), down[0].grouped(down)  # type: ignore[operator]
 
@@ -85,7 +86,7 @@ class Experts(nn.ModuleList):
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The weighted sum of each token's experts. x and the result [T, E]; weights float32 and chosen int64 [T, K]."""
         if self._stacked is not None:
-            codes = (row_codes(chosen.numel(), len(self)) for row_codes in self._row_codes)
+            codes = (layer.row_codes(chosen.numel(), len(self), scales) for layer, scales in self._rows)
             return mixture(x, *self._stacked, weights, chosen, *codes)
         rows, starts, places = group_rows(x, chosen, len(self))
         if self._products is None:
@@ -127,6 +128,17 @@ def _alike(layers: list[nn.Module]) -> list[GPULinear]:
     found = [layer for layer in layers if isinstance(layer, GPULinear)]
     kinds = {layer.expert_kind for layer in found}
     return found if len(found) == len(layers) and len(kinds) == 1 and None not in kinds else []
+
+
+def _share_codes(gate: GPULinear, up: GPULinear) -> bool:
+    """Whether one of two alike can multiply what rows became for the other."""
+    return gate.row_scale is None or up.row_scale is None or torch.equal(gate.row_scale, up.row_scale)
+
+
+def _row_scales(layers: list[GPULinear]) -> Tensor | None:
+    """float32 [layers]"""
+    scales = [layer.row_scale for layer in layers if layer.row_scale is not None]
+    return torch.stack(scales) if scales else None
 
 
 def _can_group(layers: list[nn.Module]) -> bool:

@@ -49,7 +49,7 @@ class AddRMSNorm(nn.Module):
         codes = shared_row_codes(len(x), into)
         if codes is None:
             return add_rms_norm(update, x, self.weight, self.eps)
-        normed, scales, total = add_rms_norm_quantize(update, x, self.weight, self.eps, *codes)
+        normed, scales, total = add_rms_norm_quantize(update, x, self.weight, self.eps, codes.dtype, codes.group_size)
         return QuantizedRows(normed, scales, x.dtype, codes.group_size), total
 
 
@@ -57,4 +57,4 @@ def _norm(x: Tensor, weight: Tensor, eps: float, into: Sequence[nn.Module]) -> R
     codes = shared_row_codes(len(x), into)
     if codes is None:
         return rms_norm(x, weight, eps)
-    return QuantizedRows(*rms_norm_quantize(x, weight, eps, *codes), x.dtype, codes.group_size)
+    return QuantizedRows(*rms_norm_quantize(x, weight, eps, codes.dtype, codes.group_size), x.dtype, codes.group_size)

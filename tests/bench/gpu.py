@@ -1,8 +1,9 @@
 """Checks the kernels on a GPU, then times them: `python tests/bench/gpu.py [--plan] [--only TEXT] [--minutes 8] [--out FOLDER]`.
 
 Needs torch, triton, transformers, safetensors, numpy and pytest. Writes gpu.json and gpu.md, anew after each row, with the GPU, the
-versions and the date, and beside each time what the same GPU reached in the same run: bytes per second of a copy, operations per second
-of a large product. What the tests find wrong is not timed; what fails, hangs or no longer fits into the minutes is a row that says so.
+versions and the date, and beside each time what the same GPU reached in the same run, --only TEXT or not: bytes per second of a copy,
+operations per second of a large product. What the tests find wrong is not timed; what fails, hangs or no longer fits into the minutes is
+a row that says so.
 """
 
 import argparse
@@ -131,12 +132,18 @@ def markdown_row(row: Row) -> str:
     return f"| {row['name']} | {1e6 * row['seconds']:,.1f} | {row['per_s']:.4g} | {share} | {row['of']} | {goal} |"
 
 
+def parser_of(description: str | None, timed: str, minutes: float) -> argparse.ArgumentParser:
+    """With what this program and tune_gpu.py are both asked; `timed`: the name of what they time one after the other."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", action="store_true", help=f"print the {timed}, and end")
+    parser.add_argument("--only", default="", metavar="TEXT", help=f"{timed} whose names have this text")
+    parser.add_argument("--minutes", type=float, default=minutes, help="for everything")
+    return parser
+
+
 def main() -> None:
     start = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", action="store_true", help="print what would be timed, and end")
-    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose names have this text, and the ceilings")
-    parser.add_argument("--minutes", type=float, default=8.0, help="for everything")
+    parser = parser_of(__doc__, "rows", 8.0)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.json and gpu.md")
     parser.add_argument("--measure", nargs="+", metavar="ROW", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -5,7 +5,6 @@ constants' by more than 2 %. Entries of an earlier run with the same versions st
 those of a model's own linear layers, most used first; what no longer fits into the minutes is printed.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -26,7 +25,7 @@ import torch  # noqa: E402
 
 from kernels.launches import Launch, Shape, entry_of, file_of, read, shape_of  # noqa: E402
 from kernels.quant_matmul.gpu_weight import GPUWeight  # noqa: E402
-from tests.bench.gpu import about  # noqa: E402
+from tests.bench.gpu import about, parser_of  # noqa: E402
 from tests.bench.gpu_rows import Step, median_seconds, mixture, product, rotated  # noqa: E402
 from tests.kernels.triton.cases import assert_near  # noqa: E402
 
@@ -200,11 +199,7 @@ def one_line(error: Exception) -> str:
 
 def main() -> None:
     start = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", action="store_true", help="print the shapes, and end")
-    parser.add_argument("--only", default="", metavar="TEXT", help="shapes whose names have this text")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
-    args = parser.parse_args()
+    args = parser_of(__doc__, "shapes", 9.0).parse_args()
     todo = [case for case in cases() if args.only in case.name]
     if args.plan or not todo or not torch.cuda.is_available():
         print(*(case.name for case in todo), sep="\n")

@@ -183,7 +183,7 @@ def test_a_graph_of_a_mixture_follows_new_choices(kind: str) -> None:
     """Captured with all tokens at the same experts, replayed with others."""
     from kernels.moe import triton
     from kernels.quant_matmul.gpu_weight import of_floats
-    from tests.kernels.triton.test_moe import choose, make_experts
+    from tests.kernels.triton.test_moe import make_experts
 
     if kind == "bf16":
         stacked = (of_floats(noise(*shape, dtype=BF16).cuda()) for shape in ((16, 256, 512), (8, 512, 256)))
@@ -192,16 +192,16 @@ def test_a_graph_of_a_mixture_follows_new_choices(kind: str) -> None:
         stacked = (make_experts(*shape, kind)[0] for shape in ((16, 256, 512), (8, 512, 256)))
         rows = EXPERT_FORMATS[kind][-1]
     gate_up, down = stacked
-    x, weights = noise(20, 512, dtype=BF16).cuda(), torch.full((20, 2), 0.5).cuda()
-    chosen = torch.tensor([[3, 4]]).expand(20, 2).contiguous().cuda()
+    x, logits = noise(20, 512, dtype=BF16).cuda(), torch.arange(8.0).expand(20, 8).contiguous().cuda()
 
     def run() -> torch.Tensor:
+        weights, chosen = triton.route(logits, 2, True)
         return triton.mixture(x, gate_up, down, weights, chosen, rows, rows)
 
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = run()
-    chosen.copy_(choose(20, 8, 2))
+    logits.copy_(noise(20, 8, seed=1))
     graph.replay()
     assert torch.equal(output, run())

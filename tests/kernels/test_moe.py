@@ -57,6 +57,12 @@ def test_routes_by_a_softmax(
         assert all(torch.equal(a, b[rows]) for a, b in zip(part, (weights, chosen), strict=True))
 
 
+@pytest.mark.parametrize("num_chosen", [0, 4])
+def test_refuses_to_choose_none_or_more_than_there_are(any_way: str, num_chosen: int) -> None:
+    with pytest.raises(ValueError, match=f"{num_chosen} of 3 experts cannot be chosen: at least 1, at most all"):
+        route(randn(5, 3), num_chosen, True)
+
+
 def test_damaged_logits_choose_experts_that_exist(any_way: str) -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
         logits = torch.full((2, 5), bad)

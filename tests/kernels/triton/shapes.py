@@ -8,7 +8,7 @@ import torch
 
 from kernels.kv_format import FORMATS, allocate
 from kernels.kv_store.triton import kv_store, rope_and_store
-from kernels.moe.triton import mixture
+from kernels.moe.triton import mixture, route
 from kernels.paged_attention.triton import paged_attention
 from kernels.quant_matmul.gpu_weight import GPUWeight, of_floats
 from kernels.quant_matmul.triton import quant_matmul
@@ -88,9 +88,11 @@ def rows() -> None:
         rope(torch.empty(64, 32, 128, dtype=BF16), angles, angles, interleaved)
     for codes in (RowCodes(torch.int8), RowCodes(FP8), RowCodes(FP8, 128)):
         quantize_rows(x, *codes)
-        rms_norm_quantize(x, x[0], 1e-5, *codes)
-        add_rms_norm_quantize(x, x, x[0], 1e-5, *codes)
-        swiglu_quantize(*torch.empty(2, 64, 14336, dtype=BF16), *codes)
+        rms_norm_quantize(x, x[0], 1e-5, codes.dtype, codes.group_size)
+        add_rms_norm_quantize(x, x, x[0], 1e-5, codes.dtype, codes.group_size)
+        swiglu_quantize(*torch.empty(2, 64, 14336, dtype=BF16), codes.dtype, codes.group_size)
+    for dtype in (torch.int8, FP8):
+        quantize_rows(x, dtype, static_scales=torch.empty(64))
 
 
 def multiply(
@@ -149,8 +151,8 @@ def mix(num_tokens: int, model: str, kind: str, dtype: torch.dtype = BF16) -> No
     gate_up = experts_of(2 * num_experts, channels, size, kind, dtype)
     down = experts_of(num_experts, size, channels, kind, dtype)
     rows = None if kind == "floats" else EXPERT_FORMATS[kind][-1]
-    chosen = torch.zeros(num_tokens, per_token, dtype=torch.int64)
-    mixture(torch.empty(num_tokens, size, dtype=dtype), gate_up, down, chosen.float(), chosen, rows, rows)
+    weights, chosen = route(torch.empty(num_tokens, num_experts, dtype=dtype), per_token, True)
+    mixture(torch.empty(num_tokens, size, dtype=dtype), gate_up, down, weights, chosen, rows, rows)
 
 
 CASES: dict[str, Callable[[], None]] = {

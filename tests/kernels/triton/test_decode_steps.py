@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kernels.kv_store.triton
+import kernels.moe.triton
 import kernels.paged_attention.triton
 import kernels.quant_matmul
 import kernels.rms_norm.triton
@@ -14,6 +15,7 @@ import kernels.swiglu.triton
 import models.decoder
 import models.layers.attention
 import models.layers.linear
+import models.layers.moe
 import models.layers.norm
 from conf.decoding import DecodeConfig
 from conf.quantization import Activations, QuantConfig, QuantScheme
@@ -41,6 +43,7 @@ def padded_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[
         (models.layers.norm, kernels.rms_norm.triton.add_rms_norm),
         (models.layers.linear, kernels.swiglu.triton.swiglu),
         (models.decoder, kernels.kv_store.triton.rope_and_store),
+        (models.layers.moe, kernels.moe.triton.route),
     ):
         monkeypatch.setattr(module, kernel.__name__, kernel)
     steps = PaddedDecodeSteps(engine.runner._forward, AgainPool(), 4, 3, 0, torch.device("cpu"))

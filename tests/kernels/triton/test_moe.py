@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from kernels.moe import reference, route, triton
-from kernels.quant_matmul.gpu_weight import GPUWeight, of_floats, pack, stack
+from kernels.quant_matmul.gpu_weight import GPUWeight, RowCodes, of_floats, pack, stack
+from kernels.swiglu.reference import swiglu
 from tests.kernels.triton.cases import DEVICE, EXPERT_FORMATS, FP8, assert_near, noise
 from tests.kernels.triton.test_quant_matmul import on_device, random_codes, values
 
@@ -61,6 +62,23 @@ def test_quantised_experts(kind: str, tokens: int) -> None:
     check_mixture(kind, choose(tokens, 9, 2), 9, 200, 72 if "blocks" not in kind else 140)
 
 
+@pytest.mark.parametrize("kind", ["w8a8", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 21])
+def test_each_expert_quantises_with_its_own_scale(kind: str, tokens: int) -> None:
+    """Some of what is quantised lies beyond the largest code."""
+    chosen, (weights, x) = choose(tokens, 5, 2), (noise(tokens, 2, seed=1).abs(), noise(tokens, 200))
+    gate_up, gate_up_values = make_experts(10, 72, 200, kind)
+    down, down_values = make_experts(5, 200, 72, kind)
+    dtype = EXPERT_FORMATS[kind][1]
+    hidden = swiglu(x.double() @ gate_up_values[0].T, x.double() @ gate_up_values[5].T).abs().max().float()
+    scales = torch.arange(1, 6) / (200 if dtype == torch.int8 else 1000)
+    rows = [RowCodes(dtype, None, scale) for scale in (scales, scales * hidden)]
+    expected = reference.mixture(x.double(), gate_up_values, down_values, weights, chosen, *rows)
+    on_gpu = (RowCodes(dtype, None, each.static_scales.to(DEVICE)) for each in rows)
+    result = triton.mixture(x.to(DEVICE), gate_up, down, weights.to(DEVICE), chosen.to(DEVICE), *on_gpu)
+    assert_near(result, expected, 2e-3 if dtype == torch.int8 else 1e-2)  # as in `check_mixture`
+
+
 @pytest.mark.parametrize("kind", ["w4a16 g128", "w8a8", "fp8 blocks"])
 def test_all_tokens_at_one_expert(kind: str) -> None:
     check_mixture(kind, torch.full((70, 1), 2), 4, 130, 40)
@@ -89,6 +107,33 @@ def test_experts_of_floats(tokens: int, experts: int, dtype: torch.dtype) -> Non
     assert_near(triton.mixture(x.to(DEVICE), *stacked, weights.to(DEVICE), chosen.to(DEVICE)), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(("experts", "per_token"), [(1, 1), (3, 2), (8, 2), (60, 4), (128, 8), (160, 6)])
+def test_routes_by_a_softmax(experts: int, per_token: int, renormalise: bool, dtype: torch.dtype) -> None:
+    logits = (3 * noise(11, experts)).to(dtype)  # of 16 bits: with ties
+    logits[3] = 1.5
+    logits[4, : experts // 2] = -torch.inf
+    weights, chosen = (part.cpu() for part in triton.route(logits.to(DEVICE), per_token, renormalise))
+    order = logits.double().argsort(dim=-1, descending=True, stable=True)[:, :per_token]
+    assert torch.equal(chosen, order)
+    exact = logits.double().softmax(-1).gather(-1, order)
+    exact = exact / exact.sum(-1, keepdim=True) if renormalise else exact
+    # a sum of 160 float32 in a tree of 8 roundings by 2^-24, the exponential by 4 of 2^-23
+    torch.testing.assert_close(weights.double(), exact, rtol=2**-19, atol=0)
+    assert weights.dtype == torch.float32
+
+
+def test_damaged_logits_are_chosen_as_the_reference_does() -> None:
+    logits = noise(6, 9)
+    logits[0, [7, 2]], logits[1], logits[2, 5], logits[3], logits[4] = torch.nan, torch.nan, torch.inf, -torch.inf, 0
+    logits[4, ::2] = -0.0
+    weights, chosen = (part.cpu() for part in triton.route(logits.to(DEVICE), 4, True))
+    expected, order = reference.route(logits, 4, True)
+    assert torch.equal(chosen, order)
+    assert torch.equal(weights.isnan(), expected.isnan())
+
+
 @pytest.mark.parametrize(("tokens", "experts", "per_token"), [(2, 1, 1), (7, 60, 4), (800, 5, 3)])
 def test_pairs_are_sorted_by_expert(tokens: int, experts: int, per_token: int) -> None:
     chosen = choose(tokens, experts, per_token)
@@ -104,3 +149,4 @@ def test_no_tokens() -> None:
     matrices = of_floats(noise(6, 8, 8).to(DEVICE)), of_floats(noise(3, 8, 8).to(DEVICE))
     result = triton.mixture(noise(0, 8).to(DEVICE), *matrices, empty, empty.long())
     assert result.shape == (0, 8)
+    assert [part.shape for part in triton.route(empty, 2, True)] == [(0, 2), (0, 2)]
