@@ -20,9 +20,7 @@ MAX_CAPTURED_SEQUENCES = 16  # of a decode step: larger ones take so long that t
 # The calls of a prompt take 0.6 ms, however long it is. It is captured where its tokens times the bytes of weights are no more than this:
 # with models/tiny in float32 up to 97 tokens, which take 3 ms and 4 MB of intermediate results; with 1.1 B parameters never.
 MAX_CAPTURED_BYTES = 2**30
-PROMPTS_BEFORE_CAPTURE = (
-    8  # of one shape: to capture costs as much as the calls of so many, and most lengths do not come again
-)
+PROMPTS_BEFORE_CAPTURE = 8  # of one shape: to capture costs as much as their calls, and most lengths do not come again
 
 
 class Runner:
