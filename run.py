@@ -3,8 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 if __name__ == "__main__":  # no traceback where an interrupt comes during the imports
@@ -15,18 +14,19 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from conf.compose import CONFIG_ERRORS, dump, explain, flags_first, quote_prompt, register, saved_config, to_run_config
+from conf.compose import (
+    CONFIG_ERRORS,
+    checked,
+    dump,
+    explain,
+    flags_first,
+    quote_prompt,
+    register,
+    saved_config,
+    to_run_config,
+)
 from conf.errors import UserError
-
-
-@contextmanager
-def interrupts_waiting() -> Iterator[None]:
-    """While torch is imported: an exception in the midst of its C++ aborts the process, or is lost."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+from conf.signals import interrupts_waiting
 
 
 def main() -> None:
@@ -67,11 +67,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = flags_first(quote_prompt(saved_config(sys.argv[1:])))
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra shall raise its errors, not print them its own way
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     register()
     try:
+        sys.argv[1:] = flags_first(quote_prompt(saved_config(checked(sys.argv[1:]))))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
     except (UserError, OSError, *CONFIG_ERRORS) as error:

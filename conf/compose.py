@@ -25,7 +25,13 @@ CONF = Path(__file__).resolve().parent
 REPOSITORY = CONF.parent
 RESUME = "predict.resume="
 NOISE = re.compile("full_key:|Config search path:|To append to your config")  # where Hydra's errors cease to help
-CONFIG_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
+CONFIG_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
+REMEDIES = {  # for errors that only say what is wrong
+    "is not a ListConfig": "give a list: KEY=[a,b], or KEY=[] for none",
+    "Cannot assign .* to Dict": "give names with values: KEY={a:b}",
+    "is not Optional": "leave it out for its default",
+    "missing EQUAL": "give KEY=VALUE",
+}
 _COMPOSING = threading.Lock()  # Hydra has one state for the whole process
 
 
@@ -69,11 +75,31 @@ def explain(error: Exception) -> str:
     """Hydra's or OmegaConf's error and its cause as one line; for a misspelt key also the keys that exist."""
     texts = [NOISE.split(str(e))[0] for e in (error, error.__cause__) if e is not None]
     line = " ".join(" ".join(dict.fromkeys(texts)).split())
+    if isinstance(error, UnicodeDecodeError):  # which does not know its file
+        begin, end = error.object.rfind(b"\n", 0, error.start) + 1, error.object.find(b"\n", error.start)
+        there = error.object[begin : end if end > 0 else None].decode("utf-8", "backslashreplace").strip()
+        line = f"a file of the config is not UTF-8, in the line {there!r}: convert it first"
+    if isinstance(error, OSError):  # here only folders are made
+        line += ": give a folder that can be written as hydra.run.dir, or with -m as hydra.sweep.dir"
+    if remedy := next((text for wrong, text in REMEDIES.items() if re.search(wrong, line)), None):
+        line = f"{line.rstrip('.')}: {remedy}"
     ours = vars(quantization) | vars(schema)
     for class_name in re.findall(r"Key '\w+' not in '(\w+)'", line):
         if config := ours.get(class_name):  # Hydra's own are not ours to list
             line += f": there are {', '.join(field.name for field in fields(config))}"
     return line
+
+
+def checked(arguments: list[str]) -> list[str]:
+    """The arguments. Raises UserError for what Hydra would take and a run cannot do without: its folder, and every part of the config."""
+    for argument in arguments:
+        key, _, value = argument.lstrip("~").partition("=")
+        if argument.startswith("~") or (value.lower() == "null" and options(key)):
+            choice = f"one of {', '.join(options(key))}" if options(key) else "a value"
+            raise UserError(f"{argument} would take away what is needed: leave it out, or give {key}= and {choice}")
+        if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:
+            raise UserError(f"{argument} is empty: give a folder, or leave it out")
+    return arguments
 
 
 def compose_run_config(overrides: list[str], model_path: str | None = None) -> RunConfig:
@@ -84,7 +110,7 @@ def compose_run_config(overrides: list[str], model_path: str | None = None) -> R
         GlobalHydra.instance().hydra = None
         try:
             with initialize_config_dir(str(CONF), version_base="1.3"):
-                config = compose("config", overrides=overrides)
+                config = compose("config", overrides=checked(overrides))
         except CONFIG_ERRORS as error:
             raise UserError(explain(error)) from error
         finally:

@@ -13,7 +13,7 @@ class DecodeConfig:
     """How tokens are chosen: beams if num_beams > 1, contrastive search if penalty_alpha > 0, samples if temperature > 0, else greedy.
 
     Order: logit_bias, penalties, bans, temperature, top_k, top_p, min_p. Where a setting that may be null says nothing, the checkpoint's
-    generation_config.json does, and else the value that changes nothing.
+    generation_config.json does, and else the value that changes nothing. What is given and switched off by another (USED_WITH) is refused.
     """
 
     max_new_tokens: int | None = None
@@ -102,11 +102,6 @@ class DecodeConfig:
             if self.top_k is not None:
                 allowed = f"2 to {MAX_SEQUENCES}, the number of candidates of contrastive search"
                 check(2 <= self.top_k <= MAX_SEQUENCES, "decode.top_k", self.top_k, allowed)
-        elif self.num_beams is not None:
-            allowed = "1 without beams: give decode.num_beams, or decode.n for samples"
-            check(
-                (self.num_return_sequences or 1) == 1, "decode.num_return_sequences", self.num_return_sequences, allowed
-            )
         if self.n > 1 and self.temperature is not None:
             check(
                 self.temperature > 0,
@@ -114,6 +109,10 @@ class DecodeConfig:
                 self.n,
                 "1 with decode.temperature=0, which gives the same text every time",
             )
+        for name in unused_settings(vars(self)):
+            off = " and ".join(f"decode.{user}={getattr(self, user)}" for user in USED_WITH[name])
+            remedy = f"leave it out, or give more {' or '.join(USED_WITH[name])}"
+            raise UserError(f"decode.{name}={getattr(self, name)} is not used with {off}: {remedy}")
 
     def _check_search(self, name: str, value: object) -> None:
         allowed = f"0 with decode.{name}={value}, which does not sample"
@@ -127,17 +126,22 @@ class DecodeConfig:
                 raise UserError(f"decode.{name}={value} is not used {where}: {remedy}")
 
     def resolved(self, defaults: dict[str, Any]) -> "DecodeConfig":
-        """A copy that says everything: where a setting is null, the default's value, else the neutral one.
+        """A copy that says everything that counts: where a setting is null, the default's value, else the neutral one; null where unused.
 
         `defaults` are what a checkpoint suggests. Its lengths count only where neither length is set here.
         """
         values = {**NEUTRAL, **defaults}
         if self.max_new_tokens is not None or self.max_length is not None:
             values = {name: value for name, value in values.items() if name not in ("max_new_tokens", "max_length")}
-        return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
+        filled = {name: value for name, value in values.items() if getattr(self, name) is None}
+        unused: dict[str, Any] = dict.fromkeys(filled.keys() & unused_settings(vars(self) | filled))
+        return replace(self, **filled | unused)
 
     def replaced(self, values: dict[str, Any]) -> "DecodeConfig":
-        """A copy with other values, as a row of a job or a call of the pipeline gives them. Raises UserError for names and types."""
+        """A copy with other values, as a row of a job or a call of the pipeline gives them. Raises UserError for names and types.
+
+        What these switch off here is null in the copy.
+        """
         hints = get_type_hints(DecodeConfig)
         given = dict(values)
         for name, value in values.items():
@@ -150,7 +154,17 @@ class DecodeConfig:
             if not _is_of(value, hints[name]):
                 expected = getattr(hints[name], "__name__", hints[name]) if not get_args(hints[name]) else hints[name]
                 raise UserError(f"decode.{name}={value!r} is not of type {expected}")
-        return replace(self, **given)
+        unused: dict[str, Any] = dict.fromkeys(unused_settings(vars(self) | given) - given.keys())
+        return replace(self, **unused | given)
+
+
+def unused_settings(values: dict[str, Any]) -> set[str]:
+    """Names of settings whose users are all switched off. A user that is null may yet be switched on by the checkpoint."""
+    return {
+        name
+        for name, users in USED_WITH.items()
+        if values[name] not in (None, NEUTRAL[name]) and all(values[user] == NEUTRAL[user] for user in users)
+    }
 
 
 def _is_bias(value: object) -> bool:
@@ -191,6 +205,16 @@ NEUTRAL = {
     "no_repeat_ngram_size": 0,
 }
 """Values of the settings that may be null, with which they change nothing."""
+
+USED_WITH = {
+    "top_k": ("temperature", "penalty_alpha"),
+    "top_p": ("temperature",),
+    "min_p": ("temperature",),
+    "length_penalty": ("num_beams",),
+    "early_stopping": ("num_beams",),
+    "num_return_sequences": ("num_beams",),
+}
+"""Settings that do nothing where each of these others has its neutral value."""
 
 MAX_SEQUENCES = 256  # of one request: samples, beams or candidates
 MAX_LIST = 1024  # entries of a list in a request

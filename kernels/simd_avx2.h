@@ -62,6 +62,9 @@ inline Ints larger(Ints a, Ints b) { return {_mm256_max_epi32(a.low, b.low), _mm
 inline Ints smaller(Ints a, Ints b) { return {_mm256_min_epi32(a.low, b.low), _mm256_min_epi32(a.high, b.high)}; }
 template <int BITS> inline Ints shift_left(Ints a) { return {_mm256_slli_epi32(a.low, BITS), _mm256_slli_epi32(a.high, BITS)}; }
 template <int BITS> inline Ints shift_right(Ints a) { return {_mm256_srai_epi32(a.low, BITS), _mm256_srai_epi32(a.high, BITS)}; }
+inline Ints lookup(Ints bytes, Ints places) { return {_mm256_shuffle_epi8(bytes.low, places.low), _mm256_shuffle_epi8(bytes.high, places.high)}; }
+inline Ints interleave_low(Ints a, Ints b) { return {_mm256_unpacklo_epi8(a.low, b.low), _mm256_unpacklo_epi8(a.high, b.high)}; }
+inline Ints interleave_high(Ints a, Ints b) { return {_mm256_unpackhi_epi8(a.low, b.low), _mm256_unpackhi_epi8(a.high, b.high)}; }
 inline int32_t largest(Ints x) {
   const __m256i eight = _mm256_max_epi32(x.low, x.high);
   __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));

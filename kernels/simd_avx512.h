@@ -32,6 +32,10 @@ inline Ints larger(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
 inline Ints smaller(Ints a, Ints b) { return _mm512_min_epi32(a, b); }
 template <int BITS> inline Ints shift_left(Ints a) { return _mm512_slli_epi32(a, BITS); }
 template <int BITS> inline Ints shift_right(Ints a) { return _mm512_srai_epi32(a, BITS); }
+// Bytes. Quarters of a register of 64 keep to themselves: what a byte's lower half says of 16 bytes; and a, b, a, b, ...
+inline Ints lookup(Ints bytes, Ints places) { return _mm512_shuffle_epi8(bytes, places); }
+inline Ints interleave_low(Ints a, Ints b) { return _mm512_unpacklo_epi8(a, b); }
+inline Ints interleave_high(Ints a, Ints b) { return _mm512_unpackhi_epi8(a, b); }
 inline int32_t largest(Ints x) { return _mm512_reduce_max_epi32(x); }
 inline int32_t sum(Ints x) { return _mm512_reduce_add_epi32(x); }
 

@@ -17,26 +17,21 @@ from kernels.kv_store import kv_store, rope_and_store
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
-from models.decoder import MLP
+from models.decoder import Decoder, DecoderLayer
 from models.layers.attention import alibi_slopes, attend
 from models.layers.constant import Constant
-from models.layers.embedding import Embedding
 from models.layers.linear import Linear, linear
-from models.layers.norm import AddRMSNorm, ResidualStream
-from models.layers.rotary import RotaryConfig, RotaryEmbedding
+from models.layers.mlp import MLP
+from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class BaichuanConfig(ModelShape):
-    vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     rms_norm_eps: float
     max_length: int
     alibi: bool
@@ -80,8 +75,7 @@ def read_config(config: ConfigReader) -> BaichuanConfig:
     config.expect("rope_theta", (None, 10000), None)
     config.expect("rope_scaling", (None,), None)
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
-    if hidden_size % heads:
-        raise UserError(f"config.json: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}")
+    config.check_multiple("hidden_size", hidden_size, "num_attention_heads", heads)
     alibi = config.raw("max_position_embeddings") is None
     if hidden_size // heads % 2 and not alibi:
         raise UserError(
@@ -104,66 +98,22 @@ def read_config(config: ConfigReader) -> BaichuanConfig:
 
 
 class Attention(nn.Module):
-    def __init__(self, c: BaichuanConfig) -> None:
+    def __init__(self, c: BaichuanConfig, slopes: Constant | None) -> None:
         super().__init__()
         self.head_dim = c.head_dim
+        self.slopes = slopes  # [H]
         self.W_pack = Linear(c.hidden_size, 3 * c.hidden_size, bias=False)
         self.o_proj = Linear(c.hidden_size, c.hidden_size, bias=False)
 
-    def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, slopes: Tensor | None, batch: Batch, cache: LayerCache
-    ) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None, batch: Batch, cache: LayerCache) -> Tensor:
         query, key, value = self.W_pack(x).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # each [T, H, D]
         if angles is None:
             kv_store(key, value, *cache, batch.slots)
         else:
             query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
+        slopes = None if self.slopes is None else self.slopes.on(x.device)
         attended = attend(query, cache, batch, self.head_dim**-0.5, alibi_slopes=slopes)
         return self.o_proj(attended)  # type: ignore[no-any-return]
-
-
-class DecoderLayer(nn.Module):
-    def __init__(self, c: BaichuanConfig) -> None:
-        super().__init__()
-        self.input_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(c)
-        self.post_attention_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = MLP(c.hidden_size, c.intermediate_size)
-
-    def forward(
-        self,
-        stream: ResidualStream,
-        angles: tuple[Tensor, Tensor] | None,
-        slopes: Tensor | None,
-        batch: Batch,
-        cache: LayerCache,
-    ) -> ResidualStream:
-        normed, x = self.input_layernorm(*stream)  # [T, E] each
-        normed, x = self.post_attention_layernorm(
-            batch.attending(x), self.self_attn(normed, angles, slopes, batch, cache)
-        )
-        return ResidualStream(x, self.mlp(normed))
-
-
-class Decoder(nn.Module):
-    def __init__(self, c: BaichuanConfig) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.num_hidden_layers))
-        self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.rotary = None if c.alibi else RotaryEmbedding(RotaryConfig(c.head_dim, c.max_length))
-        self.slopes = Constant(alibi_slopes(c.num_attention_heads)) if c.alibi else None  # [H]
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        stream = ResidualStream(self.embed_tokens(batch.token_ids))
-        angles = self.rotary and self.rotary.angles(batch.positions, batch.prompt_lengths, stream.x.dtype)
-        slopes = None if self.slopes is None else self.slopes.on(stream.x.device)
-        for layer, layer_batch, layer_cache in zip(
-            self.layers, batch.by_layer(len(self.layers)), cache.layers, strict=True
-        ):
-            stream = layer(stream, angles, slopes, layer_batch, layer_cache)
-        normed, _ = self.norm(*stream)  # [R, E]
-        return normed  # type: ignore[no-any-return]
 
 
 class NormHead(nn.Module):
@@ -194,7 +144,12 @@ class Baichuan(CausalLM):
     def __init__(self, config: BaichuanConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
+        c, layers = config, range(config.num_hidden_layers)
+        rotary = None if c.alibi else RotaryEmbedding(RotaryConfig(c.head_dim, c.max_length))
+        slopes = Constant(alibi_slopes(c.num_attention_heads)) if c.alibi else None
+        self.model = Decoder(
+            c, (DecoderLayer(c, Attention(c, slopes), MLP(c.hidden_size, c.intermediate_size)) for _ in layers), rotary
+        )
         if config.normalised_head:
             self.lm_head: NormHead | Linear = NormHead(config)
         else:

@@ -7,11 +7,10 @@ import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.kv_format import PagedVectors
 
@@ -85,11 +84,11 @@ class Batch:
         """`numbers`, int64: all fields one behind the other, so that one copy takes a batch elsewhere."""
         self.numbers, self.shape, self._in_last_layer = numbers, shape, in_last_layer
 
-    def by_layer(self, num_layers: int) -> Iterator["Batch"]:
-        """The batch as each layer takes it: in the last one nobody attends but the output rows."""
-        yield from repeat(self, num_layers - 1)
+    def by_layer(self, layers: nn.ModuleList, cache: "KVCache") -> Iterator[tuple[nn.Module, "Batch", "LayerCache"]]:
+        """Each layer, the batch as it takes it and its cache: in the last layer nobody attends but the output rows."""
         all_are_outputs = self.shape.num_outputs == self.shape.num_tokens
-        yield self if all_are_outputs else Batch(self.numbers, self.shape, in_last_layer=True)
+        last = self if all_are_outputs else Batch(self.numbers, self.shape, in_last_layer=True)
+        yield from zip(layers, [self] * (len(layers) - 1) + [last], cache.layers, strict=True)
 
     def attending(self, x: Tensor) -> Tensor:
         """Of x [T, *] the rows of the tokens that attend; in the last layer [R, *]."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from conf.errors import UserError
 from kernels.kv_store import kv_store
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
@@ -21,11 +20,8 @@ from models.layers.linear import Linear, make_head
 
 @dataclass(frozen=True)
 class BloomConfig(ModelShape):
-    vocab_size: int
     hidden_size: int
-    num_hidden_layers: int
     num_key_value_heads: int  # one for each query head
-    head_dim: int
     seq_length: int
     layer_norm_epsilon: float
     apply_residual_connection_post_layernorm: bool
@@ -42,8 +38,7 @@ def read_config(config: ConfigReader) -> BloomConfig:
     # The hub's first files say n_embed and num_attention_heads.
     hidden_size = config.count("n_embed" if config.raw("n_embed") is not None else "hidden_size")
     heads = config.count("num_attention_heads" if config.raw("n_head") is None else "n_head")
-    if hidden_size % heads:
-        raise UserError(f"config.json: hidden_size={hidden_size} is not a multiple of n_head={heads}")
+    config.check_multiple("hidden_size", hidden_size, "n_head", heads)
     config.expect("n_inner", (None, 4 * hidden_size), None)
     return BloomConfig(
         vocab_size=config.count("vocab_size"),
@@ -111,7 +106,7 @@ class Transformer(nn.Module):
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         x = self.word_embeddings_layernorm(self.word_embeddings(batch.token_ids))  # [T, E]
         slopes = self.slopes.on(x.device)
-        for block, layer_batch, layer_cache in zip(self.h, batch.by_layer(len(self.h)), cache.layers, strict=True):
+        for block, layer_batch, layer_cache in batch.by_layer(self.h, cache):
             x = block(x, slopes, layer_batch, layer_cache)
         return self.ln_f(x)  # type: ignore[no-any-return]
 

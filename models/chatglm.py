@@ -29,13 +29,9 @@ RESIDUAL_SCALE = math.sqrt(2 * 28)
 
 @dataclass(frozen=True)
 class ChatGLMConfig(ModelShape):
-    vocab_size: int
     hidden_size: int
     inner_hidden_size: int
-    num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     layernorm_epsilon: float
     max_sequence_length: int
     sop_token_id: int
@@ -176,9 +172,7 @@ class Transformer(nn.Module):
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         x = self.word_embeddings(batch.token_ids)  # [T, E]
         angles = self.rotary.angles(batch, x.dtype)
-        for layer, layer_batch, layer_cache in zip(
-            self.layers, batch.by_layer(len(self.layers)), cache.layers, strict=True
-        ):
+        for layer, layer_batch, layer_cache in batch.by_layer(self.layers, cache):
             x = layer(x, angles, layer_batch, layer_cache)
         return self.final_layernorm(x)  # type: ignore[no-any-return]
 

@@ -1,6 +1,6 @@
 """ChatGLM2-6B, ChatGLM3-6B and GLM-4-9B in the layout of their own code, from config.json. ChatGLM-6B is in chatglm.py.
 
-T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, F feed-forward channels, V vocabulary, R output rows.
+T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, V vocabulary, R output rows.
 The first half of a head's channels is turned, in pairs of neighbours. Modules are named as the checkpoint's tensors are.
 """
 
@@ -10,27 +10,24 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
-from kernels.swiglu import swiglu
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
+from models.decoder import DecoderLayer
 from models.layers.attention import attend
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear
+from models.layers.mlp import FusedMLP
 from models.layers.norm import AddRMSNorm, ResidualStream
-from models.layers.rotary import RotaryConfig, RotaryEmbedding
+from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding
 
 
 @dataclass(frozen=True)
 class ChatGLM2Config(ModelShape):
-    vocab_size: int
     hidden_size: int
     ffn_hidden_size: int
-    num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    layernorm_epsilon: float
+    rms_norm_eps: float
     add_qkv_bias: bool
     seq_length: int
     rope_theta: float
@@ -57,8 +54,7 @@ def read_config(config: ConfigReader) -> ChatGLM2Config:
     config.expect("pre_seq_len", (None,), None)
     config.expect("quantization_bit", (None, 0), None)
     heads, groups = config.count("num_attention_heads"), config.count("multi_query_group_num")
-    if heads % groups:
-        raise UserError(f"config.json: num_attention_heads={heads} is not a multiple of multi_query_group_num={groups}")
+    config.check_multiple("num_attention_heads", heads, "multi_query_group_num", groups)
     head_dim, layers = config.count("kv_channels"), config.count("num_layers")
     if head_dim % 4:
         raise UserError(
@@ -75,7 +71,7 @@ def read_config(config: ConfigReader) -> ChatGLM2Config:
         num_attention_heads=heads,
         num_key_value_heads=groups,
         head_dim=head_dim,
-        layernorm_epsilon=config.positive("layernorm_epsilon", 1e-5),
+        rms_norm_eps=config.positive("layernorm_epsilon", 1e-5),
         add_qkv_bias=config.get("add_qkv_bias", bool, False),
         seq_length=config.count("seq_length"),
         rope_theta=10000.0 * _rope_ratio(config),
@@ -100,56 +96,36 @@ class SelfAttention(nn.Module):
         self.query_key_value = Linear(c.hidden_size, sum(self.split) * c.head_dim, bias=c.add_qkv_bias)
         self.dense = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         heads = self.query_key_value(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2G, D]
         query, key, value = heads.split(self.split, dim=1)  # [T, H, D] and twice [T, G, D]
-        query = rope_and_store(query, key, value, cos, sin, *cache, batch.slots, interleaved=True)
+        query = rope_and_store(query, key, value, *angles, *cache, batch.slots, interleaved=True)
         return self.dense(attend(query, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
+class GLMMLP(FusedMLP):
+    names = ("dense_h_to_4h", "dense_4h_to_h")
+
+
+class GLMBlock(DecoderLayer):
+    names = ("input_layernorm", "self_attention", "post_attention_layernorm", "mlp")
+
     def __init__(self, c: ChatGLM2Config) -> None:
-        super().__init__()
-        self.dense_h_to_4h = Linear(c.hidden_size, 2 * c.ffn_hidden_size, bias=False)  # gate and up
-        self.dense_4h_to_h = Linear(c.ffn_hidden_size, c.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.dense_h_to_4h(x).chunk(2, dim=-1)  # [T, F] each
-        return self.dense_4h_to_h(swiglu(gate, up))  # type: ignore[no-any-return]
-
-
-class GLMBlock(nn.Module):
-    def __init__(self, c: ChatGLM2Config) -> None:
-        super().__init__()
-        self.input_layernorm = AddRMSNorm(c.hidden_size, c.layernorm_epsilon)
-        self.self_attention = SelfAttention(c)
-        self.post_attention_layernorm = AddRMSNorm(c.hidden_size, c.layernorm_epsilon)
-        self.mlp = MLP(c)
-
-    def forward(
-        self, stream: ResidualStream, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache
-    ) -> ResidualStream:
-        normed, x = self.input_layernorm(*stream)  # [T, E] each
-        normed, x = self.post_attention_layernorm(
-            batch.attending(x), self.self_attention(normed, cos, sin, batch, cache)
-        )
-        return ResidualStream(x, self.mlp(normed))
+        super().__init__(c, SelfAttention(c), GLMMLP(c.hidden_size, c.ffn_hidden_size))
 
 
 class GLMTransformer(nn.Module):
     def __init__(self, c: ChatGLM2Config) -> None:
         super().__init__()
         self.layers = nn.ModuleList(GLMBlock(c) for _ in range(c.num_hidden_layers))
-        self.final_layernorm = AddRMSNorm(c.hidden_size, c.layernorm_epsilon)
+        self.final_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
         self.rotary = RotaryEmbedding(RotaryConfig(c.head_dim // 2, c.seq_length, c.rope_theta))
 
     def forward(self, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
-        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)  # [T, D/4]
+        angles = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)  # [T, D/4] twice
         stream = ResidualStream(x)
-        for layer, layer_batch, layer_cache in zip(
-            self.layers, batch.by_layer(len(self.layers)), cache.layers, strict=True
-        ):
-            stream = layer(stream, cos, sin, layer_batch, layer_cache)
+        for layer, layer_batch, layer_cache in batch.by_layer(self.layers, cache):
+            stream = layer(stream, angles, layer_batch, layer_cache)
         normed, _ = self.final_layernorm(*stream)  # [R, E]
         return normed  # type: ignore[no-any-return]
 

@@ -94,6 +94,11 @@ class ConfigReader:
             raise UserError(f"{self._where}: {key}={value!r} is not supported: only {', '.join(map(repr, supported))}")
         return value
 
+    def check_multiple(self, key: str, value: int, of: str, divisor: int) -> None:
+        """Raises UserError unless the value of one key is a multiple of another's."""
+        if value % divisor:
+            raise UserError(f"{self._where}: {key}={value} is not a multiple of {of}={divisor}")
+
     def section(self, key: str) -> "ConfigReader | None":
         """A nested object, or None where the key is absent, null or empty."""
         values = self.get(key, dict, {})

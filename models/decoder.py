@@ -18,9 +18,10 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import attend
 from models.layers.embedding import Embedding
-from models.layers.linear import Linear, linear_swiglu, linear_together, make_head
+from models.layers.linear import Linear, linear_together, make_head
+from models.layers.named_parts import NamedParts
 from models.layers.norm import AddRMSNorm, ResidualStream
-from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
+from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding, read_rotary_config
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,9 @@ def read_decoder_config(
     config.expect("hidden_act", ("silu",), "silu")
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
     groups = config.count("num_key_value_heads", heads)
-    if heads % groups:
-        raise UserError(f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
-    if config.raw("head_dim") is None and hidden_size % heads:
-        raise UserError(f"config.json: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}")
+    config.check_multiple("num_attention_heads", heads, "num_key_value_heads", groups)
+    if config.raw("head_dim") is None:
+        config.check_multiple("hidden_size", hidden_size, "num_attention_heads", heads)
     head_dim = config.count("head_dim", hidden_size // heads)
     if head_dim % 2:
         raise UserError(f"config.json: head_dim={head_dim} is odd, but rotary embedding turns pairs of channels")
@@ -75,34 +75,32 @@ def read_decoder_config(
 class Attention(nn.Module):
     """Heads in groups that share keys and values (arXiv 2305.13245), over everything before or over a window."""
 
+    soft_cap: float | None = None
+
     def __init__(
         self, c: DecoderConfig, window: int | None = None, qkv_bias: bool = False, o_bias: bool = False
     ) -> None:
         super().__init__()
         self.head_dim = c.head_dim
+        self.scale = c.head_dim**-0.5
         self.window = window
         self.q_proj = Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=qkv_bias)
         self.k_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=qkv_bias)
         self.v_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=qkv_bias)
         self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=o_bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         projected = linear_together(x, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
-        query = rope_and_store(query, key, value, cos, sin, *cache, batch.slots)
-        attended = attend(query, cache, batch, self.head_dim**-0.5, window=self.window)
+        query = self.turn_and_store(query, key, value, angles, batch, cache)
+        attended = attend(query, cache, batch, self.scale, self.soft_cap, self.window)
         return self.o_proj(attended)  # type: ignore[no-any-return]
 
-
-class MLP(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
-        super().__init__()
-        self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(linear_swiglu(x, self.gate_proj, self.up_proj))  # type: ignore[no-any-return]
+    def turn_and_store(
+        self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
+    ) -> Tensor:
+        """The turned query [T, H, D]; the turned key and the value go into the cache."""
+        return rope_and_store(query, key, value, *angles, *cache, batch.slots)  # type: ignore[no-any-return]
 
 
 class Sizes(Protocol):
@@ -117,42 +115,51 @@ class Sizes(Protocol):
 
 
 class Rotary(Protocol):
-    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of each token's angles, from int64 [T] twice."""
+    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> Angles:
+        """From int64 [T] twice."""
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(NamedParts):
+    """Pre-norm: y = x + attention(norm(x)), then y + mlp(norm(y)). The attention is called as `Attention`, the mlp with [T, E]."""
+
+    names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+
     def __init__(self, c: Sizes, self_attn: nn.Module, mlp: nn.Module) -> None:
-        super().__init__()
-        self.input_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = self_attn
-        self.post_attention_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = mlp
+        super().__init__(
+            AddRMSNorm(c.hidden_size, c.rms_norm_eps), self_attn, AddRMSNorm(c.hidden_size, c.rms_norm_eps), mlp
+        )
 
-    def forward(
-        self, stream: ResidualStream, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache
-    ) -> ResidualStream:
-        normed, x = self.input_layernorm(*stream)  # [T, E] each
-        normed, x = self.post_attention_layernorm(batch.attending(x), self.self_attn(normed, cos, sin, batch, cache))
-        return ResidualStream(x, self.mlp(normed))
+    def forward(self, stream: ResidualStream, angles: Angles | None, batch: Batch, cache: LayerCache) -> ResidualStream:
+        attention_norm, attention, mlp_norm, mlp = self.parts
+        normed, x = attention_norm(*stream)  # [T, E] each
+        normed, x = mlp_norm(batch.attending(x), attention(normed, angles, batch, cache))
+        return ResidualStream(x, mlp(normed))
 
 
-class Decoder(nn.Module):
-    def __init__(self, c: Sizes, layers: Iterable[nn.Module], rotary: Rotary) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(layers)
-        self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
+class Decoder(NamedParts):
+    """From token ids to normed hidden states. `rotary` is None where positions are known by other means."""
+
+    names = ("embed_tokens", "layers", "norm")
+
+    def __init__(self, c: Sizes, layers: Iterable[nn.Module], rotary: Rotary | None) -> None:
+        super().__init__(
+            Embedding(c.vocab_size, c.hidden_size),
+            nn.ModuleList(layers),
+            AddRMSNorm(c.hidden_size, c.rms_norm_eps),
+        )
         self.rotary = rotary
 
+    @property
+    def embedding(self) -> Embedding:
+        return self.parts[0]  # type: ignore[no-any-return]
+
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        stream = ResidualStream(self.embed_tokens(batch.token_ids))
-        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, stream.x.dtype)
-        for layer, layer_batch, layer_cache in zip(
-            self.layers, batch.by_layer(len(self.layers)), cache.layers, strict=True
-        ):
-            stream = layer(stream, cos, sin, layer_batch, layer_cache)
-        normed, _ = self.norm(*stream)  # [R, E]
+        embedding, layers, norm = self.parts
+        stream = ResidualStream(embedding(batch.token_ids))
+        angles = self.rotary and self.rotary.angles(batch.positions, batch.prompt_lengths, stream.x.dtype)
+        for layer, layer_batch, layer_cache in batch.by_layer(layers, cache):
+            stream = layer(stream, angles, layer_batch, layer_cache)
+        normed, _ = norm(*stream)  # [R, E]
         return normed  # type: ignore[no-any-return]
 
 
@@ -165,7 +172,7 @@ class DecoderLM(CausalLM):
         super().__init__()
         self.config = config
         self.model = Decoder(config, layers, RotaryEmbedding(config.rotary))
-        self.lm_head = make_head(self.model.embed_tokens, config.tie_word_embeddings)
+        self.lm_head = make_head(self.model.embedding, config.tie_word_embeddings)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         return self.model(batch, cache)  # type: ignore[no-any-return]

@@ -17,12 +17,13 @@ from kernels.rope import rope
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
-from models.decoder import MLP, Decoder, DecoderLayer
+from models.decoder import Decoder, DecoderLayer
 from models.layers.attention import attend_latent
 from models.layers.linear import Linear, PlainLinear, linear, linear_per_head, make_head
+from models.layers.mlp import MLP
 from models.layers.moe import Experts
 from models.layers.norm import RMSNorm
-from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config, yarn_mscale
+from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding, read_rotary_config, yarn_mscale
 
 LATENT_NORM_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps says: so in the models' own code
 
@@ -45,14 +46,10 @@ class Routing:
 class DeepseekConfig(ModelShape):
     """`num_key_value_heads` and `head_dim` are those of the cache: one key, the latent and the part with position, for all heads."""
 
-    vocab_size: int
     hidden_size: int
     intermediate_size: int
     moe_intermediate_size: int
-    num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     q_lora_rank: int | None
     kv_lora_rank: int
     qk_nope_head_dim: int
@@ -120,8 +117,7 @@ def _read_routing(
 ) -> Routing:
     experts, chosen = config.count("n_routed_experts"), config.count("num_experts_per_tok")
     n_group, topk_group = groups
-    if experts % n_group:
-        raise UserError(f"config.json: n_routed_experts={experts} is not a multiple of n_group={n_group}")
+    config.check_multiple("n_routed_experts", experts, "n_group", n_group)
     if topk_group > n_group:
         raise UserError(f"config.json: topk_group={topk_group} is more than n_group={n_group}")
     size = experts // n_group
@@ -198,13 +194,13 @@ class Attention(nn.Module):
         )
         self.o_proj = Linear(c.num_attention_heads * c.v_head_dim, c.hidden_size, bias=c.attention_bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         c = self.c
         query = self.q_proj(x) if c.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         query = query.unflatten(-1, (c.num_attention_heads, -1))  # [T, H, N + P]
         query, query_rope = query.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
         latent, key_rope = self.kv_a_proj_with_mqa(x)[:, None].split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
-        query_rope, key_rope = (rope(part, cos, sin, c.rope_interleave) for part in (query_rope, key_rope))
+        query_rope, key_rope = (rope(part, *angles, c.rope_interleave) for part in (query_rope, key_rope))
         to_heads = self.kv_b_proj.weight.unflatten(0, (c.num_attention_heads, -1))  # [H, N + D, L]
         to_key, to_value = to_heads.split((c.qk_nope_head_dim, c.v_head_dim), dim=1)
         query = torch.cat((linear_per_head(query, to_key.transpose(1, 2)), query_rope), dim=-1)  # [T, H, L + P]
@@ -271,7 +267,7 @@ class Deepseek(CausalLM):
         c, layers = config, range(config.num_hidden_layers)
         mlps = (MoE(c) if c.has_experts(layer) else MLP(c.hidden_size, c.intermediate_size) for layer in layers)
         self.model = Decoder(c, (DecoderLayer(c, Attention(c), mlp) for mlp in mlps), RotaryEmbedding(c.rotary))
-        self.lm_head = make_head(self.model.embed_tokens, config.tie_word_embeddings)
+        self.lm_head = make_head(self.model.embedding, config.tie_word_embeddings)
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Gemma 2 (arXiv 2408.00118), from config.json.
 
-T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, F feed-forward channels, V vocabulary, R output rows.
+T tokens, E hidden channels, F feed-forward channels, V vocabulary, R output rows.
 """
 
 from dataclasses import dataclass
@@ -9,45 +9,28 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from kernels.kv_store import rope_and_store
 from kernels.rms_norm import rms_norm
+from models import decoder
 from models.batch import Batch, KVCache, LayerCache
-from models.causal_lm import CausalLM, ModelShape
+from models.causal_lm import CausalLM
 from models.config import ConfigReader
+from models.decoder import DecoderConfig
+from models.layers import mlp
 from models.layers.activation import gelu_tanh
-from models.layers.attention import attend
 from models.layers.embedding import Embedding
-from models.layers.linear import Linear, linear_together, make_head
-from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
+from models.layers.linear import linear_together, make_head
+from models.layers.rotary import Angles, RotaryEmbedding, read_rotary_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True)
-class Gemma2Config(ModelShape):
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
+class Gemma2Config(DecoderConfig):
     attention_bias: bool
     query_pre_attn_scalar: float
     attn_logit_softcapping: float | None
     final_logit_softcapping: float | None
     windows: tuple[int | None, ...]  # of each layer
-    tie_word_embeddings: bool
-    rotary: RotaryConfig
-
-    @property
-    def context_length(self) -> int:
-        return self.rotary.context_length
-
-    @property
-    def keys_depend_on_length(self) -> bool:
-        return self.rotary.type == "dynamic"
 
 
 def read_config(config: ConfigReader) -> Gemma2Config:
@@ -56,8 +39,7 @@ def read_config(config: ConfigReader) -> Gemma2Config:
     config.expect("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     config.expect("use_bidirectional_attention", (None, False), None)
     heads, groups = config.count("num_attention_heads"), config.count("num_key_value_heads")
-    if heads % groups:
-        raise UserError(f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
+    config.check_multiple("num_attention_heads", heads, "num_key_value_heads", groups)
     head_dim = config.count("head_dim", 256)
     if head_dim % 2:
         raise UserError(f"config.json: head_dim={head_dim} is odd, but rotary embedding turns pairs of channels")
@@ -110,36 +92,18 @@ class RMSNorm(nn.Module):
         return rms_norm(x.float(), self.weight_offset + self.weight.float(), self.eps).to(x.dtype)
 
 
-class Attention(nn.Module):
+class Attention(decoder.Attention):
     def __init__(self, c: Gemma2Config, window: int | None) -> None:
-        super().__init__()
-        self.head_dim = c.head_dim
+        super().__init__(c, window, qkv_bias=c.attention_bias, o_bias=c.attention_bias)
         self.scale = c.query_pre_attn_scalar**-0.5
         self.soft_cap = c.attn_logit_softcapping
-        self.window = window
-        self.q_proj = Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=c.attention_bias)
-        self.k_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.attention_bias)
-        self.v_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.attention_bias)
-        self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=c.attention_bias)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        projected = linear_together(x, self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
-        query = rope_and_store(query, key, value, cos, sin, *cache, batch.slots)
-        attended = attend(query, cache, batch, self.scale, self.soft_cap, self.window)
-        return self.o_proj(attended)  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
-    def __init__(self, c: Gemma2Config) -> None:
-        super().__init__()
-        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
-
+class MLP(mlp.MLP):
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = linear_together(x, self.gate_proj, self.up_proj)  # [T, F] each
-        return self.down_proj(gelu_tanh(gate) * up)  # type: ignore[no-any-return]
+        gate_proj, up_proj, down_proj = self.parts
+        gate, up = linear_together(x, gate_proj, up_proj)  # [T, F] each
+        return down_proj(gelu_tanh(gate) * up)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
@@ -149,11 +113,11 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(c, window)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.pre_feedforward_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = MLP(c)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size)
         self.post_feedforward_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x), cos, sin, batch, cache)
+    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x), angles, batch, cache)
         x = batch.attending(x) + self.post_attention_layernorm(attended)
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))  # type: ignore[no-any-return]
 
@@ -171,11 +135,9 @@ class Decoder(nn.Module):
         x = self.embed_tokens(batch.token_ids)  # [T, E]
         # The scale is rounded to the model's dtype, as in training: 59.8665 is 59.75 in bfloat16.
         x = x * x.new_full((), self.embed_scale)
-        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
-        for layer, layer_batch, layer_cache in zip(
-            self.layers, batch.by_layer(len(self.layers)), cache.layers, strict=True
-        ):
-            x = layer(x, cos, sin, layer_batch, layer_cache)
+        angles = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
+        for layer, layer_batch, layer_cache in batch.by_layer(self.layers, cache):
+            x = layer(x, angles, layer_batch, layer_cache)
         return self.norm(x)  # type: ignore[no-any-return]
 
 

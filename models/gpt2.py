@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from conf.errors import UserError
 from kernels.kv_store import kv_store
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
@@ -20,12 +19,9 @@ from models.layers.linear import Conv1D, make_head
 
 @dataclass(frozen=True)
 class GPT2Config(ModelShape):
-    vocab_size: int
     n_embd: int
     n_inner: int
-    num_hidden_layers: int
     num_key_value_heads: int  # one for each query head
-    head_dim: int
     n_positions: int
     layer_norm_epsilon: float
     scale_attn_weights: bool
@@ -42,8 +38,7 @@ def read_config(config: ConfigReader) -> GPT2Config:
     config.expect("activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")  # two names of one function
     config.expect("add_cross_attention", (False,), False)
     n_embd, heads = config.count("n_embd"), config.count("n_head")
-    if n_embd % heads:
-        raise UserError(f"config.json: n_embd={n_embd} is not a multiple of n_head={heads}")
+    config.check_multiple("n_embd", n_embd, "n_head", heads)
     return GPT2Config(
         vocab_size=config.count("vocab_size"),
         n_embd=n_embd,
@@ -108,7 +103,7 @@ class Transformer(nn.Module):
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         x = self.wte(batch.token_ids) + self.wpe(batch.positions)  # [T, E]
-        for block, layer_batch, layer_cache in zip(self.h, batch.by_layer(len(self.h)), cache.layers, strict=True):
+        for block, layer_batch, layer_cache in batch.by_layer(self.h, cache):
             x = block(x, layer_batch, layer_cache)
         return self.ln_f(x)  # type: ignore[no-any-return]
 

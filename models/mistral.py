@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from models.config import ConfigReader
-from models.decoder import MLP, Attention, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
+from models.decoder import Attention, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
+from models.layers.mlp import MLP
 from models.layers.sliding_window import read_window
 
 

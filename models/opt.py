@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.functional import gelu, relu
 
-from conf.errors import UserError
 from kernels.kv_store import kv_store
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
@@ -24,13 +23,10 @@ POSITION_OFFSET = 2  # the table's first rows belonged to padding
 
 @dataclass(frozen=True)
 class OPTConfig(ModelShape):
-    vocab_size: int
     hidden_size: int
     ffn_dim: int
     word_embed_proj_dim: int
-    num_hidden_layers: int
     num_key_value_heads: int  # one for each query head
-    head_dim: int
     max_position_embeddings: int
     activation_function: str
     do_layer_norm_before: bool
@@ -47,8 +43,7 @@ class OPTConfig(ModelShape):
 def read_config(config: ConfigReader) -> OPTConfig:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
-    if hidden_size % heads:
-        raise UserError(f"config.json: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}")
+    config.check_multiple("hidden_size", hidden_size, "num_attention_heads", heads)
     norm_before = config.get("do_layer_norm_before", bool, True)
     removed = config.get("_remove_final_layer_norm", bool, False)
     return OPTConfig(
@@ -131,9 +126,7 @@ class Decoder(nn.Module):
         if self.is_projected:
             x = self.project_in(x)  # [T, E]
         x = x + self.embed_positions(batch.positions + POSITION_OFFSET)
-        for layer, layer_batch, layer_cache in zip(
-            self.layers, batch.by_layer(len(self.layers)), cache.layers, strict=True
-        ):
+        for layer, layer_batch, layer_cache in batch.by_layer(self.layers, cache):
             x = layer(x, layer_batch, layer_cache)
         if self.has_final_layer_norm:
             x = self.final_layer_norm(x)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
-from kernels.swiglu import swiglu
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
@@ -19,6 +18,8 @@ from models.decoder import Decoder, DecoderLayer
 from models.layers.attention import attend
 from models.layers.constant import Constant
 from models.layers.linear import Linear, make_head
+from models.layers.mlp import FusedMLP
+from models.layers.rotary import Angles
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,9 @@ class LongRopeConfig:
 
 @dataclass(frozen=True)
 class Phi3Config(ModelShape):
-    vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
     sliding_window: int | None
@@ -65,10 +62,8 @@ def read_config(config: ConfigReader) -> Phi3Config:
         config.expect(key, (1,), 1)
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
     groups = config.count("num_key_value_heads", heads)
-    if heads % groups:
-        raise UserError(f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
-    if hidden_size % heads:
-        raise UserError(f"config.json: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}")
+    config.check_multiple("num_attention_heads", heads, "num_key_value_heads", groups)
+    config.check_multiple("hidden_size", hidden_size, "num_attention_heads", heads)
     max_position_embeddings = config.count("max_position_embeddings", 4096)
     return Phi3Config(
         vocab_size=config.count("vocab_size"),
@@ -134,7 +129,7 @@ class LongRope:
         self._short = Constant(1.0 / (torch.tensor(config.short_factor, device="cpu") * powers))  # [R/2]
         self._long = Constant(1.0 / (torch.tensor(config.long_factor, device="cpu") * powers))  # [R/2]
 
-    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> Angles:
         """positions and prompt_lengths [T] int64; returns cos and sin [T, R/2] in dtype.
 
         A prompt turns by its whole length, each new token by its own: the long factors above the original length, else the short ones.
@@ -160,23 +155,12 @@ class Attention(nn.Module):
         self.qkv_proj = Linear(c.hidden_size, sum(self.heads) * c.head_dim, bias=False)
         self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         fused = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2G, D]
         query, key, value = fused.split(self.heads, dim=1)  # [T, H, D], [T, G, D], [T, G, D]
-        query = rope_and_store(query, key, value, cos, sin, *cache, batch.slots)
+        query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
         attended = attend(query, cache, batch, self.head_dim**-0.5, window=self.window)
         return self.o_proj(attended)  # type: ignore[no-any-return]
-
-
-class MLP(nn.Module):
-    def __init__(self, c: Phi3Config) -> None:
-        super().__init__()
-        self.gate_up_proj = Linear(c.hidden_size, 2 * c.intermediate_size, bias=False)
-        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # [T, F] each
-        return self.down_proj(swiglu(gate, up))  # type: ignore[no-any-return]
 
 
 class Phi3(CausalLM):
@@ -185,9 +169,12 @@ class Phi3(CausalLM):
     def __init__(self, config: Phi3Config) -> None:
         super().__init__()
         self.config = config
-        layers = (DecoderLayer(config, Attention(config), MLP(config)) for _ in range(config.num_hidden_layers))
+        layers = (
+            DecoderLayer(config, Attention(config), FusedMLP(config.hidden_size, config.intermediate_size))
+            for _ in range(config.num_hidden_layers)
+        )
         self.model = Decoder(config, layers, LongRope(config.rotary))
-        self.lm_head = make_head(self.model.embed_tokens, config.tie_word_embeddings)
+        self.lm_head = make_head(self.model.embedding, config.tie_word_embeddings)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         return self.model(batch, cache)  # type: ignore[no-any-return]

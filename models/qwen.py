@@ -16,11 +16,12 @@ from kernels.kv_store import rope_and_store
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
+from models.decoder import Decoder, DecoderLayer
 from models.layers.attention import attend
 from models.layers.constant import Constant
-from models.layers.embedding import Embedding
-from models.layers.linear import Linear, linear_swiglu
-from models.layers.norm import AddRMSNorm, ResidualStream
+from models.layers.linear import Linear
+from models.layers.mlp import MLP
+from models.layers.rotary import Angles
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class QwenConfig(ModelShape):
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
-    layer_norm_epsilon: float
+    rms_norm_eps: float
     rotary_emb_base: float
     max_position_embeddings: int
     seq_length: int
@@ -77,7 +78,7 @@ def read_config(config: ConfigReader) -> QwenConfig:
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_attention_heads=heads,
-        layer_norm_epsilon=config.positive("layer_norm_epsilon"),
+        rms_norm_eps=config.positive("layer_norm_epsilon"),
         rotary_emb_base=config.positive("rotary_emb_base"),
         max_position_embeddings=config.count("max_position_embeddings"),
         seq_length=seq_length,
@@ -99,7 +100,7 @@ class Rotary:
         self._lengths = Constant(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
         self._frequencies = Constant(torch.stack([_frequencies(c, i) for i in range(len(lengths) + 1)]))  # [P + 1, D/2]
 
-    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> Angles:
         """positions and prompt_lengths [T] int64; returns cos and sin [T, D/2] in dtype."""
         rows = torch.bucketize(prompt_lengths, self._lengths.on(positions.device))  # [T]
         angles = positions[:, None].float() * self._frequencies.on(positions.device)[rows]  # [T, D/2]
@@ -127,56 +128,27 @@ class Attention(nn.Module):
         self.c_attn = Linear(c.hidden_size, 3 * c.hidden_size, bias=True)
         self.c_proj = Linear(c.hidden_size, c.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         query, key, value = self.c_attn(x).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # each [T, H, D]
-        query = rope_and_store(query, key, value, cos, sin, *cache, batch.slots)
+        query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
         if self.logn_length is not None:
             query = query * logn_scales(batch.positions, self.logn_length).to(x.dtype)[:, None, None]
         return self.c_proj(attend(query, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
+class QwenMLP(MLP):
+    names = ("w2", "w1", "c_proj")
+
+
+class Block(DecoderLayer):
+    names = ("ln_1", "attn", "ln_2", "mlp")
+
     def __init__(self, c: QwenConfig) -> None:
-        super().__init__()
-        self.w1 = Linear(c.hidden_size, c.intermediate_size // 2, bias=False)
-        self.w2 = Linear(c.hidden_size, c.intermediate_size // 2, bias=False)
-        self.c_proj = Linear(c.intermediate_size // 2, c.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(linear_swiglu(x, self.w2, self.w1))  # type: ignore[no-any-return]
+        super().__init__(c, Attention(c), QwenMLP(c.hidden_size, c.intermediate_size // 2))
 
 
-class Block(nn.Module):
-    def __init__(self, c: QwenConfig) -> None:
-        super().__init__()
-        self.ln_1 = AddRMSNorm(c.hidden_size, c.layer_norm_epsilon)
-        self.attn = Attention(c)
-        self.ln_2 = AddRMSNorm(c.hidden_size, c.layer_norm_epsilon)
-        self.mlp = MLP(c)
-
-    def forward(
-        self, stream: ResidualStream, cos: Tensor, sin: Tensor, batch: Batch, cache: LayerCache
-    ) -> ResidualStream:
-        normed, x = self.ln_1(*stream)  # [T, E] each
-        normed, x = self.ln_2(batch.attending(x), self.attn(normed, cos, sin, batch, cache))
-        return ResidualStream(x, self.mlp(normed))
-
-
-class Transformer(nn.Module):
-    def __init__(self, c: QwenConfig) -> None:
-        super().__init__()
-        self.wte = Embedding(c.vocab_size, c.hidden_size)
-        self.h = nn.ModuleList(Block(c) for _ in range(c.num_hidden_layers))
-        self.ln_f = AddRMSNorm(c.hidden_size, c.layer_norm_epsilon)
-        self.rotary = Rotary(c)
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        stream = ResidualStream(self.wte(batch.token_ids))
-        cos, sin = self.rotary.angles(batch.positions, batch.prompt_lengths, stream.x.dtype)
-        for block, layer_batch, layer_cache in zip(self.h, batch.by_layer(len(self.h)), cache.layers, strict=True):
-            stream = block(stream, cos, sin, layer_batch, layer_cache)
-        normed, _ = self.ln_f(*stream)  # [R, E]
-        return normed  # type: ignore[no-any-return]
+class Transformer(Decoder):
+    names = ("wte", "h", "ln_f")
 
 
 class Qwen(CausalLM):
@@ -187,7 +159,8 @@ class Qwen(CausalLM):
     def __init__(self, config: QwenConfig) -> None:
         super().__init__()
         self.config = config
-        self.transformer = Transformer(config)
+        blocks = (Block(config) for _ in range(config.num_hidden_layers))
+        self.transformer = Transformer(config, blocks, Rotary(config))
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:

@@ -6,7 +6,8 @@ Qwen 2's report: arXiv 2407.10671.
 from dataclasses import dataclass
 
 from models.config import ConfigReader
-from models.decoder import MLP, Attention, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
+from models.decoder import Attention, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
+from models.layers.mlp import MLP
 from models.layers.sliding_window import read_windows
 
 

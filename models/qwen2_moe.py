@@ -1,17 +1,17 @@
 """Qwen 1.5 MoE A2.7B and Qwen 2 57B A14B: Qwen 2 with mixtures of experts, beside them one expert that every token goes through.
 
-T tokens, E hidden channels, N experts. Qwen 2's report: arXiv 2407.10671.
+T tokens. Qwen 2's report: arXiv 2407.10671.
 """
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from kernels.moe import route
 from models.config import ConfigReader
-from models.decoder import MLP, Attention, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
+from models.decoder import Attention, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
 from models.layers.linear import FloatLinear
-from models.layers.moe import Experts, MixtureConfig, read_mixture
+from models.layers.mlp import MLP
+from models.layers.moe import MixtureConfig, SparseMoeBlock, read_mixture
 from models.layers.sliding_window import read_windows
 
 
@@ -35,22 +35,15 @@ def read_config(config: ConfigReader) -> Qwen2MoeConfig:
     )
 
 
-class SparseMoeBlock(nn.Module):
+class SharedExpertMoeBlock(SparseMoeBlock):
     def __init__(self, c: Qwen2MoeConfig) -> None:
-        super().__init__()
-        self.mixture = c.mixture
-        self.gate = FloatLinear(c.hidden_size, c.mixture.num_experts, bias=False)
-        self.experts = Experts(
-            (MLP(c.hidden_size, c.mixture.moe_intermediate_size) for _ in range(c.mixture.num_experts)),
-            c.mixture.num_experts_per_tok,
-        )
+        super().__init__(c.hidden_size, c.mixture)
         self.shared_expert = MLP(c.hidden_size, c.shared_expert_intermediate_size)
         self.shared_expert_gate = FloatLinear(c.hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = route(self.gate(x), self.mixture.num_experts_per_tok, self.mixture.norm_topk_prob)
         shared: Tensor = self._shared_weight(x) * self.shared_expert(x)
-        return self.experts(x, weights, chosen) + shared  # type: ignore[no-any-return]
+        return super().forward(x) + shared
 
     def _shared_weight(self, x: Tensor) -> Tensor:
         """sigmoid(x . gate) [T, 1]. Not torch's sigmoid, which on a CPU takes another way for the last of many numbers; exp does not."""
@@ -68,7 +61,7 @@ class Qwen2Moe(DecoderLM):
                 DecoderLayer(
                     c,
                     Attention(c, qkv_bias=c.qkv_bias),
-                    SparseMoeBlock(c) if sparse else MLP(c.hidden_size, c.intermediate_size),
+                    SharedExpertMoeBlock(c) if sparse else MLP(c.hidden_size, c.intermediate_size),
                 )
                 for sparse in c.mixture.sparse_layers
             ),

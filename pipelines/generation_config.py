@@ -40,7 +40,9 @@ def decode_defaults(values: dict[str, Any], context_length: int) -> dict[str, An
     if unread := switched_on - taken.keys() - OTHER:
         log.warning("%s has settings that are not used: %s", FILE, ", ".join(sorted(unread)))
     try:
-        DecodeConfig().replaced(taken)
+        for name, value in taken.items():
+            DecodeConfig().replaced({name: value})
+        DecodeConfig().resolved(taken)
     except UserError as error:
         raise UserError(f"{FILE}: {error}") from error
     return taken

@@ -5,13 +5,11 @@ import logging
 import sys
 from pathlib import Path
 
-import torch
-
 from conf.schema import RunConfig, Task
 from pipelines.bench import run_bench
 from pipelines.convert import run_convert
 from pipelines.evaluate import run_evaluate
-from pipelines.memory import out_of_memory
+from pipelines.memory import explained_out_of_memory
 from pipelines.predict import run_predict
 from pipelines.quantize import run_quantize
 from pipelines.report import Dump, reader_may_leave, reset_peak_memory
@@ -31,8 +29,5 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # no text of a row may end a run while it is printed
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     reset_peak_memory()
-    with reader_may_leave():
-        try:
-            TASKS[run.task](run, output_dir, dump)
-        except torch.OutOfMemoryError as error:
-            raise out_of_memory(error) from error
+    with reader_may_leave(), explained_out_of_memory():
+        TASKS[run.task](run, output_dir, dump)

@@ -1,5 +1,8 @@
 """What a run needs of a GPU's memory, reckoned before anything is loaded."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from conf.errors import UserError
@@ -39,13 +42,17 @@ def check_memory(weights: int, step: int, free: int, memory_fraction: float) -> 
         )
 
 
-def out_of_memory(error: torch.OutOfMemoryError) -> UserError:
-    """For what only shows when it runs."""
-    said = " ".join(str(error).split()).split(" If reserved")[0].removeprefix("CUDA out of memory. ")
-    return UserError(
-        f"the GPU's memory is full ({said[:200]}): give less device.kv_cache_memory, device.max_batched_tokens or batch_size, "
-        "quant=int8 or int4, or end what else uses the GPU"
-    )
+@contextmanager
+def explained_out_of_memory() -> Iterator[None]:
+    """What only shows when it runs, as a UserError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        said = " ".join(str(error).split()).split(" If reserved")[0].removeprefix("CUDA out of memory. ")
+        raise UserError(
+            f"the GPU's memory is full ({said[:200]}): give less device.kv_cache_memory, device.max_batched_tokens or batch_size, "
+            "quant=int8 or int4, or end what else uses the GPU"
+        ) from error
 
 
 def _gb(num_bytes: int) -> str:

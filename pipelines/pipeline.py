@@ -1,5 +1,6 @@
 """The Python face: the same composition and the same engine as `run.py`, without files."""
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,13 +8,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from conf.decoding import DecodeConfig
+from conf.decoding import DecodeConfig, unused_settings
 from conf.errors import UserError
 from conf.schema import RunConfig
 from pipelines.engine import Engine, Request
 from pipelines.loading import load_engine
+from pipelines.memory import explained_out_of_memory
 from pipelines.prompts import EncodedPrompt, PromptEncoder, PromptRow, rows_from_python
 from pipelines.streamers import Streamer
+
+log = logging.getLogger(__name__)
 
 SAMPLING_TEMPERATURE = 1.0  # for do_sample=True over a greedy config
 
@@ -67,7 +71,8 @@ class TextGenerationPipeline:
         self.run = run
         self._defaults = _checked_arguments(arguments)
         _decode(run.decode, self._defaults, None)  # before the long wait
-        self.engine: Engine = load_engine(run, self._defaults.get("batch_size", run.predict.batch_size))
+        with explained_out_of_memory():
+            self.engine: Engine = load_engine(run, self._defaults.get("batch_size", run.predict.batch_size))
         self._suggested = self.engine.resolve(DecodeConfig()).temperature
         self._decode = _decode(run.decode, self._defaults, self._suggested)
         self.tokenizer = self.engine.tokenizer
@@ -85,7 +90,7 @@ class TextGenerationPipeline:
         try:
             given = {**self._defaults, **_checked_arguments(arguments)}
             decode = _decode(self._decode, arguments, self._suggested)
-            with self._own_turn():
+            with self._own_turn(), explained_out_of_memory():
                 results = self._generate(list(rows_from_python(prompts)), decode, given, streamer)
         except BaseException as error:
             if streamer:
@@ -188,7 +193,12 @@ def _decode(base: DecodeConfig, given: dict[str, Any], suggested: float | None) 
     values = {name: value for name, value in given.items() if name in DECODE_ARGUMENTS}
     do_sample = given.get("do_sample")
     if do_sample is False:
+        unused = {"temperature"} if values.get("temperature") else set()
         values["temperature"] = 0.0
+        unused |= values.keys() & unused_settings(vars(base) | values)
+        if unused:  # no error, because such calls are written for transformers, which warns
+            log.warning("do_sample=False makes no use of %s", ", ".join(sorted(unused)))
+        values = {name: value for name, value in values.items() if name == "temperature" or name not in unused}
     elif do_sample:
         if values.get("temperature") == 0:
             raise UserError("do_sample=True contradicts temperature=0, which is greedy: leave one of them out")

@@ -11,8 +11,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from conf.errors import UserError, check
 from conf.quantization import CalibrateConfig, ExportConfig, KVCacheFormat, QuantConfig, QuantScheme
 from conf.schema import RunConfig, Weights
@@ -68,8 +66,7 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     refuse_existing(target, run.quantize.overwrite, "quantize")
     with report.progress_bar() as progress:
         metrics = _make(run, target, progress)
-    peak = report.peak_memory_bytes(torch.device("cpu"))
-    metrics |= {"quantize_s": time.perf_counter() - start, "peak_memory_bytes": peak}
+    metrics |= {"quantize_s": time.perf_counter() - start}
     report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
     _print(metrics, target, output_dir)
 
@@ -138,6 +135,7 @@ def _make(run: RunConfig, target: Path, progress: report.ProgressSink) -> dict[s
             "num_layers": len(reports),
             "weight_bytes_before": bytes_before,
             "weight_bytes": engine.runner.weight_bytes,
+            "peak_memory_bytes": report.peak_memory_bytes(engine.device),
         }
         write_report(folder, run, data.source, reports, metrics)
         _finish(run, engine, artefact, export.config)

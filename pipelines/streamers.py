@@ -8,7 +8,8 @@ from conf.errors import UserError
 
 
 class Streamer(Protocol):
-    """What the pipeline calls, from the thread that generates."""
+    """What the pipeline calls, from the thread that generates, and waits for: nothing here may wait for another of the pipeline's calls,
+    whose turn comes when this one ends. The pipeline refuses such a call, but from another thread it looks like any that takes turns."""
 
     skip_prompt: bool
 

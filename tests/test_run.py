@@ -143,6 +143,36 @@ def test_a_config_that_is_no_yaml_is_named(tmp_path: Path) -> None:
     assert f'"{tmp_path}/decode/mine.yaml", line 2' in line
 
 
+def test_a_config_that_is_not_utf_8_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes(
+        'defaults: [schema/run]\npredict: {data: "café"}\ntask: predict\n'.encode("latin-1")
+    )
+    done = run("--config-path", str(tmp_path))
+    assert done.returncode == 1
+    fault = "a file of the config is not UTF-8, in the line 'predict: {data: \"caf\\\\xe9\"}': convert it first"
+    assert done.stderr == f"error: {fault}\n"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("~model", "~model would take away what is needed: leave it out, or give model= and one of llama2_13b, "),
+        ("decode=null", "decode=null would take away what is needed: leave it out, or give decode= and one of beam, "),
+        ("~decode.top_p", "leave it out, or give decode.top_p= and a value"),
+        ("hydra.run.dir=", "hydra.run.dir= is empty: give a folder, or leave it out"),
+        ("hydra.run.dir=/proc/nowhere", "'/proc/nowhere': give a folder that can be written as hydra.run.dir, or with"),
+        ("decode.stop=", "is not a ListConfig, list or tuple: give a list: KEY=[a,b], or KEY=[] for none"),
+        ("decode.stop=null", "'decode.stop' is not Optional: leave it out for its default"),
+        ("quant.overrides=x", "Cannot assign str to Dict[str, str]: give names with values: KEY={a:b}"),
+    ],
+)
+def test_what_hydra_says_has_a_remedy(argument: str, message: str) -> None:
+    done = run("predict.data=hello", argument)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert message in line
+
+
 NUM_ROWS = 25
 
 

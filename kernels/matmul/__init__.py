@@ -37,10 +37,10 @@ MAX_TOGETHER = 3  # weights that one call multiplies: queries, keys and values
 
 @functools.cache
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    rows, weight = (c_void_p, c_int32, c_int64, c_int64), (c_void_p, c_void_p)
+    rows, weight = (c_void_p, c_int32, c_int64, c_int64), (c_void_p, c_int32, c_void_p)
     library.matmul.argtypes = rows + (*weight, c_void_p, c_int64) * MAX_TOGETHER
     library.matmul_swiglu.argtypes = (*rows, *weight, *weight, c_void_p, c_int64)
-    library.grouped_matmul.argtypes = (c_void_p, c_int32, c_int64, *(c_void_p,) * 4, c_int64, c_int64)
+    library.grouped_matmul.argtypes = (c_void_p, c_int32, c_int64, *(c_void_p,) * 6, c_int64, c_int64)
     for function in (library.matmul, library.matmul_swiglu, library.grouped_matmul):
         function.restype = None
     return library
@@ -76,8 +76,8 @@ def matmul_together(x: Tensor, weights: Sequence[PackedMatrix], biases: Sequence
     outs = [torch.empty(num_rows, weight.num_outputs, dtype=x.dtype) for weight in weights]
     arguments: list[int | None] = []
     for weight, bias, out in zip(weights, biases, outs, strict=True):
-        arguments += (weight.tiles.data_ptr(), _address(bias), out.data_ptr(), weight.num_outputs)
-    arguments += (None, None, None, 0) * (MAX_TOGETHER - len(weights))
+        arguments += (*_read_as(weight), _address(bias), out.data_ptr(), weight.num_outputs)
+    arguments += (None, 0, None, None, 0) * (MAX_TOGETHER - len(weights))
     _declared(library).matmul(x.data_ptr(), build.DTYPES[x.dtype], num_rows, x.shape[1], *arguments)
     return outs
 
@@ -101,7 +101,7 @@ def matmul_swiglu(
     out = torch.empty(x.shape[0], gate.num_outputs, dtype=x.dtype)
     _declared(library).matmul_swiglu(
         *(x.data_ptr(), build.DTYPES[x.dtype], *x.shape),
-        *(gate.tiles.data_ptr(), _address(gate_bias), up.tiles.data_ptr(), _address(up_bias)),
+        *(*_read_as(gate), _address(gate_bias), *_read_as(up), _address(up_bias)),
         *(out.data_ptr(), gate.num_outputs),
     )
     return out
@@ -129,10 +129,16 @@ def grouped_matmul(x: Tensor, weights: PackedMatrices, starts: Tensor, ups: Pack
     x, out = x.contiguous(), torch.empty(x.shape[0], first.num_outputs, dtype=x.dtype)
     _declared(library).grouped_matmul(
         *(x.data_ptr(), build.DTYPES[x.dtype], first.num_inputs),
-        *(weights.addresses.data_ptr(), None if ups is None else ups.addresses.data_ptr(), starts.data_ptr()),
-        *(out.data_ptr(), len(weights.matrices), first.num_outputs),
+        *(weights.addresses.data_ptr(), weights.are_compressed.data_ptr()),
+        *((None, None) if ups is None else (ups.addresses.data_ptr(), ups.are_compressed.data_ptr())),
+        *(starts.data_ptr(), out.data_ptr(), len(weights.matrices), first.num_outputs),
     )
     return out
+
+
+def _read_as(weight: PackedMatrix) -> tuple[int, int]:
+    """Its address, and whether it is compressed."""
+    return weight.tiles.data_ptr(), int(weight.is_compressed)
 
 
 def _address(bias: Tensor | None) -> int | None:
@@ -140,9 +146,9 @@ def _address(bias: Tensor | None) -> int | None:
 
 
 def _check(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> None:
-    if x.ndim != 2 or x.shape[1] != weight.num_inputs or x.dtype != weight.tiles.dtype:
+    if x.ndim != 2 or x.shape[1] != weight.num_inputs or x.dtype != weight.dtype:
         raise ValueError(
-            f"rows {list(x.shape)} of {x.dtype} and a weight of {weight.num_inputs} inputs of {weight.tiles.dtype}"
+            f"rows {list(x.shape)} of {x.dtype} and a weight of {weight.num_inputs} inputs of {weight.dtype}"
         )
     if bias is not None and (bias.shape != (weight.num_outputs,) or bias.dtype != x.dtype or not bias.is_contiguous()):
         raise ValueError(

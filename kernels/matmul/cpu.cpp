@@ -13,6 +13,7 @@
 #include "../simd.h"
 #include "../swiglu.h"
 #include "../threads.h"
+#include "compressed.h"
 
 namespace {
 
@@ -39,8 +40,9 @@ struct Rows {
 };
 
 struct Weight {
-  const uint8_t *tiles;  // packed: [tiles, steps, 16, 4 bytes]
-  const void *bias;      // null if there is none
+  const uint8_t *tiles;   // packed: [tiles, steps, 16, 4 bytes]; or compressed, of bfloat16
+  int32_t is_compressed;
+  const void *bias;       // null if there is none
 };
 
 struct Output {
@@ -101,11 +103,53 @@ template <Dtype DTYPE, int ROWS, int TILES>
     for (int t = 0; t < TILES; ++t) store(result + (row * TILES + t) * LANES, sums[row][t]);
 }
 
+// The same with compressed tiles from number `tile` on, in the same order.
+template <int ROWS, int TILES>
+[[gnu::noinline]] void dot_compressed(const uint8_t *weight, const Compressed &layout, int64_t tile, const int32_t *x, float *result) {
+  Floats sums[ROWS][TILES];
+  UNROLL
+  for (int row = 0; row < ROWS; ++row)
+    UNROLL
+    for (int t = 0; t < TILES; ++t) sums[row][t] = splat(0.0f);
+  const Ints upper = upper_bytes(weight);
+  const Exception *next[TILES];
+  for (int t = 0; t < TILES; ++t) next[t] = first_exception(weight, layout, tile + t);
+  const int64_t tile_bytes = layout.tile_bytes(), near_end = layout.num_groups - PREFETCH_BYTES / GROUP_BYTES;
+  const int64_t whole = layout.num_steps / STEPS_OF_GROUP;
+  const uint8_t *bytes = weight + layout.groups(tile);
+  for (int64_t group = 0; group < layout.num_groups; ++group, bytes += GROUP_BYTES) {
+    const int64_t ahead = PREFETCH_BYTES + (group < near_end ? 0 : (TILES - 1) * tile_bytes);
+    const int64_t count = group < whole ? STEPS_OF_GROUP : layout.num_steps % STEPS_OF_GROUP;
+    UNROLL
+    for (int t = 0; t < TILES; ++t) {
+      for (int64_t line = 0; line < GROUP_BYTES; line += 64)
+        _mm_prefetch(reinterpret_cast<const char *>(bytes + t * tile_bytes + ahead + line), _MM_HINT_T1);
+      Ints steps[STEPS_OF_GROUP];
+      read_group(bytes + t * tile_bytes, upper, next[t], group, steps);
+      UNROLL
+      for (int64_t step = 0; step < STEPS_OF_GROUP; ++step)
+        if (step < count)
+          UNROLL
+          for (int row = 0; row < ROWS; ++row) sums[row][t] = dot_bfloat16(sums[row][t], steps[step], splat(x[step * ROWS + row]));
+    }
+    x += STEPS_OF_GROUP * ROWS;
+  }
+  UNROLL
+  for (int row = 0; row < ROWS; ++row)
+    UNROLL
+    for (int t = 0; t < TILES; ++t) store(result + (row * TILES + t) * LANES, sums[row][t]);
+}
+
 // result [ROWS, tiles, 16] = what the tiles from `tile` on give, with the bias: `count` numbers of each row, and zeros behind them.
 template <Dtype DTYPE, int ROWS, int TILES>
-void multiply(const Rows &rows, const Weight &weight, const int32_t *x, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
-  const auto product = num_tiles == TILES ? dot<DTYPE, ROWS, TILES> : dot<DTYPE, ROWS, 1>;
-  product(weight.tiles + tile * rows.tile_bytes(), rows.tile_bytes(), x, rows.num_steps(), result);
+void multiply(const Rows &rows, const Weight &weight, int64_t all_tiles, const int32_t *x, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
+  if (weight.is_compressed) {
+    const auto product = num_tiles == TILES ? dot_compressed<ROWS, TILES> : dot_compressed<ROWS, 1>;
+    product(weight.tiles, {all_tiles, rows.num_steps()}, tile, x, result);
+  } else {
+    const auto product = num_tiles == TILES ? dot<DTYPE, ROWS, TILES> : dot<DTYPE, ROWS, 1>;
+    product(weight.tiles + tile * rows.tile_bytes(), rows.tile_bytes(), x, rows.num_steps(), result);
+  }
   if (!weight.bias) return;
   float bias[TILES * LANES];
   read_floats(weight.bias, DTYPE, tile * LANES, count, bias);
@@ -124,9 +168,9 @@ template <Dtype DTYPE, int ROWS> void multiply_panel(const Rows &rows, const Out
   for (int64_t tile = first; tile < last;) {
     const int64_t num_tiles = tile + TILES <= last ? TILES : 1, output = tile * LANES, width = num_tiles * LANES;
     const int64_t count = std::min(width, out.num_outputs - output);
-    multiply<DTYPE, ROWS, TILES>(rows, out.weight, x, tile, num_tiles, count, result);
+    multiply<DTYPE, ROWS, TILES>(rows, out.weight, out.num_tiles(), x, tile, num_tiles, count, result);
     if (out.up.tiles) {  // both are rounded first, as if they had been written
-      multiply<DTYPE, ROWS, TILES>(rows, out.up, x, tile, num_tiles, count, up);
+      multiply<DTYPE, ROWS, TILES>(rows, out.up, out.num_tiles(), x, tile, num_tiles, count, up);
       round_to(DTYPE, result, ROWS * width);
       round_to(DTYPE, up, ROWS * width);
       swiglu(DTYPE, result, up, ROWS * width);
@@ -187,31 +231,67 @@ void multiply_all(Product product) {
 
 }  // namespace
 
-// w0 .. w2 with their biases, results and numbers of outputs; what is not there has no outputs
-extern "C" void matmul(const void *x, int32_t dtype, int64_t num_rows, int64_t num_inputs, const uint8_t *w0, const void *bias0,
-                       void *out0, int64_t n0, const uint8_t *w1, const void *bias1, void *out1, int64_t n1, const uint8_t *w2,
-                       const void *bias2, void *out2, int64_t n2) {
+// w0 .. w2, whether each is compressed, their biases, results and numbers of outputs; what is not there has no outputs
+extern "C" void matmul(const void *x, int32_t dtype, int64_t num_rows, int64_t num_inputs, const uint8_t *w0, int32_t compressed0,
+                       const void *bias0, void *out0, int64_t n0, const uint8_t *w1, int32_t compressed1, const void *bias1, void *out1,
+                       int64_t n1, const uint8_t *w2, int32_t compressed2, const void *bias2, void *out2, int64_t n2) {
   multiply_all({{Dtype(dtype), static_cast<const char *>(x), num_rows, num_inputs},
-                {{{w0, bias0}, {}, out0, n0}, {{w1, bias1}, {}, out1, n1}, {{w2, bias2}, {}, out2, n2}}});
+                {{{w0, compressed0, bias0}, {}, out0, n0}, {{w1, compressed1, bias1}, {}, out1, n1}, {{w2, compressed2, bias2}, {}, out2, n2}}});
 }
 
 extern "C" void matmul_swiglu(const void *x, int32_t dtype, int64_t num_rows, int64_t num_inputs, const uint8_t *gate,
-                              const void *gate_bias, const uint8_t *up, const void *up_bias, void *out, int64_t num_outputs) {
+                              int32_t gate_compressed, const void *gate_bias, const uint8_t *up, int32_t up_compressed, const void *up_bias,
+                              void *out, int64_t num_outputs) {
   multiply_all({{Dtype(dtype), static_cast<const char *>(x), num_rows, num_inputs},
-                {{{gate, gate_bias}, {up, up_bias}, out, num_outputs}}});
+                {{{gate, gate_compressed, gate_bias}, {up, up_compressed, up_bias}, out, num_outputs}}});
 }
 
 // The rows starts[i] .. starts[i + 1] - 1 times weights[i], or gated by it times ups[i], if ups is not null; what has no rows is not read.
-extern "C" void grouped_matmul(const void *x, int32_t dtype, int64_t num_inputs, const uint8_t *const *weights, const uint8_t *const *ups,
-                               const int64_t *starts, void *out, int64_t num_weights, int64_t num_outputs) {
-  record([=] { grouped_matmul(x, dtype, num_inputs, weights, ups, starts, out, num_weights, num_outputs); });
+extern "C" void grouped_matmul(const void *x, int32_t dtype, int64_t num_inputs, const uint8_t *const *weights, const int32_t *compressed,
+                               const uint8_t *const *ups, const int32_t *ups_compressed, const int64_t *starts, void *out,
+                               int64_t num_weights, int64_t num_outputs) {
+  record([=] { grouped_matmul(x, dtype, num_inputs, weights, compressed, ups, ups_compressed, starts, out, num_weights, num_outputs); });
   thread_local std::vector<Product> products;
   products.clear();
   for (int64_t i = 0; i < num_weights; ++i) {
     Rows rows{Dtype(dtype), static_cast<const char *>(x), starts[i + 1] - starts[i], num_inputs};
     rows.x += starts[i] * num_inputs * rows.element_bytes();
     char *to = static_cast<char *>(out) + starts[i] * num_outputs * rows.element_bytes();
-    if (rows.num_rows) products.push_back({rows, {{{weights[i], nullptr}, {ups ? ups[i] : nullptr, nullptr}, to, num_outputs}}});
+    Weight weight{weights[i], compressed[i], nullptr}, up{};
+    if (ups) up = {ups[i], ups_compressed[i], nullptr};
+    if (rows.num_rows) products.push_back({rows, {{weight, up, to, num_outputs}}});
   }
   multiply_all(products.data(), products.size());
+}
+
+// How many of `count` numbers have each upper byte: [256].
+extern "C" void count_upper_bytes(const uint16_t *numbers, int64_t count, int64_t *counts) {
+  constexpr int64_t NUMBERS_OF_CHUNK = 1 << 18;
+  std::vector<int64_t> found(divide_up(count, NUMBERS_OF_CHUNK) * 256);
+  parallel_for(divide_up(count, NUMBERS_OF_CHUNK), [&](int64_t chunk) {
+    for (int64_t i = chunk * NUMBERS_OF_CHUNK; i < std::min((chunk + 1) * NUMBERS_OF_CHUNK, count); ++i)
+      ++found[chunk * 256 + (numbers[i] >> 8)];
+  });
+  std::fill(counts, counts + 256, 0);
+  for (size_t i = 0; i < found.size(); ++i) counts[i % 256] += found[i];
+}
+
+// Tiles of bfloat16 [tiles, steps, 16, 2] in 12 bits each; the upper bytes stand in `memory` already, which has room for all exceptions.
+extern "C" void compress(const uint16_t *tiles, int64_t num_tiles, int64_t num_steps, uint8_t *memory) {
+  const Compressed layout{num_tiles, num_steps};
+  std::vector<std::vector<Exception>> exceptions(num_tiles);
+  parallel_for(num_tiles, [&](int64_t tile) {
+    exceptions[tile] = compress_tile(layout, memory, tiles + tile * num_steps * NUMBERS_OF_STEP, memory + layout.groups(tile));
+  });
+  uint32_t count = 0;
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    std::memcpy(memory + layout.start(tile), &count, sizeof count);
+    std::memcpy(memory + layout.exception(count), exceptions[tile].data(), exceptions[tile].size() * sizeof(Exception));
+    count += exceptions[tile].size();
+  }
+}
+
+extern "C" void decompress(const uint8_t *memory, int64_t num_tiles, int64_t num_steps, uint8_t *tiles) {
+  const Compressed layout{num_tiles, num_steps};
+  parallel_for(num_tiles, [&](int64_t tile) { decompress_tile(memory, layout, tile, tiles + tile * num_steps * VECTOR_BYTES); });
 }

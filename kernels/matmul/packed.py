@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.build import addresses
+from kernels.matmul.compressed import check_exceptions, check_size, compress, decompress
 
 TILE = 16  # outputs that a vector register holds beside each other
 DTYPES = (torch.float32, torch.bfloat16)
@@ -18,7 +19,8 @@ class PackedMatrix:
     """A weight [N, K] in the order in which a kernel reads it; it takes the weight's place.
 
     `tiles` [ceil(N / 16), ceil(K / P), 16, P] float32 or bfloat16: P inputs of one output fill 32 bits (float32 1, bfloat16 2),
-    then come 16 outputs, then the inputs. Zeros fill it up. A file may hold it, and it may be mapped from there.
+    then come 16 outputs, then the inputs. Zeros fill it up. Or those of bfloat16 in 12 bits each, uint8 [bytes], as compressed.py says.
+    A file may hold it, and it may be mapped from there.
     """
 
     tiles: Tensor
@@ -26,14 +28,34 @@ class PackedMatrix:
     num_inputs: int
 
     def __post_init__(self) -> None:
-        per_step = 4 // self.tiles.element_size()
-        shape = (-(-self.num_outputs // TILE), -(-self.num_inputs // per_step), TILE, per_step)
-        if self.tiles.dtype not in DTYPES or self.tiles.shape != shape or not self.tiles.is_contiguous():
+        shape = (*self._num_tiles_and_steps, TILE, 4 // self.dtype.itemsize)
+        if self.is_compressed:
+            check_size(self.tiles, *self._num_tiles_and_steps)
+        elif self.tiles.dtype not in DTYPES or self.tiles.shape != shape or not self.tiles.is_contiguous():
             raise ValueError(f"packed weights {list(shape)} cannot be {list(self.tiles.shape)} of {self.tiles.dtype}")
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.tiles.dtype == torch.uint8
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weight."""
+        return torch.bfloat16 if self.is_compressed else self.tiles.dtype
+
+    @property
+    def _num_tiles_and_steps(self) -> tuple[int, int]:
+        return -(-self.num_outputs // TILE), -(-self.num_inputs * self.dtype.itemsize // 4)
+
+    def check(self) -> None:
+        """Of numbers that come from a file: ValueError where a kernel would read behind them."""
+        if self.is_compressed:
+            check_exceptions(self.tiles, *self._num_tiles_and_steps)
 
     def unpack(self) -> Tensor:
         """The weight [N, K]."""
-        rows = self.tiles.transpose(1, 2).reshape(len(self.tiles) * TILE, -1)
+        tiles = decompress(self.tiles, *self._num_tiles_and_steps) if self.is_compressed else self.tiles
+        rows = tiles.transpose(1, 2).reshape(len(tiles) * TILE, -1)
         return rows[: self.num_outputs, : self.num_inputs].contiguous()
 
 
@@ -44,13 +66,14 @@ class PackedMatrices:
         self.matrices = tuple(matrices)
         self.first = matrices[0]
         self.addresses = addresses(matrix.tiles for matrix in matrices)
-        kinds = {(m.num_outputs, m.num_inputs, m.tiles.dtype) for m in matrices}
+        self.are_compressed = torch.tensor([matrix.is_compressed for matrix in matrices], dtype=torch.int32)
+        kinds = {(m.num_outputs, m.num_inputs, m.dtype) for m in matrices}
         if len(kinds) > 1:
             raise ValueError(f"weights of several shapes or dtypes cannot share a product: {kinds}")
 
 
 def pack(weight: Tensor) -> PackedMatrix:
-    """weight [N, K] float32 or bfloat16. Raises ValueError for another dtype."""
+    """weight [N, K] float32 or bfloat16, which is compressed where that is a gain. Raises ValueError for another dtype."""
     if weight.dtype not in DTYPES:
         raise ValueError(f"a weight of {weight.dtype} cannot be packed: only float32 and bfloat16")
     num_outputs, num_inputs = weight.shape
@@ -60,4 +83,5 @@ def pack(weight: Tensor) -> PackedMatrix:
         weight = functional.pad(weight, (0, missing[0], 0, missing[1]))
     words = weight.contiguous().view(torch.int32)  # [N, K / P]: moved three times as fast as two numbers of 16 bits
     tiles = words.view(len(words) // TILE, TILE, -1).transpose(1, 2).contiguous()
-    return PackedMatrix(tiles.view(weight.dtype).unflatten(2, (TILE, per_step)), num_outputs, num_inputs)
+    tiles = tiles.view(weight.dtype).unflatten(2, (TILE, per_step))
+    return PackedMatrix(compress(tiles) if weight.dtype == torch.bfloat16 else tiles, num_outputs, num_inputs)

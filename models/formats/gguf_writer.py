@@ -177,8 +177,8 @@ def _add_shape(writer: GGUFWriter, shape: DecoderConfig) -> None:
     if window := getattr(shape, "sliding_window", None):
         writer.add_sliding_window(window)
     if isinstance(shape, MixtralConfig):
-        writer.add_expert_count(shape.num_local_experts)
-        writer.add_expert_used_count(shape.num_experts_per_tok)
+        writer.add_expert_count(shape.mixture.num_experts)
+        writer.add_expert_used_count(shape.mixture.num_experts_per_tok)
     _add_rotary(writer, shape.rotary)
 
 

@@ -35,11 +35,12 @@ class DenseLinear(JointLinear):
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         weight = PackedMatrix(tensors.pop("tiles"), *self._layer.shape)
+        weight.check()
         self._hold(weight, tensors.pop("bias") if self._layer.has_bias else None)
 
     def _hold(self, weight: PackedMatrix, bias: Tensor | None) -> None:
         self._weight = weight
-        self.kind = weight.tiles.dtype
+        self.kind = weight.dtype
         self.tiles = nn.Parameter(weight.tiles, requires_grad=False)  # the same memory, so that it is counted
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 

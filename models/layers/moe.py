@@ -10,26 +10,26 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from kernels.moe import combine_rows, group_rows, mixture
+from kernels.moe import combine_rows, group_rows, mixture, route
 from kernels.quant_matmul.gpu_weight import GPUWeight, RowCodes, stack
 from models.config import ConfigReader
-from models.layers.linear import ExpertLinear, GroupedProduct, JointLinear
+from models.layers.linear import ExpertLinear, FloatLinear, GroupedProduct, JointLinear
+from models.layers.mlp import MLP
 
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """Qwen's keys of config.json, checked."""
-
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
     norm_topk_prob: bool
+    """Whether the weights of a token's experts are made to add up to 1."""
     sparse_layers: tuple[bool, ...]
     """Whether each layer is a mixture."""
 
 
 def read_mixture(config: ConfigReader, num_layers: int) -> MixtureConfig:
-    """Raises UserError for a missing key, a wrong type, or more experts per token than there are."""
+    """Qwen's keys of config.json. Raises UserError for a missing key, a wrong type, or more experts per token than there are."""
     # transformers 5 writes num_local_experts for Qwen 3
     key = "num_experts" if config.raw("num_local_experts") is None else "num_local_experts"
     experts, chosen = config.count(key), config.count("num_experts_per_tok")
@@ -55,15 +55,9 @@ class Experts(nn.ModuleList):
     one expert computes its tokens after the other. On a CPU a token's bits depend in no case on the other tokens.
     """
 
-    def __init__(
-        self,
-        experts: Iterable[nn.Module],
-        num_experts_per_tok: int,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    ) -> None:
+    def __init__(self, experts: Iterable[MLP], num_experts_per_tok: int) -> None:
         super().__init__(experts)
         self.num_experts_per_tok = num_experts_per_tok
-        self._names = names
         self._products: tuple[GroupedProduct, GroupedProduct] | None = None  # gate with up, and down
         self._stacked: tuple[GPUWeight, GPUWeight] | None = None  # gates and then ups; downs
         self._row_codes: tuple[Callable[[int, int], RowCodes | None], ...] = ()  # of the same two
@@ -74,7 +68,7 @@ class Experts(nn.ModuleList):
 
     def prepare(self) -> None:
         """Once the weights are there and stay: all experts in a few calls. On a GPU their weights come to lie in one for all experts."""
-        gate, up, down = ([expert.get_submodule(name) for expert in self] for name in self._names)
+        gate, up, down = map(list, zip(*(expert.parts for expert in self), strict=True))
         gates_and_ups, downs = _alike(gate + up), _alike(down)
         if gates_and_ups and downs:
             self._stacked = _stack(gates_and_ups), _stack(downs)
@@ -106,6 +100,23 @@ class Experts(nn.ModuleList):
             if start < end:
                 parts[start:end] = expert(rows[start:end])
         return parts
+
+
+class SparseMoeBlock(nn.Module):
+    """A router and the experts that it chooses from."""
+
+    def __init__(self, hidden_size: int, c: MixtureConfig, expert: type[MLP] = MLP) -> None:
+        super().__init__()
+        self.renormalise = c.norm_topk_prob
+        self.gate = FloatLinear(hidden_size, c.num_experts, bias=False)
+        self.experts = Experts(
+            (expert(hidden_size, c.moe_intermediate_size) for _ in range(c.num_experts)), c.num_experts_per_tok
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x and the result [T, E]."""
+        weights, chosen = route(self.gate(x), self.experts.num_experts_per_tok, self.renormalise)  # from logits [T, N]
+        return self.experts(x, weights, chosen)  # type: ignore[no-any-return]
 
 
 def _alike(layers: list[nn.Module]) -> list[ExpertLinear]:

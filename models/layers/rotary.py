@@ -5,7 +5,7 @@ T tokens, D channels per head. Frequencies are float32, in the order of operatio
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from conf.errors import UserError
 from kernels.rope import rope_angles
 from models.config import ConfigReader
 from models.layers.constant import Constant
+
+Angles: TypeAlias = tuple[Tensor, Tensor]
+"""cos and sin of the angles that each token's pairs of channels turn by, [T, D/2] each."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ class RotaryEmbedding:
                 frequencies = frequencies / config.factor
         self._static = Constant(frequencies)
 
-    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> Angles:
         """positions and prompt_lengths [T] int64; returns cos and sin [T, D/2] in dtype."""
         c = self._config
         frequencies = self._static.on(positions.device)

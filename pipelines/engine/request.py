@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Protocol
 
-from conf.decoding import DecodeConfig
+from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError
 from pipelines.engine.detokenizer import Detokenizer
 
@@ -84,6 +84,7 @@ def resolve_sampling_params(
     stop_token_ids = frozenset(decode.stop_token_ids)
     values: dict[str, Any] = {
         **{field.name: getattr(decode, field.name, None) for field in fields(SamplingParams)},
+        **{name: value for name, value in NEUTRAL.items() if getattr(decode, name) is None},
         "max_new_tokens": _resolve_max_new_tokens(decode, num_prompt_tokens, context),
         "logit_bias": decode.logit_bias or {},
         "bad_words": bad_words,

@@ -3,7 +3,6 @@
 O output channels, I input channels, G groups of input channels. Source: the package compressed-tensors, 0.20.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from quantization.layouts.base import StoredWeight
 from quantization.layouts.checks import channel_order, divided, of_type, positive, scalar_shape
 from quantization.layouts.kv_cache import write_kv_cache_scheme
 from quantization.layouts.packing import num_words, pack, unpack
+from quantization.layouts.patterns import compile_pattern
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat
 
@@ -66,10 +66,7 @@ def _matches(target: str, name: str) -> bool:
     """A name or, after `re:`, a regular expression that its beginning matches."""
     if not target.startswith("re:"):
         return name == target or name.endswith("." + target)
-    try:
-        return re.match(target[3:], name) is not None
-    except re.error as error:
-        raise UserError(f"quantization_config: {target} is not a regular expression: {error}") from error
+    return compile_pattern(target[3:]).match(name) is not None
 
 
 def read_compressed_tensors(config: ConfigReader) -> CompressedTensors:

@@ -20,6 +20,7 @@ from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight, holds_codes
 from quantization.layouts.checks import as_float16, channel_order, divided, of_type, positive
 from quantization.layouts.packing import num_words, pack, unpack
+from quantization.layouts.patterns import compile_pattern
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat
 
@@ -89,10 +90,7 @@ def _read_format(config: ConfigReader, usual: WeightFormat | None) -> WeightForm
 
 def _read_rule(rules: ConfigReader, text: str, usual: WeightFormat) -> tuple[re.Pattern[str], WeightFormat | None]:
     """`-:` leaves layers out, `+:` or nothing changes them; the first rule that matches holds."""
-    try:
-        pattern = re.compile(text.removeprefix("+:").removeprefix("-:"))
-    except re.error as error:
-        raise UserError(f"quantization_config: dynamic: {text!r} is not a regular expression: {error}") from error
+    pattern = compile_pattern(text.removeprefix("+:").removeprefix("-:"))
     if text.startswith("-:"):
         return pattern, None
     rule = rules.section(text)

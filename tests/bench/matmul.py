@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
@@ -64,8 +65,9 @@ def variants(num_outputs: int, num_inputs: int, num_rows: int) -> dict[str, tupl
     size = num_outputs * num_inputs
     plain = several(2 * size, lambda: torch.randn(num_outputs, num_inputs, dtype=torch.bfloat16))
     made["torch bf16"] = (2 * size, lambda: functional.linear(x, next(plain)))
-    packed = several(2 * size, lambda: matmul.pack(torch.randn(num_outputs, num_inputs, dtype=torch.bfloat16)))
-    made["bf16"] = (2 * size, lambda: matmul.matmul(x, next(packed)))
+    dense = matmul.pack(torch.randn(num_outputs, num_inputs, dtype=torch.bfloat16))
+    packed = several(dense.tiles.nbytes, lambda: replace(dense, tiles=dense.tiles.clone()))
+    made["bf16"] = (dense.tiles.nbytes, lambda: matmul.matmul(x, next(packed)))
     for name, bits, group in (("int8", 8, num_inputs), ("int4 g128", 4, 128), ("int4 g32", 4, 32)):
         scales = torch.rand(num_outputs, -(-num_inputs // group))
         one = quant_matmul.pack(int_codes(bits, num_outputs, num_inputs), scales, None, bits)

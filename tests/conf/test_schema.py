@@ -36,6 +36,24 @@ BAD = [
     (DecodeConfig, {"repetition_penalty": 0.0}, "decode.repetition_penalty=0.0"),
     (DecodeConfig, {"presence_penalty": 2.5}, "decode.presence_penalty=2.5 .* -2 to 2"),
     (DecodeConfig, {"frequency_penalty": float("nan")}, "decode.frequency_penalty=nan"),
+    (
+        DecodeConfig,
+        {"top_p": 0.9, "temperature": 0.0},
+        "^decode.top_p=0.9 is not used with decode.temperature=0.0: leave it out, or give more temperature$",
+    ),
+    (DecodeConfig, {"min_p": 0.1, "temperature": 0.0}, "decode.min_p=0.1 is not used with decode.temperature=0.0"),
+    (
+        DecodeConfig,
+        {"top_k": 5, "temperature": 0.0, "penalty_alpha": 0.0},
+        "decode.top_k=5 is not used with decode.temperature=0.0 and decode.penalty_alpha=0.0: .* temperature or penalty_alpha",
+    ),
+    (
+        DecodeConfig,
+        {"length_penalty": 2.0, "num_beams": 1},
+        "decode.length_penalty=2.0 is not used with decode.num_beams=1",
+    ),
+    (DecodeConfig, {"early_stopping": True, "num_beams": 1}, "decode.early_stopping=True is not used"),
+    (DecodeConfig, {"num_return_sequences": 2, "num_beams": 1}, "decode.num_return_sequences=2 is not used"),
     (DecodeConfig, {"stop": ["a", ""]}, "decode.stop=.* texts that are not empty"),
     (DecodeConfig, {"stop_token_ids": [-2]}, r"decode.stop_token_ids=\[-2\]"),
     (DecodeConfig, {"logprobs": 101}, "decode.logprobs=101"),
@@ -80,6 +98,13 @@ def test_replaced_changes_only_what_is_given() -> None:
     changed = base.replaced({"temperature": 1, "stop": "END", "seed": None})
     assert changed == DecodeConfig(max_new_tokens=5, stop=["END"], temperature=1)
     assert base == DecodeConfig(max_new_tokens=5, stop=["x"])
+
+
+def test_what_replaced_switches_off_is_no_fault() -> None:
+    sampled = DecodeConfig(temperature=0.8, top_p=0.95, num_beams=1)
+    assert sampled.replaced({"temperature": 0.0}) == DecodeConfig(temperature=0.0, top_p=None, num_beams=1)
+    with pytest.raises(UserError, match=r"decode.top_p=0.5 is not used with decode.temperature=0"):
+        sampled.replaced({"temperature": 0, "top_p": 0.5})
 
 
 @pytest.mark.parametrize(

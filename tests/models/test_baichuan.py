@@ -65,8 +65,8 @@ def test_alibi_slopes_are_no_weights_and_stay_float32() -> None:
     with torch.device("meta"):
         model = Baichuan(read_config(reader(max_position_embeddings=None, model_max_length=64)))
     model.to(torch.bfloat16)
-    slopes = model.model.slopes and model.model.slopes.on(torch.device("cpu"))
-    assert slopes is not None
+    constant = model.model.layers[0].self_attn.slopes
+    slopes = constant.on(torch.device("cpu"))
     assert slopes.tolist() == [2**-2, 2**-4, 2**-6, 2**-8]
     assert slopes.dtype is torch.float32
     assert not any("slopes" in name for name in model.state_dict())

@@ -7,9 +7,9 @@ from torch import nn
 from kernels import build
 from kernels.capture import capture
 from kernels.moe import group_rows, route
-from models.decoder import MLP
 from models.layers.dense import DenseLinear
 from models.layers.linear import Layer, linear
+from models.layers.mlp import MLP
 from models.layers.moe import Experts
 
 HIDDEN, INTERMEDIATE = (

@@ -2,12 +2,9 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +15,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conf.compose import dump
-from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
 from conf.schema import (
     CheckpointFormat,
     ConvertConfig,
     ConvertDType,
-    DeviceConfig,
-    DeviceType,
-    DType,
     ModelConfig,
     RunConfig,
     Task,
-    Weights,
 )
 from models.formats import open_checkpoint
 from models.formats.manifest import verify_manifest
-from models.formats.safetensors_writer import SafetensorsWriter
 from pipelines.convert import run_convert
 from pipelines.loading import load_engine
 from tests.builders import SHARED, all_logits, engine_of, run_config, weights_of
@@ -221,241 +211,8 @@ def test_a_pickled_source_needs_permission(tmp_path: Path) -> None:
     assert_same(tensors_in(convert(source, tmp_path / "hf", {"allow_pickle": True})), make_tensors())
 
 
-def refused(source: Path, tmp_path: Path, message: str, target: str = "made/hf", **settings: Any) -> None:
-    """With that message, and without a trace."""
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UserError, match=message) as caught:
-        convert(source, tmp_path / target, **settings)
-    assert "\n" not in str(caught.value)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_an_existing_target_is_replaced_only_where_asked_for(source: Path, tmp_path: Path) -> None:
-    convert(source, tmp_path / "made", max_shard_size="20KB")
-    shutil.rmtree(tmp_path / "made-run")
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "mine.txt").write_text("not a model")
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "link").symlink_to(tmp_path / "made")
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    exists = r"exists: give another folder, or convert\.overwrite=true to replace it"
-    for name in ("made", "notes", "file", "link", "dangling"):
-        refused(source, tmp_path, exists, name)
-    for name in ("notes", "file", "link", "dangling"):
-        refused(source, tmp_path, "is not the folder of a model, which alone is replaced", name, overwrite=True)
-    convert(source, tmp_path / "made", overwrite=True)
-    assert names(tmp_path / "made") == {"config.json", "manifest.json", "model.safetensors"}
-    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
-    (tmp_path / "empty").mkdir()
-    convert(source, tmp_path / "empty", overwrite=True)
-
-
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "Ctrl-C"])
-@pytest.mark.parametrize(("place", "moment"), [("write", 4), ("fsync", 2), ("rename", 1), ("rename", 2)])
-def test_what_fails_leaves_the_old_model_or_none(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, place: str, moment: int
-) -> None:
-    convert(source, tmp_path / "made")
-    before, calls = contents(tmp_path / "made"), []
-    owner = SafetensorsWriter if place == "write" else os
-    real = getattr(owner, place)
-
-    def failing(*arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) == moment:
-            raise error
-        return real(*arguments)
-
-    monkeypatch.setattr(owner, place, failing)
-    with pytest.raises(type(error)):
-        convert(source, tmp_path / "made", overwrite=True, format=SHARDED, tp=2)
-    assert contents(tmp_path / "made") == before
-    calls.clear()
-    if (place, moment) != ("rename", 2):  # which is for overwriting alone
-        with pytest.raises(type(error)):
-            convert(source, tmp_path / "other", format=SHARDED, tp=2)
-    assert names(tmp_path) == {"made", "made-run"}
-
-
-def test_the_source_is_never_touched(source: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(source, tmp_path / "a" / "source")
-    (tmp_path / "link").symlink_to(folder)
-    before = contents(folder)
-    for target in ("a/source", "a/source/inside", "a", ".", "link", "link/inside", "a/x/../source"):
-        refused(folder, tmp_path, "is, holds or lies in the source", target, overwrite=True)
-    with pytest.raises(UserError, match="is or holds the run's own folder"):
-        run_convert(RunConfig(Task.convert, ModelConfig(str(folder)), convert=ConvertConfig(str(tmp_path / "out"))),
-                    tmp_path / "out" / "x", dump)  # fmt: skip
-    assert contents(folder) == before
-
-
-def test_sources_that_cannot_be_converted(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "bad").mkdir()
-    bad = write_whole(tmp_path / "bad", make_tensors(), quantization_config={"quant_method": "gptq"})
-    refused(bad, tmp_path, "is quantised, and task=convert takes float checkpoints only")
-    write_whole(bad, {name: tensor.to(torch.int8) for name, tensor in make_tensors().items()})
-    refused(bad, tmp_path, "is torch.int8, but its layer is not quantised")
-    write_whole(bad, make_tensors(), num_hidden_layers=3)
-    refused(bad, tmp_path, "does not hold the model that its config describes: missing: model.layers.2")
-    write_whole(bad, make_tensors(), model_type="nonesuch")
-    refused(bad, tmp_path, "model_type='nonesuch' is not supported")
-    (bad / "model.safetensors").unlink()
-    write_whole(bad, {})
-    (bad / "model.safetensors").unlink()
-    refused(bad, tmp_path, "has no weights")
-    refused(tmp_path / "nowhere", tmp_path, "there is no folder .*nowhere")
-    refused(source, tmp_path, "pp=3 is more than the model's 2 layers", format=SHARDED, pp=3)
-    refused(source, tmp_path, "tp=7 divides no tensor of this model", format=SHARDED, tp=7)
-
-
-def test_options_of_other_tasks(source: Path, tmp_path: Path) -> None:
-    run = RunConfig(Task.convert, ModelConfig(str(source)), convert=ConvertConfig(output=str(tmp_path / "made")))
-    others: list[tuple[dict[str, Any], str]] = [
-        ({"quant": QuantConfig(QuantScheme.int8)}, "quant.scheme=int8 is not used by task=convert: give task=quantize"),
-        ({"quant": QuantConfig(kv_cache=KVCacheFormat.int8)}, "quant.kv_cache=int8 is not used by .*: leave it out"),
-        ({"device": DeviceConfig(DeviceType.cuda)}, "device.type=cuda is not used by task=convert: leave it out"),
-        ({"device": DeviceConfig(DeviceType.cpu, threads=1)}, "device.threads=1 is not used by task=convert: leave"),
-        (
-            {"decode": DecodeConfig(max_new_tokens=5)},
-            "decode.max_new_tokens=5 is not used by task=convert: leave it out",
-        ),
-    ]
-    for other, message in others:
-        with pytest.raises(UserError, match=message):
-            run_convert(replace(run, **other), tmp_path / "run", dump)
-    assert not (tmp_path / "made").exists()
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({"dtype": DType.bfloat16}, r"model\.dtype=bfloat16 is not used by task=convert: give convert\.dtype"),
-        ({"weights": Weights.random}, r"model\.weights=random is not used by task=convert"),
-        ({"tokenizer": None}, r"model\.tokenizer=null is not used by task=convert: its files are copied as they are"),
-        ({"max_length": 5}, r"model\.max_length=5 is not used by task=convert"),
-        ({"keep_packed": True}, r"model\.keep_packed=true is not used by task=convert: leave it out"),
-        ({"verify": True}, r"model\.verify=true, but .* has no manifest\.json"),
-    ],
-)
-def test_settings_that_nobody_would_read(source: Path, tmp_path: Path, model: dict[str, Any], message: str) -> None:
-    refused(source, tmp_path, message, model=model)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"output": ""}, r"convert\.output='' is not allowed"),
-        ({"tp": 0, "format": SHARDED}, r"convert\.tp=0 is not allowed: give a number above 0"),
-        ({"pp": -1, "format": SHARDED}, r"convert\.pp=-1 is not allowed"),
-        ({"tp": 2}, r"convert\.tp=2 is not used by convert\.format=hf: leave it at 1, or give format=sharded"),
-        ({"pp": 2}, r"convert\.pp=2 is not used by convert\.format=hf"),
-        ({"max_shard_size": "1GB", "format": SHARDED}, r"convert\.max_shard_size=1GB is not used by .*=sharded"),
-        *[({"max_shard_size": size}, rf"max_shard_size={size} is not allowed: give a size such as 500MB")
-          for size in ("", "0", "-5MB", "5XB", "GB", "0.1", "1e9", "inf", "nan", "5 5MB")],
-    ],
-)  # fmt: skip
-def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        ConvertConfig(**settings)
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [("5GB", 5 * 10**9), ("500MB", 500 * 10**6), ("500mb", 500 * 10**6), ("2GiB", 2 * 2**30), ("1.5 KB", 1500),
-     ("4096", 4096), ("7B", 7), ("1TB", 10**12), ("3M", 3 * 10**6)],
-)  # fmt: skip
-def test_sizes(size: str, expected: int) -> None:
-    assert ConvertConfig(max_shard_size=size).max_shard_bytes == expected
-
-
-# Kills a conversion wherever an argument says, by a signal that nothing can catch. Every one is a fork of a process that has only imported.
-DRIVER = """
-import json, os, signal, sys
-from pathlib import Path
-from conf.schema import CheckpointFormat, ConvertConfig, ModelConfig, RunConfig, Task
-from models.formats.safetensors_writer import SafetensorsWriter
-from pipelines.convert import run_convert
-
-source, base, moments = json.loads(sys.argv[1])
-
-
-def before(owner, name, moment):
-    real, calls = getattr(owner, name), []
-
-    def hooked(*arguments):
-        calls.append(arguments)
-        if len(calls) == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments)
-
-    setattr(owner, name, hooked)
-
-
-def convert_here(target, folder, **settings):
-    settings = ConvertConfig(output=target, format=CheckpointFormat.sharded, tp=2, **settings)
-    run_convert(RunConfig(Task.convert, ModelConfig(source), convert=settings), folder, lambda *_: "")
-
-
-def convert(target, hook=None, **settings):
-    child = os.fork()
-    if child == 0:
-        if hook:
-            before({"write": SafetensorsWriter, "fsync": os, "rename": os}[hook[0]], *hook)
-        convert_here(target, Path(base) / "run", **settings)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-sys.stdout, out = open(os.devnull, "w"), sys.stdout
-convert_here(f"{base}/here", Path(f"{base}/here-run"))  # for all that this imports
-seen = []
-for i, moment in enumerate(moments):
-    target = f"{base}/{i}"
-    seen.append([convert(target, moment), os.path.exists(target), convert(target)])
-seen.append([convert(target, ("write", 3), overwrite=True), os.path.exists(target), 0])
-seen.append([convert(target, ("rename", 2), overwrite=True), os.path.exists(target), convert(target, overwrite=True)])
-json.dump(seen, out)
-"""
-
-
-def test_killed_at_any_moment_it_leaves_nothing_under_the_name(source: Path, tmp_path: Path) -> None:
-    moments = [("write", 1), ("write", 2), ("write", 9), ("fsync", 1), ("fsync", 3), ("rename", 1)]
-    arguments = json.dumps([str(source), str(tmp_path), moments])
-    command = [sys.executable, "-c", DRIVER, arguments]
-    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, check=True)
-    *killed, while_writing, between_renames = json.loads(done.stdout)
-    assert killed == [[-9, False, 0]] * len(moments)  # and the next one does it
-    assert while_writing == [-9, True, 0]  # the old one
-    assert between_renames == [-9, False, 0]
-    for i in range(len(moments)):
-        verify_manifest(tmp_path / f"{i}")
-        assert_same(tensors_in(convert(tmp_path / f"{i}", tmp_path / f"hf{i}")), make_tensors())
-    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
-
-
 def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-
-
-def test_two_conversions_to_one_target_do_not_mix(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    messages = []
-
-    def meanwhile(function: Callable[..., Any]) -> Callable[..., Any]:
-        def hooked(*arguments: Any) -> Any:
-            monkeypatch.undo()
-            with pytest.raises(UserError) as caught:
-                convert(source, tmp_path / "made")
-            messages.append(str(caught.value))
-            return function(*arguments)
-
-        return hooked
-
-    monkeypatch.setattr("pipelines.convert.write_huggingface", meanwhile(run_convert.__globals__["write_huggingface"]))
-    convert(source, tmp_path / "made")
-    assert messages == [f"another run writes convert.output={tmp_path / 'made'}: wait for it, or give another folder"]
-    verify_manifest(tmp_path / "made")
 
 
 MEASURE = """
@@ -509,26 +266,6 @@ def test_the_command_line(source: Path, tmp_path: Path) -> None:
     verified = run(f"model.path={tmp_path / 'made'}", "model.verify=true", "task=bench", "bench.prompt_tokens=5",
                    "bench.new_tokens=2", "bench.repeats=1", f"hydra.run.dir={tmp_path / 'bench'}")  # fmt: skip
     assert verified.returncode == 0, verified.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["convert.outptu=x"], r"Key 'outptu' not in 'ConvertConfig'.*there are output, format, tp"),
-        (["convert.format=gguff"], "gguff"),
-        (["convert.tp=two"], "two"),
-        (["convert.tp=2"], "convert.tp=2 is not used by convert.format=hf"),
-        (["convert.max_shard_size=5XB"], "convert.max_shard_size=5XB is not allowed: give a size such as 500MB"),
-        ([], "convert.output is missing: give the folder to make"),
-        (["predict.batch_size=3"], "predict.batch_size=3 is not used by task=convert"),
-    ],
-)
-def test_typos_on_the_command_line(arguments: list[str], message: str, tmp_path: Path) -> None:
-    done = run("task=convert", *arguments, f"hydra.run.dir={tmp_path / 'run'}")
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert re.search(message, done.stderr)
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real small models are not beside the repository")

@@ -63,7 +63,34 @@ def test_bad_values_are_refused(values: dict[str, Any]) -> None:
 def test_every_option_goes_with_a_checkpoint_that_suggests_beams(option: str) -> None:
     decode = compose_run_config([f"decode={option}"]).decode
     resolved = decode.resolved(decode_defaults({"num_beams": 3, "num_return_sequences": 2}, 128))
-    assert resolved.num_return_sequences == (2 if option == "beam" else 1)
+    assert resolved.num_return_sequences == (2 if option == "beam" else None)
+
+
+def test_what_is_switched_off_is_no_fault_of_the_checkpoint(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    suggested = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 7,
+        "top_p": 0.3,
+        "length_penalty": 2.0,
+        "max_length": 60,
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(suggested))
+    engine = engine_of(tmp_path)
+    greedy = engine.resolve(compose_run_config(["decode=greedy"]).decode)
+    assert (greedy.temperature, greedy.top_k, greedy.top_p, greedy.length_penalty) == (0.0, None, None, None)
+    sampled = engine.resolve(greedy.replaced({"temperature": 1.0}))  # a row of its own ways in a greedy job
+    assert (sampled.top_k, sampled.top_p, sampled.length_penalty) == (7, 0.3, None)
+    request = engine.request(0, [5, 6], greedy)
+    assert (request.params.top_k, request.params.top_p, request.params.length_penalty) == (0, 1.0, 1.0)
+
+
+def test_a_setting_that_the_checkpoint_leaves_unused_is_refused(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    engine = engine_of(tmp_path)
+    with pytest.raises(UserError, match="decode.top_p=0.9 is not used with decode.temperature=0.0: leave it out, or"):
+        engine.resolve(compose_run_config(["decode=checkpoint", "decode.top_p=0.9"]).decode)
 
 
 def test_explicit_settings_win_and_the_rest_is_filled(tmp_path: Path) -> None:

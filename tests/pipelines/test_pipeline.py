@@ -1,9 +1,11 @@
 """The Python face: names, arguments, shapes of the result, errors that list what exists."""
 
 import threading
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
@@ -39,6 +41,34 @@ def test_call_arguments_beat_constructor_arguments(chatty: Path) -> None:
     three, five = text(pipe, "Once"), text(pipe, "Once", max_new_tokens=5)
     assert five.startswith(three.rstrip("\ufffd"))
     assert text(pipe, "Once", return_full_text=True) == "Once" + three
+
+
+def test_memory_of_a_gpu_that_ends_is_one_line(pipe: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fills(*args: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB.\nIf reserved memory is large, read"
+        )
+
+    message = r"^the GPU's memory is full \(Tried to allocate 2.00 GiB.\): give less .* or batch_size, .* uses the GPU$"
+    with monkeypatch.context() as full:
+        full.setattr(pipe.engine, "step", fills)
+        with pytest.raises(UserError, match=message):
+            pipe("Once")
+    assert text(pipe, "Once", max_new_tokens=2)  # what failed holds no place
+    monkeypatch.setattr(import_module(TextGenerationPipeline.__module__), "load_engine", fills)
+    with pytest.raises(UserError, match=message):
+        pipeline("text_generation", device="cpu")
+
+
+def test_do_sample_false_warns_of_what_it_leaves_unused(
+    pipe: TextGenerationPipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    greedy = text(pipe, "Once", max_new_tokens=9)
+    assert text(pipe, "Once", max_new_tokens=9, do_sample=False, temperature=0.7, top_k=3, top_p=1) == greedy
+    assert caplog.messages == ["do_sample=False makes no use of temperature, top_k"]
+    caplog.clear()
+    text(pipe, "Once", max_new_tokens=2, do_sample=False, penalty_alpha=0.6, top_k=3)
+    assert caplog.messages == []
 
 
 def test_do_sample_switches_sampling_on_and_off(chatty: Path, pipe: TextGenerationPipeline) -> None:
@@ -121,6 +151,7 @@ def test_threads_take_turns(pipe: TextGenerationPipeline) -> None:
     [
         ({"max_tokens": 3}, "argument max_tokens does not exist: there are max_new_tokens, .*streamer"),
         ({"top_p": 1.5}, "decode.top_p=1.5 is not allowed: give a number above 0 and up to 1"),
+        ({"top_p": 0.9}, "decode.top_p=0.9 is not used with decode.temperature=0.0: leave it out, or give more temp"),
         ({"top_k": "3"}, "decode.top_k='3' is not of type int"),
         ({"batch_size": 0}, "batch_size=0 is not a number above 0"),
         ({"batch_size": True}, "batch_size=True is not a number above 0"),

@@ -1,6 +1,5 @@
-"""What predict.data means, and how rows become token ids."""
+"""What predict.data means."""
 
-import contextlib
 import io
 import json
 import os
@@ -10,16 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, pre_tokenizers, processors
 
 from conf.errors import UserError
-from models.tokenizers import Tokenizer, load_tokenizer
-from pipelines.prompts import PromptEncoder, PromptRow, Prompts, read_prompts, rows_from_python
+from pipelines.prompts import PromptRow, Prompts, read_prompts, rows_from_python
 
-BOS, EOS = "<s>", "</s>"
-VOCABULARY = {text: i for i, text in enumerate([BOS, EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 HELLO = [{"role": "user", "content": "hi"}]
 
 
@@ -50,33 +43,6 @@ def texts(prompts: Prompts) -> list[str | None]:
     assert prompts.num_read == len(rows)
     assert not [row.error for row in rows if row.error]
     return [row.prompt for row in rows]
-
-
-def ids(text: str) -> list[int]:
-    """The tokens of a text that is ASCII without spaces: one per character."""
-    return [VOCABULARY[character] for character in text]
-
-
-def save_tokenizer(folder: Path, **settings: Any) -> Tokenizer:
-    """A byte-level tokenizer that begins what it encodes with a BOS."""
-    library = Library(models.BPE(vocab=VOCABULARY, merges=[]))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([BOS, EOS])
-    if settings.pop("writes_bos", True):
-        special = [(BOS, VOCABULARY[BOS])]
-        library.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=special)
-    library.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS} | settings
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer is not None
-    return tokenizer
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return save_tokenizer(tmp_path, chat_template=TEMPLATE)
 
 
 # Text files
@@ -348,107 +314,3 @@ def test_python_prompts() -> None:
 def test_bad_python_prompts_become_errors() -> None:
     errors = [row.error for row in rows([3, {"prompt": "a", "b": 1}, {}])]
     assert [str(error)[:15] for error in errors] == ["of type int: gi", "unknown fields ", "the row has non"]
-
-
-# Token ids
-
-
-def test_text_prompt(tokenizer: Tokenizer) -> None:
-    encoded = PromptEncoder(tokenizer, True, "auto").encode(PromptRow(0, prompt="hi"))
-    assert (encoded.text, encoded.token_ids) == ("hi", [VOCABULARY[BOS], *ids("hi")])
-
-
-def test_text_prompt_without_special_tokens(tokenizer: Tokenizer) -> None:
-    assert PromptEncoder(tokenizer, False, "auto").encode(PromptRow(0, prompt="hi")).token_ids == ids("hi")
-
-
-@pytest.mark.parametrize("template", ["auto", "none"])
-def test_ids_are_taken_as_they_are(tokenizer: Tokenizer, template: str) -> None:
-    row = PromptRow(0, prompt_token_ids=[*ids("ab"), VOCABULARY[EOS]])
-    encoded = PromptEncoder(tokenizer, True, template).encode(row)
-    assert (encoded.text, encoded.token_ids) == ("ab", row.prompt_token_ids)
-    bare = PromptEncoder(None, True, template).encode(row)
-    assert (bare.text, bare.token_ids) == (None, row.prompt_token_ids)
-
-
-@pytest.mark.parametrize("token", [-1, 10**6, 2**40, 10**30])
-def test_ids_that_no_tokenizer_knows_are_a_fault_of_their_row_at_most(tmp_path: Path, token: int) -> None:
-    encoder = PromptEncoder(save_tokenizer(tmp_path), True, "auto")
-    (row,) = read_jsonl(tmp_path, {"prompt_token_ids": [token]})
-    with contextlib.suppress(UserError):
-        assert encoder.encode(row).token_ids == [token]
-
-
-@pytest.mark.parametrize("special", [True, False])
-def test_template_writes_the_only_bos(tokenizer: Tokenizer, special: bool) -> None:
-    encoded = PromptEncoder(tokenizer, special, "auto").encode(PromptRow(0, messages=HELLO))
-    assert encoded.text == "<s>[user]hi[assistant]"
-    assert encoded.token_ids == [VOCABULARY[BOS], *ids("[user]hi[assistant]")]
-
-
-def test_template_of_a_file_serves_texts_and_messages(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = write(tmp_path, "template.jinja", "{% for m in messages %}({{ m.role }}){{ m.content }}{% endfor %}é")
-    encoder = PromptEncoder(tokenizer, True, path)
-    for row in (PromptRow(0, prompt="hi"), PromptRow(0, messages=HELLO)):
-        encoded = encoder.encode(row)
-        assert encoded.text == "(user)hié"
-        assert encoded.token_ids[:8] == ids("(user)hi")
-
-
-def test_no_templates(tokenizer: Tokenizer) -> None:
-    encoder = PromptEncoder(tokenizer, False, "none")
-    assert encoder.encode(PromptRow(0, prompt="hi")).token_ids == ids("hi")
-    with pytest.raises(UserError, match=r"predict\.chat_template=none: give auto or a path"):
-        encoder.encode(PromptRow(0, messages=HELLO))
-
-
-def test_tokenizer_without_a_template(tmp_path: Path) -> None:
-    encoder = PromptEncoder(save_tokenizer(tmp_path), False, "auto")
-    with pytest.raises(UserError, match=r"has no chat template: give predict\.chat_template=PATH"):
-        encoder.encode(PromptRow(0, messages=HELLO))
-
-
-@pytest.mark.parametrize("template", ["{% if %}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"])
-def test_template_that_fails(tokenizer: Tokenizer, tmp_path: Path, template: str) -> None:
-    encoder = PromptEncoder(tokenizer, True, write(tmp_path, "template.jinja", template))
-    with pytest.raises(UserError, match="the chat template does not take these messages"):
-        encoder.encode(PromptRow(0, messages=HELLO))
-
-
-@pytest.mark.parametrize("content", [None, b"\xff"], ids=["missing", "not UTF-8"])
-def test_template_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
-    path = str(tmp_path / "nope") if content is None else write(tmp_path, "template.jinja", content)
-    with pytest.raises(UserError, match=r"predict\.chat_template=.* cannot be read .*: give auto, none or the path"):
-        PromptEncoder(None, True, path)
-
-
-@pytest.mark.parametrize("row", [PromptRow(0, prompt="hi"), PromptRow(0, messages=HELLO)], ids=["text", "messages"])
-def test_no_tokenizer(row: PromptRow) -> None:
-    with pytest.raises(UserError, match=r"no tokenizer for this text: give prompt_token_ids, or model\.tokenizer=PATH"):
-        PromptEncoder(None, True, "auto").encode(row)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param({"prompt": "ab\ud800"}, id="prompt"),
-        pytest.param({"messages": [*HELLO, {"role": "user", "content": "ab\ud800"}]}, id="content"),
-        pytest.param({"messages": [{"role": "ab\ud800", "content": "hi"}]}, id="role"),
-    ],
-)
-def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer, tmp_path: Path, row: object) -> None:
-    (read,) = read_jsonl(tmp_path, row)
-    with pytest.raises(UserError, match="half a surrogate pair"):
-        PromptEncoder(tokenizer, True, "auto").encode(read)
-
-
-def test_row_with_an_error_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match="^what is wrong$"):
-        PromptEncoder(tokenizer, True, "auto").encode(PromptRow(0, error="what is wrong"))
-
-
-@pytest.mark.parametrize(("special", "expected"), [(True, [VOCABULARY[BOS]]), (False, [])])
-def test_empty_prompt_becomes_the_bos(tmp_path: Path, special: bool, expected: list[int]) -> None:
-    encoder = PromptEncoder(save_tokenizer(tmp_path, writes_bos=False), special, "auto")
-    assert encoder.encode(PromptRow(0, prompt="")).token_ids == expected
-    assert encoder.encode(PromptRow(0, prompt="a")).token_ids == ids("a")

@@ -159,7 +159,7 @@ def change_tokenizer(model: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda run, _: with_(run, decode={"seed": 4, "top_k": 5}), ["decode.top_k (0 -> 5)", "decode.seed (null -> 4)"]),
+        (lambda run, _: with_(run, decode={"seed": 4, "min_new_tokens": 2}), ["decode.min_new_tokens (0 -> 2)", "decode.seed (null -> 4)"]),
         (lambda run, _: with_(run, model={"max_length": 64}), ["model.max_length (null -> 64)"]),
         (lambda run, _: with_(run, predict={"add_special_tokens": False}), ["predict.add_special_tokens (true -> false)"]),
         (lambda run, model: change_weights(model) or run, ["model/model.safetensors"]),

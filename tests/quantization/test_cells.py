@@ -133,9 +133,8 @@ def test_the_engine_changes_no_token(scheme: str, kv_cache: str, models: Path) -
 
 
 def table() -> str:
-    """A cell names what was compared; the test fails where any of it is not true."""
-    cell = ", ".join(CHECKS)
-    lines = [f"| {scheme} | " + " | ".join([cell] * len(CACHES)) + " |" for scheme in SCHEMES]
+    """The test fails where a cell is not true."""
+    lines = [f"| {scheme} | " + " | ".join(["yes"] * len(CACHES)) + " |" for scheme in SCHEMES]
     heads = " | ".join(f"`kv_cache={name}`" for name in CACHES)
     return "\n".join([f"| `quant=` | {heads} |", "|---" * (len(CACHES) + 1) + "|", *lines])
 

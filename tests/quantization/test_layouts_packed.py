@@ -287,7 +287,7 @@ def test_what_the_writers_refuse() -> None:
         (GPTQ | {"is_marlin_format": True}, "is_marlin_format=True is not supported"),
         (GPTQ | {"group_size": "a"}, "group_size='a' is not of type int"),
         (GPTQ | {"new_key": 1}, "settings that are not known: new_key"),
-        (GPTQ | {"dynamic": {"+:(": {"bits": 8}}}, r"dynamic: '\+:\(' is not a regular expression"),
+        (GPTQ | {"dynamic": {"+:(": {"bits": 8}}}, r"quantization_config: '\(' is not a regular expression"),
         (GPTQ | {"dynamic": {"x": {"bits": 2}}}, "bits=2 is not supported"),
         (GPTQ | {"dynamic": {"x": {"adapter": 1}}}, "dynamic: 'x' has settings that are not known: adapter"),
     ],

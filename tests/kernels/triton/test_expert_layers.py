@@ -7,8 +7,8 @@ from torch import Tensor, nn
 import kernels.quant_matmul
 from conf.quantization import Activations
 from kernels.moe import route
-from models.decoder import MLP
 from models.layers.linear import Linear
+from models.layers.mlp import MLP
 from models.layers.moe import Experts
 from models.linear_layers import prepare_experts
 from quantization.layouts.base import StoredWeight

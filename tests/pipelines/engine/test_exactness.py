@@ -53,6 +53,17 @@ def in_order(engine: Engine, order: list[int], batch_size: int) -> dict[int, Com
     return {output.request_id: output.completions[0] for output in engine.generate(requests, batch_size)}
 
 
+def test_what_was_left_in_the_pool_changes_no_bit(engine_of: Callable[..., Engine]) -> None:
+    """Blocks are used again: whatever an earlier sequence left behind a later one's end, NaN and infinity too, is of no account."""
+    torch.set_num_threads(THREADS)
+    clean, dirty = engine_of(), engine_of()
+    for i, tensor in enumerate(dirty.runner.cache.tensors):
+        tensor.fill_((torch.nan, torch.inf)[i % 2] if tensor.dtype.is_floating_point else 99)
+    assert in_order(dirty, [*range(7)], 3) == in_order(clean, [*range(7)], 3)
+    beams = replace(DECODE, num_beams=3, logprobs=None)
+    assert complete(dirty, PROMPTS[:3], beams) == complete(clean, PROMPTS[:3], beams)
+
+
 def test_log_probabilities_are_the_same_to_the_bit_in_any_company(engine: Engine) -> None:
     torch.set_num_threads(THREADS)
     alone = {i: complete(engine, [prompt], DECODE)[0] for i, prompt in enumerate(PROMPTS)}

@@ -1,0 +1,103 @@
+// bfloat16 in 12 bits without loss, as kernels/matmul/compressed.py lays it out: the lower byte, and which of 16 is the upper one.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "../simd.h"
+
+constexpr int64_t STEPS_OF_GROUP = 4;  // whose bytes lie together
+constexpr int64_t NUMBERS_OF_STEP = 2 * LANES;
+constexpr int64_t GROUP_BYTES = STEPS_OF_GROUP * NUMBERS_OF_STEP * 3 / 2;
+constexpr int64_t HEADER_BYTES = 64;
+constexpr int NUM_UPPER = 16;
+
+struct Exception {  // a number with another upper byte
+  uint32_t place;   // in its tile; behind a tile's exceptions comes one that is nowhere
+  uint32_t number;
+
+  int64_t group() const { return place / (STEPS_OF_GROUP * NUMBERS_OF_STEP); }
+};
+
+// Where everything is in the memory of a compressed weight.
+struct Compressed {
+  int64_t num_tiles, num_steps;
+  int64_t num_groups = divide_up(num_steps, STEPS_OF_GROUP);  // of a tile
+
+  int64_t tile_bytes() const { return num_groups * GROUP_BYTES; }
+  int64_t groups(int64_t tile) const { return HEADER_BYTES + tile * tile_bytes(); }
+  int64_t start(int64_t tile) const { return groups(num_tiles) + tile * sizeof(uint32_t); }  // of its exceptions
+  int64_t exception(int64_t number) const { return start(num_tiles) + number * sizeof(Exception); }
+};
+
+// The 16 upper bytes, in each quarter of a register.
+inline Ints upper_bytes(const uint8_t *memory) {
+  uint8_t bytes[64];
+  for (int i = 0; i < 64; ++i) bytes[i] = memory[i % NUM_UPPER];
+  return load(bytes);
+}
+
+inline const Exception *first_exception(const uint8_t *memory, const Compressed &layout, int64_t tile) {
+  uint32_t start;
+  std::memcpy(&start, memory + layout.start(tile), sizeof start);
+  return reinterpret_cast<const Exception *>(memory + layout.exception(start));
+}
+
+// Put the group's exceptions where they belong; `next` goes on to those of later groups.
+inline void put_exceptions(const Exception *&next, int64_t group, Ints (&steps)[STEPS_OF_GROUP]) {
+  if (next->group() != group) [[likely]] return;
+  alignas(64) uint8_t numbers[STEPS_OF_GROUP * 64];
+  for (int64_t i = 0; i < STEPS_OF_GROUP; ++i) store(numbers + i * 64, steps[i]);
+  for (; next->group() == group; ++next)
+    std::memcpy(numbers + next->place % (STEPS_OF_GROUP * NUMBERS_OF_STEP) * 2, &next->number, 2);
+  for (int64_t i = 0; i < STEPS_OF_GROUP; ++i) steps[i] = load(numbers + i * 64);
+}
+
+// The steps of one group of a tile, as they are without compression.
+inline void read_group(const uint8_t *group_bytes, Ints upper_bytes, const Exception *&next, int64_t group, Ints (&steps)[STEPS_OF_GROUP]) {
+  const Ints codes = load(group_bytes + 128), half = splat(0x0f0f0f0f);
+  for (int64_t pair = 0; pair < 2; ++pair) {
+    const Ints lower = load(group_bytes + pair * 64);
+    const Ints upper = lookup(upper_bytes, bit_and(pair ? shift_right<4>(codes) : codes, half));
+    steps[2 * pair] = interleave_low(lower, upper), steps[2 * pair + 1] = interleave_high(lower, upper);
+  }
+  put_exceptions(next, group, steps);
+}
+
+// A whole tile without compression.
+inline void decompress_tile(const uint8_t *memory, const Compressed &layout, int64_t tile, uint8_t *to) {
+  const Ints upper = upper_bytes(memory);
+  const Exception *next = first_exception(memory, layout, tile);
+  const uint8_t *bytes = memory + layout.groups(tile);
+  for (int64_t group = 0; group < layout.num_groups; ++group, bytes += GROUP_BYTES) {
+    Ints steps[STEPS_OF_GROUP];
+    read_group(bytes, upper, next, group, steps);
+    const int64_t count = std::min(STEPS_OF_GROUP, layout.num_steps - group * STEPS_OF_GROUP);
+    for (int64_t step = 0; step < count; ++step) store(to, steps[step]), to += 64;
+  }
+}
+
+// A tile's groups out of its uncompressed steps. Returns the exceptions.
+inline std::vector<Exception> compress_tile(const Compressed &layout, const uint8_t *upper_bytes, const uint16_t *numbers, uint8_t *groups) {
+  std::vector<Exception> exceptions;
+  uint8_t codes[256];
+  std::fill(codes, codes + 256, NUM_UPPER);
+  for (int i = 0; i < NUM_UPPER; ++i) codes[upper_bytes[i]] = i;
+  std::fill(groups, groups + layout.tile_bytes(), 0);
+  for (int64_t step = 0; step < layout.num_steps; ++step) {
+    uint8_t *group = groups + step / STEPS_OF_GROUP * GROUP_BYTES;
+    const int64_t pair = step % STEPS_OF_GROUP / 2, odd = step % 2;
+    for (int64_t i = 0; i < NUMBERS_OF_STEP; ++i) {
+      const uint16_t number = numbers[step * NUMBERS_OF_STEP + i];
+      const int64_t byte = i / 8 * 16 + odd * 8 + i % 8;  // where interleave_low and interleave_high find it
+      const uint8_t code = codes[number >> 8];
+      group[pair * 64 + byte] = static_cast<uint8_t>(number);
+      group[128 + byte] |= (code % NUM_UPPER) << 4 * pair;
+      if (code == NUM_UPPER) exceptions.push_back({static_cast<uint32_t>(step * NUMBERS_OF_STEP + i), number});
+    }
+  }
+  exceptions.push_back({std::numeric_limits<uint32_t>::max(), 0});
+  return exceptions;
+}

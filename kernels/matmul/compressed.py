@@ -1,0 +1,133 @@
+"""bfloat16 in 12 bits without loss. Of the exponents few occur in a weight (measured in arXiv 2504.11651), so few of the upper bytes do.
+
+T tiles of S steps, each 16 outputs of 2 inputs; G groups of 4 steps in a tile; X exceptions, whose upper bytes are others.
+
+A compressed weight is uint8 [bytes], one part behind the other:
+
+- 16 upper bytes: a number's sign and all but the last bit of its exponent; and zeros up to 64 bytes
+- groups [T, G, 192]: the lower bytes of two steps, then of two others, 64 bytes each, then 64 with codes, which upper bytes they have:
+  those of the first two steps in their lower, of the others in their upper halves. Of two steps 8 numbers of the one stand beside 8 of the
+  other, in turn.
+- where each tile's exceptions begin: uint32 [T]
+- exceptions: uint32 [X, 2], the place among the numbers of the tile and the number itself; behind each tile's one that is nowhere
+"""
+
+import ctypes
+import functools
+from ctypes import c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from kernels import build
+
+STEP, GROUP = 32, 128  # numbers
+GROUP_BYTES = 192
+HEADER_BYTES = 64
+NUM_UPPER = 16
+NOWHERE = -1  # as int32
+
+MIN_BYTES = 2**20  # smaller weights may come from a cache, and then 12 bits take 1.1 times as long
+MAX_EXCEPTIONS = (
+    1 / 256
+)  # of all numbers; with so many a row still takes 0.78 of the time. Normally distributed ones have 1 / 13,000
+
+
+@functools.cache
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.count_upper_bytes.argtypes = (c_void_p, c_int64, c_void_p)
+    library.compress.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
+    library.decompress.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
+    for function in (library.count_upper_bytes, library.compress, library.decompress):
+        function.restype = None
+    return library
+
+
+def compress(tiles: Tensor) -> Tensor:
+    """tiles bfloat16 [T, S, 16, 2]: compressed, or as they are where that is no gain.
+
+    With AVX2 it would be none: what reading 12 bits takes is what the memory gives back.
+    """
+    library = build.library()
+    if library is None or build.instruction_set() != "avx512" or tiles.nbytes < MIN_BYTES:
+        return tiles
+    upper_bytes, num_exceptions = common_upper_bytes(tiles)
+    if num_exceptions > MAX_EXCEPTIONS * tiles.numel():
+        return tiles
+    return compress_with(upper_bytes, num_exceptions, tiles)
+
+
+def common_upper_bytes(tiles: Tensor) -> tuple[Tensor, int]:
+    """The 16 that most numbers have, uint8, and how many have none of them."""
+    counts = torch.empty(256, dtype=torch.int64)
+    _declared(_library()).count_upper_bytes(tiles.data_ptr(), tiles.numel(), counts.data_ptr())
+    upper_bytes = counts.argsort(descending=True, stable=True)[:NUM_UPPER]
+    return upper_bytes.byte(), tiles.numel() - int(counts[upper_bytes].sum())
+
+
+def compress_with(upper_bytes: Tensor, num_exceptions: int, tiles: Tensor) -> Tensor:
+    """As `common_upper_bytes` gave them."""
+    num_tiles, num_steps = tiles.shape[:2]
+    memory = torch.empty(_fixed_bytes(num_tiles, num_steps) + 8 * (num_tiles + num_exceptions), dtype=torch.uint8)
+    memory[:HEADER_BYTES] = 0
+    memory[:NUM_UPPER] = upper_bytes
+    _declared(_library()).compress(tiles.data_ptr(), num_tiles, num_steps, memory.data_ptr())
+    return memory
+
+
+def decompress(memory: Tensor, num_tiles: int, num_steps: int) -> Tensor:
+    """The tiles again, bfloat16 [T, S, 16, 2]."""
+    library = build.library()
+    if library is None:
+        return decompress_portably(memory, num_tiles, num_steps)
+    tiles = torch.empty(num_tiles, num_steps, 16, 2, dtype=torch.bfloat16)
+    _declared(library).decompress(memory.data_ptr(), num_tiles, num_steps, tiles.data_ptr())
+    return tiles
+
+
+def decompress_portably(memory: Tensor, num_tiles: int, num_steps: int) -> Tensor:
+    """The same in plain torch."""
+    groups, _, exceptions = _parts(memory, num_tiles, num_steps)
+    lower, codes = groups[..., :128].unflatten(-1, (2, 64)), groups[..., None, 128:]  # [T, G, 2, 64], [T, G, 1, 64]
+    codes = torch.cat((codes & 15, codes >> 4), dim=2)
+    numbers = lower.int() | memory[codes.int()].int() << 8
+    numbers = numbers.unflatten(-1, (4, 2, 8)).transpose(3, 4).reshape(num_tiles, -1)  # by steps again
+    is_end = exceptions[:, 0] == NOWHERE
+    tile = is_end.cumsum(0) - is_end.int()  # each tile has one end
+    numbers[tile[~is_end], exceptions[~is_end, 0].long()] = exceptions[~is_end, 1]
+    tiles: Tensor = numbers[:, : num_steps * STEP].short().view(torch.bfloat16)
+    return tiles.view(num_tiles, num_steps, 16, 2)
+
+
+def check_size(memory: Tensor, num_tiles: int, num_steps: int) -> None:
+    """ValueError where a compressed weight of so many tiles and steps cannot have this size."""
+    least = _fixed_bytes(num_tiles, num_steps) + 8 * num_tiles
+    if memory.ndim != 1 or len(memory) < least or (len(memory) - least) % 8 or not memory.is_contiguous():
+        raise ValueError(
+            f"compressed weights of {least} bytes, and 8 for each exception, cannot be {list(memory.shape)}"
+        )
+
+
+def check_exceptions(memory: Tensor, num_tiles: int, num_steps: int) -> None:
+    """ValueError where a kernel would read behind the last exception."""
+    _, starts, exceptions = _parts(memory, num_tiles, num_steps)
+    if int(starts.min()) < 0 or int(starts.max()) >= len(exceptions) or int(exceptions[-1, 0]) != NOWHERE:
+        raise ValueError("compressed weights whose exceptions have no end")
+
+
+def _fixed_bytes(num_tiles: int, num_steps: int) -> int:
+    return HEADER_BYTES + num_tiles * (-(-num_steps * STEP // GROUP) * GROUP_BYTES + 4)
+
+
+def _parts(memory: Tensor, num_tiles: int, num_steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Groups uint8 [T, G, 192], starts int32 [T], exceptions int32 [X, 2]."""
+    end = _fixed_bytes(num_tiles, num_steps)
+    groups = memory[HEADER_BYTES : end - 4 * num_tiles].view(num_tiles, -1, GROUP_BYTES)
+    numbers = memory[end - 4 * num_tiles :].view(torch.int32)
+    return groups, numbers[:num_tiles], numbers[num_tiles:].view(-1, 2)
+
+
+def _library() -> ctypes.CDLL:
+    library = build.library()
+    assert library is not None
+    return library

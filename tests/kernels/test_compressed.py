@@ -1,0 +1,122 @@
+"""bfloat16 in 12 bits: the same numbers, and the same bits of every product, as without compression."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import build
+from kernels.matmul import PackedMatrices, PackedMatrix, grouped_matmul, matmul, matmul_swiglu, matmul_together, pack
+from kernels.matmul import compressed as compression
+
+ROWS = [
+    *range(1, 26),
+    48,
+    49,
+    96,
+    97,
+    121,
+    600,
+]  # one panel of each height, few panels, many, and several chunks of them
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+
+
+def any_bits(*shape: int) -> Tensor:
+    """All upper bytes alike: most are exceptions, among them NaN, infinity and denormals."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(-(2**15), 2**15, shape, generator=generator).short().view(torch.bfloat16)
+
+
+def compress(matrix: PackedMatrix) -> PackedMatrix:
+    """Whatever the size, and whether or not it is a gain."""
+    tiles = compression.compress_with(*compression.common_upper_bytes(matrix.tiles), matrix.tiles)
+    return PackedMatrix(tiles, matrix.num_outputs, matrix.num_inputs)
+
+
+def equal_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+@pytest.mark.parametrize("make", [random, any_bits])
+@pytest.mark.parametrize("num_inputs", [1, 2, 7, 8, 9, 31, 64, 321])
+@pytest.mark.parametrize("num_outputs", [1, 16, 17, 50])
+@pytest.mark.usefixtures("compiled")
+def test_it_is_without_loss(num_outputs: int, num_inputs: int, make: Callable[..., Tensor]) -> None:
+    weight = make(num_outputs, num_inputs)
+    matrix = compress(pack(weight))
+    assert matrix.is_compressed
+    assert equal_bits(matrix.unpack(), weight)
+    num_tiles, num_steps = -(-num_outputs // 16), -(-num_inputs // 2)
+    tiles = compression.decompress_portably(matrix.tiles, num_tiles, num_steps)
+    assert equal_bits(tiles, compression.decompress(matrix.tiles, num_tiles, num_steps))
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 1), (17, 31), (80, 128), (100, 323)])
+def test_products_have_the_bits_of_those_without_it(
+    compiled: Callable[[int], None], num_outputs: int, num_inputs: int
+) -> None:
+    plain = pack(random(num_outputs, num_inputs))
+    matrix, x, bias = compress(plain), random(max(ROWS), num_inputs), random(num_outputs)
+    for num_threads in (1, 2, 3, 4):
+        compiled(num_threads)
+        for num_rows in ROWS:
+            rows = x[:num_rows]
+            assert equal_bits(matmul(rows, matrix, bias), matmul(rows, plain, bias)), (num_threads, num_rows)
+            assert equal_bits(matmul_swiglu(rows, matrix, plain), matmul_swiglu(rows, plain, plain))
+            assert equal_bits(matmul_swiglu(rows, plain, matrix), matmul_swiglu(rows, plain, plain))
+
+
+@pytest.mark.usefixtures("compiled")
+def test_some_of_several_weights_may_be_compressed() -> None:
+    plain, others = [pack(random(outputs, 70)) for outputs in (33, 16, 5)], [pack(random(40, 70)) for _ in range(3)]
+    mixed, x = [compress(plain[0]), plain[1], compress(plain[2])], random(7, 70)
+    for one, other in zip(matmul_together(x, mixed, [None] * 3), matmul_together(x, plain, [None] * 3), strict=True):
+        assert equal_bits(one, other)
+    starts, gates = torch.tensor([0, 3, 3, 7]), PackedMatrices([others[0], compress(others[1]), compress(others[2])])
+    expected = grouped_matmul(x, PackedMatrices(others), starts)
+    assert equal_bits(grouped_matmul(x, gates, starts), expected)
+    expected = grouped_matmul(x, PackedMatrices(others), starts, PackedMatrices(others[::-1]))
+    ups = PackedMatrices([compress(others[2]), others[1], others[0]])
+    assert equal_bits(grouped_matmul(x, gates, starts, ups), expected)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_exceptions_are_multiplied_too() -> None:
+    """Every number is one here but those of 16 upper bytes, and the reference is float64."""
+    weight = any_bits(64, 200)
+    weight = torch.where(weight.isfinite() & (weight.abs() < 2**20) & (weight.abs() > 2**-60), weight, 0)
+    x, matrix = random(5, 200), compress(pack(weight))
+    expected, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+    assert ((matmul(x, matrix) - expected).abs() <= 2**-8 * size).all()  # the result is rounded once
+
+
+def test_what_gains_is_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    if build.library() is None or build.instruction_set() != "avx512":
+        pytest.skip("with AVX2 nothing is")
+    weight = random(512, 1024)
+    assert pack(weight).tiles.nbytes == pytest.approx(weight.nbytes * 0.75, rel=0.003)  # exceptions are few
+    assert not pack(weight[:256]).is_compressed  # small
+    assert not pack(any_bits(512, 1024)).is_compressed
+    assert not pack(weight.float()).is_compressed
+    monkeypatch.setattr(build, "instruction_set", lambda: "avx2")
+    assert not pack(weight).is_compressed
+
+
+@pytest.mark.usefixtures("compiled")
+def test_memory_that_cannot_be_one_is_refused() -> None:
+    matrix = compress(pack(random(20, 30)))
+    for wrong in (matrix.tiles[:-1], matrix.tiles[:-16], matrix.tiles.repeat(2)[::2], matrix.tiles[None]):
+        with pytest.raises(
+            ValueError, match=r"compressed weights of \d+ bytes, and 8 for each exception, cannot be \["
+        ):
+            PackedMatrix(wrong, 20, 30)
+    matrix.check()
+    for place in (-8, -4 * len(matrix.tiles.view(torch.int32)) + 4 * (64 + 2 * 4 * 192) // 4):
+        endless = matrix.tiles.clone()
+        endless[place:][:4] = torch.tensor([9, 0, 0, 0])
+        with pytest.raises(ValueError, match="compressed weights whose exceptions have no end"):
+            PackedMatrix(endless, 20, 30).check()

@@ -1,0 +1,89 @@
+"""Pickles, `pytorch_model.bin`: refused without leave, and never run."""
+
+import io
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from tests.models.formats.test_huggingface import assert_same, load, make_tensors, write_config
+
+
+class RunsCode:
+    """Makes a folder where it is unpickled without care."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._trace),)
+
+
+def write_pickle(folder: Path, content: object) -> Path:
+    torch.save(content, folder / "pytorch_model.bin")
+    return write_config(folder)
+
+
+def test_pickles_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"pytorch_model\.bin.*convert them to safetensors.*model\.allow_pickle=true"):
+        load(write_pickle(tmp_path, make_tensors()))
+
+
+def test_pickles_load_where_allowed(tmp_path: Path) -> None:
+    tensors = make_tensors()
+    assert_same(load(write_pickle(tmp_path, tensors), allow_pickle=True), tensors)
+
+
+def test_code_in_a_pickle_does_not_run(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    write_pickle(tmp_path, make_tensors() | {"code": RunsCode(trace)})
+    with pytest.raises(UserError, match="holds more than tensors"):
+        load(tmp_path, allow_pickle=True)
+    assert not trace.exists()
+    torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
+    assert trace.exists()  # so the file is as dangerous as it was meant to be
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param([torch.ones(2)], id="a list"),
+        pytest.param({"a": 3}, id="a number"),
+        pytest.param({"a": torch.ones(2).to_sparse()}, id="a sparse tensor"),
+        pytest.param({3: torch.ones(2)}, id="a number for a name"),
+    ],
+)
+def test_pickle_of_something_else(tmp_path: Path, content: object) -> None:
+    with pytest.raises(UserError, match="does not hold a dictionary of dense tensors"):
+        load(write_pickle(tmp_path, content), allow_pickle=True)
+
+
+def with_pickle_bytes(content: bytes, pickled: bytes) -> bytes:
+    """A file of torch.save with another pickle in it."""
+    result = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(result, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, pickled if name.endswith("data.pkl") else old.read(name))
+    return result.getvalue()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda content: content[:-200], id="truncated"),
+        pytest.param(lambda content: b"?" * 500, id="garbage"),
+        pytest.param(lambda content: b"", id="empty"),
+        pytest.param(lambda content: with_pickle_bytes(content, b""), id="empty pickle"),
+        pytest.param(lambda content: with_pickle_bytes(content, b"\x80\x02X\x01\x00\x00\x00\xff."), id="not UTF-8"),
+        pytest.param(lambda content: with_pickle_bytes(content, b"\x80\x02h\x07."), id="unknown reference"),
+    ],
+)
+def test_damaged_pickle(tmp_path: Path, damage: Any) -> None:
+    file = write_pickle(tmp_path, make_tensors()) / "pytorch_model.bin"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(UserError, match=r"pytorch_model\.bin is truncated, too old, or holds more than tensors"):
+        load(tmp_path, allow_pickle=True)
