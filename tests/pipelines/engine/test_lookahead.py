@@ -85,7 +85,13 @@ BANNED = replace(DRAWN, allowed_token_ids=[7], stop_token_ids=[7], min_new_token
         pytest.param(
             [GREEDY, replace(SHORT, no_repeat_ngram_size=2), replace(SHORT, prompt_logprobs=1)], marks=NEEDS_KERNELS
         ),
-        [PENALISED, DRAWN, BANNED, replace(PENALISED, temperature=0.0, logit_bias={3: 2.0, 9: -1.5}), GREEDY],
+        [
+            PENALISED,
+            DRAWN,
+            BANNED,
+            replace(PENALISED, temperature=0.0, top_p=None, top_k=None, logit_bias={3: 2.0, 9: -1.5}),
+            GREEDY,
+        ],
     ],
     ids=["greedy", "drawn", "lengths", "with others", "with n-grams", "with penalties"],
 )
