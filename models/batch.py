@@ -5,9 +5,8 @@ T tokens of S sequences, M blocks in the longest block table, N blocks of B slot
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -116,24 +115,29 @@ class Batch:
         """On the CPU."""
         longest = max(map(len, block_tables))
         width = 1 << (longest - 1).bit_length()  # a power of two, so that decode steps have few different shapes
-        fields: tuple[Iterable[int], ...] = (
+        tables: list[int] = []
+        for table in block_tables:
+            tables += table
+            tables += [0] * (width - len(table))
+        fields = (
             token_ids,
             positions,
             slots,
             query_starts,
             context_lengths,
             prompt_lengths,
-            chain(*prompt_marks),
+            [mark for marks in prompt_marks for mark in marks],
             output_rows,
             output_starts,
-            chain(*((*table, *[0] * (width - len(table))) for table in block_tables)),
+            tables,
         )
-        numbers = array("q")
+        numbers: list[int] = []
         for field in fields:
-            numbers.extend(field)
-            numbers.extend([0] * (-len(numbers) % ALIGNMENT))
+            numbers += field
+            while len(numbers) % ALIGNMENT:
+                numbers.append(0)
         shape = BatchShape(len(token_ids), len(block_tables), width, len(prompt_marks[0]), len(output_rows))
-        return Batch(torch.frombuffer(numbers, dtype=torch.int64), shape)
+        return Batch(torch.frombuffer(array("q", numbers), dtype=torch.int64), shape)
 
 
 LayerCache: TypeAlias = tuple[PagedVectors, PagedVectors]

@@ -132,11 +132,12 @@ def measure(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> R
         generating = len(first_token_s) == len(groups)
         engine.step()
         now = time.perf_counter()
-        for i, group in enumerate(groups):
-            if group.num_output_tokens:
-                first_token_s.setdefault(i, now - start)
         if generating:
             step_s.append(now - before)
+        else:
+            for i, group in enumerate(groups):
+                if group.num_output_tokens:
+                    first_token_s.setdefault(i, now - start)
         before = now
     return Round(sum(map(len, prompts)), list(first_token_s.values()), step_s, before - start)
 

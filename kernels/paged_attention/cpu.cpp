@@ -21,7 +21,7 @@ namespace {
 constexpr int64_t TILE = LANES * VECTORS;  // keys
 constexpr int64_t SPLIT = 4 * TILE;        // keys
 constexpr int64_t MAX_ROWS = 64;
-constexpr int64_t CHUNK_WORK = 1 << 17;    // multiplications that are worth another thread
+constexpr int64_t CHUNK_WORK = 1 << 15;    // multiplications that are worth another thread: a microsecond, five times a hand-over
 constexpr float LOWEST = std::numeric_limits<float>::lowest(), INFINITE = std::numeric_limits<float>::infinity();
 
 struct Call {

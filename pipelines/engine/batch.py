@@ -18,16 +18,18 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
     output_rows: list[int] = []
     starts, output_starts = [0], [0]
     for item in plan.scheduled:
-        sequence, first = item.sequence, item.sequence.num_computed_tokens
-        after = first + item.num_new_tokens
+        _, sequence, num_new_tokens, num_outputs = item
+        first, table = sequence.num_computed_tokens, sequence.block_table
+        after = first + num_new_tokens
         known = sequence.token_ids[first:after]
-        token_ids += known + [UNKNOWN] * (item.num_new_tokens - len(known))
+        token_ids += known + [UNKNOWN] * (num_new_tokens - len(known))
         positions += range(first, after)
-        slots += [sequence.block_table[p // block_size] * block_size + p % block_size for p in range(first, after)]
-        prompt_lengths += [sequence.num_prompt_tokens] * item.num_new_tokens
+        slots += [table[p // block_size] * block_size + p % block_size for p in range(first, after)]
+        prompt_lengths += [sequence.num_prompt_tokens] * num_new_tokens
         context_lengths.append(after)
-        starts.append(len(token_ids))
-        output_rows += range(starts[-1] - item.num_outputs, starts[-1])
+        end = len(token_ids)
+        starts.append(end)
+        output_rows += range(end - num_outputs, end)
         output_starts.append(len(output_rows))
     return Batch.of(
         token_ids=token_ids,

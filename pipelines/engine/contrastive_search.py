@@ -27,7 +27,7 @@ class ContrastiveSearch:
         self._logits: Tensor | None = None  # [V] that the candidates were taken from
 
     def observe(self, hidden: Tensor) -> None:
-        self._observed.append(hidden)
+        self._observed.append(hidden.clone())  # the next step overwrites it
 
     def restart(self, group: SequenceGroup) -> Sequence:
         """What is certain goes on; hidden states and candidates are computed again."""

@@ -259,7 +259,7 @@ class Engine:
         if not chosen:
             return
         indices = [rows[sequence] for _, sequence in chosen]
-        wanted = logits if indices == list(range(len(logits))) else logits[indices]
+        wanted = logits if indices == list(range(logits.shape[0])) else logits[indices]
         tokens = sample(wanted, [sequence for _, sequence in chosen])
         for row, ((_, sequence), token) in enumerate(zip(chosen, tokens, strict=True)):
             if token is not None and (num_top := sequence.request.params.logprobs) is not None:

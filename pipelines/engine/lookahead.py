@@ -5,8 +5,6 @@ row that turns out to have stopped, what was computed after it is dropped. All t
 one stream, so blocks that are freed meanwhile may be given to others at once.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -79,7 +77,7 @@ class Lookahead:
         step, self._next = self._next, None
         if step is None or not (alive := step.alive()):
             return None
-        self._scheduler.commit(replace(step.plan, scheduled=alive))  # now the tokens that it computed are known
+        self._scheduler.commit(step.plan._replace(scheduled=alive))  # now the tokens that it computed are known
         return step
 
     def results(self, step: LaunchedStep) -> list[tuple[SequenceGroup, Sequence, int | None]]:

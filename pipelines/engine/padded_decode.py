@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.all_finite import all_finite
 from models.batch import Batch, BatchShape
-from pipelines.engine.decode_step import Outputs
+from pipelines.engine.captured_steps import Outputs
 from pipelines.engine.gpu_batch import fill
 
 log = logging.getLogger(__name__)

@@ -213,7 +213,8 @@ class Search(Protocol):
     """How the next tokens are chosen where a group's sequences compete for them. Its tensors are Any, for this file imports no torch."""
 
     def observe(self, hidden: Any) -> None:
-        """Hidden states [P, E] of tokens that were just computed: the prompt's, then those of the group's sequences."""
+        """Hidden states [P, E] of tokens that were just computed: the prompt's, then those of the group's sequences. Overwritten by the
+        next step."""
 
     def advance(self, group: "SequenceGroup", logits: Any) -> list[Continuation]:
         """The sequences that go on, from logits [S, V] of the group's S sequences; at the end none, and the group has completions."""

@@ -12,9 +12,15 @@ from kernels.cuda_graph import GraphPool
 from kernels.threads import threads
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
-from pipelines.engine.decode_step import DecodeSteps, Outputs
+from pipelines.engine.captured_steps import CapturedSteps, Outputs
 from pipelines.engine.gpu_batch import to_gpu
 from pipelines.engine.padded_decode import PaddedDecodeSteps
+
+MAX_CAPTURED_SEQUENCES = 16  # of a decode step: larger ones take so long that the calls do not count
+# The calls of a prompt take 0.6 ms, however long it is. It is captured where its tokens times the bytes of weights are no more than this:
+# with models/tiny in float32 up to 97 tokens, which take 3 ms and 4 MB of intermediate results; with 1.1 B parameters never.
+MAX_CAPTURED_BYTES = 2**30
+PROMPTS_BEFORE_CAPTURE = 8  # of one shape: to capture costs as much as their calls, and most lengths do not come again
 
 
 class Runner:
@@ -22,14 +28,17 @@ class Runner:
         self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int, decode_threads: int | None
     ) -> None:
         """On a GPU, decode steps of up to `num_graph_sequences` are captured now, with tables of the width that a sequence may need. On a
-        CPU decode steps have `decode_threads`, or as many as all."""
+        CPU decode steps have `decode_threads`, or as many as all, and what comes again is captured when it does."""
         self._decode_threads = decode_threads
         self.model = model
         self.cache = cache
         self._device = cache.tensors[0].device
-        self._decode_steps: DecodeSteps | PaddedDecodeSteps | None = None
+        self._decode_steps: CapturedSteps | PaddedDecodeSteps | None = None
+        self._prompt_steps: CapturedSteps | None = None  # apart: many lengths of prompts push no decode step out
         if self._device.type == "cpu":
-            self._decode_steps = DecodeSteps(self._compute)
+            max_tokens = int(MAX_CAPTURED_BYTES / self.step_weight_bytes(1))
+            self._decode_steps = CapturedSteps(self._compute, MAX_CAPTURED_SEQUENCES)
+            self._prompt_steps = CapturedSteps(self._compute, max_tokens, times_before=PROMPTS_BEFORE_CAPTURE)
         elif num_graph_sequences:
             sizes = num_graph_sequences, table_width, model.num_prompt_marks
             self._decode_steps = PaddedDecodeSteps(self._forward, GraphPool(), *sizes, self._device)
@@ -78,15 +87,17 @@ class Runner:
         """
         decodes = batch.shape.num_tokens == batch.shape.num_sequences == batch.shape.num_outputs
         with threads(self._decode_threads if decodes else None):
-            return self._launch(batch, self._decode_steps if decodes else None, token_ids)
+            return self._launch(batch, self._decode_steps if decodes else self._prompt_steps, token_ids)
 
-    def _launch(self, batch: Batch, steps: DecodeSteps | PaddedDecodeSteps | None, token_ids: Tensor | None) -> Outputs:
+    def _launch(
+        self, batch: Batch, steps: CapturedSteps | PaddedDecodeSteps | None, token_ids: Tensor | None
+    ) -> Outputs:
         if isinstance(steps, PaddedDecodeSteps) and steps.hold(batch.shape.num_sequences):
             return steps.run(batch, token_ids)
         if token_ids is not None:
             batch = self.on_device(batch)
             batch.token_ids.copy_(token_ids)
-        return steps.run(batch) if isinstance(steps, DecodeSteps) else self._compute(batch)
+        return steps.run(batch) if isinstance(steps, CapturedSteps) else self._compute(batch)
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states, logits, and whether these are all finite."""

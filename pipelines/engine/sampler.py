@@ -7,7 +7,7 @@ Order: what logits.py does, temperature, top_k, top_p, min_p.
 import torch
 from torch import Tensor
 
-from kernels.sampling import draw
+from kernels.sampling import draw, most_likely
 from pipelines.engine.logits import process_logits, to_device
 from pipelines.engine.request import Sequence, TokenLogprobs
 
@@ -28,7 +28,7 @@ def choose(logits: Tensor, sequences: list[Sequence], last_tokens: Tensor | None
     """The token [R] of each row of the model's logits [R, V], NO_TOKEN where all are banned. Temperature 0 takes the most likely,
     the lowest id of equals. `last_tokens`: as for `process_logits`."""
     processed = process_logits(logits, sequences, last_tokens)
-    tokens = _choose(processed.float(), sequences, int(last_tokens is not None))
+    tokens = _choose(processed, sequences, int(last_tokens is not None))
     return tokens if processed is logits else tokens.masked_fill(processed.amax(-1) == -torch.inf, NO_TOKEN)
 
 
@@ -37,7 +37,7 @@ def _choose(logits: Tensor, sequences: list[Sequence], num_unknown: int) -> Tens
     drawn = [row for row, sequence in enumerate(sequences) if sequence.request.params.temperature > 0]
     if len(drawn) == len(sequences):
         return _draw_rows(logits, sequences, num_unknown)
-    tokens = logits.argmax(-1)
+    tokens = most_likely(logits)
     if drawn:
         rows = to_device(drawn, torch.int64, logits.device)
         tokens.index_copy_(0, rows, _draw_rows(logits[rows], [sequences[row] for row in drawn], num_unknown))
@@ -50,7 +50,7 @@ def _draw_rows(logits: Tensor, sequences: list[Sequence], num_unknown: int) -> T
         p = sequence.request.params
         number = uniform(_sample_seed(sequence), sequence.num_output_tokens + num_unknown)
         settings += p.temperature, p.top_k, p.top_p, p.min_p, number
-    return draw(logits, to_device(settings, torch.float64, logits.device).view(-1, 5))
+    return draw(logits.float(), to_device(settings, torch.float64, logits.device).view(-1, 5))
 
 
 def uniform(seed: int, step: int) -> float:

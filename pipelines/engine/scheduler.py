@@ -1,14 +1,13 @@
 """Which requests run in the next step, and with how many tokens: first come, first served, continuously batched, prompts in chunks."""
 
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pipelines.engine.block_manager import BlockManager, extend_hashes
 from pipelines.engine.request import Continuation, SamplingParams, Sequence, SequenceGroup
 
 
-@dataclass(frozen=True)
-class Scheduled:
+class Scheduled(NamedTuple):
     group: SequenceGroup
     sequence: Sequence
     num_new_tokens: int
@@ -17,8 +16,7 @@ class Scheduled:
     """How many of them, the last ones, have outputs that are wanted."""
 
 
-@dataclass(frozen=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     scheduled: list[Scheduled]
     ready: list[SequenceGroup]
     """The groups that are computed to their last tokens, so that new ones follow."""
@@ -90,7 +88,7 @@ class Scheduler:
             return None
         for sequence, num_blocks in missing.items():
             sequence.block_table += self.block_manager.allocate(num_blocks)
-        return StepPlan([replace(item, num_new_tokens=1) for item in plan.scheduled], plan.ready, [])
+        return StepPlan([item._replace(num_new_tokens=1) for item in plan.scheduled], plan.ready, [])
 
     def commit(self, plan: StepPlan) -> None:
         """The plan's tokens are in the cache now: blocks that became full can be found by later prompts."""
@@ -155,9 +153,11 @@ class Scheduler:
     def _share_budget(self, sequences: list[Sequence]) -> dict[Sequence, int]:
         """New tokens for each sequence: what it needs, or an even share of what those who need less leave."""
         budget = self.max_batched_tokens
-        num_new_tokens = {}
-        for i, sequence in enumerate(sorted(sequences, key=lambda sequence: sequence.num_uncomputed_tokens)):
-            num_new_tokens[sequence] = min(sequence.num_uncomputed_tokens, budget // (len(sequences) - i))
+        num_new_tokens = {sequence: sequence.num_uncomputed_tokens for sequence in sequences}
+        if sum(num_new_tokens.values()) <= budget:
+            return num_new_tokens
+        for i, sequence in enumerate(sorted(sequences, key=num_new_tokens.__getitem__)):
+            num_new_tokens[sequence] = min(num_new_tokens[sequence], budget // (len(sequences) - i))
             budget -= num_new_tokens[sequence]
         return num_new_tokens
 
@@ -208,12 +208,14 @@ class Scheduler:
 
     def _num_missing_blocks(self, group: SequenceGroup) -> int:
         """Blocks for the tokens that have none, and copies of blocks that several of the group are about to write into."""
-        blocks = self.block_manager
-        missing = sum(blocks.num_blocks_for(len(s.token_ids)) - len(s.block_table) for s in group.sequences)
+        missing = sum(map(self._num_missing, group.sequences))
         if len(group.sequences) == 1:
             return missing
         written = Counter(block for s in group.sequences if (block := self._written_block(s)) is not None)
         return missing + sum(owners - 1 for owners in written.values())
+
+    def _num_missing(self, sequence: Sequence) -> int:
+        return self.block_manager.num_blocks_for(len(sequence.token_ids)) - len(sequence.block_table)
 
     def _written_block(self, sequence: Sequence) -> int | None:
         """The block that the sequence's next token goes to, if it has earlier ones too. Only such a block is shared and written."""
@@ -228,8 +230,7 @@ class Scheduler:
             blocks.free([shared])
             sequence.block_table[sequence.num_computed_tokens // blocks.block_size] = own
             copies.append((shared, own))
-        missing = blocks.num_blocks_for(len(sequence.token_ids)) - len(sequence.block_table)
-        if missing:
+        if missing := self._num_missing(sequence):
             sequence.block_table += blocks.allocate(missing)
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:

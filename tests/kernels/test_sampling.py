@@ -1,4 +1,4 @@
-"""Draws without sorting against draws that sort, to the token: whatever the row, the settings, the ties and the number."""
+"""Draws without sorting against draws that sort, to the token, whatever the row, the settings, the ties and the number; likely tokens."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.sampling import draw, reference
+from kernels.sampling import draw, most_likely, reference
 
 SETTINGS = [  # temperature, top_k, top_p, min_p
     (1.0, 0, 1.0, 0.0),
@@ -41,6 +41,20 @@ def test_draws_the_same_tokens_as_with_sorting(any_way: str, kind: str, vocab_si
     for number in (0.0, 1 - 2**-52, *torch.rand(30, generator=generator, dtype=torch.float64).tolist()):
         settings = torch.tensor([(*each, number) for each in SETTINGS], dtype=torch.float64)
         assert torch.equal(draw(logits, settings), reference.draw(logits, settings)), number
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 2, 7, 16, 17, 512, 5003])
+@pytest.mark.usefixtures("poisoned")
+def test_the_most_likely_is_the_first_of_the_highest(any_way: str, vocab_size: int, dtype: torch.dtype) -> None:
+    """As numpy finds it in float64, which holds every number of the others."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    rows = [KINDS[kind](vocab_size, generator) for kind in KINDS if kind != "large"]  # which is infinite in float16
+    logits = torch.stack([*rows, torch.full((vocab_size,), -torch.inf)]).to(dtype)
+    expected = logits.double().numpy().argmax(-1).tolist()
+    assert most_likely(logits).tolist() == expected
+    assert most_likely(logits[1:]).tolist() == expected[1:]
+    assert most_likely(logits[:0]).tolist() == []
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from conf.decoding import DecodeConfig
 from kernels import build
-from pipelines.engine import Engine
+from pipelines.engine import Engine, runner
 from tests.builders import REPOSITORY, all_logits, complete, engine_of, generate
 
 GOLDENS = REPOSITORY / "tests" / "goldens"
@@ -64,7 +64,7 @@ def spellings(family: str) -> list[str]:
 @pytest.mark.parametrize(
     ("family", "spelling"), [(family, spelling) for family in FAMILIES for spelling in spellings(family)]
 )
-def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path) -> None:
+def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     golden = load_file(GOLDENS / family / "golden.safetensors")
     folder = link(family, tmp_path, spelling)
     engine = engine_of(folder, allow_pickle=True)
@@ -87,9 +87,12 @@ def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path) ->
         assert (output.num_cached_tokens > 0) == (knows_the_prompt and can_share)
     if family in WHOLE_PROMPTS:
         return
+    monkeypatch.setattr(runner, "PROMPTS_BEFORE_CAPTURE", 1)
     chunked = engine_of(folder, allow_pickle=True, max_batched_tokens=5)
     assert greedy(chunked, [prompt], len(expected)) == [expected]
     assert greedy(chunked, prompts, len(expected_batch[0])) == expected_batch
+    if build.library():
+        assert chunked.runner._prompt_steps._can_capture == (family not in COMPUTED_EACH_TIME)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from pipelines.engine import Engine
+from pipelines.engine import Engine, runner
 from tests.builders import all_logits, complete, engine_of, generate, write_llama
 
 PROMPTS = [[5, 6, 7], [8], list(range(9, 40)), [16, 17, 18, 19]]
@@ -73,6 +73,16 @@ def test_chunks_blocks_preemption_and_company_change_nothing(
     for _ in range(2):  # the second time over a cache that knows the prompts
         assert [output.token_ids for output in complete(other, PROMPTS, decode)] == wanted
     assert bool(preempted) == bool(blocks)
+
+
+def test_hidden_states_of_a_prompts_chunks_outlive_the_steps_that_gave_them(
+    folder: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of one shape are replays of one step, which overwrite its outputs."""
+    monkeypatch.setattr(runner, "PROMPTS_BEFORE_CAPTURE", 0)
+    decode = DecodeConfig(max_new_tokens=25, penalty_alpha=0.9, top_k=5)
+    chunked = complete(engine_of(folder, max_batched_tokens=8), PROMPTS[2:3], decode)
+    assert chunked[0].token_ids == complete(engine, PROMPTS[2:3], decode)[0].token_ids
 
 
 def test_ends_lengths_and_log_probabilities(engine: Engine) -> None:

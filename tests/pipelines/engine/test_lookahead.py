@@ -13,7 +13,7 @@ from conf.errors import UserError
 from kernels import build
 from models.batch import Batch
 from pipelines.engine import Engine
-from pipelines.engine.decode_step import Outputs
+from pipelines.engine.captured_steps import Outputs
 from pipelines.engine.lookahead import LaunchedStep, Lookahead
 from tests.builders import engine_of, write_llama
 from tests.pipelines.engine.test_padded_decode import pad

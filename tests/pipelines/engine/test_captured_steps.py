@@ -1,4 +1,4 @@
-"""Captured decode steps against the same steps computed each time."""
+"""Captured steps, of decoding and of prompts, against the same steps computed each time."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,11 +8,11 @@ import torch
 
 from conf.decoding import DecodeConfig
 from kernels import build
-from models.batch import Batch
-from pipelines.engine import Engine, decode_step
-from pipelines.engine.decode_step import DecodeSteps
+from models.batch import Batch, BatchShape
+from pipelines.engine import Engine, captured_steps, runner
+from pipelines.engine.captured_steps import CapturedStep, CapturedSteps
 from pipelines.loading import load_engine
-from tests.builders import complete, run_config, write_llama
+from tests.builders import complete, generate, run_config, write_llama
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="steps are captured where the C++ kernels are")
 
@@ -39,22 +39,27 @@ def computed() -> list[tuple[int, ...]]:
 
 
 @pytest.fixture
-def steps(computed: list[tuple[int, ...]]) -> DecodeSteps:
-    """Of a model whose outputs are all twice its context lengths; `computed` gets the shapes that were not replayed."""
+def doubles(computed: list[tuple[int, ...]]) -> Callable[[Batch], captured_steps.Outputs]:
+    """A model whose outputs are all twice its context lengths; `computed` gets the shapes that were not replayed."""
 
-    def compute(batch: Batch) -> decode_step.Outputs:
+    def compute(batch: Batch) -> captured_steps.Outputs:
         computed.append(tuple(batch.block_tables.shape))
         return batch.context_lengths * 2, batch.positions * 2, batch.token_ids * 2
 
-    return DecodeSteps(compute)
+    return compute
 
 
-def run(steps: DecodeSteps, batch: Batch) -> list[list[int]]:
+@pytest.fixture
+def steps(doubles: Callable[[Batch], captured_steps.Outputs]) -> CapturedSteps:
+    return CapturedSteps(doubles, max_tokens=16)
+
+
+def run(steps: CapturedSteps, batch: Batch) -> list[list[int]]:
     return [output.tolist() for output in steps.run(batch)]
 
 
 @torch.inference_mode()
-def test_each_shape_is_computed_once(steps: DecodeSteps, computed: list[tuple[int, ...]]) -> None:
+def test_each_shape_is_computed_once(steps: CapturedSteps, computed: list[tuple[int, ...]]) -> None:
     for lengths, num_blocks in ([5], 1), ([5, 6], 1), ([7], 1), ([9], 3), ([2, 3], 1), ([8], 4):
         doubled = [2 * length for length in lengths]
         expected = [doubled, [length - 2 for length in doubled], doubled]
@@ -63,7 +68,7 @@ def test_each_shape_is_computed_once(steps: DecodeSteps, computed: list[tuple[in
 
 
 @torch.inference_mode()
-def test_the_shapes_used_last_are_kept(steps: DecodeSteps, computed: list[tuple[int, ...]]) -> None:
+def test_the_shapes_used_last_are_kept(steps: CapturedSteps, computed: list[tuple[int, ...]]) -> None:
     for size in (1, 2, 3, 4, 1, 5):  # 2 is the one to go
         run(steps, batch_of([1] * size))
     computed.clear()
@@ -75,7 +80,21 @@ def test_the_shapes_used_last_are_kept(steps: DecodeSteps, computed: list[tuple[
 
 
 @torch.inference_mode()
-def test_large_steps_are_computed_each_time(steps: DecodeSteps, computed: list[tuple[int, ...]]) -> None:
+def test_a_shape_is_captured_when_it_has_come_often(
+    doubles: Callable[[Batch], captured_steps.Outputs], computed: list[tuple[int, ...]]
+) -> None:
+    """How often is counted while the shape is known."""
+    steps = CapturedSteps(doubles, max_tokens=16, times_before=2)
+    for length in range(1, 6):
+        assert run(steps, batch_of([length]))[0] == [2 * length]
+    assert computed == [(1, 1)] * 3
+    for size in (2, 2, 3, 4, 5, 6, 2, 2, 2, 2):
+        run(steps, batch_of([1] * size))
+    assert computed[3:] == [(size, 1) for size in (2, 2, 3, 4, 5, 6, 2, 2, 2)]
+
+
+@torch.inference_mode()
+def test_large_steps_are_computed_each_time(steps: CapturedSteps, computed: list[tuple[int, ...]]) -> None:
     for _ in range(2):
         run(steps, batch_of([1] * 17))
     assert computed == [(17, 1)] * 2
@@ -84,9 +103,9 @@ def test_large_steps_are_computed_each_time(steps: DecodeSteps, computed: list[t
 @torch.inference_mode()
 def test_what_cannot_be_captured_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
-    capture = decode_step.capture
-    monkeypatch.setattr(decode_step, "capture", lambda compute: tried.append(1) or capture(compute))
-    steps = DecodeSteps(lambda batch: (batch.context_lengths.sort().values,) * 3)
+    capture = captured_steps.capture
+    monkeypatch.setattr(captured_steps, "capture", lambda compute: tried.append(1) or capture(compute))
+    steps = CapturedSteps(lambda batch: (batch.context_lengths.sort().values,) * 3, max_tokens=16)
     for lengths in ([3, 1], [5, 2], [7]):
         assert run(steps, batch_of(lengths))[0] == sorted(lengths)
     assert tried == [1]
@@ -124,8 +143,49 @@ def test_an_engine_gives_the_same_bits_with_captured_steps(
     captured = engine_of()
     first = results(captured)
     assert captured.runner._decode_steps._steps
-    monkeypatch.setattr(decode_step, "capture", lambda compute: (None, compute()))
+    monkeypatch.setattr(captured_steps, "capture", lambda compute: (None, compute()))
     assert results(engine_of()) == first
+
+
+PROMPTS = [list(range(3 + i, 24 + i)) for i in range(5)]  # one shape, or chunks of a few
+EVERYTHING = DecodeConfig(max_new_tokens=3, logprobs=5, prompt_logprobs=2, ignore_eos=True, prefix_cache=False)
+
+
+@pytest.mark.parametrize("max_batched_tokens", [2048, 7], ids=["whole", "chunks"])
+def test_a_replayed_prompt_has_the_bits_of_a_computed_one(
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, max_batched_tokens: int
+) -> None:
+    def results(prompts_before_capture: int) -> tuple[Engine, list[object]]:
+        monkeypatch.setattr(runner, "PROMPTS_BEFORE_CAPTURE", prompts_before_capture)
+        engine = engine_of(max_batched_tokens=max_batched_tokens)
+        outputs = [generate(engine, [prompt], EVERYTHING)[0] for prompt in PROMPTS]
+        return engine, [(output.completions, output.prompt_logprobs) for output in outputs]
+
+    computed_each_time, expected = results(100)
+    captured, got = results(1)
+    assert got == expected
+    assert captured_shapes(captured)
+    assert not captured_shapes(computed_each_time)
+
+
+def test_prompts_over_the_limit_are_computed_each_time(
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is of the weights' bytes times the tokens."""
+    monkeypatch.setattr(runner, "PROMPTS_BEFORE_CAPTURE", 1)
+    weight_bytes = int(engine_of().runner.step_weight_bytes(1))
+    for num_tokens, captured in (len(PROMPTS[0]), [len(PROMPTS[0])]), (len(PROMPTS[0]) - 1, []):
+        monkeypatch.setattr(runner, "MAX_CAPTURED_BYTES", weight_bytes * num_tokens)
+        engine = engine_of()
+        for prompt in PROMPTS:
+            complete(engine, [prompt], EVERYTHING)
+        assert [shape.num_tokens for shape in captured_shapes(engine)] == captured
+
+
+def captured_shapes(engine: Engine) -> list[BatchShape]:
+    steps = engine.runner._prompt_steps
+    assert steps is not None
+    return [shape for shape, step in steps._steps.items() if isinstance(step, CapturedStep)]
 
 
 def test_damaged_weights_are_found_in_a_replayed_step(engine_of: Callable[..., Engine]) -> None:
