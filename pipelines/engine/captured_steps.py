@@ -41,9 +41,8 @@ class CapturedSteps:
         self._max_tokens = max_tokens
         self._times_before = times_before
         self._can_capture = True
-        self._steps: dict[
-            BatchShape, CapturedStep | int
-        ] = {}  # the last used one last; a number: how often it was computed
+        # The last used one last; a number: how often it was computed.
+        self._steps: dict[BatchShape, CapturedStep | int] = {}
 
     def run(self, batch: Batch) -> Outputs:
         """They are overwritten by the next call."""
