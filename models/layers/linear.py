@@ -181,7 +181,7 @@ class PackedLinear(nn.Module, ABC):
 
     @abstractmethod
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Of its parameters after `load` in a model of `dtype`, without padding."""
+        """Of its parameters after `load` in a model of `dtype`, without padding and compression."""
 
     @abstractmethod
     def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
