@@ -34,7 +34,10 @@ SHAPES = {
 }  # N, K
 COLD_BYTES = 2**27  # several times the caches
 FEW_ROWS = 16
-IN_A_ROW, FEW_IN_A_ROW = 2, 5  # torch's threads spin on for a while after its product, and slow down the first call that follows
+IN_A_ROW, FEW_IN_A_ROW = (
+    2,
+    5,
+)  # torch's threads spin on for a while after its product, and slow down the first call that follows
 
 
 def limits() -> ctypes.CDLL:
