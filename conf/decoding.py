@@ -1,5 +1,7 @@
 """How tokens are chosen: the settings of the decode group. Standard library only, like schema.py, of which this is a part."""
 
+import functools
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
@@ -7,13 +9,15 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from conf.errors import UserError, check
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class DecodeConfig:
     """How tokens are chosen: beams if num_beams > 1, contrastive search if penalty_alpha > 0, samples if temperature > 0, else greedy.
 
     Order: logit_bias, penalties, bans, temperature, top_k, top_p, min_p. Where a setting that may be null says nothing, the checkpoint's
-    generation_config.json does, and else the value that changes nothing. What is given and switched off by another (USED_WITH) is refused.
+    generation_config.json does, and else the value that changes nothing. What is given and switched off (USED_WITH) is a warning.
     """
 
     max_new_tokens: int | None = None
@@ -109,10 +113,6 @@ class DecodeConfig:
                 self.n,
                 "1 with decode.temperature=0, which gives the same text every time",
             )
-        for name in unused_settings(vars(self)):
-            off = " and ".join(f"decode.{user}={getattr(self, user)}" for user in USED_WITH[name])
-            remedy = f"leave it out, or give more {' or '.join(USED_WITH[name])}"
-            raise UserError(f"decode.{name}={getattr(self, name)} is not used with {off}: {remedy}")
 
     def _check_search(self, name: str, value: object) -> None:
         allowed = f"0 with decode.{name}={value}, which does not sample"
@@ -128,14 +128,23 @@ class DecodeConfig:
     def resolved(self, defaults: dict[str, Any]) -> "DecodeConfig":
         """A copy that says everything that counts: where a setting is null, the default's value, else the neutral one; null where unused.
 
+        What was set here and stays unused is a warning and no error: whoever compares temperatures, 0 among them, leaves top_p as it is.
+        Raises UserError for num_return_sequences without beams.
+
         `defaults` are what a checkpoint suggests. Its lengths count only where neither length is set here.
         """
         values = {**NEUTRAL, **defaults}
         if self.max_new_tokens is not None or self.max_length is not None:
             values = {name: value for name, value in values.items() if name not in ("max_new_tokens", "max_length")}
         filled = {name: value for name, value in values.items() if getattr(self, name) is None}
-        unused: dict[str, Any] = dict.fromkeys(filled.keys() & unused_settings(vars(self) | filled))
-        return replace(self, **filled | unused)
+        unused = unused_settings(vars(self) | filled)
+        for name in sorted(unused - filled.keys()):
+            off = " and ".join(f"decode.{user}={(vars(self) | filled)[user]}" for user in USED_WITH[name])
+            text = f"decode.{name}={getattr(self, name)} is not used with {off}"
+            if name == "num_return_sequences":  # fewer texts than were asked for
+                raise UserError(f"{text}: leave it out, or give more num_beams, or decode.n samples")
+            _warn_once(text)
+        return replace(self, **filled | dict.fromkeys(unused))
 
     def replaced(self, values: dict[str, Any]) -> "DecodeConfig":
         """A copy with other values, as a row of a job or a call of the pipeline gives them. Raises UserError for names and types.
@@ -156,6 +165,12 @@ class DecodeConfig:
                 raise UserError(f"decode.{name}={value!r} is not of type {expected}")
         unused: dict[str, Any] = dict.fromkeys(unused_settings(vars(self) | given) - given.keys())
         return replace(self, **unused | given)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """Not for each row of a job."""
+    log.warning(text)
 
 
 def unused_settings(values: dict[str, Any]) -> set[str]:

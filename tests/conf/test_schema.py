@@ -36,24 +36,6 @@ BAD = [
     (DecodeConfig, {"repetition_penalty": 0.0}, "decode.repetition_penalty=0.0"),
     (DecodeConfig, {"presence_penalty": 2.5}, "decode.presence_penalty=2.5 .* -2 to 2"),
     (DecodeConfig, {"frequency_penalty": float("nan")}, "decode.frequency_penalty=nan"),
-    (
-        DecodeConfig,
-        {"top_p": 0.9, "temperature": 0.0},
-        "^decode.top_p=0.9 is not used with decode.temperature=0.0: leave it out, or give more temperature$",
-    ),
-    (DecodeConfig, {"min_p": 0.1, "temperature": 0.0}, "decode.min_p=0.1 is not used with decode.temperature=0.0"),
-    (
-        DecodeConfig,
-        {"top_k": 5, "temperature": 0.0, "penalty_alpha": 0.0},
-        "decode.top_k=5 is not used with decode.temperature=0.0 and decode.penalty_alpha=0.0: .* temperature or penalty_alpha",
-    ),
-    (
-        DecodeConfig,
-        {"length_penalty": 2.0, "num_beams": 1},
-        "decode.length_penalty=2.0 is not used with decode.num_beams=1",
-    ),
-    (DecodeConfig, {"early_stopping": True, "num_beams": 1}, "decode.early_stopping=True is not used"),
-    (DecodeConfig, {"num_return_sequences": 2, "num_beams": 1}, "decode.num_return_sequences=2 is not used"),
     (DecodeConfig, {"stop": ["a", ""]}, "decode.stop=.* texts that are not empty"),
     (DecodeConfig, {"stop_token_ids": [-2]}, r"decode.stop_token_ids=\[-2\]"),
     (DecodeConfig, {"logprobs": 101}, "decode.logprobs=101"),
@@ -103,8 +85,41 @@ def test_replaced_changes_only_what_is_given() -> None:
 def test_what_replaced_switches_off_is_no_fault() -> None:
     sampled = DecodeConfig(temperature=0.8, top_p=0.95, num_beams=1)
     assert sampled.replaced({"temperature": 0.0}) == DecodeConfig(temperature=0.0, top_p=None, num_beams=1)
-    with pytest.raises(UserError, match=r"decode.top_p=0.5 is not used with decode.temperature=0"):
-        sampled.replaced({"temperature": 0, "top_p": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"top_p": 0.91, "temperature": 0.0}, "decode.top_p=0.91 is not used with decode.temperature=0.0"),
+        ({"top_p": 0.92}, "decode.top_p=0.92 is not used with decode.temperature=0.0"),  # greedy is what null means
+        ({"min_p": 0.1, "temperature": 0.0}, "decode.min_p=0.1 is not used with decode.temperature=0.0"),
+        ({"top_k": 5}, "decode.top_k=5 is not used with decode.temperature=0.0 and decode.penalty_alpha=0.0"),
+        ({"length_penalty": 2.0, "num_beams": 1}, "decode.length_penalty=2.0 is not used with decode.num_beams=1"),
+        ({"early_stopping": True}, "decode.early_stopping=True is not used with decode.num_beams=1"),
+    ],
+)
+def test_what_another_switches_off_is_told_once_and_null(
+    values: dict[str, object], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        resolved = DecodeConfig().replaced(values).resolved({})
+    assert getattr(resolved, next(iter(values))) is None
+    assert [record.getMessage() for record in caplog.records] == [text]
+
+
+def test_fewer_texts_than_asked_for_are_an_error() -> None:
+    with pytest.raises(UserError, match=r"decode.num_return_sequences=2 is not used with decode.num_beams=1: leave it"):
+        DecodeConfig(num_return_sequences=2).resolved({})
+    assert (
+        DecodeConfig().resolved({"num_return_sequences": 2}).num_return_sequences is None
+    )  # a checkpoint's never fails
+
+
+def test_what_is_used_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    for values in ({"top_k": 5, "penalty_alpha": 0.6}, {"top_p": 0.9, "temperature": 1.0}, {"length_penalty": 2.0}):
+        resolved = DecodeConfig().replaced(values).resolved({"num_beams": 4} if "length_penalty" in values else {})
+        assert all(getattr(resolved, name) == value for name, value in values.items())
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

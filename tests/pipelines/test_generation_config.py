@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import conf.decoding
 from conf.compose import compose_run_config
 from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError
@@ -86,11 +87,17 @@ def test_what_is_switched_off_is_no_fault_of_the_checkpoint(tmp_path: Path) -> N
     assert (request.params.top_k, request.params.top_p, request.params.length_penalty) == (0, 1.0, 1.0)
 
 
-def test_a_setting_that_the_checkpoint_leaves_unused_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [["decode=checkpoint", "decode.top_p=0.93"], ["decode=sampling", "decode.temperature=0", "decode.top_p=0.93"]],
+)
+def test_a_setting_that_stays_unused_is_told(
+    options: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    conf.decoding._warn_once.cache_clear()
     write_llama(tmp_path)
-    engine = engine_of(tmp_path)
-    with pytest.raises(UserError, match="decode.top_p=0.9 is not used with decode.temperature=0.0: leave it out, or"):
-        engine.resolve(compose_run_config(["decode=checkpoint", "decode.top_p=0.9"]).decode)
+    assert engine_of(tmp_path).resolve(compose_run_config(options).decode).top_p is None
+    assert "decode.top_p=0.93 is not used with decode.temperature=0" in caplog.text
 
 
 def test_explicit_settings_win_and_the_rest_is_filled(tmp_path: Path) -> None:
