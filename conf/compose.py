@@ -97,8 +97,8 @@ def checked(arguments: list[str]) -> list[str]:
         if argument.startswith("~") or (value.lower() == "null" and options(key)):
             choice = f"one of {', '.join(options(key))}" if options(key) else "a value"
             raise UserError(f"{argument} would take away what is needed: leave it out, or give {key}= and {choice}")
-        if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:
-            raise UserError(f"{argument} is empty: give a folder, or leave it out")
+        if key in ("hydra.run.dir", "hydra.sweep.dir") and value.strip("'\"").lower() in ("", "null"):
+            raise UserError(f"{argument} is no folder: give one, or leave it out")
     return arguments
 
 

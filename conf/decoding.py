@@ -128,8 +128,8 @@ class DecodeConfig:
     def resolved(self, defaults: dict[str, Any]) -> "DecodeConfig":
         """A copy that says everything that counts: where a setting is null, the default's value, else the neutral one; null where unused.
 
-        What was set here and stays unused is a warning and no error: whoever compares temperatures, 0 among them, leaves top_p as it is.
-        Raises UserError for num_return_sequences without beams.
+        What was set here and is not used stays, for a row may use it, and is a warning and no error: whoever compares temperatures, 0 among
+        them, leaves top_p as it is. Raises UserError for num_return_sequences without beams.
 
         `defaults` are what a checkpoint suggests. Its lengths count only where neither length is set here.
         """
@@ -144,13 +144,10 @@ class DecodeConfig:
             if name == "num_return_sequences":  # fewer texts than were asked for
                 raise UserError(f"{text}: leave it out, or give more num_beams, or decode.n samples")
             _warn_once(text)
-        return replace(self, **filled | dict.fromkeys(unused))
+        return replace(self, **filled | dict.fromkeys(unused & filled.keys()))
 
     def replaced(self, values: dict[str, Any]) -> "DecodeConfig":
-        """A copy with other values, as a row of a job or a call of the pipeline gives them. Raises UserError for names and types.
-
-        What these switch off here is null in the copy.
-        """
+        """A copy with other values, as a row of a job or a call of the pipeline gives them. Raises UserError for names and types."""
         hints = get_type_hints(DecodeConfig)
         given = dict(values)
         for name, value in values.items():
@@ -163,8 +160,7 @@ class DecodeConfig:
             if not _is_of(value, hints[name]):
                 expected = getattr(hints[name], "__name__", hints[name]) if not get_args(hints[name]) else hints[name]
                 raise UserError(f"decode.{name}={value!r} is not of type {expected}")
-        unused: dict[str, Any] = dict.fromkeys(unused_settings(vars(self) | given) - given.keys())
-        return replace(self, **unused | given)
+        return replace(self, **given)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from conf.decoding import DecodeConfig, unused_settings
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import RunConfig
 from pipelines.engine import Engine, Request
@@ -193,12 +193,9 @@ def _decode(base: DecodeConfig, given: dict[str, Any], suggested: float | None) 
     values = {name: value for name, value in given.items() if name in DECODE_ARGUMENTS}
     do_sample = given.get("do_sample")
     if do_sample is False:
-        unused = {"temperature"} if values.get("temperature") else set()
+        if values.get("temperature"):  # no error, because such calls are written for transformers, which warns
+            log.warning("do_sample=False makes no use of temperature=%s", values["temperature"])
         values["temperature"] = 0.0
-        unused |= values.keys() & unused_settings(vars(base) | values)
-        if unused:  # no error, because such calls are written for transformers, which warns
-            log.warning("do_sample=False makes no use of %s", ", ".join(sorted(unused)))
-        values = {name: value for name, value in values.items() if name == "temperature" or name not in unused}
     elif do_sample:
         if values.get("temperature") == 0:
             raise UserError("do_sample=True contradicts temperature=0, which is greedy: leave one of them out")

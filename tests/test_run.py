@@ -159,7 +159,7 @@ def test_a_config_that_is_not_utf_8_is_shown(tmp_path: Path) -> None:
         ("~model", "~model would take away what is needed: leave it out, or give model= and one of llama2_13b, "),
         ("decode=null", "decode=null would take away what is needed: leave it out, or give decode= and one of beam, "),
         ("~decode.top_p", "leave it out, or give decode.top_p= and a value"),
-        ("hydra.run.dir=", "hydra.run.dir= is empty: give a folder, or leave it out"),
+        ("hydra.run.dir=", "hydra.run.dir= is no folder: give one, or leave it out"),
         ("hydra.run.dir=/proc/nowhere", "'/proc/nowhere': give a folder that can be written as hydra.run.dir, or with"),
         ("decode.stop=", "is not a ListConfig, list or tuple: give a list: KEY=[a,b], or KEY=[] for none"),
         ("decode.stop=null", "'decode.stop' is not Optional: leave it out for its default"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import conf.decoding
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from pipelines import TextGenerationPipeline, pipeline
@@ -63,9 +64,11 @@ def test_memory_of_a_gpu_that_ends_is_one_line(pipe: TextGenerationPipeline, mon
 def test_do_sample_false_warns_of_what_it_leaves_unused(
     pipe: TextGenerationPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
+    conf.decoding._warn_once.cache_clear()  # others may have been told
     greedy = text(pipe, "Once", max_new_tokens=9)
     assert text(pipe, "Once", max_new_tokens=9, do_sample=False, temperature=0.7, top_k=3, top_p=1) == greedy
-    assert caplog.messages == ["do_sample=False makes no use of temperature, top_k"]
+    assert caplog.messages[0] == "do_sample=False makes no use of temperature=0.7"
+    assert caplog.messages[1].startswith("decode.top_k=3 is not used with decode.temperature=0.0")
     caplog.clear()
     text(pipe, "Once", max_new_tokens=2, do_sample=False, penalty_alpha=0.6, top_k=3)
     assert caplog.messages == []
