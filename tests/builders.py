@@ -40,6 +40,12 @@ SMALL = {
 }
 
 
+def said(stderr: str) -> str:
+    """What a command said beside the warning of a machine without a compiler."""
+    lines = stderr.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("WARNING: the CPU kernels are off"))
+
+
 def write_llama(folder: Path, **config: Any) -> LlamaForCausalLM:
     """A random float32 Llama in Hugging Face layout, and transformers' model of it. Every parameter is random, also the biases."""
     torch.manual_seed(0)

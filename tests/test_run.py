@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import REPOSITORY
+from tests.builders import REPOSITORY, said
 
 FILES = {"config.yaml", "environment.json", "metrics.json", "predictions.jsonl", "text_generation_result.txt"}
 
 
 def run(*arguments: str, cwd: Path = REPOSITORY, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(REPOSITORY / "run.py"), *arguments]
-    return subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, text=True, encoding="utf-8")
+    done = subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, text=True, encoding="utf-8")
+    done.stderr = said(done.stderr)
+    return done
 
 
 def rows(folder: Path) -> list[dict[str, object]]:
@@ -242,7 +244,7 @@ def test_a_job_that_was_interrupted_prints_the_command_that_ends_it(
     journal = folder / "out" / "journal.jsonl"
     wait_until(process, lambda: journal.exists() and journal.read_bytes().count(b"\n") > 2)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    errors = said(process.communicate(timeout=60)[1])
     assert process.returncode == 128 + number
     assert not (folder / "out" / "predictions.jsonl").exists()
     num_done = journal.read_bytes().count(b"\n") - 1
@@ -265,7 +267,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(chatty: Path, tmp_path: Path)
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command} | true"], cwd=REPOSITORY, capture_output=True, text=True
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, said(done.stderr)) == (0, "")
     assert {file.name for file in (tmp_path / "out").iterdir()} == FILES
 
 
