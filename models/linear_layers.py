@@ -44,8 +44,15 @@ def pack_layers(model: CausalLM, dtype: torch.dtype, device: torch.device) -> No
         replace_layer(model, layer.name, DenseLinear(layer))
 
 
+def bring_together(model: CausalLM, device: torch.device) -> None:
+    """When all weights are in their places: what the kernels compute together, experts and layers that share an input, is made one."""
+    prepare_experts(model, device)
+    if device.type == "cuda":
+        join_layers(model)
+
+
 def join_layers(model: CausalLM) -> None:
-    """When all weights are in their places: on a GPU layers that share an input come to lie in one weight (`join`).
+    """On a GPU layers that share an input come to lie in one weight (`join`).
 
     Which these are, a module says (`SharesInput`); not within mixtures, whose experts lie in one weight already. No more than one
     module's weights are there twice.
@@ -59,7 +66,7 @@ def join_layers(model: CausalLM) -> None:
 
 
 def prepare_experts(model: CausalLM, device: torch.device) -> None:
-    """When all weights are in their places: mixtures compute their experts together where they can. On a GPU it is told where not."""
+    """Mixtures compute their experts together where they can. On a GPU it is told where not."""
     mixtures = [module for module in model.modules() if isinstance(module, Experts)]
     for mixture in mixtures:
         mixture.prepare()

@@ -21,7 +21,7 @@ from models.formats import Checkpoint, WeightFile, open_checkpoint, open_tokeniz
 from models.formats.base import CodedWeights
 from models.formats.manifest import verify_manifest
 from models.hub import find_checkpoint
-from models.linear_layers import join_layers, pack_layers, prepare_experts
+from models.linear_layers import bring_together, pack_layers
 from models.registry import find_architecture
 from models.tokenizers import Tokenizer
 from models.weights import DTYPES, initialise_randomly, load_weights, parameter_shapes, stored_dtype
@@ -89,8 +89,7 @@ def assemble(
     else:
         read()
     if packed:
-        prepare_experts(model, device)
-        join_layers(model)
+        bring_together(model, device)
     formats, room = _cache_formats(model, run.quant, static_cache), max(AUTO_SEQUENCES, sequences)
     cache = _kv_cache(run.device, shape, room, context, formats, dtype, device, reserved)
     sizes = max_num_requests, run.device.max_batched_tokens, sequences if run.device.cuda_graphs and packed else 0

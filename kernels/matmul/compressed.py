@@ -28,9 +28,8 @@ NUM_UPPER = 16
 NOWHERE = -1  # as int32
 
 MIN_BYTES = 2**20  # smaller weights may come from a cache, and then 12 bits take 1.1 times as long
-MAX_EXCEPTIONS = (
-    1 / 256
-)  # of all numbers; with so many a row still takes 0.78 of the time. Normally distributed ones have 1 / 13,000
+# Of all numbers; with so many a row still takes 0.78 of the time. Normally distributed ones have 1 / 13,000.
+MAX_EXCEPTIONS = 1 / 256
 
 
 @functools.cache

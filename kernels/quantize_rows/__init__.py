@@ -35,7 +35,7 @@ def quantize_rows(
 
         return triton.quantize_rows(x, dtype, group_size, static_scales)
     library, x_dtype = build.library(), build.DTYPES.get(x.dtype)
-    has_kernel = (dtype, group_size, static_scales) == (torch.int8, None, None)
+    has_kernel = dtype == torch.int8 and group_size is None and static_scales is None
     if library is None or x_dtype is None or not x.is_cpu or not has_kernel:
         return reference.quantize_rows(x, dtype, group_size, static_scales)
     x = x.contiguous()

@@ -18,19 +18,9 @@ from models.llama import LlamaConfig, read_config
 from models.tokenizers import load_tokenizer
 from pipelines.loading import load_engine
 from tests.builders import SHARED, all_logits, engine_of, run_config, weights_of, write_llama
+from tests.mindspore_twins import NAMES  # MindFormers took Meta's
 from tests.models.formats.test_huggingface import Recording, make_tensors, peak_of_loading
 
-NAMES = {
-    "input_layernorm": "attention_norm",
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.down_proj": "feed_forward.w2",
-    "mlp.up_proj": "feed_forward.w3",
-}
 PARAMS = {
     "dim": 64,
     "n_layers": 2,
