@@ -26,8 +26,6 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "triton": ("kernels.*.triton",),
     "transformers": (
         "models.tokenizers.huggingface",
-        "models.tokenizers.base",
-        "models.tokenizers.gguf",
         "models.tiny.train",
     ),
     "sentencepiece": (
@@ -42,6 +40,8 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
         "models.tokenizers.gguf",
         "models.tokenizers.gguf_vocabulary",
     ),
+    "tokenizers": ("models.tokenizers.*", "models.tiny.train"),
+    "jinja2": ("models.tokenizers.templates",),
     "tiktoken": ("models.tokenizers.tiktoken",),
     "huggingface_hub": ("models.hub",),
     "rich": ("pipelines.report",),

@@ -24,7 +24,7 @@ class Tokenizer(ABC):
     chat_template: str | None = None
     """Jinja source of its conversations; None where code writes them, or where it has none."""
     special_tokens: Mapping[str, str] = MappingProxyType({})
-    """bos_token and eos_token, for templates that name them."""
+    """bos_token, eos_token and so on, for templates that name them."""
 
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
@@ -46,16 +46,13 @@ class Tokenizer(ABC):
         if template is None:
             token_ids = self._own_format(messages)
             return self.decode(token_ids, skip_special_tokens=False), token_ids
-        # Here, because a run of plain prompts need not wait for transformers.
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from models.tokenizers.templates import render  # here, because a run of plain prompts need not wait for Jinja
 
         try:
-            rendered, _ = render_jinja_template(
-                [messages], chat_template=template, add_generation_prompt=True, **self.special_tokens
-            )
+            text = render(template, messages, self.special_tokens)
         except Exception as error:  # the template's own raise_exception, or any fault of its Jinja
             raise UserError(f"the chat template does not take these messages: {error}") from error
-        return rendered[0], self.encode(rendered[0], add_special_tokens=False)  # the template wrote any BOS
+        return text, self.encode(text, add_special_tokens=False)  # the template wrote any BOS
 
     def _own_format(self, messages: list[Message]) -> list[int]:
         """Token ids of a conversation as the family's own code writes them. Raises UserError for a role that it does not know."""

@@ -5,9 +5,8 @@ Keys: ggml's docs/gguf.md. What a vocabulary does not say, whether BOS comes fir
 
 import json
 import math
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gguf.constants import TokenType
 from sentencepiece import sentencepiece_model_pb2
@@ -17,12 +16,9 @@ from tokenizers import Tokenizer as Backend
 from conf.errors import UserError
 from models.gguf_header import GGUFHeader
 from models.tokenizers.base import Tokenizer
-from models.tokenizers.huggingface import HuggingFaceTokenizer
+from models.tokenizers.huggingface import HuggingFaceTokenizer, damage_refused
 from models.tokenizers.sentencepiece import SentencePieceTokenizer
 from models.tokenizers.tiktoken import LLAMA3_PATTERN, QWEN_PATTERN
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PATTERNS = {  # tokenizer.ggml.pre: how a text is cut before pairs are merged
@@ -76,7 +72,9 @@ class GGUFBytePairTokenizer(HuggingFaceTokenizer):
         read = header.section("tokenizer.ggml")
         pre = read.expect("pre", tuple(PATTERNS), None)
         adds_bos = read.get("add_bos_token", bool, pre in WHOLE_WORDS_FIRST)
-        super().__init__(header.path, partial(_byte_pairs, header, pre, adds_bos))
+        with damage_refused(header.path):
+            backend = _byte_pairs(header, pre, adds_bos)
+        super().__init__(header.path, backend, _special_tokens(header), _chat_template(header))
         self.bos_token_id, self.eos_token_id = _token_id(header, "bos"), _token_id(header, "eos")
 
 
@@ -108,9 +106,7 @@ def _sentencepiece_model(header: GGUFHeader) -> bytes:
     return bytes(model.SerializeToString())
 
 
-def _byte_pairs(header: GGUFHeader, pre: str, adds_bos: bool) -> "PreTrainedTokenizerFast":
-    from transformers import PreTrainedTokenizerFast  # here, because it takes a second
-
+def _byte_pairs(header: GGUFHeader, pre: str, adds_bos: bool) -> Backend:
     tokens, pairs = header.texts(LIST), header.texts("tokenizer.ggml.merges")
     types = header.numbers("tokenizer.ggml.token_type", "i", len(tokens))
     used = [(i, token) for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED]  # others pad the list
@@ -129,21 +125,19 @@ def _byte_pairs(header: GGUFHeader, pre: str, adds_bos: bool) -> "PreTrainedToke
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, to_bytes])
     backend.decoder = decoders.ByteLevel()
     kinds = {TokenType.CONTROL: True, TokenType.USER_DEFINED: False}
-    backend.add_tokens(
-        [
-            AddedToken(token, special=kinds[TokenType(kind)], normalized=False)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in kinds and token
-        ]
-    )
+    added = {
+        token: AddedToken(token, special=kinds[TokenType(kind)], normalized=False)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in kinds and token
+    }
+    backend.add_tokens(list(added.values()))
+    backend.add_special_tokens([token for token in _special_tokens(header).values() if token not in added])
     bos = _token_id(header, "bos")
     if adds_bos and bos is not None:
         backend.post_processor = processors.TemplateProcessing(
             single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)]
         )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=_chat_template(header), **_special_tokens(header)
-    )
+    return backend
 
 
 def _merge(header: GGUFHeader, pair: str, ids: dict[str, int]) -> tuple[str, str]:

@@ -1,80 +1,95 @@
-"""Tokenizer files that transformers reads: tokenizer.json, or vocab.json with merges.txt. No remote code."""
+"""Tokenizer files of Hugging Face: tokenizer.json, or vocab.json with merges.txt. No remote code.
 
-from collections.abc import Callable
-from functools import partial
+transformers reads what `read_tokenizer_json` leaves to it: folders without tokenizer.json, and classes of tokenizers that no family here has.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
 
 from conf.errors import UserError
-from models.tokenizers.base import Message, Tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from models.config import read_json
+from models.tokenizers.base import Tokenizer
+from models.tokenizers.tokenizer_json import read_tokenizer_json
 
 SETTINGS = ("tokenizer_config.json", "config.json", "tokenizer.json")  # without one of them it can only be GPT-2's
 
 
 class HuggingFaceTokenizer(Tokenizer):
     def __init__(
-        self, source: Path, read: "Callable[[], PreTrainedTokenizerBase]", template: str | None = None
+        self, source: Path, backend: Backend, special_tokens: Mapping[str, str], template: str | None = None
     ) -> None:
-        """`template`: the family's, where what is read holds none. Raises UserError if it cannot be read."""
+        """`special_tokens`: bos_token and so on, by name."""
         self.source = source
-        try:
-            self._tokenizer = read()
-        except Exception as error:  # whatever a damaged file makes the library raise
-            raise UserError(
-                f"the tokenizer in {source} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            ) from error
-        # Each new token is decoded twice, and the library's own checks take six times as long as that.
-        self._decode: Callable[..., str] = (
-            self.backend.decode
-            if self._tokenizer.is_fast
-            else partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)  # type: ignore[arg-type]
+        self.backend = backend
+        backend.no_truncation()  # nor is a text cut because the file says where training did
+        backend.no_padding()
+        self.special_tokens = special_tokens
+        self.chat_template = template
+        self.size = max(backend.get_vocab().values(), default=-1) + 1
+        self.bos_token_id, self.eos_token_id = (
+            backend.token_to_id(special_tokens[name]) if name in special_tokens else None
+            for name in ("bos_token", "eos_token")
         )
-        self.chat_template = self._tokenizer.chat_template or template
-        self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        self.bos_token_id = cast(int | None, self._tokenizer.bos_token_id)
-        self.eos_token_id = cast(int | None, self._tokenizer.eos_token_id)
-
-    @property
-    def backend(self) -> Any:
-        """The `tokenizers.Tokenizer` that does the work."""
-        return self._tokenizer.backend_tokenizer
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Not verbose: it would warn of texts beyond the model's context, which are the engine's to refuse or to cut into windows.
-        encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
-        return cast(list[int], encoded["input_ids"])
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        return self._decode(token_ids, skip_special_tokens=skip_special_tokens)
+        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
 
     def save(self, folder: Path) -> None:
-        self._tokenizer.save_pretrained(folder)
-
-    def encode_messages(self, messages: list[Message], template: str | None) -> tuple[str, list[int]]:
-        template = template or self.chat_template
-        if template is None:
-            self._own_format(messages)  # raises: there is none
-        try:
-            text: Any = self._tokenizer.apply_chat_template(
-                messages, chat_template=template, add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # the template's own raise_exception, or any fault of its Jinja
-            raise UserError(f"the chat template does not take these messages: {error}") from error
-        return text, self.encode(text, add_special_tokens=False)
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
+        settings |= {"chat_template": self.chat_template} if self.chat_template else {}
+        self.backend.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def load_huggingface(folder: Path, template: str | None = None) -> HuggingFaceTokenizer:
-    """Raises UserError if the folder's files cannot be read."""
-    return HuggingFaceTokenizer(folder, partial(_read, folder), template)
+    """`template`: the family's, where the folder has none. Raises UserError if the folder's files cannot be read."""
+    with damage_refused(folder):
+        backend, special_tokens = read_tokenizer_json(folder) or _read_with_transformers(folder)
+        return HuggingFaceTokenizer(folder, backend, special_tokens, _chat_template(folder) or template)
 
 
-def _read(folder: Path) -> "PreTrainedTokenizerBase":
-    # Here, because it takes a second that other tokenizers need not wait for.
-    from transformers import AutoTokenizer, GPT2Tokenizer
+@contextmanager
+def damage_refused(source: Path) -> Iterator[None]:
+    """Whatever a damaged file makes the libraries raise becomes a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise UserError(f"the tokenizer in {source} cannot be read: {reason}") from error
+
+
+def _chat_template(folder: Path) -> str | None:
+    """A file of its own, or a setting, of which the one called default counts where there are several."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        template = {one["name"]: one["template"] for one in template}.get("default")
+    if not isinstance(template, str | None):
+        raise UserError(f"chat_template={template!r} is not a text")
+    return template or None
+
+
+def _read_with_transformers(folder: Path) -> tuple[Backend, dict[str, str]]:
+    from transformers import AutoTokenizer, GPT2Tokenizer  # here, because it takes two seconds
 
     if not any((folder / name).is_file() for name in SETTINGS):
-        return GPT2Tokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = GPT2Tokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if not tokenizer.is_fast:
+        raise UserError(f"{type(tokenizer).__name__} is written in Python alone: save it with its tokenizer.json")
+    return tokenizer.backend_tokenizer, tokenizer.special_tokens_map

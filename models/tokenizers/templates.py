@@ -1,0 +1,102 @@
+"""Chat templates: Jinja from a checkpoint, which is untrusted, rendered in a sandbox with the names that transformers gives it."""
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.environment import Template
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning; templates read the first two
+
+
+def render(template: str, messages: list[dict[str, Any]], special_tokens: Mapping[str, str]) -> str:
+    """Return the conversation as text, ready for the assistant's turn. Raises whatever a faulty or hostile template raises."""
+    # Plain data: an object of a Python caller may have methods that no sandbox knows to be dangerous.
+    plain = json.loads(json.dumps(messages, default=lambda value: f"<{type(value).__name__}>"))
+    given = [_with_reasoning({key: value for key, value in message.items() if value is not None}) for message in plain]
+    return _compiled(template).render(
+        messages=given, tools=None, documents=None, add_generation_prompt=True, **special_tokens
+    )
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+@lru_cache
+def _compiled(template: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda layout: datetime.now().strftime(layout),
+        "dict": _Dictionaries(),
+        "namespace": _Namespace,
+    }
+    return environment.from_string(template)
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it is what it contains."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+class _Dictionaries:
+    """`dict` without the attributes of the class, through which a template could leave the sandbox."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*arguments, **named)
+
+    def fromkeys(self, *arguments: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*arguments)
+
+
+class _Namespace(Namespace):
+    """`namespace` whose attributes cannot be those with which Python describes objects."""
+
+    def __init__(*arguments: Any, **named: Any) -> None:  # as in Jinja, so that a template may name an attribute self
+        self, *rest = arguments
+        attributes = dict(*rest, **named)
+        for name in attributes:
+            _check_attribute(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        Namespace.__setitem__(self, name, value)
+
+
+def _check_attribute(name: object) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"a chat template cannot set the attribute {name!r} of a namespace")
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes what HTML would read."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,154 @@
+"""tokenizer.json with the files beside it, read by the package tokenizers as transformers 5 reads them, which takes two seconds to import.
+
+transformers takes the file as it stands, or makes a tokenizer of a class of its own from the file's vocabulary. CLASSES are such classes
+of the families here, FAMILIES says which one is a family's.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+
+from models.config import read_json
+from models.tokenizers.tiktoken import QWEN_PATTERN
+
+FILE = "tokenizer.json"
+Settings = dict[str, Any]
+"""tokenizer_config.json."""
+
+
+@dataclass(frozen=True)
+class TokenizerClass:
+    """What a class of transformers puts around a vocabulary, whatever tokenizer.json says."""
+
+    set_steps: Callable[[Tokenizer, Settings], None]
+    special_tokens: dict[str, str]
+    """Where the settings do not name them."""
+
+
+def _set_llama_steps(backend: Tokenizer, settings: Settings) -> None:
+    has_prefix = settings.get("add_prefix_space") is not False
+    scheme = "never" if not has_prefix else "always" if settings.get("legacy", False) else "first"
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
+    strip = [decoders.Strip(content=" ", left=1)] if has_prefix else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+
+
+def _set_gpt2_steps(backend: Tokenizer, settings: Settings) -> None:
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(settings.get("add_prefix_space")))
+    backend.decoder = decoders.ByteLevel()
+
+
+def _set_qwen2_steps(backend: Tokenizer, settings: Settings) -> None:
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=bool(settings.get("add_prefix_space")), use_regex=False)
+    cut = pre_tokenizers.Split(Regex(QWEN_PATTERN), "isolated")
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
+    backend.decoder = decoders.ByteLevel()
+
+
+def _set_gemma_steps(backend: Tokenizer, settings: Settings) -> None:
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+
+
+END = "<|endoftext|>"
+CLASSES = {
+    "LlamaTokenizer": TokenizerClass(
+        _set_llama_steps, {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    ),
+    "GPT2Tokenizer": TokenizerClass(_set_gpt2_steps, {"unk_token": END, "bos_token": END, "eos_token": END}),
+    "Qwen2Tokenizer": TokenizerClass(_set_qwen2_steps, {"unk_token": END, "eos_token": END, "pad_token": END}),
+    "GemmaTokenizer": TokenizerClass(
+        _set_gemma_steps, {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")}
+    ),
+}
+AS_IT_STANDS = ("", "PreTrainedTokenizer", "TokenizersBackend", "BloomTokenizer")
+"""Names with which transformers takes the file as it is."""
+FAMILIES = {
+    **dict.fromkeys(("gpt2", "opt"), "GPT2Tokenizer"),
+    **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), "Qwen2Tokenizer"),
+    "gemma2": "GemmaTokenizer",
+    **dict.fromkeys(("mistral", "mixtral", "phi3", "glm", "glm4"), ""),
+}
+"""The class that transformers has for a `model_type`; "" where it takes the file as it stands, whatever the settings say."""
+OWN_CLASS_WINS = ("qwen2", "phi3")  # over what the settings say, because on the hub these say it wrongly
+UNREAD = ("auto_map", "fast_tokenizer_files", "split_special_tokens")
+"""Settings of which transformers alone knows what they mean."""
+
+
+def read_tokenizer_json(folder: Path) -> tuple[Tokenizer, dict[str, str]] | None:
+    """The folder's tokenizer and its special tokens by name (bos_token and so on). None where only transformers knows how to read it.
+
+    Raises whatever a damaged file makes the library raise.
+    """
+    settings = read_json(folder / "tokenizer_config.json")
+    if not (folder / FILE).is_file() or any(settings.get(name) for name in UNREAD):
+        return None
+    backend = Tokenizer.from_file(str(folder / FILE))
+    name = _class_name(read_json(folder / "config.json"), settings, '"ByteLevel"' in (folder / FILE).read_text("utf-8"))
+    kind = CLASSES.get(name)
+    if name not in AS_IT_STANDS and (kind is None or not isinstance(backend.model, BPE)):
+        return None
+    if kind:
+        kind.set_steps(backend, settings)
+        settings = kind.special_tokens | settings
+    added: dict[str, int] = {}
+    if "added_tokens_decoder" not in settings:  # as older files have it
+        settings = settings | read_json(folder / "special_tokens_map.json")
+        added = read_json(folder / "added_tokens.json")
+    named = dict(_named(settings))
+    backend.add_tokens(list(_additions(backend, settings, added, named)))
+    return backend, {name: token.content for name, token in named.items()}
+
+
+def _class_name(config: dict[str, Any], settings: Settings, is_byte_level: bool) -> str:
+    """The class by which transformers reads the file, without the ending Fast."""
+    family = config.get("model_type")
+    declared = str(settings.get("tokenizer_class") or config.get("tokenizer_class") or "").removesuffix("Fast")
+    if declared == "LlamaTokenizer" and is_byte_level and family not in OWN_CLASS_WINS:
+        return ""  # Llama 3 and DeepSeek say this class, whose steps are Llama 2's
+    if family in FAMILIES and (not declared or not FAMILIES[family] or family in OWN_CLASS_WINS):
+        return FAMILIES[family]
+    return declared
+
+
+def _named(settings: Settings) -> Iterator[tuple[str, AddedToken]]:
+    """Special tokens that have a name; a text or an object is one, as in `"bos_token": "<s>"`."""
+    extra = settings.get("extra_special_tokens")
+    for name, value in (settings | (extra if isinstance(extra, dict) else {})).items():
+        is_named = name.endswith("_token") or (isinstance(extra, dict) and name in extra)
+        if is_named and isinstance(value, str | dict):
+            yield name, _token(value)
+
+
+def _additions(
+    backend: Tokenizer, settings: Settings, added: dict[str, int], named: dict[str, AddedToken]
+) -> Iterator[AddedToken]:
+    """Tokens that the files beside tokenizer.json add to it, or say otherwise than it does."""
+    unnamed = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    specials = {token.content: token for token in named.values()}
+    specials |= {token.content: token for token in map(_token, [] if isinstance(unnamed, dict) else unnamed)}
+    present = backend.get_added_tokens_decoder()
+    by_id = {int(id): AddedToken(**token) for id, token in settings.get("added_tokens_decoder", {}).items()}
+    for content, id in added.items():
+        if id not in present:
+            by_id[id] = AddedToken(content, normalized=content not in specials, special=content in specials)
+    as_they_are = {repr(token) for token in present.values()}
+    new = [token for _, token in sorted(by_id.items()) if repr(token) not in as_they_are]
+    known = {token.content for token in [*present.values(), *new]}
+    yield from new
+    yield from (token for content, token in specials.items() if content not in known)
+
+
+def _token(value: str | dict[str, Any]) -> AddedToken:
+    if isinstance(value, str):
+        return AddedToken(value, special=True)
+    flags = {name: flag for name, flag in value.items() if name not in ("__type", "special")}
+    return AddedToken(**flags, special=True)
