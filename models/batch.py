@@ -74,7 +74,9 @@ class Batch:
     slots = _Field()  # [T] where each token's key and value go in the cache
     query_starts = _Field()  # [S+1]
     context_lengths = _Field()  # [S] tokens in the cache after this step
-    prompt_lengths = _Field()  # [T] length of the token's own prompt: dynamic rotary scaling depends on it
+    prompt_lengths = (
+        _Field()
+    )  # [T] length of the token's own prompt, or of its sequence past `key_border`: rotary scaling depends on it
     prompt_marks = _Field()  # [S, K] what the model's `mark_prompt` said of each sequence's prompt
     output_rows = _Field()  # [R] rows of the tokens whose hidden states and logits are wanted: a sequence's last ones
     output_starts = _Field()  # [S+1] sequence s owns output rows output_starts[s] to output_starts[s+1]

@@ -40,6 +40,14 @@ class ModelShape(ABC):
         return False
 
     @property
+    def key_border(self) -> int | None:
+        """The length past which every key of a text is another one, so that a sequence that grows past it must be computed again.
+
+        None: there is no such length.
+        """
+        return None
+
+    @property
     def needs_whole_prompt(self) -> bool:
         """Whether a prompt's tokens see later ones, so that it must be computed in one step and cannot share its beginning."""
         return False

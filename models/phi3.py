@@ -50,8 +50,8 @@ class Phi3Config(ModelShape):
         return self.max_position_embeddings
 
     @property
-    def keys_depend_on_length(self) -> bool:
-        return self.rotary.short_factor != self.rotary.long_factor
+    def key_border(self) -> int | None:
+        return self.rotary.original_length if self.rotary.short_factor != self.rotary.long_factor else None
 
 
 def read_config(config: ConfigReader) -> Phi3Config:
@@ -133,10 +133,9 @@ class LongRope:
     def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> Angles:
         """positions and prompt_lengths [T] int64; returns cos and sin [T, R/2] in dtype.
 
-        A prompt turns by its whole length, each new token by its own: the long factors above the original length, else the short ones.
-        So a token's rotation does not depend on how the prompt was cut into steps or on its batch mates, and it equals what transformers
-        computes for one sequence with a cache. (Its generate() computes the cache anew, with long factors, where a text that began
-        short passes the original length; here the keys that are there stay.)
+        All tokens of a text that is longer than the original length turn by the long factors, those of others by the short ones. The
+        engine computes a sequence again when it grows past that length (`key_border`), as transformers' generate() does. So a rotation
+        depends neither on how a prompt was cut into steps nor on its batch mates.
         """
         is_long = torch.maximum(positions + 1, prompt_lengths) > self._config.original_length
         frequencies = torch.where(

@@ -25,7 +25,8 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
         token_ids += known + [UNKNOWN] * (num_new_tokens - len(known))
         positions += range(first, after)
         slots += [table[p // block_size] * block_size + p % block_size for p in range(first, after)]
-        prompt_lengths += [sequence.num_prompt_tokens] * num_new_tokens
+        length = len(sequence.token_ids) if sequence.is_past_border else sequence.num_prompt_tokens
+        prompt_lengths += [length] * num_new_tokens
         context_lengths.append(after)
         end = len(token_ids)
         starts.append(end)

@@ -39,6 +39,9 @@ class BeamSearch:
         self._begin()
         return group.origin.fork()
 
+    def recompute(self, group: SequenceGroup) -> None:
+        """Scores are of tokens that were chosen before."""
+
     def advance(self, group: SequenceGroup, logits: Tensor) -> list[Continuation]:
         sequences, num_beams = group.sequences, self._params.num_beams
         logprobs = process_logits(logits.float().log_softmax(-1), sequences)

@@ -10,21 +10,22 @@ from collections import Counter
 from collections.abc import Iterable
 
 
-def extend_hashes(
-    hashes: list[bytes], token_ids: list[int], num_blocks: int, block_size: int, salt: str | None
-) -> None:
+def extend_hashes(hashes: list[bytes], token_ids: list[int], num_blocks: int, block_size: int, salt: bytes) -> None:
     """Extend the sha256 of each full block, over the one before it and the block's tokens, to the first `num_blocks` blocks.
 
     Two hashes are equal only where the salt and everything up to the end of the block are equal.
     """
     for i in range(len(hashes), num_blocks):
         block = array("q", token_ids[i * block_size : (i + 1) * block_size]).tobytes()
-        hashes.append(hashlib.sha256((hashes[-1] if hashes else _salt_bytes(salt)) + block).digest())
+        hashes.append(hashlib.sha256((hashes[-1] if hashes else salt) + block).digest())
 
 
-def _salt_bytes(salt: str | None) -> bytes:
-    # The word in front is no token id, so that no salt can pass for a block of tokens.
-    return b"" if salt is None else hashlib.sha256(b"salt:" + salt.encode("utf-8", "surrogatepass")).digest()
+def salt_bytes(salt: str | None, is_past_border: bool) -> bytes:
+    """What the first block's hash begins with: different for different salts, and on both sides of the model's `key_border`."""
+    # The words in front are no token ids, so that no salt can pass for a block of tokens.
+    parts = [b"past border:"] if is_past_border else []
+    parts += [] if salt is None else [b"salt:" + salt.encode("utf-8", "surrogatepass")]
+    return hashlib.sha256(b"".join(parts)).digest() if parts else b""
 
 
 class BlockManager:

@@ -39,13 +39,19 @@ class ContrastiveSearch:
         self._begin()
         return sequence
 
+    def recompute(self, group: SequenceGroup) -> None:
+        """The candidates stay; the hidden states before them are observed again, from the first of them."""
+        self._context = None
+        group.sequences[0].first_wanted = 0
+
     def advance(self, group: SequenceGroup, logits: Tensor) -> list[Continuation]:
         directions = normalize(torch.cat(self._observed).float(), dim=-1)
         self._observed.clear()
         chosen = 0
-        if self._context is None or self._probabilities is None:
-            self._context = directions
-        else:
+        if self._context is None:
+            num_candidates = len(group.sequences) if self._probabilities is not None else 0
+            self._context, directions = directions.tensor_split([len(directions) - num_candidates])
+        if self._probabilities is not None:
             alpha = group.request.params.penalty_alpha
             similarity = (directions @ self._context.T).amax(-1)  # [k]
             chosen = int(((1 - alpha) * self._probabilities - alpha * similarity).argmax())

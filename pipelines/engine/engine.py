@@ -70,6 +70,7 @@ class Engine:
             max_num_requests,
             max_batched_tokens,
             self._shape.needs_whole_prompt,
+            self._shape.key_border,
         )
         self.vocab_size = model.config.vocab_size
         self._eos_token_ids = eos_token_ids

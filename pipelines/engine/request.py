@@ -171,6 +171,8 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     """Of the first full blocks; filled as far as anybody needed them."""
+    is_past_border: bool = False
+    """Whether its keys are those of a text that is longer than the model's `key_border`."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
@@ -221,6 +223,9 @@ class Search(Protocol):
 
     def restart(self, group: "SequenceGroup") -> Sequence:
         """After a preemption: the one sequence to begin with again."""
+
+    def recompute(self, group: "SequenceGroup") -> None:
+        """The group's sequences stay, and will be computed again from their first tokens on, because their keys are other ones now."""
 
 
 @dataclass(eq=False)

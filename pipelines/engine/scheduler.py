@@ -3,7 +3,7 @@
 from collections import Counter, deque
 from typing import NamedTuple
 
-from pipelines.engine.block_manager import BlockManager, extend_hashes
+from pipelines.engine.block_manager import BlockManager, extend_hashes, salt_bytes
 from pipelines.engine.request import Continuation, SamplingParams, Sequence, SequenceGroup
 
 
@@ -38,12 +38,14 @@ class Scheduler:
         max_num_requests: int,
         max_batched_tokens: int,
         whole_prompts: bool = False,
+        key_border: int | None = None,
     ) -> None:
-        """`whole_prompts`: a request is admitted only to a step that has room for all of its tokens."""
+        """`whole_prompts`: a request is admitted only to a step that has room for all of its tokens. `key_border`: the model's."""
         self.block_manager = block_manager
         self.max_num_requests = max_num_requests
         self.max_batched_tokens = max_batched_tokens
         self._whole_prompts = whole_prompts
+        self._key_border = key_border
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[SequenceGroup] = []  # in the order of admission
 
@@ -52,6 +54,8 @@ class Scheduler:
         num_tokens, size = num_prompt_tokens + params.max_new_tokens, self.block_manager.block_size
         # Sequences share the prompt's full blocks. Candidates share all but the block that their one token is in.
         shared = (num_tokens - 1 if params.penalty_alpha else num_prompt_tokens) // size
+        if self._is_past_border(num_tokens) and not self._is_past_border(num_prompt_tokens):
+            shared = 0  # each is computed again by itself
         return shared + params.num_sequences * (self.block_manager.num_blocks_for(num_tokens) - shared)
 
     def add(self, group: SequenceGroup) -> None:
@@ -60,28 +64,39 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         copies: list[tuple[int, int]] = []
+        for group in self.running:
+            self._recompute_past_border(group)
         if self._grow(copies):
             while self.waiting and self._has_room(self.waiting[0]) and self._admit(self.waiting[0]):
                 self.running.append(self.waiting.popleft())
         num_new_tokens = self._share_budget([sequence for group in self.running for sequence in group.sequences])
+        ready = []
+        for group in self.running:
+            if all(num_new_tokens[sequence] == sequence.num_uncomputed_tokens for sequence in group.sequences):
+                ready.append(group)
+                continue
+            for (
+                sequence
+            ) in group.sequences:  # the last tokens of all of them come in one step, because their outputs do
+                num_new_tokens[sequence] = min(num_new_tokens[sequence], sequence.num_uncomputed_tokens - 1)
         scheduled = [
-            Scheduled(group, sequence, num_new_tokens[sequence], _num_outputs(sequence, num_new_tokens[sequence]))
+            Scheduled(group, sequence, count, _num_outputs(sequence, count))
             for group in self.running
             for sequence in group.sequences
+            if (count := num_new_tokens[sequence])
         ]
-        # Only a group's first sequence, its prompt, may need more than one step.
-        ready = [g for g in self.running if num_new_tokens[g.sequences[0]] == g.sequences[0].num_uncomputed_tokens]
         return StepPlan(scheduled, ready, copies)
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after `plan`, which is committed, before its tokens are known: each of its sequences gets one more.
 
-        None where another plan may be wanted by then: somebody waits or ends, or there are too few blocks.
+        None where another plan may be wanted by then: somebody waits, ends or is computed again, or there are too few blocks.
         """
         sequences = [item.sequence for item in plan.scheduled]
         missing = {s: self.block_manager.num_blocks_for(len(s.token_ids) + 1) - len(s.block_table) for s in sequences}
         if (
             self.waiting
+            or any(self._is_past_border(len(s.token_ids) + 1) and not s.is_past_border for s in sequences)
             or any(s.num_output_tokens + 1 >= s.request.params.max_new_tokens for s in sequences)
             or sum(missing.values()) > self.block_manager.num_free_blocks
         ):
@@ -181,9 +196,31 @@ class Scheduler:
                     self._allocate(sequence, copies)
         return not preempted
 
+    def _recompute_past_border(self, group: SequenceGroup) -> None:
+        """Drop what is computed of a group whose sequences, which are equally long, have just grown past the border."""
+        first = group.sequences[0]
+        if first.is_past_border or not self._is_past_border(len(first.token_ids)):
+            return
+        for sequence in group.sequences:
+            self._release(sequence)
+            self._place_at_border(sequence)
+        if group.search:
+            group.search.recompute(group)
+
+    def _place_at_border(self, sequence: Sequence) -> None:
+        """Say on which side of the border a sequence of which nothing is computed will be computed."""
+        is_past_border = self._is_past_border(len(sequence.token_ids))
+        if is_past_border != sequence.is_past_border:
+            sequence.block_hashes.clear()
+        sequence.is_past_border = is_past_border
+
+    def _is_past_border(self, num_tokens: int) -> bool:
+        return self._key_border is not None and num_tokens > self._key_border
+
     def _admit(self, group: SequenceGroup) -> bool:
         """Take over what the cache knows of the group's one sequence and allocate the rest; False if the pool cannot hold it."""
         blocks, sequence = self.block_manager, group.sequences[0]
+        self._place_at_border(sequence)
         if sequence.request.params.prefix_cache and sequence.first_wanted is None:
             # At least one token is computed again, because its logits are wanted.
             num_blocks = (len(sequence.token_ids) - 1) // blocks.block_size
@@ -234,7 +271,7 @@ class Scheduler:
             sequence.block_table += blocks.allocate(missing)
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        salt = sequence.request.params.cache_salt
+        salt = salt_bytes(sequence.request.params.cache_salt, sequence.is_past_border)
         extend_hashes(sequence.block_hashes, sequence.token_ids, num_blocks, self.block_manager.block_size, salt)
 
     def _release(self, sequence: Sequence) -> None:

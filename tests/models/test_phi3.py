@@ -11,8 +11,11 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from models import phi3
 from models.config import ConfigReader
-from tests.builders import complete, engine_of
-from tests.oracle import NEW_TOKENS, assert_equals_transformers, random_prompts, write_random
+from pipelines.engine import Engine
+from tests.builders import complete, engine_of, generate
+from tests.oracle import assert_equals_transformers, random_prompts, write_random
+from tests.pipelines.engine.test_contrastive_search import expected as contrastive
+from tests.pipelines.engine.test_lookahead import look_ahead
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -55,21 +58,113 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     assert_equals_transformers(tmp_path, reference, random_prompts(96, (5, 1, 70, 17, 61)))
 
 
-def test_growing_beyond_the_original_length_equals_transformers_with_a_cache(tmp_path: Path) -> None:
+BORDER = 60  # original_max_position_embeddings
+BLOCK_BYTES = 4 * 2 * 2 * 2 * 16 * 4  # of 4 tokens: keys and values, layers, heads, channels, float32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("longrope")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
     config = transformers.Phi3Config(**SMALL, rope_scaling=LONGROPE)
-    reference = write_random(tmp_path, transformers.Phi3ForCausalLM(config))
-    (prompt,) = random_prompts(96, (45,))
-    cache = transformers.DynamicCache(config=config)
-    expected, ids = [], prompt
-    for _ in range(NEW_TOKENS):  # not generate(), which computes the cache anew at the original length
-        with torch.no_grad():
-            logits = reference(torch.tensor([ids]), past_key_values=cache).logits
-        ids = [int(logits[0, -1].argmax())]
-        expected += ids
-    decode = DecodeConfig(max_new_tokens=NEW_TOKENS)
-    for engine in (engine_of(tmp_path), engine_of(tmp_path, max_batched_tokens=7, block_size=4)):
-        for _ in range(2):
-            assert complete(engine, [prompt], decode)[0].token_ids == expected
+    return write_random(folder, transformers.Phi3ForCausalLM(config))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, reference: Any) -> Engine:
+    return engine_of(folder)
+
+
+# The first new token, the second, one in the middle and the last one take the text past the border; 61 is past it from the start.
+CROSSING = random_prompts(96, (60, 59, 45, 29, 61))
+
+
+def test_growing_past_the_border_equals_transformers(folder: Path, reference: Any) -> None:
+    assert_equals_transformers(folder, reference, CROSSING)
+
+
+def test_the_border_is_seen(folder: Path, reference: Any, engine: Engine) -> None:
+    """Without the second computation the tokens would be others, so that the tests of it prove something."""
+    decode = DecodeConfig(max_new_tokens=32)
+    crossed = [output.token_ids for output in complete(engine, CROSSING, decode)]
+    stays = engine_of(folder)
+    stays.scheduler._recompute_past_border = lambda group: None  # type: ignore[method-assign]
+    assert [output.token_ids for output in complete(stays, CROSSING, decode)] != crossed
+
+
+DECODES = {
+    "greedy": DecodeConfig(max_new_tokens=32),
+    "seeded": DecodeConfig(max_new_tokens=32, temperature=1.0, seed=3, logprobs=1),
+    "n": DecodeConfig(max_new_tokens=32, temperature=1.0, seed=3, n=3),
+    "beams": DecodeConfig(max_new_tokens=32, num_beams=3, num_return_sequences=3),
+    "contrastive": DecodeConfig(max_new_tokens=32, penalty_alpha=0.6, top_k=3),
+}
+NUM_SEQUENCES = {"greedy": 1, "seeded": 1, "n": 3, "beams": 3, "contrastive": 3}
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_chunks_company_cached_prefixes_and_preemption_change_nothing_across_the_border(
+    name: str, folder: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = DECODES[name]
+
+    def tokens(engine: Engine, prompts: list[list[int]]) -> list[list[list[int]]]:
+        return [[c.token_ids for c in output.completions] for output in generate(engine, prompts, decode)]
+
+    alone = [tokens(engine, [prompt])[0] for prompt in CROSSING]
+    assert tokens(engine, CROSSING) == alone
+    # One row has room at its full length, but not the three that run at once; and no prompt goes through one step.
+    num_blocks = 24 * NUM_SEQUENCES[name] + 13
+    small = engine_of(folder, max_batched_tokens=11, block_size=4, kv_cache_memory=str(num_blocks * BLOCK_BYTES))
+    preempted, preempt = [], small.scheduler._preempt
+    monkeypatch.setattr(small.scheduler, "_preempt", lambda group: (preempted.append(group), preempt(group)))
+    assert tokens(small, CROSSING) == alone
+    assert preempted
+    assert (
+        tokens(small, CROSSING) == alone
+    )  # over a cache that knows the prompts, some of them on both sides of the border
+
+
+def test_beams_across_the_border_equal_transformers(reference: Any, engine: Engine) -> None:
+    for prompt in CROSSING:
+        ids = torch.tensor([prompt])
+        rows = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=32,
+            num_beams=3,
+            num_return_sequences=3,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        (output,) = generate(engine, [prompt], DECODES["beams"])
+        assert [completion.token_ids for completion in output.completions] == rows[:, len(prompt) :].tolist()
+
+
+def test_contrastive_search_across_the_border_equals_its_definition(reference: Any, engine: Engine) -> None:
+    for prompt, output in zip(CROSSING, complete(engine, CROSSING, DECODES["contrastive"]), strict=True):
+        assert output.token_ids == contrastive(reference, prompt, 0.6, 3, 32)
+
+
+def test_a_step_ahead_waits_at_the_border(folder: Path, engine: Engine) -> None:
+    decode = DECODES["greedy"]
+    ahead = engine_of(folder)
+    launched = look_ahead(ahead)
+    assert [output.token_ids for output in complete(ahead, CROSSING, decode)] == [
+        output.token_ids for output in complete(engine, CROSSING, decode)
+    ]
+    assert any(launched)
+
+
+def test_a_cached_block_serves_one_side_of_the_border(engine: Engine) -> None:
+    long = [4 + i * i % 90 for i in range(75)]
+    decode = DecodeConfig(max_new_tokens=4)
+    for prompt, num_cached in ((long[:40], 0), (long, 0), (long, 64), (long[:40], 32)):
+        (output,) = generate(engine, [prompt], decode)
+        assert output.num_cached_tokens == num_cached
 
 
 def read(**changes: Any) -> phi3.Phi3Config:
@@ -80,8 +175,8 @@ def read(**changes: Any) -> phi3.Phi3Config:
 def test_older_spellings_of_longrope(kind: str) -> None:
     scaling = {"type": kind, "short_factor": SHORT, "long_factor": LONG}
     assert read(rope_scaling=scaling) == read(rope_scaling=LONGROPE)
-    assert read(rope_scaling=scaling).keys_depend_on_length
-    assert not read().keys_depend_on_length
+    assert read(rope_scaling=scaling).key_border == BORDER
+    assert read().key_border is None
 
 
 @pytest.mark.parametrize(

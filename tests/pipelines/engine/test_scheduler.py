@@ -1,5 +1,6 @@
 """Scheduler: first come, first served; prompts in chunks that stall nobody; preemption; blocks that add up after every step."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,13 +20,15 @@ from pipelines.engine.request import (
     SequenceGroup,
     resolve_sampling_params,
 )
-from pipelines.engine.scheduler import Scheduler
+from pipelines.engine.scheduler import Scheduler, StepPlan
 
 
 class FakeBeams:
     """A search whose beams are a function of the tokens so far: the first parent goes on twice, the last one ends."""
 
     def observe(self, hidden: Any) -> None: ...
+
+    def recompute(self, group: SequenceGroup) -> None: ...
 
     def restart(self, group: SequenceGroup) -> Sequence:
         return group.origin.fork()
@@ -56,16 +59,26 @@ def sequence(
 
 
 def scheduler_of(
-    num_blocks: int = 100, block_size: int = 4, max_num_requests: int = 4, budget: int = 64, whole_prompts: bool = False
+    num_blocks: int = 100,
+    block_size: int = 4,
+    max_num_requests: int = 4,
+    budget: int = 64,
+    whole_prompts: bool = False,
+    key_border: int | None = None,
 ) -> Scheduler:
-    return Scheduler(BlockManager(num_blocks, block_size), max_num_requests, budget, whole_prompts)
+    return Scheduler(BlockManager(num_blocks, block_size), max_num_requests, budget, whole_prompts, key_border)
 
 
-def step(scheduler: Scheduler) -> dict[int, int]:
-    """Plan and commit with a fake model whose next token is a function of the tokens so far; the tokens that each request computed."""
+def step(scheduler: Scheduler, sides: dict[int, bool] | None = None) -> dict[int, int]:
+    """Plan and commit with a fake model whose next token is a function of the tokens so far; the tokens that each request computed.
+
+    `sides`: for each block the side of the border that its keys are of, kept from step to step.
+    """
     plan = scheduler.plan()
     scheduler.check_integrity()
     check_writable(scheduler)
+    if sides is not None:
+        check_sides(scheduler, plan, sides)
     result: dict[int, int] = {}
     for item in plan.scheduled:
         assert not scheduler._whole_prompts or item.num_new_tokens == item.sequence.num_uncomputed_tokens
@@ -96,6 +109,18 @@ def check_writable(scheduler: Scheduler) -> None:
         for s in group.sequences:
             assert len(s.block_table) == blocks.num_blocks_for(len(s.token_ids))
             assert all(blocks.num_owners(b) == 1 for b in s.block_table[s.num_computed_tokens // blocks.block_size :])
+
+
+def check_sides(scheduler: Scheduler, plan: StepPlan, sides: dict[int, bool]) -> None:
+    """Every key that a sequence reads was computed for a text on its own side of the border."""
+    for source, target in plan.copies:
+        sides[target] = sides[source]
+    size = scheduler.block_manager.block_size
+    for _, sequence, num_new_tokens, _ in plan.scheduled:
+        is_past_border = scheduler._key_border is not None and len(sequence.token_ids) > scheduler._key_border
+        before, after = sequence.num_computed_tokens, sequence.num_computed_tokens + num_new_tokens
+        assert all(sides[block] == is_past_border for block in sequence.block_table[: -(-before // size)])
+        sides |= dict.fromkeys(sequence.block_table[before // size : -(-after // size)], is_past_border)
 
 
 def test_first_come_first_served_and_refilled_at_once() -> None:
@@ -269,6 +294,23 @@ def test_beginnings_are_shared_only_under_the_same_salt() -> None:
     assert hits == [0, 0, 8, 0, 8, 0, 8]
 
 
+def test_sequences_that_grow_past_the_border_are_computed_again_and_ready_together() -> None:
+    scheduler = scheduler_of(block_size=4, budget=12, key_border=8)
+    scheduler.add(sequence(0, 7, 4, n=3, temperature=1.0))
+    assert [step(scheduler) for _ in range(2)] == [{0: 7}, {0: 3}]  # two tokens each now: nine with the prompt's
+    assert [step(scheduler) for _ in range(3)] == [{0: 12}, {0: 12}, {0: 3}]  # the last tokens of all wait for one step
+    assert step(scheduler) == {0: 3}
+    assert not scheduler.running
+
+
+def test_what_is_computed_again_shares_no_blocks() -> None:
+    scheduler = scheduler_of(block_size=4, key_border=20)
+    params = sequence(0, 8, 12, n=3, temperature=1.0).request.params
+    assert scheduler.most_blocks(params, 8) == 2 + 3 * 3
+    assert scheduler.most_blocks(replace(params, max_new_tokens=13), 8) == 3 * 6
+    assert scheduler.most_blocks(params, 21) == 5 + 3 * 4  # its samples begin past the border
+
+
 class AnyOrderOfEvents(RuleBasedStateMachine):
     """Arrivals, steps and cancellations in any order and pools of any size: nothing is lost, and every token is as if alone."""
 
@@ -278,14 +320,22 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         spare_tokens=st.integers(0, 20),
         pool_tokens=st.integers(30, 90),
         whole_prompts=st.booleans(),
+        key_border=st.one_of(st.none(), st.integers(1, 30)),
     )
     def start(
-        self, block_size: int, max_num_requests: int, spare_tokens: int, pool_tokens: int, whole_prompts: bool
+        self,
+        block_size: int,
+        max_num_requests: int,
+        spare_tokens: int,
+        pool_tokens: int,
+        whole_prompts: bool,
+        key_border: int | None,
     ) -> None:
         num_blocks, budget = -(-pool_tokens // block_size), max_num_requests + 4 + spare_tokens
         if whole_prompts:
-            budget += 20  # else few prompts would fit
-        self.scheduler = scheduler_of(num_blocks, block_size, max_num_requests, budget, whole_prompts)
+            budget, key_border = budget + 20, None  # else few prompts would fit; and no model has both
+        self.scheduler = scheduler_of(num_blocks, block_size, max_num_requests, budget, whole_prompts, key_border)
+        self.sides: dict[int, bool] = {}
         self.alive: list[SequenceGroup] = []
         self.num_added = 0
 
@@ -313,7 +363,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 10))
     def run(self, steps: int) -> None:
         for _ in range(steps):
-            planned = step(self.scheduler)
+            planned = step(self.scheduler, self.sides)
             assert sum(planned.values()) <= self.scheduler.max_batched_tokens
             assert bool(planned) == bool(self.alive)
             for group in [group for group in self.alive if not group.sequences]:
