@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels.cache_folder import cache_folder, refuse_foreign, remove_abandoned
+
 log = logging.getLogger(__name__)
 
 KERNELS = Path(__file__).resolve().parent
@@ -63,21 +65,25 @@ def instruction_set() -> str:
 
 @functools.cache
 def load(name: str) -> ctypes.CDLL:
-    """The kernels for the instruction set `name`, compiled if the cache does not hold them. Raises NotBuilt."""
+    """The kernels for the instruction set `name`, compiled if the cache does not hold them.
+
+    Raises NotBuilt where they cannot be compiled or kept, and UserError where another user could have put them there: a slower run would
+    hide that.
+    """
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         raise NotBuilt("there is no C++ compiler; install g++ 11 or later, or name one in the environment variable CXX")
     try:
-        folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"kernels-{name}-{fingerprint(compiler, name)}.so"
+        path = cache_folder() / f"kernels-{name}-{fingerprint(compiler, name)}.so"
         if not path.exists():
             with open(path.with_suffix(".lock"), "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not path.exists():  # another process may have built it meanwhile
+                    remove_abandoned(path.parent)
                     _compile(compiler, name, path)
+        refuse_foreign(path)
         return ctypes.CDLL(str(path))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: of a user who has no home
         raise NotBuilt(
             f"{error}; make the folder writable, or name another in the environment variable XDG_CACHE_HOME"
         ) from error
@@ -86,10 +92,6 @@ def load(name: str) -> ctypes.CDLL:
 def addresses(tensors: Iterable[Tensor]) -> Tensor:
     """int64, for a kernel that reads several tensors. The caller keeps them alive, and their memory where it is."""
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quintet"
 
 
 def sources() -> list[Path]:
@@ -114,6 +116,7 @@ def _compile(compiler: str, name: str, path: Path) -> None:
             list(pool.map(_run, commands))
         made = Path(folder) / path.name
         _run([*flags, "-shared", *objects, "-o", str(made)])
+        made.chmod(0o755)  # whatever the umask: what others can write is refused later
         made.replace(path)
 
 

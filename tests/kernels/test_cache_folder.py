@@ -1,0 +1,238 @@
+"""The folder of compiled kernels: nothing is loaded that another user could have put there, and nothing is left in it for ever."""
+
+import os
+import shutil
+import stat
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conf.errors import UserError
+from kernels import build, cache_folder
+from tests.kernels.conftest import have
+
+STRANGER = 12345
+
+
+# What runs when the library is loaded says so.
+SOURCE = """
+#include <cstdio>
+#include <cstdlib>
+__attribute__((constructor)) void begin() { std::fclose(std::fopen(std::getenv("LOADED"), "w")); }
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source beside the library that a process before this one made of it."""
+    have("avx2")
+    source = tmp_path_factory.mktemp("compiled") / "source.cpp"
+    source.write_text(SOURCE)
+    command = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", str(source), "-o", str(source.with_suffix(".so"))]
+    subprocess.run(command, check=True)
+    return source
+
+
+@pytest.fixture
+def cache(compiled_before: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own, of one small file, in a process that has loaded nothing yet."""
+    monkeypatch.setattr(build, "sources", lambda: [compiled_before])
+    monkeypatch.setattr(build, "load", build.load.__wrapped__)
+    monkeypatch.setattr(build, "instruction_set", lambda: "avx2")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("LOADED", str(tmp_path / "loaded"))
+    return tmp_path / "cache" / "quintet"
+
+
+@pytest.fixture
+def filled(cache: Path, compiled_before: Path) -> Path:
+    """The same with the library in it. A copy: of one file the code would run once in all tests."""
+    make_own(cache)
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    assert compiler is not None
+    made = cache / f"kernels-avx2-{build.fingerprint(compiler, 'avx2')}.so"
+    shutil.copyfile(compiled_before.with_suffix(".so"), made)
+    made.chmod(0o755)
+    return cache
+
+
+def make_own(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    for folder in (cache, cache.parent):
+        folder.chmod(0o700)  # whatever the umask of who runs the tests
+
+
+def load() -> None:
+    build.load("avx2")
+
+
+def is_loaded(cache: Path) -> bool:
+    return (cache.parents[1] / "loaded").exists()
+
+
+def library_in(folder: Path) -> Path:
+    (made,) = folder.glob("*.so")
+    return made
+
+
+def itself(path: Path) -> Path:
+    return path
+
+
+def above(path: Path) -> Path:
+    return path.parent
+
+
+PLACES = pytest.mark.parametrize(
+    ("place", "remedy"),
+    [
+        (library_in, "remove it, and it is made anew"),
+        (itself, "remove it, and it is made anew"),
+        (above, "make it your own with chown and chmod go-w"),
+    ],
+)
+
+
+@PLACES
+@pytest.mark.parametrize("mode", [0o020, 0o002])
+def test_what_others_can_write_is_not_loaded(
+    filled: Path, place: Callable[[Path], Path], remedy: str, mode: int
+) -> None:
+    path = place(filled)
+    path.chmod(stat.S_IMODE(path.stat().st_mode) | mode)
+    with pytest.raises(UserError) as raised:
+        build.library.__wrapped__()  # which only warns of kernels that are not there
+    assert str(raised.value) == (
+        f"{path} can be written by other users, so compiled kernels from there could be theirs and are not loaded: {remedy}, "
+        "or name a folder of your own in the environment variable XDG_CACHE_HOME"
+    )
+    assert not is_loaded(filled)
+
+
+@PLACES
+def test_what_belongs_to_another_user_is_not_loaded(
+    filled: Path, place: Callable[[Path], Path], remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = place(filled), Path.stat
+
+    def belongs_to_a_stranger(self: Path, **options: bool) -> os.stat_result:
+        found = real(self, **options)
+        return os.stat_result((*found[:4], STRANGER, *found[5:])) if self == path else found
+
+    monkeypatch.setattr(Path, "stat", belongs_to_a_stranger)
+    with pytest.raises(UserError, match=f"{path} belongs to another user .number {STRANGER}.*not loaded: {remedy}, or"):
+        load()
+    assert not is_loaded(filled)
+
+
+def test_what_root_owns_is_loaded(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that an administrator made for all. Where the tests are root's, everything there is."""
+    monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
+    if os.getuid() == 0:
+        load()
+        assert is_loaded(filled)
+    else:
+        with pytest.raises(UserError, match=f"belongs to another user .number {os.getuid()}."):
+            load()
+
+
+def test_the_users_own_is_loaded_and_a_sticky_folder_above_it_is_no_danger(filled: Path) -> None:
+    filled.parent.chmod(0o1777)  # as /tmp is
+    load()
+    assert is_loaded(filled)
+
+
+def test_a_sticky_cache_is_refused(filled: Path) -> None:
+    """Others could make files in it before we do."""
+    filled.chmod(0o1777)
+    with pytest.raises(UserError, match=f"{filled} can be written by other users"):
+        load()
+
+
+def test_folders_above_the_home_are_not_looked_at(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In containers they may belong to a number that is nobody."""
+    outside = filled.parents[1]
+    monkeypatch.setenv("HOME", str(filled.parent))
+    outside.chmod(0o777)
+    load()
+    monkeypatch.setenv("HOME", str(outside / "elsewhere"))
+    with pytest.raises(UserError, match=f"{outside} can be written by other users"):
+        load()
+
+
+def test_a_link_leads_to_where_the_folder_is(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = filled.parents[1] / "open"
+    elsewhere.mkdir()
+    elsewhere.chmod(0o777)
+    filled.rename(elsewhere / "quintet")
+    filled.symlink_to(elsewhere / "quintet")
+    with pytest.raises(UserError, match=f"{elsewhere} can be written by other users"):
+        load()
+
+
+def test_what_is_made_is_nobody_elses_whatever_the_umask(cache: Path) -> None:
+    before = os.umask(0)
+    try:
+        load()
+        load()  # and so what it made is not refused
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (cache.parent, cache)] == [0o700] * 2
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_user_without_a_home_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError()))
+    with pytest.raises(build.NotBuilt, match="name another in the environment variable XDG_CACHE_HOME"):
+        load()
+
+
+def test_a_compilation_removes_what_killed_ones_left_a_day_ago(cache: Path) -> None:
+    make_own(cache)
+    now, hour = time.time(), 60 * 60
+    ages = {
+        "tmp_killed": 25 * hour,
+        "tmp_alive": 23 * hour,
+        "mine": 100 * hour,
+        "kernels-avx2-of-older-code.so": 1000 * hour,
+    }
+    for name, age in ages.items():
+        (cache / name).mkdir()
+        (cache / name / "0.o").touch()
+        os.utime(cache / name, (now - age, now - age))
+    kept_apart = cache.parent / "kept apart"
+    kept_apart.mkdir()
+    (cache / "tmp_link").symlink_to(kept_apart)
+    os.utime(kept_apart, (0, 0))
+    load()
+    left = {path.name for path in cache.iterdir() if path.suffix != ".lock"}
+    assert left - {library.name for library in cache.glob("kernels-avx2-????????????????.so")} == {
+        *ages,
+        "tmp_link",
+    } - {"tmp_killed"}
+    assert kept_apart.exists()
+
+
+def test_folders_of_killed_compilations_are_what_compilations_make(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that never comes back: its folder is the one that is removed a day later."""
+    made: list[str] = []
+
+    def killed(command: list[str]) -> None:
+        made.extend(path.name for path in cache.iterdir() if path.is_dir())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "_run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        load()
+    (left,) = made
+    (cache / left).mkdir()
+    os.utime(cache / left, (0, 0))
+    cache_folder.remove_abandoned(cache)
+    assert not (cache / left).exists()
