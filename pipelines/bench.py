@@ -59,6 +59,7 @@ def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         **_rates(rounds, bench),
         "time_to_first_token_s": _percentiles([s for r in rounds for s in r.first_token_s]),
         "time_per_output_token_s": _percentiles([s for r in rounds for s in r.step_s]),
+        "start_s": report.START_S,
         "load_s": load_s,
         "peak_memory_bytes": report.peak_memory_bytes(engine.device),
         **_memory(engine, bench, rounds),

@@ -66,6 +66,7 @@ def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         scores = _score(run.evaluate, engine, reference, token_ids, progress) if texts else None
     metrics = {
         **_quality(scores, right),
+        "start_s": report.START_S,
         "load_s": load_s,
         "evaluate_s": time.perf_counter() - start,
         "weight_bytes": engine.runner.weight_bytes,

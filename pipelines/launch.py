@@ -3,24 +3,12 @@
 import io
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from conf.schema import RunConfig, Task
-from pipelines.bench import run_bench
-from pipelines.convert import run_convert
-from pipelines.evaluate import run_evaluate
 from pipelines.memory import explained_out_of_memory
-from pipelines.predict import run_predict
-from pipelines.quantize import run_quantize
 from pipelines.report import Dump, reader_may_leave, reset_peak_memory
-
-TASKS = {
-    Task.predict: run_predict,
-    Task.bench: run_bench,
-    Task.evaluate: run_evaluate,
-    Task.convert: run_convert,
-    Task.quantize: run_quantize,
-}
 
 
 def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
@@ -30,4 +18,29 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     reset_peak_memory()
     with reader_may_leave(), explained_out_of_memory():
-        TASKS[run.task](run, output_dir, dump)
+        _function_of(run.task)(run, output_dir, dump)
+
+
+def _function_of(task: Task) -> Callable[[RunConfig, Path, Dump], None]:
+    """What does the task. A run imports its own task alone, because together they take a tenth of a second more."""
+    match task:
+        case Task.predict:
+            from pipelines.predict import run_predict
+
+            return run_predict
+        case Task.bench:
+            from pipelines.bench import run_bench
+
+            return run_bench
+        case Task.evaluate:
+            from pipelines.evaluate import run_evaluate
+
+            return run_evaluate
+        case Task.convert:
+            from pipelines.convert import run_convert
+
+            return run_convert
+        case Task.quantize:
+            from pipelines.quantize import run_quantize
+
+            return run_quantize

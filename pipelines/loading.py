@@ -8,7 +8,6 @@ from conf.quantization import Activations, CalibrateConfig, ExportConfig, KVCach
 from conf.schema import RunConfig
 from pipelines.assembly import assemble, is_quantized
 from pipelines.engine import Engine
-from pipelines.quantize import find_or_make
 from pipelines.report import NO_PROGRESS, ProgressSink
 
 log = logging.getLogger(__name__)
@@ -21,6 +20,8 @@ def load_engine(run: RunConfig, max_num_requests: int, progress: ProgressSink = 
             unused = "calibrate and export are not used by a model that is quantised already"
             raise UserError(f"{unused}: leave them out, or give the float model")
     elif run.quant.needs_calibration:
+        from pipelines.quantize import find_or_make  # here, because other runs have nothing to calibrate
+
         folder = find_or_make(run, progress)
         log.warning("what runs is the calibrated model in %s", folder)
         found_when_run = KVCacheFormat.none if run.quant.has_static_kv_cache else run.quant.kv_cache

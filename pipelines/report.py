@@ -10,6 +10,7 @@ import re
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,18 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "hydra-core", "omegaconf")
 CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: proc(5)
 STATUS = Path("/proc/self/status")
+
+
+def _process_age_s() -> float | None:
+    """Seconds since this process began; None where Linux does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # proc(5): the name may hold spaces
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):  # another system
+        return None
+
+
+START_S = _process_age_s()  # what interpreter, config and imports took, before any task began
 
 
 def write_atomically(path: Path, content: Iterable[str] | bytes) -> None:
@@ -181,7 +194,10 @@ class _Bar:
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressSink]:
-    """A bar on standard error; it draws only where that is a terminal."""
+    """A bar on standard error, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield NO_PROGRESS
+        return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -191,20 +207,15 @@ def progress_bar() -> Iterator[ProgressSink]:
         TextColumn("{task.fields[note]}"),
         TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         yield _Bar(progress)
 
 
 def print_table(rows: list[tuple[str, str]]) -> None:
     """A short table on standard output."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, pad_edge=False)
+    width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        table.add_row(name, value)
-    Console(highlight=False, markup=False).print(table)
+        print(f"{name:<{width}}  {value}")
 
 
 def print_columns(table: dict[str, list[str]]) -> None:

@@ -132,16 +132,15 @@ def test_the_kernels_package_is_ours() -> None:
     assert Path(done.stdout.strip()) == REPOSITORY / "kernels" / "__init__.py"
 
 
-def test_a_start_imports_no_more_than_it_uses() -> None:
-    """Each of these takes a good part of a second: torch's compiler, and what only some tokenizers and downloads need."""
+def test_a_run_imports_no_more_than_it_uses(tmp_path: Path) -> None:
+    """Each of these takes time of every start: torch's compiler, and what only other tasks, tokenizers, terminals and downloads need."""
     code = (
-        "import sys, pipelines.launch\n"
-        "from conf.decoding import DecodeConfig\n"
-        "from conf.schema import ModelConfig, RunConfig\n"
-        "from pipelines.loading import load_engine\n"
-        "engine = load_engine(RunConfig(model=ModelConfig('models/tiny', tokenizer=None)), 1)\n"
-        "list(engine.generate([engine.request(0, [5], DecodeConfig(max_new_tokens=3))]))\n"
-        "sys.exit(', '.join({'torch._dynamo', 'transformers', 'huggingface_hub'} & sys.modules.keys()) or 0)"
+        "import runpy, sys\n"
+        f"sys.argv[1:] = ['predict.data=Once', 'decode.max_new_tokens=3', 'hydra.run.dir={tmp_path / 'run'}']\n"
+        "runpy.run_path('run.py', run_name='__main__')\n"
+        "unused = 'torch._dynamo sympy triton transformers huggingface_hub jinja2 rich matplotlib gguf sentencepiece tiktoken '\n"
+        "unused += 'pipelines.bench pipelines.evaluate pipelines.convert pipelines.quantize'\n"
+        "sys.exit(', '.join(set(unused.split()) & sys.modules.keys()) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

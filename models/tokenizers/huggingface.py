@@ -1,6 +1,6 @@
 """Tokenizer files of Hugging Face: tokenizer.json, or vocab.json with merges.txt. No remote code.
 
-transformers reads what `read_tokenizer_json` leaves to it: folders without tokenizer.json, and classes of tokenizers that no family here has.
+transformers reads what `read_tokenizer_json` leaves to it: folders without tokenizer.json, and classes that no family here has.
 """
 
 import json

@@ -14,7 +14,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning; templates read the first two
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning, of which templates read the first two."""
 
 
 def render(template: str, messages: list[dict[str, Any]], special_tokens: Mapping[str, str]) -> str:

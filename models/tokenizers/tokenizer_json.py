@@ -60,9 +60,7 @@ def _set_gemma_steps(backend: Tokenizer, settings: Settings) -> None:
 
 END = "<|endoftext|>"
 CLASSES = {
-    "LlamaTokenizer": TokenizerClass(
-        _set_llama_steps, {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    ),
+    "LlamaTokenizer": TokenizerClass(_set_llama_steps, {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}),
     "GPT2Tokenizer": TokenizerClass(_set_gpt2_steps, {"unk_token": END, "bos_token": END, "eos_token": END}),
     "Qwen2Tokenizer": TokenizerClass(_set_qwen2_steps, {"unk_token": END, "eos_token": END, "pad_token": END}),
     "GemmaTokenizer": TokenizerClass(

@@ -1,21 +1,18 @@
 """tokenizer.json read without transformers: the same ids, texts and special tokens as transformers', for every way to say them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer as Backend
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, GPT2Tokenizer
 
 from conf.errors import UserError
 from models.tokenizers import Tokenizer, load_tokenizer
 from models.tokenizers.tiktoken import LLAMA3_PATTERN
 from tests.builders import SHARED
-from tests.test_layering import REPOSITORY
 from tests.tokenizers_for_tests import TEXTS, TRICKY, byte_fallback, byte_level
 
 SAMPLES = [*TEXTS, TRICKY, "", " ", "a", "<s>[INST] hi [/INST] there</s>", "x<tool>y</s> z <s>", "cafe\u0301", "▁x"]
@@ -220,18 +217,8 @@ def test_templates_give_the_text_of_transformers(template: str, tmp_path: Path) 
 )
 def test_a_template_does_not_leave_the_sandbox(template: str, tmp_path: Path) -> None:
     tokenizer = written(tmp_path, "as it stands")
-    opened = open(tmp_path / "config.json")
-    with opened, pytest.raises(UserError, match="the chat template does not take these messages"):
+    with (
+        open(tmp_path / "config.json") as opened,
+        pytest.raises(UserError, match="the chat template does not take these messages"),
+    ):
         tokenizer.encode_messages([{"role": "user", "content": "hi", "tools": opened}], template)
-
-
-def test_a_start_with_a_tokenizer_imports_neither_transformers_nor_jinja() -> None:
-    code = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from models.tokenizers import load_tokenizer\n"
-        "assert load_tokenizer(Path('models/tiny')).encode('Once', True)\n"
-        "sys.exit(', '.join({'torch', 'transformers', 'jinja2', 'huggingface_hub'} & sys.modules.keys()) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -80,7 +80,7 @@ def test_memory_that_ends_in_a_run_is_one_line(tmp_path: Path, monkeypatch: pyte
     def fills(*args: object) -> None:
         raise torch.OutOfMemoryError(said)
 
-    monkeypatch.setitem(launch.TASKS, Task.predict, fills)
+    monkeypatch.setattr("pipelines.predict.run_predict", fills)
     with pytest.raises(
         UserError, match=r"the GPU's memory is full \(Tried .* 2.00 GiB. GPU .* 8 GiB.\): give less"
     ) as error:
