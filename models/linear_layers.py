@@ -9,7 +9,7 @@ from kernels import build
 from kernels.matmul.packed import DTYPES
 from models.causal_lm import CausalLM
 from models.layers.dense import DenseLinear
-from models.layers.linear import Conv1D, FloatLinear, Layer, Linear, PackedLinear, SharesInput, TiedHead, join
+from models.layers.linear import Conv1D, FloatLinear, Layer, Linear, SharesInput, TiedHead, join
 from models.layers.moe import Experts
 
 log = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 PACKABLE = (Linear, Conv1D, TiedHead)  # layers of other classes the model wants to keep as they are
 
 
-def linear_layers(model: CausalLM, *kinds: type[nn.Module]) -> dict[str, Layer]:
+def linear_layers(model: nn.Module, *kinds: type[nn.Module]) -> dict[str, Layer]:
     """By name the layers of exactly these classes; without any those whose weights may be held in another form."""
     parameters = {id(parameter): name.removesuffix(".weight") for name, parameter in model.named_parameters()}
     layers = {}
@@ -31,7 +31,7 @@ def linear_layers(model: CausalLM, *kinds: type[nn.Module]) -> dict[str, Layer]:
     return layers
 
 
-def replace_layer(model: CausalLM, name: str, new: PackedLinear) -> None:
+def replace_layer(model: nn.Module, name: str, new: nn.Module) -> None:
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, new)
 

@@ -36,10 +36,11 @@ from quantization.calibration import LayerByLayer
 from quantization.export import export_of
 from quantization.kv_scales import place_kv_scales, static_kv_formats
 from quantization.linear import CodedLinear
-from quantization.quantizer import LinearReport, Quantizer, parts_of
+from quantization.quantizer import LinearReport, Quantizer, is_sequential, parts_of
 from quantization.scheme import LinearScheme
 
 JOB = "job.json"
+PROBE_TOKENS = 16  # a fold that changes what a layer computes changes it for every token
 MADE = report.REPOSITORY / "outputs" / "quantized"  # models that were made without a name
 
 
@@ -168,11 +169,14 @@ def _quantize(
     one_layer = KVCache(
         [cache.layers[0]] * len(cache.layers)
     )  # a batch is computed in one step: layers need not remember
-    layers = LayerByLayer(model, _batches(engine, data.samples), one_layer)
+    batches, probe = _batches(engine, data.samples)
+    layers = LayerByLayer(model, batches, probe, one_layer, is_sequential(config), config.has_static_kv_cache)
     quantizer, reports = Quantizer(model, config, layers), []
     parts = parts_of(model, schemes)
     for i, part in enumerate(parts):
         if artefact.has(part):
+            if part.index < len(layers.layers):
+                layers.observe()
             reports += artefact.read(part, model)
             if part.index < len(layers.layers):
                 layers.advance()
@@ -193,21 +197,25 @@ def _quantize_cache(engine: Engine, format: KVCacheFormat) -> None:
     engine.run_over(model, cache)
 
 
-def _batches(engine: Engine, samples: list[list[int]]) -> list[Batch]:
-    """A sample in each, so that what is found does not depend on how many there is memory for."""
+def _batches(engine: Engine, samples: list[list[int]]) -> tuple[list[Batch], Batch]:
+    """All samples, as many in a batch as a step takes; and the beginning of the first, or all of it where its tokens see later ones."""
     longest = max(map(len, samples))
-    if not engine.num_at_once(longest):
+    num_at_once = engine.num_at_once(longest)
+    if not num_at_once:
         raise UserError(
             f"a sample of {longest} tokens is more than device.max_batched_tokens, or than the KV cache holds: "
             "give a smaller calibrate.sequence_length"
         )
     block_size = engine.runner.cache.tensors[0].shape[1]
-    table = list(range(-(-longest // block_size)))
-    marks = [engine.runner.mark_prompt(sample) for sample in samples]
-    return [
-        engine.runner.on_device(whole_batch([sample], [len(sample)], [table], [mark], block_size))
-        for sample, mark in zip(samples, marks, strict=True)
-    ]
+    width = -(-longest // block_size)  # blocks of a sample
+
+    def batch(prompts: list[list[int]]) -> Batch:
+        tables = [list(range(i * width, (i + 1) * width)) for i in range(len(prompts))]
+        marks = [engine.runner.mark_prompt(prompt) for prompt in prompts]
+        return engine.runner.on_device(whole_batch(prompts, list(map(len, prompts)), tables, marks, block_size))
+
+    probe = samples[0] if engine.sees_later_tokens else samples[0][:PROBE_TOKENS]
+    return [batch(samples[i : i + num_at_once]) for i in range(0, len(samples), num_at_once)], batch([probe])
 
 
 def _finish(run: RunConfig, engine: Engine, artefact: Artefact, quantization_config: dict[str, Any]) -> None:

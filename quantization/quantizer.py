@@ -23,7 +23,9 @@ from quantization.layouts.base import StoredWeight
 from quantization.plan import place_quantized
 from quantization.scheme import LinearScheme
 from quantization.smoothing import Smoother, Weights
-from quantization.weight_format import QuantizedWeight, quantize
+from quantization.weight_format import QuantizedWeight, choose_scales, encode, quantize
+
+REPORTED = 256  # tokens, and outputs of a layer, that the errors of a report are measured on
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,21 @@ def parts_of(model: CausalLM, schemes: dict[str, LinearScheme]) -> list[Part]:
     return parts + [Part(head.index, f"{name}.", head.schemes) for name in head.schemes]
 
 
+def is_sequential(config: QuantConfig) -> bool:
+    """Whether a layer's inputs are to be what the quantised layers before it give, and not what float ones do.
+
+    GPTQ makes up for the errors of the layers before, and searches weigh them. What is folded into a layer changes what its static cache
+    holds, so that it is observed afterwards.
+    """
+    is_folded = config.method in (QuantMethod.awq, QuantMethod.smoothquant)
+    return (
+        config.method in (QuantMethod.gptq, QuantMethod.awq)
+        or config.auto_clip
+        or config.has_static_kv_cache
+        and is_folded
+    )
+
+
 class Quantizer:
     """Takes the parts in their order, on the activations that `layers` has for them."""
 
@@ -81,10 +98,7 @@ class Quantizer:
         groups = self._observe(part, list(schemes))
         inputs = {name: group for group in groups for name in group.linears}
         with _naming(part.prefix):
-            rounded_errors = {
-                name: _error(weights[name], quantize(weights[name], schemes[name].weights), schemes[name], group)
-                for name, group in inputs.items()
-            }
+            rounded_errors = {name: _rounded_error(weights[name], schemes[name], inputs[name]) for name in inputs}
             notes = self._smooth(part, weights, groups, schemes)
         stored, reports = {}, []
         for name, scheme in schemes.items():
@@ -92,7 +106,7 @@ class Quantizer:
             with _naming(full_names[name]):
                 chosen, note = self._choose(weights[name], group, scheme)
             stored[full_names[name]] = StoredWeight(chosen, _input_scale(group, groups, scheme))
-            error = _error(weights[name], chosen, scheme, group) if group else None
+            error = _error(weights[name], _sampled_weight(chosen), scheme, group) if group else None
             note = "; ".join(filter(None, (notes.get(name), note)))
             reports.append(LinearReport(full_names[name], str(scheme), rounded_errors.get(name), error, note))
         linears = linear_layers(self._model)
@@ -100,14 +114,12 @@ class Quantizer:
             place_quantized(self._model, linears[full_name], scheme, stored[full_name])
         if part.index < len(self._layers.layers):
             absmax = self._layers.advance()
-            if self._config.has_static_kv_cache:
+            if absmax is not None:
                 choose_kv_scales(self._model, part.index, absmax, self._config.kv_cache)
         return stored, reports
 
     def _observe(self, part: Part, names: list[str]) -> list[Observed]:
         with_hessian = self._config.method is QuantMethod.gptq
-        if not names:
-            return []
         if part.index == len(self._layers.layers):
             return [self._layers.observe_head(names, with_hessian)]
         return self._layers.observe(names, with_hessian)
@@ -120,7 +132,7 @@ class Quantizer:
         if part.index == len(self._layers.layers):
             return dict.fromkeys(schemes, "not smoothed: the head")
         layer = self._layers.layers[part.index]
-        smoother = Smoother(layer, weights, self._config, lambda: self._layers.output(0))
+        smoother = Smoother(layer, weights, self._config, self._layers.output)
         return smoother.smooth(groups, {name: scheme.weights for name, scheme in schemes.items()})
 
     def _choose(self, weight: Tensor, group: Observed | None, scheme: LinearScheme) -> tuple[QuantizedWeight, str]:
@@ -153,17 +165,38 @@ def _input_scale(group: Observed | None, groups: list[Observed], scheme: LinearS
     return static_scale(absmax, scheme.weights.kind)
 
 
-def _error(weight: Tensor, quantized: QuantizedWeight, scheme: LinearScheme, group: Observed) -> float:
-    """The error of x W^T, relative to it, that quantised weights and activations cause. weight [O, I]"""
-    x, kind = group.sample, scheme.weights.kind
-    outputs = x @ weight.T
+def _sampled(tensor: Tensor) -> Tensor:
+    """About REPORTED rows of a tensor, evenly taken."""
+    return tensor[:: max(1, -(-len(tensor) // REPORTED))]
+
+
+def _sampled_weight(weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight of sampled outputs."""
+    scales = weight.scales if len(weight.scales) == 1 else _sampled(weight.scales)
+    zero_points = None if weight.zero_points is None else _sampled(weight.zero_points)
+    return QuantizedWeight(_sampled(weight.codes), scales, zero_points, weight.permutation)
+
+
+def _rounded_error(weight: Tensor, scheme: LinearScheme, group: Observed) -> float:
+    """The error of rounding weight [O, I] to nearest."""
+    rows, format = _sampled(weight), scheme.weights
+    scales, zero_points = choose_scales(weight if format.per_tensor else rows, format)
+    return _error(
+        weight, QuantizedWeight(encode(rows, scales, zero_points, format), scales, zero_points), scheme, group
+    )
+
+
+def _error(weight: Tensor, sampled: QuantizedWeight, scheme: LinearScheme, group: Observed) -> float:
+    """The error of x W^T, relative to it, that quantised weights and activations cause, on a sample of tokens and outputs. weight [O, I]"""
+    x, kind = _sampled(group.sample), scheme.weights.kind
+    outputs = x @ _sampled(weight).T
     if scheme.activations is Activations.static:
         scale = static_scale(group.absmax, kind)
         x = quantize_static(x, scale, kind).float() * scale
     elif scheme.activations is Activations.dynamic:
         codes, scales = quantize_per_token(x, kind)
         x = codes.float() * scales
-    return float((x @ quantized.dequantize().T - outputs).norm() / outputs.norm().clamp(min=1e-30))
+    return float((x @ sampled.dequantize().T - outputs).norm() / outputs.norm().clamp(min=1e-30))
 
 
 @contextmanager

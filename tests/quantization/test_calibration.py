@@ -25,10 +25,10 @@ def layer_by_layer(family: str) -> tuple[Engine, LayerByLayer, torch.Tensor]:
     engine = assemble(run_config(GOLDENS / family, allow_pickle=True), 3, packed=False)
     golden = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
     samples = random_rows(3, 17, golden[-2:] if family in WHOLE_PROMPTS else ())
-    model, cache, batches = engine.runner.model, engine.runner.cache, _batches(engine, samples)
+    model, cache, (batches, probe) = engine.runner.model, engine.runner.cache, _batches(engine, samples)
     with torch.inference_mode():
         whole = torch.cat([model(batch, cache) for batch in batches])
-    return engine, LayerByLayer(model, batches, KVCache([cache.layers[0]] * len(cache.layers))), whole
+    return engine, LayerByLayer(model, batches, probe, KVCache([cache.layers[0]] * len(cache.layers))), whole
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,7 +76,7 @@ def test_folds_leave_the_float_model_as_it_was(family: str) -> None:
     schemes = plan(engine.runner.model, QUANT)
     groups = layers.observe(own, with_hessian=False)
     before = {name: weight.clone() for name, weight in weights.items()}
-    smoother = Smoother(layers.layers[0], weights, QUANT, lambda: layers.output(0))
+    smoother = Smoother(layers.layers[0], weights, QUANT, layers.output)
     notes = smoother.smooth(groups, {name: schemes[prefix + name].weights for name in own})
     for name in own:  # all or nothing
         assert (name in notes) or not weights[name].equal(before[name]) or family in WHOLE_PROMPTS
@@ -98,7 +98,7 @@ def test_what_is_folded_in_is_counted_in() -> None:
     weights = {name: float_weight(engine.runner.model, prefix + name) for name in own}
     groups = layers.observe(own, with_hessian=False)
     schemes = plan(engine.runner.model, QUANT)
-    smoother = Smoother(layers.layers[0], weights, QUANT, lambda: layers.output(0))
+    smoother = Smoother(layers.layers[0], weights, QUANT, layers.output)
     smoother.smooth(groups, {name: schemes[prefix + name].weights for name in own})
     for told, seen in zip(groups, layers.observe(own, with_hessian=False), strict=True):
         torch.testing.assert_close(told.absmax, seen.absmax)  # static scales are those of what will run
