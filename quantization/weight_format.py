@@ -1,6 +1,7 @@
 """What a quantised weight is: codes, their scales, and how they become numbers again.
 
-O output channels, I input channels, G groups of input channels that share a scale (1 where a whole row does).
+O output channels, I input channels, G groups of input channels that share a scale (1 where a whole row does),
+D candidates for a scale.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from quantization.codes import FP8_MAX, CodeKind, scale_of, to_fp8, to_int8
 BLOCK = (
     2**20
 )  # numbers: 4 MB in float32 stay in a cache, and smaller blocks let torch's threads wait for each other more often
+
+# Of symmetric 4-bit codes, -8 to 7: what a group's largest magnitude is divided by. Above 7 the steps are finer and the largest weight
+# may saturate. More or finer divisors gain nothing that could be measured, and each of them is a pass over the weight.
+DIVISORS = (7.0, 7.5, 8.0, 8.5)
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,9 @@ class QuantizedWeight:
 def choose_scales(weight: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor | None]:
     """Scales and zero points (None where symmetric), shaped as in QuantizedWeight, with which every group's range meets its codes.
 
-    weight [O, I] of any float dtype. Symmetric: absmax / 127, / 7 or, for fp8, / 448. Asymmetric: the range from the minimum to the
-    maximum, widened to contain 0, over 15. UserError where a value is not finite or groups do not divide the input channels.
+    weight [O, I] of any float dtype. Symmetric: absmax / 127, for fp8 / 448, for 4 bits over that of DIVISORS with the least squared
+    error. Asymmetric: the range from the minimum to the maximum, widened to contain 0, over 15. UserError where a value is not finite or
+    groups do not divide the input channels.
     """
     num_outputs, num_inputs = weight.shape
     size = format.group_size or num_inputs
@@ -99,7 +105,9 @@ def choose_scales(weight: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor 
         )
     lowest, highest = format.code_range
     if format.symmetric:
-        return scale_of(torch.maximum(-low, high), highest, format.scale_dtype), None
+        largest, divisors = torch.maximum(-low, high), DIVISORS if format.bits == 4 else (highest,)
+        scales = torch.stack([scale_of(largest, divisor, format.scale_dtype) for divisor in divisors])  # [D, O, G]
+        return scales[0] if len(divisors) == 1 else _best_scales(weight, scales, format), None
     low, high = low.clamp(max=0), high.clamp(min=0)
     scales = scale_of(high - low, highest, format.scale_dtype)
     return scales, to_int8(-low / scales, lowest, highest)
@@ -126,6 +134,24 @@ def _ranges(weight: Tensor, size: int, rows: slice) -> tuple[Tensor, Tensor]:
     """The lowest and the highest number of each group of these rows [rows, G] float32."""
     groups = weight[rows].float().unflatten(1, (-1, size))  # [rows, G, I / G]
     return groups.amin(2), groups.amax(2)
+
+
+def _best_scales(weight: Tensor, candidates: Tensor, format: WeightFormat) -> Tensor:
+    """Of candidates [D, O, G], or [D, 1, 1] per tensor, those scales of each group [O, G] with the least squared error of its weights."""
+    size = format.group_size or weight.shape[1]
+    scales = candidates.expand(-1, len(weight), -1)
+    errors = torch.empty(scales.shape, device=weight.device)
+    for rows in _blocks(weight):
+        groups = weight[rows].float().unflatten(1, (-1, size))  # [rows, G, I / G]
+        for error, scale in zip(errors, scales, strict=True):
+            ratio = groups / scale[rows].unsqueeze(2)
+            error[rows] = ratio.round().clamp_(*format.code_range).sub_(ratio).square_().sum(2)
+    errors *= (
+        scales / scales[0]
+    ).square()  # in steps of the first candidate, whose own squares may be more than float32 holds
+    if format.per_tensor:
+        errors = errors.sum((1, 2), keepdim=True)
+    return candidates.gather(0, errors.argmin(0, keepdim=True)).squeeze(0)
 
 
 def _encode_rows(weight: Tensor, scales: Tensor, zero_points: Tensor | None, format: WeightFormat) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from conf.errors import UserError
 from quantization.codes import CodeKind
 from quantization.gptq import Hessian, gptq
-from quantization.weight_format import QuantizedWeight, WeightFormat, quantize
+from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, quantize
 from tests.quantization.samples import random
 
 CHANNEL = WeightFormat(bits=4)
@@ -86,7 +86,7 @@ def test_scales_chosen_on_the_way_give_the_codes_of_the_paper(size: int, act_ord
 
     def scale_at(i: int, rest: Tensor) -> tuple[Tensor, Tensor]:
         if i % size == 0:
-            chosen.append(rest[:, :size].abs().amax(1) / 7)
+            chosen.append(choose_scales(rest[:, :size].float(), CHANNEL)[0][:, 0].double())
         return chosen[-1], torch.zeros(5)
 
     expected = paper(weight[:, order], hessian[order][:, order], scale_at, 7)
