@@ -1,6 +1,7 @@
 // Rows of float32, bfloat16 or float16 read as float32 and written from it (rounded to nearest, ties to even, as torch does).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <immintrin.h>
@@ -25,7 +26,7 @@ inline uint16_t to_bfloat16(float x) {
 inline void read_floats(const void *rows, Dtype dtype, int64_t first, int64_t count, float *x) {
   const auto *halves = static_cast<const uint16_t *>(rows) + first;
   if (dtype == Dtype::float32)
-    std::memcpy(x, static_cast<const float *>(rows) + first, count * sizeof(float));
+    std::copy_n(static_cast<const float *>(rows) + first, count, x);  // none, perhaps, from nowhere, which memcpy does not allow
   else if (dtype == Dtype::bfloat16)
     for (int64_t i = 0; i < count; ++i) x[i] = from_bfloat16(halves[i]);
   else
@@ -35,7 +36,7 @@ inline void read_floats(const void *rows, Dtype dtype, int64_t first, int64_t co
 inline void write_floats(void *rows, Dtype dtype, int64_t first, int64_t count, const float *x) {
   auto *halves = static_cast<uint16_t *>(rows) + first;
   if (dtype == Dtype::float32)
-    std::memcpy(static_cast<float *>(rows) + first, x, count * sizeof(float));
+    std::copy_n(x, count, static_cast<float *>(rows) + first);
   else if (dtype == Dtype::bfloat16)
     for (int64_t i = 0; i < count; ++i) halves[i] = to_bfloat16(x[i]);
   else

@@ -13,7 +13,7 @@ from torch import Tensor
 from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.formats.safetensors_writer import save_tensors
-from models.layers.linear import PackedLinear
+from models.layers.linear import PackedLinear, take
 from models.weights import assign, parameter_dtype
 
 IDENTITY = "identity"
@@ -64,12 +64,9 @@ def restore(model: CausalLM, path: Path, tensors: dict[str, Tensor], dtype: torc
     try:
         for name, parameter in parameters.items():
             module, _, leaf = name.rpartition(".")
-            tensor, expected = own[module].pop(leaf), parameter_dtype(model, name, dtype)
-            if tensor.shape != parameter.shape or tensor.dtype != expected:
-                raise ValueError(f"{list(tensor.shape)} of {tensor.dtype}, not {list(parameter.shape)} of {expected}")
-            assign(model, name, tensor)
+            assign(model, name, take(own[module], leaf, tuple(parameter.shape), parameter_dtype(model, name, dtype)))
         for name, layer in layers.items():
-            layer.restore(own[name])
+            layer.restore(own[name], dtype)
     except (KeyError, ValueError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise UserError(f"{path} does not hold this model: {name}: {reason}; {REMEDY}") from error

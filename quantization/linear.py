@@ -26,7 +26,7 @@ from kernels.quant_matmul import (
     quant_matmul_together,
 )
 from kernels.quantize_rows import QuantizedRows, RowCodes, Rows, quantize_rows
-from models.layers.linear import GPULinear, GroupedProduct, JointLinear, PackedLinear, linear
+from models.layers.linear import GPULinear, GroupedProduct, JointLinear, PackedLinear, linear, take
 from quantization.activations import quantize_static
 from quantization.layouts.base import StoredWeight, WeightLayout
 from quantization.layouts.floats import FloatLayout
@@ -81,22 +81,20 @@ class CodedLinear(PackedLinear):
         self.input_scale = None if input_scale is None else input_scale.to(device, torch.float32)
         self._hold(stored, dtype, device)
 
-    def restore(self, tensors: dict[str, Tensor]) -> None:
-        is_static = self.scheme.activations is Activations.static
-        self.bias = nn.Parameter(tensors.pop("bias"), requires_grad=False) if self._bias_shape else None
-        self.permutation = tensors.pop("permutation", None)
-        self.input_scale = tensors.pop("input_scale") if is_static else None
-        if self.input_scale is not None and (self.input_scale.shape, self.input_scale.dtype) != ((), torch.float32):
-            raise ValueError(f"an input_scale {list(self.input_scale.shape)} of {self.input_scale.dtype}")
-        self._restore(tensors)
+    def restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+        for name, shape in self._bias_shape.items():
+            self.bias = nn.Parameter(take(tensors, name, shape, dtype), requires_grad=False)
+        if self.scheme.activations is Activations.static:
+            self.input_scale = take(tensors, "input_scale", (), torch.float32)
+        self._restore(tensors, dtype)
 
     @abstractmethod
     def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
         """Make the parameters of the weight."""
 
     @abstractmethod
-    def _restore(self, tensors: dict[str, Tensor]) -> None:
-        """Take them out of `tensors`."""
+    def _restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+        """Take them, and the permutation, out of `tensors`."""
 
     def _register(self, tensors: dict[str, Tensor]) -> None:
         """Make them parameters: the same memory as the kernels read, so that it is counted."""
@@ -125,6 +123,14 @@ class KernelLinear(CodedLinear, GPULinear):
         """None on a CPU, and for a layer that permutes rows as others do not."""
         is_one = isinstance(self._weight, GPUWeight) and self.permutation is None and self.bias is None
         return (self.scheme, self.gpu_weight.format) if is_one else None
+
+    def _restore_permutation(self, tensors: dict[str, Tensor]) -> None:
+        if self.from_floats or "permutation" not in tensors:
+            return
+        num_inputs = self._shape[1]
+        self.permutation = take(tensors, "permutation", (num_inputs,), torch.int64)
+        if not self.permutation.sort().values.equal(torch.arange(num_inputs)):
+            raise ValueError(f"its permutation does not name each of {num_inputs} inputs once")
 
     @property
     def row_scale(self) -> Tensor | None:
@@ -191,7 +197,8 @@ class IntLinear(KernelLinear, JointLinear):
         zero_points = None if w.zero_points is None else w.zero_points.to(device)
         self.keep(pack(w.codes.to(device), w.scales.to(device), zero_points, self.scheme.weights.bits))
 
-    def _restore(self, tensors: dict[str, Tensor]) -> None:
+    def _restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+        self._restore_permutation(tensors)
         w = self.scheme.weights
         size = w.group_size or self._shape[1]
         self.keep(PackedWeight(tensors.pop("packed"), *self._shape, size, w.bits, has_zero_points=not w.symmetric))
@@ -235,8 +242,13 @@ class Fp8Linear(KernelLinear):
     def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
         self.keep(pack_float8(stored.weight.codes.to(device), stored.weight.scales.to(device)))
 
-    def _restore(self, tensors: dict[str, Tensor]) -> None:
-        self.keep(Float8Weight(tensors.pop("codes"), tensors.pop("scales")))
+    def _restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+        self._restore_permutation(tensors)
+        (outputs, inputs), w = self._shape, self.scheme.weights
+        width = math.gcd(min(w.group_size or inputs, inputs), inputs)  # of groups of one size, as a layout makes them
+        scales = (1, 1) if w.per_tensor else (outputs, inputs // width)
+        codes = take(tensors, "codes", self._shape, torch.float8_e4m3fn)
+        self.keep(Float8Weight(codes, take(tensors, "scales", scales, torch.float32)))
 
     def _codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
         is_float = self.scheme.activations is Activations.none
@@ -253,8 +265,8 @@ class DequantizedLinear(CodedLinear):
         self.weight = nn.Parameter(stored.weight.dequantize().to(device, dtype), requires_grad=False)
         self.permutation = None  # the floats are in the channels' own order
 
-    def _restore(self, tensors: dict[str, Tensor]) -> None:
-        self.weight = nn.Parameter(tensors.pop("weight"), requires_grad=False)
+    def _restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+        self.weight = nn.Parameter(take(tensors, "weight", self._shape, dtype), requires_grad=False)
 
     def _multiply(self, x: Rows) -> Tensor:
         assert isinstance(x, Tensor)

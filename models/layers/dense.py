@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kernels.matmul import PackedMatrices, PackedMatrix, grouped_matmul, matmul, matmul_swiglu, matmul_together, pack
 from kernels.quantize_rows import Rows
-from models.layers.linear import GroupedProduct, JointLinear, Layer
+from models.layers.linear import GroupedProduct, JointLinear, Layer, take
 
 
 class DenseLinear(JointLinear):
@@ -34,10 +34,12 @@ class DenseLinear(JointLinear):
         bias = tensors["bias"].to(dtype, copy=True) if self._layer.has_bias else None
         self._hold(pack(weight.T if self._layer.is_transposed else weight), bias)
 
-    def restore(self, tensors: dict[str, Tensor]) -> None:
+    def restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
         weight = PackedMatrix(tensors.pop("tiles"), *self._layer.shape)
+        if weight.dtype != dtype:
+            raise ValueError(f"packed weights of {weight.dtype}, not {dtype}")
         weight.check()
-        self._hold(weight, tensors.pop("bias") if self._layer.has_bias else None)
+        self._hold(weight, take(tensors, "bias", self._layer.shape[:1], dtype) if self._layer.has_bias else None)
 
     def _hold(self, weight: PackedMatrix, bias: Tensor | None) -> None:
         self._weight = weight

@@ -188,11 +188,21 @@ class PackedLinear(nn.Module, ABC):
         """Make the parameters of them, which are on the CPU. `dtype` is the model's. Raises UserError for impossible values."""
 
     @abstractmethod
-    def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Take for its own the parameters and buffers that a layer like this one had after `load`, out of `tensors`, by their names in it.
+    def restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+        """Take for its own the parameters and buffers that a layer like this one had after `load` in a model of `dtype`, out of `tensors`,
+        by their names in it.
 
-        Raises KeyError for one that is missing, and ValueError for one of another shape or dtype, as far as a kernel would read beyond it.
+        Raises KeyError for one that is missing, and ValueError for one that such a layer cannot have: of another shape or dtype, or with
+        numbers by which a kernel would read beyond it.
         """
+
+
+def take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The tensor of this name, out of `tensors`. Raises KeyError where it is missing, and ValueError where it is another."""
+    tensor = tensors.pop(name)
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ValueError(f"{list(tensor.shape)} of {tensor.dtype}, not {list(shape)} of {dtype}, for its {name}")
+    return tensor
 
 
 GroupedProduct: TypeAlias = Callable[[Tensor, Tensor], Tensor]

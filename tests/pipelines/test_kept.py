@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -24,6 +25,7 @@ from pipelines.kept import load_kept
 from pipelines.loading import load_engine
 from pipelines.report import reset_peak_memory
 from tests.builders import all_logits, complete, run_config, write_llama
+from tests.models.test_damaged_files import MUTATIONS, mutated
 from tests.quantization.making import CALIBRATED
 
 NEEDS_KERNELS = pytest.mark.skipif(build.library() is None, reason="weights are packed where the C++ kernels are")
@@ -223,6 +225,113 @@ def test_a_foreign_file_is_refused(changes: dict[str, torch.Tensor | None], mess
     change(file, changes)
     with pytest.raises(UserError, match=f"{file} does not hold this model: .*{message}.*; remove it"):
         load_engine(job(GOLDENS / "llama3"), 3)
+
+
+def refused(run: RunConfig, kept: Path, changes: dict[str, torch.Tensor | None]) -> str:
+    """What is said of the file of this job, which is there, when these of its tensors are others."""
+    (file,) = kept.iterdir()
+    whole = file.read_bytes()
+    change(file, changes)
+    with pytest.raises(UserError) as raised:
+        load_engine(run, 3)
+    file.write_bytes(whole)
+    text = str(raised.value)
+    assert text.startswith(f"{file} does not hold this model: ")
+    assert text.endswith("; remove it, and it is made anew")
+    return text
+
+
+@pytest.mark.parametrize("scheme", ["none", "int8", "fp8"])
+def test_a_bias_is_compared(scheme: str, kept: Path) -> None:
+    run, name = job(GOLDENS / "llama_tied_bias", SCHEMES[scheme]), "model.layers.0.self_attn.q_proj.bias"
+    load_engine(run, 3)
+    for bias, found in (
+        (torch.ones(65), "[65] of torch.float32"),
+        (torch.ones(1), "[1] of torch.float32"),
+        (torch.ones(64, 1), "[64, 1] of torch.float32"),
+        (torch.ones(64).bfloat16(), "[64] of torch.bfloat16"),
+    ):
+        assert f"q_proj: {found}, not [64] of torch.float32, for its bias" in refused(run, kept, {name: bias})
+    assert "q_proj: 'bias' is missing" in refused(run, kept, {name: None})
+
+
+@NEEDS_KERNELS
+def test_packed_weights_of_another_dtype_are_refused(kept: Path) -> None:
+    run = job(GOLDENS / "llama3")
+    load_engine(run, 3)
+    other = {
+        "model.layers.0.mlp.up_proj.tiles": torch.ones(11, 32, 16, 2).bfloat16()
+    }  # as a model in bfloat16 has them
+    assert "up_proj: packed weights of torch.bfloat16, not torch.float32" in refused(run, kept, other)
+
+
+def test_float8_codes_and_scales_are_compared(kept: Path) -> None:
+    run, layer = job(GOLDENS / "llama_tied_bias", SCHEMES["fp8"]), "model.layers.0.mlp.up_proj"
+    load_engine(run, 3)
+    for name, tensor, message in (
+        ("codes", torch.zeros(64, 176).to(torch.float8_e4m3fn), "[64, 176] of torch.float8_e4m3fn, not [176, 64]"),
+        ("codes", torch.zeros(176, 64), "[176, 64] of torch.float32, not [176, 64] of torch.float8_e4m3fn"),
+        ("scales", torch.ones(1, 1), "[1, 1] of torch.float32, not [176, 1]"),
+        ("scales", torch.ones(176, 2), "[176, 2] of torch.float32, not [176, 1]"),
+        ("scales", torch.ones(176, 1).double(), "[176, 1] of torch.float64, not [176, 1] of torch.float32"),
+    ):
+        assert f"up_proj: {message}" in refused(run, kept, {f"{layer}.{name}": tensor})
+
+
+def test_a_permutation_is_compared(tmp_path: Path, kept: Path) -> None:
+    """Of GPTQ in the order of the channels' activity, whose groups are found on the way."""
+    write_llama(tmp_path / "source", tie_word_embeddings=False, hidden_size=64, intermediate_size=96)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(f'{{"prompt_token_ids": {list(range(5 + i, 60 + i))}}}\n' for i in range(12)))
+    run = job(tmp_path / "source", CALIBRATED["int4 gptq, groups on the way"])
+    run = replace(run, calibrate=replace(run.calibrate, data=str(data), num_samples=4, sequence_length=20))
+    load_engine(run, 3)
+    (file,) = kept.iterdir()
+    name, own = next((name, each) for name, each in load_file(file).items() if name.endswith(".permutation"))
+    size = len(own)
+    for other, message in (
+        (own[:-1].clone(), f"[{size - 1}] of torch.int64, not [{size}] of torch.int64, for its permutation"),
+        (own.int(), f"[{size}] of torch.int32, not [{size}] of torch.int64, for its permutation"),
+        (own + 1, f"permutation does not name each of {size} inputs once"),
+        (own * 0, f"permutation does not name each of {size} inputs once"),
+        (own - 2**62, f"permutation does not name each of {size} inputs once"),
+    ):
+        assert message in refused(run, kept, {name: other})
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_a_permutation_of_weights_that_have_none_is_refused(scheme: str, kept: Path) -> None:
+    run, name = job(GOLDENS / "llama3", SCHEMES[scheme]), "model.layers.0.mlp.up_proj.permutation"
+    load_engine(run, 3)
+    assert f"{name} belongs to no layer" in refused(run, kept, {name: torch.arange(64).flip(0)})
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path, torch.Tensor]:
+    """A job, the file that is kept of its model, and the logits."""
+    folder, run = tmp_path_factory.mktemp("packed"), job(GOLDENS / "llama_tied_bias", SCHEMES["int8"])
+    with patch("pipelines.kept.KEPT", folder):
+        logits = all_logits(load_engine(run, 3), PROMPT)
+    (file,) = folder.iterdir()
+    return run, file, logits
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(mutations=MUTATIONS)
+def test_a_damaged_header_is_noticed_or_harmless(
+    packed: tuple[RunConfig, Path, torch.Tensor], tmp_path: Path, mutations: list[tuple[str, float, int]]
+) -> None:
+    """The logits are those of the checkpoint, or one line says why there are none."""
+    run, file, expected = packed
+    whole, message = file.read_bytes(), ""
+    damaged = mutated(whole, mutations, head=8 + int.from_bytes(whole[:8], "little"))
+    (tmp_path / file.name).write_bytes(damaged)
+    with patch("pipelines.kept.KEPT", tmp_path):
+        try:
+            assert all_logits(load_engine(run, 3), PROMPT).equal(expected)
+        except UserError as error:
+            message = str(error)
+    assert "\n" not in message
 
 
 def test_packed_codes_of_another_size_are_refused(kept: Path) -> None:

@@ -17,7 +17,7 @@ from models.layers.norm import AddRMSNorm, RMSNorm
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight
 from quantization.layouts.floats import FloatLayout
-from quantization.linear import MANY_ROWS, Fp8Linear, IntLinear
+from quantization.linear import MANY_ROWS, DequantizedLinear, Fp8Linear, IntLinear
 from quantization.quantizer import quantize
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat
@@ -182,3 +182,16 @@ def test_few_rows_stay_floats_with_auto() -> None:
     layers = [coded(17, torch.float32, INT4, AUTO) for _ in range(3)]
     assert shared_row_codes(MANY_ROWS - 1, layers) is None
     assert shared_row_codes(MANY_ROWS, layers) == RowCodes(torch.int8)
+
+
+def test_a_layer_whose_codes_became_floats_takes_back_such_floats_alone() -> None:
+    layout = FloatLayout((5, INPUTS), False, INT8)
+    layer = DequantizedLinear("l", LinearScheme(INT8), layout, (5, INPUTS), has_bias=False)
+    for other in (randn(INPUTS, 5), randn(5, INPUTS, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"not \[5, 96\] of torch.float32, for its weight"):
+            layer.restore({"weight": other}, torch.float32)
+    weight, foreign = randn(5, INPUTS), torch.arange(INPUTS).flip(0)
+    left = {"weight": weight, "permutation": foreign}
+    layer.restore(left, torch.float32)
+    assert left == {"permutation": foreign}  # which is nobody's, and whoever reads the file says so
+    torch.testing.assert_close(layer(randn(2, INPUTS)), randn(2, INPUTS) @ weight.T)
