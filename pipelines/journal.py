@@ -21,6 +21,7 @@ from conf.errors import UserError
 NAME = "journal.jsonl"
 UNNAMED = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d{6}")  # folders whose name nobody chose
 SYNC_S = 1.0  # what a power failure may cost
+MAX_RUNNING = 2**20  # rows at once: no finished row is further ahead of the number of finished ones
 ANEW = "begin anew with predict.resume=none"
 
 Fingerprint = dict[str, Any]
@@ -115,7 +116,7 @@ class Journal:
         with open(self.path, "rb") as file:
             self._size = len(file.readline())
             for number, line in enumerate(file, 2):
-                record = _parse(line)
+                record = _parse(line, self.num_rows + MAX_RUNNING)
                 if record is None and file.read(1):
                     raise UserError(f"line {number} of {self.path} is broken: delete that file, or {ANEW}")
                 if record is None:
@@ -255,14 +256,14 @@ def _short(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:12]}..."
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """None for what was not written whole."""
+def _parse(line: bytes, last_index: int) -> dict[str, Any] | None:
+    """None for what was not written whole. A damaged index beyond `last_index` would ask for as much memory as it says."""
     try:
-        record = json.loads(line) if line.endswith(b"\n") else None
-        whole = isinstance(record, dict) and record["row"]["index"] >= 0 and int(record["digest"], 16) >= 0
+        record = json.loads(line) if line.endswith(b"\n") else {}
+        index, digest = record["row"]["index"], int(record["digest"], 16)
     except (ValueError, KeyError, TypeError):
         return None
-    return record if whole else None
+    return record if type(index) is int and 0 <= index <= last_index and 0 <= digest < 2**64 else None
 
 
 def dumps(value: object) -> str:

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from conf.errors import UserError
 from pipelines.journal import NAME, Journal, open_journal
+from tests.models.test_damaged_files import MUTATIONS, mutated
 
 JOB = {"input": "abc", "decode.seed": 3, "decode.stop": ["\n"], "model/config.json": "0" * 64}
 MOMENTS = [f"2026-11-21_10-00-0{i}-000000" for i in range(4)]
@@ -79,6 +82,82 @@ def test_a_broken_line_elsewhere_is_named(tmp_path: Path) -> None:
         UserError, match="line 1 of .* is broken: delete that file, or begin anew with predict.resume=none"
     ):
         open_journal("auto", tmp_path, JOB)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        ('"index": 1', '"index": 1000000000000000000'),  # which would be exabytes of offsets
+        ('"index": 1', '"index": 1.5'),
+        ('"index": 1', '"index": true'),
+        ('"digest": "ff"', '"digest": "fffffffffffffffff"'),  # more than 64 bits
+        ('"digest": "ff"', '"digest": "-1"'),
+    ],
+    ids=lambda damage: damage[1],
+)
+def test_a_line_that_no_job_wrote_is_broken(tmp_path: Path, damage: tuple[str, str]) -> None:
+    file = write(tmp_path, record(0), record(1))
+    whole = file.read_text()
+    assert damage[0] in whole.splitlines()[2]
+    lines = whole.splitlines(keepends=True)
+    lines[2] = lines[2].replace(*damage)
+    file.write_text("".join(lines))
+    with closing(open_journal("auto", tmp_path, JOB)) as journal:
+        assert read(journal) == [0]  # the last line is as one that was not written whole
+    file.write_text("".join([*lines, lines[1]]))
+    with (
+        closing(open_journal("auto", tmp_path, JOB)) as journal,
+        pytest.raises(UserError, match="line 3 of .* is broken"),
+    ):
+        read(journal)
+
+
+ROWS = st.permutations(range(6))
+KILLS = st.lists(st.floats(0, 1), max_size=3)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(order=ROWS, kills=KILLS, mutations=st.one_of(st.just([]), MUTATIONS))
+def test_whatever_happens_to_the_file_every_row_is_there_once_or_nothing_is_touched(
+    tmp_path: Path, order: list[int], kills: list[float], mutations: list[tuple[str, float, int]]
+) -> None:
+    """Processes that are killed amid a write, one after the other, and then any damage."""
+    rows = {index: record(index, digest=f"{index + 1:x}", text="好" * index) for index in order}
+    file = tmp_path / NAME
+    file.unlink(missing_ok=True)
+    for kill in kills:
+        with closing(open_journal("auto", tmp_path, JOB)) as journal:
+            done = read(journal)
+            for index in order:
+                if index not in done:
+                    journal.append(rows[index])
+        whole = file.read_bytes()
+        file.write_bytes(whole[: int(kill * len(whole))])
+    before = file.read_bytes() if kills else b""
+    file.write_bytes(damaged := mutated(before, mutations, head=len(before)))
+    try:
+        journal = open_journal("auto", tmp_path, JOB)
+    except UserError:
+        assert mutations
+        assert file.read_bytes() == damaged
+        return
+    with closing(journal):
+        try:
+            done = read(journal)
+        except UserError:
+            assert mutations
+            assert file.read_bytes() == damaged
+            return
+        assert damaged.startswith(file.read_bytes()) or not done  # only a torn last line is gone, or a torn first one
+        if journal.end > len(order):  # a damaged index: the job says that its input has become shorter
+            return
+        for index in set(order) - set(done):
+            journal.append(rows[index])
+        found = list(journal.records())
+    assert [one["row"]["index"] for one in found] == sorted(order)
+    if not mutations:
+        assert len(done) == max(0, before.count(b"\n") - 1)
+        assert found == [rows[index] for index in sorted(order)]
 
 
 def test_a_row_that_is_done_is_known_by_its_input(tmp_path: Path) -> None:
