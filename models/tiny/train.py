@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.tiny.corpus import END_OF_TEXT, TURN_END, TURN_START, documents
@@ -32,11 +32,10 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """Byte-level BPE; digits stand alone, so that arithmetic sees places and not arbitrary groups."""
+    """Byte-level BPE; digits stand alone, so that arithmetic sees places and not arbitrary groups. In GGUF this cut is `smollm`."""
     tokenizer = Tokenizer(models.BPE())
-    words = Regex(r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     special = [END_OF_TEXT, TURN_START, TURN_END]

@@ -1,20 +1,50 @@
 """A tokenizer as what a GGUF file holds of one: tokens with their types, and scores or merges."""
 
 import json
+import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from gguf.constants import TokenType
+from numpy.typing import NDArray
 from sentencepiece import sentencepiece_model_pb2
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from conf.errors import UserError
+from models.gguf_header import GGUFHeader
 from models.tokenizers.base import Tokenizer
-from models.tokenizers.gguf import GPT2_PATTERN, NORMALISED, PATTERNS, WHOLE_WORDS_FIRST, GGUFSentencePieceTokenizer
+from models.tokenizers.gguf import (
+    GPT2_PATTERN,
+    NORMALISED,
+    PATTERNS,
+    WHOLE_WORDS_FIRST,
+    GGUFSentencePieceTokenizer,
+    load_gguf_tokenizer,
+)
 from models.tokenizers.huggingface import HuggingFaceTokenizer
 from models.tokenizers.sentencepiece import SentencePieceTokenizer
 
+log = logging.getLogger(__name__)
+
 ADDED_SCORE = -1000.0  # of tokens that sentencepiece does not know, as llama.cpp's converter has it
+SPACE = "▁"  # in sentencepiece's tokens
+PROBES = (
+    "a",
+    " a",
+    "  a",
+    "a  b",
+    "a ",
+    " ",
+    "\n a",
+    "\ta",
+    "It's 12 o'clock, isn't it?",
+    "'tis",
+    "é ü",
+    "今天很好",
+    "🙂",
+)
 
 
 @dataclass
@@ -37,7 +67,61 @@ class GGUFVocabulary:
 
 
 def gguf_vocabulary(tokenizer: Tokenizer, size: int) -> GGUFVocabulary:
-    """With `size` tokens, as the model has; what the tokenizer lacks are unused ones. Raises UserError for kinds that GGUF has not."""
+    """With `size` tokens, as the model has; what the tokenizer lacks are unused ones.
+
+    Warns where a reader of the file will find other tokens in a text. Raises UserError for kinds that GGUF has not.
+    """
+    vocabulary = _vocabulary(tokenizer, size)
+    _warn_of_other_tokens(tokenizer, vocabulary)
+    return vocabulary
+
+
+def _warn_of_other_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> None:
+    read_back = load_gguf_tokenizer(_header(tokenizer.source, vocabulary))
+    assert read_back is not None
+    others = [repr(text) for text in PROBES if read_back.encode(text, False) != tokenizer.encode(text, False)]
+    num_missing = sum(f"<0x{byte:02X}>" not in vocabulary.tokens for byte in range(256))
+    faults = {
+        f"it has rules that GGUF cannot say, and texts such as {', '.join(others[:3])} get other tokens there": bool(
+            others
+        ),
+        "it removes leading and repeated spaces, and llama.cpp keeps them": vocabulary.removes_extra_whitespaces,
+        "it brings texts into Unicode's NFC, and llama.cpp does not": vocabulary.pre in NORMALISED,
+        f"it lacks {num_missing} of the 256 bytes, and llama.cpp ends at a character that is no token": (
+            vocabulary.model == "llama" and num_missing > 0
+        ),
+    }
+    for fault, is_so in faults.items():
+        if is_so:
+            log.warning("the tokenizer in %s is not the same in GGUF: %s", tokenizer.source, fault)
+
+
+def _header(source: Path, vocabulary: GGUFVocabulary) -> GGUFHeader:
+    """What a file of this vocabulary alone would say."""
+    scalars = {
+        "model": vocabulary.model,
+        "pre": vocabulary.pre,
+        "add_bos_token": False,
+        "add_space_prefix": vocabulary.adds_space_prefix,
+        "remove_extra_whitespaces": vocabulary.removes_extra_whitespaces,
+        "unknown_token_id": vocabulary.unknown_token_id,
+    }
+    arrays: dict[str, list[str] | NDArray[Any]] = {
+        "tokens": vocabulary.tokens,
+        "token_type": np.array(vocabulary.types),
+        "scores": np.array(vocabulary.scores),
+        "merges": vocabulary.merges,
+    }
+    prefix = "tokenizer.ggml."
+    return GGUFHeader(
+        source,
+        {prefix + key: value for key, value in scalars.items()},
+        {prefix + key: value for key, value in arrays.items()},
+        {},
+    )
+
+
+def _vocabulary(tokenizer: Tokenizer, size: int) -> GGUFVocabulary:
     if type(tokenizer) is SentencePieceTokenizer or isinstance(tokenizer, GGUFSentencePieceTokenizer):
         return _of_pieces(tokenizer, tokenizer.model_proto, {}, size)
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -80,8 +164,9 @@ def _of_pieces(tokenizer: Tokenizer, proto: bytes, added: dict[int, dict[str, An
         _adds_bos(tokenizer),
         tokenizer.chat_template,
         scores=scores,
-        adds_space_prefix=model.normalizer_spec.add_dummy_prefix,
-        removes_extra_whitespaces=model.normalizer_spec.remove_extra_whitespaces,
+        # Asked of the tokenizer, because a tokenizer.json may treat spaces in another way than the tokenizer.model beside it.
+        adds_space_prefix=any(tokens[id].startswith(SPACE) for id in tokenizer.encode("a", False)[:1]),
+        removes_extra_whitespaces=tokenizer.encode("a  a", False) == tokenizer.encode("a a", False),
         unknown_token_id=unknown,
     )
 

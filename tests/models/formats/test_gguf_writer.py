@@ -1,5 +1,7 @@
 """Checkpoints written as GGUF: read back to equal tensors and token ids, with the keys that llama.cpp asks for."""
 
+import json
+import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from tokenizers import Regex, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import Gemma2ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM
 
@@ -15,11 +18,11 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from models.formats import open_checkpoint
 from models.formats.gguf_writer import write_gguf
-from models.tokenizers.sentencepiece import SentencePieceTokenizer
-from tests.builders import SHARED, SMALL, complete, engine_of
+from models.tokenizers.tiktoken import QWEN_PATTERN
+from tests.builders import REPOSITORY, SHARED, SMALL, complete, engine_of
 from tests.gguf_twins import write_twin
 from tests.oracle import random_prompts, write_model
-from tests.tokenizers_for_tests import byte_fallback, byte_level, save
+from tests.tokenizers_for_tests import TEXTS, TRICKY, byte_fallback, byte_level, save
 
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, {"attention_bias": True}),
@@ -156,9 +159,109 @@ def test_a_real_model_tells_its_story(dtype: str, tmp_path: Path) -> None:
     assert engine.tokenizer is not None
     completion = complete(engine, [[1]], DecodeConfig(max_new_tokens=200))[0]
     assert completion.text == (folder / "expected_200_steps.txt").read_text()
-    plain = SentencePieceTokenizer(folder / "tokenizer.model")  # tokenizer.json keeps double spaces
-    for text in ("Once upon a time", " Lily ran.\n\nThe  end ", "今天 🙂", "<s> Tim</s>"):
-        assert engine.tokenizer.encode(text, True) == plain.encode(text, True)
+
+
+SPACES = (
+    " a",
+    "  a",
+    "a  b",
+    " a  b ",
+    "a ",
+    " ",
+    "\n a",
+    "\ta",
+    "'tis",
+    "'save me'",
+    "a 1",
+    "1 2  3",
+    "<s>a",
+    "<s> a</s>b",
+)
+
+
+def messages(caplog: pytest.LogCaptureFixture, source: Path) -> list[str]:
+    before = f"the tokenizer in {source} is not the same in GGUF: "
+    assert all(message.startswith(before) for message in caplog.messages)
+    return [message.removeprefix(before) for message in caplog.messages]
+
+
+def test_the_bundled_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = REPOSITORY / "models" / "tiny"
+    write_gguf(open_checkpoint(folder, False), tmp_path / "x.gguf", "float32")
+    ours, other = (engine_of(path, tokenizer="") for path in (tmp_path / "x.gguf", folder))
+    assert ours.tokenizer is not None
+    assert other.tokenizer is not None
+    for text in (*TEXTS, TRICKY, *SPACES):
+        assert ours.tokenizer.encode(text, True) == other.tokenizer.encode(text, True)
+    prompts = [ours.tokenizer.encode(text, True) for text in ("Once upon a time", "今天是晴天，")]
+    one, two = (complete(engine, prompts, DecodeConfig(max_new_tokens=30)) for engine in (ours, other))
+    assert [completion.text for completion in one] == [completion.text for completion in two]
+    assert not caplog.messages
+
+
+def with_tokenizer(folder: Path, *files: Path, **config: Any) -> Path:
+    """A random model beside these tokenizer files."""
+    write_model(folder, LlamaForCausalLM, vocab_size=520, **config)
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the real models stand beside the repository")
+def test_spaces_of_sentencepiece(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The tokenizer.json keeps spaces and adds one only where a text begins with none, which GGUF cannot say; the tokenizer.model beside
+    it removes repeated ones, which GGUF can say."""
+    source = SHARED / "data" / "models" / "stories260K"
+    vectors = json.loads((SHARED / "data" / "tokenizers" / "llama2" / "vectors.json").read_text(encoding="utf-8"))
+    texts = [*(case["text"] for case in vectors["cases"]), *TEXTS, TRICKY, *SPACES]
+    whole = with_tokenizer(tmp_path / "whole", *source.glob("tokenizer*"))
+    plain = with_tokenizer(tmp_path / "plain", source / "tokenizer.model")
+    differing = {}
+    for folder in (whole, plain):
+        ours, other = (open_checkpoint(path, False).load_tokenizer() for path in (convert(folder, "float32"), folder))
+        assert ours is not None
+        assert other is not None
+        differing[folder] = [text for text in texts if ours.encode(text, True) != other.encode(text, True)]
+    assert differing[plain] == []
+    assert all(text.startswith(" ") or "<s> " in text for text in differing[whole])
+    assert " a  b " in differing[whole]
+    assert "a  b" not in differing[whole]
+    assert caplog.messages == [
+        f"the tokenizer in {whole} is not the same in GGUF: it has rules that GGUF cannot say, and texts such as ' a', '  a', ' ' "
+        "get other tokens there",
+        f"the tokenizer in {plain} is not the same in GGUF: it removes leading and repeated spaces, and llama.cpp keeps them",
+    ]
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the real models stand beside the repository")
+def test_missing_bytes_of_sentencepiece(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = SHARED / "data" / "models" / "babyllama_tok105"
+    folder = with_tokenizer(tmp_path / "hf", source / "tokenizer.model")
+    convert(folder, "float32")
+    lacks = "it lacks 256 of the 256 bytes, and llama.cpp ends at a character that is no token"
+    assert lacks in messages(caplog, folder)
+
+
+def test_missing_bytes_of_byte_pairs_are_refused(tmp_path: Path) -> None:
+    folder = with_tokenizer(tmp_path / "hf")
+    save(byte_level(), folder)
+    values = json.loads((folder / "tokenizer.json").read_text())
+    del values["model"]["vocab"]["ÿ"]
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match="tokenizer.ggml.tokens lacks 1 of the 256 bytes, 'ÿ' first"):
+        convert(folder, "float32")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_normalisation_of_byte_pairs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.NFC()
+    cut = pre_tokenizers.Split(Regex(QWEN_PATTERN), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    folder = with_tokenizer(tmp_path / "hf")
+    save(tokenizer, folder)
+    convert(folder, "float32")
+    assert messages(caplog, folder) == ["it brings texts into Unicode's NFC, and llama.cpp does not"]
 
 
 def test_a_gguf_file_can_be_written_again(tmp_path: Path) -> None:
