@@ -143,9 +143,7 @@ def dump(run: RunConfig, output_dir: Path) -> str:
 def _as_saved(run: RunConfig) -> RunConfig:
     """To be run again from any folder, and not only as what it resumed. Hub ids and prompts stay as they are."""
     model, predict = run.model, run.predict
-    folders = {
-        key: os.path.abspath(v) for key in ("path", "tokenizer") if (v := getattr(model, key)) and os.path.isdir(v)
-    }
+    files: dict[str, Any] = {key: _absolute(getattr(model, key)) for key in ("path", "tokenizer")}
     data, template = predict.data, predict.chat_template
     if data and data.endswith((".txt", ".jsonl")) and os.path.isfile(data):
         data = os.path.abspath(data)
@@ -153,18 +151,26 @@ def _as_saved(run: RunConfig) -> RunConfig:
         template = os.path.abspath(template)
     resume = "none" if predict.resume == "none" else "auto"
     saved = replace(predict, data=data, chat_template=template, resume=resume)
-    measured_on = {
-        key: os.path.abspath(v)
-        for key in ("data", "questions", "reference")
-        if (v := getattr(run.evaluate, key)) not in (None, "none") and os.path.exists(v)
-    }
-    evaluate = replace(run.evaluate, **measured_on)
-    output, lora = (
-        path and os.path.abspath(os.path.expanduser(path)) for path in (run.convert.output, run.convert.lora)
+    measured_on: dict[str, Any] = {key: _absolute(getattr(run.evaluate, key)) for key in ("data", "questions", "reference")}
+    made, made_too, lora = (
+        path and os.path.abspath(os.path.expanduser(path))
+        for path in (run.convert.output, run.quantize.output, run.convert.lora)
     )
-    convert = replace(run.convert, output=output, lora=lora)
-    saved_model = replace(model, **folders)
-    return replace(run, model=saved_model, predict=saved, evaluate=evaluate, convert=convert)
+    return replace(
+        run,
+        model=replace(model, **files),
+        predict=saved,
+        bench=replace(run.bench, data=_absolute(run.bench.data)),
+        evaluate=replace(run.evaluate, **measured_on),
+        convert=replace(run.convert, output=made, lora=lora),
+        quantize=replace(run.quantize, output=made_too),
+        calibrate=replace(run.calibrate, data=_absolute(run.calibrate.data)),
+    )
+
+
+def _absolute(path: str | None) -> str | None:
+    """Of what exists; a hub id, none and null stay."""
+    return os.path.abspath(path) if path and path != "none" and os.path.exists(path) else path
 
 
 def _plain(value: Any) -> Any:

@@ -67,7 +67,7 @@ class DecodeConfig:
     """Keep the stop string, or the text of the token that ended the row."""
     ignore_eos: bool = False
     seed: int | None = None
-    """null: random. A seeded row gives the same tokens whatever else is in the batch."""
+    """Of every row that names no other; a row gives the same tokens whatever else is in the batch. null: the run draws one."""
     logprobs: int | None = None
     """Log probabilities of this many most likely tokens, from the unmodified distribution, besides the chosen one's."""
     prompt_logprobs: int | None = None

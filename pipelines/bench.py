@@ -8,6 +8,7 @@ no beginnings are shared, the number of new tokens is exact; loading and warm-up
 import itertools
 import json
 import logging
+import secrets
 import statistics
 import time
 from collections.abc import Iterator
@@ -46,8 +47,8 @@ def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         start = time.perf_counter()
         engine = load_engine(run, bench.batch_size, progress)
         load_s = time.perf_counter() - start
-        resolved = replace(engine.resolve(run.decode), max_new_tokens=None, min_new_tokens=None, max_length=None)
-        run = replace(run, decode=resolved)
+        run = replace(run, decode=_resolved(engine.resolve(run.decode)))
+        decode = replace(decode, seed=run.decode.seed)
         prompts = _prompts(bench, engine)
         for _ in range(bench.warmup):
             measure(engine, next(prompts), decode)
@@ -59,6 +60,7 @@ def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         **_rates(rounds, bench),
         "time_to_first_token_s": _percentiles([s for r in rounds for s in r.first_token_s]),
         "time_per_output_token_s": _percentiles([s for r in rounds for s in r.step_s]),
+        "seed": run.decode.seed,
         "start_s": report.START_S,
         "load_s": load_s,
         "peak_memory_bytes": report.peak_memory_bytes(engine.device),
@@ -81,6 +83,12 @@ def _decode(run: RunConfig) -> DecodeConfig:
         )
     size = run.bench.new_tokens
     return replace(run.decode, max_new_tokens=size, min_new_tokens=size, ignore_eos=True, prefix_cache=False)
+
+
+def _resolved(decode: DecodeConfig) -> DecodeConfig:
+    """What config.yaml holds, so that the run can be made again: without lengths, and with a seed where tokens are drawn."""
+    seed = secrets.randbits(32) if decode.temperature and decode.seed is None else decode.seed
+    return replace(decode, seed=seed, max_new_tokens=None, min_new_tokens=None, max_length=None)
 
 
 def _prompts(bench: BenchConfig, engine: Engine) -> Iterator[list[list[int]]]:

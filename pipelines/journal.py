@@ -1,13 +1,15 @@
 """The finished rows of a job that may be killed at any moment: a file of lines, of which all but a torn last one are whole.
 
-The first line is the job's fingerprint; then comes a line for each row, in the order in which they finished. A row's line is written by
-one call and synced to the disk within about a second. In memory is where each line begins, 16 bytes a row with its digest.
+The first line is the job's fingerprint, and the seed of its rows. Then comes a line for each row, in the order in which they finished. A
+row's line is written by one call and synced to the disk within about a second. In memory is where each line begins, 16 bytes a row with
+its digest.
 """
 
 import fcntl
 import json
 import os
 import re
+import secrets
 import shlex
 import time
 from array import array
@@ -24,6 +26,8 @@ SYNC_S = 1.0  # what a power failure may cost
 MAX_RUNNING = 2**20  # rows at once: no finished row is further ahead of the number of finished ones
 ANEW = "begin anew with predict.resume=none"
 
+SEED = "seed"  # in the first line, beside the fingerprint
+
 Fingerprint = dict[str, Any]
 """By the name of a part that decides what the rows become: its value, or a digest of it."""
 
@@ -34,6 +38,8 @@ class Journal:
     def __init__(self, folder: Path, fd: int, fingerprint: Fingerprint) -> None:
         self.folder = folder
         self.fingerprint = fingerprint
+        self.seed: int | None = fingerprint.get("decode.seed")
+        """Of the rows that name none; drawn where the job names none either."""
         self.num_rows = 0
         self._fd = fd
         self._size = 0  # of all whole lines
@@ -104,10 +110,11 @@ class Journal:
         os.close(self._fd)  # and with it the lock
 
     def begin(self) -> None:
-        """Throw away whatever the file holds, and write the fingerprint."""
+        """Throw away whatever the file holds, and write the fingerprint, with a seed from the system where it has none."""
         os.ftruncate(self._fd, 0)
         self._size = 0
-        header = dumps(self.fingerprint).encode() + b"\n"
+        self.seed = secrets.randbits(32) if self.seed is None else self.seed
+        header = dumps({**self.fingerprint, SEED: self.seed}).encode() + b"\n"
         self._write(header)
         self._size = len(header)
 
@@ -160,6 +167,7 @@ def open_journal(resume: str, output_dir: Path, fingerprint: Fingerprint) -> Jou
         if fingerprint["input"] and UNNAMED.fullmatch(output_dir.name):
             for folder in _unfinished(output_dir.parent, fingerprint):
                 if journal := _lock(folder, fingerprint):
+                    journal.seed = (_header(folder) or {}).get(SEED)
                     return journal
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / NAME).touch()
@@ -190,13 +198,14 @@ def _continued(folder: Path, fingerprint: Fingerprint) -> Journal:
     journal = _lock(folder, fingerprint)
     if journal is None:
         raise _in_use(folder)
-    before = _fingerprint(folder)
-    changes = [] if before is None else _changes(before, fingerprint)
-    if changes:
+    header = _header(folder)
+    if header is None:  # killed while it was written, so there are no rows
+        journal.begin()
+        return journal
+    if changes := _changes(_as_given(header, fingerprint), fingerprint):
         journal.close()
         raise UserError(f"{folder} cannot be resumed, this changed: {', '.join(changes)}. Give what it had, or {ANEW}")
-    if before is None:  # killed while it was written, so there are no rows
-        journal.begin()
+    journal.seed = header.get(SEED)
     return journal
 
 
@@ -212,7 +221,8 @@ def _unfinished(parent: Path, fingerprint: Fingerprint) -> list[Path]:
 
 def _is_of(folder: Path, fingerprint: Fingerprint) -> bool:
     try:
-        return _fingerprint(folder) == fingerprint
+        header = _header(folder)
+        return header is not None and _as_given(header, fingerprint) == fingerprint
     except (OSError, UserError):  # just removed, or broken: not ours to judge
         return False
 
@@ -234,8 +244,16 @@ def _lock(folder: Path, fingerprint: Fingerprint) -> Journal | None:
     return Journal(folder, fd, fingerprint)
 
 
-def _fingerprint(folder: Path) -> Fingerprint | None:
-    """Of the folder's journal; None if its first line is not whole."""
+def _as_given(header: Fingerprint, fingerprint: Fingerprint) -> Fingerprint:
+    """The fingerprint in a journal's first line, beside another: whoever names the seed that was drawn, as config.yaml does, goes on."""
+    before = {name: value for name, value in header.items() if name != SEED}
+    if "decode.seed" in before and before["decode.seed"] is None and header.get(SEED) == fingerprint["decode.seed"]:
+        before["decode.seed"] = header[SEED]
+    return before
+
+
+def _header(folder: Path) -> Fingerprint | None:
+    """The first line of the folder's journal; None if it is not whole."""
     with open(folder / NAME, "rb") as file:
         line = file.readline()
     if not line.endswith(b"\n"):

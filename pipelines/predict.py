@@ -11,11 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import RunConfig
 from pipelines import report
 from pipelines.engine import Completion, Engine, Output, Request
-from pipelines.engine.request import FinishReason, TokenLogprobs
+from pipelines.engine.request import FinishReason, SamplingParams, TokenLogprobs
 from pipelines.fingerprint import fingerprint
 from pipelines.interrupt import Interrupted, Interruption, interruption
 from pipelines.journal import ANEW, Journal, dumps, named_folder, open_journal
@@ -44,6 +45,7 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     encoder = PromptEncoder(engine.tokenizer, run.predict.add_special_tokens, run.predict.chat_template)
     load_s = time.perf_counter() - start
     with closing(open_journal(run.predict.resume, output_dir, fingerprint(run, engine, prompts))) as journal:
+        run = replace(run, decode=replace(run.decode, seed=journal.seed))
         job = PredictJob(run, engine, encoder, journal)
         if journal.num_rows:
             print(f"resuming {journal.folder}: {journal.num_rows} rows are done", file=sys.stderr)
@@ -76,12 +78,17 @@ class PredictJob:
         self.engine = engine
         self._encoder = encoder
         self._journal = journal
-        self._running: dict[int, tuple[PromptRow, str | None]] = {}
+        self._running: dict[int, tuple[PromptRow, str | None, SamplingParams]] = {}
         self._num_errors, self._first_error = 0, ""
         self.totals: Counter[str] = Counter()
         for record in journal.read():  # what an earlier process did
             self.totals.update(_counts(record))
         self.resumed = self.totals.copy()
+
+    @property
+    def seed(self) -> int | None:
+        """Of the rows that sample and name no other."""
+        return self._run.decode.seed
 
     def run(self, prompts: Prompts, signals: Interruption, on_step: Callable[[], None]) -> None:
         """Every row that the journal does not have. Raises Interrupted after a step, and UserError where the job cannot go on."""
@@ -91,20 +98,25 @@ class PredictJob:
             signals.check()
 
         for output in self.engine.generate(self._requests(signals.checked(prompts)), on_step=after_step):
-            row, prompt = self._running.pop(output.request_id)
-            self._finish(row, _prediction(row, prompt, output), output.num_cached_tokens)
+            row, prompt, params = self._running.pop(output.request_id)
+            self._finish(row, _prediction(row, prompt, params, output), output.num_cached_tokens)
         self._journal.sync()
 
     def _requests(self, rows: Iterator[PromptRow]) -> Iterator[Request]:
         for row in self._undone(rows):
             try:
                 prompt = self._encoder.encode(row)
-                request = self.engine.request(row.index, prompt.token_ids, self._run.decode.replaced(row.decode))
+                request = self.engine.request(row.index, prompt.token_ids, self._decode_of(row))
             except UserError as error:
                 self._finish(row, _error_prediction(row, str(error)))
                 continue
-            self._running[row.index] = row, prompt.text
+            self._running[row.index] = row, prompt.text, request.params
             yield request
+
+    def _decode_of(self, row: PromptRow) -> DecodeConfig:
+        """The job's settings with the row's own; a row whose seed is null has the job's. Raises UserError."""
+        decode = self._run.decode.replaced(row.decode)
+        return replace(decode, seed=self._run.decode.seed) if decode.seed is None else decode
 
     def _undone(self, rows: Iterator[PromptRow]) -> Iterator[PromptRow]:
         """Rows that the journal does not have. Those before its last one wait until that one has shown the input to be the same."""
@@ -138,7 +150,7 @@ class PredictJob:
             raise UserError(f"{what}; {self._journal.kept}")
 
 
-def _prediction(row: PromptRow, prompt: str | None, output: Output) -> Row:
+def _prediction(row: PromptRow, prompt: str | None, params: SamplingParams, output: Output) -> Row:
     completions = [_completion(completion) for completion in output.completions]
     first = dict(completions[0])
     logprobs = {"logprobs": first.pop("logprobs")} if "logprobs" in first else {}
@@ -149,6 +161,7 @@ def _prediction(row: PromptRow, prompt: str | None, output: Output) -> Row:
         **first,
         "num_prompt_tokens": output.num_prompt_tokens,
         "num_generated_tokens": sum(len(completion.token_ids) for completion in output.completions),
+        **({"seed": params.seed} if params.samples else {}),
         **logprobs,
         **({"completions": completions} if len(completions) > 1 else {}),
         **({} if output.prompt_logprobs is None else {"prompt_logprobs": _logprobs(output.prompt_logprobs)}),
@@ -226,6 +239,7 @@ def _metrics(job: PredictJob, prompts: Prompts, load_s: float, generate_s: float
         "num_prompt_tokens": totals["num_prompt_tokens"],
         "num_cached_tokens": totals["num_cached_tokens"],
         "num_generated_tokens": totals["num_generated_tokens"],
+        "seed": job.seed,
         "start_s": report.START_S,
         "load_s": load_s,
         "generate_s": generate_s,

@@ -44,7 +44,8 @@ def test_a_run_leaves_all_its_files_and_runs_again_from_its_config(chatty: Path,
     assert {file.name for file in first.iterdir()} == FILES
     (row,) = rows(first)
     assert list(row) == [
-        "index", "id", "prompt", "text", "token_ids", "finish_reason", "num_prompt_tokens", "num_generated_tokens", "error",
+        "index", "id", "prompt", "text", "token_ids", "finish_reason", "num_prompt_tokens", "num_generated_tokens",
+        "seed", "error",
     ]  # fmt: skip
     assert (row["prompt"], row["error"]) == (prompt, None)
     assert prompt in done.stdout

@@ -68,6 +68,11 @@ class SamplingParams:
     cache_salt: str | None
 
     @property
+    def samples(self) -> bool:
+        """Whether the seed decides the tokens; beams and contrastive search have temperature 0."""
+        return self.temperature > 0
+
+    @property
     def num_sequences(self) -> int:
         """The most sequences that the request has at once."""
         return max(self.n, self.num_beams, self.top_k if self.penalty_alpha else 1)

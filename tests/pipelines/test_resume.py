@@ -112,6 +112,21 @@ def results(folder: Path) -> list[bytes]:
     return [(folder / name).read_bytes() for name in RESULTS]
 
 
+@pytest.mark.parametrize("names_the_seed", [False, True], ids=["same command", "config.yaml"])
+def test_a_job_without_a_seed_goes_on_with_the_one_that_was_drawn(
+    chatty: Path, data: Path, tmp_path: Path, names_the_seed: bool
+) -> None:
+    sampling = {"temperature": 0.9, "top_p": 0.9}
+    unfinished(chatty, data, tmp_path / "ended", **sampling)
+    seed = json.loads((tmp_path / "ended" / journal.NAME).read_text().splitlines()[0])["seed"]
+    again = sampling | ({"seed": seed} if names_the_seed else {})
+    run_predict(job(chatty, data, {"resume": str(tmp_path / "ended")}, **again), tmp_path / "unused", dump)
+    run_predict(job(chatty, data, seed=seed, **sampling), tmp_path / "whole", dump)
+    for name in RESULTS:
+        assert (tmp_path / "ended" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert f"\n  seed: {seed}\n" in (tmp_path / "ended" / "config.yaml").read_text()
+
+
 @pytest.mark.parametrize("decode", [{}, SAMPLING], ids=["greedy", "seeded"])
 def test_killed_at_any_moment_it_leaves_what_an_uninterrupted_job_leaves(
     chatty: Path, tmp_path: Path, data: Path, decode: dict[str, Any]
