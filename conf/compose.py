@@ -151,7 +151,9 @@ def _as_saved(run: RunConfig) -> RunConfig:
         template = os.path.abspath(template)
     resume = "none" if predict.resume == "none" else "auto"
     saved = replace(predict, data=data, chat_template=template, resume=resume)
-    measured_on: dict[str, Any] = {key: _absolute(getattr(run.evaluate, key)) for key in ("data", "questions", "reference")}
+    measured_on: dict[str, Any] = {
+        key: _absolute(getattr(run.evaluate, key)) for key in ("data", "questions", "reference")
+    }
     made, made_too, lora = (
         path and os.path.abspath(os.path.expanduser(path))
         for path in (run.convert.output, run.quantize.output, run.convert.lora)

@@ -23,13 +23,13 @@ from conf.errors import UserError
 from conf.schema import BenchConfig, RunConfig
 from models.tokenizers import Tokenizer
 from pipelines import report
+from pipelines.bandwidth import cache_bytes, memory_bandwidth, share_of_bandwidth
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
 from pipelines.prompts import Lines, PromptEncoder, parse_row
 
 log = logging.getLogger(__name__)
 
-BANDWIDTH_BYTES = 2**29  # far beyond any cache
 LOW_CAUSES = {
     "cpu": "reference kernels, more threads than cores, another busy process, or a model so small that its loop is the work",
     "cuda": "a decode step that is not captured, a cold GPU, or a model so small that its loop is the work",
@@ -151,33 +151,6 @@ def measure(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> R
     return Round(sum(map(len, prompts)), list(first_token_s.values()), step_s, before - start)
 
 
-def memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second, the best of five times half a GiB: read by all threads of a CPU, copied by a GPU (half read, half written)."""
-    seconds = _copies(device) if device.type == "cuda" else _reads()
-    return BANDWIDTH_BYTES / min(seconds[1:])
-
-
-def _reads() -> list[float]:
-    data = torch.ones(BANDWIDTH_BYTES // 4)
-    seconds = []
-    for _ in range(6):
-        start = time.perf_counter()
-        data.sum()
-        seconds.append(time.perf_counter() - start)
-    return seconds
-
-
-def _copies(device: torch.device) -> list[float]:
-    source, target = torch.ones(2, BANDWIDTH_BYTES // 8, device=device)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(7)]
-    marks[0].record()
-    for mark in marks[1:]:
-        target.copy_(source)
-        mark.record()
-    torch.cuda.synchronize(device)
-    return [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(marks)]
-
-
 def _rates(rounds: list[Round], bench: BenchConfig) -> dict[str, float | None]:
     """Medians over the rounds."""
     first = [max(r.first_token_s) for r in rounds]
@@ -202,26 +175,25 @@ def _percentiles(seconds: list[float]) -> dict[str, float] | None:
 
 
 def _memory(engine: Engine, bench: BenchConfig, rounds: list[Round]) -> dict[str, Any]:
-    """Bytes of weights and of the rows' keys and values, and how much of the bandwidth reading both in every step is."""
+    """Bytes of weights and of the rows' keys and values, and how much of the bandwidth reading both in a step is, or why nobody knows."""
     prompt_tokens = sum(r.num_prompt_tokens for r in rounds) // len(rounds)
     kv_bytes = engine.runner.kv_bytes_per_token * (prompt_tokens + bench.batch_size * (bench.new_tokens // 2))
     steps = [s for r in rounds for s in r.step_s]
     bandwidth = memory_bandwidth(engine.device)
-    share = None
+    share, unknown = None, "there was no step in which every row got a token"
     if steps:
         read_bytes = engine.runner.step_weight_bytes(bench.batch_size) + kv_bytes
-        share = read_bytes / statistics.median(steps) / bandwidth
-        if share < LOW_SHARE:
-            log.warning(
-                "the decode step reaches %.0f %% of the memory bandwidth: %s",
-                100 * share,
-                LOW_CAUSES[engine.device.type],
-            )
+        cache = cache_bytes(engine.device)
+        share, unknown = share_of_bandwidth(read_bytes, statistics.median(steps), bandwidth, cache)
+    if share is not None and share < LOW_SHARE:
+        text = "the decode step reaches %.0f %% of the memory bandwidth: %s"
+        log.warning(text, 100 * share, LOW_CAUSES[engine.device.type])
     return {
         "weight_bytes": engine.runner.weight_bytes,
         "kv_bytes": kv_bytes,
         "memory_bandwidth_bytes_per_s": bandwidth,
         "decode_share_of_bandwidth": share,
+        "decode_share_unknown": unknown or None,
     }
 
 
@@ -238,7 +210,7 @@ def _print(metrics: dict[str, Any], bench: BenchConfig, output_dir: Path) -> Non
             ("prefill", shown("prefill_tokens_per_s", "tokens/s")),
             ("decode", shown("decode_tokens_per_s", "tokens/s")),
             ("weights", shown("weight_bytes", "MB", 1e-6)),
-            ("share of the bandwidth", shown("decode_share_of_bandwidth", "%", 100)),
+            ("share of the bandwidth", metrics["decode_share_unknown"] or shown("decode_share_of_bandwidth", "%", 100)),
         ]
     )
     print(f"output: {output_dir}")

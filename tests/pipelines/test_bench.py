@@ -1,11 +1,13 @@
 """The bench counts what it says: real tokens, exact lengths, by the definitions of its rates."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from conf.compose import dump
@@ -13,7 +15,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig
 from conf.schema import BenchConfig, PredictConfig, RunConfig, Task
-from pipelines import bench
+from pipelines import bandwidth, bench
 from tests.builders import engine_of, run_config, write_llama
 
 
@@ -61,12 +63,50 @@ def test_a_run_leaves_its_metrics(tmp_path: Path) -> None:
     assert metrics["decode_tokens_per_s"] > 0
     for name in ("time_to_first_token_s", "time_per_output_token_s"):
         assert 0 < metrics[name]["p50"] <= metrics[name]["p90"] <= metrics[name]["p99"]
-    assert 0 < metrics["decode_share_of_bandwidth"] < 1
+    assert metrics["memory_bandwidth_bytes_per_s"] > 0
     size = (tmp_path / "model" / "model.safetensors").stat().st_size
     assert size * 0.9 < metrics["weight_bytes"] < size * 1.05  # packed weights have outputs up to 16s
     assert (
         metrics["kv_bytes"] == 2 * (9 + 2) * 2 * 2 * 2 * 16 * 4
     )  # rows, tokens, K and V, layers, heads, channels, float32
+
+
+@pytest.mark.parametrize(
+    ("cache", "bandwidth", "share", "said"),
+    [
+        (2**30, 1e9, None, r"a step reads 0.\d MB, which fit the cache of 1,074 MB"),
+        (0, 1.0, None, "a step is faster than the memory was when it was measured"),
+        (0, 1e15, 0.0, r"share of the bandwidth +0.0 %"),
+    ],
+)
+def test_a_share_is_printed_where_memory_is_what_a_step_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    cache: int, bandwidth: float, share: float | None, said: str,
+) -> None:  # fmt: skip
+    write_llama(tmp_path / "model")
+    monkeypatch.setattr(bench, "cache_bytes", lambda device: cache)
+    monkeypatch.setattr(bench, "memory_bandwidth", lambda device: bandwidth)
+    sizes = {"prompt_tokens": 9, "new_tokens": 4, "repeats": 1}
+    bench.run_bench(job(tmp_path / "model", **sizes), tmp_path / "out", dump)
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics["decode_share_of_bandwidth"] == (share if share is None else pytest.approx(share, abs=0.01))
+    assert (metrics["decode_share_unknown"] is None) == (share is not None)
+    assert re.search(said, capsys.readouterr().out)
+
+
+def test_the_last_caches_of_all_processors_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two dies of two processors, each with a third-level cache of 32 MB; only three of the processors are ours."""
+    for cpu, shared in enumerate(["0-1", "0-1", "2-3", "2-3"]):
+        for level, of, size in ((1, str(cpu), "48K"), (3, shared, "32M")):
+            folder = tmp_path / f"cpu{cpu}" / "cache" / f"index{level}"
+            folder.mkdir(parents=True)
+            for name, text in (("level", str(level)), ("shared_cpu_list", of), ("size", size)):
+                (folder / name).write_text(text + "\n")
+    monkeypatch.setattr(bandwidth, "CPUS", tmp_path)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 3})
+    assert bandwidth.cache_bytes(torch.device("cpu")) == 2 * 32 * 2**20
+    (tmp_path / "cpu3" / "cache" / "index3" / "size").write_text("much\n")
+    assert bandwidth.cache_bytes(torch.device("cpu")) == 0
 
 
 def test_bytes_of_a_quantised_cache_are_those_it_takes(tmp_path: Path) -> None:
