@@ -27,6 +27,10 @@ inline Ints load_halves(const uint16_t *at) {
   const auto *halves = reinterpret_cast<const __m128i *>(at);
   return {_mm256_cvtepu16_epi32(_mm_loadu_si128(halves)), _mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1))};
 }
+inline Floats load_float16(const uint16_t *at) {
+  const auto *halves = reinterpret_cast<const __m128i *>(at);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
+}
 inline void store(float *at, Floats x) {
   _mm256_storeu_ps(at, x.low);
   _mm256_storeu_ps(at + 8, x.high);
@@ -35,6 +39,10 @@ inline void store(uint8_t *at, Ints x) {
   auto *halves = reinterpret_cast<__m256i *>(at);
   _mm256_storeu_si256(halves, x.low);
   _mm256_storeu_si256(halves + 1, x.high);
+}
+inline void store_halves(uint16_t *at, Ints x) {
+  const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(x.low, x.high), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), both);
 }
 inline void store_bytes(int8_t *at, Ints x) {
   alignas(32) int32_t wide[LANES];
@@ -124,10 +132,23 @@ inline Floats dot_bfloat16(Floats sum, Ints a, Ints b) {
 }
 
 // Lane j of row i and lane i of row j change places.
+inline void transpose(__m256i (&rows)[8]) {
+  __m256i pairs[8];
+  for (int i = 0; i < 8; i += 4) {  // four by four within halves of a register
+    const __m256i a = _mm256_unpacklo_epi32(rows[i], rows[i + 1]), b = _mm256_unpackhi_epi32(rows[i], rows[i + 1]);
+    const __m256i c = _mm256_unpacklo_epi32(rows[i + 2], rows[i + 3]), d = _mm256_unpackhi_epi32(rows[i + 2], rows[i + 3]);
+    pairs[i] = _mm256_unpacklo_epi64(a, c), pairs[i + 1] = _mm256_unpackhi_epi64(a, c);
+    pairs[i + 2] = _mm256_unpacklo_epi64(b, d), pairs[i + 3] = _mm256_unpackhi_epi64(b, d);
+  }
+  for (int i = 0; i < 4; ++i) {  // then the halves
+    rows[i] = _mm256_permute2x128_si256(pairs[i], pairs[i + 4], 0x20);
+    rows[i + 4] = _mm256_permute2x128_si256(pairs[i], pairs[i + 4], 0x31);
+  }
+}
 inline void transpose(Ints (&rows)[LANES]) {
-  alignas(32) int32_t from[LANES][LANES], to[LANES][LANES];
-  for (int i = 0; i < LANES; ++i) store(reinterpret_cast<uint8_t *>(from[i]), rows[i]);
-  for (int i = 0; i < LANES; ++i)
-    for (int j = 0; j < LANES; ++j) to[i][j] = from[j][i];
-  for (int i = 0; i < LANES; ++i) rows[i] = load(reinterpret_cast<const uint8_t *>(to[i]));
+  __m256i blocks[2][2][8];
+  for (int i = 0; i < LANES; ++i) blocks[i / 8][0][i % 8] = rows[i].low, blocks[i / 8][1][i % 8] = rows[i].high;
+  for (auto &half : blocks)
+    for (auto &block : half) transpose(block);
+  for (int i = 0; i < LANES; ++i) rows[i] = {blocks[0][i / 8][i % 8], blocks[1][i / 8][i % 8]};
 }

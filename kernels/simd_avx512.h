@@ -12,11 +12,13 @@ inline Floats load(const float *at) { return _mm512_loadu_ps(at); }
 inline Ints load(const uint8_t *at) { return _mm512_loadu_si512(at); }
 inline Ints load_bytes(const int8_t *at) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at))); }
 inline Ints load_halves(const uint16_t *at) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at))); }
+inline Floats load_float16(const uint16_t *at) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at))); }
 inline void store(float *at, Floats x) { _mm512_storeu_ps(at, x); }
 inline void store(uint8_t *at, Ints x) { _mm512_storeu_si512(at, x); }
 inline void store_bfloat16(uint16_t *at, Floats x) {  // to nearest, ties to even; denormals become zero
   _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), (__m256i)_mm512_cvtneps_pbh(x));
 }
+inline void store_halves(uint16_t *at, Ints x) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), _mm512_cvtepi32_epi16(x)); }
 inline void store_bytes(int8_t *at, Ints x) { _mm_storeu_si128(reinterpret_cast<__m128i *>(at), _mm512_cvtepi32_epi8(x)); }
 
 inline Ints as_ints(Floats x) { return _mm512_castps_si512(x); }

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from conf.errors import UserError
 from kernels.kv_store import kv_store, rope_and_store
+from kernels.matmul import linear
 from kernels.quantize_rows import Rows
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape
@@ -21,7 +22,7 @@ from models.config import ConfigReader
 from models.decoder import Decoder, DecoderLayer
 from models.layers.attention import alibi_slopes, attend
 from models.layers.constant import Constant
-from models.layers.linear import Linear, linear
+from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding
 

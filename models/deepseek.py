@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.kv_store import kv_store
+from kernels.matmul import linear, linear_per_head
 from kernels.quantize_rows import Rows
 from kernels.rope import rope
 from models.batch import Batch, KVCache, LayerCache
@@ -20,7 +21,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.decoder import Decoder, DecoderLayer
 from models.layers.attention import attend_latent
-from models.layers.linear import Linear, PlainLinear, linear, linear_per_head, linear_together, make_head
+from models.layers.linear import Linear, PlainLinear, linear_together, make_head
 from models.layers.mlp import MLP
 from models.layers.moe import Experts
 from models.layers.norm import RMSNorm

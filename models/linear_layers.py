@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import build
-from kernels.matmul.packed import DTYPES
+from kernels.matmul.packed import INPUTS_OF_STEP
 from models.causal_lm import CausalLM
 from models.layers.dense import DenseLinear
 from models.layers.linear import Conv1D, FloatLinear, Layer, Linear, SharesInput, TiedHead, join
@@ -38,7 +38,7 @@ def replace_layer(model: nn.Module, name: str, new: nn.Module) -> None:
 
 def pack_layers(model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
     """Put in the places of the (meta) model's linear layers such that pack their weights when they come, if the kernels are there."""
-    if device.type != "cpu" or dtype not in DTYPES or build.library() is None:
+    if device.type != "cpu" or dtype not in INPUTS_OF_STEP or build.library() is None:
         return
     for layer in linear_layers(model, *PACKABLE, FloatLinear).values():
         replace_layer(model, layer.name, DenseLinear(layer))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from conf.quantization import Activations
+from kernels.matmul import linear
 from kernels.quant_matmul import (
     Float8Weight,
     GPUWeight,
@@ -26,7 +27,7 @@ from kernels.quant_matmul import (
     quant_matmul_together,
 )
 from kernels.quantize_rows import QuantizedRows, RowCodes, Rows, quantize_rows
-from models.layers.linear import GPULinear, GroupedProduct, JointLinear, PackedLinear, linear, take
+from models.layers.linear import GPULinear, GroupedProduct, JointLinear, PackedLinear, take
 from quantization.activations import quantize_static
 from quantization.layouts.base import StoredWeight, WeightLayout
 from quantization.layouts.floats import FloatLayout

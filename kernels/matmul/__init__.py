@@ -1,6 +1,7 @@
-"""Matrix product with a weight of float32 or bfloat16.
+"""Matrix product with a weight of float32, bfloat16 or float16.
 
-M rows, K inputs, N outputs. A row's result does not depend on the other rows or on the number of threads, to the bit.
+M rows, K inputs, N outputs, H heads. With the C++ kernels a row's result does not depend on the other rows or on the number of threads, to
+the bit. Without them torch multiplies, and the order of its sums may depend on the number of rows.
 """
 
 import ctypes
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from kernels import build
 from kernels.custom_op import Parts, custom_op
-from kernels.matmul.packed import PackedMatrices, PackedMatrix, pack
-from kernels.matmul.reference import linear
+from kernels.matmul import reference
+from kernels.matmul.packed import INPUTS_OF_STEP, PackedMatrices, PackedMatrix, pack
 from kernels.swiglu import swiglu
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "PackedMatrix",
     "grouped_matmul",
     "linear",
+    "linear_per_head",
     "matmul",
     "matmul_swiglu",
     "matmul_together",
@@ -41,7 +43,17 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.matmul.argtypes = rows + (*weight, c_void_p, c_int64) * MAX_TOGETHER
     library.matmul_swiglu.argtypes = (*rows, *weight, *weight, c_void_p, c_int64)
     library.grouped_matmul.argtypes = (c_void_p, c_int32, c_int64, *(c_void_p,) * 6, c_int64, c_int64)
-    for function in (library.matmul, library.matmul_swiglu, library.grouped_matmul):
+    library.linear.argtypes = (
+        c_void_p,
+        c_int32,
+        *(c_int64,) * 3,
+        c_void_p,
+        *(c_int64,) * 3,
+        c_void_p,
+        c_void_p,
+        c_int64,
+    )
+    for function in (library.matmul, library.matmul_swiglu, library.grouped_matmul, library.linear):
         function.restype = None
     return library
 
@@ -52,6 +64,57 @@ def _empty_products(x: Tensor, weights: Sequence[PackedMatrix], *_: Any) -> list
 
 def _empty_product(x: Tensor, gate: PackedMatrix, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], gate.num_outputs)
+
+
+def _empty_linear(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[-2])
+
+
+@custom_op(_empty_linear)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N].
+
+    It is for a weight that is used once, or in other ways too: the weight stays as it is, and every call packs it part by part. With the
+    C++ kernels the bits are those of `matmul` with the packed weight.
+    """
+    if not _is_ours(x, weight, bias):
+        return reference.linear(x, weight, bias)
+    return _linear(x[None], weight[None], bias)[0]
+
+
+@custom_op(_empty_linear)
+def linear_per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """Every head's x [M, H, K] times its own weight [H, N, K] transposed: [M, H, N], each as by `linear`."""
+    if not _is_ours(x, weight, None):
+        return reference.linear_per_head(x, weight)
+    return _linear(x.transpose(0, 1), weight, None).transpose(0, 1)
+
+
+def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the C++ kernels multiply them. What does not belong together is left to torch, which refuses it."""
+    if not x.is_cpu or x.dtype not in INPUTS_OF_STEP or build.library() is None:
+        return False
+    heads = x.shape[1:-1]  # [H], or []
+    return (
+        weight.shape == (*heads, weight.shape[-2], x.shape[-1])
+        and weight.dtype == x.dtype
+        and (bias is None or (bias.shape, bias.dtype) == (weight.shape[:1], x.dtype))
+    )
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [H, M, K] and weight [H, N, K]: [H, M, N]."""
+    library = build.library()
+    assert library is not None
+    if 1 not in weight.stride()[1:]:
+        weight = weight.contiguous()
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+    out = torch.empty(*x.shape[:2], weight.shape[1], dtype=x.dtype)
+    _declared(library).linear(
+        *(x.data_ptr(), build.DTYPES[x.dtype], *x.shape, weight.data_ptr(), *weight.stride()),
+        *(_address(bias), out.data_ptr(), weight.shape[1]),
+    )
+    return out
 
 
 def matmul(x: Tensor, weight: PackedMatrix, bias: Tensor | None = None) -> Tensor:
@@ -71,7 +134,7 @@ def matmul_together(x: Tensor, weights: Sequence[PackedMatrix], biases: Sequence
     for weight, bias in zip(weights, biases, strict=True):
         _check(x, weight, bias)
     if library is None:
-        return [linear(x, weight.unpack(), bias) for weight, bias in zip(weights, biases, strict=True)]
+        return [reference.linear(x, weight.unpack(), bias) for weight, bias in zip(weights, biases, strict=True)]
     x, num_rows = x.contiguous(), x.shape[0]
     outs = [torch.empty(num_rows, weight.num_outputs, dtype=x.dtype) for weight in weights]
     arguments: list[int | None] = []

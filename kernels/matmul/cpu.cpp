@@ -1,9 +1,9 @@
 // x [M, K] times W [N, K] transposed, plus bias [N]; kernels/matmul/reference.py is the specification.
 // Up to three weights in one call, each with its own result: rows are prepared once, and threads meet once. Or two of them, gate and up, with
-// one result, silu(gate) * up.
+// one result, silu(gate) * up. Or one that is not packed, a tile of which is when its turn comes.
 //
-// M rows, K inputs, N outputs. A tile is 16 outputs, one for each lane; a step is what 32 bits hold of the inputs: one float32 or two
-// bfloat16. Every output is one sum over the steps in their order, kept in a register from the first to the last, so a row's bits depend
+// M rows, K inputs, N outputs. A tile is 16 outputs, one for each lane; a step is one input of float32 or float16, or two of bfloat16. Rows
+// of float16 are widened once, their weights when they are read. Every output is one sum over the steps in their order, kept in a register from the first to the last, so a row's bits depend
 // neither on the other rows nor on how the work was shared.
 #include <algorithm>
 #include <vector>
@@ -14,11 +14,12 @@
 #include "../swiglu.h"
 #include "../threads.h"
 #include "compressed.h"
+#include "plain.h"
 
 namespace {
 
-constexpr int64_t STEP_BYTES = 4;
-constexpr int64_t VECTOR_BYTES = LANES * STEP_BYTES;
+constexpr int64_t STEP_BYTES = 4;  // of a row
+constexpr int64_t vector_bytes(Dtype dtype) { return LANES * (dtype == Dtype::float16 ? 2 : STEP_BYTES); }  // of a tile's step
 constexpr int64_t TILES_PER_CHUNK = 4;
 constexpr int64_t PANELS_PER_CHUNK = 8;
 constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level; 2048 into the first are up to 1.15 times slower at 8 and 16 rows
@@ -31,18 +32,18 @@ struct Rows {
   char *panels = nullptr;  // x, up to MAX_ROWS rows together: [steps, rows, 4 bytes] each
 
   int64_t element_bytes() const { return dtype == Dtype::float32 ? 4 : 2; }
-  int64_t num_steps() const { return divide_up(num_inputs * element_bytes(), STEP_BYTES); }
-  int64_t tile_bytes() const { return num_steps() * VECTOR_BYTES; }
+  int64_t num_steps() const { return dtype == Dtype::bfloat16 ? divide_up(num_inputs, 2) : num_inputs; }
+  int64_t tile_bytes() const { return num_steps() * vector_bytes(dtype); }
   int64_t num_panels() const { return divide_up(num_rows, MAX_ROWS); }
   int64_t height() const { return divide_up(num_rows, std::max<int64_t>(num_panels(), 1)); }
   int64_t panel_bytes() const { return num_rows * num_steps() * STEP_BYTES; }
-  int64_t panel_chunks() const { return divide_up(num_panels(), PANELS_PER_CHUNK); }
 };
 
 struct Weight {
-  const uint8_t *tiles;   // packed: [tiles, steps, 16, 4 bytes]; or compressed, of bfloat16
+  const uint8_t *tiles;   // packed: [tiles, steps, 16, 4 bytes, of float16 2]; or compressed, of bfloat16
   int32_t is_compressed;
   const void *bias;       // null if there is none
+  int64_t first_tile = 0;  // the number of the one that `tiles` begins with, unless it is compressed
 };
 
 struct Output {
@@ -60,6 +61,14 @@ void fill_panel(const Rows &rows, int64_t panel) {
   auto *to = reinterpret_cast<int32_t *>(rows.panels) + first * num_steps;
   for (int64_t row = 0; row < height; ++row) {
     const char *from = rows.x + (first + row) * row_bytes;
+    if (rows.dtype == Dtype::float16) {
+      for (int64_t step = 0; step < num_steps; ++step) {
+        float x;
+        read_floats(from, rows.dtype, step, 1, &x);
+        std::memcpy(to + step * height + row, &x, STEP_BYTES);
+      }
+      continue;
+    }
     for (int64_t step = 0; step < row_bytes / STEP_BYTES; ++step)
       std::memcpy(to + step * height + row, from + step * STEP_BYTES, STEP_BYTES);
     if (const int64_t rest = row_bytes % STEP_BYTES) {  // an odd number of bfloat16
@@ -70,10 +79,17 @@ void fill_panel(const Rows &rows, int64_t panel) {
   }
 }
 
+// A step of a tile: 16 float32, or 16 times two bfloat16.
+template <Dtype DTYPE> Ints load_step(const uint8_t *weight) {
+  if constexpr (DTYPE == Dtype::float16) return as_ints(load_float16(reinterpret_cast<const uint16_t *>(weight)));
+  return load(weight);
+}
+
 // result [ROWS, TILES, 16] = the products of ROWS rows and TILES tiles. Never inlined: among other code the compiler keeps half of the sums
 // in memory (2.2 times slower).
 template <Dtype DTYPE, int ROWS, int TILES>
 [[gnu::noinline]] void dot(const uint8_t *weight, int64_t tile_bytes, const int32_t *x, int64_t num_steps, float *result) {
+  constexpr int64_t VECTOR_BYTES = vector_bytes(DTYPE);
   Floats sums[ROWS][TILES];
   UNROLL
   for (int row = 0; row < ROWS; ++row)
@@ -86,15 +102,15 @@ template <Dtype DTYPE, int ROWS, int TILES>
     UNROLL
     for (int t = 0; t < TILES; ++t) {
       _mm_prefetch(reinterpret_cast<const char *>(weight + t * tile_bytes + ahead), _MM_HINT_T1);
-      w[t] = load(weight + t * tile_bytes);
+      w[t] = load_step<DTYPE>(weight + t * tile_bytes);
     }
     UNROLL
     for (int row = 0; row < ROWS; ++row) {
       const Ints x_step = splat(x[row]);
       UNROLL
       for (int t = 0; t < TILES; ++t)
-        sums[row][t] = DTYPE == Dtype::float32 ? multiply_add(as_floats(w[t]), as_floats(x_step), sums[row][t])
-                                               : dot_bfloat16(sums[row][t], w[t], x_step);
+        sums[row][t] = DTYPE == Dtype::bfloat16 ? dot_bfloat16(sums[row][t], w[t], x_step)
+                                                : multiply_add(as_floats(w[t]), as_floats(x_step), sums[row][t]);
     }
   }
   UNROLL
@@ -148,7 +164,7 @@ void multiply(const Rows &rows, const Weight &weight, int64_t all_tiles, const i
     product(weight.tiles, {all_tiles, rows.num_steps()}, tile, x, result);
   } else {
     const auto product = num_tiles == TILES ? dot<DTYPE, ROWS, TILES> : dot<DTYPE, ROWS, 1>;
-    product(weight.tiles + tile * rows.tile_bytes(), rows.tile_bytes(), x, rows.num_steps(), result);
+    product(weight.tiles + (tile - weight.first_tile) * rows.tile_bytes(), rows.tile_bytes(), x, rows.num_steps(), result);
   }
   if (!weight.bias) return;
   float bias[TILES * LANES];
@@ -184,24 +200,43 @@ template <Dtype DTYPE, int ROWS> void multiply_panel(const Rows &rows, const Out
 struct Product {
   Rows rows;
   Output outputs[3];
+  Plain plain = {};  // the weight of the first output, if it is not packed
 
+  int64_t panels_of_chunk() const { return plain.numbers ? rows.num_panels() : PANELS_PER_CHUNK; }  // packed once for all rows
+  int64_t panel_chunks() const { return divide_up(rows.num_panels(), std::max<int64_t>(panels_of_chunk(), 1)); }
   int64_t num_chunks() const {
     int64_t count = 0;
     for (const Output &out : outputs) count += out.num_chunks();
-    return count * rows.panel_chunks();
+    return count * panel_chunks();
   }
 };
+
+template <Dtype DTYPE> void multiply_tiles(const Product &product, Output out, int64_t first, int64_t last, int64_t panel, int64_t end) {
+  const Rows &rows = product.rows;
+  if (product.plain.numbers) {
+    thread_local std::vector<uint8_t> packed;
+    const int64_t bytes = (last - first) * rows.tile_bytes();
+    if (packed.size() < static_cast<size_t>(bytes)) packed.resize(bytes);
+    for (int64_t tile = first; tile < last; ++tile)
+      pack_tile<DTYPE>(product.plain, out.num_outputs, rows.num_inputs, tile, packed.data() + (tile - first) * rows.tile_bytes());
+    out.weight.tiles = packed.data(), out.weight.first_tile = first;
+  }
+  for (; panel < end; ++panel) multiply_panel<DTYPE, MAX_ROWS>(rows, out, panel, first, last);
+}
 
 // The tiles and panels that one thread takes at a time.
 void multiply_chunk(const Product &product, int64_t chunk) {
   const Rows &rows = product.rows;
   const Output *out = product.outputs;
-  int64_t tile = chunk / rows.panel_chunks();
+  int64_t tile = chunk / product.panel_chunks();
   for (; tile >= out->num_chunks(); ++out) tile -= out->num_chunks();
   const int64_t first = tile * TILES_PER_CHUNK, last = std::min(first + TILES_PER_CHUNK, out->num_tiles());
-  const int64_t panel = chunk % rows.panel_chunks() * PANELS_PER_CHUNK, end = std::min(panel + PANELS_PER_CHUNK, rows.num_panels());
-  const auto multiply = rows.dtype == Dtype::float32 ? multiply_panel<Dtype::float32, MAX_ROWS> : multiply_panel<Dtype::bfloat16, MAX_ROWS>;
-  for (int64_t p = panel; p < end; ++p) multiply(rows, *out, p, first, last);
+  const int64_t panel = chunk % product.panel_chunks() * product.panels_of_chunk();
+  const int64_t end = std::min(panel + product.panels_of_chunk(), rows.num_panels());
+  const auto multiply = rows.dtype == Dtype::float32    ? multiply_tiles<Dtype::float32>
+                        : rows.dtype == Dtype::bfloat16 ? multiply_tiles<Dtype::bfloat16>
+                                                        : multiply_tiles<Dtype::float16>;
+  multiply(product, *out, first, last, panel, end);
 }
 
 void multiply_all(Product *products, int64_t num_products) {
@@ -264,6 +299,25 @@ extern "C" void grouped_matmul(const void *x, int32_t dtype, int64_t num_inputs,
   multiply_all(products.data(), products.size());
 }
 
+// Head number h: x [heads, rows, inputs] times the weight, whose numbers lie so many apart, plus bias: out [heads, rows, outputs].
+extern "C" void linear(const void *x, int32_t dtype, int64_t num_heads, int64_t num_rows, int64_t num_inputs, const void *weight,
+                       int64_t head_stride, int64_t output_stride, int64_t input_stride, const void *bias, void *out, int64_t num_outputs) {
+  record([=] {
+    linear(x, dtype, num_heads, num_rows, num_inputs, weight, head_stride, output_stride, input_stride, bias, out, num_outputs);
+  });
+  thread_local std::vector<Product> products;
+  products.clear();
+  for (int64_t head = 0; head < num_heads; ++head) {
+    Rows rows{Dtype(dtype), static_cast<const char *>(x), num_rows, num_inputs};
+    const int64_t bytes = rows.element_bytes();
+    rows.x += head * num_rows * num_inputs * bytes;
+    char *to = static_cast<char *>(out) + head * num_rows * num_outputs * bytes;
+    const Plain plain{static_cast<const char *>(weight) + head * head_stride * bytes, output_stride, input_stride};
+    products.push_back({rows, {{{nullptr, 0, bias}, {}, to, num_outputs}}, plain});
+  }
+  multiply_all(products.data(), products.size());
+}
+
 // How many of `count` numbers have each upper byte: [256].
 extern "C" void count_upper_bytes(const uint16_t *numbers, int64_t count, int64_t *counts) {
   constexpr int64_t NUMBERS_OF_CHUNK = 1 << 18;
@@ -293,5 +347,5 @@ extern "C" void compress(const uint16_t *tiles, int64_t num_tiles, int64_t num_s
 
 extern "C" void decompress(const uint8_t *memory, int64_t num_tiles, int64_t num_steps, uint8_t *tiles) {
   const Compressed layout{num_tiles, num_steps};
-  parallel_for(num_tiles, [&](int64_t tile) { decompress_tile(memory, layout, tile, tiles + tile * num_steps * VECTOR_BYTES); });
+  parallel_for(num_tiles, [&](int64_t tile) { decompress_tile(memory, layout, tile, tiles + tile * num_steps * vector_bytes(Dtype::bfloat16)); });
 }

@@ -11,15 +11,19 @@ from kernels.build import addresses
 from kernels.matmul.compressed import check_exceptions, check_size, compress, decompress
 
 TILE = 16  # outputs that a vector register holds beside each other
-DTYPES = (torch.float32, torch.bfloat16)
+INPUTS_OF_STEP = {
+    torch.float32: 1,
+    torch.bfloat16: 2,
+    torch.float16: 1,
+}  # of one output, which a kernel multiplies at once
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
     """A weight [N, K] in the order in which a kernel reads it; it takes the weight's place.
 
-    `tiles` [ceil(N / 16), ceil(K / P), 16, P] float32 or bfloat16: P inputs of one output fill 32 bits (float32 1, bfloat16 2),
-    then come 16 outputs, then the inputs. Zeros fill it up. Or those of bfloat16 in 12 bits each, uint8 [bytes], as compressed.py says.
+    `tiles` [ceil(N / 16), ceil(K / P), 16, P] float32, float16 or bfloat16: P inputs of one output (`INPUTS_OF_STEP`), then come 16
+    outputs, then the inputs. Zeros fill it up. Or those of bfloat16 in 12 bits each, uint8 [bytes], as compressed.py says.
     A file may hold it, and it may be mapped from there.
     """
 
@@ -28,10 +32,12 @@ class PackedMatrix:
     num_inputs: int
 
     def __post_init__(self) -> None:
-        shape = (*self._num_tiles_and_steps, TILE, 4 // self.dtype.itemsize)
+        if self.dtype not in INPUTS_OF_STEP:
+            raise ValueError(f"packed weights cannot be of {self.dtype}")
+        shape = (*self._num_tiles_and_steps, TILE, INPUTS_OF_STEP[self.dtype])
         if self.is_compressed:
             check_size(self.tiles, *self._num_tiles_and_steps)
-        elif self.tiles.dtype not in DTYPES or self.tiles.shape != shape or not self.tiles.is_contiguous():
+        elif self.tiles.shape != shape or not self.tiles.is_contiguous():
             raise ValueError(f"packed weights {list(shape)} cannot be {list(self.tiles.shape)} of {self.tiles.dtype}")
 
     @property
@@ -45,7 +51,7 @@ class PackedMatrix:
 
     @property
     def _num_tiles_and_steps(self) -> tuple[int, int]:
-        return -(-self.num_outputs // TILE), -(-self.num_inputs * self.dtype.itemsize // 4)
+        return -(-self.num_outputs // TILE), -(-self.num_inputs // INPUTS_OF_STEP[self.dtype])
 
     def check(self) -> None:
         """Of numbers that come from a file: ValueError where a kernel would read behind them."""
@@ -73,15 +79,18 @@ class PackedMatrices:
 
 
 def pack(weight: Tensor) -> PackedMatrix:
-    """weight [N, K] float32 or bfloat16, which is compressed where that is a gain. Raises ValueError for another dtype."""
-    if weight.dtype not in DTYPES:
-        raise ValueError(f"a weight of {weight.dtype} cannot be packed: only float32 and bfloat16")
+    """weight [N, K] float32, bfloat16 or float16; bfloat16 is compressed where that is a gain. Raises ValueError for another dtype."""
+    if weight.dtype not in INPUTS_OF_STEP:
+        raise ValueError(f"a weight of {weight.dtype} cannot be packed: only {', '.join(map(str, INPUTS_OF_STEP))}")
     num_outputs, num_inputs = weight.shape
-    per_step = 4 // weight.element_size()
+    per_step = INPUTS_OF_STEP[weight.dtype]
     missing = -num_inputs % per_step, -num_outputs % TILE
     if any(missing):  # pad copies, whatever is missing
         weight = functional.pad(weight, (0, missing[0], 0, missing[1]))
-    words = weight.contiguous().view(torch.int32)  # [N, K / P]: moved three times as fast as two numbers of 16 bits
+    word = (
+        torch.int16 if weight.dtype == torch.float16 else torch.int32
+    )  # moved three times as fast as two numbers of 16 bits
+    words = weight.contiguous().view(word)  # [N, K / P]
     tiles = words.view(len(words) // TILE, TILE, -1).transpose(1, 2).contiguous()
     tiles = tiles.view(weight.dtype).unflatten(2, (TILE, per_step))
     return PackedMatrix(compress(tiles) if weight.dtype == torch.bfloat16 else tiles, num_outputs, num_inputs)

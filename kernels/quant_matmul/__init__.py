@@ -1,6 +1,6 @@
 """Matrix product with a quantised weight: 8 or 4 bits, a scale for each output or for each group of its inputs.
 
-M rows, K inputs, N outputs. A row's result does not depend on the other rows or on the number of threads, to the bit.
+M rows, K inputs, N outputs. With the C++ kernels a row's result does not depend on the other rows or on the number of threads, to the bit.
 """
 
 import ctypes

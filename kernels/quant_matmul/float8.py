@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.matmul.reference import linear
+from kernels.matmul import linear
 from kernels.quantize_rows.rows import QuantizedRows, Rows
 
 
@@ -42,7 +42,8 @@ def _quant_matmul_codes(x: QuantizedRows, weight: Float8Weight) -> Tensor:
     """Sums of a group are made of codes alone, scales come after."""
     codes, scales = weight.codes, weight.scales
     if scales.shape[1] == 1:
-        products = linear(x.codes.to(x.dtype), codes.to(x.dtype))
+        wide = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32  # the sums do not fit into float16
+        products = linear(x.codes.to(wide), codes.to(wide))
         return (products * x.scales * scales.reshape(1, -1)).to(x.dtype)
     width, x_width = weight.num_inputs // scales.shape[1], x.group_size or weight.num_inputs
     total = torch.zeros(len(x), len(codes), device=codes.device)

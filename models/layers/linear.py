@@ -1,4 +1,4 @@
-"""The linear layer, whose every row is computed the same way however many rows there are."""
+"""The linear layer, and the forms that its weight may be held in."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
@@ -7,23 +7,12 @@ from typing import NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from kernels.matmul.reference import MIN_ROWS, linear
+from kernels.matmul import linear
 from kernels.quant_matmul import gpu_weight
 from kernels.quant_matmul.gpu_weight import GPUWeight, of_floats
 from kernels.quantize_rows import QuantizedRows, RowCodes, Rows
 from kernels.swiglu import swiglu, swiglu_quantize
-
-__all__ = ["Linear", "join", "linear", "linear_per_head", "linear_swiglu", "linear_together"]
-
-
-def linear_per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """Every head's x [R, H, I] times its own weight [H, O, I] transposed: [R, H, O]. Rows as above."""
-    num_rows, least = x.shape[0], MIN_ROWS.get(x.dtype, 1)
-    if num_rows < least and x.device.type == "cpu":
-        x = functional.pad(x, (0, 0, 0, 0, 0, least - num_rows))
-    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)[:num_rows]
 
 
 class Piece(NamedTuple):

@@ -52,7 +52,7 @@ class Experts(nn.ModuleList):
     """A layer's experts, gated feed-forward layers of one shape, under the checkpoint's names: `0.gate_proj.weight` and so on.
 
     `prepare` chooses how they are computed together; without it, or where their weights are held in ways that no kernel takes together,
-    one expert computes its tokens after the other. On a CPU a token's bits depend in no case on the other tokens.
+    one expert computes its tokens after the other. With the C++ kernels a token's bits never depend on the other tokens.
     """
 
     def __init__(self, experts: Iterable[MLP], num_experts_per_tok: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from kernels.matmul import linear
 from pipelines.engine.logits import process_logits
 from pipelines.engine.request import Continuation, FinishReason, Sequence, SequenceGroup
 from pipelines.engine.sampler import token_logprobs
@@ -53,7 +54,7 @@ class ContrastiveSearch:
             self._context, directions = directions.tensor_split([len(directions) - num_candidates])
         if self._probabilities is not None:
             alpha = group.request.params.penalty_alpha
-            similarity = (directions @ self._context.T).amax(-1)  # [k]
+            similarity = linear(directions, self._context).amax(-1)  # [k]
             chosen = int(((1 - alpha) * self._probabilities - alpha * similarity).argmax())
             self._context = torch.cat([self._context, directions[chosen : chosen + 1]])
             if reason := self._accept(group.sequences[chosen]):

@@ -14,7 +14,16 @@ from kernels.all_finite import all_finite
 from kernels.capture import capture
 from kernels.kv_format import FORMATS, allocate
 from kernels.kv_store import kv_store
-from kernels.matmul import PackedMatrices, grouped_matmul, matmul, matmul_swiglu, matmul_together, pack
+from kernels.matmul import (
+    PackedMatrices,
+    grouped_matmul,
+    linear,
+    linear_per_head,
+    matmul,
+    matmul_swiglu,
+    matmul_together,
+    pack,
+)
 from kernels.moe import combine_rows, group_rows, route
 from kernels.paged_attention import paged_attention
 from kernels.quant_matmul import (
@@ -98,6 +107,8 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "route": lambda x: route(x, 3, True),
     "group_rows": lambda x: group_rows(x, CHOSEN, 3),
     "combine_rows": lambda x: combine_rows(x, x[:, :1] + 1, group_rows(x, CHOSEN, 3)[2]),
+    "linear": lambda x: linear(x, TABLE * x[0, 0], TABLE[:, 0] + 1),
+    "linear_per_head": lambda x: linear_per_head(x.unflatten(1, (4, 16)), TABLE[:32].view(4, 32, 16)),
     "grouped_matmul": lambda x: grouped_matmul(x, MATRICES, group_rows(x, CHOSEN, 3)[1]),
     "grouped_quant_matmul": lambda x: grouped_quant_matmul(x, CODED, group_rows(x, CHOSEN, 3)[1]),
     "grouped_quant_matmul of codes": lambda x: grouped_quant_matmul(codes(x), CODED, group_rows(x, CHOSEN, 3)[1]),

@@ -57,13 +57,15 @@ def test_rows(num_rows: int, dtype: torch.dtype) -> None:
     opcheck(ops.rope_angles, torch.arange(num_rows), torch.rand(17), 1.25, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("any_way")
 def test_products(dtype: torch.dtype) -> None:
     x, sizes, bias = randn(5, 31, dtype=dtype), (17, 16), randn(17, dtype=dtype)
     dense = [matmul.WEIGHT.take(matmul.pack(randn(size, 31, dtype=dtype))) for size in sizes]
     opcheck(ops.matmul_together, x, *map(list, zip(*dense, strict=True)), [bias, None])
     opcheck(ops.matmul_swiglu, x, *dense[0], *dense[0], bias)
+    opcheck(ops.linear, x, randn(17, 31, dtype=dtype), bias)
+    opcheck(ops.linear_per_head, randn(5, 3, 31, dtype=dtype), randn(3, 17, 31, dtype=dtype))
     for bits, group, zeros in ((8, 0, False), (4, 32, True)):
         packed = [quant_matmul.pack(*make(size, 31, bits, group, zeros)[:3], bits) for size in sizes]
         coded = [quant_matmul.WEIGHT.take(weight) for weight in packed]

@@ -105,7 +105,7 @@ STARTS = [[0, 5], [0, 0, 1, 1, 40, 57, 57], [0, 0, 0], list(range(0, 130, 3))]
 
 
 @pytest.mark.parametrize("starts", STARTS, ids=lambda starts: f"{len(starts) - 1} weights")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("poisoned")
 def test_grouped_product_has_the_bits_of_single_ones(any_way: str, starts: list[int], dtype: torch.dtype) -> None:
     for num_outputs, num_inputs in ((100, 65), (16, 32), (257, 8)):
@@ -150,7 +150,7 @@ def test_grouped_quantised_product_has_the_bits_of_single_ones(
     assert torch.equal(found, torch.cat(single))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_grouped_bits_do_not_depend_on_threads(compiled: Callable[[int], None], dtype: torch.dtype) -> None:
     starts = torch.tensor(STARTS[1])
     packed = matmul.PackedMatrices(

@@ -72,7 +72,11 @@ def float_products(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
     gate, up = (matmul.pack(waves(20, channels) + number) for number in range(2))
     both = matmul.PackedMatrices([gate, up])
     grouped = matmul.grouped_matmul(x, both, starts), matmul.grouped_matmul(x, both, starts, both)
-    return *matmul.matmul_together(x, [gate, up], [None, None]), matmul.matmul_swiglu(x, gate, up), *grouped
+    plain = (
+        matmul.linear(x, at(waves(20, channels))),
+        matmul.linear_per_head(at(waves(rows, 2, channels)), at(waves(2, 20, channels))),
+    )
+    return *plain, *matmul.matmul_together(x, [gate, up], [None, None]), matmul.matmul_swiglu(x, gate, up), *grouped
 
 
 def coded_products(rows: int, channels: int, at: Place) -> Sequence[Tensor]:

@@ -14,7 +14,7 @@ from tests.kernels.test_quant_matmul import FORMATS, make
 ROWS = [1, 2, 5, 13, 65]
 OUTPUTS = [(1, 17, 100), (64, 15), (130,)]
 INPUTS = [31, 64, 257]
-NARROW = [torch.float32, torch.bfloat16]
+NARROW = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def randn(*shape: int, dtype: torch.dtype) -> Tensor:

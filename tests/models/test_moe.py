@@ -6,9 +6,10 @@ from torch import nn
 
 from kernels import build
 from kernels.capture import capture
+from kernels.matmul import linear
 from kernels.moe import group_rows, route
 from models.layers.dense import DenseLinear
-from models.layers.linear import Layer, linear
+from models.layers.linear import Layer
 from models.layers.mlp import MLP
 from models.layers.moe import Experts
 
@@ -53,8 +54,11 @@ def test_equals_the_formula(renormalise: bool) -> None:
     torch.testing.assert_close(experts(x, weights, chosen), expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.skipif(
+    build.library() is None, reason="torch's sums may run in an order that depends on the number of rows"
+)
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("count", [1, 4, 6, 60, 128])
 @torch.inference_mode()
 def test_a_token_is_the_same_in_any_company(dtype: torch.dtype, count: int, packed: bool) -> None:
