@@ -1,0 +1,87 @@
+"""With the C++ kernels no product goes through torch on a CPU: there the order of a sum may depend on the number of rows."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conf.decoding import DecodeConfig
+from conf.quantization import Activations, QuantConfig, QuantScheme
+from conf.schema import DType
+from kernels import build
+from pipelines.loading import load_engine
+from tests.builders import generate, run_config, write_llama
+from tests.models.test_deepseek import V3_GROUPS
+from tests.models.test_deepseek import build as build_deepseek
+from tests.models.test_goldens import FAMILIES, GOLDENS, link
+
+pytestmark = pytest.mark.skipif(build.library() is None, reason="without the C++ kernels torch computes")
+
+aten = torch.ops.aten
+PRODUCTS = {
+    *(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot, aten.vdot, aten.addr),
+    *(aten.linear, aten.matmul, aten.einsum, aten.bilinear, aten._trilinear, aten.convolution),
+    *(aten._int_mm, aten._scaled_mm, aten._weight_int8pack_mm, aten._weight_int4pack_mm_for_cpu),
+    *(aten.scaled_dot_product_attention, aten._scaled_dot_product_flash_attention_for_cpu),
+}
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22], [23, 24]]
+GREEDY = DecodeConfig(max_new_tokens=4, ignore_eos=True)
+CODES = {
+    "int8": QuantConfig(QuantScheme.int8),
+    "int4": QuantConfig(QuantScheme.int4, group_size=32, overrides={"*.down_proj": "int8"}),
+    "a8w8": QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic),
+    "fp8": QuantConfig(QuantScheme.fp8, activations=Activations.dynamic),
+}
+
+
+class NoProduct(TorchDispatchMode):
+    """Refuses torch's products."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket not in PRODUCTS, func
+        return func(*args, **(kwargs or {}))
+
+
+def check(
+    folder: Path,
+    dtype: str,
+    decode: DecodeConfig = GREEDY,
+    quant: QuantConfig | None = None,
+    prompts: list[list[int]] = PROMPTS,
+) -> None:
+    """Prompts, chunks of them and tokens are computed without a product of torch's."""
+    run = run_config(folder, allow_pickle=True)
+    run = replace(run, model=replace(run.model, dtype=DType[dtype]), quant=quant or QuantConfig())
+    engine = load_engine(replace(run, device=replace(run.device, max_batched_tokens=24)), 3)
+    with NoProduct():
+        generate(engine, prompts, decode)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_in_every_dtype(family: str, dtype: str, tmp_path: Path) -> None:
+    prompts = load_file(GOLDENS / family / "golden.safetensors")["input_ids"].tolist()
+    check(link(family, tmp_path), dtype, prompts=prompts * 3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_deepseek(dtype: str, tmp_path: Path) -> None:
+    for version, options in ((2, {}), (3, V3_GROUPS)):
+        build_deepseek(version, **options).save_pretrained(tmp_path / str(version))
+        check(tmp_path / str(version), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("quant", CODES)
+def test_every_scheme_in_every_dtype(quant: str, dtype: str, tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    check(tmp_path, dtype, quant=CODES[quant])
+
+
+def test_contrastive_search(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    check(tmp_path, "float32", replace(GREEDY, penalty_alpha=0.6, top_k=3))
