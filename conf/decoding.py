@@ -4,10 +4,10 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args, get_origin, get_type_hints
 
-from conf.errors import UserError, check
+from conf.errors import UserError, check, there_are
 
 log = logging.getLogger(__name__)
 
@@ -20,8 +20,9 @@ class DecodeConfig:
     generation_config.json does, and else the value that changes nothing. What is given and switched off (USED_WITH) is a warning.
     """
 
-    max_new_tokens: int | None = None
-    """Most new tokens. With `max_length` too, the smaller wins; with neither, 256 or what the context leaves."""
+    max_new_tokens: int | str | None = None
+    """Most new tokens; auto: as many as fit into the context after each prompt. With `max_length` too, the smaller wins; with neither,
+    256 or what the context leaves."""
     min_new_tokens: int | None = None
     """No stop token, eos or stop string ends a row before this many new tokens."""
     max_length: int | None = None
@@ -81,8 +82,9 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         for name, allowed, holds in _DECODE_CHECKS:
             value = getattr(self, name)
-            check(value is None or holds(value), f"decode.{name}", value, allowed)
-        if self.max_new_tokens is not None and self.min_new_tokens is not None:
+            shown = repr(value) if isinstance(value, str) else value
+            check(value is None or holds(value), f"decode.{name}", shown, allowed)
+        if isinstance(self.max_new_tokens, int) and self.min_new_tokens is not None:
             allowed = f"at most decode.max_new_tokens={self.max_new_tokens}"
             check(self.min_new_tokens <= self.max_new_tokens, "decode.min_new_tokens", self.min_new_tokens, allowed)
         if (self.num_beams or 1) > 1:
@@ -152,7 +154,7 @@ class DecodeConfig:
         given = dict(values)
         for name, value in values.items():
             if name not in hints:
-                raise UserError(f"decode.{name} does not exist: there are {', '.join(f.name for f in fields(self))}")
+                raise UserError(f"decode.{name} does not exist: {there_are(list(hints), name)}")
             if name in ("stop", "bad_words") and isinstance(value, str):
                 given[name] = value = [value]
             if name == "logit_bias" and isinstance(value, dict):  # JSON has no other keys than texts
@@ -231,7 +233,7 @@ MAX_SEQUENCES = 256  # of one request: samples, beams or candidates
 MAX_LIST = 1024  # entries of a list in a request
 
 _DECODE_CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    ("max_new_tokens", "a number above 0, or null", lambda v: v > 0),
+    ("max_new_tokens", "a number above 0, or null, or auto", lambda v: v == "auto" or (isinstance(v, int) and v > 0)),
     ("min_new_tokens", "a number from 0", lambda v: v >= 0),
     ("max_length", "a number above 0, or null", lambda v: v > 0),
     ("temperature", "a finite number from 0 (0 is greedy)", lambda v: 0 <= v < math.inf),

@@ -5,7 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from conf.errors import UserError
 from conf.schema import RunConfig
 from pipelines import report
 from pipelines.engine import Completion, Engine, Output, Request
-from pipelines.engine.request import FinishReason, SamplingParams, TokenLogprobs
+from pipelines.engine.request import FinishReason, SamplingParams, TokenLogprobs, too_many_new_tokens
 from pipelines.fingerprint import fingerprint
 from pipelines.interrupt import Interrupted, Interruption, interruption
 from pipelines.journal import ANEW, Journal, dumps, named_folder, open_journal
@@ -43,6 +43,7 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     run = replace(run, decode=engine.resolve(run.decode))
     engine.check(run.decode)
     encoder = PromptEncoder(engine.tokenizer, run.predict.add_special_tokens, run.predict.chat_template)
+    _check_new_tokens(run, engine, encoder, prompts)
     load_s = time.perf_counter() - start
     with closing(open_journal(run.predict.resume, output_dir, fingerprint(run, engine, prompts))) as journal:
         run = replace(run, decode=replace(run.decode, seed=journal.seed))
@@ -212,6 +213,19 @@ def _counts(record: dict[str, Any]) -> dict[str, int]:
         "num_cached_tokens": record["num_cached_tokens"],
         "num_generated_tokens": row["num_generated_tokens"],
     }
+
+
+def _check_new_tokens(run: RunConfig, engine: Engine, encoder: PromptEncoder, prompts: Prompts) -> None:
+    """Raises UserError for more new tokens than fit after any prompt, with the number that fits after the longest one that fits itself."""
+    wanted, most = run.decode.max_new_tokens, engine.context.num_tokens
+    if run.decode.max_length is not None or not isinstance(wanted, int) or wanted < most:
+        return
+    lengths = []
+    for row in () if prompts.num_rows is None else prompts:  # standard input can be read only once
+        with suppress(UserError):  # of a bad row
+            lengths.append(len(encoder.encode(row).token_ids))
+    longest = max((length for length in lengths if length < most), default=None)
+    raise too_many_new_tokens(wanted, longest, engine.context)
 
 
 def _generate(job: PredictJob, prompts: Prompts, signals: Interruption) -> float:

@@ -103,12 +103,20 @@ def resolve_sampling_params(
 
 def check_max_length(decode: DecodeConfig, context: ContextLimit) -> None:
     """Raises UserError for a length that no prompt could have."""
-    for name in ("max_length", "max_new_tokens"):
-        value = getattr(decode, name)
-        if value is not None and value > context.num_tokens:
-            raise UserError(
-                f"decode.{name}={value} is more than the model takes ({context}): give at most {context.num_tokens}"
-            )
+    most = context.num_tokens
+    if decode.max_length is not None and decode.max_length > most:
+        raise UserError(
+            f"decode.max_length={decode.max_length} is more than the model takes ({context}): give at most {most}"
+        )
+
+
+def too_many_new_tokens(max_new_tokens: int, num_prompt_tokens: int | None, context: ContextLimit) -> UserError:
+    """More than fit after any prompt. The error names the number that fits after this one, where its length is known."""
+    number = ""
+    if num_prompt_tokens is not None:
+        number = f"at most {context.num_tokens - num_prompt_tokens} with {num_prompt_tokens} tokens of prompt, or "
+    what = f"decode.max_new_tokens={max_new_tokens} is more than the model takes ({context})"
+    return UserError(f"{what}: give {number}auto, which is as many as fit after each prompt")
 
 
 def _resolve_max_new_tokens(decode: DecodeConfig, num_prompt_tokens: int, context: ContextLimit) -> int:
@@ -116,14 +124,19 @@ def _resolve_max_new_tokens(decode: DecodeConfig, num_prompt_tokens: int, contex
     room = context.num_tokens - num_prompt_tokens
     if room < 1:
         raise UserError(f"the prompt has {num_prompt_tokens} tokens, which leaves no room for new ones ({context})")
-    wanted = [
-        n for n in (decode.max_new_tokens, decode.max_length and decode.max_length - num_prompt_tokens) if n is not None
-    ]
-    max_new_tokens = min(wanted, default=min(DEFAULT_MAX_NEW_TOKENS, room))
+    max_new_tokens = min(DEFAULT_MAX_NEW_TOKENS, room)
+    if isinstance(decode.max_new_tokens, int):
+        max_new_tokens = decode.max_new_tokens
+    elif decode.max_new_tokens == "auto" or decode.max_length is not None:
+        max_new_tokens = room
+    if decode.max_length is not None:
+        max_new_tokens = min(max_new_tokens, decode.max_length - num_prompt_tokens)
     if max_new_tokens < 1:
         raise UserError(
             f"the prompt has {num_prompt_tokens} tokens, which leaves no room for new ones (decode.max_length={decode.max_length})"
         )
+    if max_new_tokens >= context.num_tokens:
+        raise too_many_new_tokens(max_new_tokens, num_prompt_tokens, context)
     if max_new_tokens > room:
         raise UserError(
             f"the prompt has {num_prompt_tokens} tokens and decode.max_new_tokens={max_new_tokens}, together more than {context}: "

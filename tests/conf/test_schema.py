@@ -137,7 +137,8 @@ def test_what_is_used_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
         ({"top_k": True}, "decode.top_k=True is not of type int"),
         ({"ignore_eos": 1}, "decode.ignore_eos=1 is not of type bool"),
         ({"stop": ["a", 3]}, r"decode.stop=\['a', 3\] is not of type list\[str\]"),
-        ({"max_new_tokens": "5"}, r"decode.max_new_tokens='5' is not of type int \| None"),
+        ({"max_new_tokens": 2.5}, r"decode.max_new_tokens=2.5 is not of type int \| str \| None"),
+        ({"max_new_tokens": "5"}, "decode.max_new_tokens='5' is not allowed: give a number above 0, or null, or auto"),
         ({"top_p": 7}, "decode.top_p=7 is not allowed"),
     ],
 )

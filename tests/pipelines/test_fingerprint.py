@@ -31,6 +31,12 @@ def test_parts_have_the_names_of_the_config_and_of_the_files(chatty: Path) -> No
     assert not [name for name in parts if "batch" in name or "threads" in name or "resume" in name]
 
 
+def test_as_many_new_tokens_as_fit_are_no_number(chatty: Path) -> None:
+    run = run_config(chatty)
+    run = replace(run, decode=replace(run.decode, max_new_tokens="auto"))
+    assert of(run)["decode.max_new_tokens"] == "auto"
+
+
 def test_a_template_is_what_it_says(chatty: Path, tmp_path: Path) -> None:
     sums = []
     for name, content in (("a", "x"), ("b", "x"), ("c", "y")):

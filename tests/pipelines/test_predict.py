@@ -1,5 +1,6 @@
 """The predict job in one process: batch sizes, models without a tokenizer, jobs in which nothing works."""
 
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -98,6 +99,38 @@ def test_what_no_prompt_could_be_run_with_fails_before_anything_is_written(chatt
     with pytest.raises(UserError, match="decode.max_length=1000 is more than the model takes"):
         run_predict(job(chatty, "hello", max_new_tokens=None, max_length=1000), tmp_path / "out", dump)
     assert not (tmp_path / "out").exists()
+
+
+def test_more_new_tokens_than_fit_are_refused_with_the_number_that_fits_every_row(chatty: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    lengths = [3, 9, 200, 4]  # of these the third fits with no number
+    data.write_text("\n".join(json.dumps({"prompt_token_ids": [5] * length}) for length in lengths) + "\nbad\n")
+    with pytest.raises(
+        UserError, match="decode.max_new_tokens=5000 is more than the model takes .*: give at most 119 with 9"
+    ):
+        run_predict(job(chatty, data, max_new_tokens=5000), tmp_path / "out", dump)
+    assert not (tmp_path / "out").exists()
+    run_predict(job(chatty, data, max_new_tokens=119, ignore_eos=True), tmp_path / "out", dump)
+    assert [row["num_generated_tokens"] for row in rows(tmp_path / "out")] == [119, 119, 0, 119, 0]
+    run_predict(job(chatty, data, max_new_tokens="auto", ignore_eos=True), tmp_path / "auto", dump)
+    assert [row["num_generated_tokens"] for row in rows(tmp_path / "auto")] == [125, 119, 0, 124, 0]
+
+
+def test_a_row_may_ask_for_as_many_new_tokens_as_fit(chatty: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(
+        '{"prompt_token_ids": [5, 6]}\n{"prompt_token_ids": [5, 6], "decode": {"max_new_tokens": "auto"}}\n'
+    )
+    run_predict(job(chatty, data, max_new_tokens=4, ignore_eos=True), tmp_path / "out", dump)
+    assert [row["num_generated_tokens"] for row in rows(tmp_path / "out")] == [4, 126]
+
+
+def test_standard_input_is_not_read_for_a_number(chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
+    with pytest.raises(
+        UserError, match=r"is more than the model takes \(max_position_embeddings=128\): give auto, which is"
+    ):
+        run_predict(job(chatty, "-", max_new_tokens=128), tmp_path / "out", dump)
 
 
 def test_missing_data_is_named(chatty: Path, tmp_path: Path) -> None:

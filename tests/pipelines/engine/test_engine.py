@@ -337,9 +337,15 @@ def test_damaged_weights_end_in_one_clear_error(tmp_path: Path) -> None:
         (10, {"max_length": 128}, 118),
         (10, {}, 118),
         (127, {"max_new_tokens": 1}, 1),
+        (10, {"max_new_tokens": "auto"}, 118),
+        (70, {"max_new_tokens": "auto"}, 58),
+        (10, {"max_new_tokens": "auto", "max_length": 15}, 5),
+        (10, {"max_new_tokens": 118}, 118),  # as the refusal of 129 says
     ],
 )
-def test_lengths_count_as_they_say(engine: Engine, num_prompt: int, decode: dict[str, int], expected: int) -> None:
+def test_lengths_count_as_they_say(
+    engine: Engine, num_prompt: int, decode: dict[str, int | str], expected: int
+) -> None:
     assert len(one(engine, [5] * num_prompt, **decode).token_ids) == expected
 
 
@@ -351,7 +357,12 @@ def test_lengths_count_as_they_say(engine: Engine, num_prompt: int, decode: dict
             {"max_length": 129},
             r"decode.max_length=129 is more than the model takes \(max_position_embeddings=128\)",
         ),
-        (10, {"max_new_tokens": 129}, r"decode.max_new_tokens=129 is more .*max_position_embeddings=128"),
+        (
+            10,
+            {"max_new_tokens": 129},
+            r"decode.max_new_tokens=129 is more than the model takes \(max_position_embeddings=128\): "
+            "give at most 118 with 10 tokens of prompt, or auto",
+        ),
         (
             10,
             {"max_new_tokens": 119},
