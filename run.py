@@ -16,17 +16,15 @@ from omegaconf import DictConfig
 
 from conf.compose import (
     CONFIG_ERRORS,
-    checked,
     dump,
     explain,
-    flags_first,
-    quote_prompt,
+    for_hydra,
     register,
-    saved_config,
     to_run_config,
+    version,
 )
 from conf.errors import UserError
-from conf.signals import interrupts_waiting
+from conf.signals import interrupts_waiting, reader_may_leave
 
 
 def main() -> None:
@@ -71,9 +69,13 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     register()
     try:
-        sys.argv[1:] = flags_first(quote_prompt(saved_config(checked(sys.argv[1:]))))
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        main()
+        with reader_may_leave():
+            if "--version" in sys.argv:
+                print(f"Quintet {version()}")
+            else:
+                sys.argv[1:] = for_hydra(sys.argv[1:])
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                main()
     except (UserError, OSError, *CONFIG_ERRORS) as error:
         sys.exit(f"error: {explain(error)}")
     except KeyboardInterrupt:

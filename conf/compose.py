@@ -2,7 +2,9 @@
 
 import os
 import re
+import sys
 import threading
+import tomllib
 from dataclasses import asdict, fields, replace
 from datetime import datetime
 from enum import Enum
@@ -18,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf import quantization, schema
-from conf.errors import UserError
+from conf.errors import UserError, did_you_mean, there_are
 from conf.schema import RunConfig
 
 CONF = Path(__file__).resolve().parent
@@ -31,7 +33,15 @@ REMEDIES = {  # for errors that only say what is wrong
     "Cannot assign .* to Dict": "give names with values: KEY={a:b}",
     "is not Optional": "leave it out for its default",
     "missing EQUAL": "give KEY=VALUE",
+    "is incompatible with type hint": "give a value of one of these types",
+    "is not a subclass of": "a group's options need a config that has the group in its defaults; give KEY.NAME=VALUE",
 }
+SAVED_DEFAULTS = [
+    "schema/run",
+    "_self_",
+    {"override hydra/job_logging": "none"},
+    {"override hydra/hydra_logging": "none"},
+]
 _COMPOSING = threading.Lock()  # Hydra has one state for the whole process
 
 
@@ -72,22 +82,52 @@ def to_run_config(config: DictConfig) -> RunConfig:
 
 
 def explain(error: Exception) -> str:
-    """Hydra's or OmegaConf's error and its cause as one line; for a misspelt key also the keys that exist."""
-    texts = [NOISE.split(str(e))[0] for e in (error, error.__cause__) if e is not None]
-    line = " ".join(" ".join(dict.fromkeys(texts)).split())
+    """Hydra's or OmegaConf's error and its cause as one line; for a name that does not exist also the names that do."""
+    texts = [str(e) for e in (error, error.__cause__) if e is not None]
+    if line := _unknown_name("\n".join(texts)):
+        return line
+    line = " ".join(" ".join(dict.fromkeys(NOISE.split(text)[0] for text in texts)).split())
     if isinstance(error, UnicodeDecodeError):  # which does not know its file
         begin, end = error.object.rfind(b"\n", 0, error.start) + 1, error.object.find(b"\n", error.start)
         there = error.object[begin : end if end > 0 else None].decode("utf-8", "backslashreplace").strip()
         line = f"a file of the config is not UTF-8, in the line {there!r}: convert it first"
-    if isinstance(error, OSError):  # here only folders are made
+    if isinstance(error, OSError) and not isinstance(error, HydraException):  # here only folders are made
         line += ": give a folder that can be written as hydra.run.dir, or with -m as hydra.sweep.dir"
     if remedy := next((text for wrong, text in REMEDIES.items() if re.search(wrong, line)), None):
         line = f"{line.rstrip('.')}: {remedy}"
     ours = vars(quantization) | vars(schema)
-    for class_name in re.findall(r"Key '\w+' not in '(\w+)'", line):
+    for key, class_name in re.findall(r"Key '(\w+)' not in '(\w+)'", line):
         if config := ours.get(class_name):  # Hydra's own are not ours to list
-            line += f": there are {', '.join(field.name for field in fields(config))}"
+            names = [field.name for field in fields(config)] + ["experiment"] * (config is RunConfig)
+            line += f": {there_are(names, key)}"
+    if choice := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", line):
+        line += did_you_mean(choice[2].split(", "), choice[1])
     return line
+
+
+def _unknown_name(text: str) -> str | None:
+    """The whole line where Hydra's error is about an option of a group, or a config file, that does not exist."""
+    if option := re.search(r"Could not find '(.+)/(.+)'\s+Available options in .*:((?:\n\t.*)+)", text):
+        group, name, listed = option.groups()
+        return f"{group}={name} does not exist: {there_are(listed.split(), name)}"
+    if config := re.search(r"Cannot find primary config '(.+?)'(?:.|\n)*provider=main, path=(?:file://)?(.*)", text):
+        name, folder = config.groups()
+        files = sorted(file.stem for file in Path(folder).glob("*.yaml"))
+        found = there_are(files, name) if files else "give --config-path the folder of a run, which has a config.yaml"
+        return f"{folder} has no {name}.yaml: {found}"
+    return None
+
+
+def for_hydra(arguments: list[str]) -> list[str]:
+    """What the user typed, as Hydra's command line takes it. Raises UserError."""
+    if {"--help", "-h"} & set(arguments):
+        arguments = [*arguments, _quote(f"hydra.help.template={(CONF / 'help.txt').read_text(encoding='utf-8')}")]
+    return flags_first(quote_prompt(options_over_saved(saved_config(checked(arguments)))))
+
+
+def version() -> str:
+    with open(REPOSITORY / "pyproject.toml", "rb") as file:
+        return str(tomllib.load(file)["project"]["version"])
 
 
 def checked(arguments: list[str]) -> list[str]:
@@ -123,14 +163,10 @@ def compose_run_config(overrides: list[str], model_path: str | None = None) -> R
 def dump(run: RunConfig, output_dir: Path) -> str:
     """The resolved config as a YAML file that `python run.py --config-path FOLDER` runs again, beside `output_dir`."""
     composed = {
-        "defaults": [
-            "schema/run",
-            "_self_",
-            {"override hydra/job_logging": "none"},
-            {"override hydra/hydra_logging": "none"},
-        ],
+        "defaults": SAVED_DEFAULTS,
         "hydra": {
             "run": {"dir": f"{output_dir.parent}/${{now:%Y-%m-%d_%H-%M-%S-%f}}"},
+            "sweep": {"dir": "${repository:outputs}/multirun/${now:%Y-%m-%d_%H-%M-%S-%f}"},
             "output_subdir": None,
             "job": {"chdir": False},
         },
@@ -212,6 +248,48 @@ def saved_config(arguments: list[str]) -> list[str]:
         return arguments
     folder = Path(named[0].removeprefix(RESUME)).expanduser().absolute()
     return ["--config-path", str(folder), *arguments] if (folder / "config.yaml").is_file() else arguments
+
+
+def options_over_saved(arguments: list[str]) -> list[str]:
+    """`--config-path FOLDER group=option`: the option takes the place of that section of the config that the folder holds.
+
+    A relative folder is one of the working directory. Raises UserError where there is no such folder.
+    """
+    folder, others = _config_path(arguments)
+    if folder is None:
+        return arguments
+    if not folder.is_dir():
+        raise UserError(f"--config-path={folder} is no folder: give the folder of a run, which has a config.yaml")
+    file = folder / "config.yaml"
+    chosen = {key for argument in others if options(key := argument.partition("=")[0])}
+    saved = cast(DictConfig, OmegaConf.load(file)) if chosen and file.is_file() else OmegaConf.create()
+    if OmegaConf.select(saved, "defaults") != SAVED_DEFAULTS:  # nothing to replace, or a config with groups of its own
+        return ["--config-path", str(folder), *others]
+    if "experiment" in chosen:
+        raise UserError("experiment= does not go with a saved config: give the options and values of the experiment")
+    if f"task={saved.task}" in others:  # with the data of the saved task, not of the option file
+        others.remove(f"task={saved.task}")
+        chosen.remove("task")
+    for group in sorted(chosen):
+        print(f"{group}= takes the place of all that {file} says of {group}", file=sys.stderr)
+    for section in chosen | ({saved.task} if "task" in chosen else set()):
+        del saved[section]
+    groups = [{group: options(group)[0]} for group in sorted(chosen)]  # of each any option, which the argument replaces
+    saved.defaults = [*SAVED_DEFAULTS[:1], *groups, *SAVED_DEFAULTS[1:]]
+    ConfigStore.instance().store("saved", saved)
+    return ["--config-name", "saved", *others]
+
+
+def _config_path(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """The folder that --config-path names, and the other arguments."""
+    folder, others, rest = None, [], iter(arguments)
+    for argument in rest:
+        flag, equals, value = argument.partition("=")
+        if flag == "-cp" or (flag.startswith("--config-p") and "--config-path".startswith(flag)):
+            folder = value if equals else next(rest, "")
+        else:
+            others.append(argument)
+    return (None if folder is None else Path(folder).expanduser().absolute()), others
 
 
 def flags_first(arguments: list[str]) -> list[str]:

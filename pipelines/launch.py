@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from conf.schema import RunConfig, Task
+from conf.signals import reader_may_leave
 from pipelines.memory import explained_out_of_memory
-from pipelines.report import Dump, reader_may_leave, reset_peak_memory
+from pipelines.report import Dump, reset_peak_memory
 
 
 def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:

@@ -8,8 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from conf.decoding import DecodeConfig
-from conf.errors import UserError
+from conf.decoding import NEUTRAL, DecodeConfig
+from conf.errors import UserError, there_are
 from conf.schema import RunConfig
 from pipelines.engine import Engine, Request
 from pipelines.loading import load_engine
@@ -52,7 +52,7 @@ def pipeline(
     choices = {"quant": quant, "decode": decode, "device": device, "parallel": parallel}
     for group, choice in choices.items():
         if choice not in options(group):
-            raise UserError(f"{group}={choice} does not exist: there are {', '.join(options(group))}")
+            raise UserError(f"{group}={choice} does not exist: {there_are(options(group), choice)}")
     path = None if str(model) in options("model") else str(model)
     if path is not None and "/" not in path and not Path(path).is_dir():
         raise UserError(f"model={path} is neither a folder nor an option: there are {', '.join(options('model'))}")
@@ -166,9 +166,8 @@ OTHER_ARGUMENTS = ("do_sample", "return_full_text", "streamer", "batch_size", "a
 
 def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     if unknown := [name for name in arguments if name not in DECODE_ARGUMENTS + OTHER_ARGUMENTS]:
-        raise UserError(
-            f"argument {unknown[0]} does not exist: there are {', '.join(DECODE_ARGUMENTS + OTHER_ARGUMENTS)}"
-        )
+        names = DECODE_ARGUMENTS + OTHER_ARGUMENTS
+        raise UserError(f"argument {unknown[0]} does not exist: {there_are(names, unknown[0])}")
     for name in ("do_sample", "return_full_text", "add_special_tokens"):
         if not isinstance(arguments.get(name, True), bool):
             raise UserError(f"{name}={arguments[name]!r} is neither True nor False")
@@ -199,5 +198,10 @@ def _decode(base: DecodeConfig, given: dict[str, Any], suggested: float | None) 
     elif do_sample:
         if values.get("temperature") == 0:
             raise UserError("do_sample=True contradicts temperature=0, which is greedy: leave one of them out")
+        for name in ("num_beams", "penalty_alpha"):
+            if (value := values.get(name, getattr(base, name))) not in (None, NEUTRAL[name]):
+                raise UserError(
+                    f"do_sample=True contradicts {name}={value}, which does not sample: leave one of them out"
+                )
         values.setdefault("temperature", base.temperature or suggested or SAMPLING_TEMPERATURE)
     return base.replaced(values)

@@ -234,12 +234,3 @@ def print_columns(table: dict[str, list[str]]) -> None:
     for row in zip(*table.values(), strict=True):
         shown.add_row(*row)
     console.print(shown)
-
-
-@contextmanager
-def reader_may_leave() -> Iterator[None]:
-    """Whoever reads standard output may have seen enough before all of it is written: no error, because the files come first."""
-    try:
-        yield
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is left to flush at exit

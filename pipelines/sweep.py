@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.errors import UserError
+from conf.signals import reader_may_leave
 from pipelines import report
 
 Value = str | int | float | None
@@ -93,7 +94,7 @@ def write_sweep(folders: list[Path]) -> str | None:
         report.write_atomically(sweep_dir / "sweep.png", picture)
     else:
         (sweep_dir / "sweep.png").unlink(missing_ok=True)  # of an earlier sweep into the same folder
-    with report.reader_may_leave():
+    with reader_may_leave():
         print()
         report.print_columns(table)
         print(f"output: {sweep_dir}")

@@ -1,17 +1,21 @@
 """The command as its user types it: real processes, real files."""
 
 import csv
+import itertools
 import json
+import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from conf.compose import compose_run_config, quote_prompt
 from tests.builders import REPOSITORY, said
 
 FILES = {"config.yaml", "environment.json", "metrics.json", "predictions.jsonl", "text_generation_result.txt"}
@@ -62,7 +66,9 @@ def test_a_run_leaves_all_its_files_and_runs_again_from_its_config(chatty: Path,
     again = run("--config-path", str(first), f"hydra.run.dir={tmp_path / 'again'}", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert rows(tmp_path / "again") == rows(first)
-    changed = run("--config-path", str(first), "decode.max_new_tokens=2", cwd=tmp_path)
+    changed = run(
+        "--config-path", "first", "decode.max_new_tokens=2", cwd=tmp_path
+    )  # relative to where the user stands
     assert changed.returncode == 0, changed.stderr
     (beside,) = [folder for folder in tmp_path.iterdir() if folder.name.startswith("20")]
     assert rows(beside)[0]["num_generated_tokens"] == 2
@@ -272,6 +278,21 @@ def test_a_reader_that_has_seen_enough_is_no_error(chatty: Path, tmp_path: Path)
     assert {file.name for file in (tmp_path / "out").iterdir()} == FILES
 
 
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_a_closed_pipe_is_silent(flag: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "run.py", flag], cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_version_is_our_own() -> None:
+    with open(REPOSITORY / "pyproject.toml", "rb") as file:
+        version = tomllib.load(file)["project"]["version"]
+    assert run("--version").stdout == f"Quintet {version}\n"
+
+
 def test_sweep_runs_every_job(chatty: Path, tmp_path: Path) -> None:
     done = run(
         "device=cpu", f"model.path={chatty}", "predict.data=Once", "-m", "decode=greedy,sampling",
@@ -297,8 +318,21 @@ def test_a_value_of_one_job_that_is_refused_is_a_row(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == f"error: 1 of 1 jobs failed: see {tmp_path}/sweep.md"
 
 
-def test_help_lists_the_groups_without_torch() -> None:
+def test_help_begins_with_usage_and_five_examples_that_compose() -> None:
     done = run("--help")
     assert done.returncode == 0
+    assert done.stdout.startswith("usage: .venv/bin/python run.py ")
+    begin = "  .venv/bin/python run.py"
+    examples = [line.removeprefix(begin) for line in done.stdout.splitlines() if line.startswith(begin)]
+    assert len(examples) == 5
+    for example in examples:
+        overrides = quote_prompt(shlex.split(example))
+        values = [[override] for override in overrides]
+        if overrides[:1] == ["-m"]:
+            values = [[f"{key}={v}" for v in text.split(",")] for key, text in (o.split("=") for o in overrides[1:])]
+        for job in itertools.product(*values):
+            composed = compose_run_config(list(job))
+            for file in (composed.predict.data, composed.evaluate.data):  # which are there, seen from the repository
+                assert not file or " " in file or (REPOSITORY / file).is_file()
     for group in ("task", "model", "parallel", "quant", "decode", "device"):
         assert f"{group}: " in done.stdout

@@ -1,11 +1,25 @@
 """Composition: every option file is valid, typos fail, prompts can be typed as they are, saved configs run again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from conf.compose import CONF, compose_run_config, dump, options, quote_prompt, saved_config, to_run_config
+from conf.compose import (
+    CONF,
+    compose_run_config,
+    dump,
+    explain,
+    options,
+    options_over_saved,
+    quote_prompt,
+    register,
+    saved_config,
+    to_run_config,
+)
 from conf.errors import UserError
 from conf.schema import DeviceType, DType, RunConfig, Task
 
@@ -35,6 +49,40 @@ def test_every_option_composes_and_says_when_to_choose_it(group: str, option: st
 
 
 @pytest.mark.parametrize(
+    ("override", "end"),
+    [
+        ("decode=gredy", "decode=gredy does not exist: there are beam, checkpoint, contrastive, greedy, sampling: did you mean greedy?"),
+        ("model=llama3", "tiny, tinyllama_1_1b: did you mean llama3_8b?"),
+        ("task=predct", "task=predct does not exist: there are bench, convert, evaluate, predict, quantize: did you mean predict?"),
+        ("decode.temprature=1", "skip_special_tokens, prefix_cache, cache_salt: did you mean temperature?"),
+        ("decod=greedy", "calibrate, export, experiment: did you mean decode?"),
+        ("experment=short_stories", "calibrate, export, experiment: did you mean experiment?"),
+        ("predict.dta=x", "resume, max_errors: did you mean data?"),
+        ("model.dtype=bfloat61", "expected one of [auto, float32, bfloat16, float16]: did you mean bfloat16?"),
+        ("decode=xyz", "there are beam, checkpoint, contrastive, greedy, sampling"),  # which resembles none
+    ],
+)  # fmt: skip
+def test_a_name_that_does_not_exist_is_answered_with_those_that_do(override: str, end: str) -> None:
+    with pytest.raises(UserError) as raised:
+        compose_run_config([override])
+    assert str(raised.value).endswith(end)
+
+
+def test_a_config_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    def refused(folder: Path, name: str) -> str:
+        register()
+        with initialize_config_dir(str(folder), version_base="1.3"), pytest.raises(HydraException) as raised:
+            compose(name)
+        return explain(raised.value)
+
+    (tmp_path / "mine.yaml").touch()
+    assert refused(tmp_path, "mnie") == f"{tmp_path} has no mnie.yaml: there are mine: did you mean mine?"
+    (tmp_path / "mine.yaml").unlink()
+    message = f"{tmp_path} has no config.yaml: give --config-path the folder of a run, which has a config.yaml"
+    assert refused(tmp_path, "config") == message
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("decode.temprature=1", "temprature.* not in 'DecodeConfig'"),
@@ -46,6 +94,11 @@ def test_every_option_composes_and_says_when_to_choose_it(group: str, option: st
         ("quant.group_size=3", "group_size"),
         ("quant.kv_cache=int5", "int5.*none, int8, fp8, int4"),
         ("hydra.run.dri=/x", "hydra.run.dri"),
+        ("decode.max_new_tokens=2.5", "2.5.*is incompatible with type hint.*int, str.*: give a value of one of these"),
+        (
+            "decode.max_new_tokens=many",
+            "decode.max_new_tokens='many' is not allowed: give .* above 0, or null, or auto",
+        ),
         ("+foo=1", "Key 'foo' not in 'RunConfig': there are task, model"),
         ("++decode.foo=1", "Key 'foo' not in 'DecodeConfig': there are max_new_tokens"),
         ("quant.smooth.foo=1", "Key 'foo' not in 'SmoothConfig': there are alpha, piecewise"),
@@ -158,3 +211,80 @@ def test_a_folder_to_resume_stands_for_its_config(tmp_path: Path, monkeypatch: p
 def test_a_saved_config_does_not_resume_what_its_run_resumed(tmp_path: Path, resume: str, saved: str) -> None:
     run = compose_run_config([f"predict.resume={resume}"])
     assert OmegaConf.create(dump(run, tmp_path)).predict.resume == saved
+
+
+def composed_over(arguments: list[str]) -> RunConfig:
+    """What the command line makes of a saved config and of the arguments beside it."""
+    flag, name, *overrides = options_over_saved(arguments)
+    assert flag == "--config-name"
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return to_run_config(compose(name, overrides=overrides))
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """A run whose config is in the folder `saved` of the working directory."""
+    given = [
+        *quote_prompt(["predict.data=a, ${b}"]),
+        "quant=a8w8",
+        "decode=contrastive",
+        "decode.max_new_tokens=9",
+        "model.path=org/x",
+    ]
+    run = compose_run_config([*given, "model.dtype=float32", "device.threads=3"])
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "config.yaml").write_text(dump(run, tmp_path / "saved"))
+    monkeypatch.chdir(tmp_path)
+    return run
+
+
+def test_an_option_over_a_saved_config_takes_the_place_of_its_section(
+    saved: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = composed_over(["--config-path", "saved", "decode=sampling", "decode.seed=4"])
+    assert run == replace(saved, decode=compose_run_config(["decode=sampling", "decode.seed=4"]).decode)
+    assert (
+        capsys.readouterr().err
+        == f"decode= takes the place of all that {Path('saved/config.yaml').absolute()} says of decode\n"
+    )
+    run = composed_over(["-cp=saved", "quant=int8", "model=llama2_7b", "device=cuda"])
+    fresh = compose_run_config(["quant=int8", "model=llama2_7b", "device=cuda"])
+    assert run == replace(saved, quant=fresh.quant, model=fresh.model, device=fresh.device)
+
+
+def test_another_task_over_a_saved_config_leaves_the_section_of_the_former(saved: RunConfig) -> None:
+    run = composed_over(["--config-path=saved", "task=evaluate", "evaluate.data=x.txt", "quant=none"])
+    fresh = compose_run_config(["task=evaluate", "evaluate.data=x.txt"])
+    assert run == replace(saved, task=Task.evaluate, predict=fresh.predict, evaluate=fresh.evaluate, quant=fresh.quant)
+    run = composed_over(["--config-path", "saved", "task=predict", "decode=greedy"])  # as before: with its own prompts
+    assert run.predict == saved.predict
+
+
+def test_a_saved_config_is_found_from_where_the_user_stands(saved: RunConfig, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    for typed in (["--config-path", "saved"], ["-cp", "./saved"], ["--config-path=saved"]):
+        assert options_over_saved([*typed, "decode.seed=1"]) == ["--config-path", folder, "decode.seed=1"]
+    assert options_over_saved(["decode=greedy"]) == ["decode=greedy"]
+    with pytest.raises(UserError, match=f"--config-path={tmp_path}/svaed is no folder: give the folder of a run"):
+        options_over_saved(["--config-path", "svaed", "decode=greedy"])
+    with pytest.raises(UserError, match="experiment= does not go with a saved config: give the options and values of"):
+        options_over_saved(["--config-path", "saved", "experiment=short_stories"])
+    (tmp_path / "saved" / "config.yaml").write_text("defaults: [schema/run, decode: greedy]")  # its own groups: Hydra's
+    assert options_over_saved(["-cp", "saved", "decode=greedy"]) == ["--config-path", folder, "decode=greedy"]
+
+
+def test_an_option_over_a_config_without_groups_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [schema/run]")
+    register()
+    with initialize_config_dir(str(tmp_path), version_base="1.3"), pytest.raises(HydraException) as raised:
+        compose("mine", overrides=["decode=greedy"])
+    assert "need a config that has the group in its defaults; give KEY.NAME=VALUE" in explain(raised.value)
+
+
+def test_as_many_new_tokens_as_fit_is_saved_so(tmp_path: Path) -> None:
+    run = compose_run_config(["decode.max_new_tokens=auto"])
+    assert run.decode.max_new_tokens == "auto"
+    saved = OmegaConf.create(dump(run, tmp_path))
+    del saved["defaults"], saved["hydra"]
+    assert to_run_config(saved) == run
