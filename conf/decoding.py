@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args, get_origin, get_type_hints
 
-from conf.errors import UserError, check, there_are
+from conf.errors import UserError, check, shortened, there_are
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class DecodeConfig:
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once per occurrence in the output."""
     no_repeat_ngram_size: int | None = None
-    """No sequence of so many tokens occurs twice in prompt and output; 0: no limit."""
+    """No sequence of so many tokens, at most 1024, occurs twice in prompt and output; 0: no limit."""
     logit_bias: Any = None
     """Added to the logits of these token ids: {ID: BIAS, ...}."""
     bad_words: list[str] = field(default_factory=list)
@@ -154,15 +154,25 @@ class DecodeConfig:
         given = dict(values)
         for name, value in values.items():
             if name not in hints:
-                raise UserError(f"decode.{name} does not exist: {there_are(list(hints), name)}")
+                raise UserError(f"decode.{shortened(name)} does not exist: {there_are(list(hints), name)}")
             if name in ("stop", "bad_words") and isinstance(value, str):
                 given[name] = value = [value]
             if name == "logit_bias" and isinstance(value, dict):  # JSON has no other keys than texts
-                given[name] = value = {int(key) if str(key).isdecimal() else key: bias for key, bias in value.items()}
+                given[name] = value = {_token_id(key): bias for key, bias in value.items()}
             if not _is_of(value, hints[name]):
                 expected = getattr(hints[name], "__name__", hints[name]) if not get_args(hints[name]) else hints[name]
-                raise UserError(f"decode.{name}={value!r} is not of type {expected}")
+                raise UserError(f"decode.{name}={shortened(repr(value))} is not of type {expected}")
         return replace(self, **given)
+
+
+def _token_id(key: object) -> object:
+    """The number that a key of JSON stands for. A longer one is the id of no token, and Python refuses to read one of 4,300 digits."""
+    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= MAX_DIGITS else key
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it has no half of a surrogate pair, which no tokenizer takes or writes."""
+    return text == text.encode("utf-8", "ignore").decode()
 
 
 @functools.cache
@@ -231,6 +241,9 @@ USED_WITH = {
 
 MAX_SEQUENCES = 256  # of one request: samples, beams or candidates
 MAX_LIST = 1024  # entries of a list in a request
+MAX_STOP = 16384  # characters of the stop strings, of which each is a state of an automaton
+MAX_NGRAM = 1024  # tokens: what is as long as that does not repeat by chance
+MAX_DIGITS = 20  # of a token id
 
 _DECODE_CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("max_new_tokens", "a number above 0, or null, or auto", lambda v: v == "auto" or (isinstance(v, int) and v > 0)),
@@ -249,15 +262,19 @@ _DECODE_CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("repetition_penalty", "a number from 0.01 to 100", lambda v: 0.01 <= v <= 100),
     ("presence_penalty", "a number from -2 to 2", lambda v: -2 <= v <= 2),
     ("frequency_penalty", "a number from -2 to 2", lambda v: -2 <= v <= 2),
-    ("no_repeat_ngram_size", "a number from 0 (0: no limit)", lambda v: v >= 0),
+    ("no_repeat_ngram_size", f"a number from 0 (0: no limit) to {MAX_NGRAM}", lambda v: 0 <= v <= MAX_NGRAM),
     ("logit_bias", f"at most {MAX_LIST} numbers from -100 to 100 by token id: {{ID: BIAS}}", _is_bias),
     (
         "bad_words",
-        f"at most {MAX_LIST} texts that are not empty",
-        lambda v: len(v) <= MAX_LIST and all(w.strip() for w in v),
+        f"at most {MAX_LIST} texts that are not empty, without half a surrogate pair",
+        lambda v: len(v) <= MAX_LIST and all(w.strip() and _is_unicode(w) for w in v),
     ),
     ("allowed_token_ids", "ids from 0", lambda v: all(id >= 0 for id in v)),
-    ("stop", "texts that are not empty", lambda v: "" not in v),
+    (
+        "stop",
+        f"at most {MAX_LIST} texts that are not empty, {MAX_STOP} characters in all, without half a surrogate pair",
+        lambda v: len(v) <= MAX_LIST and len("".join(v)) <= MAX_STOP and all(s and _is_unicode(s) for s in v),
+    ),
     ("stop_token_ids", "ids from 0", lambda v: all(id >= 0 for id in v)),
     ("seed", "a number from 0 to 2**64 - 1, or null", lambda v: 0 <= v < 2**64),
     ("logprobs", "a number from 0 to 100, or null", lambda v: 0 <= v <= 100),

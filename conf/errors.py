@@ -8,9 +8,17 @@ class UserError(ValueError):
     """What was given, what is allowed, and what to do, in one line."""
 
 
+SHOWN = 200  # characters of a value that an error quotes
+
+
+def shortened(value: str) -> str:
+    """A value as an error quotes it: a row of a job may hold one of megabytes."""
+    return value if len(value) <= SHOWN else f"{value[:SHOWN]}..."
+
+
 def check(holds: bool, key: str, value: object, allowed: str) -> None:
     if not holds:
-        raise UserError(f"{key}={value} is not allowed: give {allowed}")
+        raise UserError(f"{key}={shortened(str(value))} is not allowed: give {allowed}")
 
 
 def there_are(names: Collection[str], given: str) -> str:

@@ -3,8 +3,12 @@
 import copy
 from collections.abc import Callable
 
+from pipelines.engine.stop_strings import StopStrings
+
 REPLACEMENT = "\ufffd"  # what a decoder puts for bytes that are no whole character yet
 FIRST_TAIL = 8  # prompt tokens decoded as context for the first new one
+CHARACTER = 4  # bytes of a character at most, so that it begins at most three tokens before its last one
+MAX_PENDING = 16  # tokens in a row whose text is not certain
 
 
 class Detokenizer:
@@ -12,6 +16,7 @@ class Detokenizer:
 
     A token's text can depend on the token before it (a leading space) and on those after it (bytes of one character). So each
     step decodes a short window that starts at the last token whose text was complete, and holds back what is not certain yet.
+    The window stays short: of more than MAX_PENDING tokens that give no character all but the last few are taken as they are.
     """
 
     def __init__(
@@ -22,7 +27,8 @@ class Detokenizer:
         include_stop: bool = False,
     ) -> None:
         self._decode = decode
-        self._stop = stop
+        self._stop = StopStrings(stop)
+        self._stop_state = 0
         self._include_stop = include_stop
         self._window = _clean_tail(decode, prompt_token_ids)
         self._window_text = decode(self._window).rstrip(REPLACEMENT)
@@ -39,12 +45,15 @@ class Detokenizer:
         """The text that `token_id` makes certain, and whether a stop string was met. `may_stop` is False before min_new_tokens."""
         self._window.append(token_id)
         text = self._decode(self._window)
-        if text.endswith(REPLACEMENT) or len(text) <= len(self._window_text):
+        if not text.endswith(REPLACEMENT) and len(text) > len(self._window_text):
+            piece = text[len(self._window_text) :]
+            self._window = self._window[self._num_known :]
+            self._window_text = self._decode(self._window)
+            self._num_known = len(self._window)
+        elif len(self._window) - self._num_known > MAX_PENDING:
+            piece = self._settle(text)
+        else:
             return "", False
-        piece = text[len(self._window_text) :]
-        self._window = self._window[self._num_known :]
-        self._window_text = self._decode(self._window)
-        self._num_known = len(self._window)
         return self._release(piece, may_stop)
 
     def flush(self) -> str:
@@ -54,30 +63,37 @@ class Detokenizer:
         self.text += rest
         return rest
 
+    def _settle(self, text: str) -> str:
+        """Shorten a window that holds too many pending tokens. Returns the text of those that leave it. `text` is the window's."""
+        if not text.endswith(
+            REPLACEMENT
+        ):  # The new token has no text, as a special one, so the next one's does not depend on it.
+            self._window.pop()
+            return ""
+        # The bytes are no text. The last of them may yet begin a character, which must not be cut.
+        for cut in range(len(self._window) - CHARACTER + 1, self._num_known, -1):
+            rest = self._decode(self._window[cut:])
+            if rest and self._decode(self._window[:cut]) + rest == text:
+                break
+        piece = self._decode(self._window[:cut])[len(self._window_text) :]
+        self._window, self._window_text, self._num_known = self._window[cut:], "", 0
+        return piece
+
     def _release(self, piece: str, may_stop: bool) -> tuple[str, bool]:
-        text, self._held = self._held + piece, ""
-        stopped = False
-        if may_stop and self._stop:
-            # (end, start): the stop string that is complete first wins, however the text was cut into tokens
-            found = min(
-                ((start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0), default=None
-            )
-            stopped = found is not None
-            cut = found[not self._include_stop] if found else len(text) - _overlap(text, self._stop)
-            text, self._held = text[:cut], "" if stopped else text[cut:]
+        text, end = self._held + piece, None
+        if may_stop:
+            for length, character in enumerate(piece, len(self._held) + 1):
+                self._stop_state, found = self._stop.advance(self._stop_state, character)
+                if found:  # the string that is complete first wins, of several the longest
+                    end = length if self._include_stop else length - found
+                    break
+        cut = len(text) - self._stop.lengths[self._stop_state] if end is None else end
+        text, self._held = text[:cut], text[cut:] if end is None else ""
         self.text += text
-        return text, stopped
+        return text, end is not None
 
 
 def _clean_tail(decode: Callable[[list[int]], str], token_ids: list[int]) -> list[int]:
     """The last tokens of the prompt, from where a character begins."""
-    count = FIRST_TAIL
-    while count < len(token_ids) and decode(token_ids[-count:]).startswith(REPLACEMENT):
-        count *= 2
-    return token_ids[-count:]
-
-
-def _overlap(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that begins one of `stops`."""
-    longest = min(len(text), max(map(len, stops)) - 1)
-    return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in stops)), 0)
+    tails = [token_ids[-count:] for count in range(FIRST_TAIL, FIRST_TAIL + CHARACTER)]
+    return next((tail for tail in tails if not decode(tail).startswith(REPLACEMENT)), tails[0])

@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from pipelines.engine.ngrams import NgramIndex
 from pipelines.engine.request import Sequence
 
 TYPE_CODES = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}
@@ -118,10 +119,9 @@ def _banned(sequence: Sequence, num_unknown: int) -> set[int]:
     for word in p.bad_words:
         if _ends_with(token_ids, word[:-1]):
             banned.add(word[-1])
-    if size := p.no_repeat_ngram_size:
-        before = token_ids[len(token_ids) - size + 1 :]
-        starts = range(len(token_ids) - size + 1)
-        banned |= {token_ids[i + size - 1] for i in starts if token_ids[i : i + size - 1] == before}
+    if p.no_repeat_ngram_size:
+        sequence.ngrams = sequence.ngrams or NgramIndex(p.no_repeat_ngram_size)
+        banned.update(sequence.ngrams.followers(token_ids))
     return banned
 
 

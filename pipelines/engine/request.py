@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError
 from pipelines.engine.detokenizer import Detokenizer
+from pipelines.engine.ngrams import NgramIndex
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
@@ -192,6 +193,10 @@ class Sequence:
     is_past_border: bool = False
     """Whether its keys are those of a text that is longer than the model's `key_border`."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    ngrams: NgramIndex | None = None
+    """Of its tokens, once somebody asked which may not follow."""
+    unsent: str = ""
+    """New text that the request's sink has not had yet."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -218,6 +223,7 @@ class Sequence:
             block_table=list(self.block_table),
             block_hashes=list(self.block_hashes),
             logprobs=list(self.logprobs),
+            ngrams=self.ngrams and self.ngrams.copy(),
         )
 
 
@@ -262,6 +268,8 @@ class SequenceGroup:
     num_cached_tokens: int | None = None
     """Prompt tokens that another request had computed before; None until the group is admitted."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    error: BaseException | None = None
+    """Why the request failed; then it has no sequences."""
 
     def __post_init__(self) -> None:
         self.sequences = [self.origin.fork()]
@@ -297,7 +305,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Output:
-    """A finished request."""
+    """A finished request, or one that failed."""
 
     request_id: int
     completions: list[Completion]
@@ -306,3 +314,5 @@ class Output:
     """Prompt tokens that the prefix cache spared."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of the prompt's tokens from the second on."""
+    error: BaseException | None = None
+    """Why the request failed on its way; then there are no completions. The other requests went on."""

@@ -134,3 +134,76 @@ def test_no_stop_before_it_may() -> None:
     assert [detokenizer.add(ord(letter), may_stop=False) for letter in "ab"] == [("a", False), ("b", False)]
     assert [detokenizer.add(ord(letter), may_stop=True) for letter in "ab"] == [("", False), ("", True)]
     assert detokenizer.text == "ab"
+
+
+def brute_force(text: str, stop: tuple[str, ...], include_stop: bool) -> tuple[str, bool]:
+    """By the definition: the string that ends first, of several that end there the longest."""
+    for end in range(1, len(text) + 1):
+        if found := max((len(s) for s in stop if text[:end].endswith(s)), default=0):
+            return text[: end if include_stop else end - found], True
+    return text, False
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_stop_strings_that_begin_and_contain_each_other(include_stop: bool) -> None:
+    rng, found = random.Random(7), 0
+    for _ in range(400):
+        stop = tuple("".join(rng.choices("ab", k=rng.randint(1, 6))) + "c" * rng.randrange(2) for _ in range(3))
+        text = "".join(rng.choices("abc", weights=(5, 5, 1), k=25))
+        detokenizer, stopped = Detokenizer(by_letter, [ord(">")], stop, include_stop), False
+        for letter in text:
+            _, stopped = detokenizer.add(ord(letter), may_stop=True)
+            if stopped:
+                break
+        else:
+            detokenizer.flush()
+        assert (detokenizer.text, stopped) == brute_force(text, stop, include_stop)
+        found += stopped
+    assert found > 100
+
+
+class Counting:
+    """A decoder that counts the tokens which it is given."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self.num_tokens = 0
+
+    def __call__(self, ids: list[int]) -> str:
+        self.num_tokens += len(ids)
+        return self._decode(ids)
+
+
+@pytest.mark.parametrize("kind", [byte_level, byte_fallback])
+@pytest.mark.parametrize("silent", ["special token", "stray byte", "first byte", "bytes and special tokens"])
+def test_tokens_without_text_cost_as_much_as_others(kind: Callable[[], Tokenizer], silent: str) -> None:
+    """The work is a bounded number of tokens for each new one, and what comes after them is the text that it always is."""
+    tokenizer = kind()
+    first, _, _, stray = tokenizer.encode("🙂").ids[-4:]
+    special = tokenizer.token_to_id("</s>")
+    repeated = {"special token": [special], "stray byte": [stray], "first byte": [first]}
+    outputs = {**repeated, "bytes and special tokens": [stray, special]}
+    after = tokenizer.encode("x good 今天").ids
+    prompt, plain = tokenizer.encode("A dog").ids, decode_with(tokenizer)
+    for num in (500, 4000):
+        decode, output = Counting(plain), (outputs[silent] * num)[:num]
+        got, _ = pieces(decode, prompt, output + after)
+        assert plain(prompt) + "".join(got) == plain(prompt + output + after)
+        assert decode.num_tokens < 60 * num  # 16 that are known, 17 pending, and what it takes to shorten them
+
+
+def test_a_character_that_comes_after_many_stray_bytes_is_whole() -> None:
+    tokenizer = byte_level()
+    stray, character = tokenizer.encode("今").ids[-1], tokenizer.encode("🙂").ids
+    for num in range(1, 60):  # wherever the window is cut
+        got, _ = pieces(decode_with(tokenizer), tokenizer.encode("a").ids, [stray] * num + character)
+        assert "".join(got) == "\ufffd" * num + "🙂"
+
+
+def test_a_prompt_without_a_character_is_not_decoded_for_each_token() -> None:
+    tokenizer = byte_level()
+    decode, stray = Counting(decode_with(tokenizer)), tokenizer.encode("今").ids[-1]
+    detokenizer = Detokenizer(decode, [stray] * 5000, ())
+    for _ in range(10):
+        detokenizer.add(1, may_stop=True)
+    assert decode.num_tokens < 600
