@@ -148,6 +148,9 @@ def measure(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> R
                 if group.num_output_tokens:
                     first_token_s.setdefault(i, now - start)
         before = now
+    for group in groups:
+        if group.error:
+            raise group.error
     return Round(sum(map(len, prompts)), list(first_token_s.values()), step_s, before - start)
 
 

@@ -93,6 +93,8 @@ def right_answers(
     right = [False] * len(questions)
     start, before = time.perf_counter(), engine.num_generated_tokens
     for num_done, output in enumerate(engine.generate(requests), 1):
+        if output.error:
+            raise output.error
         right[output.request_id] = is_right(output.completions[0].text or "", questions[output.request_id].answer)
         tokens_per_s = (engine.num_generated_tokens - before) / (time.perf_counter() - start)
         on_answer(num_done, len(questions), tokens_per_s)

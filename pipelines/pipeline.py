@@ -142,6 +142,8 @@ class TextGenerationPipeline:
         texts: dict[int, list[str]] = {}
         for output in self.engine.generate((request for _, request in prepared), batch_size):
             row = output.request_id
+            if output.error:
+                raise output.error
             texts[row] = [prefixes[row] + (completion.text or "") for completion in output.completions]
             if streamer:
                 streamer.end_row(row)

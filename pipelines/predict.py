@@ -16,6 +16,7 @@ from conf.errors import UserError
 from conf.schema import RunConfig
 from pipelines import report
 from pipelines.engine import Completion, Engine, Output, Request
+from pipelines.engine.faults import row_error
 from pipelines.engine.request import FinishReason, SamplingParams, TokenLogprobs, too_many_new_tokens
 from pipelines.fingerprint import fingerprint
 from pipelines.interrupt import Interrupted, Interruption, interruption
@@ -100,7 +101,8 @@ class PredictJob:
 
         for output in self.engine.generate(self._requests(signals.checked(prompts)), on_step=after_step):
             row, prompt, params = self._running.pop(output.request_id)
-            self._finish(row, _prediction(row, prompt, params, output), output.num_cached_tokens)
+            failed = _error_prediction(row, output.error) if output.error else None
+            self._finish(row, failed or _prediction(row, prompt, params, output), output.num_cached_tokens)
         self._journal.sync()
 
     def _requests(self, rows: Iterator[PromptRow]) -> Iterator[Request]:
@@ -108,8 +110,8 @@ class PredictJob:
             try:
                 prompt = self._encoder.encode(row)
                 request = self.engine.request(row.index, prompt.token_ids, self._decode_of(row))
-            except UserError as error:
-                self._finish(row, _error_prediction(row, str(error)))
+            except BaseException as error:
+                self._finish(row, _error_prediction(row, error))
                 continue
             self._running[row.index] = row, prompt.text, request.params
             yield request
@@ -190,7 +192,8 @@ def _logprobs(steps: list[TokenLogprobs]) -> list[dict[str, dict[str, float]]]:
     ]
 
 
-def _error_prediction(row: PromptRow, error: str) -> Row:
+def _error_prediction(row: PromptRow, error: BaseException) -> Row:
+    """Raises the exception again where it does not belong to the row."""
     return {
         "index": row.index,
         "id": row.id,
@@ -200,7 +203,7 @@ def _error_prediction(row: PromptRow, error: str) -> Row:
         "finish_reason": FinishReason.error.value,
         "num_prompt_tokens": 0,
         "num_generated_tokens": 0,
-        "error": error,
+        "error": row_error(error, row.index),
     }
 
 

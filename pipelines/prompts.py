@@ -12,8 +12,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from conf.errors import UserError
+from conf.errors import UserError, shortened
 from models.tokenizers import Tokenizer
+from pipelines.engine.faults import row_error
 
 SUFFIXES = (".txt", ".jsonl")
 INPUTS = ("prompt", "messages", "prompt_token_ids", "src")
@@ -122,6 +123,7 @@ class Prompts:
             raise UserError(f"{self._lines.where} changed while it was read: run it again")
 
     def _parse(self, index: int, line: str) -> PromptRow:
+        """Never raises: a fault becomes the row's error."""
         if not self._as_json:
             return PromptRow(index, prompt=line.replace("\\n", "\n"))
         try:
@@ -191,16 +193,19 @@ def _is_json_row(line: str) -> bool:
 
 
 def parse_row(index: int, values: object) -> PromptRow:
-    """A row from a JSON object; never raises, a fault becomes the row's error."""
+    """A row from a JSON object. Never raises: a fault becomes the row's error."""
     if not isinstance(values, dict):
         return PromptRow(index, error=f"not a JSON object but {type(values).__name__}")
     id = values.get("id")
-    if not isinstance(id, str | int | None) or isinstance(id, bool):
-        return PromptRow(index, error=f"id={id!r} is neither a text nor a number")
+    known_id = id if isinstance(id, str | int) and not isinstance(id, bool) else None
     try:
-        return PromptRow(index, id, decode=_checked(values, "decode", dict, {}), **_input(values))
-    except UserError as error:
-        return PromptRow(index, id, error=str(error))
+        if id is not None and known_id is None:
+            raise UserError(f"id={shortened(repr(id))} is neither a text nor a number")
+        row = PromptRow(index, known_id, decode=_checked(values, "decode", dict, {}), **_input(values))
+        _check_unicode("id", str(known_id))
+        return row
+    except Exception as error:
+        return PromptRow(index, known_id, error=row_error(error, index))
 
 
 def _input(values: dict[str, Any]) -> dict[str, Any]:
@@ -225,7 +230,7 @@ def _input(values: dict[str, Any]) -> dict[str, Any]:
         return {"messages": messages}
     token_ids = _checked(values, "prompt_token_ids", list)
     if wrong := [id for id in token_ids if type(id) is not int or not 0 <= id < MAX_TOKEN_ID]:
-        raise UserError(f"prompt_token_ids must be numbers from 0, not {json.dumps(wrong[0])[:20]}")
+        raise UserError(f"prompt_token_ids must be numbers from 0, not {shortened(repr(wrong[0]))}")
     return {"prompt_token_ids": token_ids}
 
 
@@ -292,23 +297,23 @@ class PromptEncoder:
             if not self._use_templates:
                 raise UserError("messages need a chat template, but predict.chat_template=none: give auto or a path")
             for message in messages:
-                _check_unicode(message["role"])
-                _check_unicode(message["content"])
+                _check_unicode("the text", message["role"])
+                _check_unicode("the text", message["content"])
             return EncodedPrompt(*tokenizer.encode_messages(messages, self._template))
         assert row.prompt is not None
-        _check_unicode(row.prompt)
+        _check_unicode("the text", row.prompt)
         token_ids = tokenizer.encode(row.prompt, self._add_special_tokens)
         if not token_ids and self._add_special_tokens and tokenizer.bos_token_id is not None:
             token_ids = [tokenizer.bos_token_id]  # something to begin with
         return EncodedPrompt(row.prompt, token_ids)
 
 
-def _check_unicode(text: str) -> None:
+def _check_unicode(what: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(
-            f"the text has half a surrogate pair at character {error.start}, which no tokenizer takes"
+            f"{what} has half a surrogate pair at character {error.start}, which no tokenizer takes"
         ) from error
 
 

@@ -17,6 +17,7 @@ from pipelines.engine.beam_search import BeamSearch
 from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.contrastive_search import ContrastiveSearch
 from pipelines.engine.detokenizer import Detokenizer
+from pipelines.engine.faults import belongs_to_request
 from pipelines.engine.lookahead import Lookahead
 from pipelines.engine.request import (
     ContextLimit,
@@ -27,13 +28,14 @@ from pipelines.engine.request import (
     Search,
     Sequence,
     SequenceGroup,
+    TokenLogprobs,
     check_max_length,
     resolve_sampling_params,
 )
 from pipelines.engine.runner import Runner
 from pipelines.engine.sampler import sample, token_logprobs
 from pipelines.engine.scheduler import Scheduler, StepPlan
-from pipelines.engine.stopping import completion_of, extend_text
+from pipelines.engine.stopping import completion_of, extend_text, send_text
 
 LOGPROB_ROWS = 256  # rows of prompt log probabilities at a time: float32 copies of them stay small
 
@@ -159,14 +161,22 @@ class Engine:
         max_num_requests: int | None = None,
         on_step: Callable[[], None] = lambda: None,
     ) -> Iterator[Output]:
-        """Outputs as they finish. Requests are taken from the iterable when a place is free; closing the iterator cancels the rest."""
+        """Outputs as they finish. Requests are taken from the iterable when a place is free; closing the iterator cancels the rest.
+
+        A request that fails on its way is an output with its `error`. What does not belong to one request is raised.
+        """
         limit = min(max_num_requests or self.scheduler.max_num_requests, self.scheduler.max_num_requests)
         source = iter(requests)
         alive: list[SequenceGroup] = []
         try:
             while True:
                 while len(alive) < limit and (request := next(source, None)) is not None:
-                    alive.append(self.add(request))
+                    try:
+                        alive.append(self.add(request))
+                    except BaseException as error:
+                        if not belongs_to_request(error):
+                            raise
+                        yield Output(request.id, [], len(request.prompt_token_ids), 0, error=error)
                 if not alive:
                     return
                 self.step()
@@ -216,13 +226,19 @@ class Engine:
         """A step whose results are waited for."""
         hidden, logits = self.runner.run(build_batch(plan, self._block_size))  # [R, E], [R, V]
         self.scheduler.commit(plan)
-        rows = _observe(plan, hidden, logits)
-        self._sample([group for group in plan.ready if not group.search], rows, logits)
-        for group in plan.ready:
+        rows = self._observe(plan, hidden, logits)
+        ready = [group for group in plan.ready if not group.error]
+        self._sample([group for group in ready if not group.search], rows, logits)
+        for group in ready:
             if group.search:
-                continuations = group.search.advance(group, logits[[rows[sequence] for sequence in group.sequences]])
-                self.scheduler.branch(group, continuations)
-                self.num_generated_tokens += 1
+                self._advance(group, group.search, logits[[rows[sequence] for sequence in group.sequences]])
+
+    def _fail(self, group: SequenceGroup, error: BaseException) -> None:
+        """End this request alone. Raises the exception again where it does not belong to one request."""
+        if not belongs_to_request(error):
+            raise error
+        self.scheduler.cancel(group)
+        group.error = error
 
     def num_at_once(self, num_tokens: int) -> int:
         """How many prompts of so many tokens `hidden_states` takes in one step."""
@@ -254,18 +270,38 @@ class Engine:
         """A token for each sequence of groups that do not search; those that end leave their group."""
         chosen = []
         for group in groups:
-            if group.request.params.n > 1 and group.num_output_tokens == 0:
+            if len(group.sequences) < group.request.params.n and group.num_output_tokens == 0:
                 self._fork_samples(group, rows)
             chosen += [(group, sequence) for sequence in group.sequences]
         if not chosen:
             return
         indices = [rows[sequence] for _, sequence in chosen]
         wanted = logits if indices == list(range(logits.shape[0])) else logits[indices]
-        tokens = sample(wanted, [sequence for _, sequence in chosen])
-        for row, ((_, sequence), token) in enumerate(zip(chosen, tokens, strict=True)):
-            if token is not None and (num_top := sequence.request.params.logprobs) is not None:
-                sequence.logprobs += token_logprobs(wanted[row : row + 1], [token], num_top)
+        try:
+            tokens = sample(wanted, [sequence for _, sequence in chosen])
+            logprobs = [_logprobs(wanted[i : i + 1], chosen[i][1], token) for i, token in enumerate(tokens)]
+        except BaseException as error:
+            if len(groups) == 1:
+                self._fail(groups[0], error)
+                return
+            for group in groups:  # each alone shows whether the fault is its own
+                self._sample([group], rows, logits)
+            return
+        for (_, sequence), steps in zip(chosen, logprobs, strict=True):
+            sequence.logprobs += steps
         self._accept([(group, sequence, token) for (group, sequence), token in zip(chosen, tokens, strict=True)])
+
+    def _advance(self, group: SequenceGroup, search: Search, logits: Tensor) -> None:
+        """The next tokens of a group that searches."""
+        try:
+            continuations = search.advance(group, logits)
+        except BaseException as error:
+            self._fail(group, error)
+            return
+        for sequence in group.sequences:
+            send_text(sequence)
+        self.scheduler.branch(group, continuations)
+        self.num_generated_tokens += 1
 
     def _accept(self, chosen: Collection[tuple[SequenceGroup, Sequence, int | None]]) -> None:
         """The sequences' next tokens, None where all were banned."""
@@ -274,10 +310,35 @@ class Engine:
                 sequence.token_ids.append(token)
         self.num_generated_tokens += len(chosen)
         for group, sequence, token in chosen:
-            reason = FinishReason.no_token if token is None else extend_text(sequence)
+            if group.error:  # another sample's
+                continue
+            try:
+                reason = FinishReason.no_token if token is None else extend_text(sequence)
+            except BaseException as error:
+                self._fail(group, error)
+                continue
+            send_text(sequence)
             if reason:
                 group.completions[sequence.sample] = completion_of(sequence, reason)
                 self.scheduler.finish(group, sequence)
+
+    def _observe(self, plan: StepPlan, hidden: Tensor, logits: Tensor) -> dict[Sequence, int]:
+        """Keep what requests want of their prompts. Returns the row of each sequence's last token."""
+        rows, end = {}, 0
+        for item in plan.scheduled:
+            begin, end = end, end + item.num_outputs
+            rows[item.sequence] = end - 1
+            group = item.group
+            if group.error:
+                continue
+            try:
+                if group.search:
+                    group.search.observe(hidden[begin:end])
+                if group.request.params.prompt_logprobs is not None:
+                    _add_prompt_logprobs(group, item.sequence, logits[begin:end])
+            except BaseException as error:
+                self._fail(group, error)
+        return rows
 
     def _fork_samples(self, group: SequenceGroup, rows: dict[Sequence, int]) -> None:
         """The prompt is computed: from here each sample goes its own way, from the same logits."""
@@ -298,18 +359,10 @@ class Engine:
         )
 
 
-def _observe(plan: StepPlan, hidden: Tensor, logits: Tensor) -> dict[Sequence, int]:
-    """Keep what a request wants of its prompt. Returns the row of each sequence's last token."""
-    rows, end = {}, 0
-    for item in plan.scheduled:
-        begin, end = end, end + item.num_outputs
-        rows[item.sequence] = end - 1
-        group = item.group
-        if group.search:
-            group.search.observe(hidden[begin:end])
-        if group.request.params.prompt_logprobs is not None:
-            _add_prompt_logprobs(group, item.sequence, logits[begin:end])
-    return rows
+def _logprobs(logits: Tensor, sequence: Sequence, token: int | None) -> list[TokenLogprobs]:
+    """Of the token that was chosen from logits [1, V], if the request asks for them."""
+    num_top = sequence.request.params.logprobs
+    return [] if token is None or num_top is None else token_logprobs(logits, [token], num_top)
 
 
 def _add_prompt_logprobs(group: SequenceGroup, sequence: Sequence, logits: Tensor) -> None:
@@ -331,4 +384,5 @@ def _output(group: SequenceGroup) -> Output:
         num_prompt_tokens=len(group.request.prompt_token_ids),
         num_cached_tokens=group.num_cached_tokens or 0,
         prompt_logprobs=group.prompt_logprobs if group.request.params.prompt_logprobs is not None else None,
+        error=group.error,
     )

@@ -4,7 +4,7 @@ from pipelines.engine.request import Completion, FinishReason, Sequence
 
 
 def extend_text(sequence: Sequence) -> FinishReason | None:
-    """Turn the sequence's new last token into text, hand it to the sink, and say whether the sequence ends here."""
+    """Turn the sequence's new last token into text, which is `unsent` then, and say whether the sequence ends here."""
     params, token = sequence.request.params, sequence.token_ids[-1]
     may_stop = sequence.num_output_tokens >= params.min_new_tokens
     piece, stopped = "", False
@@ -18,9 +18,15 @@ def extend_text(sequence: Sequence) -> FinishReason | None:
         reason = FinishReason.length
     if reason and sequence.detokenizer and not stopped:
         piece += sequence.detokenizer.flush()
+    sequence.unsent += piece
+    return reason
+
+
+def send_text(sequence: Sequence) -> None:
+    """Hand the text that is `unsent` to the request's sink. Raises whatever the sink raises."""
+    piece, sequence.unsent = sequence.unsent, ""
     if piece and sequence.request.sink:
         sequence.request.sink(piece)
-    return reason
 
 
 def completion_of(sequence: Sequence, reason: FinishReason, score: float | None = None) -> Completion:

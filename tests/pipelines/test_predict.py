@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from conf.errors import UserError
 from conf.schema import PredictConfig, RunConfig
 from pipelines.engine import Engine, Output
 from pipelines.predict import run_predict
+from pipelines.prompts import EncodedPrompt, PromptEncoder, PromptRow
 from tests.builders import run_config
 
 PROMPTS = [
@@ -142,3 +144,80 @@ def test_a_folder_that_cannot_be_written_leaves_nothing(chatty: Path, tmp_path: 
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         run_predict(job(chatty, "hello"), tmp_path / "file" / "out", dump)
+
+
+# A row that fails alone
+
+GOOD = {"prompt": "Once upon a time", "id": "good"}
+BAD_ROWS = [
+    ('{"prompt":"Once","decode":{"bad_words":["\\ud800"]}}', "decode.bad_words=.* without half a surrogate pair"),
+    ('{"prompt":"Once","decode":{"stop":["a","\\udfff"]}}', "decode.stop=.* without half a surrogate pair"),
+    ('{"prompt":"Once","id":"\\ud800"}', "id has half a surrogate pair at character 0"),
+    ('{"prompt":"On\\ud800ce"}', "the text has half a surrogate pair at character 2"),
+    ('{"prompt":"Once","decode":{"logit_bias":{"' + "1" * 4301 + '":1}}}', "decode.logit_bias=.* numbers from -100 to 100"),
+    ('{"prompt":"Once","decode":{"logit_bias":{"5":NaN}}}', "decode.logit_bias=.* numbers from -100 to 100"),
+    ('{"prompt":"Once","decode":{"seed":' + "1" * 4301 + "}}", "not a JSON object: Exceeds the limit"),
+    ('{"prompt":"Once","decode":{"seed":' + "1" * 4299 + "}}", r"decode.seed=1{200}\.\.\. is not allowed"),
+    ('{"prompt":"Once","decode":{"temperature":NaN}}', "decode.temperature=nan is not allowed"),
+    ('{"prompt":"Once","decode":{"top_p":-Infinity}}', "decode.top_p=-inf is not allowed"),
+    ('{"prompt":"Once","decode":{"max_new_tokens":1e999}}', "decode.max_new_tokens=inf is not of type"),
+    ('{"prompt":"Once","decode":{"stop":' + "[" * 900 + "]" * 900 + "}}", r"decode.stop=\[+\.\.\. is not of type"),
+    ('{"prompt_token_ids":' + "[" * 900 + "]" * 900 + "}", r"prompt_token_ids must be numbers from 0, not \[+\.\.\."),
+    ('{"prompt":"Once","decode":{"' + "x" * 4000 + '":1}}', r"decode.x{200}\.\.\. does not exist"),
+]  # fmt: skip
+
+
+def test_whatever_is_wrong_with_a_row_is_its_error_and_stops_no_other(chatty: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(f"{line}\n{json.dumps(GOOD)}\n" for line, _ in BAD_ROWS))
+    run = job(chatty, data)
+    ends_early = replace(run, predict=replace(run.predict, max_errors=1))
+    with pytest.raises(UserError, match="more than predict.max_errors=1 rows failed; the first is row 0"):
+        run_predict(ends_early, tmp_path / "out", dump)
+    run_predict(run, tmp_path / "out", dump)  # goes on behind rows that failed
+    done = rows(tmp_path / "out")
+    for row, (_, message) in zip(done[::2], BAD_ROWS, strict=True):
+        assert re.match(message, str(row["error"]))
+    run_predict(job(chatty, "Once upon a time"), tmp_path / "alone", dump)
+    assert {str(row["text"]) for row in done[1::2]} == {str(rows(tmp_path / "alone")[0]["text"])}
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["num_resumed_rows"] > 0
+
+
+class Panic(BaseException):
+    """As a library in Rust ends where it did not expect to."""
+
+
+Panic.__name__ = "PanicException"
+
+
+@pytest.mark.parametrize("raised", [KeyError("what"), Panic("what")], ids=["exception", "panic"])
+def test_an_exception_that_nobody_foresaw_is_the_error_of_its_row_and_logged(
+    chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, raised: BaseException
+) -> None:  # fmt: skip
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    encode = PromptEncoder.encode
+
+    def failing(self: PromptEncoder, row: PromptRow) -> EncodedPrompt:
+        if row.prompt == "b":
+            raise raised
+        return encode(self, row)
+
+    monkeypatch.setattr(PromptEncoder, "encode", failing)
+    run_predict(job(chatty, data), tmp_path / "out", dump)
+    first, second = rows(tmp_path / "out")
+    assert (first["error"], second["error"]) == (None, f"{type(raised).__name__}: {raised}")
+    (record,) = caplog.records
+    assert (record.message, record.exc_info and record.exc_info[1]) == ("row 1 failed", raised)
+
+
+@pytest.mark.parametrize("raised", [MemoryError(), OSError("disk"), KeyboardInterrupt()], ids=repr)
+def test_what_belongs_to_the_whole_job_ends_it(
+    chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException
+) -> None:
+    def failing(self: PromptEncoder, row: PromptRow) -> EncodedPrompt:
+        raise raised
+
+    monkeypatch.setattr(PromptEncoder, "encode", failing)
+    with pytest.raises(type(raised)):
+        run_predict(job(chatty, "a"), tmp_path / "out", dump)

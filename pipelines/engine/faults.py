@@ -1,0 +1,29 @@
+"""An exception belongs to one request, whose row fails alone, or to everything that runs."""
+
+import logging
+
+import torch
+
+from conf.errors import UserError
+
+log = logging.getLogger(__name__)
+
+SHARED = (MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError)  # memory, disk, pipe, device
+
+
+def belongs_to_request(error: BaseException) -> bool:
+    """Interrupts are no `Exception`. Neither is a panic of a tokenizer's Rust code, though it belongs to the text that it read."""
+    return (isinstance(error, Exception) and not isinstance(error, SHARED)) or type(error).__name__ == "PanicException"
+
+
+def row_error(error: BaseException, index: int) -> str:
+    """Return what the row's `error` says, and log the traceback of an exception that nobody foresaw.
+
+    Raises the exception again where it does not belong to one request.
+    """
+    if isinstance(error, UserError):
+        return str(error)
+    if not belongs_to_request(error):
+        raise error
+    log.error("row %d failed", index, exc_info=error)
+    return f"{type(error).__name__}: {error}"

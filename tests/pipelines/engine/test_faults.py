@@ -1,0 +1,153 @@
+"""A request that fails inside the engine fails alone: its blocks come back and the others have the tokens that they have alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.decoding import DecodeConfig
+from pipelines.engine import Engine, Output, contrastive_search
+from pipelines.engine import engine as engine_module
+from pipelines.engine.contrastive_search import ContrastiveSearch
+from pipelines.engine.detokenizer import Detokenizer
+from pipelines.engine.request import Sequence
+from tests.builders import engine_of
+
+PROMPTS = [[0, 70, 71], [0, 75], [0, 80, 81, 82]]
+FAULTY = 1  # the request that fails
+LENGTHS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"n": 3, "temperature": 1.0, "seed": 5},
+    {"num_beams": 3, "stop": ["no such text"]},
+    {"penalty_alpha": 0.6, "top_k": 3},
+]
+
+
+@pytest.fixture(scope="module")
+def engine(chatty: Path) -> Engine:
+    return engine_of(chatty, tokenizer="", block_size=4)
+
+
+def run(engine: Engine, faulty: dict[str, Any]) -> dict[int, Output]:
+    """All prompts together, greedy ones beside the one that has settings of its own."""
+    settings = [faulty if i == FAULTY else {} for i in range(len(PROMPTS))]
+    requests = [
+        engine.request(i, prompt, DecodeConfig(**LENGTHS, **decode))
+        for i, (prompt, decode) in enumerate(zip(PROMPTS, settings, strict=True))
+    ]
+    outputs = {output.request_id: output for output in engine.generate(requests)}
+    engine.scheduler.check_integrity()
+    blocks = engine.scheduler.block_manager
+    assert blocks.num_free_blocks == blocks.num_blocks
+    return outputs
+
+
+def check_it_failed_alone(engine: Engine, faulty: dict[str, Any], expected: dict[int, Output]) -> None:
+    outputs = run(engine, faulty)
+    assert repr(outputs[FAULTY].error) == "KeyError('what')"
+    assert outputs[FAULTY].completions == []
+    for i in {0, 2}:
+        assert (outputs[i].error, outputs[i].completions) == (None, expected[i].completions)
+
+
+def fails_at(number: int, real: Callable[..., Any], belongs: Callable[..., bool]) -> Callable[..., Any]:
+    """`real`, whose call of this number, among those that belong to the request, raises."""
+    calls = []
+
+    def hooked(*arguments: Any) -> Any:
+        if belongs(*arguments):
+            calls.append(arguments)
+            if len(calls) >= number:
+                raise KeyError("what")
+        return real(*arguments)
+
+    return hooked
+
+
+@pytest.mark.parametrize("decode", WAYS, ids=str)
+@pytest.mark.parametrize("number", [1, 5])
+def test_a_text_that_cannot_be_made(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, decode: dict[str, Any], number: int
+) -> None:
+    expected = run(engine, decode)
+    asked = Detokenizer.add
+    marks: set[Any] = set()
+
+    def is_faulty(detokenizer: Detokenizer, token_id: int, may_stop: bool) -> bool:
+        return detokenizer._decode in marks
+
+    of = Engine._detokenizer
+
+    def marked(self: Engine, request: Any) -> Any:
+        detokenizer = of(self, request)
+        if request.id == FAULTY and detokenizer:
+            marks.add(detokenizer._decode)
+        return detokenizer
+
+    monkeypatch.setattr(Engine, "_detokenizer", marked)
+    monkeypatch.setattr(Detokenizer, "add", fails_at(number, asked, is_faulty))
+    check_it_failed_alone(engine, decode, expected)
+
+
+def test_a_prompt_whose_text_cannot_be_made(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(engine, {})
+    of = Engine._detokenizer
+    monkeypatch.setattr(Engine, "_detokenizer", fails_at(1, of, lambda _, request: request.id == FAULTY))
+    check_it_failed_alone(engine, {}, expected)
+
+
+@pytest.mark.parametrize("decode", WAYS[:2], ids=str)
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_sampler_that_fails(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, decode: dict[str, Any], number: int
+) -> None:
+    """It fails for all rows of the step at once. Each group alone shows whose fault it is."""
+    expected = run(engine, decode)
+
+    def is_faulty(logits: torch.Tensor, sequences: list[Sequence]) -> bool:
+        return any(sequence.request.id == FAULTY for sequence in sequences)
+
+    monkeypatch.setattr(engine_module, "sample", fails_at(number, engine_module.sample, is_faulty))
+    check_it_failed_alone(engine, decode, expected)
+
+
+def test_a_search_that_fails_to_observe_or_to_choose(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(engine, WAYS[3])
+    with monkeypatch.context() as patch:
+        patch.setattr(ContrastiveSearch, "observe", fails_at(3, ContrastiveSearch.observe, lambda *_: True))
+        check_it_failed_alone(engine, WAYS[3], expected)
+    monkeypatch.setattr(
+        contrastive_search, "process_logits", fails_at(3, contrastive_search.process_logits, lambda *_: True)
+    )
+    check_it_failed_alone(engine, WAYS[3], expected)
+
+
+@pytest.mark.parametrize(
+    "raised", [MemoryError(), OSError("pipe"), torch.OutOfMemoryError(), KeyboardInterrupt()], ids=repr
+)
+def test_what_belongs_to_all_ends_all(engine: Engine, monkeypatch: pytest.MonkeyPatch, raised: BaseException) -> None:
+    def failing(*_: Any) -> Any:
+        raise raised
+
+    for place in ("add", "__init__"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Detokenizer, place, failing)
+            with pytest.raises(type(raised)):
+                run(engine, {})
+    assert run(engine, {})  # with everything given back
+
+
+def test_what_a_sink_raises_is_raised(engine: Engine) -> None:
+    """It is the caller's own, also where it is of a kind that would be a request's fault elsewhere."""
+
+    def failing(text: str) -> None:
+        raise KeyError(text)
+
+    for decode in (WAYS[0], WAYS[3]):
+        request = engine.request(0, PROMPTS[0], DecodeConfig(**LENGTHS, **decode), failing)
+        with pytest.raises(KeyError):
+            list(engine.generate([request]))
+    assert run(engine, {})
