@@ -16,7 +16,7 @@ from conf.errors import UserError
 from conf.schema import RunConfig
 from pipelines import report
 from pipelines.engine import Completion, Engine, Output, Request
-from pipelines.engine.faults import row_error
+from pipelines.engine.faults import belongs_to_request, row_error
 from pipelines.engine.request import FinishReason, SamplingParams, TokenLogprobs, too_many_new_tokens
 from pipelines.fingerprint import fingerprint
 from pipelines.interrupt import Interrupted, Interruption, interruption
@@ -225,8 +225,11 @@ def _check_new_tokens(run: RunConfig, engine: Engine, encoder: PromptEncoder, pr
         return
     lengths = []
     for row in () if prompts.num_rows is None else prompts:  # standard input can be read only once
-        with suppress(UserError):  # of a bad row
+        try:
             lengths.append(len(encoder.encode(row).token_ids))
+        except BaseException as error:  # a bad row has no length
+            if not belongs_to_request(error):
+                raise
     longest = max((length for length in lengths if length < most), default=None)
     raise too_many_new_tokens(wanted, longest, engine.context)
 

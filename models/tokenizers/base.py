@@ -2,11 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from conf.errors import UserError
+from models.tokenizers.template_process import TemplateProcess
 
 Message = dict[str, Any]
 """A text "role" and a text "content"."""
@@ -46,13 +48,12 @@ class Tokenizer(ABC):
         if template is None:
             token_ids = self._own_format(messages)
             return self.decode(token_ids, skip_special_tokens=False), token_ids
-        from models.tokenizers.templates import render  # here, because a run of plain prompts need not wait for Jinja
-
-        try:
-            text = render(template, messages, self.special_tokens)
-        except Exception as error:  # the template's own raise_exception, or any fault of its Jinja
-            raise UserError(f"the chat template does not take these messages: {error}") from error
+        text = self._templates.render(template, messages, self.special_tokens)
         return text, self.encode(text, add_special_tokens=False)  # the template wrote any BOS
+
+    @cached_property
+    def _templates(self) -> TemplateProcess:
+        return TemplateProcess()
 
     def _own_format(self, messages: list[Message]) -> list[int]:
         """Token ids of a conversation as the family's own code writes them. Raises UserError for a role that it does not know."""

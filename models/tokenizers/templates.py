@@ -1,6 +1,12 @@
-"""Chat templates: Jinja from a checkpoint, which is untrusted, rendered in a sandbox with the names that transformers gives it."""
+"""Chat templates: Jinja from a checkpoint, which is untrusted, rendered in a sandbox with the names that transformers gives it.
+
+Run as a program, this is the process of `template_process.py`, so that it imports nothing of the house.
+"""
 
 import json
+import resource
+import signal
+import sys
 from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
@@ -20,9 +26,9 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 def render(template: str, messages: list[dict[str, Any]], special_tokens: Mapping[str, str]) -> str:
     """Return the conversation as text, ready for the assistant's turn. Raises whatever a faulty or hostile template raises."""
-    # Plain data: an object of a Python caller may have methods that no sandbox knows to be dangerous.
-    plain = json.loads(json.dumps(messages, default=lambda value: f"<{type(value).__name__}>"))
-    given = [_with_reasoning({key: value for key, value in message.items() if value is not None}) for message in plain]
+    given = [
+        _with_reasoning({key: value for key, value in message.items() if value is not None}) for message in messages
+    ]
     return _compiled(template).render(
         messages=given, tools=None, documents=None, add_generation_prompt=True, **special_tokens
     )
@@ -101,3 +107,33 @@ def _to_json(
 ) -> str:
     """Jinja's own filter escapes what HTML would read."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def serve(cpu_s: float, memory: int, max_characters: int) -> None:
+    """Answer lines of JSON on standard input, each a template, messages and special tokens, with a text or an error each.
+
+    The process ends by SIGPROF where one takes more than `cpu_s` seconds of CPU time, whatever it is doing.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's: whoever started this process ends it
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        answer = _answer(request, max_characters + 4 * len(line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(answer + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _answer(request: list[Any], max_characters: int) -> bytes:
+    try:
+        text = render(*request)
+        if len(text) > max_characters:
+            raise ValueError(f"it writes {len(text)} characters, more than {max_characters}")
+        return json.dumps({"text": text}, ensure_ascii=False).encode()
+    except Exception as error:  # the template's own raise_exception, or any fault of its Jinja
+        return json.dumps({"error": " ".join(str(error).split()) or type(error).__name__}).encode()
+
+
+if __name__ == "__main__":
+    serve(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

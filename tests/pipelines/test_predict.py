@@ -14,6 +14,7 @@ from conf.compose import dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import PredictConfig, RunConfig
+from models.tokenizers import template_process
 from pipelines.engine import Engine, Output
 from pipelines.predict import run_predict
 from pipelines.prompts import EncodedPrompt, PromptEncoder, PromptRow
@@ -209,6 +210,23 @@ def test_an_exception_that_nobody_foresaw_is_the_error_of_its_row_and_logged(
     assert (first["error"], second["error"]) == (None, f"{type(raised).__name__}: {raised}")
     (record,) = caplog.records
     assert (record.message, record.exc_info and record.exc_info[1]) == ("row 1 failed", raised)
+
+
+def test_a_chat_template_without_end_is_the_error_of_its_rows(
+    chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_process, "CPU_S", 0.15)
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    template, data = tmp_path / "chat.jinja", tmp_path / "rows.txt"
+    template.write_text("{% if messages[0].content == 'b' %}" + loops + "{% endif %}{{ messages[0].content }}")
+    data.write_text("a\nb\nc\n")
+    run = job(chatty, data)
+    run_predict(replace(run, predict=replace(run.predict, chat_template=str(template))), tmp_path / "out", dump)
+    errors = [row["error"] for row in rows(tmp_path / "out")]
+    assert (errors[0], errors[2]) == (None, None)
+    assert "the chat template was stopped, because it takes more than 0.15 s: give predict.chat_template" in str(
+        errors[1]
+    )
 
 
 @pytest.mark.parametrize("raised", [MemoryError(), OSError("disk"), KeyboardInterrupt()], ids=repr)

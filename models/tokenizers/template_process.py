@@ -1,0 +1,72 @@
+"""Chat templates in a process of their own, which ends where one takes too long or too much memory. A sandbox alone has no such limits."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+
+PROGRAM = Path(__file__).with_name("templates.py")
+CPU_S = 2.0  # seconds of CPU time for one conversation; those of real models take less than a thousandth of it
+MEMORY = 2**30  # bytes of address space; an idle process has 60 MB
+MAX_CHARACTERS = 2**20  # of the text, beside four times the request: nobody waits while the tokenizer reads gigabytes
+REMEDY = "give predict.chat_template=PATH, or prompts instead of messages"
+
+
+class TemplateProcess:
+    """Starts with the first conversation and serves all of one tokenizer's, one after the other."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(self, template: str, messages: list[dict[str, Any]], special_tokens: Mapping[str, str]) -> str:
+        """Return the conversation as text. Raises UserError for a template that fails or goes beyond its limits."""
+        # Plain data: an object of a Python caller becomes its type's name.
+        request = json.dumps(
+            [template, messages, dict(special_tokens)], default=lambda value: f"<{type(value).__name__}>"
+        )
+        with self._turn:
+            answer = self._ask(request.encode() + b"\n")
+        if "error" in answer:
+            raise UserError(f"the chat template does not take these messages: {answer['error']}")
+        return str(answer["text"])
+
+    def _ask(self, request: bytes) -> dict[str, str]:
+        process = self._process = self._process or self._start()
+        assert process.stdin
+        assert process.stdout
+        line = b""
+        try:
+            with suppress(BrokenPipeError):
+                process.stdin.write(request)
+                process.stdin.flush()
+                line = process.stdout.readline()
+        finally:
+            if not line:  # it has ended, or an interrupt came first: the next conversation gets another process
+                self._process = None
+                self._end()
+        if line:
+            return dict(json.loads(line))
+        slow = process.returncode == -signal.SIGPROF
+        reason = f"it takes more than {CPU_S:g} s" if slow else f"its process ended with {process.returncode}"
+        raise UserError(f"the chat template was stopped, because {reason}: {REMEDY}")
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        # -P: no module of that folder takes the place of a package.
+        command = [sys.executable, "-P", str(PROGRAM), str(CPU_S), str(MEMORY), str(MAX_CHARACTERS)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._end = weakref.finalize(self, _end, process)  # also where this object is forgotten, and at exit
+        return process
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.communicate()

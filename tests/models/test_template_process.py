@@ -1,0 +1,132 @@
+"""Chat templates are bounded: time, memory and length each end one conversation, and the next one is rendered."""
+
+import gc
+import subprocess
+import threading
+from typing import Any
+
+import pytest
+
+from conf.errors import UserError
+from models.tokenizers import template_process
+from models.tokenizers.template_process import TemplateProcess
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+PLAIN = "{{ messages[0].content }}!"
+TWICE = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+SHARED = (
+    "{% set ns = namespace(x=[1], y=[1]) %}"
+    "{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}"
+)
+MACRO = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def templates(monkeypatch: pytest.MonkeyPatch) -> TemplateProcess:
+    monkeypatch.setattr(template_process, "CPU_S", 0.15)
+    monkeypatch.setattr(template_process, "MEMORY", 2**28)
+    return TemplateProcess()
+
+
+def render(templates: TemplateProcess, template: str) -> str:
+    return templates.render(template, MESSAGES, {})
+
+
+@pytest.mark.parametrize(
+    "template",
+    [LOOPS, MACRO, SHARED, "{{ 7 ** (7 ** 9) }}"],
+    ids=["loops", "macro", "shared lists", "one operation"],
+)
+def test_time_ends_a_template(templates: TemplateProcess, template: str) -> None:
+    with pytest.raises(
+        UserError, match=r"the chat template was stopped, because it takes more than 0.15 s: give predict"
+    ):
+        render(templates, template)
+    assert render(templates, PLAIN) == "hi!"
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ 'a' * 10 ** 10 }}", "{{ 'a' | center(10 ** 9) }}", "{{ '%1000000000d' % 1 }}", "{{ [0] * 10 ** 9 }}"],
+)
+def test_memory_ends_a_template(templates: TemplateProcess, template: str) -> None:
+    with pytest.raises(UserError, match="the chat template does not take these messages: MemoryError"):
+        render(templates, template)
+    assert render(templates, PLAIN) == "hi!"
+
+
+def test_text_that_doubles_meets_one_of_the_limits(templates: TemplateProcess) -> None:
+    with pytest.raises(UserError, match="MemoryError|it takes more than"):
+        render(templates, TWICE)
+
+
+def test_the_length_of_its_text_ends_a_template_but_not_that_of_the_messages(templates: TemplateProcess) -> None:
+    with pytest.raises(UserError, match=r"take these messages: it writes 2000000 characters, more than 1048\d\d\d"):
+        render(templates, "{{ 'ab' * 1000000 }}")
+    long = [{"role": "user", "content": "ab" * 1_000_000}]
+    assert templates.render(PLAIN, long, {}) == "ab" * 1_000_000 + "!"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ '\ud800' }}", "surrogates not allowed"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
+        ("{{ messages[0].content.nope() }}", "has no attribute 'nope'"),
+    ],
+)
+def test_other_faults_are_told(templates: TemplateProcess, template: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"the chat template does not take these messages: .*{message}"):
+        render(templates, template)
+
+
+def test_it_serves_any_thread_and_leaves_none(templates: TemplateProcess) -> None:
+    before, results = threading.active_count(), []
+
+    def work(i: int) -> None:
+        results.append(templates.render("{{ messages[0].content }}", [{"role": "user", "content": f"{i}" * 1000}], {}))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == [f"{i}" * 1000 for i in range(8)]
+    assert threading.active_count() == before
+
+
+def test_no_answer_is_taken_for_another_after_an_interrupt(templates: TemplateProcess) -> None:
+    assert render(templates, PLAIN) == "hi!"
+
+    class Interrupted:
+        def readline(self) -> bytes:
+            raise KeyboardInterrupt
+
+        def close(self) -> None: ...
+
+        closed = True
+
+    process = templates._process
+    assert process
+    process.stdout = Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        render(templates, "one")
+    assert process.poll() is not None
+    assert render(templates, "another") == "another"
+
+
+def test_the_process_is_one_and_ends_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        started.append(real(*arguments, **named))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", counted)
+    templates = TemplateProcess()
+    assert [render(templates, PLAIN) for _ in range(20)] == ["hi!"] * 20
+    del templates
+    gc.collect()
+    assert [process.returncode is not None for process in started] == [True]
