@@ -181,8 +181,8 @@ def _as_saved(run: RunConfig) -> RunConfig:
     model, predict = run.model, run.predict
     files: dict[str, Any] = {key: _absolute(getattr(model, key)) for key in ("path", "tokenizer")}
     data, template = predict.data, predict.chat_template
-    if data and data.endswith((".txt", ".jsonl")) and os.path.isfile(data):
-        data = os.path.abspath(data)
+    if data and data != "-" and os.path.isfile(path := os.path.expanduser(data)):
+        data = os.path.abspath(path)
     if template not in ("auto", "none"):
         template = os.path.abspath(template)
     resume = "none" if predict.resume == "none" else "auto"
@@ -208,7 +208,8 @@ def _as_saved(run: RunConfig) -> RunConfig:
 
 def _absolute(path: str | None) -> str | None:
     """Of what exists; a hub id, none and null stay."""
-    return os.path.abspath(path) if path and path != "none" and os.path.exists(path) else path
+    full = os.path.expanduser(path or "none")
+    return os.path.abspath(full) if full != "none" and os.path.exists(full) else path
 
 
 def _plain(value: Any) -> Any:

@@ -159,7 +159,7 @@ class DeviceConfig:
 @dataclass
 class PredictConfig:
     data: str | None = None
-    """A prompt, a `.txt`, a `.jsonl`, or `-` for standard input."""
+    """A prompt, a file (`.txt`, `.jsonl`, `.csv`, `.json`, or `.gz` of these), or `-` for standard input."""
     batch_size: int = 16
     """Most rows running at once, with all their beams or samples."""
     add_special_tokens: bool = True
@@ -195,7 +195,7 @@ class BenchConfig:
     """A batch of random prompts, of exact lengths, or of a file's."""
 
     data: str | None = None
-    """A `.jsonl` whose prompts, or first turns, are replayed instead of random ones of `prompt_tokens`."""
+    """A `.jsonl`, `.csv` or `.json`, or `.gz` of these, whose prompts, or first turns, take the place of random ones of `prompt_tokens`."""
     prompt_tokens: int = 512
     new_tokens: int = 64
     batch_size: int = 1
@@ -216,13 +216,13 @@ class EvaluateConfig:
     """What a model is measured on: a text, questions, or both."""
 
     data: str | None = None
-    """A `.txt`, whole as one text, or a `.jsonl` with a text as `text` or `prompt` in each row: gives the perplexity."""
+    """A `.txt`, whole as one text, or a `.jsonl`, `.csv` or `.json` with a text as `text` or `prompt` in each row: gives the perplexity."""
     window: int | None = None
     """Most tokens that the model sees of a text at once; null: 512, or the context where that is shorter."""
     stride: int | None = None
     """Tokens from one window's beginning to the next one's; null: the window, so that they do not overlap."""
     questions: str | None = None
-    """A `.jsonl` of rows as in predict, each with its `answer`: gives the accuracy of greedy tokens."""
+    """A `.jsonl`, `.csv` or `.json` of rows as in predict, each with its `answer`: gives the accuracy of greedy tokens."""
     reference: str = "none"
     """Folder or hub id of the float model that this one comes from: gives KL divergence and agreement on `data`; none: neither."""
 

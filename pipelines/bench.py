@@ -24,6 +24,7 @@ from conf.schema import BenchConfig, RunConfig
 from models.tokenizers import Tokenizer
 from pipelines import report
 from pipelines.bandwidth import cache_bytes, memory_bandwidth, share_of_bandwidth
+from pipelines.data_files import ROWS, DataFile, find_file
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
 from pipelines.prompts import Lines, PromptEncoder, parse_row
@@ -34,6 +35,7 @@ LOW_CAUSES = {
     "cpu": "reference kernels, more threads than cores, another busy process, or a model so small that its loop is the work",
     "cuda": "a decode step that is not captured, a cold GPU, or a model so small that its loop is the work",
 }
+MISSING = "is not a file: give a .jsonl, .csv or .json, or .gz of these, or leave it out for random prompts"
 LOW_SHARE = 0.3  # of the bandwidth; a decode step below it has a cause that can be put right
 
 
@@ -41,8 +43,8 @@ def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Raises UserError, before anything is written, for a batch that the model does not take."""
     bench = run.bench
     decode = _decode(run)
-    if bench.data is not None and not Path(bench.data).is_file():
-        raise UserError(f"bench.data={bench.data} is not a file: give a .jsonl, or leave it out for random prompts")
+    if bench.data is not None:
+        find_file("bench.data", bench.data, ROWS, MISSING)  # an error here comes before anything is loaded
     with report.progress_bar() as progress:
         start = time.perf_counter()
         engine = load_engine(run, bench.batch_size, progress)
@@ -94,7 +96,7 @@ def _resolved(decode: DecodeConfig) -> DecodeConfig:
 def _prompts(bench: BenchConfig, engine: Engine) -> Iterator[list[list[int]]]:
     """A batch of token ids for each round: random ones, or the file's rows from the first on, over and over."""
     if bench.data is not None:
-        rows = itertools.cycle(_replayed(Path(bench.data), engine.tokenizer))
+        rows = itertools.cycle(_replayed(find_file("bench.data", bench.data, ROWS, MISSING), engine.tokenizer))
         while True:
             yield list(itertools.islice(rows, bench.batch_size))
     generator = torch.Generator().manual_seed(0)
@@ -102,21 +104,20 @@ def _prompts(bench: BenchConfig, engine: Engine) -> Iterator[list[list[int]]]:
         yield torch.randint(0, engine.vocab_size, (bench.batch_size, bench.prompt_tokens), generator=generator).tolist()
 
 
-def _replayed(path: Path, tokenizer: Tokenizer | None) -> list[list[int]]:
-    """Token ids of a .jsonl file's rows: as of a predict job, or the first of `turns`, as question sets have them."""
+def _replayed(file: DataFile, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Token ids of a file's rows: as of a predict job, or the first of `turns`, as question sets have them."""
     encoder = PromptEncoder(tokenizer, add_special_tokens=True, chat_template="auto")
     token_ids = []
-    with open(path, "rb") as file:
-        for index, line in enumerate(Lines(file, str(path))):
-            try:
-                values = json.loads(line)
-                if isinstance(values, dict) and "decode" in values:
-                    raise UserError("the row has decode settings of its own, but a bench has one for all")
-                if isinstance(values, dict) and isinstance(values.get("turns"), list):
-                    values = {"prompt": next(iter(values["turns"]), None)}
-                token_ids.append(encoder.encode(parse_row(index, values)).token_ids)
-            except (ValueError, RecursionError) as error:  # a UserError is a ValueError
-                raise UserError(f"row {index} of bench.data={path} cannot be replayed: {error}") from error
+    for index, line in enumerate(Lines(file.lines(), file.where)):
+        try:
+            values = json.loads(line)
+            if isinstance(values, dict) and "decode" in values:
+                raise UserError("the row has decode settings of its own, but a bench has one for all")
+            if isinstance(values, dict) and isinstance(values.get("turns"), list):
+                values = {"prompt": next(iter(values["turns"]), None)}
+            token_ids.append(encoder.encode(parse_row(index, values)).token_ids)
+        except (ValueError, RecursionError) as error:  # a UserError is a ValueError
+            raise UserError(f"row {index} of {file.where} cannot be replayed: {error}") from error
     return token_ids
 
 

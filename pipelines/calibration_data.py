@@ -3,13 +3,13 @@
 import random
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 from conf.errors import UserError
 from conf.quantization import CalibrateConfig
 from models.tiny.corpus import documents
 from models.tokenizers import Tokenizer
-from pipelines.prompts import PromptEncoder, read_prompts
+from pipelines.data_files import FORMS, DataFile, find_file
+from pipelines.prompts import PromptEncoder, read_file
 
 BUILT_IN_SEED = 20240607  # of the texts that serve where none are given
 BUILT_IN_DOCUMENTS = 4000
@@ -56,6 +56,13 @@ def read_calibration_data(
     return CalibrationData(taken[: config.num_samples], taken[config.num_samples :], source)
 
 
+def calibration_file(data: str) -> DataFile:
+    """Raises UserError where there is none."""
+    return find_file(
+        "calibrate.data", data, FORMS, "is not a file: give a .txt or a .jsonl, .csv or .json, or .gz of these"
+    )
+
+
 def _encode(data: str | None, tokenizer: Tokenizer | None) -> list[list[int]]:
     encoder = PromptEncoder(tokenizer, add_special_tokens=True, chat_template="auto")
     if data is None:
@@ -64,10 +71,8 @@ def _encode(data: str | None, tokenizer: Tokenizer | None) -> list[list[int]]:
                 "calibration needs a tokenizer, or calibrate.data with prompt_token_ids: give model.tokenizer=PATH"
             )
         return [tokenizer.encode(text, True) for text in islice(documents(BUILT_IN_SEED), BUILT_IN_DOCUMENTS)]
-    if not Path(data).is_file():
-        raise UserError(f"calibrate.data={data} is not a file: give a .txt or a .jsonl")
     rows = []
-    for row in read_prompts(data):
+    for row in read_file(calibration_file(data)):
         try:
             rows.append(encoder.encode(row).token_ids)
         except UserError as error:

@@ -19,9 +19,10 @@ from conf.schema import EvaluateConfig, RunConfig, Weights
 from models.tokenizers import Tokenizer
 from pipelines import report
 from pipelines.assembly import assemble
+from pipelines.data_files import FORMS, ROWS, DataFile, decoded, find_file
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
-from pipelines.prompts import FIELDS, Lines, PromptEncoder, PromptRow, decode_utf8, parse_row
+from pipelines.prompts import FIELDS, Lines, PromptEncoder, PromptRow, parse_row
 from pipelines.scoring import Scores, score, sliding_windows
 
 log = logging.getLogger(__name__)
@@ -49,8 +50,8 @@ def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     data, asked = run.evaluate.data, run.evaluate.questions
     if data is None and asked is None:
         raise UserError("there is nothing to evaluate: give evaluate.data=FILE, evaluate.questions=FILE.jsonl or both")
-    texts = [] if data is None else read_texts(Path(data))
-    questions = [] if asked is None else read_questions(Path(asked))
+    texts = [] if data is None else read_texts(data)
+    questions = [] if asked is None else read_questions(asked)
     if not questions:
         run.decode.check_unset("without evaluate.questions", "leave it out, or ask questions")
     start = time.perf_counter()
@@ -106,15 +107,14 @@ def is_right(continuation: str, answer: str) -> bool:
     return "\n".join(continuation.strip().split("\n")[:num_lines]).strip() == answer.strip()
 
 
-def read_texts(path: Path) -> list[Text]:
-    """A .txt as one text, a .jsonl as one for each row. Raises UserError for a file or a row that holds none."""
-    where = f"evaluate.data={path}"
-    if path.suffix not in (".txt", ".jsonl") or not path.is_file():
-        raise UserError(f"{where} is not a file that ends in .txt or .jsonl: give one")
-    if path.suffix == ".txt":
-        return [Text(where, decode_utf8(path.read_bytes(), where))]
+def read_texts(data: str | Path) -> list[Text]:
+    """A .txt as one text, other files as one for each row. Raises UserError for a file or a row that holds none."""
+    missing = "is not a file that ends in .txt or .jsonl, .csv or .json, or .gz of these: give one"
+    file = find_file("evaluate.data", data, FORMS, missing, columns=("text", "prompt"))
+    if file.form == ".txt":
+        return [Text(file.where, "".join(decoded(file.lines(), file.where)))]
     texts = []
-    for row, values in _read_rows(path, where, {"text", "prompt", "id"}):
+    for row, values in _read_rows(file, {"text", "prompt", "id"}):
         given = [values[name] for name in ("text", "prompt") if values.get(name) is not None]
         if len(given) != 1 or not isinstance(given[0], str):
             raise UserError(f'{row} needs a text as either "text" or "prompt"')
@@ -122,13 +122,12 @@ def read_texts(path: Path) -> list[Text]:
     return texts
 
 
-def read_questions(path: Path) -> list[Question]:
+def read_questions(data: str | Path) -> list[Question]:
     """Rows as of task=predict, each with its `answer`. Raises UserError for a file or a row that is none."""
-    where = f"evaluate.questions={path}"
-    if path.suffix != ".jsonl" or not path.is_file():
-        raise UserError(f"{where} is not a file that ends in .jsonl: give one")
+    missing = "is not a file that ends in .jsonl, .csv or .json, or .gz of these: give one"
+    file = find_file("evaluate.questions", data, ROWS, missing)
     questions: list[Question] = []
-    for row, values in _read_rows(path, where, {*FIELDS, "answer"}):
+    for row, values in _read_rows(file, {*FIELDS, "answer"}):
         prompt, answer = parse_row(len(questions), values), values.get("answer")
         if prompt.error:
             raise UserError(f"{row} cannot be asked: {prompt.error}")
@@ -140,23 +139,22 @@ def read_questions(path: Path) -> list[Question]:
     return questions
 
 
-def _read_rows(path: Path, where: str, known: set[str]) -> list[tuple[str, dict[str, Any]]]:
+def _read_rows(file: DataFile, known: set[str]) -> list[tuple[str, dict[str, Any]]]:
     """Each row's name for errors and its values."""
     rows: list[tuple[str, dict[str, Any]]] = []
     unused: set[str] = set()
-    with open(path, "rb") as file:
-        for index, line in enumerate(Lines(file, where)):
-            name = f"row {index} of {where}"
-            try:
-                values = json.loads(line)
-            except (ValueError, RecursionError) as error:  # not JSON, a number too long, nested too deep
-                raise UserError(f"{name} is not a JSON object: {error}") from error
-            if not isinstance(values, dict):
-                raise UserError(f"{name} is not a JSON object but {type(values).__name__}")
-            rows.append((name, values))
-            unused |= set(values) - known
+    for index, line in enumerate(Lines(file.lines(), file.where)):
+        name = f"row {index} of {file.where}"
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:  # not JSON, a number too long, nested too deep
+            raise UserError(f"{name} is not a JSON object: {error}") from error
+        if not isinstance(values, dict):
+            raise UserError(f"{name} is not a JSON object but {type(values).__name__}")
+        rows.append((name, values))
+        unused |= set(values) - known
     if unused:
-        log.warning("%s has fields that are not used: %s", where, ", ".join(sorted(unused)))
+        log.warning("%s has fields that are not used: %s", file.where, ", ".join(sorted(unused)))
     return rows
 
 

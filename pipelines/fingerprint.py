@@ -9,6 +9,7 @@ from pathlib import Path
 
 from conf.schema import RunConfig, Weights
 from models.hub import find_checkpoint
+from pipelines.calibration_data import calibration_file
 from pipelines.engine import Engine
 from pipelines.journal import Fingerprint, dumps
 from pipelines.prompts import Prompts
@@ -63,7 +64,7 @@ def fingerprint(run: RunConfig, engine: Engine, prompts: Prompts) -> Fingerprint
 def calibration_fingerprint(run: RunConfig) -> Fingerprint:
     """What a calibrated model depends on besides its source and `quant`: the texts, and a layout's type of scales."""
     data = run.calibrate.data
-    texts = asdict(run.calibrate) | {"data": data and sha256_of(Path(data))}
+    texts = asdict(run.calibrate) | {"data": data and sha256_of(calibration_file(data).path)}
     return {"calibrate": texts, "export": {"format": run.export.format.name}}
 
 

@@ -5,7 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from pipelines.fingerprint import fingerprint
 from pipelines.interrupt import Interrupted, Interruption, interruption
 from pipelines.journal import ANEW, Journal, dumps, named_folder, open_journal
 from pipelines.loading import load_engine
-from pipelines.prompts import PromptEncoder, PromptRow, Prompts, read_prompts
+from pipelines.prompts import GIVE, PromptEncoder, PromptRow, Prompts, read_prompts
 
 PRINTED = 8  # rows that are shown at the end; all are in the files
 
@@ -34,7 +34,7 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Raises UserError before anything is written, with all finished rows kept where the job cannot go on, and after all files
     are there if not a single row could be predicted."""
     if run.predict.data is None:
-        raise UserError("predict.data is missing: give a prompt, a .txt, a .jsonl, or - for stdin")
+        raise UserError(f"predict.data is missing: {GIVE}")
     if run.predict.resume not in ("auto", "none"):
         named_folder(run.predict.resume)
     prompts = read_prompts(run.predict.data)

@@ -1,22 +1,24 @@
-"""What `predict.data` means: from a prompt, a .txt, a .jsonl or standard input to rows, and from rows to token ids."""
+"""What `predict.data` means: from a prompt, a file or standard input to rows, and from rows to token ids."""
 
 import hashlib
 import json
-import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from io import BytesIO
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from conf.errors import UserError, shortened
 from models.tokenizers import Tokenizer
+from pipelines.data_files import FORMS, DataFile, decode_utf8, find_file, names_a_file
 from pipelines.engine.faults import row_error
 
-SUFFIXES = (".txt", ".jsonl")
+GIVE = "give a prompt, a .txt, a .jsonl, or - for stdin; .csv, .json, and .gz of .txt or .jsonl, are read, too"
+MISSING = (
+    f"looks like a path, but cannot be read (no such file): {GIVE}; a prompt that looks so goes into a row of a .jsonl"
+)
 INPUTS = ("prompt", "messages", "prompt_token_ids", "src")
 MAX_TOKEN_ID = 2**31  # what a tokenizer can decode; the engine knows the real vocabulary
 FIELDS = (*INPUTS, "tgt", "id", "decode")
@@ -40,7 +42,7 @@ class PromptRow:
 class Lines:
     """The lines of a UTF-8 stream that are not blank, one at a time: a job may have more of them than memory holds."""
 
-    def __init__(self, stream: BinaryIO, where: str) -> None:
+    def __init__(self, stream: Iterable[bytes], where: str) -> None:
         self._stream = stream
         self.where = where
         self._sha256 = hashlib.sha256()
@@ -66,15 +68,6 @@ class Lines:
                 self.num_blank += 1
         if not self.num_kept:
             raise UserError(f"{self.where} has no prompts")
-
-
-def decode_utf8(content: bytes, where: str, offset: int = 0) -> str:
-    """The text of bytes that begin at `offset` of a file, without its byte order mark. Raises UserError for the first wrong byte."""
-    try:
-        return content.decode("utf-8").removeprefix("" if offset else "\ufeff")
-    except UnicodeDecodeError as error:
-        at = f"byte {offset + error.start} is 0x{content[error.start]:02x}"
-        raise UserError(f"{where} is not UTF-8 ({at}): convert it first") from error
 
 
 class Prompts:
@@ -137,51 +130,32 @@ class Prompts:
 
 
 def read_prompts(data: str) -> Prompts:
-    """Raises UserError for a file that is missing, unreadable or empty; a file is read through once before its first row."""
+    """The prompt itself, or the rows of a file or of standard input. Raises UserError for a file that is missing, unreadable or empty."""
     if data == "-":
         if sys.stdin is None:
             raise UserError("predict.data=- reads standard input, which is closed")
         return Prompts(Lines(sys.stdin.buffer, "standard input"), as_json=None)
-    path = Path(data)
-    if not _names_a_file(data):
-        content = json.dumps({"prompt": data}).encode()
-        return _read_twice(lambda: BytesIO(content), "the prompt", as_json=True)
-    if path.suffix not in SUFFIXES:
-        fault = "does not end in" if path.exists() else "is not there, nor does it end in"
-        raise UserError(
-            f"predict.data={data} looks like a path, but {fault} {' or '.join(SUFFIXES)}: "
-            "a prompt with a path separator and no white space goes into a row of a .jsonl"
-        )
-    try:
-        if path.is_fifo():
-            return Prompts(Lines(path.open("rb"), data), path.suffix == ".jsonl")
-        return _read_twice(lambda: path.open("rb"), data, path.suffix == ".jsonl")
-    except UserError:  # of what is in the file
-        raise
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"predict.data={data} cannot be read ({reason}): give a prompt, a .txt, a .jsonl, or - for stdin"
-        ) from error
+    if not data:
+        raise UserError(f"predict.data is empty: {GIVE}")
+    if names_a_file(data):
+        return read_file(find_file("predict.data", data, FORMS, MISSING))
+    content = json.dumps({"prompt": data}).encode()
+    return _read_twice(lambda: iter([content]), "the prompt", as_json=True)
 
 
-def _read_twice(open_stream: Callable[[], BinaryIO], where: str, as_json: bool) -> Prompts:
+def read_file(file: DataFile) -> Prompts:
+    """A file is read through once before its first row, a pipe with a name only once."""
+    as_json = file.form != ".txt"
+    if file.path.is_fifo():
+        return Prompts(Lines(file.lines(), file.where), as_json)
+    return _read_twice(file.lines, file.where, as_json)
+
+
+def _read_twice(open_lines: Callable[[], Iterator[bytes]], where: str, as_json: bool) -> Prompts:
     """The first time only to see that all of it can be read, and what it is."""
-    with open_stream() as stream:
-        whole = Lines(stream, where)
-        deque(whole, maxlen=0)
-    return Prompts(Lines(open_stream(), where), as_json, whole)
-
-
-def _names_a_file(data: str) -> bool:
-    """A known suffix or a path separator, and no white space; or a file with a known suffix that is there."""
-    path_like = data.endswith(SUFFIXES) or "/" in data
-    if path_like and not re.search(r"\s", data):
-        return True
-    try:
-        return data.endswith(SUFFIXES) and Path(data).is_file()
-    except (OSError, ValueError):  # too long, or not a name at all
-        return False
+    whole = Lines(open_lines(), where)
+    deque(whole, maxlen=0)
+    return Prompts(Lines(open_lines(), where), as_json, whole)
 
 
 def _is_json_row(line: str) -> bool:

@@ -98,9 +98,7 @@ def _job(run: RunConfig) -> dict[str, Any]:
     cache = () if run.quant.has_static_kv_cache else ("kv_cache", "kv_cache_scales")
     quant = {key: value for key, value in asdict(run.quant).items() if key not in cache}
     quant |= {"activations": run.quant.activations.of_model}
-    data, tokenizer = run.calibrate.data, run.model.tokenizer
-    if data is not None and not Path(data).is_file():
-        raise UserError(f"calibrate.data={data} is not a file: give a .txt or a .jsonl")
+    tokenizer = run.model.tokenizer
     job = {
         "quant": quant,
         **calibration_fingerprint(run),

@@ -162,11 +162,14 @@ def test_a_saved_config_runs_again_from_any_folder(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     for name in ("model", "conf"):
         (tmp_path / name).mkdir()
-    (tmp_path / "rows.jsonl").touch()
-    overrides = ["model.path=model", "predict.data=rows.jsonl", "predict.chat_template=chat.jinja"]
+    (tmp_path / "rows.csv.gz").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    overrides = ["model.path=model", "predict.data=rows.csv.gz", "predict.chat_template=chat.jinja"]
     saved = OmegaConf.create(dump(compose_run_config(overrides), tmp_path))
     assert saved.model.path == str(tmp_path / "model")
-    assert saved.predict.data == str(tmp_path / "rows.jsonl")
+    assert saved.predict.data == str(tmp_path / "rows.csv.gz")
+    saved_home = OmegaConf.create(dump(compose_run_config(quote_prompt(["predict.data=~/rows.csv.gz"])), tmp_path))
+    assert saved_home.predict.data == saved.predict.data
     assert saved.predict.chat_template == str(tmp_path / "chat.jinja")
     saved = OmegaConf.create(dump(compose_run_config(["task=convert", "convert.output=made"]), tmp_path))
     assert saved.convert.output == str(tmp_path / "made")

@@ -196,6 +196,14 @@ def test_a_file_that_cannot_be_replayed_is_refused(chatty: Path, tmp_path: Path,
         next(bench._prompts(BenchConfig(data=str(tmp_path / "questions.jsonl")), engine))
 
 
+def test_a_table_is_replayed(chatty: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt\nWrite a story.\n")
+    engine = engine_of(chatty, tokenizer="")
+    assert engine.tokenizer is not None
+    batch = next(bench._prompts(BenchConfig(data=str(tmp_path / "a.csv")), engine))
+    assert batch == [engine.tokenizer.encode("Write a story.", True)]
+
+
 def test_a_file_that_is_not_there_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="bench.data=nowhere.jsonl is not a file: give a .jsonl"):
         bench.run_bench(job(tmp_path, data="nowhere.jsonl"), tmp_path / "out", dump)

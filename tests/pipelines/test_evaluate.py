@@ -1,5 +1,6 @@
 """Perplexity, divergence and accuracy against transformers, float64 and answers that are known."""
 
+import gzip
 import itertools
 import json
 import math
@@ -315,6 +316,21 @@ def test_a_row_that_is_no_question_is_named(chatty: Path, tmp_path: Path, row: s
     (tmp_path / "q.jsonl").write_text(row)
     with pytest.raises(UserError, match=message):
         run_evaluate(job(chatty, questions=str(tmp_path / "q.jsonl")), tmp_path / "out", dump)
+
+
+def test_texts_and_questions_are_read_from_every_form(tmp_path: Path) -> None:
+    (tmp_path / "A.TXT.gz").write_bytes(gzip.compress(b"one\n two\n"))
+    (tmp_path / "a.csv").write_text('text,id\n"a, b",1\nc,2\n')
+    (tmp_path / "q.csv").write_text("prompt,answer\n1+1,2\n")
+    assert [text.text for name in ("A.TXT.gz", "a.csv") for text in read_texts(tmp_path / name)] == [
+        "one\n two\n",
+        "a, b",
+        "c",
+    ]
+    (question,) = read_questions(tmp_path / "q.csv")
+    assert (question.row.prompt, question.answer) == ("1+1", "2")
+    with pytest.raises(UserError, match=r"evaluate.questions=.* its name does not end in .jsonl, .csv, .json or .gz"):
+        read_questions(tmp_path / "A.TXT.gz")
 
 
 def test_unused_fields_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

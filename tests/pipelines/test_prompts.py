@@ -1,10 +1,12 @@
 """What predict.data means."""
 
+import gzip
 import io
 import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +256,17 @@ def test_folder_is_no_prompt(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    ["hello", "What is 1/2?", "Summarise notes.txt", "a / b.jsonl", "notes.md", "", " ", "a\\nb", "x" * 5000 + " .txt"],
+    [
+        "hello",
+        "What is 1/2?",
+        "Summarise notes.txt",
+        "a / b.jsonl",
+        "notes.md",
+        " ",
+        "~ hello",
+        "a\\nb",
+        "x" * 5000 + " .txt",
+    ],
     ids=lambda data: repr(data[:20]),
 )
 def test_everything_else_is_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
@@ -265,6 +277,103 @@ def test_everything_else_is_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_file_with_spaces_in_its_name_is_read(tmp_path: Path) -> None:
     assert texts(read_prompts(write(tmp_path, "my prompts.txt", "a\n"))) == ["a"]
+
+
+@pytest.mark.parametrize("name", ["P.TXT", "p.txt.gz", "P.Txt.GZ", "~/p.txt"])
+def test_text_files_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    content = b"a\n\nb\xc3\xa9\n"
+    path = name.replace("~", str(tmp_path)) if "~" in name else str(tmp_path / name)
+    Path(path).write_bytes(gzip.compress(content) if name.lower().endswith("gz") else content)
+    prompts = read_prompts(name if "~" in name else path)
+    assert (texts(prompts), prompts.num_blank_lines) == (["a", "bé"], 1)
+    assert prompts.sha256 == read_txt(tmp_path, content).sha256  # a job goes on with the same rows in another file
+
+
+ROWS = [PromptRow(0, "x", prompt='a, "b"\nc'), PromptRow(1, prompt=""), PromptRow(2, "z", prompt="今天")]
+TABLE = '\ufeffprompt,id,note\r\n"a, ""b""\nc",x,1\r\n\r\n,,\r\n今天,z,3'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl.gz", '{"prompt": "a, \\"b\\"\\nc", "id": "x", "note": 1}\n\n{"prompt": ""}\n{"prompt": "今天", "id": "z"}'),
+        ("a.csv", TABLE),
+        ("A.CSV.gz", TABLE),
+        ("a.json", '[{"prompt": "a, \\"b\\"\\nc", "id": "x", "note": 1}, "", {"prompt": "今天", "id": "z"}]'),
+        ("a.JSON", '\ufeff{"prompt": ["a, \\"b\\"\\nc", "", "今天"],\n"id": ["x", null, "z"], "note": [1, 2, 3]}'),
+    ],
+)  # fmt: skip
+def test_rows_of_every_form(tmp_path: Path, name: str, content: str) -> None:
+    data = content.encode()
+    prompts = read_prompts(write(tmp_path, name, gzip.compress(data) if name.endswith("gz") else data))
+    assert prompts.num_rows == 3
+    assert list(prompts) == ROWS
+    assert prompts.unused_fields == ["note"]
+
+
+def test_what_is_no_row_in_a_list_is_an_error_row(tmp_path: Path) -> None:
+    rows = list(read_prompts(write(tmp_path, "a.json", '["a", 3, {"prompt": 4}, {"prompt_token_ids": [5]}]')))
+    assert [row.error for row in rows] == [None, "not a JSON object but int", "prompt is of type int, not str", None]
+    assert (rows[0].prompt, rows[3].prompt_token_ids) == ("a", [5])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "text,id\na,1\n", "a.csv needs a first line of different names, one of them prompt, but it has text, id"),
+        ("a.csv", "prompt,prompt\na,1\n", "needs a first line of different names"),
+        ("a.csv", "prompt,id\nHello, you,1\n", "has 3 cells in line 2, but 2 columns: put cells that hold a comma into"),
+        ("a.csv", 'prompt\n"a', "a.csv is no CSV in line 2 .unexpected end of data.: put it right, or give a .jsonl"),
+        ("a.csv", "prompt\n", "a.csv has no prompts"),
+        ("a.csv", b"prompt\n\xff\n", r"a.csv is not UTF-8 \(byte 7 is 0xff\)"),
+        ("a.json", "[", "a.json is not JSON: Expecting value"),
+        ("a.json", "[" * 100_000, "a.json is not JSON: maximum recursion"),
+        ("a.json", '{"prompt": "a"}', "neither a list of rows nor an object of lists of one length, of which one is prompt"),
+        ("a.json", '{"prompt": ["a"], "id": [1, 2]}', "neither a list of rows nor an object of lists of one length"),
+        ("a.json", "[]", "a.json has no prompts"),
+        ("a.txt.gz", "no gzip", r"a.txt.gz cannot be read \(Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:-9], r"a.jsonl.gz cannot be read \(Compressed file ended"),
+        ("a.parquet", "x", "a.parquet is a file, but its name does not end in .txt, .jsonl, .csv, .json or .gz of these: rename"),
+        ("notes", "x", "notes is a file, but its name does not end in .txt"),
+        ("a.gz", "x", "a.gz is a file, but its name does not end in .txt"),
+    ],
+)  # fmt: skip
+def test_a_file_of_another_form_is_refused_by_name(
+    tmp_path: Path, name: str, content: str | bytes, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        read_prompts(write(tmp_path, name, content))
+
+
+@pytest.mark.parametrize("data", [".", "~", "folder", "folder.jsonl"])
+def test_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("folder", "folder.jsonl"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(
+        UserError, match=r"predict.data=.* cannot be read \(it is a folder\): give a file that ends in .txt"
+    ):
+        read_prompts(data)
+
+
+def test_an_empty_value_is_refused() -> None:
+    with pytest.raises(UserError, match="predict.data is empty: give a prompt"):
+        read_prompts("")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl.gz"])
+def test_rows_are_read_as_they_are_taken(tmp_path: Path, name: str) -> None:
+    """Of 10 MB no more than 1 MB is in memory at once."""
+    rows = ["prompt"] if name == "a.csv" else []
+    rows += [json.dumps({"prompt": "x" * 5000}) if "json" in name else "x" * 5000] * 2000
+    content = "".join(f"{row}\n" for row in rows).encode()
+    path = write(tmp_path, name, gzip.compress(content) if name.endswith("gz") else content)
+    tracemalloc.start()
+    assert sum(row.prompt is not None for row in read_prompts(path)) == 2000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
 
 
 # Standard input
