@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from kernels import build
 from kernels.kv_format import PagedVectors
+from kernels.matmul import linear
 from kernels.quantize_rows import Rows
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
 from models.layers.dense import DenseLinear
-from models.layers.linear import linear
 from models.layers.norm import ResidualStream
 from models.linear_layers import linear_layers, replace_layer
 from quantization.activations import ActivationRange
