@@ -1,7 +1,6 @@
 """What a quantised weight is: codes, their scales, and how they become numbers again.
 
-O output channels, I input channels, G groups of input channels that share a scale (1 where a whole row does),
-D candidates for a scale.
+O output channels, I input channels, G groups of input channels that share a scale (1 where a whole row does).
 """
 
 from dataclasses import dataclass
@@ -13,13 +12,14 @@ from torch import Tensor
 from conf.errors import UserError, check
 from quantization.codes import FP8_MAX, CodeKind, scale_of, to_fp8, to_int8
 
-BLOCK = (
-    2**20
-)  # numbers: 4 MB in float32 stay in a cache, and smaller blocks let torch's threads wait for each other more often
+# Numbers that are computed at once: 1 MB in float32. Of 4 MB, whose memory is new each time, quantising to int8 takes 4.8 ns a number
+# instead of 2.3 and to int4 13.0 instead of 6.5 (one thread of a busy machine). With less torch's threads wait for each other more often.
+BLOCK = 2**18
 
-# Of symmetric 4-bit codes, -8 to 7: what a group's largest magnitude is divided by. Above 7 the steps are finer and the largest weight
-# may saturate. More or finer divisors gain nothing that could be measured, and each of them is a pass over the weight.
-DIVISORS = (7.0, 7.5, 8.0, 8.5)
+# Of the scale that keeps a group's extremes, where symmetric 4-bit codes may do better with finer steps and saturate. One such share
+# brings most of what a search of many does: of normal weights in groups of 32 the squared error falls from 8.4 to 7.7 thousandths of the
+# weights' own, with 9 shares to 7.5 (absmax / 7: 9.4), and each is a pass over the weight.
+FINER = 0.92
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class QuantizedWeight:
 def choose_scales(weight: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor | None]:
     """Scales and zero points (None where symmetric), shaped as in QuantizedWeight, with which every group's range meets its codes.
 
-    weight [O, I] of any float dtype. Symmetric: absmax / 127, for fp8 / 448, for 4 bits over that of DIVISORS with the least squared
-    error. Asymmetric: the range from the minimum to the maximum, widened to contain 0, over 15. UserError where a value is not finite or
-    groups do not divide the input channels.
+    weight [O, I] of any float dtype. Symmetric: absmax / 127 or, for fp8, / 448. With 4 bits the least scale of which no code saturates at
+    -8 or 7, or FINER times that where the squared error is smaller. Asymmetric: the range from the minimum to the maximum, widened to
+    contain 0, over 15. UserError where a value is not finite or groups do not divide the input channels.
     """
     num_outputs, num_inputs = weight.shape
     size = format.group_size or num_inputs
@@ -104,10 +104,11 @@ def choose_scales(weight: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor 
             f"{count} of {weight.numel()} weights are NaN or infinite: give a checkpoint without them, or skip this layer"
         )
     lowest, highest = format.code_range
+    if format.symmetric and format.bits == 4:
+        scales = scale_of(torch.maximum(low / lowest, high / highest), 1, format.scale_dtype)
+        return _finer_where_better(weight, scales, format), None
     if format.symmetric:
-        largest, divisors = torch.maximum(-low, high), DIVISORS if format.bits == 4 else (highest,)
-        scales = torch.stack([scale_of(largest, divisor, format.scale_dtype) for divisor in divisors])  # [D, O, G]
-        return scales[0] if len(divisors) == 1 else _best_scales(weight, scales, format), None
+        return scale_of(torch.maximum(-low, high), highest, format.scale_dtype), None
     low, high = low.clamp(max=0), high.clamp(min=0)
     scales = scale_of(high - low, highest, format.scale_dtype)
     return scales, to_int8(-low / scales, lowest, highest)
@@ -136,22 +137,23 @@ def _ranges(weight: Tensor, size: int, rows: slice) -> tuple[Tensor, Tensor]:
     return groups.amin(2), groups.amax(2)
 
 
-def _best_scales(weight: Tensor, candidates: Tensor, format: WeightFormat) -> Tensor:
-    """Of candidates [D, O, G], or [D, 1, 1] per tensor, those scales of each group [O, G] with the least squared error of its weights."""
-    size = format.group_size or weight.shape[1]
-    scales = candidates.expand(-1, len(weight), -1)
-    errors = torch.empty(scales.shape, device=weight.device)
+def _finer_where_better(weight: Tensor, scales: Tensor, format: WeightFormat) -> Tensor:
+    """`scales` [O, G], or [1, 1] per tensor, each multiplied by FINER where the squared error of its weights is smaller then."""
+    finer = scale_of(scales, 1 / FINER, format.scale_dtype)
+    is_better = _errors(weight, finer, format) * (finer / scales).square() < _errors(weight, scales, format)
+    return torch.where(is_better, finer, scales)
+
+
+def _errors(weight: Tensor, scales: Tensor, format: WeightFormat) -> Tensor:
+    """The squared rounding error of the weights of each scale, shaped as `scales`, in squares of that scale."""
+    rows_scales = scales.expand(len(weight), -1)  # [O, G]
+    errors = torch.empty(rows_scales.shape, device=weight.device)
     for rows in _blocks(weight):
-        groups = weight[rows].float().unflatten(1, (-1, size))  # [rows, G, I / G]
-        for error, scale in zip(errors, scales, strict=True):
-            ratio = groups / scale[rows].unsqueeze(2)
-            error[rows] = ratio.round().clamp_(*format.code_range).sub_(ratio).square_().sum(2)
-    errors *= (
-        scales / scales[0]
-    ).square()  # in steps of the first candidate, whose own squares may be more than float32 holds
-    if format.per_tensor:
-        errors = errors.sum((1, 2), keepdim=True)
-    return candidates.gather(0, errors.argmin(0, keepdim=True)).squeeze(0)
+        ratio = weight[rows].float().unflatten(1, (scales.shape[1], -1)) / rows_scales[rows].unsqueeze(
+            2
+        )  # [rows, G, I / G]
+        errors[rows] = ratio.round().clamp_(*format.code_range).sub_(ratio).square_().sum(2)
+    return errors.sum().reshape(1, 1) if format.per_tensor else errors
 
 
 def _encode_rows(weight: Tensor, scales: Tensor, zero_points: Tensor | None, format: WeightFormat) -> Tensor:
