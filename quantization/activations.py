@@ -1,6 +1,7 @@
 """Ranges of activations over a calibration run, and activations as codes.
 
-T tokens, I channels. An activation's codes are int8 from -128 to 127 or float8_e4m3fn; its scale is absmax / 127 or absmax / 448.
+T tokens, I channels. An activation's codes are int8 from -128 to 127 or float8_e4m3fn; its scale is absmax / 127 or absmax / 448, or
+less where it is static.
 """
 
 import torch
@@ -10,6 +11,7 @@ from conf.errors import UserError
 from quantization.codes import FP8_MAX, CodeKind, scale_of, to_fp8, to_int8
 
 HIGHEST = {CodeKind.INT: 127, CodeKind.FP8: FP8_MAX}
+NUM_SHARES = 8  # of the largest value: 1, 9/10 .. 3/10
 
 
 def check_activations(num_tokens: int, *values: Tensor) -> None:
@@ -44,6 +46,19 @@ class ActivationRange:
 def static_scale(absmax: Tensor, kind: CodeKind) -> Tensor:
     """The one scale [] float32 of activations whose channels' largest absolute values are absmax [I]."""
     return scale_of(absmax.max(), HIGHEST[kind])
+
+
+def best_static_scale(absmax: Tensor, x: Tensor, kind: CodeKind) -> Tensor:
+    """The static_scale [] of channels' absmax [I]; for int8 that of all or of a share of it, with the least squared error on x [T, I].
+
+    A few large values saturate where that gives the many others finer steps. The steps of fp8 are shares of a value, whatever the scale.
+    """
+    whole = static_scale(absmax, kind)
+    if kind is CodeKind.FP8:
+        return whole
+    scales = [whole * (1 - step / 10) for step in range(NUM_SHARES)]
+    errors = [(quantize_static(x, scale, kind).float() * scale - x).square().sum() for scale in scales]
+    return scales[int(torch.stack(errors).argmin())]
 
 
 def quantize_static(x: Tensor, scale: Tensor, kind: CodeKind) -> Tensor:

@@ -22,7 +22,8 @@ from models.causal_lm import CausalLM
 from models.layers.dense import DenseLinear
 from models.layers.norm import ResidualStream
 from models.linear_layers import linear_layers, replace_layer
-from quantization.activations import ActivationRange
+from quantization.activations import ActivationRange, best_static_scale
+from quantization.codes import CodeKind
 from quantization.gptq import Hessian
 
 Hidden = Tensor | ResidualStream
@@ -43,6 +44,7 @@ class Observed:
         self._samples: list[Tensor] = []  # [some T, I] each
         self._shift: Tensor = torch.zeros(x.shape[1], device=x.device)
         self._scales: Tensor = torch.ones(x.shape[1], device=x.device)
+        self._static_scales: dict[CodeKind, Tensor] = {}
 
     def add(self, x: Tensor, num_samples: int) -> None:
         """Counts x [T, I], of which so many rows are kept."""
@@ -68,12 +70,20 @@ class Observed:
         """About NUM_SAMPLES rows [.., I] float32."""
         return (torch.cat(self._samples).float() - self._shift) / self._scales
 
+    def static_scale(self, kind: CodeKind) -> Tensor:
+        """The scale [] float32 with which the input, as it is now, becomes codes."""
+        if kind not in self._static_scales:
+            self._static_scales[kind] = best_static_scale(self.absmax, self.sample, kind)
+        return self._static_scales[kind]
+
     def lessen(self, shift: Tensor) -> None:
         """From now on the input is lessened by shift [I]."""
+        self._static_scales.clear()
         self._shift = self._shift + shift * self._scales
 
     def divide(self, scales: Tensor) -> None:
         """From now on the input is divided by scales [I]."""
+        self._static_scales.clear()
         self._scales = self._scales * scales
 
 

@@ -14,7 +14,7 @@ from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantMethod
 from models.causal_lm import CausalLM
 from models.linear_layers import linear_layers
-from quantization.activations import quantize_per_token, quantize_static, static_scale
+from quantization.activations import quantize_per_token, quantize_static
 from quantization.awq import search_clip
 from quantization.calibration import LayerByLayer, Observed, find_layers
 from quantization.gptq import gptq
@@ -161,8 +161,11 @@ def _input_scale(group: Observed | None, groups: list[Observed], scheme: LinearS
     if scheme.activations is not Activations.static:
         return None
     reaching = [group] if group else groups
-    absmax = torch.cat([group.absmax for group in reaching]) if reaching else torch.ones(1)
-    return static_scale(absmax, scheme.weights.kind)
+    return (
+        torch.stack([group.static_scale(scheme.weights.kind) for group in reaching]).amax()
+        if reaching
+        else torch.ones(())
+    )
 
 
 def _sampled(tensor: Tensor) -> Tensor:
@@ -191,7 +194,7 @@ def _error(weight: Tensor, sampled: QuantizedWeight, scheme: LinearScheme, group
     x, kind = _sampled(group.sample), scheme.weights.kind
     outputs = x @ _sampled(weight).T
     if scheme.activations is Activations.static:
-        scale = static_scale(group.absmax, kind)
+        scale = group.static_scale(kind)
         x = quantize_static(x, scale, kind).float() * scale
     elif scheme.activations is Activations.dynamic:
         codes, scales = quantize_per_token(x, kind)

@@ -3,7 +3,13 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from quantization.activations import ActivationRange, quantize_per_token, quantize_static, static_scale
+from quantization.activations import (
+    ActivationRange,
+    best_static_scale,
+    quantize_per_token,
+    quantize_static,
+    static_scale,
+)
 from quantization.codes import CodeKind
 from tests.quantization.samples import random
 
@@ -56,6 +62,28 @@ def test_a_static_scale_of_one_token_is_its_own(kind: CodeKind, num_tokens: int)
         scale = static_scale(x[i].abs(), kind)
         assert scale == scales[i]
         assert torch.equal(quantize_static(x[i], scale, kind).float(), codes[i].float())
+
+
+def test_a_static_int8_scale_has_the_least_error_of_eight() -> None:
+    x = random(63, 16)
+    x[5, 3] = 12  # one value in a thousand, four times as large as the next
+    candidates = [12 / 127 * share / 10 for share in range(10, 2, -1)]
+    errors = [
+        sum((max(-128, min(127, round(value / scale))) * scale - value) ** 2 for value in x.flatten().tolist())
+        for scale in candidates
+    ]
+    found = float(best_static_scale(x.abs().amax(0), x, CodeKind.INT))
+    assert found == pytest.approx(candidates[errors.index(min(errors))], rel=1e-6)  # one float32 rounding
+    assert best_static_scale(x.abs().amax(0), x, CodeKind.FP8) == static_scale(x.abs().amax(0), CodeKind.FP8)
+
+
+def test_a_static_int8_scale_lets_rare_values_saturate() -> None:
+    """Not a value that matters more than the steps of all others."""
+    x = random(4000, 16)
+    whole = static_scale(x.abs().amax(0), CodeKind.INT)
+    assert best_static_scale(x.abs().amax(0), x, CodeKind.INT) < whole
+    x[:, 3] = 500
+    assert best_static_scale(x.abs().amax(0), x, CodeKind.INT) == static_scale(x.abs().amax(0), CodeKind.INT)
 
 
 def test_fp8_rounds_to_its_own_steps_and_not_to_whole_numbers() -> None:
