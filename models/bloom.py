@@ -43,7 +43,7 @@ def read_config(config: ConfigReader) -> BloomConfig:
     return BloomConfig(
         vocab_size=config.count("vocab_size"),
         hidden_size=hidden_size,
-        num_hidden_layers=config.count("num_hidden_layers" if config.raw("n_layer") is None else "n_layer"),
+        num_hidden_layers=config.num_layers("num_hidden_layers" if config.raw("n_layer") is None else "n_layer"),
         num_key_value_heads=heads,
         head_dim=hidden_size // heads,
         seq_length=config.count("seq_length", 2048),

@@ -63,7 +63,7 @@ def read_config(config: ConfigReader) -> ChatGLMConfig:
         vocab_size=config.count("vocab_size"),
         hidden_size=hidden_size,
         inner_hidden_size=config.count("inner_hidden_size"),
-        num_hidden_layers=config.count("num_layers"),
+        num_hidden_layers=config.num_layers("num_layers"),
         num_attention_heads=heads,
         num_key_value_heads=heads,
         head_dim=hidden_size // heads,

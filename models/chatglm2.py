@@ -56,7 +56,7 @@ def read_config(config: ConfigReader) -> ChatGLM2Config:
     config.expect("quantization_bit", (None, 0), None)
     heads, groups = config.count("num_attention_heads"), config.count("multi_query_group_num")
     config.check_multiple("num_attention_heads", heads, "multi_query_group_num", groups)
-    head_dim, layers = config.count("kv_channels"), config.count("num_layers")
+    head_dim, layers = config.count("kv_channels"), config.num_layers("num_layers")
     if head_dim % 4:
         raise UserError(
             f"config.json: kv_channels={head_dim} is not a multiple of 4, but rotary embedding turns pairs among its first half"

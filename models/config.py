@@ -72,12 +72,16 @@ class ConfigReader:
             raise UserError(f"{self._where}: {key} is missing")
         return self._typed(key, value, kind)
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """A number above 0 and below 2**31, as sizes are."""
+    def count(self, key: str, default: int | None = None, bits: int = 31) -> int:
+        """A number above 0 and below 2**bits, as sizes are."""
         value = self.require(key, int) if default is None else self.get(key, int, default)
-        if not 0 < value < 2**31:
-            raise UserError(f"{self._where}: {key}={str(value)[:40]} is not a number above 0 and below 2**31")
+        if not 0 < value < 2**bits:
+            raise UserError(f"{self._where}: {key}={str(value)[:40]} is not a number above 0 and below 2**{bits}")
         return value
+
+    def num_layers(self, key: str = "num_hidden_layers") -> int:
+        """A count of layers, so few that a config may hold a value for each of them."""
+        return self.count(key, bits=20)
 
     def positive(self, key: str, default: float | None = None) -> float:
         """A finite number above 0."""

@@ -61,7 +61,7 @@ def read_decoder_config(
         raise UserError(f"config.json: head_dim={head_dim} is odd, but rotary embedding turns pairs of channels")
     return DecoderConfig(
         vocab_size=config.count("vocab_size"),
-        num_hidden_layers=config.count("num_hidden_layers"),
+        num_hidden_layers=config.num_layers(),
         num_key_value_heads=groups,
         head_dim=head_dim,
         hidden_size=hidden_size,

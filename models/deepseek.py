@@ -145,12 +145,17 @@ def _read_config(config: ConfigReader, routing: Routing, rope_interleave: bool) 
         raise UserError(
             f"config.json: qk_rope_head_dim={rope_dim} is odd, but rotary embedding turns pairs of channels"
         )
+    num_layers, num_nextn = config.num_layers(), config.get("num_nextn_predict_layers", int, 0)
+    if not 0 <= num_nextn <= num_layers:
+        raise UserError(
+            f"config.json: num_nextn_predict_layers={num_nextn} is not between 0 and num_hidden_layers={num_layers}"
+        )
     return DeepseekConfig(
         vocab_size=config.count("vocab_size"),
         hidden_size=config.count("hidden_size"),
         intermediate_size=config.count("intermediate_size"),
         moe_intermediate_size=config.count("moe_intermediate_size"),
-        num_hidden_layers=config.count("num_hidden_layers"),
+        num_hidden_layers=num_layers,
         num_attention_heads=heads,
         num_key_value_heads=1,
         head_dim=rank + rope_dim,
@@ -162,7 +167,7 @@ def _read_config(config: ConfigReader, routing: Routing, rope_interleave: bool) 
         n_shared_experts=config.count("n_shared_experts"),
         first_k_dense_replace=config.get("first_k_dense_replace", int, 0),
         moe_layer_freq=config.count("moe_layer_freq", 1),
-        num_nextn_predict_layers=config.get("num_nextn_predict_layers", int, 0),
+        num_nextn_predict_layers=num_nextn,
         rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
         attention_bias=config.get("attention_bias", bool, False),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, False),

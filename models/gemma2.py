@@ -48,7 +48,7 @@ def read_config(config: ConfigReader) -> Gemma2Config:
         vocab_size=config.count("vocab_size"),
         hidden_size=config.count("hidden_size"),
         intermediate_size=config.count("intermediate_size"),
-        num_hidden_layers=config.count("num_hidden_layers"),
+        num_hidden_layers=config.num_layers(),
         num_attention_heads=heads,
         num_key_value_heads=groups,
         head_dim=head_dim,
@@ -70,7 +70,7 @@ def _read_soft_cap(config: ConfigReader, key: str, default: float) -> float | No
 
 def _read_windows(config: ConfigReader) -> tuple[int | None, ...]:
     """Every second layer's attention slides, from the first one on, unless layer_types says otherwise."""
-    num_layers, window = config.count("num_hidden_layers"), config.count("sliding_window", 4096)
+    num_layers, window = config.num_layers(), config.count("sliding_window", 4096)
     types = config.raw("layer_types")
     if types is None:
         types = [FULL if i % 2 else SLIDING for i in range(num_layers)]

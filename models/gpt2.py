@@ -43,7 +43,7 @@ def read_config(config: ConfigReader) -> GPT2Config:
         vocab_size=config.count("vocab_size"),
         n_embd=n_embd,
         n_inner=config.count("n_inner", 4 * n_embd),
-        num_hidden_layers=config.count("n_layer"),
+        num_hidden_layers=config.num_layers("n_layer"),
         num_key_value_heads=heads,
         head_dim=n_embd // heads,
         n_positions=config.count("n_positions", 1024),

@@ -51,7 +51,7 @@ def read_config(config: ConfigReader) -> OPTConfig:
         hidden_size=hidden_size,
         ffn_dim=config.count("ffn_dim"),
         word_embed_proj_dim=config.count("word_embed_proj_dim", hidden_size),
-        num_hidden_layers=config.count("num_hidden_layers"),
+        num_hidden_layers=config.num_layers(),
         num_key_value_heads=heads,
         head_dim=hidden_size // heads,
         max_position_embeddings=config.count("max_position_embeddings", 2048),

@@ -70,7 +70,7 @@ def read_config(config: ConfigReader) -> Phi3Config:
         vocab_size=config.count("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=config.count("intermediate_size"),
-        num_hidden_layers=config.count("num_hidden_layers"),
+        num_hidden_layers=config.num_layers(),
         num_attention_heads=heads,
         num_key_value_heads=groups,
         head_dim=hidden_size // heads,

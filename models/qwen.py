@@ -73,7 +73,7 @@ def read_config(config: ConfigReader) -> QwenConfig:
         raise UserError("config.json: use_logn_attn needs a seq_length above 1")
     return QwenConfig(
         vocab_size=config.count("vocab_size"),
-        num_hidden_layers=config.count("num_hidden_layers"),
+        num_hidden_layers=config.num_layers(),
         num_key_value_heads=heads,
         head_dim=head_dim,
         hidden_size=hidden_size,

@@ -22,6 +22,7 @@ from models.formats.base import CodedWeights
 from models.formats.manifest import verify_manifest
 from models.hub import find_checkpoint
 from models.linear_layers import bring_together, pack_layers
+from models.outline import outline
 from models.registry import find_architecture
 from models.tokenizers import Tokenizer
 from models.weights import DTYPES, initialise_randomly, load_weights, parameter_shapes, stored_dtype
@@ -66,10 +67,10 @@ def assemble(
     tokenizer = _tokenizer(run.model, checkpoint, shape.vocab_size)
     eos = eos_token_ids(checkpoint.generation_config, reader, tokenizer)
     decode = decode_defaults(checkpoint.generation_config, context.num_tokens)
-    with torch.device("meta"):
-        model = architecture.build(shape).eval()
+    is_random = run.model.weights is Weights.random
+    model = outline(architecture, shape, None if is_random else checkpoint).eval()
     widest = widest_layer(model)
-    files = [] if run.model.weights is Weights.random else checkpoint.open_weights(parameter_shapes(model))
+    files = [] if is_random else checkpoint.open_weights(parameter_shapes(model))
     _quantize(model, run.quant, read_quantization(reader) or read_gguf_quantization(files), files)
     static_cache = _static_cache(model, run.quant, reader, files)
     if unread := reader.unread():

@@ -30,6 +30,7 @@ from models.formats.manifest import write_manifest
 from models.formats.safetensors_writer import entries_of
 from models.formats.sharded import write_sharded
 from models.lora import merge_lora
+from models.outline import outline
 from models.partition import partition
 from models.registry import find_architecture
 from models.weights import DTYPES, CastFile, match_tensors, parameter_shapes, stored_dtype
@@ -55,8 +56,7 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
             f"{checkpoint.path} is quantised, and task=convert takes float checkpoints only: give the float model"
         )
     architecture = find_architecture(checkpoint.config)
-    with torch.device("meta"):
-        model = architecture.build(architecture.read_config(checkpoint.config))
+    model = outline(architecture, architecture.read_config(checkpoint.config), checkpoint)
     files = checkpoint.open_weights(parameter_shapes(model))
     num_source_bytes = sum(entry.nbytes for entry in entries_of(files))
     matched = match_tensors(model, files, architecture.ignored_tensors)

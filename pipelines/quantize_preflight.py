@@ -7,8 +7,9 @@ from collections import Counter
 import torch
 
 from conf.quantization import QuantMethod
-from conf.schema import RunConfig
+from conf.schema import RunConfig, Weights
 from models.linear_layers import linear_layers
+from models.outline import outline
 from models.registry import find_architecture
 from models.weights import DTYPES
 from pipelines.assembly import find_and_open
@@ -24,8 +25,8 @@ def print_preflight(run: RunConfig) -> None:
     """Raises UserError as quantising would, for what can be told from the config and the layers' shapes."""
     checkpoint = find_and_open(run.model)
     architecture = find_architecture(checkpoint.config)
-    with torch.device("meta"):
-        model = architecture.build(architecture.read_config(checkpoint.config))
+    bound = None if run.model.weights is Weights.random else checkpoint
+    model = outline(architecture, architecture.read_config(checkpoint.config), bound)
     layers, schemes = linear_layers(model), export_of(model, run.quant, run.export.format).schemes
     itemsize = DTYPES.get(run.model.dtype.name, torch.float16).itemsize
     sizes = {name: layers[name].shape[0] * layers[name].shape[1] for name in schemes}

@@ -222,6 +222,11 @@ def test_keys_of_hub_configs_are_known(version: int, keys: dict[str, Any]) -> No
         (2, {"mlp_bias": True}, "mlp_bias=True is not supported"),
         (3, {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported: only 'sigmoid'"),
         (3, {"topk_method": "greedy"}, "topk_method='greedy' is not supported: only 'noaux_tc'"),
+        (
+            3,
+            {"num_nextn_predict_layers": 2**31},
+            "num_nextn_predict_layers=2147483648 is not between 0 and num_hidden_layers=3",
+        ),
         (3, {"n_group": 3}, "n_routed_experts=8 is not a multiple of n_group=3"),
         (3, {"topk_group": 5}, "topk_group=5 is more than n_group=4"),
         (3, {"n_group": 8}, "n_group=8 leaves 1 expert to a group, which needs 2"),
