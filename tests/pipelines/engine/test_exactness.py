@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kernels import build
 from pipelines.engine import Completion, Engine
 from pipelines.loading import load_engine
 from tests.builders import complete, run_config, write_llama
+from tests.builders import engine_of as small_engine
 
 PROMPTS = [[5, 6, 7], [8], list(range(9, 49)), [16, 17, 18, 19], [5, 6, 7], list(range(50, 60)), [1]]
 DECODE = DecodeConfig(max_new_tokens=12, logprobs=20, prefix_cache=False)
@@ -128,3 +130,60 @@ def test_without_the_kernels_greedy_tokens_are_equal(folder: Path, monkeypatch: 
         *(engine(**device | (small if "kv_cache_memory" in device else {})) for device in DEVICES.values()),
     ):
         assert [completion.token_ids for completion in complete(other, PROMPTS, greedy)] == alone
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """One whose pool holds a request of four beams, and less than four requests may want: they take blocks from each other."""
+    folder = tmp_path_factory.mktemp("narrow")
+    write_llama(folder, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+    bytes_per_block = 4 * 128  # 4 tokens with 2 heads of 8 float32 keys and values
+    return small_engine(folder, 4, max_batched_tokens=13, block_size=4, kv_cache_memory=str(16 * bytes_per_block))
+
+
+def random_request(random: Random, id: int) -> tuple[list[int], DecodeConfig]:
+    """A prompt that may begin as others do, and any way to choose tokens; samples are seeded."""
+    beginning = random.choice([[], [], [7] * 9, list(range(20, 33))])
+    prompt = [*beginning, *(random.randrange(96) for _ in range(random.randrange(1, 12)))]
+    settings = random.choice(
+        [
+            {},
+            {"temperature": 1.0, "seed": id},
+            {"temperature": 0.8, "top_p": 0.9, "seed": id, "n": random.randrange(2, 4)},
+            {"num_beams": random.randrange(2, 5), "num_return_sequences": 2},
+            {"penalty_alpha": 0.6, "top_k": 3},
+            {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+            {"logprobs": 2, "prompt_logprobs": 1},
+        ]
+    )
+    shared: dict[str, Any] = {"prefix_cache": random.random() < 0.7, "cache_salt": random.choice([None, "a"])}
+    return prompt, DecodeConfig(max_new_tokens=random.randrange(1, 16), **settings, **shared)
+
+
+@needs_kernels
+@pytest.mark.parametrize("seed", range(4))
+def test_random_requests_that_come_are_cancelled_and_give_way_are_as_alone(
+    narrow: Engine, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random, scheduler = Random(seed), narrow.scheduler
+    blocks, preempt, preempted = scheduler.block_manager, scheduler._preempt, []
+    requests = [random_request(random, id) for id in range(25)]
+    alone = [next(narrow.generate([narrow.request(id, *each)])) for id, each in enumerate(requests)]
+    monkeypatch.setattr(scheduler, "_preempt", lambda group: (preempted.append(group), preempt(group)))
+    waiting, alive, ends = list(enumerate(requests)), [], dict[int, Any]()
+    while waiting or alive:
+        while waiting and random.random() < 0.5:
+            id, request = waiting.pop()
+            alive.append(narrow.add(narrow.request(id, *request)))
+        if alive and random.random() < 0.02:
+            scheduler.cancel(alive.pop(random.randrange(len(alive))))
+        if alive:
+            narrow.step()
+        scheduler.check_integrity()
+        for group in [group for group in alive if not group.sequences]:
+            alive.remove(group)
+            ends[group.request.id] = [one for _, one in sorted(group.completions.items())], group.prompt_logprobs
+    assert blocks.num_free_blocks == blocks.num_blocks
+    assert len(ends) > 10
+    assert preempted
+    assert ends == {id: (alone[id].completions, alone[id].prompt_logprobs or []) for id in ends}
