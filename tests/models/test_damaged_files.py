@@ -5,14 +5,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from conf.errors import UserError
 from tests.builders import engine_of, write_llama
 from tests.tokenizers_for_tests import byte_level, save
 
 FILES = ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+INDEX, PICKLE = "model.safetensors.index.json", "pytorch_model.bin"
 MUTATIONS = st.lists(
     st.tuples(
         st.sampled_from(["flip", "cut", "insert", "number"]), st.floats(0, 1, exclude_max=True), st.integers(0, 255)
@@ -57,26 +60,76 @@ def mutated(content: bytes, mutations: list[tuple[str, float, int]], head: int) 
     return bytes(data)
 
 
+def load_damaged(whole: Path, folder: Path, name: str, content: bytes) -> None:
+    """The model of `whole`, of whose files the one of this name has this content, loads, or one line says why it does not."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with_others_of(whole, folder)
+    (folder / name).unlink()
+    (folder / name).write_bytes(content)
+    message = ""
+    try:
+        engine_of(folder, batch_size=1, tokenizer="", allow_pickle=True)
+    except UserError as error:
+        message = str(error)
+    assert "\n" not in message
+
+
+def with_others_of(whole: Path, folder: Path) -> Path:
+    """`folder` with links to the files of `whole`, but to its weights only where it has none of its own."""
+    has_weights = folder.exists()
+    folder.mkdir(exist_ok=True)
+    for file in whole.iterdir():
+        if not has_weights or file.suffix != ".safetensors":
+            (folder / file.name).symlink_to(file)
+    return folder
+
+
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(FILES), mutations=MUTATIONS)
 def test_damage_is_a_user_error(
     whole: Path, tmp_path: Path, name: str, mutations: list[tuple[str, float, int]]
 ) -> None:
-    folder = tmp_path / "damaged"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    for file in whole.iterdir():
-        (folder / file.name).symlink_to(file)
     content = (whole / name).read_bytes()
     head = 8 + int.from_bytes(content[:8], "little") if name == "model.safetensors" else len(content)
-    (folder / name).unlink()
-    (folder / name).write_bytes(mutated(content, mutations, head))
-    message = ""
-    try:
-        engine_of(folder, batch_size=1, tokenizer="")
-    except UserError as error:
-        message = str(error)
-    assert "\n" not in message
+    load_damaged(whole, tmp_path / "damaged", name, mutated(content, mutations, head))
+
+
+@pytest.fixture(scope="module")
+def in_shards(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model in two files with an index."""
+    folder = tmp_path_factory.mktemp("shards")
+    tensors, index = load_file(whole / "model.safetensors"), {}
+    for number in range(2):
+        names = sorted(tensors)[number::2]
+        save_file({name: tensors[name] for name in names}, folder / f"{number}.safetensors")
+        index |= dict.fromkeys(names, f"{number}.safetensors")
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return with_others_of(whole, folder)
+
+
+@pytest.fixture(scope="module")
+def pickled(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pickled")
+    torch.save(load_file(whole / "model.safetensors"), folder / PICKLE)
+    return with_others_of(whole, folder)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(mutations=MUTATIONS)
+def test_a_damaged_index_is_a_user_error(
+    in_shards: Path, tmp_path: Path, mutations: list[tuple[str, float, int]]
+) -> None:
+    content = (in_shards / INDEX).read_bytes()
+    load_damaged(in_shards, tmp_path / "damaged", INDEX, mutated(content, mutations, len(content)))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(mutations=MUTATIONS)
+def test_a_damaged_pickle_is_a_user_error(
+    pickled: Path, tmp_path: Path, mutations: list[tuple[str, float, int]]
+) -> None:
+    content = (pickled / PICKLE).read_bytes()
+    load_damaged(pickled, tmp_path / "damaged", PICKLE, mutated(content, mutations, len(content)))
 
 
 @pytest.mark.parametrize(
