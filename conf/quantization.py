@@ -1,6 +1,6 @@
 """The `quant` group and what calibration reads. Standard library only, as conf/schema.py, which has the rest."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -152,6 +152,12 @@ class QuantConfig:
         is_static = self.activations is Activations.static or self.has_static_kv_cache
         return self.method is not QuantMethod.rtn or is_static or self.auto_clip
 
+    @property
+    def finds_smoothing_alone(self) -> bool:
+        """Whether calibration looks for nothing but the largest magnitudes of channels, which few tokens show."""
+        is_dynamic = self.activations is Activations.dynamic and not self.has_static_kv_cache
+        return self.method is QuantMethod.smoothquant and is_dynamic
+
     def _only(self, used: bool, name: str, with_what: str = "") -> None:
         default: Any = next(f for f in fields(self) if f.name == name)
         unchanged = default.default_factory() if callable(default.default_factory) else default.default
@@ -166,16 +172,30 @@ class CalibrateConfig:
 
     data: str | None = None
     """A `.txt` or `.jsonl` as of predict; null: texts that come with Quintet."""
-    num_samples: int = 128
-    sequence_length: int = 512
-    """Tokens of a sample, at most."""
+    num_samples: int | None = None
+    """null: 4 where only scales of smoothing are looked for (quant.activations=dynamic), else 128."""
+    sequence_length: int | None = None
+    """Tokens of a sample, at most; null: 128 where only scales of smoothing are looked for, else 512."""
     seed: int = 0
     """Which samples are taken."""
 
     def __post_init__(self) -> None:
-        check(self.num_samples > 0, "calibrate.num_samples", self.num_samples, "a number above 0")
-        check(self.sequence_length > 1, "calibrate.sequence_length", self.sequence_length, "a number above 1")
+        for name, least, allowed in (("num_samples", 1, "above 0"), ("sequence_length", 2, "above 1")):
+            value = getattr(self, name)
+            check(value is None or value >= least, f"calibrate.{name}", value, f"a number {allowed}, or null")
         check(self.seed >= 0, "calibrate.seed", self.seed, "a number from 0")
+
+    def resolved(self, quant: QuantConfig) -> "CalibrateConfig":
+        """The same with the numbers that `quant` needs in the places of null."""
+        samples, length = (4, 128) if quant.finds_smoothing_alone else (128, 512)
+        return replace(self, num_samples=self.num_samples or samples, sequence_length=self.sequence_length or length)
+
+    @property
+    def num_tokens(self) -> int:
+        """At most, of all samples. Only of what is `resolved`."""
+        assert self.num_samples is not None
+        assert self.sequence_length is not None
+        return self.num_samples * self.sequence_length
 
 
 class ExportFormat(Enum):

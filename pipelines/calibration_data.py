@@ -30,9 +30,13 @@ def read_calibration_data(
 ) -> CalibrationData:
     """Samples of `sequence_length` tokens, cut from all texts one after the other, chosen by the seed. `longest` is what the model takes.
 
+    `config` is `resolved`.
+
     With `are_prompts` a sample is a whole prompt, or its end: for models whose prompts are more than a run of text.
     Raises UserError for too little data, for texts that cannot be read, and where there is no tokenizer.
     """
+    assert config.num_samples is not None
+    assert config.sequence_length is not None
     length = min(config.sequence_length, longest)
     source = (
         config.data

@@ -1,15 +1,46 @@
 """A folder of results that appears under its name when it is complete."""
 
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from conf.errors import UserError
 from models.formats.huggingface import CONFIG
 from models.formats.manifest import MANIFEST
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def only_maker(target: Path) -> Iterator[None]:
+    """Another process that comes here with the same target says so and waits until this block, or its process, has ended."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    path = target.with_name(f".{target.name}.lock")
+    lock = _lock(path, target)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # who waits for it makes another one
+        os.close(lock)
+
+
+def _lock(path: Path, target: Path) -> int:
+    """The descriptor of a file that is there under its name and that no other process has locked."""
+    while True:
+        lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.warning("another run is making %s: waiting for it", target)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), path.stat()):
+                return lock
+        os.close(lock)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ A run that ended early is continued by the next one of the same model, settings 
 
 import hashlib
 import json
+import logging
 import os
 import time
 from dataclasses import asdict, replace
@@ -28,19 +29,20 @@ from pipelines.engine.batch import whole_batch
 from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.fingerprint import calibration_fingerprint, file_fingerprint
 from pipelines.journal import dumps
-from pipelines.output_folder import complete_folder, refuse_existing
-from pipelines.quantize_preflight import print_preflight
+from pipelines.output_folder import complete_folder, only_maker, refuse_existing
+from pipelines.quantize_preflight import preflight, print_preflight
 from pipelines.quantize_report import Predictions, perplexity, write_report
 from quantization.artefact import Artefact, LayoutOf
-from quantization.calibration import LayerByLayer
+from quantization.calibration import PROBE_TOKENS, LayerByLayer
 from quantization.export import export_of
 from quantization.kv_scales import place_kv_scales, static_kv_formats
 from quantization.linear import CodedLinear
 from quantization.quantizer import LinearReport, Quantizer, is_sequential, parts_of
 from quantization.scheme import LinearScheme
 
+log = logging.getLogger(__name__)
+
 JOB = "job.json"
-PROBE_TOKENS = 16  # a fold that changes what a layer computes changes it for every token
 MADE = report.REPOSITORY / "outputs" / "quantized"  # models that were made without a name
 
 
@@ -57,6 +59,7 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     check(activations is activations.of_model, "quant.activations", activations.name, f"none {later}")
     if is_quantized(run.model):
         raise UserError(f"model.path={run.model.path} is quantised already: give the float model that it was made of")
+    run = replace(run, calibrate=run.calibrate.resolved(run.quant))
     if run.quantize.dry_run:
         print_preflight(run)
         return
@@ -66,17 +69,24 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         target = Path(os.path.abspath(Path(run.quantize.output).expanduser()))
     refuse_existing(target, run.quantize.overwrite, "quantize")
     with report.progress_bar() as progress:
-        metrics = _make(run, target, progress)
+        metrics = _make(run, target, progress, with_report=True)
     metrics |= {"quantize_s": time.perf_counter() - start}
     report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
     _print(metrics, target, output_dir)
 
 
 def find_or_make(run: RunConfig, progress: report.ProgressSink) -> Path:
-    """The folder of the model that `quant` makes of `model` on the texts of `calibrate`, made now if it was not yet. Raises UserError."""
+    """The folder of the model that `quant` makes of `model` on the texts of `calibrate`, made now if it was not yet. Raises UserError.
+
+    Only task=quantize measures what it costs: that takes longer than a short calibration.
+    """
+    run = replace(run, calibrate=run.calibrate.resolved(run.quant))
     target = _default_target(run)
-    if not (target / MANIFEST).is_file():
-        _make(run, target, progress)
+    if (target / MANIFEST).is_file():
+        return target
+    with only_maker(target):
+        if not (target / MANIFEST).is_file():  # another process may have made it meanwhile
+            _make(run, target, progress, with_report=False)
     return target
 
 
@@ -110,8 +120,16 @@ def _job(run: RunConfig) -> dict[str, Any]:
     return dict(json.loads(json.dumps(job, default=lambda value: value.name)))
 
 
-def _make(run: RunConfig, target: Path, progress: report.ProgressSink) -> dict[str, Any]:
-    """Quantise into the folder `target`; metrics."""
+def _make(run: RunConfig, target: Path, progress: report.ProgressSink, with_report: bool) -> dict[str, Any]:
+    """Quantise into the folder `target`; metrics, for a report those of held-out text, too."""
+    samples = f"{run.calibrate.num_samples} samples of at most {run.calibrate.sequence_length} tokens"
+    what, seconds = f"{run.model.path} by quant={run.quant.scheme.name}", preflight(run).seconds
+    log.warning("calibrating %s on %s: about %s s; it is kept in %s", what, samples, f"{seconds:,.0f}", target)
+    with progress.calibrating():
+        return _calibrate(run, target, progress, with_report)
+
+
+def _calibrate(run: RunConfig, target: Path, progress: report.ProgressSink, with_report: bool) -> dict[str, Any]:
     source = replace(run.model, keep_packed=False)  # it is read once
     float_run = replace(run, model=source, quant=QuantConfig(), calibrate=CalibrateConfig(), export=ExportConfig())
     engine = assemble(float_run, 1, progress.loaded, packed=False)
@@ -124,19 +142,21 @@ def _make(run: RunConfig, target: Path, progress: report.ProgressSink) -> dict[s
         artefact = _begin(folder, _job(run), export.layout_of)
         parts = parts_of(model, export.schemes)
         artefact.write_rest(model, parts)
-        before = Predictions(engine, data.held_out)
+        before = Predictions(engine, data.held_out) if with_report else None
         if static_cache:
             place_kv_scales(model, per_head=True, found={})
         reports = _quantize(run.quant, engine, data, artefact, export.schemes, progress)
-        if static_cache:
-            _quantize_cache(engine, static_cache)
-        metrics = before.compared_with(engine) | {
+        metrics: dict[str, Any] = {
             "num_layers": len(reports),
             "weight_bytes_before": bytes_before,
             "weight_bytes": engine.runner.weight_bytes,
             "peak_memory_bytes": report.peak_memory_bytes(engine.device),
         }
-        write_report(folder, run, data.source, reports, metrics)
+        if before is not None:
+            if static_cache:
+                _quantize_cache(engine, static_cache)
+            metrics |= before.compared_with(engine)
+            write_report(folder, run, data.source, reports, metrics)
         _finish(run, engine, artefact, export.config)
     return metrics
 

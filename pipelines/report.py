@@ -10,9 +10,10 @@ import re
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +31,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "hydra-core", "omegaconf")
 CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: proc(5)
 STATUS = Path("/proc/self/status")
+LINE_EVERY_S = 5.0  # where there is no terminal to draw a bar on
 
 
 def _process_age_s() -> float | None:
@@ -144,6 +146,7 @@ class ProgressSink(Protocol):
     def generated(self, num_rows: int, total_rows: int | None, tokens_per_s: float) -> None: ...
     def scored(self, num_tokens: int, total_tokens: int) -> None: ...
     def quantized(self, num_layers: int, total_layers: int) -> None: ...
+    def calibrating(self) -> AbstractContextManager[None]: ...
 
 
 class NoProgress:
@@ -155,11 +158,44 @@ class NoProgress:
     def scored(self, num_tokens: int, total_tokens: int) -> None: ...
     def quantized(self, num_layers: int, total_layers: int) -> None: ...
 
+    def calibrating(self) -> AbstractContextManager[None]:
+        """Around all of a calibration."""
+        return nullcontext()
+
 
 NO_PROGRESS = NoProgress()
 
 
-class _Bar:
+class _Lines(NoProgress):
+    """How far a calibration is, in a line every few seconds, also while a layer takes longer."""
+
+    def __init__(self) -> None:
+        self._note = "begins"
+
+    def loaded(self, done: int, total: int) -> None:
+        self._note = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB loaded"
+
+    def quantized(self, num_layers: int, total_layers: int) -> None:
+        self._note = f"{num_layers} of {total_layers} layers done"
+
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        ended, start = threading.Event(), time.perf_counter()
+
+        def tell() -> None:
+            while not ended.wait(LINE_EVERY_S):
+                print(f"calibrating: {self._note}, {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+
+        teller = threading.Thread(target=tell, daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            teller.join()
+
+
+class _Bar(NoProgress):
     def __init__(self, progress: "Progress") -> None:
         self._progress = progress
         self._load = progress.add_task("load", total=None, note="", visible=False)
@@ -194,9 +230,9 @@ class _Bar:
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressSink]:
-    """A bar on standard error, where that is a terminal."""
+    """A bar on standard error, where that is a terminal, else lines while a model is calibrated."""
     if not sys.stderr.isatty():
-        yield NO_PROGRESS
+        yield _Lines()
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

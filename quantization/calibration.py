@@ -20,6 +20,7 @@ from kernels.quantize_rows import Rows
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
 from models.layers.dense import DenseLinear
+from models.layers.linear import Layer
 from models.layers.norm import ResidualStream
 from models.linear_layers import linear_layers, replace_layer
 from quantization.activations import ActivationRange, best_static_scale
@@ -28,6 +29,7 @@ from quantization.gptq import Hessian
 
 Hidden = Tensor | ResidualStream
 
+PROBE_TOKENS = 16  # a fold that changes what a layer computes changes it for every token
 NUM_SAMPLES = 512  # rows of activations that searches and reports work on
 
 
@@ -186,19 +188,8 @@ class LayerByLayer:
         layer = self.layers[self._next]
         floats = {}
         for found in linear_layers(layer).values():
-            own = layer.get_submodule(found.name)
-            weight: Tensor = own.weight  # type: ignore[assignment]
-            if weight.device.type != "cpu" or weight.dtype is torch.float32:
-                continue  # torch's product of float32 is the fastest
-            bias: Tensor | None = own.bias  # type: ignore[assignment]
-            if weight.dtype is torch.float16 or build.library() is None:
-                fast: nn.Module = _Widened(weight.T if found.is_transposed else weight, bias)
-            else:
-                fast = DenseLinear(found)
-                fast.load({"weight": weight} | ({} if bias is None else {"bias": bias}), weight.dtype, weight.device)
-                fast.kind = None
-            floats[found.name] = own
-            replace_layer(layer, found.name, fast)
+            floats[found.name] = own = layer.get_submodule(found.name)
+            replace_layer(layer, found.name, fast_layer(own, found))
         try:
             yield
         finally:
@@ -224,6 +215,20 @@ class LayerByLayer:
         finally:
             setattr(self._parent, self._name, self.layers)
         return hidden
+
+
+def fast_layer(own: nn.Module, layer: Layer) -> nn.Module:
+    """What multiplies many rows as a float layer of the model does, and faster, where that is not itself. It shares no call with others."""
+    weight: Tensor = own.weight  # type: ignore[assignment]
+    bias: Tensor | None = own.bias  # type: ignore[assignment]
+    if weight.device.type != "cpu" or weight.dtype is torch.float32:
+        return own  # torch is the fastest
+    if weight.dtype is torch.float16 or build.library() is None:
+        return _Widened(weight.T if layer.is_transposed else weight, bias)
+    packed = DenseLinear(layer)
+    packed.load({"weight": weight} | ({} if bias is None else {"bias": bias}), weight.dtype, weight.device)
+    packed.kind = None
+    return packed
 
 
 class _Widened(nn.Module):

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantScheme
@@ -101,7 +101,7 @@ def place_stored_layers(
     return schemes
 
 
-def place_quantized(model: CausalLM, layer: Layer, scheme: LinearScheme, stored: StoredWeight) -> None:
+def place_quantized(model: nn.Module, layer: Layer, scheme: LinearScheme, stored: StoredWeight) -> None:
     """Put a layer with a weight that is quantised already in the place of one that has a float weight; the bias stays."""
     old = model.get_submodule(layer.name)
     weight: Tensor = old.weight  # type: ignore[assignment]
@@ -125,7 +125,7 @@ def make_activations_auto(model: CausalLM) -> None:
         layer.scheme = replace(layer.scheme, activations=Activations.auto)
 
 
-def _replace(model: CausalLM, layer: Layer, source: str, scheme: LinearScheme, layout: WeightLayout) -> CodedLinear:
+def _replace(model: nn.Module, layer: Layer, source: str, scheme: LinearScheme, layout: WeightLayout) -> CodedLinear:
     kind = Fp8Linear if scheme.weights.kind is CodeKind.FP8 else IntLinear
     new = kind(source, scheme, layout, layer.shape, layer.has_bias)
     replace_layer(model, layer.name, new)
