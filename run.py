@@ -20,6 +20,7 @@ from conf.compose import (
     explain,
     for_hydra,
     register,
+    swept_tasks,
     to_run_config,
     version,
 )
@@ -41,7 +42,7 @@ def main() -> None:
                     with interrupts_waiting():
                         from pipelines.sweep import recorded_job
                     errors_end_here.enter_context(recorded_job(output_dir, list(job.overrides.task), jobs))
-                run = to_run_config(config)
+                run = to_run_config(config, swept_tasks(sys.argv[1:]))
                 # Not at the top, because it imports torch, which --help and Tab completion need not wait for.
                 with interrupts_waiting():
                     from pipelines.launch import launch

@@ -5,6 +5,7 @@ import re
 import sys
 import threading
 import tomllib
+from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
 from datetime import datetime
 from enum import Enum
@@ -68,13 +69,26 @@ def options(group: str) -> list[str]:
     return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
 
 
-def to_run_config(config: DictConfig) -> RunConfig:
-    """The typed, checked object. Raises UserError for a key that does not exist, and for a value that is ??? or that a check refuses."""
+def swept_tasks(arguments: list[str]) -> list[str]:
+    """The tasks of `-m task=bench,evaluate`."""
+    values = [argument.removeprefix("task=") for argument in arguments if argument.startswith("task=")]
+    return [task.strip() for task in ",".join(values).split(",")] if "," in "".join(values) else []
+
+
+def to_run_config(config: DictConfig, swept: Iterable[str] = ()) -> RunConfig:
+    """The typed, checked object. Raises UserError for a key that does not exist, and for a value that is ??? or that a check refuses.
+
+    `swept`: tasks of a sweep; what is set for those that are not this job's is used by another job.
+    """
     if missing := OmegaConf.missing_keys(config):  # to_object would take the default instead
         remedy = "give one, or leave it out; a prompt of ??? goes into a row of a .jsonl"
         raise UserError(f"{min(missing)}=??? means that the value is missing: {remedy}")
     try:
-        plain = OmegaConf.to_container(config)  # a typed config takes the keys that `+KEY=VALUE` made
+        plain = cast(
+            dict[str, Any], OmegaConf.to_container(config)
+        )  # a typed config takes the keys that `+KEY=VALUE` made
+        for task in set(swept) - {str(getattr(plain["task"], "name", plain["task"]))}:
+            plain.pop(task, None)
         run = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain))
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error

@@ -264,6 +264,7 @@ def _metrics(job: PredictJob, prompts: Prompts, load_s: float, generate_s: float
         "load_s": load_s,
         "generate_s": generate_s,
         "tokens_per_s": (totals["num_generated_tokens"] - resumed["num_generated_tokens"]) / generate_s,
+        "weight_bytes": job.engine.runner.weight_bytes,
         "peak_memory_bytes": peak_memory,
     }
 

@@ -1,6 +1,7 @@
 """A sweep: what each job leaves of itself, and at the end all jobs side by side in a table and a picture.
 
-A job's row is made from the files in its folder alone: `job.json` (its overrides and its error) and `metrics.json`.
+A job is read from the files in its folder alone: `job.json` (its overrides and its error) and `metrics.json`. Jobs whose overrides are
+equal but for the task, as in `-m task=bench,evaluate quant=none,int8`, share a row: what a person chooses by stands side by side.
 """
 
 import csv
@@ -33,6 +34,7 @@ MAIN = {  # metric: name, unit, factor
     "tokens_per_s": ("speed", "tokens/s", 1),
     "time_to_first_token_s.p50": ("first token p50", "ms", 1e3),
     "time_per_output_token_s.p50": ("next token p50", "ms", 1e3),
+    "weight_bytes": ("weights", "MB", 1e-6),
     "peak_memory_bytes": ("peak memory", "MB", 1e-6),
     "decode_share_of_bandwidth": ("share of bandwidth", "%", 100),
     "num_errors": ("rows with errors", "", 1),
@@ -43,6 +45,8 @@ SPEED = (
     "prefill_tokens_per_s",
 )  # the picture has the first that a job has, over these:
 OVER = ("peak_memory_bytes", "accuracy", "perplexity")
+QUALITY = ("perplexity", "accuracy")  # and the first of these, over the bytes of the weights
+TASK = "task"
 LABEL = 60  # most characters of a job's label in the picture
 
 
@@ -85,7 +89,8 @@ def recorded_job(folder: Path, overrides: list[str], folders: list[Path]) -> Ite
 def write_sweep(folders: list[Path]) -> str | None:
     """Write the table of the jobs in these folders beside them, and print it. Returns how many of them failed, as a line, if any did."""
     sweep_dir = Path(os.path.commonpath([folder.parent for folder in folders]))
-    jobs = [_read_job(folder, os.path.relpath(folder, sweep_dir)) for folder in folders]
+    read = [_read_job(folder, os.path.relpath(folder, sweep_dir)) for folder in folders]
+    jobs = _joined(read)
     keys = _varied(jobs)
     table = _table(jobs, keys, _main_metrics(jobs))
     report.write_atomically(sweep_dir / "sweep.csv", [_csv(_table(jobs, keys, _all_metrics(jobs)))])
@@ -98,8 +103,8 @@ def write_sweep(folders: list[Path]) -> str | None:
         print()
         report.print_columns(table)
         print(f"output: {sweep_dir}")
-    if num_failed := sum(job.error is not None for job in jobs):
-        return f"{num_failed} of {len(jobs)} jobs failed: see {sweep_dir / 'sweep.md'}"
+    if num_failed := sum(job.error is not None for job in read):
+        return f"{num_failed} of {len(read)} jobs failed: see {sweep_dir / 'sweep.md'}"
     return None
 
 
@@ -112,6 +117,32 @@ def _read_job(folder: Path, name: str) -> Job:
         metrics = dict(_flat(json.loads(file.read_text(encoding="utf-8"))))
     error = job["error"] and _writable(job["error"])
     return Job(name, {key: _writable(_unquoted(value)) for key, _, value in pairs}, metrics, error)
+
+
+def _joined(jobs: list[Job]) -> list[Job]:
+    """A row for each group of jobs that differ in their task alone."""
+    groups: dict[frozenset[tuple[str, str]], list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(frozenset((key, v) for key, v in job.overrides.items() if key != TASK), []).append(job)
+    rows = []
+    for group in groups.values():
+        tasks = {job.overrides.get(TASK) for job in group}
+        rows += [_side_by_side(group)] if len(tasks) == len(group) > 1 else group
+    return rows
+
+
+def _side_by_side(group: list[Job]) -> Job:
+    """One row. A metric that several tasks measured stays as it is where they agree, else it has the task before its name."""
+    metrics: dict[str, Value] = {}
+    for job in group:
+        others = [other.metrics for other in group if other is not job]
+        for name, value in job.metrics.items():
+            agreed = all(other.get(name, value) == value for other in others)
+            metrics[name if agreed else f"{job.overrides.get(TASK)}.{name}"] = value
+    errors = [f"{job.overrides.get(TASK)}: {job.error}" for job in group if job.error]
+    tasks = " + ".join(str(job.overrides.get(TASK)) for job in group)
+    name = " + ".join(job.name for job in group)
+    return Job(name, group[0].overrides | {TASK: tasks}, metrics, "; ".join(errors) or None)
 
 
 def _flat(metrics: dict[str, object], prefix: str = "") -> Iterator[tuple[str, Value]]:
@@ -155,12 +186,14 @@ def _all_metrics(jobs: list[Job]) -> Table:
 
 
 def _main_metrics(jobs: list[Job]) -> Table:
-    """For people: three digits, or all that stand before the point."""
+    """For people: three digits, or all that stand before the point; of the perplexity, in whose third schemes differ, five."""
 
     def shown(job: Job, metric: str) -> str:
         value = _scaled(job, metric)
         if value is None:
             return "-"
+        if metric == "perplexity":
+            return f"{value:#.5g}"
         return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 99.95 else f"{value:#.3g}"
 
     return {
@@ -196,11 +229,13 @@ def _markdown(table: Table) -> str:
 
 
 def _picture(jobs: list[Job], keys: list[str]) -> bytes | None:
-    """Speed over memory, and over accuracy where that was measured, as a PNG. None where no job has both values of a point."""
+    """Quality over the bytes of the weights, speed over memory, and over quality where that was measured too, as a PNG. None where no job
+    has both values of a point."""
     from matplotlib.figure import Figure  # not at the top: a sweep's jobs need not load it
 
-    panels = [(x, y) for y in SPEED for x in OVER if any(_point(job, x, y) for job in jobs)]
-    panels = [(x, y) for x, y in panels if y == panels[0][1]][:2]
+    quality = [("weight_bytes", y) for y in QUALITY if any(_point(job, "weight_bytes", y) for job in jobs)][:1]
+    speed = [(x, y) for y in SPEED for x in OVER if any(_point(job, x, y) for job in jobs)]
+    panels = quality + [(x, y) for x, y in speed if y == speed[0][1]][:2]
     if not panels:
         return None
     labels = [_label(i, job, keys) for i, job in enumerate(jobs)]

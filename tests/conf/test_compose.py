@@ -18,6 +18,7 @@ from conf.compose import (
     quote_prompt,
     register,
     saved_config,
+    swept_tasks,
     to_run_config,
 )
 from conf.errors import UserError
@@ -291,3 +292,18 @@ def test_as_many_new_tokens_as_fit_is_saved_so(tmp_path: Path) -> None:
     saved = OmegaConf.create(dump(run, tmp_path))
     del saved["defaults"], saved["hydra"]
     assert to_run_config(saved) == run
+
+
+def test_a_job_of_a_sweep_over_tasks_leaves_out_what_is_for_the_other_tasks() -> None:
+    arguments = ["-m", "task=bench, evaluate", "evaluate.data=a.txt", "bench.new_tokens=9", "predict.batch_size=3"]
+    assert swept_tasks(arguments) == ["bench", "evaluate"]
+    assert swept_tasks(["-m", "task=bench", "decode=greedy,beam"]) == []
+    config = OmegaConf.structured(RunConfig(task=Task.bench))
+    config.evaluate.data, config.bench.new_tokens = "a.txt", 9
+    with pytest.raises(UserError, match="evaluate.data=a.txt is not used by task=bench"):
+        to_run_config(config)
+    run = to_run_config(config, swept_tasks(arguments))
+    assert (run.evaluate.data, run.bench.new_tokens) == (None, 9)
+    config.predict.batch_size = 3  # of a task that the sweep does not run
+    with pytest.raises(UserError, match="predict.batch_size=3 is not used by task=bench"):
+        to_run_config(config, swept_tasks(arguments))

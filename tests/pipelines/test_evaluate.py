@@ -428,7 +428,9 @@ def test_the_command_runs_again_from_its_config_and_sweeps(chatty: Path, tmp_pat
     done = command("-m", *arguments, "evaluate.stride=16,32", "evaluate.window=32", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     table = (tmp_path / "sweep" / "sweep.md").read_text()
-    assert table.startswith("| job | evaluate.stride | accuracy (%) | perplexity | KL divergence | peak memory (MB) |")
+    assert table.startswith(
+        "| job | evaluate.stride | accuracy (%) | perplexity | KL divergence | weights (MB) | peak memory (MB) |"
+    )
     first = json.loads((tmp_path / "sweep" / "0" / "metrics.json").read_text())
     again = command("--config-path", str(tmp_path / "sweep" / "0"), f"hydra.run.dir={tmp_path / 'again'}")
     assert again.returncode == 0, again.stderr

@@ -93,6 +93,58 @@ def test_accuracy_adds_a_panel(tmp_path: Path) -> None:
     assert widths[1] > 1.5 * widths[0]
 
 
+QUALITY = {"perplexity": 5.25, "load_s": 1.0, "weight_bytes": 4_000_000, "peak_memory_bytes": 480_000_000}
+SPEED = {**METRICS, "load_s": 2.0, "weight_bytes": 4_000_000}
+
+
+def size_of_picture(sweep_dir: Path) -> tuple[int, int]:
+    header = (sweep_dir / "sweep.png").read_bytes()[:24]
+    return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
+
+
+def test_an_evaluation_of_schemes_shows_weights_and_draws_quality_over_them(tmp_path: Path) -> None:
+    for i, quant in enumerate(("none", "int8", "int4")):
+        leave(tmp_path / str(i), ["task=evaluate", f"quant={quant}"], {**QUALITY, "weight_bytes": 8_000_000 >> i})
+    write_sweep([tmp_path / str(i) for i in range(3)])
+    lines = (tmp_path / "sweep.md").read_text().splitlines()
+    assert lines[0] == "| job | quant | perplexity | weights (MB) | peak memory (MB) |"
+    assert [line.split(" | ")[3] for line in lines[2:]] == ["8.00", "4.00", "2.00"]
+    assert size_of_picture(tmp_path)[0] > 500
+
+
+def test_jobs_that_differ_in_the_task_alone_share_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = [(task, quant) for task in ("bench", "evaluate") for quant in ("none", "int8")]
+    folders = [
+        leave(tmp_path / str(i), [f"task={task}", f"quant={quant}"], SPEED if task == "bench" else QUALITY)
+        for i, (task, quant) in enumerate(jobs)
+    ]
+    assert write_sweep(folders) is None
+    lines = (tmp_path / "sweep.md").read_text().splitlines()
+    assert lines[0] == "| job | quant | perplexity | decode (tokens/s) | first token p50 (ms) | weights (MB) |"
+    assert lines[2:] == [
+        "| 0 + 2 | none | 5.2500 | 123 | 12.3 | 4.00 |",
+        "| 1 + 3 | int8 | 5.2500 | 123 | 12.3 | 4.00 |",
+    ]
+    first, _ = rows(tmp_path)  # all metrics; what the tasks measured otherwise has the task's name
+    assert (first["weight_bytes"], first["bench.load_s"], first["evaluate.load_s"]) == ("4000000", "2.0", "1.0")
+    assert "123" in capsys.readouterr().out
+    write_sweep([leave(tmp_path / "alone" / "0", ["task=evaluate"], QUALITY)])
+    assert size_of_picture(tmp_path)[0] > 1.5 * size_of_picture(tmp_path / "alone")[0]  # speed over quality, too
+
+
+def test_a_joined_row_has_the_errors_of_its_jobs_and_tasks_twice_are_not_joined(tmp_path: Path) -> None:
+    folders = [
+        leave(tmp_path / "0", ["task=bench", "quant=int8"], SPEED),
+        leave(tmp_path / "1", ["task=evaluate", "quant=int8"], error="no text"),
+        leave(tmp_path / "2", ["task=bench", "quant=int4"], SPEED),
+        leave(tmp_path / "3", ["task=bench", "quant=int4"], SPEED),
+    ]
+    assert write_sweep(folders) == f"1 of 4 jobs failed: see {tmp_path}/sweep.md"
+    joined, third, fourth = rows(tmp_path)
+    assert (joined["job"], joined["error"], joined["decode_tokens_per_s"]) == ("0 + 1", "evaluate: no text", "123.456")
+    assert (third["job"], third["task"], fourth["job"]) == ("2", "bench", "3")
+
+
 @pytest.mark.parametrize(
     ("raised", "error"),
     [
