@@ -156,8 +156,10 @@ def checked(arguments: list[str]) -> list[str]:
     return arguments
 
 
-def compose_run_config(overrides: list[str], model_path: str | None = None) -> RunConfig:
-    """What `python run.py OVERRIDES` would compose. `model_path` is set as it is, past the grammar of overrides."""
+def compose_run_config(
+    overrides: list[str], model_path: str | None = None, tokenizer_path: str | None = None
+) -> RunConfig:
+    """What `python run.py OVERRIDES` would compose. The paths are set as they are, past the grammar of overrides."""
     register()
     with _COMPOSING:
         outer = GlobalHydra.instance().hydra  # of a caller that uses Hydra itself
@@ -171,6 +173,8 @@ def compose_run_config(overrides: list[str], model_path: str | None = None) -> R
             GlobalHydra.instance().hydra = outer
     if model_path is not None:
         config.model.path = _literal(model_path)
+    if tokenizer_path is not None:
+        config.model.tokenizer = _literal(tokenizer_path)
     return to_run_config(config)
 
 

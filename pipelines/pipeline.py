@@ -2,22 +2,26 @@
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, overload
 
 from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError, there_are
 from conf.schema import RunConfig
-from pipelines.engine import Engine, Request
+from pipelines.engine import Engine, Output, Request
+from pipelines.engine.request import TokenLogprobs
 from pipelines.loading import load_engine
 from pipelines.memory import explained_out_of_memory
 from pipelines.prompts import EncodedPrompt, PromptEncoder, PromptRow, rows_from_python
 from pipelines.streamers import Streamer
 
 log = logging.getLogger(__name__)
+
+Result = dict[str, Any]
+Prepared = tuple[EncodedPrompt, Request]
 
 SAMPLING_TEMPERATURE = 1.0  # for do_sample=True over a greedy config
 
@@ -29,6 +33,8 @@ def pipeline(
     decode: str = "greedy",
     device: str = "auto",
     parallel: str = "single",
+    dtype: Any = None,
+    tokenizer: str | Path | None = None,
     overrides: list[str] | None = None,
     **arguments: Any,
 ) -> "TextGenerationPipeline":
@@ -37,7 +43,8 @@ def pipeline(
     >>> pipe = pipeline("text_generation", model="tiny", decode="greedy", device="cpu")
     >>> pipe("Once upon a time", max_new_tokens=20)
 
-    `model` is an option of conf/model or a folder; `overrides` are as on the command line; `arguments` are defaults for every
+    `model` is an option of conf/model or a folder; `dtype` a name or torch's own ("bfloat16", torch.bfloat16), None: as stored;
+    `tokenizer` a folder or a GGUF file, None: the model's own; `overrides` are as on the command line; `arguments` are defaults for every
     call. Raises UserError, a ValueError, for an unknown task, option or argument, and for whatever is wrong with the model.
     """
     if task not in TASKS:
@@ -57,12 +64,23 @@ def pipeline(
     if path is not None and "/" not in path and not Path(path).is_dir():
         raise UserError(f"model={path} is neither a folder nor an option: there are {', '.join(options('model'))}")
     names = [f"{group}={choice}" for group, choice in choices.items()] + ([] if path else [f"model={model}"])
-    return TASKS[task](compose_run_config([*names, *(overrides or [])], model_path=path), **arguments)
+    names += [] if dtype is None else [f"model.dtype={str(dtype).removeprefix('torch.')}"]
+    run = compose_run_config([*names, *(overrides or [])], path, _tokenizer_path(tokenizer))
+    return TASKS[task](run, **arguments)
+
+
+def _tokenizer_path(tokenizer: Any) -> str | None:
+    if not isinstance(tokenizer, str | Path | None):
+        remedy = "give the folder of its files, or leave it out for the model's own"
+        raise UserError(f"tokenizer is of type {type(tokenizer).__name__}, not a path: {remedy}")
+    return None if tokenizer is None else str(tokenizer)
 
 
 class TextGenerationPipeline:
     """Prompts in, one dictionary per prompt out: `{'text_generation_text': [prompt and continuation]}`, with n or
-    num_return_sequences several of them.
+    num_return_sequences several of them. What was sampled has its `seed`; with `logprobs` there are `token_ids` and `logprobs` of each
+    text, with `prompt_logprobs` `prompt_token_ids` and `prompt_logprobs`: for each token, or each but the first, the logprob and rank of
+    it and of the most likely ones, by token id.
 
     `engine` runs token ids directly. Calls from several threads take turns.
     """
@@ -79,32 +97,82 @@ class TextGenerationPipeline:
         self._turn = threading.Lock()
         self._caller: int | None = None  # the thread whose turn it is
 
-    def __call__(self, prompts: Any, **arguments: Any) -> list[dict[str, list[str]]]:
-        """`prompts`: a text, a row as in a .jsonl (a dictionary), or a list of these.
+    def __repr__(self) -> str:
+        engine, quant = self.engine, self.run.quant
+        parts = {
+            "model": self.run.model.path,
+            "dtype": str(engine.dtype).removeprefix("torch."),
+            "device": engine.device.type,
+            "quant": quant.scheme.name,
+            "kv_cache": quant.kv_cache.name,
+            "weights": f"{engine.runner.weight_bytes / 1e6:,.1f} MB",
+            "context": engine.context.num_tokens,
+            "batch_size": engine.scheduler.max_num_requests,
+        }
+        unset = vars(DecodeConfig())
+        parts |= {name: v for name, v in vars(self._decode).items() if v not in (unset[name], NEUTRAL.get(name))}
+        return f"TextGenerationPipeline({', '.join(f'{name}={value}' for name, value in parts.items())})"
+
+    def __reduce__(self) -> NoReturn:
+        remedy = "make one in each process, by pipeline(...) with the same arguments"
+        raise UserError(
+            f"a pipeline holds threads, memory and captured steps, which cannot be pickled or copied: {remedy}"
+        )
+
+    @overload
+    def __call__(self, prompts: Iterator[Any], **arguments: Any) -> Iterator[Result]: ...
+
+    @overload
+    def __call__(self, prompts: Any, **arguments: Any) -> list[Result]: ...
+
+    def __call__(self, prompts: Any, **arguments: Any) -> list[Result] | Iterator[Result]:
+        """`prompts`: a text; a conversation, `[{"role": "user", "content": "Hi"}, ...]`; a row as in a .jsonl (a dictionary); or a list
+        of these. A generator of them is read as places become free, and gives an iterator of the results, in order: memory stays flat.
 
         Arguments: every field of DecodeConfig; `do_sample`; `return_full_text` (False leaves the prompt out); `streamer`;
         `batch_size` (most sequences at once); `add_special_tokens`; `chat_template`. They beat those given to the constructor.
-        Raises UserError for the first prompt that cannot be run, before any is.
+        Raises UserError for the first prompt that cannot be run, of a list before any is.
         """
         streamer: Streamer | None = _checked_streamer({**self._defaults, **arguments}.get("streamer"))
         try:
             given = {**self._defaults, **_checked_arguments(arguments)}
             decode = _decode(self._decode, arguments, self._suggested)
+            results = self._results(prompts, decode, given, self._encoder(given), streamer)
+            if isinstance(prompts, Iterator):
+                if streamer:
+                    raise UserError("a streamer needs to know how many prompts there are: give a list, not a generator")
+                return self._turn_by_turn(results)
             with self._own_turn(), explained_out_of_memory():
-                results = self._generate(list(rows_from_python(prompts)), decode, given, streamer)
+                all_results = list(results)
         except BaseException as error:
             if streamer:
                 streamer.end(error)
             raise
         if streamer:
             streamer.end(None)
-        return results
+        return all_results
+
+    def _turn_by_turn(self, results: Generator[Result, None, None]) -> Iterator[Result]:
+        """Between two results other calls may have their turns."""
+        try:
+            while True:
+                with self._own_turn(), explained_out_of_memory():
+                    result = next(results, None)
+                if result is None:
+                    return
+                yield result
+        finally:
+            with self._own_turn():
+                results.close()
 
     @contextmanager
     def _own_turn(self) -> Iterator[None]:
         """Raises UserError where the turn is the thread's already, which would wait for itself for ever."""
         if self._caller == threading.get_ident():
-            raise UserError("a streamer cannot call the pipeline that calls it: keep the text, and call afterwards")
+            others = "nor can a generator of prompts"
+            raise UserError(
+                f"a streamer cannot call the pipeline that calls it: keep the text, and call afterwards; {others}"
+            )
         with self._turn:
             self._caller = threading.get_ident()
             try:
@@ -112,15 +180,8 @@ class TextGenerationPipeline:
             finally:
                 self._caller = None
 
-    def _generate(
-        self, rows: list[PromptRow], decode: DecodeConfig, given: dict[str, Any], streamer: Streamer | None
-    ) -> list[dict[str, list[str]]]:
-        settings = self.run.predict
-        encoder = PromptEncoder(
-            self.tokenizer,
-            given.get("add_special_tokens", settings.add_special_tokens),
-            str(given.get("chat_template", settings.chat_template)),
-        )
+    def _encoder(self, given: dict[str, Any]) -> PromptEncoder:
+        """Raises UserError for arguments with which no prompt could be run."""
         batch_size, most = given.get("batch_size"), self.engine.scheduler.max_num_requests
         if batch_size is not None and batch_size > most:
             raise UserError(f"batch_size={batch_size} is more than the {most} that this pipeline was made for")
@@ -128,30 +189,57 @@ class TextGenerationPipeline:
             raise UserError(
                 "there is no tokenizer, so no text: use pipe.engine for token ids, or give model.tokenizer=PATH"
             )
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(decode, name)) is not None:
-                raise UserError(f"{name}={value} has no place in this result: use pipe.engine, or task=predict")
-        prepared = list(self._prepare(rows, encoder, decode, streamer))
-        full_text = given.get("return_full_text", True)
-        prefixes = {request.id: (prompt.text or "") if full_text else "" for prompt, request in prepared}
-        if streamer:
-            streamer.start(len(rows))
-            for row, text in prefixes.items():
-                if text and not streamer.skip_prompt:
-                    streamer.put(row, text)
-        texts: dict[int, list[str]] = {}
-        for output in self.engine.generate((request for _, request in prepared), batch_size):
-            row = output.request_id
-            if output.error:
-                raise output.error
-            texts[row] = [prefixes[row] + (completion.text or "") for completion in output.completions]
+        settings = self.run.predict
+        return PromptEncoder(
+            self.tokenizer,
+            given.get("add_special_tokens", settings.add_special_tokens),
+            str(given.get("chat_template", settings.chat_template)),
+        )
+
+    def _results(
+        self,
+        prompts: Any,
+        decode: DecodeConfig,
+        given: dict[str, Any],
+        encoder: PromptEncoder,
+        streamer: Streamer | None,
+    ) -> Generator[Result, None, None]:
+        """In the order of the prompts. A generator's are taken when there is a place; others are all checked before the first runs."""
+        prepared: Iterable[Prepared] = self._prepare(rows_from_python(prompts), encoder, decode, streamer)
+        if not isinstance(prompts, Iterator):
+            prepared = list(prepared)
             if streamer:
-                streamer.end_row(row)
-        return [{"text_generation_text": texts[row]} for row in range(len(rows))]
+                streamer.start(len(prepared))
+        full_text = given.get("return_full_text", True)
+        running: dict[int, tuple[str, Request]] = {}  # by row: the text in front of the new one, and its request
+
+        def requests() -> Iterator[Request]:
+            for prompt, request in prepared:
+                prefix = (prompt.text or "") if full_text else ""
+                running[request.id] = prefix, request
+                yield request
+
+        if streamer and full_text and not streamer.skip_prompt:
+            for prompt, request in prepared:
+                if prompt.text:
+                    streamer.put(request.id, prompt.text)
+        finished: dict[int, Result] = {}  # which wait for an earlier row
+        next_row = 0
+        with closing(self.engine.generate(requests(), given.get("batch_size"))) as outputs:
+            for output in outputs:
+                row = output.request_id
+                if output.error:
+                    raise output.error
+                finished[row] = _result(*running.pop(row), output)
+                if streamer:
+                    streamer.end_row(row)
+                while next_row in finished:
+                    yield finished.pop(next_row)
+                    next_row += 1
 
     def _prepare(
-        self, rows: list[PromptRow], encoder: PromptEncoder, decode: DecodeConfig, streamer: Streamer | None
-    ) -> Iterator[tuple[EncodedPrompt, Request]]:
+        self, rows: Iterable[PromptRow], encoder: PromptEncoder, decode: DecodeConfig, streamer: Streamer | None
+    ) -> Iterator[Prepared]:
         for row in rows:
             sink = (lambda text, index=row.index: streamer.put(index, text)) if streamer else None
             try:
@@ -159,6 +247,27 @@ class TextGenerationPipeline:
                 yield prompt, self.engine.request(row.index, prompt.token_ids, decode.replaced(row.decode), sink)
             except UserError as error:
                 raise UserError(f"prompt {row.index}: {error}") from error
+
+
+def _result(prefix: str, request: Request, output: Output) -> Result:
+    completions = output.completions
+    result: Result = {"text_generation_text": [prefix + (completion.text or "") for completion in completions]}
+    if request.params.samples:
+        result["seed"] = request.params.seed
+    if request.params.logprobs is not None:
+        result["token_ids"] = [completion.token_ids for completion in completions]
+        result["logprobs"] = [_steps(completion.logprobs or []) for completion in completions]
+    if output.prompt_logprobs is not None:
+        result["prompt_token_ids"] = request.prompt_token_ids
+        result["prompt_logprobs"] = _steps(output.prompt_logprobs)
+    return result
+
+
+def _steps(steps: list[TokenLogprobs]) -> list[dict[int, dict[str, float]]]:
+    return [
+        {token: {"logprob": logprob, "rank": step.ranks[token]} for token, logprob in step.logprobs.items()}
+        for step in steps
+    ]
 
 
 TASKS = {"text_generation": TextGenerationPipeline}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from conf.errors import UserError, shortened
 from models.tokenizers import Tokenizer
@@ -300,21 +300,24 @@ def _read_template(path: Path) -> str:
         ) from error
 
 
-def rows_from_python(prompts: object) -> Iterable[PromptRow]:
-    """Rows from what a caller of the pipeline gives: a text, a row as in a .jsonl, or a list of these."""
-    items = prompts if isinstance(prompts, list | tuple) else [prompts]
-    for i, item in enumerate(items):
-        if isinstance(item, str):
-            yield PromptRow(i, prompt=item)
-        elif isinstance(item, dict):
-            row = parse_row(i, item)
-            unknown = sorted(set(item) - set(FIELDS))
-            yield (
-                PromptRow(i, error=f"unknown fields {', '.join(unknown)}: there are {', '.join(FIELDS)}")
-                if unknown
-                else row
-            )
-        else:
-            yield PromptRow(
-                i, error=f"of type {type(item).__name__}: give a text or a dictionary with one of {', '.join(INPUTS)}"
-            )
+def rows_from_python(prompts: object) -> Iterator[PromptRow]:
+    """Rows from what a caller of the pipeline gives: a text, a conversation, a row as in a .jsonl, or a list or iterator of these."""
+    many = isinstance(prompts, list | tuple | Iterator) and not _is_conversation(prompts)
+    return (_row_from_python(i, item) for i, item in enumerate(cast(Iterable[object], prompts) if many else [prompts]))
+
+
+def _is_conversation(value: object) -> bool:
+    return isinstance(value, list | tuple) and any(isinstance(item, dict) and "role" in item for item in value)
+
+
+def _row_from_python(index: int, item: object) -> PromptRow:
+    if isinstance(item, str):
+        return PromptRow(index, prompt=item)
+    if _is_conversation(item):
+        return parse_row(index, {"messages": list(cast(Iterable[object], item))})
+    if not isinstance(item, dict):
+        what = f"a text, a list of messages or a dictionary with one of {', '.join(INPUTS)}"
+        return PromptRow(index, error=f"of type {type(item).__name__}: give {what}")
+    if unknown := sorted(map(str, set(item) - set(FIELDS))):
+        return PromptRow(index, error=f"unknown fields {', '.join(unknown)}: there are {', '.join(FIELDS)}")
+    return parse_row(index, item)

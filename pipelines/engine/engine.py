@@ -1,6 +1,6 @@
 """The loop: plan, build, run, choose, commit."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -160,7 +160,7 @@ class Engine:
         requests: Iterable[Request],
         max_num_requests: int | None = None,
         on_step: Callable[[], None] = lambda: None,
-    ) -> Iterator[Output]:
+    ) -> Generator[Output, None, None]:
         """Outputs as they finish. Requests are taken from the iterable when a place is free; closing the iterator cancels the rest.
 
         A request that fails on its way is an output with its `error`. What does not belong to one request is raised.

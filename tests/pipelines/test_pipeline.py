@@ -1,6 +1,9 @@
 """The Python face: names, arguments, shapes of the result, errors that list what exists."""
 
+import copy
+import pickle
 import threading
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -10,7 +13,8 @@ import torch
 import conf.decoding
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from pipelines import TextGenerationPipeline, pipeline
+from pipelines import TextGenerationPipeline, TextStreamer, pipeline
+from tests.tokenizers_for_tests import byte_level, save
 
 OVERRIDES = ["model.dtype=float32", "predict.batch_size=3"]
 
@@ -126,6 +130,116 @@ def test_rows_may_be_dictionaries(pipe: TextGenerationPipeline) -> None:
     assert len(text(pipe, {"prompt": "x", "decode": {"max_new_tokens": 1}}, return_full_text=False)) <= 8
 
 
+def test_conversations_are_lists_of_messages(pipe: TextGenerationPipeline) -> None:
+    one, two = ([{"role": "user", "content": content}] for content in ("hi", "bye"))
+    short = {"max_new_tokens": 4}
+    expected = pipe([{"messages": one}, {"messages": two}, "Once"], **short)
+    assert pipe(one, **short) == expected[:1]
+    assert pipe([one, two, "Once"], **short) == expected
+    assert pipe((two,), **short) == expected[1:2]
+
+
+def test_a_generator_is_read_as_places_become_free(pipe: TextGenerationPipeline) -> None:
+    """Without an end, so it cannot be read whole; what is ahead of the results is no more than runs at once."""
+    ahead, short = [], {"max_new_tokens": 3, "ignore_eos": True}
+    num_read = 0
+
+    def endless() -> Iterator[str]:
+        nonlocal num_read
+        while True:
+            num_read += 1
+            yield f"story {num_read - 1}"
+
+    free = pipe.engine.scheduler.block_manager.num_free_blocks
+    results = pipe(endless(), **short)
+    for i in range(40):
+        assert next(results) == pipe([f"story {i}"], **short)[0]  # other calls have their turns between
+        ahead.append(num_read - i - 1)
+    assert max(ahead) <= 3  # predict.batch_size
+    results.close()
+    assert pipe.engine.scheduler.block_manager.num_free_blocks == free
+
+
+def test_a_generator_gives_results_in_order_and_ends(pipe: TextGenerationPipeline) -> None:
+    rows = [{"prompt": "a", "decode": {"max_new_tokens": size, "ignore_eos": True}} for size in (9, 1, 5, 2, 1, 7)]
+    results = pipe(iter(rows))
+    assert iter(results) is results
+    assert list(results) == pipe(rows)
+    assert list(pipe(iter([]))) == []
+
+
+def test_what_a_generator_cannot_have_is_refused(pipe: TextGenerationPipeline) -> None:
+    with pytest.raises(UserError, match="a streamer needs to know how many prompts there are: give a list"):
+        pipe(iter(["a"]), streamer=TextStreamer())
+    with pytest.raises(UserError, match="batch_size=9 is more than the 3 that this pipeline was made for"):
+        pipe(iter(["a"]), batch_size=9)
+    results = pipe(iter(["a", {"promt": "b"}]), max_new_tokens=2)
+    with pytest.raises(UserError, match="prompt 1: unknown fields promt"):
+        list(results)
+    with pytest.raises(UserError, match="cannot call the pipeline that calls it: .* nor can a generator of prompts"):
+        list(pipe(str(pipe("x")) for _ in range(1)))
+    assert text(pipe, "Once", max_new_tokens=2)
+
+
+def test_log_probabilities_are_in_the_result(pipe: TextGenerationPipeline) -> None:
+    (row,) = pipe("Once", max_new_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=0)
+    decode = DecodeConfig(max_new_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=0, temperature=0.0)
+    assert pipe.tokenizer is not None
+    prompt = pipe.tokenizer.encode("Once", add_special_tokens=True)
+    output = next(pipe.engine.generate([pipe.engine.request(0, prompt, decode)]))
+    (completion,) = output.completions
+    assert (row["token_ids"], row["prompt_token_ids"]) == ([completion.token_ids], prompt)
+    for steps, expected in (
+        (row["logprobs"][0], completion.logprobs),
+        (row["prompt_logprobs"], output.prompt_logprobs),
+    ):
+        assert expected
+        for step, there in zip(steps, expected, strict=True):
+            assert {token: (one["logprob"], one["rank"]) for token, one in step.items()} == {
+                token: (value, there.ranks[token]) for token, value in there.logprobs.items()
+            }
+    samples = pipe("Once", max_new_tokens=4, do_sample=True, n=2, logprobs=0)[0]
+    assert [len(steps) for steps in samples["logprobs"]] == [len(ids) for ids in samples["token_ids"]]
+
+
+def test_what_was_sampled_has_the_seed_that_repeats_it(pipe: TextGenerationPipeline) -> None:
+    rows = ["Once", {"prompt": "Once", "decode": {"seed": 5}}, {"prompt": "Once", "decode": {"temperature": 0}}, "Once"]
+    short = {"max_new_tokens": 9, "do_sample": True}
+    results = pipe(rows, **short)
+    assert [result.get("seed") for result in results[1:3]] == [5, None]
+    assert results[0]["seed"] != results[3]["seed"]  # drawn for each
+    for i in (0, 1, 3):
+        assert pipe("Once", seed=results[i]["seed"], **short) == [results[i]]
+
+
+def test_dtype_and_tokenizer_are_arguments(chatty: Path, tmp_path: Path) -> None:
+    save(byte_level(), tmp_path / "it's ${another}, {x}")
+    for dtype in ("bfloat16", torch.bfloat16):
+        pipe = pipeline(
+            "text_generation", model=chatty, device="cpu", dtype=dtype, tokenizer=tmp_path / "it's ${another}, {x}"
+        )
+        assert pipe.engine.dtype == torch.bfloat16
+        assert pipe.tokenizer is not None
+        assert pipe.tokenizer.source == tmp_path / "it's ${another}, {x}"
+
+
+def test_repr_says_what_runs(chatty: Path) -> None:
+    pipe = pipeline(
+        "text_generation", model=chatty, quant="int8", device="cpu", overrides=OVERRIDES, temperature=0.5, stop="END"
+    )
+    weights = f"{pipe.engine.runner.weight_bytes / 1e6:.1f} MB"
+    assert repr(pipe) == (
+        f"TextGenerationPipeline(model={chatty}, dtype=float32, device=cpu, quant=int8, kv_cache=none, weights={weights}, "
+        "context=128, batch_size=3, temperature=0.5, stop=['END'])"
+    )
+
+
+def test_pickling_and_copying_are_refused_in_words(pipe: TextGenerationPipeline) -> None:
+    for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(UserError, match="cannot be pickled or copied: make one in each process, by pipeline"):
+            attempt(pipe)
+
+
 def test_engine_takes_token_ids(pipe: TextGenerationPipeline) -> None:
     request = pipe.engine.request(0, [0, 70], DecodeConfig(max_new_tokens=4, ignore_eos=True))
     assert len(next(pipe.engine.generate([request])).completions[0].token_ids) == 4
@@ -167,7 +281,6 @@ def test_threads_take_turns(pipe: TextGenerationPipeline) -> None:
         ({"do_sample": True, "penalty_alpha": 0.6}, "^do_sample=True contradicts penalty_alpha=0.6, which does not"),
         ({"max_new_tokens": 128}, "prompt 0: decode.max_new_tokens=128 is more .*: give at most 12[0-9] with [0-9]"),
         ({"streamer": 5}, "streamer=5 is no streamer"),
-        ({"logprobs": 3}, "logprobs=3 has no place in this result: use pipe.engine"),
         ({"chat_template": 5}, "chat_template=5 is neither auto nor none nor a path"),
         ({"stop_token_ids": [330]}, "stop token id 330 is not in the vocabulary: give ids from 0 to 329"),
         ({"max_length": 129}, "prompt 0: decode.max_length=129 is more than the model takes"),
@@ -183,7 +296,8 @@ def test_bad_arguments_are_refused(pipe: TextGenerationPipeline, arguments: dict
     ("prompts", "message"),
     [
         (["fine", {"promt": "x"}], "prompt 1: unknown fields promt: there are prompt, messages"),
-        (7, "prompt 0: of type int: give a text or a dictionary"),
+        (7, "prompt 0: of type int: give a text, a list of messages or a dictionary"),
+        ([[{"role": "user"}]], 'prompt 0: messages must be objects with a text "role"'),
         ({"prompt": "x", "decode": {"seeds": 1}}, "prompt 0: decode.seeds does not exist: there are max_new_tokens"),
     ],
 )
@@ -204,6 +318,10 @@ def test_bad_prompts_are_refused_before_any_is_run(pipe: TextGenerationPipeline,
             "decode=greedyy does not exist: there are beam, .*sampling",
         ),
         ("text_generation", {"quant": "int3"}, "quant=int3 does not exist: there are a8w8, fp8, int4, int8, none"),
+        ("text_generation", {"dtype": "float64"}, "float64.*auto, float32, bfloat16, float16"),
+        ("text_generation", {"dtype": torch.int8}, "int8.*auto, float32, bfloat16, float16"),
+        ("text_generation", {"tokenizer": object()}, "tokenizer is of type object, not a path: give the folder"),
+        ("text_generation", {"tokenizer": "/nowhere"}, "model.tokenizer=/nowhere is not a folder with tokenizer files"),
         ("text_generation", {"overrides": ["decode.temprature=1"]}, "temprature"),
         ("text_generation", {"overrides": "decode.seed=1"}, "overrides='decode.seed=1' is one text: give a list"),
         ("text_generation", {"max_tokens": 1}, "argument max_tokens does not exist"),
