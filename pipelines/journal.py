@@ -247,7 +247,7 @@ def _lock(folder: Path, fingerprint: Fingerprint) -> Journal | None:
 def _as_given(header: Fingerprint, fingerprint: Fingerprint) -> Fingerprint:
     """The fingerprint in a journal's first line, beside another: whoever names the seed that was drawn, as config.yaml does, goes on."""
     before = {name: value for name, value in header.items() if name != SEED}
-    if "decode.seed" in before and before["decode.seed"] is None and header.get(SEED) == fingerprint["decode.seed"]:
+    if "decode.seed" in before and before["decode.seed"] is None and header.get(SEED) == fingerprint.get("decode.seed"):
         before["decode.seed"] = header[SEED]
     return before
 

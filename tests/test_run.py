@@ -55,11 +55,12 @@ def test_a_run_leaves_all_its_files_and_runs_again_from_its_config(chatty: Path,
     assert prompt in done.stdout
     assert str(first) in done.stdout
     assert "tokens/s" in done.stdout
+    assert "start (imports)" in done.stdout
     assert "\x1b" not in done.stdout + done.stderr  # no colours and no progress bar where there is no terminal
     metrics = json.loads((first / "metrics.json").read_text())
     assert metrics["num_prompt_tokens"] == row["num_prompt_tokens"]
     assert metrics["num_generated_tokens"] == row["num_generated_tokens"] == len(row["token_ids"])  # type: ignore[arg-type]
-    assert min(metrics[name] for name in ("load_s", "generate_s", "tokens_per_s", "peak_memory_bytes")) > 0
+    assert min(metrics[name] for name in ("start_s", "load_s", "generate_s", "tokens_per_s", "peak_memory_bytes")) > 0
     environment = json.loads((first / "environment.json").read_text())
     assert environment["packages"]["torch"].startswith("2.")
     assert environment["cpu"]
@@ -309,6 +310,22 @@ def test_sweep_runs_every_job(chatty: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [bool(row["error"]) for row in table] == [not row["tokens_per_s"] for row in table] == [False, True] * 2
     assert {"sweep.csv", "sweep.md", "sweep.png"} < {file.name for file in tmp_path.iterdir()}
+
+
+def test_a_sweep_over_tasks_and_schemes_is_the_table_to_choose_by(chatty: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Once upon a time, there was a little girl. " * 9)
+    done = run(
+        "-m", "task=bench,evaluate", "quant=none,int8", "device=cpu", f"model.path={chatty}",
+        f"evaluate.data={tmp_path / 'text.txt'}", "bench.prompt_tokens=9", "bench.new_tokens=3", "bench.repeats=1",
+        f"hydra.sweep.dir={tmp_path / 'sweep'}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    table = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open(newline="")))
+    assert [(row["job"], row["quant"]) for row in table] == [("0 + 2", "none"), ("1 + 3", "int8")]
+    assert all(float(row[name]) > 0 for row in table for name in ("decode_tokens_per_s", "perplexity"))
+    floats, codes = (int(row["weight_bytes"]) for row in table)
+    assert codes < floats
+    assert (tmp_path / "sweep" / "sweep.png").is_file()
 
 
 def test_a_value_of_one_job_that_is_refused_is_a_row(tmp_path: Path) -> None:

@@ -165,6 +165,16 @@ def test_real_vocabularies(name: str, tmp_path: Path) -> None:
         assert ours.decode(ids, False) == theirs.backend_tokenizer.decode(ids, skip_special_tokens=False)
 
 
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the real models stand beside the repository")
+@pytest.mark.parametrize("name", ["stories260K", "babyllama_tok105"])
+def test_real_models(name: str) -> None:
+    folder = SHARED / "data" / "models" / name
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    assert ours is not None
+    for text in SAMPLES:
+        assert ours.encode(text, add_special_tokens=True) == theirs(text)["input_ids"]
+
+
 CHAT = [
     {"role": "system", "content": "be brief", "extra": None},
     {"role": "user", "content": "hi"},
