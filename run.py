@@ -26,6 +26,7 @@ from conf.compose import (
 )
 from conf.errors import UserError
 from conf.signals import interrupts_waiting, reader_may_leave
+from conf.terminal import visible
 
 
 def main() -> None:
@@ -48,7 +49,7 @@ def main() -> None:
                     from pipelines.launch import launch
                 launch(run, output_dir, dump)
         except (UserError, OSError) as error:
-            sys.exit(f"error: {error}")
+            sys.exit(visible(f"error: {error}"))
         finally:
             if output_dir.is_dir() and not any(output_dir.iterdir()):
                 output_dir.rmdir()
@@ -78,7 +79,7 @@ if __name__ == "__main__":
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 main()
     except (UserError, OSError, *CONFIG_ERRORS) as error:
-        sys.exit(f"error: {explain(error)}")
+        sys.exit(visible(f"error: {explain(error)}"))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from conf.schema import RunConfig, Task
 from conf.signals import reader_may_leave
+from conf.terminal import VisibleFormatter
 from pipelines.memory import explained_out_of_memory
 from pipelines.report import Dump, reset_peak_memory
 
@@ -16,7 +17,9 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     """Run the task. What `dump` gives is written beside the results, so that they can be made again. Raises UserError."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # no text of a row may end a run while it is printed
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(VisibleFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     reset_peak_memory()
     with reader_may_leave(), explained_out_of_memory():
         _function_of(run.task)(run, output_dir, dump)

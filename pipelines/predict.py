@@ -14,6 +14,7 @@ from typing import Any
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import RunConfig
+from conf.terminal import visible, visible_line
 from pipelines import report
 from pipelines.engine import Completion, Engine, Output, Request
 from pipelines.engine.faults import belongs_to_request, row_error
@@ -288,16 +289,16 @@ def _texts(row: Row) -> dict[str, list[str]]:
 
 def _print(rows: list[Row], metrics: dict[str, Any], output_dir: Path) -> None:
     for row in rows:
-        print(f"[{row['index']}] {row['prompt'] or ''}")
+        print(visible(f"[{row['index']}] {row['prompt'] or ''}"))
         if row["error"]:
-            print(f" -> error: {row['error']}")
+            print(visible_line(f" -> error: {row['error']}"))
             continue
         for one in row.get("completions", [row]):
-            print(f" -> {one['text'] if one['text'] is not None else one['token_ids']}")
+            print(visible(f" -> {one['text'] if one['text'] is not None else one['token_ids']}"))
     if metrics["num_prompts"] > len(rows):
         print(f"... and {metrics['num_prompts'] - len(rows)} more")
     if metrics["unused_fields"]:
-        print(f"fields of the rows that are not used: {', '.join(metrics['unused_fields'])}")
+        print(visible_line(f"fields of the rows that are not used: {', '.join(metrics['unused_fields'])}"))
     print()
     report.print_table(
         [

@@ -16,9 +16,7 @@ from pipelines.data_files import FORMS, DataFile, decode_utf8, find_file, names_
 from pipelines.engine.faults import row_error
 
 GIVE = "give a prompt, a .txt, a .jsonl, or - for stdin; .csv, .json, and .gz of .txt or .jsonl, are read, too"
-MISSING = (
-    f"looks like a path, but cannot be read (no such file): {GIVE}; a prompt that looks so goes into a row of a .jsonl"
-)
+MISSING = f"cannot be read (it looks like a path, but there is no such file): {GIVE}; a prompt that looks so goes into a .jsonl"
 INPUTS = ("prompt", "messages", "prompt_token_ids", "src")
 MAX_TOKEN_ID = 2**31  # what a tokenizer can decode; the engine knows the real vocabulary
 FIELDS = (*INPUTS, "tgt", "id", "decode")

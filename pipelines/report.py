@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from conf.schema import RunConfig
+from conf.terminal import visible_line
 
 if TYPE_CHECKING:  # rich is imported where something is shown, because an engine shows nothing
     from rich.progress import Progress, TaskID
@@ -251,7 +252,7 @@ def print_table(rows: list[tuple[str, str]]) -> None:
     """A short table on standard output."""
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        print(f"{name:<{width}}  {value}")
+        print(f"{name:<{width}}  {visible_line(value)}")
 
 
 def print_columns(table: dict[str, list[str]]) -> None:
@@ -268,5 +269,5 @@ def print_columns(table: dict[str, list[str]]) -> None:
         numbers = all(re.fullmatch(r"-?[\d.,]*(e-?\d+)?", cell) for cell in cells)
         shown.add_column(heading, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
     for row in zip(*table.values(), strict=True):
-        shown.add_row(*row)
+        shown.add_row(*map(visible_line, row))
     console.print(shown)

@@ -5,6 +5,7 @@ import sys
 from typing import Any, Protocol, Self, TextIO
 
 from conf.errors import UserError
+from conf.terminal import visible
 
 
 class Streamer(Protocol):
@@ -27,7 +28,10 @@ class Streamer(Protocol):
 
 
 class TextStreamer:
-    """Prints the text as it comes. With several rows each row is printed whole and in order, its next ones waiting."""
+    """Prints the text as it comes. With several rows each row is printed whole and in order, its next ones waiting.
+
+    On a terminal control characters are shown as their escapes; a file or a pipe gets the text as it is.
+    """
 
     def __init__(self, tokenizer: object = None, skip_prompt: bool = False, file: TextIO | None = None) -> None:
         """`tokenizer` is taken so that code for transformers or MindFormers runs as it is; the engine's text needs no decoding."""
@@ -41,7 +45,8 @@ class TextStreamer:
 
     def put(self, row: int, text: str) -> None:
         if row == self._current:
-            print(text, end="", file=self._file or sys.stdout, flush=True)
+            stream = self._file or sys.stdout
+            print(visible(text) if stream.isatty() else text, end="", file=stream, flush=True)
         else:
             self._waiting[row] += text
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from conf.errors import UserError
 from conf.signals import reader_may_leave
+from conf.terminal import visible
 from pipelines import report
 
 Value = str | int | float | None
@@ -82,7 +83,7 @@ def recorded_job(folder: Path, overrides: list[str], folders: list[Path]) -> Ite
         traceback.print_exc()
         error = " ".join(f"{type(caught).__name__}: {caught}".split())
     if error:
-        print(f"error: {error}", file=sys.stderr)
+        print(visible(f"error: {error}"), file=sys.stderr)
     record(error)
 
 

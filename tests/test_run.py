@@ -125,11 +125,12 @@ def test_standard_input_and_folder_of_the_run(chatty: Path, tmp_path: Path) -> N
         (["decode.temprature=1"], "'temprature' not in 'DecodeConfig': there are max_new_tokens"),
         (["model.path=/nowhere"], "there is no folder /nowhere"),
         (["predict.data=nowhere.txt"], "predict.data=nowhere.txt cannot be read"),
+        (["predict.data=\x1b[2J\x9b.txt"], r"predict.data=\x1b[2J\x9b.txt cannot be read"),
         (["decode.max_length=129"], "decode.max_length=129 is more than the model takes (max_position_embeddings=128)"),
         (["model.max_length=129"], "model.max_length=129 is more than the model's max_position_embeddings=128"),
         (["predict.data=" + "word " * 200], "the prompt has"),
     ],
-    ids=["typo", "folder", "data", "max_length", "model_max_length", "long_prompt"],
+    ids=["typo", "folder", "data", "control characters", "max_length", "model_max_length", "long_prompt"],
 )
 def test_user_errors_are_one_line_and_exit_with_1(
     chatty: Path, tmp_path: Path, arguments: list[str], message: str

@@ -14,6 +14,7 @@ from conf.compose import dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import PredictConfig, RunConfig
+from conf.terminal import visible
 from models.tokenizers import template_process
 from pipelines.engine import Engine, Output
 from pipelines.predict import run_predict
@@ -239,3 +240,25 @@ def test_what_belongs_to_the_whole_job_ends_it(
     monkeypatch.setattr(PromptEncoder, "encode", failing)
     with pytest.raises(type(raised)):
         run_predict(job(chatty, "a"), tmp_path / "out", dump)
+
+
+def test_control_characters_are_shown_at_the_terminal_and_kept_in_files(
+    chatty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attack = "a\x1b[31m\x07\u202e"
+    data = tmp_path / "rows.jsonl"
+    keyed = {"prompt": attack, "id": attack, f"key{attack}\n": 1}
+    data.write_text(f"{json.dumps(keyed)}\n{json.dumps({'prompt': 'x', 'decode': {attack: 1}})}\n")
+    run_predict(job(chatty, data), tmp_path / "out", dump)
+    out = capsys.readouterr().out
+    shown = r"a\x1b[31m\x07\u202e"
+    assert f"[0] {shown}\n" in out
+    assert f" -> error: decode.{shown} does not exist" in out
+    assert f"that are not used: key{shown}\\n\n" in out
+    text = str(rows(tmp_path / "out")[0]["text"])
+    assert not set(visible(text)) & {"\x1b", "\x07"}
+    assert f" -> {visible(text)}\n" in out
+    assert not [c for c in out if c in "\x1b\x07\u202e"]
+    row = rows(tmp_path / "out")[0]
+    assert (row["prompt"], row["id"]) == (attack, attack)
+    assert f"key{attack}\n" in json.loads((tmp_path / "out" / "metrics.json").read_text())["unused_fields"]

@@ -151,6 +151,25 @@ def test_text_streamer_prints_to_standard_output(
     assert capsys.readouterr().out == results[0]["text_generation_text"][0] + "\n"
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "printed"), [(Terminal(), r"a\x1b[2J\x9b"), (io.StringIO(), "a\x1b[2J\x9b")])
+def test_text_streamer_shows_control_characters_where_a_terminal_would_obey_them(
+    stream: io.StringIO, printed: str
+) -> None:
+    streamer = TextStreamer(file=stream)
+    streamer.start(2)
+    streamer.put(1, "\x1b[2J\x9b")  # waits for the other row
+    for piece in ("a", "\x1b", "[2J\x9b\n"):
+        streamer.put(0, piece)
+    streamer.end_row(0)
+    streamer.end_row(1)
+    assert stream.getvalue() == f"{printed}\n\n{printed[1:]}\n"
+
+
 def test_a_bad_argument_reaches_the_consumer_too(pipe: TextGenerationPipeline) -> None:
     streamer = TextIteratorStreamer(timeout=60)
     thread, _ = in_thread(pipe, streamer, "Once", max_tokens=3)

@@ -1,0 +1,24 @@
+"""Text of others where a terminal shows it. A terminal obeys control characters: they move its cursor, set its title, hide a text."""
+
+import logging
+import re
+
+# C0 without tab and newline, which are layout; delete, C1; what turns the direction of writing.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    r"""Return the text with control characters as their escapes, as in `\x1b[31m`."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def visible_line(text: str) -> str:
+    """The same for a text that is part of one line."""
+    return visible(text).replace("\n", "\\n")
+
+
+class VisibleFormatter(logging.Formatter):
+    """Messages and tracebacks may quote a row."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
