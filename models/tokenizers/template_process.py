@@ -50,11 +50,14 @@ class TemplateProcess:
                 process.stdin.flush()
                 line = process.stdout.readline()
         finally:
-            if not line:  # it has ended, or an interrupt came first: the next conversation gets another process
+            # It has ended, or an interrupt came first: the next conversation gets another process.
+            if not line.endswith(b"\n"):
                 self._process = None
                 self._end()
-        if line:
+        if line.endswith(b"\n"):
             return dict(json.loads(line))
+        if process.returncode == -signal.SIGKILL:  # by the system or a person, and so no fault of the template
+            raise OSError("the process that renders chat templates was killed: is the memory full?")
         slow = process.returncode == -signal.SIGPROF
         reason = f"it takes more than {CPU_S:g} s" if slow else f"its process ended with {process.returncode}"
         raise UserError(f"the chat template was stopped, because {reason}: {REMEDY}")
@@ -62,7 +65,8 @@ class TemplateProcess:
     def _start(self) -> "subprocess.Popen[bytes]":
         # -P: no module of that folder takes the place of a package.
         command = [sys.executable, "-P", str(PROGRAM), str(CPU_S), str(MEMORY), str(MAX_CHARACTERS)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # A session of its own: what is sent to the whole job, as by Ctrl-C, ends this process by its owner alone.
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._end = weakref.finalize(self, _end, process)  # also where this object is forgotten, and at exit
         return process
 

@@ -114,7 +114,6 @@ def serve(cpu_s: float, memory: int, max_characters: int) -> None:
 
     The process ends by SIGPROF where one takes more than `cpu_s` seconds of CPU time, whatever it is doing.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's: whoever started this process ends it
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     for line in sys.stdin.buffer:
         request = json.loads(line)

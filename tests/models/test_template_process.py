@@ -1,6 +1,8 @@
 """Chat templates are bounded: time, memory and length each end one conversation, and the next one is rendered."""
 
 import gc
+import os
+import signal
 import subprocess
 import threading
 from typing import Any
@@ -114,6 +116,19 @@ def test_no_answer_is_taken_for_another_after_an_interrupt(templates: TemplatePr
         render(templates, "one")
     assert process.poll() is not None
     assert render(templates, "another") == "another"
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGKILL, OSError), (signal.SIGSEGV, UserError)])
+def test_a_process_that_was_killed_is_no_fault_of_the_row(
+    templates: TemplateProcess, number: signal.Signals, raised: type[Exception]
+) -> None:
+    assert render(templates, PLAIN) == "hi!"
+    assert templates._process
+    assert os.getpgid(templates._process.pid) != os.getpgid(0)  # signals to the whole job do not reach it
+    os.kill(templates._process.pid, number)
+    with pytest.raises(raised, match="was killed|was stopped, because its process ended with -11"):
+        render(templates, PLAIN)
+    assert render(templates, PLAIN) == "hi!"
 
 
 def test_the_process_is_one_and_ends_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
