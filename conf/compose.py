@@ -26,7 +26,13 @@ from conf.schema import RunConfig
 
 CONF = Path(__file__).resolve().parent
 REPOSITORY = CONF.parent
+DATA = "predict.data="
 RESUME = "predict.resume="
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+HYDRAS_OWN = re.compile(  # quoted values and sweep functions
+    rf"null|(?:{_QUOTED})(?:\s*,\s*(?:{_QUOTED}|[^\s,'\"]+))*|(?:choice|range|interval|glob|shuffle|sort|tag)\(.*\)",
+    re.DOTALL,
+)
 NOISE = re.compile("full_key:|Config search path:|To append to your config")  # where Hydra's errors cease to help
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 REMEDIES = {  # for errors that only say what is wrong
@@ -252,11 +258,31 @@ def _literal(text: str) -> str:
 def quote_prompt(arguments: list[str]) -> list[str]:
     """Let `predict.data=I love Beijing, because ...` be typed as it is, and any folder: quoted for Hydra, whose grammar reads commas.
 
-    In a multirun (-m) the value stays as typed, because there a comma separates the jobs.
+    In a multirun (-m) a comma also separates the jobs: there the value is quoted where it is one prompt.
     """
     if {"-m", "--multirun"} & set(arguments):
-        return arguments
-    return [_quote(a) if a.startswith(("predict.data=", RESUME)) else a for a in arguments]
+        return [_quote(a) if a.startswith(DATA) and _is_one_prompt(a.removeprefix(DATA)) else a for a in arguments]
+    return [_quote(a) if a.startswith((DATA, RESUME)) else a for a in arguments]
+
+
+def _is_one_prompt(value: str) -> bool:
+    """Whether a value of a sweep is one prompt, its commas included: one with white space is, unless it is Hydra's or names a file.
+
+    Where the commas could mean the other thing, a line says what they mean and how to say the other.
+    """
+    parts = [os.path.expanduser(part.strip()) for part in value.split(",")]
+    if HYDRAS_OWN.fullmatch(value) or (len(parts) > 1 and any(map(os.path.isfile, parts))):
+        return False
+    one = len(parts) == 1 or re.search(r"\s", value) is not None
+    if one and len(parts) > 1:
+        print(
+            'predict.data is one prompt with commas in it: for several, quote each: \'"first","second"\'',
+            file=sys.stderr,
+        )
+    elif not one:
+        jobs = f"predict.data has {len(parts)} values, a job for each"
+        print(f"{jobs}: for one prompt with commas in it, quote it twice: \"'{value}'\"", file=sys.stderr)
+    return one
 
 
 def saved_config(arguments: list[str]) -> list[str]:

@@ -297,11 +297,12 @@ def test_version_is_our_own() -> None:
 
 def test_sweep_runs_every_job(chatty: Path, tmp_path: Path) -> None:
     done = run(
-        "device=cpu", f"model.path={chatty}", "predict.data=Once", "-m", "decode=greedy,sampling",
+        "device=cpu", f"model.path={chatty}", "predict.data=Once, it's", "-m", "decode=greedy,sampling",
         "decode.max_new_tokens=2,200", f"hydra.sweep.dir={tmp_path}",
     )  # fmt: skip
     assert done.returncode == 1  # two of the jobs ask for more than the context
     assert [(tmp_path / job / "predictions.jsonl").exists() for job in "0123"] == [True, False, True, False]
+    assert [row["prompt"] for job in "02" for row in rows(tmp_path / job)] == ["Once, it's"] * 2
     assert "error: decode.max_new_tokens=200 is more than the model takes" in done.stderr
     assert done.stderr.splitlines()[-1] == f"error: 2 of 4 jobs failed: see {tmp_path}/sweep.md"
     assert "Traceback" not in done.stderr

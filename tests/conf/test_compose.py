@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
@@ -178,14 +179,51 @@ def test_a_saved_config_runs_again_from_any_folder(tmp_path: Path, monkeypatch: 
     assert (saved.model.path, saved.predict.data, saved.predict.chat_template) == ("org/name", "conf", "auto")
 
 
-def test_quoted_prompts_null_and_sweeps_are_hydras_own() -> None:
+def test_quoted_prompts_null_and_sweeps_are_hydras_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").touch()
     for arguments in (
         ["predict.data='a, b'"],
         ['predict.data="a, b"'],
         ["predict.data=null"],
         ["-m", "predict.data=a.txt,b.txt"],
+        ["-m", "predict.data=a.txt, my file.txt"],
+        ["-m", "predict.data='a, b'"],
+        ["-m", """predict.data='it is, so',"a, \\" b" , c"""],
+        ["-m", "predict.data=choice(a, b)"],
+        ["-m", "predict.resume=a,b"],
     ):
         assert quote_prompt(arguments) == arguments
+    assert capsys.readouterr().err == ""
+
+
+def jobs_of(argument: str) -> list[str | None]:
+    """The prompts of a sweep's jobs, as Hydra's own sweeper passes them on."""
+    (_, quoted) = quote_prompt(["-m", argument])
+    (override,) = OverridesParser.create().parse_overrides([quoted])
+    values = override.sweep_string_iterator() if override.is_sweep_override() else [override.get_value_element_as_str()]
+    return [compose_run_config([f"{override.get_key_element()}={value}"]).predict.data for value in values]
+
+
+@pytest.mark.parametrize("prompt", [p for p in PROMPTS if " " in p and p not in ("  spaces around  ", "null and more")])
+def test_a_prompt_of_several_words_is_taken_as_typed_in_a_sweep(prompt: str) -> None:
+    assert jobs_of(f"predict.data={prompt}") == [prompt]
+
+
+def test_commas_of_a_sweep_that_can_be_meant_otherwise_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert jobs_of("predict.data=I love Beijing, because") == ["I love Beijing, because"]
+    told = 'predict.data is one prompt with commas in it: for several, quote each: \'"first","second"\'\n'
+    assert capsys.readouterr().err == told
+    assert jobs_of('predict.data="I love","Beijing, too"') == ["I love", "Beijing, too"]  # as that line says
+    assert capsys.readouterr().err == ""
+    assert jobs_of("predict.data=Hello,World") == ["Hello", "World"]
+    told = "predict.data has 2 values, a job for each: for one prompt with commas in it, quote it twice: \"'Hello,World'\"\n"
+    assert capsys.readouterr().err == told
+    assert jobs_of("predict.data='Hello,World'") == ["Hello,World"]
+    assert jobs_of("predict.data={x}") == ["{x}"]
+    assert capsys.readouterr().err == ""
 
 
 def test_a_folder_to_resume_stands_for_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
