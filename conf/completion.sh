@@ -1,0 +1,62 @@
+# Tab completes groups, options and keys behind `.venv/bin/python run.py`, in bash and zsh. In the repository, or with the path to it:
+#
+#     source conf/completion.sh
+
+# Print the choices for the last of the words behind the script, each in a line: _quintet_choices PYTHON SCRIPT WORD...
+_quintet_choices() {
+    local python="${1/#\~/$HOME}" script="${2/#\~/$HOME}" line="python run.py"
+    shift 2
+    while [ $# -gt 1 ]; do
+        case "$1" in
+            -* | *[!A-Za-z0-9_./=-]*) ;; # flags, prompts and lists: they change no choice, and may not be complete yet
+            *=?*) line="$line $1" ;;
+        esac
+        shift
+    done
+    COMP_LINE="$line $1" "$python" "$script" -sc query=bash 2>/dev/null | tr ' ' '\n'
+}
+
+_quintet_in_bash() {
+    local line="${COMP_LINE:0:COMP_POINT}" word choice i=0
+    local -a words
+    COMPREPLY=()
+    read -ra words <<<"$line"
+    [[ $line == *[[:space:]] ]] && words+=("")
+    while [[ $((++i)) -lt ${#words[@]} && ${words[i]} != *run.py ]]; do :; done
+    word="${words[i]/#\~/$HOME}"
+    [[ $((i + 1)) -lt ${#words[@]} && -f ${word%run.py}conf/completion.sh ]] || return # of another program
+    word="${words[-1]}"
+    while read -r choice; do
+        [[ $COMP_WORDBREAKS == *=* ]] && choice="${choice#"${word%"${word##*=}"}"}" # what readline calls the word
+        [[ -n $choice ]] && COMPREPLY+=("$choice")
+    done < <(_quintet_choices "$1" "${words[@]:i}")
+    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} != *[=./] ]] && compopt +o nospace
+}
+
+_quintet_in_zsh() {
+    local choice i=2
+    local -a whole begun
+    while [[ $i -lt $CURRENT && ${words[i]} != *run.py ]]; do i=$((i + 1)); done
+    choice="${words[i]/#\~/$HOME}"
+    if [[ $i -ge $CURRENT || ! -f ${choice%run.py}conf/completion.sh ]]; then # another program
+        "$_quintet_others"
+        return
+    fi
+    while read -r choice; do
+        case "$choice" in
+            *[=./]) begun+=("$choice") ;;
+            ?*) whole+=("$choice") ;;
+        esac
+    done < <(_quintet_choices "${words[1]}" "${words[i]}" "${words[@]:$i:$((CURRENT - i - 1))}" "$PREFIX")
+    compadd -- "${whole[@]}"
+    compadd -S '' -- "${begun[@]}"
+    [[ ${#whole[@]} -gt 0 || ${#begun[@]} -gt 0 ]] || { compset -P '*='; _files; }
+}
+
+if [ -n "${ZSH_VERSION-}" ]; then
+    type compdef >/dev/null 2>&1 || { autoload -Uz compinit && compinit -i; }
+    _quintet_others="${_comps[python]:-_default}"
+    compdef _quintet_in_zsh python python3
+else
+    complete -o nospace -o default -F _quintet_in_bash python python3
+fi
