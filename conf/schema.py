@@ -4,7 +4,6 @@ Standard library only, so that everything above may import it. Checks live in `_
 The classes stay mutable because Hydra merges overrides into them; after composition nobody changes them.
 """
 
-import math
 import re
 from dataclasses import dataclass, field
 from enum import Enum
@@ -65,22 +64,18 @@ def typed(value: object) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
-def _is_memory(text: str) -> bool:
-    try:
-        return text == "auto" or 0 < float(text) < math.inf
-    except ValueError:
-        return False
+SIZE = re.compile(r"(\d{0,18}\.?\d{1,18}) ?([KMGT]?)(i?)(B?)", re.IGNORECASE)
 
 
-SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
-
-
-def _bytes(text: str) -> int:
-    """Of a size such as 500MB (1000s), 2GiB (1024s) or 4096; 0 for what is none."""
+def num_bytes(text: str, whole: int = 0) -> int:
+    """Return the bytes of a size: 500MB (1000s), 2GiB (1024s), 4096, or a fraction of `whole` (below 1). 0 for what is no size."""
     match = SIZE.fullmatch(text)
     if match is None:
         return 0
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+    number, (unit, binary, byte) = float(match[1]), match.groups()[1:]
+    if number < 1 and not unit + byte:
+        return int(number * whole)
+    return int(number * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
 @dataclass
@@ -132,8 +127,8 @@ class DeviceConfig:
     block_size: int | None = None
     """Tokens in a block of the KV cache; null: 16 on a CPU, 64 on a GPU."""
     kv_cache_memory: str = "auto"
-    """Bytes of the KV cache, or a fraction (below 1) of the memory that is free when the weights are there; auto: half of it, or what
-    all rows need. On a GPU no more is free than `memory_fraction` leaves."""
+    """Size of the KV cache, such as 1GB, 512MiB or 4096 (bytes), or a fraction (below 1) of the memory that is free when the weights are
+    there; auto: half of it, or what all rows need. On a GPU no more is free than `memory_fraction` leaves."""
     memory_fraction: float = 0.9
     """Share of a GPU's memory that the process may take: weights, KV cache, CUDA graphs and the tensors of a step."""
     cuda_graphs: bool = True
@@ -147,8 +142,9 @@ class DeviceConfig:
             self.block_size,
             "a number above 0, or null",
         )
-        allowed = "auto, a number of bytes, or a fraction between 0 and 1"
-        check(_is_memory(self.kv_cache_memory), "device.kv_cache_memory", self.kv_cache_memory, allowed)
+        memory = self.kv_cache_memory
+        allowed = "auto, a size such as 1GB, 512MiB or 4096, or a fraction between 0 and 1"
+        check(memory == "auto" or num_bytes(memory, whole=2**60) > 0, "device.kv_cache_memory", memory, allowed)
         fraction = self.memory_fraction
         check(0 < fraction <= 1, "device.memory_fraction", fraction, "a number above 0 and up to 1")
         for name in ("threads", "decode_threads"):
@@ -261,7 +257,7 @@ class ConvertConfig:
 
     @property
     def max_shard_bytes(self) -> int:
-        return _bytes(self.max_shard_size)
+        return num_bytes(self.max_shard_size)
 
     def __post_init__(self) -> None:
         check(self.output != "", "convert.output", repr(self.output), "the folder to make")

@@ -1,7 +1,11 @@
 """From `model.path` to a folder or a file on disk."""
 
+import functools
 import re
+import socket
 from pathlib import Path
+from threading import Thread
+from urllib.parse import urlsplit
 
 from conf.errors import UserError
 
@@ -9,6 +13,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 WANTED = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 WEIGHTS = ["*.safetensors"]
 PICKLES = ["*.bin", "*.pt", "consolidated.*.pth"]
+CONNECT_S = 3.0  # a connection that takes longer is none; TCP tries again after one second
 
 
 def find_checkpoint(path: str, with_weights: bool, allow_pickle: bool) -> Path:
@@ -20,14 +25,40 @@ def find_checkpoint(path: str, with_weights: bool, allow_pickle: bool) -> Path:
         raise UserError(
             f"there is no folder {path}: model.path must be a folder or a file that holds a model, or a hub id such as org/name"
         )
-    from huggingface_hub import snapshot_download  # here, because a folder on disk need not wait for a network library
+    from huggingface_hub import constants, snapshot_download  # here, because a folder on disk need not wait for them
 
+    offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
     try:
         patterns = WANTED + WEIGHTS * with_weights + PICKLES * (with_weights and allow_pickle)
-        return Path(snapshot_download(path, allow_patterns=patterns, etag_timeout=10))
+        return Path(snapshot_download(path, allow_patterns=patterns, local_files_only=offline is not None))
     except Exception as error:  # the client's own errors and those of the network library below it
-        reason = " ".join(str(error).split())[:200]
+        reason = offline or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise UserError(
-            f"there is no folder {path}, and as a hub id it cannot be downloaded ({type(error).__name__}: {reason}): "
+            f"there is no folder {path}, and as a hub id it cannot be downloaded ({reason}): "
             "download the model elsewhere and give model.path=FOLDER, or check the id, the network and the access to it"
         ) from error
+
+
+@functools.cache
+def _unreachable(endpoint: str) -> str | None:
+    """Say in a few words that the hub does not answer, or return None. The client itself would wait for tens of seconds."""
+    from urllib.request import getproxies  # here, because it imports an HTTP client
+
+    url = urlsplit(endpoint)
+    port = url.port or {"http": 80}.get(url.scheme, 443)
+    if {url.scheme, "all"} & getproxies().keys():  # the proxy finds the hub
+        return None
+    reached: list[bool] = []
+
+    def connect() -> None:
+        try:
+            with socket.create_connection((url.hostname, port), timeout=CONNECT_S):
+                reached.append(True)
+        except OSError:
+            pass
+
+    # A thread that is left behind, because looking up a name heeds no timeout.
+    attempt = Thread(target=connect, daemon=True)
+    attempt.start()
+    attempt.join(CONNECT_S)
+    return None if reached else f"{url.hostname} cannot be reached"

@@ -5,6 +5,7 @@ import os
 import torch
 
 from conf.errors import UserError
+from conf.schema import num_bytes
 from kernels.kv_format import KVFormat, PagedVectors, Unquantised, allocate
 from models.batch import KVCache
 from models.causal_lm import ModelShape
@@ -51,11 +52,11 @@ def choose_num_blocks(
     block_bytes = sum(tensor.nbytes for tensor in one_block.tensors)
     if memory == "auto":
         return max(1, min(wanted_blocks, int(AUTO_SHARE * free) // block_bytes))
-    wanted = float(memory) if float(memory) >= 1 else float(memory) * free
+    wanted = num_bytes(memory, free)
     if not block_bytes <= wanted <= free:
         limits = f"from {block_bytes} (one block) to {free} (what is free) bytes"
         raise UserError(f"device.kv_cache_memory={memory} is not possible here: give {limits}, a fraction, or auto")
-    return int(wanted) // block_bytes
+    return wanted // block_bytes
 
 
 def free_memory(device: torch.device, memory_fraction: float) -> int:

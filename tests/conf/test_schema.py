@@ -16,6 +16,7 @@ from conf.schema import (
     RunConfig,
     Task,
     Weights,
+    num_bytes,
 )
 
 BAD = [
@@ -44,6 +45,14 @@ BAD = [
     (DecodeConfig, {"seed": 2**64}, "decode.seed="),
     (DeviceConfig, {"threads": 0}, "device.threads=0"),
     (DeviceConfig, {"decode_threads": 0}, "device.decode_threads=0 is not allowed: give a number above 0, or null"),
+    *[
+        (
+            DeviceConfig,
+            {"kv_cache_memory": size},
+            f"device.kv_cache_memory={size} .* auto, a size such as 1GB, 512MiB or",
+        )
+        for size in ("0", "-1GB", "1XB", "0.0", "nan", "half", "9" * 400 + "GB")
+    ],
     (
         DeviceConfig,
         {"memory_fraction": 0.0},
@@ -74,6 +83,15 @@ BAD = [
 def test_bad_values_are_refused(config: type, values: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         config(**values)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [("1GB", 10**9), ("512MB", 512 * 10**6), ("0.5GiB", 2**29), ("512 mib", 2**29), ("4096", 4096), ("0.25", 250), ("1", 1)],
+)  # fmt: skip
+def test_sizes_have_units_or_are_shares_of_a_whole(size: str, expected: int) -> None:
+    assert num_bytes(size, whole=1000) == expected
+    assert DeviceConfig(kv_cache_memory=size).kv_cache_memory == size
 
 
 def test_replaced_changes_only_what_is_given() -> None:

@@ -1,10 +1,14 @@
 """From model.path to a folder: local folders, the hub's cache, one clear error where there is neither."""
 
+import socket
+import threading
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+import models.hub
 from conf.errors import UserError
 from models.formats import open_checkpoint
 from models.hub import find_checkpoint
@@ -33,7 +37,10 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("org/name", "there is no folder org/name, and as a hub id it cannot be downloaded .*give model.path=FOLDER"),
+        (
+            "org/name",
+            r"there is no folder org/name, and as a hub id it cannot be downloaded \(HF_HUB_OFFLINE is set\): .*=FOLDER",
+        ),
         (
             "/nowhere/at/all",
             "there is no folder /nowhere/at/all: model.path must be a folder or a file .* or a hub id such as org/name",
@@ -47,6 +54,66 @@ def test_nothing_there_is_one_clear_error(path: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as raised:
         find_checkpoint(path, with_weights=True, allow_pickle=False)
     assert "\n" not in str(raised.value)
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Online as far as the client knows, and without a proxy."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+def refused(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    with pytest.raises(UserError) as raised:
+        find_checkpoint("org/name", with_weights=True, allow_pickle=False)
+    return str(raised.value)
+
+
+@pytest.mark.usefixtures("direct")
+def test_without_a_network_the_answer_is_one_plain_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # but nobody listens
+        line = refused(f"http://127.0.0.1:{unused.getsockname()[1]}", monkeypatch)
+    assert line == (
+        "there is no folder org/name, and as a hub id it cannot be downloaded (127.0.0.1 cannot be reached): "
+        "download the model elsewhere and give model.path=FOLDER, or check the id, the network and the access to it"
+    )
+
+
+@pytest.mark.usefixtures("direct")
+def test_a_network_that_swallows_everything_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, addresses = threading.Event(), []
+
+    def hangs(address: tuple[str, int], timeout: float) -> None:  # as the look-up of a name does without a name server
+        addresses.append(address)
+        ended.wait(60)
+        raise OSError
+
+    monkeypatch.setattr(socket, "create_connection", hangs)
+    monkeypatch.setattr(models.hub, "CONNECT_S", 0.01)
+    assert "(hub.invalid cannot be reached)" in refused("https://hub.invalid", monkeypatch)
+    assert "(hub.invalid cannot be reached)" in refused("https://hub.invalid", monkeypatch)
+    assert (addresses, ended.is_set()) == ([("hub.invalid", 443)], False)  # once in a process
+    ended.set()
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("proxy", [None, "http://proxy.invalid:1"])
+def test_what_cannot_be_reached_is_looked_for_in_the_cache_alone(
+    proxy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(path: str, allow_patterns: list[str], local_files_only: bool) -> str:
+        assert local_files_only == (proxy is None)  # what a proxy reaches only the client can tell
+        return "/found"
+
+    if proxy:
+        monkeypatch.setenv("https_proxy", proxy)
+    monkeypatch.setattr(constants, "ENDPOINT", f"https://127.0.0.1:{1 if proxy else 2}")  # where nobody listens
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", found)
+    assert find_checkpoint("org/name", with_weights=True, allow_pickle=False) == Path("/found")
 
 
 def test_a_file_of_no_known_kind(tmp_path: Path) -> None:

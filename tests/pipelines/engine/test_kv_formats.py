@@ -122,7 +122,7 @@ def test_logits_are_near_those_of_the_float_cache(family: tuple[str, Path], made
 )
 def test_the_pool_holds_what_its_bytes_say(tmp_path: Path, kv_cache: str, expected: int) -> None:
     write_llama(tmp_path)
-    engine = engine_of(tmp_path, kv_cache=kv_cache, block_size=4, kv_cache_memory=str(10**6))
+    engine = engine_of(tmp_path, kv_cache=kv_cache, block_size=4, kv_cache_memory="1MB")
     layers, groups = 2, 2
     assert engine.runner.kv_bytes_per_token == layers * groups * expected
     num_blocks = engine.scheduler.block_manager.num_blocks
