@@ -1,7 +1,9 @@
-"""A model without memory (on the meta device), which is no larger than the files that it will be read from."""
+"""A checkpoint's model before its weights are read: on the meta device, without memory, and as the files say that it is."""
 
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,51 @@ from torch.overrides import TorchFunctionMode
 
 from conf.errors import UserError
 from models.causal_lm import CausalLM, ModelShape
-from models.formats.base import Checkpoint
+from models.formats.base import Checkpoint, WeightFile
+from models.layers.linear import TiedHead
 from models.registry import Architecture
+from models.weights import HEAD, full_names, parameter_shapes
+
+log = logging.getLogger(__name__)
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 VALUES_PER_BYTE = 4  # no format packs more: Q2_K, the smallest, has 3
+
+
+def open_model(
+    architecture: Architecture, shape: ModelShape, checkpoint: Checkpoint
+) -> tuple[CausalLM, list[WeightFile]]:
+    """The model of `shape` on the meta device, and the opened files of its weights.
+
+    A stored head that differs from the embedding to which the config ties it stays the model's own head, as in transformers 5; a
+    warning says so. Raises UserError as `outline` does, and where files cannot be opened.
+    """
+    model = outline(architecture, shape, checkpoint)
+    files = checkpoint.open_weights(parameter_shapes(model))
+    if not isinstance(model.head, TiedHead):
+        return model, files
+    (embedding,) = (name for name, parameter in model.named_parameters() if parameter is model.head.weight)
+    if not {HEAD, embedding} <= _stored(files, model).keys():
+        return model, files
+    untied = outline(architecture, replace(shape, tie_word_embeddings=False), checkpoint)  # type: ignore[call-arg]
+    files = checkpoint.open_weights(parameter_shapes(untied))
+    stored = _stored(files, untied)
+    head, weight = (next(file.read([name]))[1] for file, name in (stored[HEAD], stored[embedding]))
+    if torch.equal(head.to(weight.dtype), weight):
+        return model, files
+    log.warning(
+        "the config in %s ties the head to the embedding, but the files hold a %s that differs: it is used, as with "
+        "tie_word_embeddings=false",
+        checkpoint.path,
+        HEAD,
+    )
+    return untied, files
+
+
+def _stored(files: list[WeightFile], model: CausalLM) -> dict[str, tuple[WeightFile, str]]:
+    """By the model's names the file that holds a tensor, and its name there."""
+    names = full_names(parameter_shapes(model))
+    return {names.get(name, name): (file, name) for file in files for name in file.shapes}
 
 
 def outline(architecture: Architecture, shape: ModelShape, checkpoint: Checkpoint | None) -> CausalLM:

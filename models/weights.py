@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RANDOM_STD = 0.02  # the initializer_range of nearly every family
+HEAD = "lm_head.weight"
 LISTED = 8  # tensors that an error names of each sort
 
 
@@ -172,7 +173,7 @@ def _compare(
             twice += [name] if full_name in found else []
             found[full_name] = shape
     # A head that is tied to the embedding may be in the checkpoint as a second copy.
-    accepted = expected.keys() | {"lm_head.weight"}
+    accepted = expected.keys() | {HEAD}
     faults = {
         "missing": [name for name in expected if name not in found],
         "unexpected": [

@@ -22,10 +22,10 @@ from models.formats.base import CodedWeights
 from models.formats.manifest import verify_manifest
 from models.hub import find_checkpoint
 from models.linear_layers import bring_together, pack_layers
-from models.outline import outline
+from models.outline import open_model, outline
 from models.registry import find_architecture
 from models.tokenizers import Tokenizer
-from models.weights import DTYPES, initialise_randomly, load_weights, parameter_shapes, stored_dtype
+from models.weights import DTYPES, initialise_randomly, load_weights, stored_dtype
 from pipelines.engine import Engine
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks, free_memory
 from pipelines.engine.request import ContextLimit
@@ -67,10 +67,13 @@ def assemble(
     tokenizer = _tokenizer(run.model, checkpoint, shape.vocab_size)
     eos = eos_token_ids(checkpoint.generation_config, reader, tokenizer)
     decode = decode_defaults(checkpoint.generation_config, context.num_tokens)
-    is_random = run.model.weights is Weights.random
-    model = outline(architecture, shape, None if is_random else checkpoint).eval()
+    files: list[WeightFile] = []
+    if run.model.weights is Weights.random:
+        model = outline(architecture, shape, None)
+    else:
+        model, files = open_model(architecture, shape, checkpoint)
+    model.eval()
     widest = widest_layer(model)
-    files = [] if is_random else checkpoint.open_weights(parameter_shapes(model))
     _quantize(model, run.quant, read_quantization(reader) or read_gguf_quantization(files), files)
     static_cache = _static_cache(model, run.quant, reader, files)
     if unread := reader.unread():

@@ -23,6 +23,7 @@ from conf.schema import (
     typed,
 )
 from models.causal_lm import CausalLM
+from models.config import ConfigReader
 from models.formats import Checkpoint
 from models.formats.gguf_writer import write_gguf
 from models.formats.huggingface_writer import write_companions, write_huggingface
@@ -30,7 +31,7 @@ from models.formats.manifest import write_manifest
 from models.formats.safetensors_writer import entries_of
 from models.formats.sharded import write_sharded
 from models.lora import merge_lora
-from models.outline import outline
+from models.outline import open_model
 from models.partition import partition
 from models.registry import find_architecture
 from models.weights import DTYPES, CastFile, match_tensors, parameter_shapes, stored_dtype
@@ -56,8 +57,11 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
             f"{checkpoint.path} is quantised, and task=convert takes float checkpoints only: give the float model"
         )
     architecture = find_architecture(checkpoint.config)
-    model = outline(architecture, architecture.read_config(checkpoint.config), checkpoint)
-    files = checkpoint.open_weights(parameter_shapes(model))
+    shape = architecture.read_config(checkpoint.config)
+    model, files = open_model(architecture, shape, checkpoint)
+    if model.config != shape:  # the files hold a head of their own
+        untied = checkpoint.config.values | {"tie_word_embeddings": False}
+        checkpoint = replace(checkpoint, config=ConfigReader(untied, str(checkpoint.path)))
     num_source_bytes = sum(entry.nbytes for entry in entries_of(files))
     matched = match_tensors(model, files, architecture.ignored_tensors)
     if run.convert.lora is not None:

@@ -20,6 +20,7 @@ from models.config import ConfigReader
 from models.formats.huggingface_writer import write_companions
 from models.formats.manifest import MANIFEST, write_manifest
 from models.hub import find_checkpoint
+from models.layers.linear import TiedHead
 from models.weights import refuse_damaged
 from pipelines import report
 from pipelines.assembly import assemble, find_and_open, is_quantized
@@ -36,7 +37,6 @@ from quantization.artefact import Artefact, LayoutOf
 from quantization.calibration import PROBE_TOKENS, LayerByLayer
 from quantization.export import export_of
 from quantization.kv_scales import place_kv_scales, static_kv_formats
-from quantization.linear import CodedLinear
 from quantization.quantizer import LinearReport, Quantizer, is_sequential, parts_of
 from quantization.scheme import LinearScheme
 
@@ -239,7 +239,7 @@ def _batches(engine: Engine, samples: list[list[int]]) -> tuple[list[Batch], Bat
 def _finish(run: RunConfig, engine: Engine, artefact: Artefact, quantization_config: dict[str, Any]) -> None:
     checkpoint = find_and_open(run.model)
     changed: dict[str, Any] = {"quantization_config": quantization_config}
-    if isinstance(engine.runner.model.head, CodedLinear):  # beside an embedding in floats, if it was tied to that
+    if not isinstance(engine.runner.model.head, TiedHead):  # its own, or in codes beside an embedding in floats
         changed["tie_word_embeddings"] = False
     config = ConfigReader(checkpoint.config.values | changed, "config.json")
     artefact.write_index()

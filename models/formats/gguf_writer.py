@@ -24,11 +24,11 @@ from models.formats.gguf_names import ARCHITECTURE, ROTARY_FACTORS, llama_cpp_na
 from models.formats.rotary_rows import side_by_side
 from models.layers.rotary import RotaryConfig, llama3_factors, yarn_mscale
 from models.mixtral import MixtralConfig
-from models.outline import outline
+from models.outline import open_model
 from models.qwen2 import Qwen2Config
 from models.registry import find_architecture
 from models.tokenizers.gguf_vocabulary import gguf_vocabulary
-from models.weights import match_tensors, parameter_shapes
+from models.weights import match_tensors
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,7 @@ def write_gguf(
         raise UserError(f"model_type={model_type!r} cannot be written as GGUF: only {', '.join(sorted(ARCHITECTURE))}")
     architecture = find_architecture(checkpoint.config)
     shape: DecoderConfig = architecture.read_config(checkpoint.config)
-    model = outline(architecture, shape, checkpoint)
-    files = checkpoint.open_weights(parameter_shapes(model))
+    model, files = open_model(architecture, shape, checkpoint)
     names = match_tensors(model, files, architecture.ignored_tensors)
     sources = {names[name]: (opened, name) for opened in files for name in opened.shapes if name in names}
     tensors: dict[str, _StoredTensor] = {}

@@ -32,6 +32,7 @@ from quantization.artefact import Artefact
 from quantization.layouts.base import StoredWeight
 from tests.builders import all_logits, engine_of, run_config
 from tests.models.test_goldens import GOLDENS
+from tests.models.test_stored_head import tied
 from tests.quantization.making import (
     A8W8,
     CALIBRATED,
@@ -151,6 +152,17 @@ def test_a_tied_head_is_stored_beside_its_embedding(data: Path, tmp_path: Path) 
     before = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
     assert tensors["model.embed_tokens.weight"].equal(before)
     assert all_logits(reloaded(tmp_path / "made"), PROMPT).equal(all_logits(made, PROMPT))
+
+
+def test_a_stored_head_of_its_own_stays_one(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Though the source's config ties it."""
+    source = tied(tmp_path / "source")
+    quant = replace(CALIBRATED["int4 gptq"], skip=["lm_head"])
+    made = make(quantize_run(source, quant, tmp_path / "made", data), tmp_path / "run")
+    caplog.clear()
+    assert all_logits(reloaded(tmp_path / "made"), PROMPT).equal(all_logits(made, PROMPT))
+    assert not caplog.messages
+    assert tensors_in(tmp_path / "made")["lm_head.weight"].equal(tensors_in(source)["lm_head.weight"])
 
 
 def test_all_zero_channels_are_fine(data: Path, tmp_path: Path) -> None:

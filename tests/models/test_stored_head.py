@@ -1,0 +1,119 @@
+"""A config that ties the head to the embedding, beside files that hold a head: transformers 5 uses a head that differs, and so do we."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    BloomForCausalLM,
+    Gemma2ForCausalLM,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    OPTForCausalLM,
+    Phi3ForCausalLM,
+)
+
+from conf.quantization import QuantConfig, QuantScheme
+from conf.schema import CheckpointFormat
+from pipelines.loading import load_engine
+from tests.builders import all_logits, engine_of, run_config
+from tests.oracle import TOLERANCE, write_model
+from tests.pipelines.test_convert import convert
+
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, {}),
+    "gemma2": (Gemma2ForCausalLM, {"head_dim": 16}),
+    "phi3": (Phi3ForCausalLM, {"pad_token_id": 0}),
+    "gpt2": (GPT2LMHeadModel, {"n_embd": 64, "n_head": 4, "n_layer": 2}),
+    "opt": (OPTForCausalLM, {"word_embed_proj_dim": 64, "ffn_dim": 64}),
+    "bloom": (BloomForCausalLM, {"n_head": 4, "n_layer": 2}),
+}
+PROMPT = [5, 6, 7, 8]
+WARNING = "ties the head to the embedding, but the files hold a lm_head.weight that differs: it is used"
+
+
+def store_head(folder: Path, scale: float) -> None:
+    """Put a head into a tied model's file: its embedding times a number."""
+    tensors = load_file(folder / "model.safetensors")
+    embedding = next(tensor for name, tensor in tensors.items() if tensor.shape == (96, 64) and "pos" not in name)
+    save_file(
+        tensors | {"lm_head.weight": (embedding * scale).contiguous()}, folder / "model.safetensors", {"format": "pt"}
+    )
+
+
+def tied(folder: Path, name: str = "llama", scale: float = 1.5) -> Path:
+    model_class, config = FAMILIES[name]
+    write_model(folder, model_class, tie_word_embeddings=True, **config)
+    store_head(folder, scale)
+    return folder
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_head_that_differs_is_used_as_in_transformers(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logits = {}
+    for scale in (1.0, 1.5):
+        caplog.clear()
+        folder = tied(tmp_path / str(scale), name, scale)
+        logits[scale] = all_logits(engine_of(folder), PROMPT)
+        assert len([message for message in caplog.messages if WARNING in message]) == (scale != 1)
+        with torch.no_grad():
+            expected = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([PROMPT])).logits[0]
+        torch.testing.assert_close(logits[scale], expected, atol=TOLERANCE, rtol=0)
+    assert not torch.allclose(logits[1.0], logits[1.5])
+
+
+def test_it_is_kept_in_every_layout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is made of it has a config that ties nothing, so that it loads without a warning."""
+    folder = tied(tmp_path / "source")
+    expected = all_logits(engine_of(folder), PROMPT)
+    for format, division in (
+        (CheckpointFormat.hf, {}),
+        (CheckpointFormat.sharded, {"tp": 2, "pp": 2}),
+        (CheckpointFormat.gguf, {}),
+    ):
+        made = convert(folder, tmp_path / format.name, format=format, **division)
+        caplog.clear()
+        assert torch.equal(all_logits(engine_of(made), PROMPT), expected)
+        assert not caplog.messages
+
+
+def test_it_is_found_in_the_files_of_ranks_and_in_pickles(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tied(tmp_path / "hf")
+    expected = all_logits(engine_of(folder), PROMPT)
+    tensors = load_file(folder / "model.safetensors")
+    ranks, pickled = tmp_path / "ranks", tmp_path / "pickled"
+    for made in (ranks, pickled):
+        made.mkdir()
+        shutil.copyfile(folder / "config.json", made / "config.json")
+    torch.save(tensors, pickled / "pytorch_model.bin")
+    for rank in range(2):
+        cut = {
+            name: tensor.chunk(2, dim=1 if name.split(".")[-2] in ("o_proj", "down_proj") else 0)[rank].contiguous()
+            if tensor.ndim == 2
+            else tensor
+            for name, tensor in tensors.items()
+        }
+        save_file(cut, ranks / f"model-rank-{rank}-part-0.safetensors", {"format": "pt"})
+    for made in (ranks, pickled):
+        caplog.clear()
+        assert torch.equal(all_logits(engine_of(made, allow_pickle=True), PROMPT), expected)
+        assert len([message for message in caplog.messages if WARNING in message]) == 1
+
+
+def test_it_is_quantised_as_a_head_of_its_own(tmp_path: Path) -> None:
+    folder = tied(tmp_path / "hf")
+    untied = tmp_path / "untied"
+    shutil.copytree(folder, untied)
+    config = (untied / "config.json").read_text()
+    (untied / "config.json").write_text(config.replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
+    run = replace(run_config(folder), quant=QuantConfig(QuantScheme.int8))
+    other = replace(run_config(untied), quant=QuantConfig(QuantScheme.int8))
+    one, two = (all_logits(load_engine(each, 1), PROMPT) for each in (run, other))
+    assert torch.equal(one, two)
