@@ -1,8 +1,8 @@
-# make setup | run | test | check. PYTHON picks the interpreter (3.11 or 3.12) that the environment is made with.
+# make setup | run | test | check | sanitize. PYTHON picks the interpreter (3.11 or 3.12) that the environment is made with.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup run test check
+.PHONY: setup run test check sanitize
 
 setup: .venv/installed
 
@@ -25,3 +25,9 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_layering.py
+
+# The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, whose library a process must have from its start. Without the tests
+# of torch's operators, and of leaks: Python's own memory is not given back.
+sanitize: setup
+	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+		$(BIN)/python -m pytest -p tests.kernels.sanitize --capture=sys tests/kernels --ignore=tests/kernels/triton -k "not torch"

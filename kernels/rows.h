@@ -26,7 +26,7 @@ inline uint16_t to_bfloat16(float x) {
 inline void read_floats(const void *rows, Dtype dtype, int64_t first, int64_t count, float *x) {
   const auto *halves = static_cast<const uint16_t *>(rows) + first;
   if (dtype == Dtype::float32)
-    std::copy_n(static_cast<const float *>(rows) + first, count, x);  // none, perhaps, from nowhere, which memcpy does not allow
+    std::copy_n(static_cast<const float *>(rows) + first, count, x);  // memcpy allows no null pointers, even for no numbers
   else if (dtype == Dtype::bfloat16)
     for (int64_t i = 0; i < count; ++i) x[i] = from_bfloat16(halves[i]);
   else

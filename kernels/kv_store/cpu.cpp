@@ -104,7 +104,7 @@ void write_vector(const PagedVectors &cache, int64_t slot, int64_t head, const f
 void store_token(const PagedVectors &cache, const uint8_t *vectors, int64_t token, int64_t token_stride, int64_t slot) {
   const int64_t element = cache.dtype == Dtype::float32 ? 4 : 2, count = cache.num_heads * cache.channels;
   if (cache.format == KVFormat::unquantised) {
-    std::memcpy(cache.stored + slot * count * element, vectors + token * token_stride * element, count * element);
+    std::copy_n(vectors + token * token_stride * element, count * element, cache.stored + slot * count * element);
     return;
   }
   thread_local std::vector<float> x;

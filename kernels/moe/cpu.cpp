@@ -59,7 +59,7 @@ extern "C" void group_rows(const char *x, const int64_t *chosen, char *rows, int
   next.assign(starts, starts + num_experts);
   for (int64_t pair = 0; pair < num_tokens * num_chosen; ++pair) {
     places[pair] = next[chosen[pair]]++;
-    std::memcpy(rows + places[pair] * row_bytes, x + pair / num_chosen * row_bytes, row_bytes);
+    std::copy_n(x + pair / num_chosen * row_bytes, row_bytes, rows + places[pair] * row_bytes);
   }
 }
 
