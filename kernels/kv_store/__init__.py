@@ -14,6 +14,7 @@ from kernels import build
 from kernels.custom_op import custom_op
 from kernels.kv_format import PARTS, PagedVectors
 from kernels.kv_store import reference
+from kernels.rope import angles_fit
 
 __all__ = ["kv_store", "rope_and_store"]
 
@@ -38,7 +39,8 @@ def kv_store(key: Tensor, value: Tensor, key_cache: PagedVectors, value_cache: P
 
         return triton.kv_store(key, value, key_cache, value_cache, slots)
     library, keys, values = build.library(), key_cache.view, value_cache.view
-    if library is None or keys is None or values is None or key.dtype != key_cache.dtype:
+    fit = _fit(key, key_cache, slots) and _fit(value, value_cache, slots)
+    if library is None or keys is None or values is None or not fit:
         return reference.kv_store(key, value, key_cache, value_cache, slots)
     key, value, slots = _heads_together(key), _heads_together(value), slots.contiguous()
     _declared(library).kv_store(
@@ -70,8 +72,10 @@ def rope_and_store(
 
         return triton.rope_and_store(query, key, value, cos, sin, key_cache, value_cache, slots, interleaved, *norms)
     library, keys, values = build.library(), key_cache.view, value_cache.view
-    dtypes = {part.dtype for part in (query, key, cos, query_norm, key_norm) if part is not None}
-    if library is None or keys is None or values is None or dtypes != {key_cache.dtype}:
+    fit = _fit(key, key_cache, slots) and _fit(value, value_cache, slots) and angles_fit(query, cos, sin)
+    fit = fit and query.dtype == key.dtype and (len(query), query.shape[2]) == (len(key), key.shape[2])
+    fit = fit and all(norm is None or norm.shape == key.shape[2:] and norm.dtype == key.dtype for norm in norms[:2])
+    if library is None or keys is None or values is None or not fit:
         return reference.rope_and_store(query, key, value, cos, sin, key_cache, value_cache, slots, interleaved, *norms)
     query, key, value = (_heads_together(vectors) for vectors in (query, key, value))
     cos, sin, slots = cos.contiguous(), sin.contiguous(), slots.contiguous()
@@ -84,6 +88,12 @@ def rope_and_store(
         *(eps, out.data_ptr(), ctypes.addressof(keys), ctypes.addressof(values), slots.data_ptr(), slots.shape[0]),
     )
     return out
+
+
+def _fit(vectors: Tensor, cache: PagedVectors, slots: Tensor) -> bool:
+    """Whether C++ finds in `vectors` and `slots` what it reads of them."""
+    shape = len(slots), cache.tensors[0].shape[2], cache.channels
+    return (vectors.shape, vectors.dtype, slots.dtype) == (shape, cache.dtype, torch.int64)
 
 
 def _heads_together(vectors: Tensor) -> Tensor:

@@ -213,6 +213,8 @@ def _check(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> None:
         raise ValueError(
             f"rows {list(x.shape)} of {x.dtype} and a weight of {weight.num_inputs} inputs of {weight.dtype}"
         )
+    if x.device != weight.tiles.device:
+        raise ValueError(f"rows on {x.device} and a weight on {weight.tiles.device}")
     if bias is not None and (bias.shape != (weight.num_outputs,) or bias.dtype != x.dtype or not bias.is_contiguous()):
         raise ValueError(
             f"a bias {list(bias.shape)} of {bias.dtype} for {weight.num_outputs} outputs of {x.dtype}, side by side"

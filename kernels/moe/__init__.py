@@ -49,7 +49,7 @@ def route(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, T
 def group_rows(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """See kernels/moe/reference.py."""
     library = build.library()
-    if library is None or not x.is_cpu or chosen.dtype != torch.int64:
+    if library is None or not x.is_cpu or chosen.dtype != torch.int64 or len(chosen) != len(x):
         return reference.group_rows(x, chosen, num_experts)
     x, chosen = x.contiguous(), chosen.contiguous()
     num_tokens, num_chosen = chosen.shape
@@ -65,7 +65,8 @@ def group_rows(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Ten
 def combine_rows(parts: Tensor, weights: Tensor, places: Tensor) -> Tensor:
     """See kernels/moe/reference.py."""
     library, dtype = build.library(), build.DTYPES.get(parts.dtype)
-    if library is None or dtype is None or not parts.is_cpu or weights.dtype != torch.float32:
+    are_known = (weights.dtype, places.dtype) == (torch.float32, torch.int64) and weights.shape == places.shape
+    if library is None or dtype is None or not parts.is_cpu or not are_known:
         return reference.combine_rows(parts, weights, places)
     parts, weights, places = parts.contiguous(), weights.contiguous(), places.contiguous()
     out = torch.empty(len(places), parts.shape[1], dtype=parts.dtype)

@@ -97,7 +97,7 @@ def add_rms_norm_quantize(
 def _library(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> ctypes.CDLL | None:
     """None where it cannot compute with these."""
     library = build.library()
-    fits = x.dtype in build.DTYPES and weight.dtype == x.dtype and x.is_cpu
+    fits = x.dtype in build.DTYPES and weight.dtype == x.dtype and x.is_cpu and weight.shape == x.shape[-1:]
     if residual is not None:
         fits = fits and residual.dtype == x.dtype and residual.shape == x.shape
     return _declared(library) if library is not None and fits else None

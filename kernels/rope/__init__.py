@@ -35,7 +35,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
 
         return triton.rope(x, cos, sin, interleaved)
     library, dtype = build.library(), build.DTYPES.get(x.dtype)
-    if library is None or dtype is None or not x.is_cpu or cos.dtype != x.dtype:
+    if library is None or dtype is None or not x.is_cpu or not angles_fit(x, cos, sin):
         return reference.rope(x, cos, sin, interleaved)
     num_tokens, num_heads, channels = x.shape
     token_stride, head_stride, channel_stride = x.stride()
@@ -50,11 +50,18 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     return out
 
 
+def angles_fit(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether cos and sin are what x [T, H, D] is turned by: both [T, R/2] in its dtype, R no more than D."""
+    alike = cos.shape == sin.shape and cos.dtype == sin.dtype == x.dtype and cos.ndim == 2
+    return alike and len(cos) == len(x) and 2 * cos.shape[1] <= x.shape[2]
+
+
 @custom_op(reference.rope_angles)
 def rope_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """What `reference.rope_angles` says; cos and sin may differ in the last bit of float32."""
     library, number = build.library(), build.DTYPES.get(dtype)
-    if library is None or number is None or not positions.is_cpu or frequencies.ndim > 1:
+    are_known = (positions.dtype, frequencies.dtype) == (torch.int64, torch.float32)
+    if library is None or number is None or not positions.is_cpu or not are_known or frequencies.ndim > 1:
         return reference.rope_angles(positions, frequencies, factor, dtype)
     positions, frequencies = positions.contiguous(), frequencies.contiguous()
     num_tokens, half = positions.shape[0], frequencies.shape[0]
