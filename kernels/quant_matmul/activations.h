@@ -66,7 +66,7 @@ void fix_row(const Activations<2> &all, const Panel<2> &panel, int64_t row, cons
       std::memcpy(at + 1, high + step * STEP, STEP);
     }
     panel.scales[segment * panel.num_rows + row] = finite ? (normal ? magnitude / FIXED_POINT_MAX : 0.0f) : NAN;
-    panel.sums[segment * panel.num_rows + row] = sum(total) * -all.offset;
+    panel.sums[segment * panel.num_rows + row] = finite ? sum(total) * -all.offset : 0;  // NaN and infinity become the least int
   }
 }
 
