@@ -202,6 +202,7 @@ class ExportFormat(Enum):
     compressed_tensors = "compressed_tensors"  # all schemes; vLLM and transformers load it
     awq = "awq"  # AutoAWQ's GEMM, int4 in groups
     gptq = "gptq"  # GPTQ's first version, int4 in groups
+    vllm_cpu = "vllm_cpu"  # compressed_tensors of what vLLM computes on a CPU: int8 weights get dynamic activations
 
 
 @dataclass

@@ -7,14 +7,18 @@ from typing import Any
 import torch
 
 from conf.errors import UserError
-from conf.quantization import ExportFormat, QuantConfig, QuantMethod
+from conf.quantization import Activations, ExportFormat, QuantConfig, QuantMethod
 from models.causal_lm import CausalLM
 from models.layers.linear import Layer, Linear, TiedHead
+from models.linear_layers import linear_layers
 from quantization.artefact import LayoutOf
+from quantization.codes import CodeKind
 from quantization.layouts import awq, compressed_tensors, gptq
 from quantization.layouts.base import WritableLayout
 from quantization.plan import plan
 from quantization.scheme import LinearScheme
+
+VLLM_CPU_BLOCK = 32  # input channels that its int4 product takes at once
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,13 @@ def export_of(model: CausalLM, quant: QuantConfig, format: ExportFormat) -> Expo
         raise UserError(
             f"export.format={format.name} has no scales of the KV cache: give compressed_tensors, or quant.kv_cache_scales=dynamic"
         )
+    if format is ExportFormat.vllm_cpu:
+        schemes = {
+            name: on_vllm_cpu(layer, schemes[name]) for name, layer in linear_layers(model).items() if name in schemes
+        }
+        if is_permuted:
+            raise UserError("vLLM on a CPU has input channels in their own order: give quant.gptq.static_groups=true")
+        return Export(schemes, compressed_tensors.write_config(schemes, kept, is_permuted), _compressed)
     schemes = {  # these files have float16 scales: codes are chosen for what they are there
         name: replace(scheme, weights=replace(scheme.weights, scale_dtype=torch.float16))
         for name, scheme in schemes.items()
@@ -53,6 +64,31 @@ def export_of(model: CausalLM, quant: QuantConfig, format: ExportFormat) -> Expo
         return gptq.GptqWeight(layer.shape, scheme.weights, is_v1)
 
     return Export(schemes, config, layout)
+
+
+def on_vllm_cpu(layer: Layer, scheme: LinearScheme) -> LinearScheme:
+    """The scheme of the same weight that vLLM, as of 0.32, computes on a CPU. Raises UserError where it has none.
+
+    It multiplies int4 weights with floats, and int8 and fp8 ones with codes alone. A CPU without AMX cannot make static fp8 codes.
+    """
+    weights, activations = scheme.weights, scheme.activations
+    if weights.kind is CodeKind.FP8 and (weights.per_tensor or activations is not Activations.dynamic):
+        raise UserError(
+            f"{layer.name} is {scheme}, but vLLM on a CPU has fp8 per channel with dynamic activations alone: "
+            "give quant.per_tensor=false quant.activations=dynamic"
+        )
+    if weights.kind is CodeKind.FP8 or activations is not Activations.none:
+        return scheme
+    if weights.bits == 8 and weights.group_size is not None:
+        raise UserError(f"{layer.name} is {scheme}, but vLLM on a CPU has int8 per channel alone: give no groups")
+    if weights.bits == 8:
+        return replace(scheme, activations=Activations.dynamic)
+    if layer.shape[1] % VLLM_CPU_BLOCK:
+        raise UserError(
+            f"{layer.name} has {layer.shape[1]} input channels, but vLLM on a CPU has int4 for multiples of {VLLM_CPU_BLOCK} alone: "
+            f"give quant.skip=[{layer.name}]"
+        )
+    return scheme
 
 
 def _compressed(layer: Layer, scheme: LinearScheme, found: Mapping[str, tuple[int, ...]]) -> WritableLayout:

@@ -26,6 +26,7 @@ from quantization.weight_format import QuantizedWeight, WeightFormat
 METHOD = "compressed-tensors"
 PACKED, INTEGERS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
 DENSE = "dense"  # no weight is quantised
+HEAD = "lm_head"  # is named beside "Linear", which to vLLM it is not
 FORMATS = (PACKED, INTEGERS, FLOATS, "naive-quantized")
 
 
@@ -148,7 +149,7 @@ def write_config(
     formats = {_format(scheme) for scheme in by_scheme} or {DENSE}
     groups = {
         f"group_{i}": {
-            "targets": ["Linear"] if scheme == usual else names,
+            "targets": ["Linear", *(name for name in names if name == HEAD)] if scheme == usual else names,
             "weights": _write_weights(scheme.weights, permuted),
             "input_activations": _write_activations(scheme),
             "output_activations": None,

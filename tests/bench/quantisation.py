@@ -1,4 +1,4 @@
-"""Perplexity of every scheme against the float model: `python tests/bench/quantisation.py MODEL TEXT CALIBRATION [OVERRIDES]`.
+"""Perplexity and divergence of every scheme from the float model: `python tests/bench/quantisation.py MODEL TEXT CALIBRATION [OVERRIDES]`.
 
 Each cell is a run of task=evaluate of its own, in float32 on the CPU. Prints a table, and writes the rows as JSON with --json FILE.
 """
@@ -19,9 +19,10 @@ CELLS: dict[str, list[str]] = {
     "int8": ["quant=int8"],
     "int8, auto": ["quant=int8", "quant.activations=auto"],
     "a8w8, dynamic": ["quant=a8w8", "quant.method=rtn", "quant.activations=dynamic"],
-    "a8w8, static": ["quant=a8w8", "quant.method=rtn"],
-    "a8w8, static, smoothquant": ["quant=a8w8"],
+    "a8w8, static": ["quant=a8w8", "quant.method=rtn", "quant.activations=static"],
+    "a8w8, static, smoothquant": ["quant=a8w8", "quant.method=smoothquant", "quant.activations=static"],
     "fp8": ["quant=fp8"],
+    "fp8, static": ["quant=fp8", "quant.activations=static"],
     "fp8, gptq": ["quant=fp8", "quant.method=gptq"],
     "int4 g32, rtn": INT4,
     "int4 g32, rtn, auto": [*INT4, "quant.activations=auto"],
@@ -50,7 +51,13 @@ def main() -> None:
     for name, options in CELLS.items():
         texts = calibrate if any(word in name for word in CALIBRATED) else []
         metrics = evaluate(
-            [f"model.path={args.model}", f"evaluate.data={args.text}", *options, *texts, *args.overrides]
+            [
+                *(f"{key}={args.model}" for key in ("model.path", "evaluate.reference")),
+                f"evaluate.data={args.text}",
+                *options,
+                *texts,
+                *args.overrides,
+            ]
         )
         base = base or metrics["perplexity"]
         rows.append(
@@ -58,10 +65,11 @@ def main() -> None:
                 "scheme": name,
                 "perplexity": round(metrics["perplexity"], 5),
                 "against_float": round(metrics["perplexity"] / base - 1, 5),
+                "kl_mean": round(metrics["kl_mean"], 5),
                 "weight_bytes": metrics["weight_bytes"],
             }
         )
-        print(f"| {name} | {metrics['perplexity']:.4f} | {metrics['perplexity'] / base - 1:+.2%} |", flush=True)
+        print(f"| {name} | {metrics['perplexity'] / base - 1:+.2%} | {metrics['kl_mean']:.4f} |", flush=True)
     result = {"date": str(date.today()), "model": Path(args.model).name, "text": Path(args.text).name, "rows": rows}
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

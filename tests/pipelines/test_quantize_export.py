@@ -1,16 +1,35 @@
 """`export.format`: the same codes in other tools' layouts, which run as the model that was made."""
 
+import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from conf.errors import UserError
 from conf.quantization import ExportConfig, ExportFormat, GptqConfig, QuantConfig
 from pipelines.loading import load_engine
+from quantization.layouts.packing import unpack
 from tests.builders import all_logits, run_config
-from tests.quantization.making import AWQ, GPTQ, INT4, INT8, make, quantize_run, random_rows, reloaded, write_rows
+from tests.quantization.making import (
+    A8W8,
+    AWQ,
+    DYNAMIC,
+    FP8,
+    GPTQ,
+    INT4,
+    INT8,
+    STATIC,
+    STATIC_CACHES,
+    make,
+    quantize_run,
+    random_rows,
+    reloaded,
+    write_rows,
+)
 
 LLAMA = Path(__file__).resolve().parents[1] / "goldens" / "llama3"
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
@@ -41,11 +60,72 @@ def test_it_reloads_to_the_same_bits(format: ExportFormat, quant: QuantConfig, d
     assert all_logits(named, PROMPT).equal(all_logits(made, PROMPT))
 
 
+def test_int8_for_vllm_on_a_cpu_has_dynamic_activations_and_a_named_head(data: Path, tmp_path: Path) -> None:
+    """The same codes and scales as without it; the model that is made, measured and loaded quantises activations as vLLM does."""
+    runs = {
+        format: replace(
+            quantize_run(LLAMA, QuantConfig(INT8), tmp_path / format.name, data), export=ExportConfig(format)
+        )
+        for format in (ExportFormat.vllm_cpu, ExportFormat.compressed_tensors)
+    }
+    made, plain = (all_logits(make(run, tmp_path / "run"), PROMPT) for run in runs.values())
+    assert not made.equal(plain)
+    files = {format: load_file(tmp_path / format.name / "model-00000.safetensors") for format in runs}
+    for name, packed in files[ExportFormat.compressed_tensors].items():
+        if name.endswith("weight_packed"):
+            codes = files[ExportFormat.vllm_cpu][name.replace("weight_packed", "weight")]
+            assert unpack(packed, 8, codes.shape[1]).equal(codes)
+    config = json.loads((tmp_path / "vllm_cpu" / "config.json").read_text())["quantization_config"]
+    group = config["config_groups"]["group_0"]
+    assert config["format"] == "int-quantized"
+    assert group["targets"] == ["Linear", "lm_head"]
+    assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == ("token", True)
+    assert all_logits(reloaded(tmp_path / "vllm_cpu"), PROMPT).equal(made)
+    for quant, message in ((QuantConfig(A8W8, activations=DYNAMIC), None), (QuantConfig(INT8), "contradict|int8")):
+        run = replace(run_config(tmp_path / "vllm_cpu"), quant=quant)
+        with pytest.raises(UserError, match=message) if message else nullcontext():
+            assert all_logits(load_engine(run, 3), PROMPT).equal(made)
+
+
+def test_int4_for_vllm_on_a_cpu_keeps_float_activations_but_for_its_int8_head(data: Path, tmp_path: Path) -> None:
+    quant = QuantConfig(INT4, group_size=32, skip=["*.down_proj"], overrides={"lm_head": "int8"})
+    export = ExportConfig(ExportFormat.vllm_cpu)
+    made = make(replace(quantize_run(LLAMA, quant, tmp_path / "made", data), export=export), tmp_path / "run")
+    groups = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]["config_groups"]
+    found = [
+        (g["targets"], g["format"], g["weights"]["num_bits"], bool(g["input_activations"])) for g in groups.values()
+    ]
+    assert found == [(["Linear"], "pack-quantized", 4, False), (["lm_head"], "int-quantized", 8, True)]
+    assert all_logits(reloaded(tmp_path / "made"), PROMPT).equal(all_logits(made, PROMPT))
+
+
 @pytest.mark.parametrize(
     ("format", "quant", "message"),
     [
         (ExportFormat.awq, QuantConfig(INT8), "AWQ holds int4 weights, not int8 per channel: write compressed-tensors"),
         (ExportFormat.awq, QuantConfig(INT4), r"AWQ has no quantised head: give quant.skip=\[lm_head\]"),
+        (
+            ExportFormat.vllm_cpu,
+            QuantConfig(INT8, group_size=32, skip=["*.down_proj"]),
+            "has int8 per channel alone: give no groups",
+        ),
+        (
+            ExportFormat.vllm_cpu,
+            QuantConfig(FP8, activations=STATIC),
+            "fp8 per channel, static activations, but vLLM on a CPU",
+        ),
+        (ExportFormat.vllm_cpu, QuantConfig(FP8, activations=DYNAMIC, per_tensor=True), "give quant.per_tensor=false"),
+        (ExportFormat.vllm_cpu, QuantConfig(INT4), r"int4 for multiples of 32 alone: give quant.skip=\["),
+        (
+            ExportFormat.vllm_cpu,
+            QuantConfig(INT4, GPTQ, **LAYERS, gptq=GptqConfig(static_groups=False)),
+            "give quant.gptq.static_groups=true",
+        ),
+        (
+            ExportFormat.vllm_cpu,
+            QuantConfig(INT8, **STATIC_CACHES["int8, static"]),
+            "export.format=vllm_cpu has no scales of the KV cache: give compressed_tensors",
+        ),
     ],
 )
 def test_what_a_layout_cannot_hold(

@@ -1,0 +1,33 @@
+"""Greedy tokens of vLLM on a CPU, in its own environment: `python vllm_tokens.py FOLDER DTYPE NUM_TOKENS` reads prompts as JSON from stdin.
+
+Prints a line of JSON: of each prompt its new tokens, and the log probabilities of the five most likely first ones.
+"""
+
+import json
+import os
+import sys
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    folder, dtype, num_tokens = sys.argv[1:]
+    engine = LLM(folder, dtype=dtype, max_model_len=128, enforce_eager=True, skip_tokenizer_init=True)
+    settings = SamplingParams(temperature=0, max_tokens=int(num_tokens), ignore_eos=True, detokenize=False, logprobs=5)
+    prompts = [{"prompt_token_ids": prompt} for prompt in json.load(sys.stdin)]
+    rows = [output.outputs[0] for output in engine.generate(prompts, settings, use_tqdm=False)]
+    first = [{token: found.logprob for token, found in row.logprobs[0].items()} for row in rows]
+    print(json.dumps({"tokens": [list(row.token_ids) for row in rows], "first": first}))
+
+
+if __name__ == "__main__":
+    main()
