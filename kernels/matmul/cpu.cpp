@@ -1,10 +1,10 @@
 // x [M, K] times W [N, K] transposed, plus bias [N]; kernels/matmul/reference.py is the specification.
 // Up to three weights in one call, each with its own result: rows are prepared once, and threads meet once. Or two of them, gate and up, with
-// one result, silu(gate) * up. Or one that is not packed, a tile of which is when its turn comes.
+// one result, silu(gate) * up. Or a weight that is not packed: its tiles are packed when their turn comes.
 //
-// M rows, K inputs, N outputs. A tile is 16 outputs, one for each lane; a step is one input of float32 or float16, or two of bfloat16. Rows
-// of float16 are widened once, their weights when they are read. Every output is one sum over the steps in their order, kept in a register from the first to the last, so a row's bits depend
-// neither on the other rows nor on how the work was shared.
+// M rows, K inputs, N outputs. A tile is 16 outputs, one for each lane; a step is one input of float32 or float16, or two of bfloat16. Numbers
+// of float16 become float32 before they are multiplied, those of rows once for all outputs. Every output is one sum over the steps in their
+// order, kept in a register from the first to the last, so a row's bits depend neither on the other rows nor on how the work was shared.
 #include <algorithm>
 #include <vector>
 
@@ -22,6 +22,7 @@ constexpr int64_t STEP_BYTES = 4;  // of a row
 constexpr int64_t vector_bytes(Dtype dtype) { return LANES * (dtype == Dtype::float16 ? 2 : STEP_BYTES); }  // of a tile's step
 constexpr int64_t TILES_PER_CHUNK = 4;
 constexpr int64_t PANELS_PER_CHUNK = 8;
+constexpr int64_t ROWS_PER_PACKING = 256;  // of a weight that is not packed: to pack a tile takes as long as to multiply some ten rows by it
 constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level; 2048 into the first are up to 1.15 times slower at 8 and 16 rows
 constexpr int MAX_ROWS = ACCUMULATORS;     // of a panel: then one tile fills the registers, and 16 rows read the weight once
 
@@ -40,7 +41,7 @@ struct Rows {
 };
 
 struct Weight {
-  const uint8_t *tiles;   // packed: [tiles, steps, 16, 4 bytes, of float16 2]; or compressed, of bfloat16
+  const uint8_t *tiles;   // packed: [tiles, steps, 16, 4 bytes], of float16 2 bytes; or compressed, of bfloat16
   int32_t is_compressed;
   const void *bias;       // null if there is none
   int64_t first_tile = 0;  // the number of the one that `tiles` begins with, unless it is compressed
@@ -79,7 +80,7 @@ void fill_panel(const Rows &rows, int64_t panel) {
   }
 }
 
-// A step of a tile: 16 float32, or 16 times two bfloat16.
+// A step of a tile, of float16 as float32.
 template <Dtype DTYPE> Ints load_step(const uint8_t *weight) {
   if constexpr (DTYPE == Dtype::float16) return as_ints(load_float16(reinterpret_cast<const uint16_t *>(weight)));
   return load(weight);
@@ -202,8 +203,8 @@ struct Product {
   Output outputs[3];
   Plain plain = {};  // the weight of the first output, if it is not packed
 
-  int64_t panels_of_chunk() const { return plain.numbers ? rows.num_panels() : PANELS_PER_CHUNK; }  // packed once for all rows
-  int64_t panel_chunks() const { return divide_up(rows.num_panels(), std::max<int64_t>(panels_of_chunk(), 1)); }
+  int64_t panels_of_chunk() const { return plain.numbers ? ROWS_PER_PACKING / MAX_ROWS : PANELS_PER_CHUNK; }
+  int64_t panel_chunks() const { return divide_up(rows.num_panels(), panels_of_chunk()); }
   int64_t num_chunks() const {
     int64_t count = 0;
     for (const Output &out : outputs) count += out.num_chunks();
@@ -211,6 +212,7 @@ struct Product {
   }
 };
 
+// The panels from `panel` to `end` - 1 times the tiles first .. last - 1, which are packed first if they are not.
 template <Dtype DTYPE> void multiply_tiles(const Product &product, Output out, int64_t first, int64_t last, int64_t panel, int64_t end) {
   const Rows &rows = product.rows;
   if (product.plain.numbers) {
@@ -299,7 +301,8 @@ extern "C" void grouped_matmul(const void *x, int32_t dtype, int64_t num_inputs,
   multiply_all(products.data(), products.size());
 }
 
-// Head number h: x [heads, rows, inputs] times the weight, whose numbers lie so many apart, plus bias: out [heads, rows, outputs].
+// For every head: its x [heads, rows, inputs] times its weight transposed, plus bias: out [heads, rows, outputs]. The strides of the weight
+// count numbers; that of outputs or that of inputs is 1.
 extern "C" void linear(const void *x, int32_t dtype, int64_t num_heads, int64_t num_rows, int64_t num_inputs, const void *weight,
                        int64_t head_stride, int64_t output_stride, int64_t input_stride, const void *bias, void *out, int64_t num_outputs) {
   record([=] {

@@ -1,4 +1,4 @@
-// A weight as a checkpoint holds it: [outputs, inputs] with either of them side by side in memory. Its tiles are packed when they are wanted.
+// A weight that is not packed: [outputs, inputs], of which the outputs or the inputs lie side by side in memory.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ struct Plain {
   int64_t output_stride, input_stride;  // in numbers; one of them is 1
 };
 
-// `bytes` of the 64 at `at`, and zeros behind them
+// The first `bytes` of 64, and zeros behind them
 inline Ints load_part(const char *at, int64_t bytes) {
   if (bytes >= 64) [[likely]] return load(reinterpret_cast<const uint8_t *>(at));
   alignas(64) uint8_t part[64] = {};
@@ -28,7 +28,7 @@ inline Ints load_halves_part(const char *at, int64_t count) {
   return load_halves(part);
 }
 
-// Tile number `tile` as kernels/matmul/packed.py lays it out.
+// Writes tile number `tile` as kernels/matmul/packed.py lays it out.
 template <Dtype DTYPE> void pack_tile(const Plain &weight, int64_t num_outputs, int64_t num_inputs, int64_t tile, uint8_t *to) {
   constexpr bool IS_WIDE = DTYPE == Dtype::float32;
   constexpr int64_t BYTES = IS_WIDE ? 4 : 2, INPUTS_OF_STEP = DTYPE == Dtype::bfloat16 ? 2 : 1, STEP_BYTES = LANES * BYTES * INPUTS_OF_STEP;

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from torch import Tensor
-
 from conf.compose import dump
 from conf.quantization import (
     Activations,
@@ -24,11 +22,6 @@ from conf.quantization import (
     SmoothConfig,
 )
 from conf.schema import PredictConfig, RunConfig, Task
-from kernels import build
-from models.causal_lm import CausalLM
-from models.layers.dense import DenseLinear
-from models.layers.linear import FloatLinear
-from models.linear_layers import linear_layers, replace_layer
 from pipelines import quantize
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
@@ -111,20 +104,7 @@ def make(run: RunConfig, output_dir: Path) -> Engine:
     quantize_assemble = quantize.assemble
     with patch.object(quantize, "assemble", assemble), patch("pipelines.quantize_report._draw"):
         quantize.run_quantize(run, output_dir, dump)
-    engine = made[0]  # others may have been made meanwhile
-    pack_routers(engine.runner.model)
-    return engine
-
-
-def pack_routers(model: CausalLM) -> None:
-    """As a model that is loaded has them: their sums run in another order."""
-    if build.library() is None:
-        return
-    for layer in linear_layers(model, FloatLinear).values():
-        weight: Tensor = model.get_submodule(layer.name).weight  # type: ignore[assignment]
-        packed = DenseLinear(layer)
-        packed.load({"weight": weight}, weight.dtype, weight.device)
-        replace_layer(model, layer.name, packed)
+    return made[0]  # others may have been made meanwhile
 
 
 def reloaded(folder: Path, kv_cache: str = "none") -> Engine:
