@@ -29,6 +29,7 @@ from quantization.smoothquant import smooth_scales
 from quantization.weight_format import quantize
 
 MOST_CHANNELS = 2048  # of the small layer: its weights leave the caches, as those of large models do
+START_S = 3.0  # the tokenizer's imports, and the built-in texts
 CHANNELS = 128  # a multiple of these, which groups divide
 PROBES = 6  # outputs of a layer that checking its folds takes, and going on
 GPTQ_OUTPUTS = 1024
@@ -75,7 +76,7 @@ def expected_seconds(
     size = min(MOST_CHANNELS, -(-widest // CHANNELS) * CHANNELS)
     cost = _measure(scheme, dtype, size, min(tokens, NUM_SAMPLES))
     method = run.quant.method
-    seconds = sum(parameter.numel() for parameter in model.parameters()) * cost.read
+    seconds = START_S + sum(parameter.numel() for parameter in model.parameters()) * cost.read
     if schemes or not is_sequential(run.quant):
         seconds += sum(inner.values()) * cost.prepare + 2 * tokens * multiplied * cost.product
     if is_sequential(run.quant):

@@ -187,7 +187,7 @@ class _Lines(NoProgress):
             while not ended.wait(LINE_EVERY_S):
                 print(f"calibrating: {self._note}, {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
 
-        teller = threading.Thread(target=tell, daemon=True)
+        teller = threading.Thread(target=tell, name="calibrating", daemon=True)
         teller.start()
         try:
             yield

@@ -25,7 +25,7 @@ from quantization.scheme import LinearScheme
 from quantization.smoothing import Smoother, Weights
 from quantization.weight_format import QuantizedWeight, choose_scales, encode, quantize
 
-REPORTED = 256  # tokens, and outputs of a layer, that the errors of a report are measured on
+REPORTED = 128  # tokens, and outputs of a layer, that the errors of a report are measured on
 
 
 @dataclass(frozen=True)

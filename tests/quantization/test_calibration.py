@@ -1,10 +1,13 @@
 """Layer by layer a model gives what it gives as a whole; linear layers that share an input are told, and folds keep the output."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from conf.quantization import QuantConfig, SmoothConfig
+from conf.schema import DType
 from models.batch import KVCache
 from pipelines.assembly import assemble
 from pipelines.engine import Engine
@@ -20,15 +23,19 @@ from tests.quantization.making import A8W8, SMOOTHQUANT, STATIC, random_rows
 QUANT = QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC, smooth=SmoothConfig(alpha=0.7))
 
 
-def layer_by_layer(family: str) -> tuple[Engine, LayerByLayer, torch.Tensor]:
+def layer_by_layer(
+    family: str, sequential: bool = True, dtype: DType = DType.float32
+) -> tuple[Engine, LayerByLayer, torch.Tensor]:
     """And what the whole model gives [T, E] for the same samples."""
-    engine = assemble(run_config(GOLDENS / family, allow_pickle=True), 3, packed=False)
+    run = run_config(GOLDENS / family, allow_pickle=True)
+    engine = assemble(replace(run, model=replace(run.model, dtype=dtype)), 3, packed=False)
     golden = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
     samples = random_rows(3, 17, golden[-2:] if family in WHOLE_PROMPTS else ())
     model, cache, (batches, probe) = engine.runner.model, engine.runner.cache, _batches(engine, samples)
     with torch.inference_mode():
         whole = torch.cat([model(batch, cache) for batch in batches])
-    return engine, LayerByLayer(model, batches, probe, KVCache([cache.layers[0]] * len(cache.layers))), whole
+    one_layer = KVCache([cache.layers[0]] * len(cache.layers))
+    return engine, LayerByLayer(model, batches, probe, one_layer, sequential, with_cache=True), whole
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -41,6 +48,20 @@ def test_layers_in_turn_are_the_model(family: str) -> None:
     assert head.absmax.equal(whole.abs().amax(0))
     assert head.hessian is not None
     torch.testing.assert_close(head.hessian.mean(), whole.T @ whole / len(whole))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_that_observes_goes_on(family: str) -> None:
+    """And notes what it leaves in the cache: the second way ends where the first one does."""
+    _, layers, whole = layer_by_layer(family, sequential=False)
+    _, again, _ = layer_by_layer(family)
+    for _ in layers.layers:
+        layers.observe()
+        observed, stepped = layers.advance(), again.advance()
+        assert observed is not None
+        assert stepped is not None
+        assert all(one.equal(other) for one, other in zip(observed, stepped, strict=True))
+    assert layers.observe_head(["lm_head"], with_hessian=False).sample.equal(whole)
 
 
 SHARING = {
@@ -65,6 +86,28 @@ def test_layers_that_share_an_input_are_a_group_of_their_norm(family: str) -> No
     groups = layers.observe(own, with_hessian=False)
     assert sorted(name for group in groups for name in group.linears) == sorted(own)
     assert [set(group.linears) for group in groups if group.norm is not None] == SHARING[family]
+
+
+@pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float16])
+@pytest.mark.parametrize("family", ["llama3", "gpt2", "opt"])
+def test_layers_of_half_precision_are_observed_in_fast_products(family: str, dtype: DType) -> None:
+    """Which give what the model gives but for roundings, to the same groups, and leave the layer as it was."""
+    engine, layers, whole = layer_by_layer(family, sequential=False, dtype=dtype)
+    own, prefix = groups_of(engine, layers)
+    modules = [engine.runner.model.get_submodule(prefix + name) for name in own]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in set(map(type, modules)):  # the layers' own products may not be used
+            patch.setattr(module, "forward", None)
+        groups = layers.observe(own, with_hessian=False)
+    assert sorted(name for group in groups for name in group.linears) == sorted(own)
+    assert [engine.runner.model.get_submodule(prefix + name) for name in own] == modules
+    layers.advance()
+    for _ in list(layers.layers)[1:]:
+        layers.observe()
+        layers.advance()
+    sample = layers.observe_head(["lm_head"], with_hessian=False).sample
+    # a dozen roundings of one unit in the last place in each of two layers
+    assert (sample - whole.float()).norm() < 24 * torch.finfo(whole.dtype).eps * whole.float().norm()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
