@@ -31,7 +31,7 @@ from quantization.weight_format import quantize
 MOST_CHANNELS = 2048  # of the small layer: its weights leave the caches, as those of large models do
 START_S = 3.0  # the tokenizer's imports, and the built-in texts
 CHANNELS = 128  # a multiple of these, which groups divide
-PROBES = 6  # outputs of a layer that checking its folds takes, and going on
+PROBES = 3  # outputs of a layer: before and after its folds, and to go on
 GPTQ_OUTPUTS = 1024
 
 

@@ -37,17 +37,45 @@ class Smoother:
         self._expected = run()
 
     def smooth(self, groups: list[Observed], formats: dict[str, WeightFormat]) -> dict[str, str]:
-        """Scales every group whose producer is found; `groups` then tell of scaled inputs. Returns notes by linear layer."""
+        """Scales every group whose producer is found; `groups` then tell of scaled inputs. Returns notes by linear layer.
+
+        All folds are checked at once; where one of them changes the output, they are made again and checked one after the other.
+        """
+        # a norm's linear layers may be producers themselves
+        ordered = sorted(groups, key=lambda group: group.norm is not None)
+        before = self._state()
+        folded = [] if self._config.shift else [self._fold(group, formats) for group in ordered]
+        if self._config.shift or not self._keeps_output():
+            self._restore(before)
+            folded = [self._checked_fold(group, formats) for group in ordered]
         notes: dict[str, str] = {}
-        for group in sorted(
-            groups, key=lambda group: group.norm is not None
-        ):  # a norm's linear layers may be producers themselves
-            if self._config.shift and group.norm is not None:
-                self._shift(group)
-            scales = self._find_scales(group, formats[group.linears[0]])
-            if not self._fold(group, scales):
+        for group, scales in zip(ordered, folded, strict=True):
+            if scales is None:
                 notes |= dict.fromkeys(group.linears, "not smoothed: nothing before it can be scaled")
+            else:
+                group.divide(scales)
         return notes
+
+    def _checked_fold(self, group: Observed, formats: dict[str, WeightFormat]) -> Tensor | None:
+        """As `_fold`; undone, and None, if it changes the layer's output."""
+        if self._config.shift and group.norm is not None:
+            self._shift(group)
+        before = self._state()
+        scales = self._fold(group, formats)
+        if scales is None or self._keeps_output():
+            return scales
+        self._restore(before)
+        return None
+
+    def _state(self) -> tuple[dict[str, Tensor], Weights]:
+        """What folds replace, and do not write into."""
+        return {name: parameter.data for name, parameter in self._layer.named_parameters()}, dict(self._weights)
+
+    def _restore(self, state: tuple[dict[str, Tensor], Weights]) -> None:
+        parameters, weights = state
+        for name, parameter in self._layer.named_parameters():
+            parameter.data = parameters[name]
+        self._weights.update(weights)
 
     def _find_scales(self, group: Observed, format: WeightFormat) -> Tensor:
         weights = [self._weights[name] for name in group.linears]
@@ -57,23 +85,16 @@ class Smoother:
             return search_smooth_scales(group.sample, weights, NUM_GROUPS)
         return smooth_scales(group.absmax, weights, self._config.smooth.alpha)
 
-    def _fold(self, group: Observed, scales: Tensor) -> bool:
-        """Divides the group's input by scales [I] and multiplies its weights' columns, unless that changes the layer's output."""
-        before = {name: parameter.data for name, parameter in self._layer.named_parameters()}
-        weights = dict(self._weights)
+    def _fold(self, group: Observed, formats: dict[str, WeightFormat]) -> Tensor | None:
+        """Divides the group's input by scales [I] and multiplies its weights' columns. Returns the scales, or None: no producer."""
+        scales = self._find_scales(group, formats[group.linears[0]])
         if group.norm is not None:
             scales = self._divide_norm(group.norm, scales)
         elif not self._divide_producer(group.linears[0], scales):
-            return False
+            return None
         for name in group.linears:
             self._set_weight(name, multiply_inputs(self._weights[name], scales))
-        if self._keeps_output():
-            group.divide(scales)
-            return True
-        for name, parameter in self._layer.named_parameters():
-            parameter.data = before[name]
-        self._weights.update(weights)
-        return False
+        return scales
 
     def _divide_norm(self, name: str, scales: Tensor) -> Tensor:
         """Returns the scales that the norm's rounded weight stands for, so that the rounding is made up for where it is multiplied."""
