@@ -26,7 +26,7 @@ from pipelines.report import environment, write_atomically  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "first_token.json"
 SHAPES = {  # hidden and feed-forward channels, layers, heads, key/value heads, vocabulary
-    "small": (256, 704, 4, 4, 2, 4096),
+    "small": (256, 768, 4, 4, 2, 4096),
     "1.1B": (2048, 5632, 22, 32, 4, 32000),
     "7B": (4096, 11008, 32, 32, 32, 32000),
 }
