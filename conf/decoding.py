@@ -61,7 +61,7 @@ class DecodeConfig:
     allowed_token_ids: list[int] = field(default_factory=list)
     """The only tokens that may be chosen; empty: all."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end a row, at most 16384 characters in all; the text before them is kept. In a shell a line break is $'decode.stop=["\\n"]'."""
+    """Texts that end a row, at most 16384 characters in all; the text before is kept. In a shell a line break is $'decode.stop=["\\n"]'."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a row, besides the model's eos."""
     include_stop: bool = False
