@@ -296,7 +296,7 @@ def saved_config(arguments: list[str]) -> list[str]:
 
 
 def options_over_saved(arguments: list[str]) -> list[str]:
-    """`--config-path FOLDER group=option`: the option takes the place of that section of the config that the folder holds.
+    """`--config-path FOLDER group=option`: what options of the group set comes from this one, all else from the folder's config.
 
     A relative folder is one of the working directory. Raises UserError where there is no such folder.
     """
@@ -315,12 +315,14 @@ def options_over_saved(arguments: list[str]) -> list[str]:
     if f"task={saved.task}" in others:  # with the data of the saved task, not of the option file
         others.remove(f"task={saved.task}")
         chosen.remove("task")
-    for group in sorted(chosen):
-        print(f"{group}= takes the place of all that {file} says of {group}", file=sys.stderr)
-    for section in chosen | ({saved.task} if "task" in chosen else set()):
-        del saved[section]
+    for group in chosen - {"task"}:
+        for file in (CONF / group).glob("*.yaml"):
+            for name in OmegaConf.load(file):
+                saved[group].pop(name, None)
+    if "task" in chosen:
+        del saved[saved.task], saved["task"]
     groups = [{group: options(group)[0]} for group in sorted(chosen)]  # of each any option, which the argument replaces
-    saved.defaults = [*SAVED_DEFAULTS[:1], *groups, *SAVED_DEFAULTS[1:]]
+    saved.defaults = [*SAVED_DEFAULTS[:2], *groups, *SAVED_DEFAULTS[2:]]
     ConfigStore.instance().store("saved", saved)
     return ["--config-name", "saved", *others]
 

@@ -23,6 +23,7 @@ from conf.compose import (
     to_run_config,
 )
 from conf.errors import UserError
+from conf.quantization import KVCacheFormat
 from conf.schema import DeviceType, DType, RunConfig, Task
 
 GROUPS = ("task", "model", "parallel", "quant", "decode", "device", "experiment")
@@ -264,6 +265,14 @@ def composed_over(arguments: list[str]) -> RunConfig:
         return to_run_config(compose(name, overrides=overrides))
 
 
+GIVEN: dict[str, dict[str, object]] = {  # what `saved` has besides its options
+    "decode": {"max_new_tokens": 9},
+    "model": {"dtype": DType.float32},
+    "device": {"threads": 3},
+    "quant": {"kv_cache": KVCacheFormat.fp8},
+}
+
+
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """A run whose config is in the folder `saved` of the working directory."""
@@ -274,31 +283,40 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
         "decode.max_new_tokens=9",
         "model.path=org/x",
     ]
-    run = compose_run_config([*given, "model.dtype=float32", "device.threads=3"])
+    run = compose_run_config([*given, "model.dtype=float32", "device.threads=3", "quant.kv_cache=fp8"])
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "config.yaml").write_text(dump(run, tmp_path / "saved"))
     monkeypatch.chdir(tmp_path)
     return run
 
 
-def test_an_option_over_a_saved_config_takes_the_place_of_its_section(
-    saved: RunConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_over_a_saved_config_leaves_what_no_option_of_its_group_sets(saved: RunConfig) -> None:
     run = composed_over(["--config-path", "saved", "decode=sampling", "decode.seed=4"])
-    assert run == replace(saved, decode=compose_run_config(["decode=sampling", "decode.seed=4"]).decode)
-    assert (
-        capsys.readouterr().err
-        == f"decode= takes the place of all that {Path('saved/config.yaml').absolute()} says of decode\n"
-    )
-    run = composed_over(["-cp=saved", "quant=int8", "model=llama2_7b", "device=cuda"])
-    fresh = compose_run_config(["quant=int8", "model=llama2_7b", "device=cuda"])
+    fresh = compose_run_config(["decode=sampling", "decode.seed=4", "decode.max_new_tokens=9"])  # no top_k is left
+    assert run == replace(saved, decode=fresh.decode)
+    run = composed_over(["-cp=saved", "quant=int4", "model=llama2_7b", "device=cuda"])
+    given = [
+        "quant=int4",
+        "quant.kv_cache=fp8",
+        "model=llama2_7b",
+        "model.dtype=float32",
+        "device=cuda",
+        "device.threads=3",
+    ]
+    fresh = compose_run_config(given)
     assert run == replace(saved, quant=fresh.quant, model=fresh.model, device=fresh.device)
 
 
+@pytest.mark.parametrize(("group", "option"), [(g, o) for g, o in OPTIONS if g not in ("task", "experiment")])
+def test_every_option_goes_over_a_saved_config(saved: RunConfig, group: str, option: str) -> None:
+    run, fresh = composed_over(["-cp", "saved", f"{group}={option}"]), compose_run_config([f"{group}={option}"])
+    assert getattr(run, group) == replace(getattr(fresh, group), **GIVEN.get(group, {}))
+
+
 def test_another_task_over_a_saved_config_leaves_the_section_of_the_former(saved: RunConfig) -> None:
-    run = composed_over(["--config-path=saved", "task=evaluate", "evaluate.data=x.txt", "quant=none"])
+    run = composed_over(["--config-path=saved", "task=evaluate", "evaluate.data=x.txt"])
     fresh = compose_run_config(["task=evaluate", "evaluate.data=x.txt"])
-    assert run == replace(saved, task=Task.evaluate, predict=fresh.predict, evaluate=fresh.evaluate, quant=fresh.quant)
+    assert run == replace(saved, task=Task.evaluate, predict=fresh.predict, evaluate=fresh.evaluate)
     run = composed_over(["--config-path", "saved", "task=predict", "decode=greedy"])  # as before: with its own prompts
     assert run.predict == saved.predict
 

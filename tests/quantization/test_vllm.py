@@ -38,7 +38,7 @@ IN_FLOAT32 = {
     "a8w8 static smoothquant": QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC, **NO_HEAD),
     "fp8 dynamic": QuantConfig(FP8, activations=DYNAMIC, **NO_HEAD),
 }
-# vLLM has no int4 product in float32 on a CPU; in bfloat16 log probabilities of the first token differ by up to 0.2 with float weights, too.
+# vLLM has no int4 product in float32 on a CPU. in bfloat16 log probabilities of a first token differ by 0.2 with float weights too.
 IN_BFLOAT16 = {
     "int4": QuantConfig(INT4, group_size=32, overrides={"lm_head": "int8"}),
     "int4 asymmetric": QuantConfig(INT4, group_size=32, symmetric=False, **NO_HEAD),
