@@ -4,7 +4,6 @@ import os
 import re
 import sys
 import threading
-import tomllib
 from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
 from datetime import datetime
@@ -146,6 +145,8 @@ def for_hydra(arguments: list[str]) -> list[str]:
 
 
 def version() -> str:
+    import tomllib  # here, because nothing else needs it
+
     with open(REPOSITORY / "pyproject.toml", "rb") as file:
         return str(tomllib.load(file)["project"]["version"])
 

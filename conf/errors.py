@@ -1,6 +1,5 @@
 """The exception for what a user can put right: `run.py` prints its one line and exits with 1, without a traceback."""
 
-import difflib
 from collections.abc import Collection
 
 
@@ -28,4 +27,6 @@ def there_are(names: Collection[str], given: str) -> str:
 
 def did_you_mean(names: Collection[str], given: str) -> str:
     """A question after the names, where one of them resembles `given`; else nothing."""
+    import difflib  # here, because only an error needs it
+
     return "".join(f": did you mean {name}?" for name in difflib.get_close_matches(given, names, n=1))
