@@ -333,7 +333,7 @@ def test_what_is_no_row_in_a_list_is_an_error_row(tmp_path: Path) -> None:
         ("a.json", '{"prompt": ["a"], "id": [1, 2]}', "neither a list of rows nor an object of lists of one length"),
         ("a.json", "[]", "a.json has no prompts"),
         ("a.txt.gz", "no gzip", r"a.txt.gz cannot be read \(Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:-9], r"a.jsonl.gz cannot be read \(Compressed file ended"),
+        ("a.jsonl.gz", gzip.compress(b"{}" * 99, mtime=0)[:-9], r"a.jsonl.gz cannot be read \(Compressed file ended"),
         ("a.parquet", "x", "a.parquet is a file, but its name does not end in .txt, .jsonl, .csv, .json or .gz of these: rename"),
         ("notes", "x", "notes is a file, but its name does not end in .txt"),
         ("a.gz", "x", "a.gz is a file, but its name does not end in .txt"),
