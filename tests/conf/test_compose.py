@@ -174,6 +174,8 @@ def test_a_saved_config_runs_again_from_any_folder(tmp_path: Path, monkeypatch: 
     saved_home = OmegaConf.create(dump(compose_run_config(quote_prompt(["predict.data=~/rows.csv.gz"])), tmp_path))
     assert saved_home.predict.data == saved.predict.data
     assert saved.predict.chat_template == str(tmp_path / "chat.jinja")
+    sweep_dir = OmegaConf.to_container(saved.hydra.sweep)["dir"]  # type: ignore[call-overload, index]
+    assert sweep_dir.startswith("${repository:outputs}/multirun/")
     saved = OmegaConf.create(dump(compose_run_config(["task=convert", "convert.output=made"]), tmp_path))
     assert saved.convert.output == str(tmp_path / "made")
     saved = OmegaConf.create(dump(compose_run_config(["model.path=org/name", "predict.data=conf"]), tmp_path))

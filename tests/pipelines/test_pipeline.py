@@ -48,6 +48,15 @@ def test_call_arguments_beat_constructor_arguments(chatty: Path) -> None:
     assert text(pipe, "Once", return_full_text=True) == "Once" + three
 
 
+def test_a_call_may_ask_for_as_many_tokens_as_fit(pipe: TextGenerationPipeline) -> None:
+    fitting = text(pipe, "Once", max_new_tokens="auto", ignore_eos=True)
+    assert (
+        fitting
+        == text(pipe, "Once", max_length=128, ignore_eos=True)
+        != text(pipe, "Once", max_length=127, ignore_eos=True)
+    )
+
+
 def test_memory_of_a_gpu_that_ends_is_one_line(pipe: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     def fills(*args: object) -> None:
         raise torch.OutOfMemoryError(
