@@ -1,6 +1,5 @@
 """Scheduler: first come, first served; prompts in chunks that stall nobody; preemption; blocks that add up after every step."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,9 +70,7 @@ def scheduler_of(
 
 def step(scheduler: Scheduler, sides: dict[int, bool] | None = None) -> dict[int, int]:
     """Plan and commit with a fake model whose next token is a function of the tokens so far; the tokens that each request computed.
-
-    `sides`: for each block the side of the border that its keys are of, kept from step to step.
-    """
+    `sides`: for each block the side of the border that its keys are of, kept from step to step."""
     plan = scheduler.plan()
     scheduler.check_integrity()
     check_writable(scheduler)
@@ -292,23 +289,6 @@ def test_beginnings_are_shared_only_under_the_same_salt() -> None:
         step(scheduler)
         hits.append(group.num_cached_tokens)
     assert hits == [0, 0, 8, 0, 8, 0, 8]
-
-
-def test_sequences_that_grow_past_the_border_are_computed_again_and_ready_together() -> None:
-    scheduler = scheduler_of(block_size=4, budget=12, key_border=8)
-    scheduler.add(sequence(0, 7, 4, n=3, temperature=1.0))
-    assert [step(scheduler) for _ in range(2)] == [{0: 7}, {0: 3}]  # two tokens each now: nine with the prompt's
-    assert [step(scheduler) for _ in range(3)] == [{0: 12}, {0: 12}, {0: 3}]  # the last tokens of all wait for one step
-    assert step(scheduler) == {0: 3}
-    assert not scheduler.running
-
-
-def test_what_is_computed_again_shares_no_blocks() -> None:
-    scheduler = scheduler_of(block_size=4, key_border=20)
-    params = sequence(0, 8, 12, n=3, temperature=1.0).request.params
-    assert scheduler.most_blocks(params, 8) == 2 + 3 * 3
-    assert scheduler.most_blocks(replace(params, max_new_tokens=13), 8) == 3 * 6
-    assert scheduler.most_blocks(params, 21) == 5 + 3 * 4  # its samples begin past the border
 
 
 class AnyOrderOfEvents(RuleBasedStateMachine):

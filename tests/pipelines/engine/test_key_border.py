@@ -1,0 +1,22 @@
+"""Scheduler: what grows past the length where a model's keys become other ones. Tokens across the border: tests/models/test_phi3.py."""
+
+from dataclasses import replace
+
+from tests.pipelines.engine.test_scheduler import scheduler_of, sequence, step
+
+
+def test_sequences_that_grow_past_the_border_are_computed_again_and_ready_together() -> None:
+    scheduler = scheduler_of(block_size=4, budget=12, key_border=8)
+    scheduler.add(sequence(0, 7, 4, n=3, temperature=1.0))
+    assert [step(scheduler) for _ in range(2)] == [{0: 7}, {0: 3}]  # two tokens each now: nine with the prompt's
+    assert [step(scheduler) for _ in range(3)] == [{0: 12}, {0: 12}, {0: 3}]  # the last tokens of all wait for one step
+    assert step(scheduler) == {0: 3}
+    assert not scheduler.running
+
+
+def test_what_is_computed_again_shares_no_blocks() -> None:
+    scheduler = scheduler_of(block_size=4, key_border=20)
+    params = sequence(0, 8, 12, n=3, temperature=1.0).request.params
+    assert scheduler.most_blocks(params, 8) == 2 + 3 * 3
+    assert scheduler.most_blocks(replace(params, max_new_tokens=13), 8) == 3 * 6
+    assert scheduler.most_blocks(params, 21) == 5 + 3 * 4  # its samples begin past the border
