@@ -178,7 +178,8 @@ def grouped_matmul(x: Tensor, weights: PackedMatrices, starts: Tensor, ups: Pack
     """
     library, first = build.library(), weights.first
     _check(x, first, None)
-    assert starts.shape == (len(weights.matrices) + 1,)
+    if (starts.shape, starts.dtype) != ((len(weights.matrices) + 1,), torch.int64):
+        raise ValueError(f"starts {list(starts.shape)} of {starts.dtype} for {len(weights.matrices)} weights")
     if ups is not None:
         _check(x, ups.first, None)
         if (len(ups.matrices), ups.first.num_outputs) != (len(weights.matrices), first.num_outputs):

@@ -167,7 +167,8 @@ def grouped_quant_matmul(x: Rows, weights: PackedWeights, starts: Tensor, ups: P
     """
     library, first = build.library(), weights.first
     _check(x, [first] if ups is None else [first, ups.first], [None] if ups is None else [None, None])
-    assert starts.shape == (len(weights.weights) + 1,)
+    if (starts.shape, starts.dtype) != ((len(weights.weights) + 1,), torch.int64):
+        raise ValueError(f"starts {list(starts.shape)} of {starts.dtype} for {len(weights.weights)} weights")
     if isinstance(x, QuantizedRows) and len(x.scales) != len(x):
         raise ValueError(f"{len(x.scales)} scale for {len(x)} rows: each has its own beside weights in groups")
     if ups is not None and (len(ups.weights), ups.first.num_outputs) != (len(weights.weights), first.num_outputs):
