@@ -58,7 +58,7 @@ def assemble(
     Raises UserError for whatever is wrong with the checkpoint, the tokenizer or the device.
     """
     _check_batch_size(max_num_requests, run.device)
-    device = _prepared_device(run.device)
+    device = prepared_device(run.device)
     checkpoint = find_and_open(run.model)
     reader = checkpoint.config
     architecture = find_architecture(reader)
@@ -216,7 +216,7 @@ def _kv_cache(
     return allocate_kv_cache(shape, num_blocks, block_size, formats, dtype, device)
 
 
-def _prepared_device(config: DeviceConfig) -> torch.device:
+def prepared_device(config: DeviceConfig) -> torch.device:
     """The device, with the threads that its operators are to have."""
     device = _device(config)
     _refuse_options_of_others(config, device)

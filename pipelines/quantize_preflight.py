@@ -11,7 +11,7 @@ from models.linear_layers import linear_layers
 from models.outline import outline
 from models.registry import find_architecture
 from models.weights import DTYPES, stored_dtype
-from pipelines.assembly import find_and_open
+from pipelines.assembly import find_and_open, prepared_device
 from pipelines.quantize_estimate import expected_seconds
 from pipelines.report import print_table
 from quantization.export import export_of
@@ -30,15 +30,17 @@ class Preflight:
 
 
 def preflight(run: RunConfig) -> Preflight:
-    """Raises UserError as quantising would, for what can be told from the config and the layers' shapes."""
+    """Raises UserError as quantising would, for what can be told from the config, the device and the layers' shapes."""
+    prepared_device(run.device)  # whose threads the estimate is measured with
     checkpoint = find_and_open(run.model)
     architecture = find_architecture(checkpoint.config)
     bound = None if run.model.weights is Weights.random else checkpoint
     model = outline(architecture, architecture.read_config(checkpoint.config), bound)
     schemes = export_of(model, run.quant, run.export.format).schemes
-    is_auto = run.model.dtype is DType.auto
-    files = checkpoint.open_weights({}) if is_auto else []
-    dtype = DTYPES[stored_dtype(checkpoint.config, files) if is_auto else run.model.dtype.name]
+    wanted = run.model.dtype
+    names_one = checkpoint.config.raw("torch_dtype") or checkpoint.config.raw("dtype")
+    files = [] if names_one or wanted is not DType.auto else checkpoint.open_weights({})
+    dtype = DTYPES[stored_dtype(checkpoint.config, files) if wanted is DType.auto else wanted.name]
     stored = {name: scheme.weights.bits / 8 for name, scheme in schemes.items()}
     return Preflight(model, schemes, dtype, expected_seconds(run, model, schemes, dtype, stored))
 

@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_said_in_one_line() -> None:
 
 def test_nothing_is_loaded_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_llama(tmp_path)
-    monkeypatch.setattr(assembly, "_prepared_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(assembly, "prepared_device", lambda config: torch.device("cuda"))
     monkeypatch.setattr(assembly, "free_memory", lambda device, fraction: 100_000)
     monkeypatch.setattr(assembly, "load_weights", lambda *args: pytest.fail("weights were read"))
     run = replace(run_config(tmp_path), device=DeviceConfig(DeviceType.cuda))
