@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from kernels import build
 from kernels.kv_format import PagedVectors
-from kernels.matmul import linear
 from kernels.quantize_rows import Rows
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
@@ -218,28 +217,15 @@ class LayerByLayer:
 
 
 def fast_layer(own: nn.Module, layer: Layer) -> nn.Module:
-    """What multiplies many rows as a float layer of the model does, and faster, where that is not itself. It shares no call with others."""
+    """Return a layer that multiplies many rows as `own`, a float layer, does, but faster where the CPU's kernels are. It shares no call."""
     weight: Tensor = own.weight  # type: ignore[assignment]
     bias: Tensor | None = own.bias  # type: ignore[assignment]
-    if weight.device.type != "cpu" or weight.dtype is torch.float32:
-        return own  # torch is the fastest
-    if weight.dtype is torch.float16 or build.library() is None:
-        return _Widened(weight.T if layer.is_transposed else weight, bias)
+    if weight.device.type != "cpu" or build.library() is None:
+        return own
     packed = DenseLinear(layer)
     packed.load({"weight": weight} | ({} if bias is None else {"bias": bias}), weight.dtype, weight.device)
     packed.kind = None
     return packed
-
-
-class _Widened(nn.Module):
-    """A linear layer that multiplies in float32, which torch does ten times as fast as in float16 (12 and 120 G operations/s, AVX-512)."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self._weight, self._bias = weight.float(), None if bias is None else bias.float()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x.float(), self._weight, self._bias).to(x.dtype)
 
 
 def _absmax(cache: PagedVectors, slots: Tensor) -> Tensor:
