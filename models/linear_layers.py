@@ -45,14 +45,13 @@ def pack_layers(model: CausalLM, dtype: torch.dtype, device: torch.device) -> No
 
 
 def bring_together(model: CausalLM, device: torch.device) -> None:
-    """When all weights are in their places: what the kernels compute together, experts and layers that share an input, is made one."""
+    """Prepare what the kernels compute together, experts and layers that share an input, once all weights are in their places."""
     prepare_experts(model, device)
-    if device.type == "cuda":
-        join_layers(model)
+    join_layers(model)
 
 
 def join_layers(model: CausalLM) -> None:
-    """On a GPU layers that share an input come to lie in one weight (`join`).
+    """Put the weights of layers that share an input into one (`join`), where they are in the GPU kernels' form.
 
     Which these are, a module says (`SharesInput`); not within mixtures, whose experts lie in one weight already. No more than one
     module's weights are there twice.

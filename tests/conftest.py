@@ -1,14 +1,17 @@
 """A small random Llama with a byte-level tokenizer: what most tests of the faces run on."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
-# What a property is tried with is the same in every run; what fails is printed, and fails again.
-settings.register_profile("repeatable", derandomize=True)
-settings.load_profile("repeatable")
+with suppress(ModuleNotFoundError):  # an image with a GPU need not have it
+    from hypothesis import settings
+
+    # What a property is tried with is the same in every run; what fails is printed, and fails again.
+    settings.register_profile("repeatable", derandomize=True)
+    settings.load_profile("repeatable")
 
 # Before torch is imported: a second thread has nothing to do in models of this size, and on a busy machine it keeps the first waiting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
