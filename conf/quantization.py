@@ -175,7 +175,7 @@ class CalibrateConfig:
     num_samples: int | None = None
     """null: 4 where only scales of smoothing are looked for (quant.activations=dynamic), else 128."""
     sequence_length: int | None = None
-    """Tokens of a sample, at most; null: 128 where only scales of smoothing are looked for, else 512."""
+    """Tokens of a sample, at most; null: 64 where only scales of smoothing are looked for, else 512."""
     seed: int = 0
     """Which samples are taken."""
 
@@ -187,7 +187,7 @@ class CalibrateConfig:
 
     def resolved(self, quant: QuantConfig) -> "CalibrateConfig":
         """The same with the numbers that `quant` needs in the places of null."""
-        samples, length = (4, 128) if quant.finds_smoothing_alone else (128, 512)
+        samples, length = (4, 64) if quant.finds_smoothing_alone else (128, 512)
         return replace(self, num_samples=self.num_samples or samples, sequence_length=self.sequence_length or length)
 
     @property

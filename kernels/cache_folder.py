@@ -1,6 +1,8 @@
 """The folder of compiled kernels. Their code runs as the user, so nobody else but root may own or change what is in it."""
 
+import grp
 import os
+import pwd
 import shutil
 import stat
 import time
@@ -25,7 +27,7 @@ def cache_folder() -> Path:
     home = Path(os.path.expanduser("~")).resolve()
     refuse_foreign(folder)
     for parent in folder.parents:
-        _refuse(parent, "make it your own with chown and chmod go-w", allow_sticky=True)
+        _refuse(parent, "make it your own with chown and chmod go-w", is_above=True)
         if parent == home:
             break
     return folder
@@ -33,13 +35,24 @@ def cache_folder() -> Path:
 
 def refuse_foreign(path: Path) -> None:
     """Raises UserError unless `path` is the user's own or root's, and nobody else can write to it."""
-    _refuse(path, "remove it, and it is made anew", allow_sticky=False)
+    _refuse(path, "remove it, and it is made anew", is_above=False)
 
 
-def _refuse(path: Path, remedy: str, allow_sticky: bool) -> None:
-    """`allow_sticky`: in a folder like /tmp everybody may write, but nobody may move or remove what is another's."""
+def is_private(group: int) -> bool:
+    """Whether nobody but the user is in a group: one of the user's own name, or in a container root's."""
+    try:
+        user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:  # a user by number alone, as in a container
+        return group == 0
+    return entry.gr_name == user.pw_name != "root" and set(entry.gr_mem) <= {user.pw_name}
+
+
+def _refuse(path: Path, remedy: str, is_above: bool) -> None:
+    """`is_above`: a folder of the path, which a group of the user alone may write to. In one like /tmp everybody may, but nobody may
+    move or remove what is another's."""
     found = path.stat()
-    is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not (allow_sticky and found.st_mode & stat.S_ISVTX)
+    writers = stat.S_IWOTH if is_above and is_private(found.st_gid) else stat.S_IWOTH | stat.S_IWGRP
+    is_open = found.st_mode & writers and not (is_above and found.st_mode & stat.S_ISVTX)
     if found.st_uid in (os.geteuid(), 0) and not is_open:
         return
     reason = "can be written by other users" if is_open else f"belongs to another user (number {found.st_uid})"

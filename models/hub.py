@@ -3,8 +3,10 @@
 import functools
 import re
 import socket
+import time
+from contextlib import suppress
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from urllib.parse import urlsplit
 
 from conf.errors import UserError
@@ -13,7 +15,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 WANTED = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 WEIGHTS = ["*.safetensors"]
 PICKLES = ["*.bin", "*.pt", "consolidated.*.pth"]
-CONNECT_S = 3.0  # a connection that takes longer is none; TCP tries again after one second
+CONNECT_S = 6.0  # for name and connection: a resolver asks its second server after five seconds
 
 
 def find_checkpoint(path: str, with_weights: bool, allow_pickle: bool) -> Path:
@@ -48,17 +50,23 @@ def _unreachable(endpoint: str) -> str | None:
     port = url.port or {"http": 80}.get(url.scheme, 443)
     if {url.scheme, "all"} & getproxies().keys():  # the proxy finds the hub
         return None
-    reached: list[bool] = []
+    end, reached, attempts = time.monotonic() + CONNECT_S, Event(), list[Thread]()
 
-    def connect() -> None:
-        try:
-            with socket.create_connection((url.hostname, port), timeout=CONNECT_S):
-                reached.append(True)
-        except OSError:
-            pass
+    def connect(address: tuple[str, int]) -> None:
+        with suppress(OSError), socket.create_connection(address, timeout=CONNECT_S):
+            reached.set()
 
-    # A thread that is left behind, because looking up a name heeds no timeout.
-    attempt = Thread(target=connect, daemon=True)
-    attempt.start()
-    attempt.join(CONNECT_S)
-    return None if reached else f"{url.hostname} cannot be reached"
+    def look_up() -> None:
+        with suppress(OSError):
+            found = socket.getaddrinfo(url.hostname, port, type=socket.SOCK_STREAM)
+            for address in dict.fromkeys(entry[4][:2] for entry in found):  # at once: one of them may lead nowhere
+                attempts.append(Thread(target=connect, args=(address,), daemon=True))
+                attempts[-1].start()
+
+    # In threads that may be left behind, because looking up a name heeds no timeout.
+    attempts.append(Thread(target=look_up, daemon=True))
+    attempts[0].start()
+    while any(attempt.is_alive() for attempt in attempts) and time.monotonic() < end:
+        if reached.wait(0.02):
+            break
+    return None if reached.is_set() else f"{url.hostname} cannot be reached"

@@ -82,8 +82,8 @@ def outline(architecture: Architecture, shape: ModelShape, checkpoint: Checkpoin
 
 def _weight_bytes(path: Path) -> int:
     """Of all files of weights in a folder and in the folders of ranks in it, or beside a file."""
-    folder = path if path.is_dir() else path.parent
-    files = (file for pattern in ("*", "*/*") for file in folder.glob(pattern))
+    folder, patterns = (path, ("*", "rank_*/*")) if path.is_dir() else (path.parent, ("*",))
+    files = (file for pattern in patterns for file in folder.glob(pattern))
     return sum(file.stat().st_size for file in files if file.suffix in WEIGHT_SUFFIXES and file.is_file())
 
 

@@ -31,7 +31,11 @@ def only_maker(target: Path) -> Iterator[None]:
 def _lock(path: Path, target: Path) -> int:
     """The descriptor of a file that is there under its name and that no other process has locked."""
     while True:
-        lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            remedy = "remove it, or name another folder: task=quantize quantize.output=FOLDER"
+            raise UserError(f"{path} cannot be opened ({error.strerror}): {remedy}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

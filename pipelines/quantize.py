@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from quantization.scheme import LinearScheme
 log = logging.getLogger(__name__)
 
 JOB = "job.json"
+VERSION = 2  # of what the same settings make: raise it with every change of codes, scales or what is observed
 MADE = report.REPOSITORY / "outputs" / "quantized"  # models that were made without a name
 
 
@@ -63,12 +65,11 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     if run.quantize.dry_run:
         print_preflight(run)
         return
-    start = time.perf_counter()
-    target = _default_target(run)
-    if run.quantize.output is not None:
-        target = Path(os.path.abspath(Path(run.quantize.output).expanduser()))
+    start, given = time.perf_counter(), run.quantize.output
+    target = _default_target(run) if given is None else Path(os.path.abspath(Path(given).expanduser()))
     refuse_existing(target, run.quantize.overwrite, "quantize")
-    with report.progress_bar() as progress:
+    with nullcontext() if given else only_maker(target), report.progress_bar() as progress:
+        refuse_existing(target, run.quantize.overwrite, "quantize")  # another run may have made it meanwhile
         metrics = _make(run, target, progress, with_report=True)
     metrics |= {"quantize_s": time.perf_counter() - start}
     report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
@@ -110,6 +111,7 @@ def _job(run: RunConfig) -> dict[str, Any]:
     quant |= {"activations": run.quant.activations.of_model}
     tokenizer = run.model.tokenizer
     job = {
+        "version": VERSION,
         "quant": quant,
         **calibration_fingerprint(run),
         "dtype": run.model.dtype,
@@ -123,8 +125,8 @@ def _job(run: RunConfig) -> dict[str, Any]:
 def _make(run: RunConfig, target: Path, progress: report.ProgressSink, with_report: bool) -> dict[str, Any]:
     """Quantise into the folder `target`; metrics, for a report those of held-out text, too."""
     samples = f"{run.calibrate.num_samples} samples of at most {run.calibrate.sequence_length} tokens"
-    what, seconds = f"{run.model.path} by quant={run.quant.scheme.name}", preflight(run).seconds
-    log.warning("calibrating %s on %s: about %s s; it is kept in %s", what, samples, f"{seconds:,.0f}", target)
+    what = f"{run.model.path} by quant={run.quant.scheme.name}"
+    log.warning("calibrating %s on %s: %s; it is kept in %s", what, samples, preflight(run).duration, target)
     with progress.calibrating():
         return _calibrate(run, target, progress, with_report)
 

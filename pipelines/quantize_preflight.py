@@ -25,13 +25,13 @@ class Preflight:
     schemes: dict[str, LinearScheme]
     """By layer; of the others there are none."""
     dtype: torch.dtype
-    seconds: float
-    """What it is expected to take on this machine."""
+    duration: str
+    """What it is expected to take on this machine: `about 8 s`."""
 
 
 def preflight(run: RunConfig) -> Preflight:
     """Raises UserError as quantising would, for what can be told from the config, the device and the layers' shapes."""
-    prepared_device(run.device)  # whose threads the estimate is measured with
+    device = prepared_device(run.device)  # whose threads the estimate is measured with
     checkpoint = find_and_open(run.model)
     architecture = find_architecture(checkpoint.config)
     bound = None if run.model.weights is Weights.random else checkpoint
@@ -41,8 +41,11 @@ def preflight(run: RunConfig) -> Preflight:
     names_one = checkpoint.config.raw("torch_dtype") or checkpoint.config.raw("dtype")
     files = [] if names_one or wanted is not DType.auto else checkpoint.open_weights({})
     dtype = DTYPES[stored_dtype(checkpoint.config, files) if wanted is DType.auto else wanted.name]
+    if device.type != "cpu":
+        return Preflight(model, schemes, dtype, "a time that is only known on a CPU")
     stored = {name: scheme.weights.bits / 8 for name, scheme in schemes.items()}
-    return Preflight(model, schemes, dtype, expected_seconds(run, model, schemes, dtype, stored))
+    seconds = expected_seconds(run, model, schemes, dtype, stored)
+    return Preflight(model, schemes, dtype, f"about {seconds:,.0f} s")
 
 
 def print_preflight(run: RunConfig) -> None:
@@ -62,6 +65,6 @@ def print_preflight(run: RunConfig) -> None:
             ("stay floats", ", ".join(sorted(layers.keys() - schemes.keys())) or "no linear layer"),
             ("weights", f"{before / 1e6:,.1f} MB before, {(before - saved) / 1e6:,.1f} MB after"),
             ("memory", f"about {(before + 3 * 4 * largest) / 1e6:,.0f} MB for weights while it runs"),
-            ("time", f"about {found.seconds:,.0f} s on this machine"),
+            ("time", f"{found.duration} on this machine"),
         ]
     )

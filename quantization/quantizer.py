@@ -1,4 +1,4 @@
-"""Quantises a model part by part, each on what the quantised parts before it give.
+"""Quantises a model part by part, each on the inputs that `LayerByLayer` observed.
 
 O output channels, I input channels, T tokens.
 """

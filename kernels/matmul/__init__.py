@@ -77,7 +77,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     It is for a weight that is used once, or in other ways too: the weight stays as it is, and every call packs it part by part. With the
     C++ kernels the bits are those of `matmul` with the packed weight.
     """
-    if not _is_ours(x, weight, bias):
+    if x.ndim != 2 or not _is_ours(x, weight, bias):
         return reference.linear(x, weight, bias)
     return _linear(x[None], weight[None], bias)[0]
 
@@ -85,14 +85,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @custom_op(_empty_linear)
 def linear_per_head(x: Tensor, weight: Tensor) -> Tensor:
     """Every head's x [M, H, K] times its own weight [H, N, K] transposed: [M, H, N], each as by `linear`."""
-    if not _is_ours(x, weight, None):
+    if x.ndim != 3 or not _is_ours(x, weight, None):
         return reference.linear_per_head(x, weight)
     return _linear(x.transpose(0, 1), weight, None).transpose(0, 1)
 
 
 def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the C++ kernels multiply them. What does not belong together is left to torch, which refuses it."""
-    if not x.is_cpu or x.dtype not in INPUTS_OF_STEP or build.library() is None:
+    are_cpu = x.is_cpu and weight.is_cpu and (bias is None or bias.is_cpu)
+    if not are_cpu or x.dtype not in INPUTS_OF_STEP or build.library() is None:
         return False
     heads = x.shape[1:-1]  # [H], or []
     return (

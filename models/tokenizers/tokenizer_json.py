@@ -140,9 +140,14 @@ def _additions(
             by_id[id] = AddedToken(content, normalized=content not in specials, special=content in specials)
     as_they_are = {repr(token) for token in present.values()}
     new = [token for _, token in sorted(by_id.items()) if repr(token) not in as_they_are]
-    known = {token.content for token in [*present.values(), *new]}
     yield from new
-    yield from (token for content, token in specials.items() if content not in known)
+    listed = {token.content: token for token in [*present.values(), *new]}
+    for content, token in specials.items():
+        if content not in listed:
+            yield token
+        elif not listed[content].special:  # what has a name is special, whatever the list says
+            listed[content].special = True
+            yield listed[content]
 
 
 def _token(value: str | dict[str, Any]) -> AddedToken:

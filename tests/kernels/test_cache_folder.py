@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,8 +100,9 @@ PLACES = pytest.mark.parametrize(
 @PLACES
 @pytest.mark.parametrize("mode", [0o020, 0o002])
 def test_what_others_can_write_is_not_loaded(
-    filled: Path, place: Callable[[Path], Path], remedy: str, mode: int
+    filled: Path, place: Callable[[Path], Path], remedy: str, mode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cache_folder, "is_private", lambda group: False)
     path = place(filled)
     path.chmod(stat.S_IMODE(path.stat().st_mode) | mode)
     with pytest.raises(UserError) as raised:
@@ -110,6 +112,42 @@ def test_what_others_can_write_is_not_loaded(
         "or name a folder of your own in the environment variable XDG_CACHE_HOME"
     )
     assert not is_loaded(filled)
+
+
+def test_a_folder_above_may_be_written_by_a_group_of_the_user_alone(
+    filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is where the umask is 002; what the cache itself makes never is."""
+    monkeypatch.setattr(cache_folder, "is_private", lambda group: True)
+    filled.parent.chmod(0o770)
+    load()
+    assert is_loaded(filled)
+    filled.chmod(0o770)
+    with pytest.raises(UserError, match=f"{filled} can be written by other users"):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("user", "group", "members", "expected"),
+    [
+        ("ada", "ada", [], True),
+        ("ada", "ada", ["ada"], True),
+        ("ada", "ada", ["bob"], False),
+        ("ada", "users", [], False),  # whose first group it is, no list says
+        ("root", "root", [], False),
+    ],
+)
+def test_a_group_of_the_users_own_name_is_private(
+    user: str, group: str, members: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pwd.getpwuid", lambda _: SimpleNamespace(pw_name=user))
+    monkeypatch.setattr("grp.getgrgid", lambda _: SimpleNamespace(gr_name=group, gr_mem=members))
+    assert cache_folder.is_private(STRANGER) == expected
+
+
+def test_roots_group_is_private_for_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
+    assert [cache_folder.is_private(group) for group in (0, STRANGER)] == [True, False]
 
 
 @PLACES

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import build, quant_matmul
 from kernels.kv_store import kv_store, rope_and_store
-from kernels.matmul import PackedMatrices, grouped_matmul, matmul, pack
+from kernels.matmul import PackedMatrices, grouped_matmul, linear, matmul, pack
 from kernels.moe import combine_rows, group_rows
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_quantize
@@ -51,6 +51,7 @@ def attended(**other: Tensor) -> Sequence[Tensor]:
 
 
 MISFITS: dict[str, Callable[[], Sequence[Tensor]]] = {
+    "a weight for each head, and rows for one": lambda: [linear(waves(4, 2, 8), waves(2, 4, 8))],
     "norm of fewer weights": lambda: [rms_norm(waves(2, FAR), waves(4), 1e-5)],
     "norm of one weight": lambda: [rms_norm(waves(2, FAR), waves(1), 1e-5)],
     "norm of a sum, fewer weights": lambda: add_rms_norm(waves(2, FAR), waves(2, FAR), waves(4), 1e-5),
@@ -111,6 +112,11 @@ def test_starts_that_do_not_fit_are_refused(compiled: Callable[[int], None], sta
         grouped_matmul(torch.ones(2, 8), PackedMatrices([pack(torch.ones(20, 8))]), starts)
     with pytest.raises(ValueError, match=r"starts \[\d\] of torch.int\d\d for 1 weights"):
         quant_matmul.grouped_quant_matmul(torch.ones(2, 8), quant_matmul.PackedWeights([coded]), starts)
+
+
+def test_a_weight_on_another_device_is_not_read(compiled: Callable[[int], None]) -> None:
+    """Its address is no memory of ours; torch makes of it what it will."""
+    assert linear(torch.ones(2, 8), torch.empty(4, 8, device="meta")).shape == (2, 4)
 
 
 def test_rows_on_another_device_are_refused(compiled: Callable[[int], None]) -> None:

@@ -85,18 +85,44 @@ def test_without_a_network_the_answer_is_one_plain_line(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("direct")
 def test_a_network_that_swallows_everything_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, addresses = threading.Event(), []
+    ended, names = threading.Event(), []
 
-    def hangs(address: tuple[str, int], timeout: float) -> None:  # as the look-up of a name does without a name server
-        addresses.append(address)
+    def hangs(name: str, port: int, type: int) -> None:  # without a name server
+        names.append((name, port))
         ended.wait(60)
         raise OSError
 
-    monkeypatch.setattr(socket, "create_connection", hangs)
+    monkeypatch.setattr(socket, "getaddrinfo", hangs)
     monkeypatch.setattr(models.hub, "CONNECT_S", 0.01)
     assert "(hub.invalid cannot be reached)" in refused("https://hub.invalid", monkeypatch)
     assert "(hub.invalid cannot be reached)" in refused("https://hub.invalid", monkeypatch)
-    assert (addresses, ended.is_set()) == ([("hub.invalid", 443)], False)  # once in a process
+    assert (names, ended.is_set()) == ([("hub.invalid", 443)], False)  # once in a process
+    ended.set()
+
+
+@pytest.mark.usefixtures("direct")
+def test_one_address_that_leads_nowhere_does_not_hide_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an IPv6 route that swallows everything, whose address comes first."""
+    ended = threading.Event()
+
+    def hangs(address: tuple[str, int], timeout: float) -> socket.socket:
+        if address[0] == "2001:db8::1":
+            ended.wait(60)
+            raise OSError
+        connection = socket.socket()
+        connection.connect(address)
+        return connection
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        found = [(0, 0, 0, "", (host, port)) for host in ("2001:db8::1", "127.0.0.1")]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        monkeypatch.setattr(socket, "create_connection", hangs)
+        monkeypatch.setattr(constants, "ENDPOINT", f"https://hub.invalid:{port}")
+        monkeypatch.setattr(
+            huggingface_hub, "snapshot_download", lambda *_, local_files_only, **__: str(local_files_only)
+        )
+        assert find_checkpoint("org/name", with_weights=True, allow_pickle=False) == Path("False")
     ended.set()
 
 

@@ -41,12 +41,28 @@ def cut_and_padded() -> Backend:
     return backend
 
 
+def with_plain_end() -> Backend:
+    """Whose list of added tokens has one as not special that the settings name."""
+    backend = byte_level()
+    text = json.loads(backend.to_str())
+    for token in text["added_tokens"]:
+        token["special"] &= token["content"] != "</s>"
+        token["rstrip"] = token["content"] == "</s>"
+    return Backend.from_str(json.dumps(text))
+
+
 BOTH = {"bos_token": "<s>", "eos_token": "</s>"}
 LLAMA = {"tokenizer_class": "LlamaTokenizer", **BOTH, "unk_token": "<unk>"}
 FOLDERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # tokenizer.json, tokenizer_config.json, config.json, other files
     "as it stands": (byte_level, {"tokenizer_class": "PreTrainedTokenizerFast", **BOTH}, {"model_type": "llama"}, {}),
     "no settings": (byte_level, {}, {"model_type": "llama"}, {}),
+    "a named token that is not special": (
+        with_plain_end,
+        {"tokenizer_class": "PreTrainedTokenizerFast", **BOTH},
+        {"model_type": "llama"},
+        {},
+    ),
     "no config": (byte_level, {"tokenizer_class": "PreTrainedTokenizerFast", **BOTH}, {}, {}),
     "cut and padded": (
         cut_and_padded,

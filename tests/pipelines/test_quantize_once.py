@@ -11,17 +11,20 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from conf.compose import compose_run_config
+from conf.errors import UserError
 from conf.quantization import Activations, CalibrateConfig, QuantConfig, QuantMethod, QuantScheme
 from conf.schema import RunConfig, Task
 from models.decoder import DecoderLayer
 from models.formats.manifest import MANIFEST
 from models.linear_layers import linear_layers
-from pipelines import quantize_estimate, report
+from pipelines import quantize, quantize_estimate, report
+from pipelines.output_folder import only_maker
 from pipelines.quantize import find_or_make
 from pipelines.quantize_estimate import Costs
 from pipelines.quantize_preflight import preflight
@@ -107,6 +110,49 @@ def test_what_is_made_is_said_at_once(
     assert not (folder / "report.md").exists()  # which task=quantize alone makes
 
 
+def test_a_task_that_makes_the_same_model_waits(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then finds that it is there: no message speaks of another run that writes."""
+    monkeypatch.setattr(quantize, "MADE", tmp_path / "quantized")
+    run = replace(quantize_run(LLAMA, CALIBRATED["a8w8 dynamic smoothquant"], None, data), task=Task.quantize)
+    calibrate, waiting, refused = quantize._calibrate, threading.Event(), []
+
+    class Noted(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("another run is making"):
+                waiting.set()
+
+    def make_by_task() -> None:
+        with pytest.raises(UserError) as raised:
+            quantize.run_quantize(run, tmp_path / "run", lambda *_: "")
+        refused.append(str(raised.value))
+
+    task, handler = threading.Thread(target=make_by_task), Noted()
+
+    def beside_a_task(*arguments: Any) -> Any:
+        task.start()
+        assert waiting.wait(60)
+        return calibrate(*arguments)
+
+    monkeypatch.setattr(quantize, "_calibrate", beside_a_task)
+    logging.getLogger().addHandler(handler)
+    try:
+        folder = find_or_make(run, report.NO_PROGRESS)
+        task.join(60)
+    finally:
+        logging.getLogger().removeHandler(handler)
+    remedy = "give another folder, or quantize.overwrite=true to replace it"
+    assert refused == [f"quantize.output={folder} exists: {remedy}"]
+
+
+def test_a_lock_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / ".model.lock").mkdir()
+    message = (
+        "model.lock cannot be opened .Is a directory.: remove it, or name another folder: task=quantize quantize.out"
+    )
+    with pytest.raises(UserError, match=message), only_maker(tmp_path / "model"):
+        pass
+
+
 class Lines(io.StringIO):
     """Notes when a line has come."""
 
@@ -143,11 +189,11 @@ def test_a8w8_alone_finds_smoothing_from_few_tokens() -> None:
     run = compose_run_config(["quant=a8w8"])
     assert (run.quant.activations, run.quant.method) == (Activations.dynamic, QuantMethod.smoothquant)
     few = run.calibrate.resolved(run.quant)
-    assert (few.num_samples, few.sequence_length) == (4, 128)
+    assert (few.num_samples, few.sequence_length) == (4, 64)
     static = compose_run_config(["quant=a8w8", "quant.activations=static"])
     many = static.calibrate.resolved(static.quant)
     assert (many.num_samples, many.sequence_length) == (128, 512)
-    assert CalibrateConfig(num_samples=7).resolved(run.quant) == CalibrateConfig(num_samples=7, sequence_length=128)
+    assert CalibrateConfig(num_samples=7).resolved(run.quant) == CalibrateConfig(num_samples=7, sequence_length=64)
     assert not compose_run_config(["quant=a8w8", "quant.method=rtn"]).quant.needs_calibration
 
 
@@ -156,7 +202,7 @@ def expected(run: RunConfig, monkeypatch: pytest.MonkeyPatch, **costs: float) ->
     free = dict.fromkeys(Costs.__dataclass_fields__, 0.0)
     monkeypatch.setattr(quantize_estimate, "_measure", lambda *arguments: Costs(**free | costs))
     monkeypatch.setattr(quantize_estimate, "START_S", 0.0)
-    return preflight(replace(run, task=Task.quantize)).seconds
+    return float(preflight(replace(run, task=Task.quantize)).duration.split()[1].replace(",", ""))
 
 
 @pytest.mark.parametrize(
