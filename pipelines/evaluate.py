@@ -14,7 +14,7 @@ from typing import Any
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.quantization import QuantConfig
+from conf.quantization import CalibrateConfig, ExportConfig, QuantConfig
 from conf.schema import EvaluateConfig, RunConfig, Weights
 from models.tokenizers import Tokenizer
 from pipelines import report
@@ -226,7 +226,11 @@ def _load_reference(
     # Its cache need hold no more than windows.
     model = replace(run.model, path=path, weights=Weights.checkpoint, max_length=run.evaluate.window)
     try:
-        reference = assemble(replace(run, model=model, quant=QuantConfig()), 1, on_bytes)
+        reference = assemble(
+            replace(run, model=model, quant=QuantConfig(), calibrate=CalibrateConfig(), export=ExportConfig()),
+            1,
+            on_bytes,
+        )
     except UserError as error:
         raise UserError(f"{where} cannot be loaded: {error}") from error
     if reference.vocab_size != engine.vocab_size:
