@@ -18,7 +18,7 @@ run: setup
 	$(BIN)/python run.py
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: setup
 	$(BIN)/ruff check .
