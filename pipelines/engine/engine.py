@@ -179,7 +179,8 @@ class Engine:
                         yield Output(request.id, [], len(request.prompt_token_ids), 0, error=error)
                 if not alive:
                     return
-                self.step()
+                if any(group.sequences for group in alive):  # the steps of another call may have finished them all
+                    self.step()
                 finished = [group for group in alive if not group.sequences]
                 alive = [group for group in alive if group.sequences]
                 yield from map(_output, finished)

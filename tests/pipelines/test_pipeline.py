@@ -177,6 +177,15 @@ def test_a_generator_gives_results_in_order_and_ends(pipe: TextGenerationPipelin
     assert list(pipe(iter([]))) == []
 
 
+def test_a_call_between_two_results_may_finish_the_rows_that_wait(pipe: TextGenerationPipeline) -> None:
+    rows = [{"prompt": "a", "decode": {"max_new_tokens": size, "ignore_eos": True}} for size in (1, 4, 6)]
+    expected = pipe(rows)
+    results = pipe(iter(rows))
+    assert next(results) == expected[0]
+    pipe("other", max_new_tokens=20, ignore_eos=True)  # whose steps are the other rows' steps, too
+    assert list(results) == expected[1:]
+
+
 def test_what_a_generator_cannot_have_is_refused(pipe: TextGenerationPipeline) -> None:
     with pytest.raises(UserError, match="a streamer needs to know how many prompts there are: give a list"):
         pipe(iter(["a"]), streamer=TextStreamer())
