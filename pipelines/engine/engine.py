@@ -282,6 +282,8 @@ class Engine:
             tokens = sample(wanted, [sequence for _, sequence in chosen])
             logprobs = [_logprobs(wanted[i : i + 1], chosen[i][1], token) for i, token in enumerate(tokens)]
         except BaseException as error:
+            if not belongs_to_request(error):
+                raise
             if len(groups) == 1:
                 self._fail(groups[0], error)
                 return

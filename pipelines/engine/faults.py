@@ -9,11 +9,13 @@ from conf.errors import UserError
 log = logging.getLogger(__name__)
 
 SHARED = (MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError)  # memory, disk, pipe, device
+CPU_MEMORY_ENDED = "DefaultCPUAllocator: can't allocate memory"  # in a RuntimeError, for torch has no class for it
 
 
 def belongs_to_request(error: BaseException) -> bool:
     """Interrupts are no `Exception`. Neither is a panic of a tokenizer's Rust code, though it belongs to the text that it read."""
-    return (isinstance(error, Exception) and not isinstance(error, SHARED)) or type(error).__name__ == "PanicException"
+    is_shared = isinstance(error, SHARED) or (isinstance(error, RuntimeError) and CPU_MEMORY_ENDED in str(error))
+    return (isinstance(error, Exception) and not is_shared) or type(error).__name__ == "PanicException"
 
 
 def row_error(error: BaseException, index: int) -> str:

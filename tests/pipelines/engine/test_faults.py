@@ -125,9 +125,24 @@ def test_a_search_that_fails_to_observe_or_to_choose(engine: Engine, monkeypatch
     check_it_failed_alone(engine, WAYS[3], expected)
 
 
-@pytest.mark.parametrize(
-    "raised", [MemoryError(), OSError("pipe"), torch.OutOfMemoryError(), KeyboardInterrupt()], ids=repr
-)
+def what_torch_raises_where_memory_ends() -> RuntimeError:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60, dtype=torch.uint8)  # more than processors of 64 bits address
+    assert type(raised.value) is RuntimeError
+    return raised.value
+
+
+OF_ALL = [
+    MemoryError(),
+    OSError("pipe"),
+    torch.OutOfMemoryError(),
+    KeyboardInterrupt(),
+    SystemExit(143),
+    what_torch_raises_where_memory_ends(),
+]
+
+
+@pytest.mark.parametrize("raised", OF_ALL, ids=lambda raised: type(raised).__name__)
 def test_what_belongs_to_all_ends_all(engine: Engine, monkeypatch: pytest.MonkeyPatch, raised: BaseException) -> None:
     def failing(*_: Any) -> Any:
         raise raised
@@ -137,6 +152,27 @@ def test_what_belongs_to_all_ends_all(engine: Engine, monkeypatch: pytest.Monkey
             patch.setattr(Detokenizer, place, failing)
             with pytest.raises(type(raised)):
                 run(engine, {})
+    assert run(engine, {})  # with everything given back
+
+
+@pytest.mark.parametrize("raised", OF_ALL, ids=lambda raised: type(raised).__name__)
+def test_a_sampler_that_was_interrupted_is_not_asked_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, raised: BaseException
+) -> None:
+    """It fails once, so asking it again for each group would hide the interrupt."""
+    real, num_calls = engine_module.sample, 0
+
+    def failing_once(*arguments: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise raised
+        return real(*arguments)
+
+    monkeypatch.setattr(engine_module, "sample", failing_once)
+    with pytest.raises(type(raised)):
+        run(engine, {})
+    assert num_calls == 1
     assert run(engine, {})  # with everything given back
 
 
