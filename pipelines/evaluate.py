@@ -225,12 +225,9 @@ def _load_reference(
     where = f"evaluate.reference={path}"
     # Its cache need hold no more than windows.
     model = replace(run.model, path=path, weights=Weights.checkpoint, max_length=run.evaluate.window)
+    float_run = replace(run, model=model, quant=QuantConfig(), calibrate=CalibrateConfig(), export=ExportConfig())
     try:
-        reference = assemble(
-            replace(run, model=model, quant=QuantConfig(), calibrate=CalibrateConfig(), export=ExportConfig()),
-            1,
-            on_bytes,
-        )
+        reference = assemble(float_run, 1, on_bytes)
     except UserError as error:
         raise UserError(f"{where} cannot be loaded: {error}") from error
     if reference.vocab_size != engine.vocab_size:

@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 from conf.compose import compose_run_config, dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
+from conf.quantization import CalibrateConfig, ExportConfig, ExportFormat, QuantConfig, QuantScheme
 from conf.schema import EvaluateConfig, PredictConfig, RunConfig, Task
 from models.tiny.corpus import questions as tiny_corpus_questions
 from pipelines.evaluate import is_right, read_questions, read_texts, right_answers, run_evaluate
@@ -156,6 +157,19 @@ def test_a_model_is_its_own_best_reference(chatty: Path, tmp_path: Path) -> None
     size = (chatty / "model.safetensors").stat().st_size
     assert size * 0.9 < metrics["weight_bytes"] < size * 1.05  # packed weights have outputs up to 16s
     assert metrics["peak_memory_bytes"] > metrics["weight_bytes"]
+
+
+def test_a_model_that_is_calibrated_now_has_a_reference_too(
+    chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What says how it is made does not concern the reference."""
+    monkeypatch.setattr("pipelines.quantize.MADE", tmp_path / "quantized")
+    run = job(chatty, data=write_texts(tmp_path, TEXTS), reference=str(chatty))
+    calibrate = CalibrateConfig(num_samples=2, sequence_length=16)
+    quant = QuantConfig(QuantScheme.int8, auto_clip=True)
+    run = replace(run, quant=quant, calibrate=calibrate, export=ExportConfig(ExportFormat.vllm_cpu))
+    metrics = measure(run, tmp_path / "out")
+    assert 0 < metrics["kl_mean"] < 0.01  # codes of 8 bits; other random weights are further than that
 
 
 def test_a_text_file_is_one_text_to_the_last_character(chatty: Path, tmp_path: Path) -> None:
