@@ -316,14 +316,20 @@ def options_over_saved(arguments: list[str]) -> list[str]:
     if f"task={saved.task}" in others:  # with the data of the saved task, not of the option file
         others.remove(f"task={saved.task}")
         chosen.remove("task")
-    for group in chosen - {"task"}:
+    task: list[dict[str, str]] = []  # before _self_, so that the saved section wins over the data of the option file
+    if "task" in chosen:
+        chosen.remove("task")
+        task.append({"task": saved.task})  # any option, which the argument replaces
+        for section in options("task"):  # only the saved task's has given values, which its job in a sweep needs
+            if section != saved.task or section not in swept_tasks(others):
+                saved.pop(section, None)
+        del saved["task"]
+    for group in chosen:
         for file in (CONF / group).glob("*.yaml"):
             for name in OmegaConf.load(file):
                 saved[group].pop(name, None)
-    if "task" in chosen:
-        del saved[saved.task], saved["task"]
     groups = [{group: options(group)[0]} for group in sorted(chosen)]  # of each any option, which the argument replaces
-    saved.defaults = [*SAVED_DEFAULTS[:2], *groups, *SAVED_DEFAULTS[2:]]
+    saved.defaults = [SAVED_DEFAULTS[0], *task, SAVED_DEFAULTS[1], *groups, *SAVED_DEFAULTS[2:]]
     ConfigStore.instance().store("saved", saved)
     return ["--config-name", "saved", *others]
 

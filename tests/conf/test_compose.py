@@ -323,6 +323,30 @@ def test_another_task_over_a_saved_config_leaves_the_section_of_the_former(saved
     assert run.predict == saved.predict
 
 
+def test_a_sweep_over_tasks_keeps_the_section_of_the_saved_one(saved: RunConfig) -> None:
+    given = ["bench.new_tokens=5", "evaluate.data=x.txt"]
+    _, name, *arguments = options_over_saved(["--config-path", "saved", "-m", "task=predict, bench,evaluate", *given])
+    swept = swept_tasks(arguments)
+    register()
+    for task in swept:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            run = to_run_config(compose(name, overrides=[f"task={task}", *given]), swept)
+        fresh = compose_run_config([f"task={task}", *(value for value in given if value.startswith(task))])
+        section = saved.predict if task == "predict" else getattr(fresh, task)  # with its own prompts, not the option's
+        assert (run.task, getattr(run, task), run.decode) == (Task[task], section, saved.decode)
+
+
+def test_another_task_over_a_saved_config_has_the_data_of_its_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = compose_run_config(["task=bench", "bench.new_tokens=5"])
+    (tmp_path / "config.yaml").write_text(dump(run, tmp_path))
+    fresh = compose_run_config(["task=predict"])
+    assert fresh.predict.data
+    assert composed_over(["--config-path", ".", "task=predict"]) == replace(fresh, model=run.model)
+
+
 def test_a_saved_config_is_found_from_where_the_user_stands(saved: RunConfig, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     for typed in (["--config-path", "saved"], ["-cp", "./saved"], ["--config-path=saved"]):
