@@ -46,7 +46,8 @@ class TextStreamer:
     def put(self, row: int, text: str) -> None:
         if row == self._current:
             stream = self._file or sys.stdout
-            print(visible(text) if stream.isatty() else text, end="", file=stream, flush=True)
+            is_terminal = getattr(stream, "isatty", lambda: False)()  # a writer of the caller's own may have none
+            print(visible(text) if is_terminal else text, end="", file=stream, flush=True)
         else:
             self._waiting[row] += text
 

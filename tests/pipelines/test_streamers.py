@@ -170,6 +170,22 @@ def test_text_streamer_shows_control_characters_where_a_terminal_would_obey_them
     assert stream.getvalue() == f"{printed}\n\n{printed[1:]}\n"
 
 
+def test_text_streamer_takes_a_writer_that_knows_no_terminals() -> None:
+    written: list[str] = []
+
+    class Writer:
+        write = staticmethod(written.append)
+
+        def flush(self) -> None:
+            """Nothing is held back."""
+
+    streamer = TextStreamer(file=Writer())  # type: ignore[arg-type]
+    streamer.start(1)
+    streamer.put(0, "a\x1b[2J")
+    streamer.end_row(0)
+    assert "".join(written) == "a\x1b[2J\n"
+
+
 def test_a_bad_argument_reaches_the_consumer_too(pipe: TextGenerationPipeline) -> None:
     streamer = TextIteratorStreamer(timeout=60)
     thread, _ = in_thread(pipe, streamer, "Once", max_tokens=3)
