@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import re
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class DataFile:
 
     def _csv_rows(self, stream: Iterable[bytes]) -> Iterator[bytes]:
         """Cells are texts; an empty one is null, except a prompt. A row of another length is a fault of the whole file's quoting."""
+        csv.field_size_limit(sys.maxsize)  # of the process, by default 131,072: no limit, as for a line of a .jsonl
         table = csv.reader(decoded(stream, self.where), strict=True)
         try:
             heading = next(table, [])

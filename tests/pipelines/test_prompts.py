@@ -312,6 +312,12 @@ def test_rows_of_every_form(tmp_path: Path, name: str, content: str) -> None:
     assert prompts.unused_fields == ["note"]
 
 
+def test_a_cell_is_as_long_as_a_prompt(tmp_path: Path) -> None:
+    prompt = "a story, " * 20_000
+    (row,) = read_prompts(write(tmp_path, "a.csv", f'prompt\n"{prompt}"\n'))
+    assert row.prompt == prompt
+
+
 def test_what_is_no_row_in_a_list_is_an_error_row(tmp_path: Path) -> None:
     rows = list(read_prompts(write(tmp_path, "a.json", '["a", 3, {"prompt": 4}, {"prompt_token_ids": [5]}]')))
     assert [row.error for row in rows] == [None, "not a JSON object but int", "prompt is of type int, not str", None]
