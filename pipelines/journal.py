@@ -6,6 +6,7 @@ its digest.
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -167,7 +168,7 @@ def open_journal(resume: str, output_dir: Path, fingerprint: Fingerprint) -> Jou
         if fingerprint["input"] and UNNAMED.fullmatch(output_dir.name):
             for folder in _unfinished(output_dir.parent, fingerprint):
                 if journal := _lock(folder, fingerprint):
-                    journal.seed = (_header(folder) or {}).get(SEED)
+                    journal.seed = _seed_of(_header(folder) or {})
                     return journal
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / NAME).touch()
@@ -205,7 +206,7 @@ def _continued(folder: Path, fingerprint: Fingerprint) -> Journal:
     if changes := _changes(_as_given(header, fingerprint), fingerprint):
         journal.close()
         raise UserError(f"{folder} cannot be resumed, this changed: {', '.join(changes)}. Give what it had, or {ANEW}")
-    journal.seed = header.get(SEED)
+    journal.seed = _seed_of(header)
     return journal
 
 
@@ -247,9 +248,17 @@ def _lock(folder: Path, fingerprint: Fingerprint) -> Journal | None:
 def _as_given(header: Fingerprint, fingerprint: Fingerprint) -> Fingerprint:
     """The fingerprint in a journal's first line, beside another: whoever names the seed that was drawn, as config.yaml does, goes on."""
     before = {name: value for name, value in header.items() if name != SEED}
-    if "decode.seed" in before and before["decode.seed"] is None and header.get(SEED) == fingerprint.get("decode.seed"):
-        before["decode.seed"] = header[SEED]
+    if "decode.seed" in before and before["decode.seed"] is None and _seed_of(header) == fingerprint.get("decode.seed"):
+        before["decode.seed"] = fingerprint["decode.seed"]
     return before
+
+
+def _seed_of(header: Fingerprint) -> int:
+    """The seed of the rows that name none. Where an earlier version wrote no seed, it is a digest of the first line, so that every run
+    that goes on with the journal has the same one."""
+    seed: int | None = header.get(SEED, header.get("decode.seed"))
+    digest = hashlib.blake2b(dumps(header).encode(), digest_size=4).digest()
+    return int.from_bytes(digest) if seed is None else seed
 
 
 def _header(folder: Path) -> Fingerprint | None:

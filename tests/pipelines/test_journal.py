@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conf.errors import UserError
-from pipelines.journal import NAME, Journal, open_journal
+from pipelines.journal import NAME, SEED, Journal, open_journal
 from tests.models.test_damaged_files import MUTATIONS, mutated
 
 JOB = {"input": "abc", "decode.seed": 3, "decode.stop": ["\n"], "model/config.json": "0" * 64}
@@ -212,6 +212,32 @@ def test_auto_goes_on_with_the_newest_equal_job_beside(tmp_path: Path) -> None:
         assert journal.folder == new
     with closing(open_journal("auto", tmp_path / "also named", JOB)) as journal:
         assert journal.folder == tmp_path / "also named"
+
+
+def without_seed(file: Path) -> None:
+    """As earlier versions wrote the first line."""
+    header, *rest = file.read_text().splitlines()
+    values = {name: value for name, value in json.loads(header).items() if name != SEED}
+    file.write_text("\n".join([json.dumps(values), *rest, ""]))
+
+
+@pytest.mark.parametrize("resume", ["auto", "folder"])
+@pytest.mark.parametrize("given", [3, None])
+def test_a_journal_without_a_seed_has_the_given_one_or_always_the_same(
+    tmp_path: Path, resume: str, given: int | None
+) -> None:
+    job = {**JOB, "decode.seed": given}
+    folder = tmp_path / MOMENTS[0]
+    without_seed(write(folder, record(0), fingerprint=job))
+    seeds = []
+    for _ in range(2):
+        how = str(folder) if resume == "folder" else "auto"
+        with closing(open_journal(how, tmp_path / MOMENTS[1], job)) as journal:
+            assert (journal.folder, read(journal)) == (folder, [0])
+            seeds.append(journal.seed)
+        job = {**JOB, "decode.seed": seeds[0]}  # which config.yaml names from now on
+    assert None not in seeds
+    assert seeds == [given or seeds[0]] * 2
 
 
 def test_standard_input_is_resumed_only_by_name(tmp_path: Path) -> None:
