@@ -40,12 +40,13 @@ MAIN = {  # metric: name, unit, factor
     "decode_share_of_bandwidth": ("share of bandwidth", "%", 100),
     "num_errors": ("rows with errors", "", 1),
 }
+PEAK_MEMORY = "peak_memory_bytes"
 SPEED = (
     "decode_tokens_per_s",
     "tokens_per_s",
     "prefill_tokens_per_s",
 )  # the picture has the first that a job has, over these:
-OVER = ("peak_memory_bytes", "accuracy", "perplexity")
+OVER = (PEAK_MEMORY, "accuracy", "perplexity")
 QUALITY = ("perplexity", "accuracy")  # and the first of these, over the bytes of the weights
 TASK = "task"
 LABEL = 60  # most characters of a job's label in the picture
@@ -133,13 +134,16 @@ def _joined(jobs: list[Job]) -> list[Job]:
 
 
 def _side_by_side(group: list[Job]) -> Job:
-    """One row. A metric that several tasks measured stays as it is where they agree, else it has the task before its name."""
+    """One row. A metric that several tasks measured stays as it is where they agree, else it has the task before its name. Of the
+    peaks of memory the row has the largest, too."""
     metrics: dict[str, Value] = {}
     for job in group:
         others = [other.metrics for other in group if other is not job]
         for name, value in job.metrics.items():
             agreed = all(other.get(name, value) == value for other in others)
             metrics[name if agreed else f"{job.overrides.get(TASK)}.{name}"] = value
+    if peaks := [peak for job in group if isinstance(peak := job.metrics.get(PEAK_MEMORY), int)]:
+        metrics[PEAK_MEMORY] = max(peaks)
     errors = [f"{job.overrides.get(TASK)}: {job.error}" for job in group if job.error]
     tasks = " + ".join(str(job.overrides.get(TASK)) for job in group)
     name = " + ".join(job.name for job in group)

@@ -324,7 +324,8 @@ def test_a_sweep_over_tasks_and_schemes_is_the_table_to_choose_by(chatty: Path, 
     assert done.returncode == 0, done.stderr
     table = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open(newline="")))
     assert [(row["job"], row["quant"]) for row in table] == [("0 + 2", "none"), ("1 + 3", "int8")]
-    assert all(float(row[name]) > 0 for row in table for name in ("decode_tokens_per_s", "perplexity"))
+    shown = ("decode_tokens_per_s", "perplexity", "peak_memory_bytes")
+    assert all(float(row[name]) > 0 for row in table for name in shown)
     floats, codes = (int(row["weight_bytes"]) for row in table)
     assert codes < floats
     assert (tmp_path / "sweep" / "sweep.png").is_file()

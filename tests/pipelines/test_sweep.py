@@ -120,13 +120,18 @@ def test_jobs_that_differ_in_the_task_alone_share_a_row(tmp_path: Path, capsys: 
     ]
     assert write_sweep(folders) is None
     lines = (tmp_path / "sweep.md").read_text().splitlines()
-    assert lines[0] == "| job | quant | perplexity | decode (tokens/s) | first token p50 (ms) | weights (MB) |"
+    heading = (
+        "| job | quant | perplexity | decode (tokens/s) | first token p50 (ms) | weights (MB) | peak memory (MB) |"
+    )
+    assert lines[0] == heading
     assert lines[2:] == [
-        "| 0 + 2 | none | 5.2500 | 123 | 12.3 | 4.00 |",
-        "| 1 + 3 | int8 | 5.2500 | 123 | 12.3 | 4.00 |",
+        "| 0 + 2 | none | 5.2500 | 123 | 12.3 | 4.00 | 512 |",
+        "| 1 + 3 | int8 | 5.2500 | 123 | 12.3 | 4.00 | 512 |",
     ]
     first, _ = rows(tmp_path)  # all metrics; what the tasks measured otherwise has the task's name
     assert (first["weight_bytes"], first["bench.load_s"], first["evaluate.load_s"]) == ("4000000", "2.0", "1.0")
+    peaks = [first[f"{prefix}peak_memory_bytes"] for prefix in ("", "bench.", "evaluate.")]
+    assert peaks == ["512000000", "512000000", "480000000"]  # the row has the largest, too
     assert "123" in capsys.readouterr().out
     write_sweep([leave(tmp_path / "alone" / "0", ["task=evaluate"], QUALITY)])
     assert size_of_picture(tmp_path)[0] > 1.5 * size_of_picture(tmp_path / "alone")[0]  # speed over quality, too
