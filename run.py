@@ -3,8 +3,10 @@
 import os
 import signal
 import sys
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # no traceback where an interrupt comes during the imports
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -66,8 +68,14 @@ def main() -> None:
         raise UserError(failure)
 
 
+def _print_visibly(*raised: Any) -> None:
+    """The traceback of what nobody foresaw, which may quote a row."""
+    print(visible("".join(traceback.format_exception(*raised))), end="", file=sys.stderr)
+
+
 if __name__ == "__main__":
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra shall raise its errors, not print them its own way
+    sys.excepthook = _print_visibly
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     register()
     try:

@@ -81,7 +81,7 @@ def recorded_job(folder: Path, overrides: list[str], folders: list[Path]) -> Ite
     except (UserError, OSError) as caught:
         error = " ".join(str(caught).split())
     except Exception as caught:
-        traceback.print_exc()
+        print(visible(traceback.format_exc()), end="", file=sys.stderr)
         error = " ".join(f"{type(caught).__name__}: {caught}".split())
     if error:
         print(visible(f"error: {error}"), file=sys.stderr)

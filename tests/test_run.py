@@ -269,6 +269,21 @@ def test_a_job_that_was_interrupted_prints_the_command_that_ends_it(
     assert "has no journal.jsonl (its job is finished)" in again.stderr
 
 
+def test_a_traceback_has_no_control_characters() -> None:
+    """As of a text that an exception nobody foresaw quotes."""
+    raising = r"""
+import runpy, hydra
+def main(**_):
+    raise RuntimeError("a\x1b[2J")
+hydra.main = main
+runpy.run_path("run.py", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", raising], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.endswith(r"RuntimeError: a\x1b[2J" + "\n")
+    assert done.returncode == 1
+
+
 def test_a_reader_that_has_seen_enough_is_no_error(chatty: Path, tmp_path: Path) -> None:
     command = (
         f"{sys.executable} run.py device=cpu model.path={chatty} predict.data=Once hydra.run.dir={tmp_path / 'out'}"

@@ -155,7 +155,7 @@ def test_a_joined_row_has_the_errors_of_its_jobs_and_tasks_twice_are_not_joined(
     [
         (UserError("give less"), "give less"),
         (FileNotFoundError(2, "No such file", "x"), "[Errno 2] No such file: 'x'"),
-        (RuntimeError("two\nlines"), "RuntimeError: two lines"),
+        (RuntimeError("two\nlines\x1b[2J"), "RuntimeError: two lines\x1b[2J"),
         (None, None),
     ],
 )
@@ -167,7 +167,9 @@ def test_an_error_ends_one_job(
         if raised:
             raise raised
     assert json.loads((tmp_path / "0" / "job.json").read_text()) == {"overrides": ["a=1"], "error": error}
-    assert ("Traceback" in capsys.readouterr().err) == isinstance(raised, RuntimeError)
+    printed = capsys.readouterr().err
+    assert ("Traceback" in printed) == isinstance(raised, RuntimeError)
+    assert "\x1b" not in printed  # a terminal would obey it
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), SystemExit(143)])
