@@ -154,9 +154,13 @@ class QuantConfig:
 
     @property
     def finds_smoothing_alone(self) -> bool:
-        """Whether calibration looks for nothing but the largest magnitudes of channels, which few tokens show."""
+        """Whether calibration looks for nothing but the largest magnitudes of channels, which few tokens show.
+
+        `smooth.piecewise` compares output errors, and `shift` needs the least and the greatest value of each channel.
+        """
         is_dynamic = self.activations is Activations.dynamic and not self.has_static_kv_cache
-        return self.method is QuantMethod.smoothquant and is_dynamic
+        only_magnitudes = not self.smooth.piecewise and not self.shift
+        return self.method is QuantMethod.smoothquant and is_dynamic and only_magnitudes
 
     def _only(self, used: bool, name: str, with_what: str = "") -> None:
         default: Any = next(f for f in fields(self) if f.name == name)
@@ -173,7 +177,7 @@ class CalibrateConfig:
     data: str | None = None
     """A `.txt` or `.jsonl` as of predict; null: texts that come with Quintet."""
     num_samples: int | None = None
-    """null: 4 where only scales of smoothing are looked for (quant.activations=dynamic), else 128."""
+    """null: 4 where only scales of smoothing are looked for (dynamic activations, no piecewise, no shift), else 128."""
     sequence_length: int | None = None
     """Tokens of a sample, at most; null: 64 where only scales of smoothing are looked for, else 512."""
     seed: int = 0

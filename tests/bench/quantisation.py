@@ -20,14 +20,6 @@ CELLS: dict[str, list[str]] = {
     "int8, auto": ["quant=int8", "quant.activations=auto"],
     "a8w8, rtn": ["quant=a8w8", "quant.method=rtn"],
     "a8w8": ["quant=a8w8"],
-    **{
-        f"a8w8, {samples} samples of 512": [
-            "quant=a8w8",
-            f"calibrate.num_samples={samples}",
-            "calibrate.sequence_length=512",
-        ]
-        for samples in (4, 8, 16, 32, 128)
-    },
     "a8w8, static, rtn": ["quant=a8w8", "quant.activations=static", "quant.method=rtn"],
     "a8w8, static": ["quant=a8w8", "quant.activations=static"],
     "fp8": ["quant=fp8"],

@@ -193,6 +193,9 @@ def test_a8w8_alone_finds_smoothing_from_few_tokens() -> None:
     static = compose_run_config(["quant=a8w8", "quant.activations=static"])
     many = static.calibrate.resolved(static.quant)
     assert (many.num_samples, many.sequence_length) == (128, 512)
+    for other in ("quant.smooth.piecewise=true", "quant.shift=true"):  # output errors, least and greatest values
+        searched = compose_run_config(["quant=a8w8", other])
+        assert searched.calibrate.resolved(searched.quant) == many
     assert CalibrateConfig(num_samples=7).resolved(run.quant) == CalibrateConfig(num_samples=7, sequence_length=64)
     assert not compose_run_config(["quant=a8w8", "quant.method=rtn"]).quant.needs_calibration
 
