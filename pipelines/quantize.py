@@ -103,7 +103,8 @@ def _job(run: RunConfig) -> dict[str, Any]:
     """What decides the outcome: the model's files, how they are quantised, and on which texts."""
     if run.model.weights is not Weights.checkpoint:
         raise UserError(
-            "model.weights=random has nothing to calibrate: leave it out, or give a quant that needs no calibration"
+            "model.weights=random has nothing to calibrate: leave it out, or give quant.method=rtn with dynamic activations, "
+            "which calibrates nothing"
         )
     path = find_checkpoint(run.model.path, True, run.model.allow_pickle)
     cache = () if run.quant.has_static_kv_cache else ("kv_cache", "kv_cache_scales")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from conf.compose import dump
 from conf.errors import UserError
 from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig, SmoothConfig
-from conf.schema import DType, RunConfig
+from conf.schema import DType, RunConfig, Weights
 from pipelines.quantize import run_quantize
 from tests.builders import engine_of
 from tests.models.test_goldens import GOLDENS
@@ -50,6 +50,10 @@ def kept(run: RunConfig, _: Path) -> RunConfig:
     return replace(run, model=replace(run.model, keep_packed=True))
 
 
+def random(run: RunConfig, _: Path) -> RunConfig:
+    return replace(run, model=replace(run.model, weights=Weights.random))
+
+
 def with_(**groups: Any) -> Callable[[RunConfig, Path], RunConfig]:
     return lambda run, _: replace(run, **groups)
 
@@ -64,6 +68,7 @@ def with_(**groups: Any) -> Callable[[RunConfig, Path], RunConfig]:
         (with_(quant=QuantConfig(INT4, activations=Activations.auto)),
          "quant.activations=auto is not allowed: give none with task=quantize and give it when the model is used"),
         (kept, "model.keep_packed=true is not allowed: give false with task=quantize and give it when the model is used"),
+        (random, "model.weights=random has nothing to calibrate: leave it out, or give quant.method=rtn with dynamic activations, which"),
         (with_(quant=replace(STATIC, skip=["*"])), "quant=a8w8 leaves all 15 layers as they are: skip fewer"),
         (with_(quant=replace(STATIC, skip=["*.k_prj"])), "quant.skip has '[*].k_prj', which matches no layer: there are"),
         (with_(quant=QuantConfig(INT4, group_size=32)), "down_proj has 176 input channels, which groups of 32 do not divide: give a quant"),
