@@ -175,7 +175,7 @@ class CalibrateConfig:
     """What activations are observed on."""
 
     data: str | None = None
-    """A `.txt` or `.jsonl` as of predict; null: texts that come with Quintet."""
+    """A file as of predict (`.txt`, `.jsonl`, `.csv`, `.json`, or `.gz` of these); null: texts that come with Quintet."""
     num_samples: int | None = None
     """null: 4 where only scales of smoothing are looked for (dynamic activations, no piecewise, no shift), else 128."""
     sequence_length: int | None = None

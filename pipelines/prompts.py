@@ -15,7 +15,7 @@ from models.tokenizers import Tokenizer
 from pipelines.data_files import FORMS, DataFile, decode_utf8, find_file, names_a_file
 from pipelines.engine.faults import row_error
 
-GIVE = "give a prompt, a .txt, a .jsonl, or - for stdin; .csv, .json, and .gz of .txt or .jsonl, are read, too"
+GIVE = "give a prompt, a .txt, a .jsonl, or - for stdin; .csv and .json are read, too, and .gz of .txt or .jsonl, .csv or .json"
 MISSING = f"cannot be read (it looks like a path, but there is no such file): {GIVE}; a prompt that looks so goes into a .jsonl"
 INPUTS = ("prompt", "messages", "prompt_token_ids", "src")
 MAX_TOKEN_ID = 2**31  # what a tokenizer can decode; the engine knows the real vocabulary
@@ -92,10 +92,6 @@ class Prompts:
     def num_rows(self) -> int | None:
         """None for what can be read only once."""
         return self._whole.num_kept if self._whole else None
-
-    @property
-    def num_read(self) -> int:
-        return self._lines.num_kept
 
     @property
     def num_blank_lines(self) -> int:

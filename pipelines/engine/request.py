@@ -18,7 +18,7 @@ class FinishReason(Enum):
     stop = "stop"  # eos, a stop token or a stop string
     length = "length"
     no_token = "no_token"  # every token was banned
-    error = "error"  # the request was refused before it reached the engine
+    error = "error"  # the request was refused, or failed inside the engine
 
 
 @dataclass(frozen=True)

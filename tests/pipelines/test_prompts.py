@@ -42,7 +42,6 @@ def read_stdin(monkeypatch: pytest.MonkeyPatch, content: str | bytes) -> Prompts
 def texts(prompts: Prompts) -> list[str | None]:
     rows = list(prompts)
     assert [row.index for row in rows] == list(range(len(rows)))
-    assert prompts.num_read == len(rows)
     assert not [row.error for row in rows if row.error]
     return [row.prompt for row in rows]
 
@@ -191,7 +190,6 @@ def test_the_counts_of_a_file_are_known_before_its_first_row(tmp_path: Path) -> 
     prompts = read_txt(tmp_path, "a\n\nb\n")
     assert prompts.num_rows == 2
     assert next(iter(prompts)).prompt == "a"
-    assert prompts.num_read == 1
 
 
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
@@ -216,7 +214,7 @@ def test_a_fault_is_placed_in_the_whole_stream(tmp_path: Path) -> None:
 
 def test_standard_input_is_read_no_further_than_the_rows_that_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = read_stdin(monkeypatch, b"a\nb\n\xff\n")
-    assert (prompts.num_rows, prompts.sha256, prompts.num_read) == (None, None, 1)
+    assert (prompts.num_rows, prompts.sha256) == (None, None)
     rows = iter(prompts)
     assert [next(rows).prompt, next(rows).prompt] == ["a", "b"]
     with pytest.raises(UserError, match=r"standard input is not UTF-8 \(byte 4 is 0xff\)"):
