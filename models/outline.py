@@ -25,14 +25,16 @@ VALUES_PER_BYTE = 4  # no format packs more: Q2_K, the smallest, has 3
 
 
 def open_model(
-    architecture: Architecture, shape: ModelShape, checkpoint: Checkpoint
+    architecture: Architecture, shape: ModelShape, checkpoint: Checkpoint | None
 ) -> tuple[CausalLM, list[WeightFile]]:
-    """The model of `shape` on the meta device, and the opened files of its weights.
+    """The model of `shape` on the meta device, and the opened files of its weights; none without a `checkpoint`.
 
     A stored head that differs from the embedding to which the config ties it stays the model's own head, as in transformers 5; a
     warning says so. Raises UserError as `outline` does, and where files cannot be opened.
     """
     model = outline(architecture, shape, checkpoint)
+    if checkpoint is None:
+        return model, []
     files = checkpoint.open_weights(parameter_shapes(model))
     if not isinstance(model.head, TiedHead):
         return model, files

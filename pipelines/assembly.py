@@ -22,7 +22,7 @@ from models.formats.base import CodedWeights
 from models.formats.manifest import verify_manifest
 from models.hub import find_checkpoint
 from models.linear_layers import bring_together, pack_layers
-from models.outline import open_model, outline
+from models.outline import open_model
 from models.registry import find_architecture
 from models.tokenizers import Tokenizer
 from models.weights import DTYPES, initialise_randomly, load_weights, stored_dtype
@@ -67,11 +67,8 @@ def assemble(
     tokenizer = _tokenizer(run.model, checkpoint, shape.vocab_size)
     eos = eos_token_ids(checkpoint.generation_config, reader, tokenizer)
     decode = decode_defaults(checkpoint.generation_config, context.num_tokens)
-    files: list[WeightFile] = []
-    if run.model.weights is Weights.random:
-        model = outline(architecture, shape, None)
-    else:
-        model, files = open_model(architecture, shape, checkpoint)
+    bound = None if run.model.weights is Weights.random else checkpoint
+    model, files = open_model(architecture, shape, bound)
     model.eval()
     widest = widest_layer(model)
     _quantize(model, run.quant, read_quantization(reader) or read_gguf_quantization(files), files)

@@ -58,12 +58,7 @@ def paged_attention(
 
         return triton.paged_attention(*inputs, *options)
     library, keys, values = build.library(), key_cache.view, value_cache.view
-    numbers = [(block_tables, 2), (query_starts, 1), (context_lengths, 1), (prefix_lengths, 1)]
-    fit = all(part is None or (part.dtype, part.ndim) == (torch.int64, rank) for part, rank in numbers)
-    fit = fit and (query.shape[2], query.dtype) == (key_cache.channels, key_cache.dtype)
-    fit = fit and len(block_tables) == len(context_lengths) == len(query_starts) - 1
-    fit = fit and (prefix_lengths is None or len(prefix_lengths) == len(context_lengths))
-    fit = fit and (alibi_slopes is None or (len(alibi_slopes), alibi_slopes.dtype) == (query.shape[1], torch.float32))
+    fit = _fit(query, key_cache, block_tables, query_starts, context_lengths, alibi_slopes, prefix_lengths)
     if library is None or keys is None or values is None or not fit:
         return reference.paged_attention(*inputs, *options)
     query, block_tables = query.contiguous(), block_tables.contiguous()
@@ -89,3 +84,23 @@ def paged_attention(
         out.data_ptr(),
     )
     return out
+
+
+def _fit(
+    query: Tensor,
+    key_cache: PagedVectors,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lengths: Tensor,
+    alibi_slopes: Tensor | None,
+    prefix_lengths: Tensor | None,
+) -> bool:
+    """Whether shapes and dtypes are those that the C++ kernel reads."""
+    numbers = [(block_tables, 2), (query_starts, 1), (context_lengths, 1), (prefix_lengths, 1)]
+    return (
+        all(part is None or (part.dtype, part.ndim) == (torch.int64, rank) for part, rank in numbers)
+        and (query.shape[2], query.dtype) == (key_cache.channels, key_cache.dtype)
+        and len(block_tables) == len(context_lengths) == len(query_starts) - 1
+        and (prefix_lengths is None or len(prefix_lengths) == len(context_lengths))
+        and (alibi_slopes is None or (len(alibi_slopes), alibi_slopes.dtype) == (query.shape[1], torch.float32))
+    )
