@@ -138,7 +138,7 @@ def _unknown_name(text: str) -> str | None:
 
 
 def for_hydra(arguments: list[str]) -> list[str]:
-    """What the user typed, as Hydra's command line takes it. Raises UserError."""
+    """Return the user's arguments as Hydra's command line takes them. Raises UserError."""
     if {"--help", "-h"} & set(arguments):
         arguments = [*arguments, _quote(f"hydra.help.template={(CONF / 'help.txt').read_text(encoding='utf-8')}")]
     return flags_first(quote_prompt(options_over_saved(saved_config(checked(arguments)))))
@@ -166,7 +166,7 @@ def checked(arguments: list[str]) -> list[str]:
 def compose_run_config(
     overrides: list[str], model_path: str | None = None, tokenizer_path: str | None = None
 ) -> RunConfig:
-    """What `python run.py OVERRIDES` would compose. The paths are set as they are, past the grammar of overrides."""
+    """Return the config that `python run.py OVERRIDES` composes. The paths are set as they are, past the grammar of overrides."""
     register()
     with _COMPOSING:
         outer = GlobalHydra.instance().hydra  # of a caller that uses Hydra itself
@@ -232,7 +232,7 @@ def _as_saved(run: RunConfig) -> RunConfig:
 
 
 def _absolute(path: str | None) -> str | None:
-    """Of what exists; a hub id, none and null stay."""
+    """Return the absolute path of what exists; a hub id, none and null stay as they are."""
     full = os.path.expanduser(path or "none")
     return os.path.abspath(full) if full != "none" and os.path.exists(full) else path
 

@@ -190,7 +190,7 @@ class CalibrateConfig:
         check(self.seed >= 0, "calibrate.seed", self.seed, "a number from 0")
 
     def resolved(self, quant: QuantConfig) -> "CalibrateConfig":
-        """The same with the numbers that `quant` needs in the places of null."""
+        """Return these settings with the numbers that `quant` needs where null was given."""
         samples, length = (4, 64) if quant.finds_smoothing_alone else (128, 512)
         return replace(self, num_samples=self.num_samples or samples, sequence_length=self.sequence_length or length)
 

@@ -13,7 +13,7 @@ def visible(text: str) -> str:
 
 
 def visible_line(text: str) -> str:
-    """The same for a text that is part of one line."""
+    """Return the text as `visible` does, with line breaks as escapes too, for a place within one line."""
     return visible(text).replace("\n", "\\n")
 
 
