@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UserError
-from models import (
+from models.causal_lm import CausalLM
+from models.config import ConfigReader
+from models.families import (
     baichuan,
     bloom,
     chatglm,
@@ -26,8 +28,6 @@ from models import (
     qwen3,
     qwen3_moe,
 )
-from models.causal_lm import CausalLM
-from models.config import ConfigReader
 
 
 @dataclass(frozen=True)

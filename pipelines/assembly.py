@@ -19,8 +19,8 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.formats import Checkpoint, WeightFile, open_checkpoint, open_tokenizer
 from models.formats.base import CodedWeights
+from models.formats.hub import find_checkpoint
 from models.formats.manifest import verify_manifest
-from models.hub import find_checkpoint
 from models.linear_layers import bring_together, pack_layers
 from models.outline import open_model
 from models.registry import find_architecture

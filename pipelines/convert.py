@@ -25,14 +25,14 @@ from conf.schema import (
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.formats import Checkpoint
-from models.formats.gguf_writer import write_gguf
+from models.formats.gguf.writer import write_gguf
 from models.formats.huggingface_writer import write_companions, write_huggingface
+from models.formats.lora import merge_lora
 from models.formats.manifest import write_manifest
+from models.formats.partition import partition
 from models.formats.safetensors_writer import entries_of
 from models.formats.sharded import write_sharded
-from models.lora import merge_lora
 from models.outline import open_model
-from models.partition import partition
 from models.registry import find_architecture
 from models.weights import DTYPES, CastFile, match_tensors, parameter_shapes, stored_dtype
 from pipelines import report

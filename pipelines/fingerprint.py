@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from conf.schema import RunConfig, Weights
-from models.hub import find_checkpoint
+from models.formats.hub import find_checkpoint
 from pipelines.calibration_data import calibration_file
 from pipelines.engine import Engine
 from pipelines.journal import Fingerprint, dumps

@@ -16,8 +16,8 @@ from conf.errors import UserError
 from conf.schema import RunConfig
 from kernels import build
 from models.causal_lm import CausalLM
-from models.hub import find_checkpoint
-from models.packed_file import NotUsable, is_packed, read_packed, restore, save_packed
+from models.formats.hub import find_checkpoint
+from models.formats.packed_file import NotUsable, is_packed, read_packed, restore, save_packed
 from pipelines.fingerprint import file_fingerprint
 from pipelines.report import REPOSITORY
 

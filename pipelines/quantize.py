@@ -18,9 +18,9 @@ from conf.quantization import CalibrateConfig, ExportConfig, KVCacheFormat, Quan
 from conf.schema import RunConfig, Weights
 from models.batch import Batch, KVCache
 from models.config import ConfigReader
+from models.formats.hub import find_checkpoint
 from models.formats.huggingface_writer import write_companions
 from models.formats.manifest import MANIFEST, write_manifest
-from models.hub import find_checkpoint
 from models.layers.linear import TiedHead
 from models.weights import refuse_damaged
 from pipelines import report

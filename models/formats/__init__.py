@@ -4,12 +4,12 @@ from pathlib import Path
 
 from conf.errors import UserError
 from models.formats.base import Checkpoint, WeightFile
+from models.formats.gguf.magic import is_gguf_layout
 from models.formats.huggingface import open_huggingface
 from models.formats.meta import is_meta_layout, open_meta
 from models.formats.mindspore import is_mindspore_layout, open_mindspore
 from models.formats.sharded import is_sharded_layout, open_sharded
 from models.formats.tensor_parallel import is_tensor_parallel, open_tensor_parallel
-from models.gguf_magic import is_gguf_layout
 from models.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = ["Checkpoint", "WeightFile", "open_checkpoint", "open_tokenizer"]
@@ -18,7 +18,7 @@ __all__ = ["Checkpoint", "WeightFile", "open_checkpoint", "open_tokenizer"]
 def open_checkpoint(path: Path, allow_pickle: bool) -> Checkpoint:
     """Raises UserError where the configuration cannot be read; what is wrong with weights or tokenizer is said when they are opened."""
     if is_gguf_layout(path):
-        from models.formats.gguf import open_gguf  # here, because nothing else needs its libraries
+        from models.formats.gguf.reader import open_gguf  # here, because nothing else needs its libraries
 
         return open_gguf(path)
     if not path.is_dir():
@@ -37,8 +37,8 @@ def open_checkpoint(path: Path, allow_pickle: bool) -> Checkpoint:
 def open_tokenizer(path: Path) -> Tokenizer | None:
     """Of a folder or a GGUF file, also where these hold no model; None where they hold none. Raises UserError if it cannot be read."""
     if is_gguf_layout(path):
-        from models.formats.gguf import read_gguf_headers
-        from models.tokenizers.gguf import load_gguf_tokenizer
+        from models.formats.gguf.reader import read_gguf_headers
+        from models.formats.gguf.tokenizer import load_gguf_tokenizer
 
         return load_gguf_tokenizer(read_gguf_headers(path)[0])
     return load_tokenizer(path) if path.is_dir() else None

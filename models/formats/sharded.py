@@ -26,8 +26,8 @@ from conf.errors import UserError
 from models.config import ConfigReader, read_json
 from models.formats.base import Checkpoint, WeightFile
 from models.formats.huggingface import GENERATION_CONFIG, SafetensorsFile
+from models.formats.partition import Place
 from models.formats.safetensors_writer import Entry, SafetensorsWriter, content_of, entries_of, read_in_order
-from models.partition import Place
 from models.tokenizers import load_tokenizer
 
 LAYOUT = "layout.json"

@@ -8,8 +8,8 @@ import pytest
 
 from conf.errors import UserError
 from models.config import ConfigReader
+from models.families.llama import LlamaConfig, read_config
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
-from models.llama import LlamaConfig, read_config
 from models.registry import ARCHITECTURES, find_architecture
 
 CONFIG = {

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.models.test_deepseek import CASES, build
 from torch import Tensor, nn
 
 from models.layers.linear import Linear
@@ -12,7 +13,6 @@ from models.linear_layers import join_layers
 from pipelines.assembly import assemble
 from pipelines.engine import Engine
 from tests.builders import all_logits, run_config
-from tests.models.test_deepseek import CASES, build
 from tests.models.test_goldens import FAMILIES, GOLDENS, TOLERANCE, greedy, link
 
 
@@ -68,7 +68,7 @@ def test_queries_and_latents_of_deepseek(name: str, tmp_path: Path) -> None:
     version, config = CASES[name]
     build(version, **config).save_pretrained(tmp_path)
     engine, prompt = unpacked(tmp_path), list(range(2, 20))
-    expected = all_logits(engine, prompt)  # transformers', as tests/models/test_deepseek.py says
+    expected = all_logits(engine, prompt)  # transformers', as tests/models/families/test_deepseek.py says
     assert layers_by_input(engine, prompt)
     join_layers(engine.runner.model)
     assert layers_by_input(engine, prompt) == []

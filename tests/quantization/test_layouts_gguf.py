@@ -17,7 +17,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import KVCacheFormat, KVCacheScales, QuantConfig, QuantMethod, QuantScheme
 from models.formats import open_checkpoint
-from models.formats.gguf import GGUFWeights
+from models.formats.gguf.reader import GGUFWeights
 from pipelines.loading import load_engine
 from pipelines.quantize import run_quantize
 from quantization.layouts.gguf import GGUFWeight, read_gguf_quantization

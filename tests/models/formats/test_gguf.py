@@ -80,7 +80,7 @@ def test_rounded_weights_are_the_packages(kind: str, dtype: str, tmp_path: Path)
 def test_every_type_is_dequantised_as_the_package_does(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("models.formats.gguf.DEQUANTISED_AT_ONCE", 1000)  # several pieces, the last one shorter
+    monkeypatch.setattr("models.formats.gguf.reader.DEQUANTISED_AT_ONCE", 1000)  # several pieces, the last one shorter
     type = gguf.GGMLQuantizationType[kind]
     block, block_bytes = gguf.GGML_QUANT_SIZES[type]
     shape = (37, 2 * block) if block > 1 else (37, 5)

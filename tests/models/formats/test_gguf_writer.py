@@ -17,7 +17,7 @@ from transformers import Gemma2ForCausalLM, LlamaForCausalLM, MistralForCausalLM
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from models.formats import open_checkpoint
-from models.formats.gguf_writer import write_gguf
+from models.formats.gguf.writer import write_gguf
 from models.tokenizers.tiktoken import QWEN_PATTERN
 from tests.builders import REPOSITORY, SHARED, SMALL, complete, engine_of
 from tests.gguf_twins import write_twin

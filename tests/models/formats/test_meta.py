@@ -13,8 +13,8 @@ from torch import Tensor
 
 from conf.errors import UserError
 from conf.schema import Weights
+from models.families.llama import LlamaConfig, read_config
 from models.formats.meta import AT_ONCE, read_meta_config
-from models.llama import LlamaConfig, read_config
 from models.tokenizers import load_tokenizer
 from pipelines.loading import load_engine
 from tests.builders import SHARED, all_logits, engine_of, run_config, weights_of, write_llama

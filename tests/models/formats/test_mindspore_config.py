@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from conf.errors import UserError
+from models.families.llama import LlamaConfig, read_config
 from models.formats.mindspore_config import read_mindformers_config
-from models.llama import LlamaConfig, read_config
 from tests.mindspore_twins import MODEL_CONFIG, write_yaml
 
 

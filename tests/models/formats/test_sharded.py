@@ -16,8 +16,8 @@ from conf.errors import UserError
 from models.formats import open_checkpoint
 from models.formats.huggingface import SafetensorsFile
 from models.formats.huggingface_writer import write_huggingface
+from models.formats.partition import Place
 from models.formats.sharded import LAYOUT, ShardedFile, write_sharded
-from models.partition import Place
 from tests.models.test_damaged_files import MUTATIONS, mutated
 
 TENSORS = {

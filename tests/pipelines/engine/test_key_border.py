@@ -1,4 +1,4 @@
-"""Scheduler: what grows past the length where a model's keys become other ones. Tokens across the border: tests/models/test_phi3.py."""
+"""Scheduler: sequences that grow past a model's `key_border`. Tokens across it: tests/models/families/test_phi3.py."""
 
 from dataclasses import replace
 

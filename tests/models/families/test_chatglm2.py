@@ -11,9 +11,9 @@ from transformers import GlmConfig, GlmForCausalLM
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from models.chatglm import ChatGLM
-from models.chatglm2 import ChatGLM2, read_config
 from models.config import ConfigReader
+from models.families.chatglm import ChatGLM
+from models.families.chatglm2 import ChatGLM2, read_config
 from models.registry import find_architecture
 from tests.builders import REPOSITORY, all_logits, complete, engine_of
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from conf.errors import UserError
-from models.baichuan import Baichuan, NormHead, read_config, read_version
 from models.config import ConfigReader
+from models.families.baichuan import Baichuan, NormHead, read_config, read_version
 from tests.builders import REPOSITORY, all_logits, engine_of
 from tests.models.test_goldens import link
 

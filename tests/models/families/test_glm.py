@@ -12,7 +12,7 @@ from transformers import Glm4Config, Glm4ForCausalLM, GlmConfig, GlmForCausalLM
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from models.config import ConfigReader
-from models.glm import read_config
+from models.families.glm import read_config
 from tests.builders import SMALL, all_logits, complete, engine_of
 
 NEW_TOKENS = 32

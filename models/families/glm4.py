@@ -2,7 +2,7 @@
 
 from models.batch import Batch, LayerCache
 from models.decoder import DecoderLM
-from models.glm import GlmConfig, GlmLayer
+from models.families.glm import GlmConfig, GlmLayer
 from models.layers.norm import ResidualStream, RMSNorm
 from models.layers.rotary import Angles
 

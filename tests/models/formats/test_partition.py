@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
-from models.partition import Place, partition, split_axis
+from models.formats.partition import Place, partition, split_axis
 from models.registry import find_architecture
 from tests.builders import SMALL
 from tests.models.test_goldens import GOLDENS

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.formats import WeightFile, open_checkpoint
-from models.lora import merge_lora
+from models.formats.lora import merge_lora
 from models.registry import find_architecture
 from models.weights import load_weights, parameter_shapes
 from pipelines.assembly import assemble

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from models.config import ConfigReader
 from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
+from models.families.qwen3 import Attention
 from models.layers.mlp import MLP
 from models.layers.moe import MixtureConfig, SparseMoeBlock, read_mixture
 from models.layers.sliding_window import read_windows
-from models.qwen3 import Attention
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from transformers import MixtralForCausalLM
 
 from conf.errors import UserError
 from models.config import ConfigReader
-from models.mixtral import read_config
+from models.families.mixtral import read_config
 from tests.oracle import check_equals_transformers
 
 CASES: dict[str, dict[str, Any]] = {

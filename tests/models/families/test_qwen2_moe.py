@@ -10,7 +10,7 @@ from transformers import Qwen2MoeForCausalLM
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from models.config import ConfigReader
-from models.qwen2_moe import read_config
+from models.families.qwen2_moe import read_config
 from tests.builders import complete, engine_of
 from tests.oracle import check_equals_transformers, write_model
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from conf.errors import UserError
 from models.config import ConfigReader
-from models.gguf_magic import MAGIC
+from models.formats.gguf.magic import MAGIC
 
 VERSIONS = (2, 3)
 KEY_BYTES, NAME_BYTES, DIMENSIONS = 65535, 64, 4  # the most of each, as the specification says

@@ -8,10 +8,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-import models.hub
+import models.formats.hub
 from conf.errors import UserError
 from models.formats import open_checkpoint
-from models.hub import find_checkpoint
+from models.formats.hub import find_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_a_network_that_swallows_everything_is_not_waited_for(monkeypatch: pytes
         raise OSError
 
     monkeypatch.setattr(socket, "getaddrinfo", hangs)
-    monkeypatch.setattr(models.hub, "CONNECT_S", 0.01)
+    monkeypatch.setattr(models.formats.hub, "CONNECT_S", 0.01)
     assert "(hub.invalid cannot be reached)" in refused("https://hub.invalid", monkeypatch)
     assert "(hub.invalid cannot be reached)" in refused("https://hub.invalid", monkeypatch)
     assert (names, ended.is_set()) == ([("hub.invalid", 443)], False)  # once in a process

@@ -9,8 +9,8 @@ import transformers
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from models import phi3
 from models.config import ConfigReader
+from models.families import phi3
 from pipelines.engine import Engine
 from tests.builders import complete, engine_of, generate
 from tests.oracle import assert_equals_transformers, random_prompts, write_random

@@ -12,8 +12,8 @@ from torch import Tensor
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import DType
-from models.chatglm import ChatGLM, positions_2d, read_config
 from models.config import ConfigReader
+from models.families.chatglm import ChatGLM, positions_2d, read_config
 from pipelines.assembly import assemble
 from pipelines.engine import Engine
 from pipelines.engine.batch import build_batch

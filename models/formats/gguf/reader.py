@@ -19,12 +19,12 @@ from torch import Tensor
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.formats.base import CODE_GROUP, Checkpoint, WeightFile
-from models.formats.gguf_names import ARCHITECTURE, ROTARY_FACTORS, expert_names, hugging_face_name
+from models.formats.gguf.header import GGUFHeader, TensorInfo, read_gguf_header
+from models.formats.gguf.magic import is_gguf
+from models.formats.gguf.names import ARCHITECTURE, ROTARY_FACTORS, expert_names, hugging_face_name
+from models.formats.gguf.tokenizer import load_gguf_tokenizer
 from models.formats.rotary_rows import half_apart
-from models.gguf_header import GGUFHeader, TensorInfo, read_gguf_header
-from models.gguf_magic import is_gguf
 from models.layers.rotary import RotaryConfig, llama3_factors
-from models.tokenizers.gguf import load_gguf_tokenizer
 
 SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 STORED = {  # types that are read as they are

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of any layout as one GGUF file, which llama.cpp reads and models/formats/gguf.py too.
+"""Writes a checkpoint of any layout as one GGUF file, which llama.cpp reads and models/formats/gguf/reader.py too.
 
 Keys and the types that tensors are kept in are those of llama.cpp's own converter. One tensor is in memory at a time.
 """
@@ -18,16 +18,16 @@ from torch import Tensor
 
 from conf.errors import UserError
 from models.decoder import DecoderConfig
+from models.families.mixtral import MixtralConfig
+from models.families.qwen2 import Qwen2Config
 from models.formats.base import Checkpoint, WeightFile
-from models.formats.gguf import END_TOKENS
-from models.formats.gguf_names import ARCHITECTURE, ROTARY_FACTORS, llama_cpp_name
+from models.formats.gguf.names import ARCHITECTURE, ROTARY_FACTORS, llama_cpp_name
+from models.formats.gguf.reader import END_TOKENS
+from models.formats.gguf.vocabulary import gguf_vocabulary
 from models.formats.rotary_rows import side_by_side
 from models.layers.rotary import RotaryConfig, llama3_factors, yarn_mscale
-from models.mixtral import MixtralConfig
 from models.outline import open_model
-from models.qwen2 import Qwen2Config
 from models.registry import find_architecture
-from models.tokenizers.gguf_vocabulary import gguf_vocabulary
 from models.weights import match_tensors
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,8 @@ from sentencepiece import sentencepiece_model_pb2
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from conf.errors import UserError
-from models.gguf_header import GGUFHeader
-from models.tokenizers.base import Tokenizer
-from models.tokenizers.gguf import (
+from models.formats.gguf.header import GGUFHeader
+from models.formats.gguf.tokenizer import (
     GPT2_PATTERN,
     NORMALISED,
     PATTERNS,
@@ -23,6 +22,7 @@ from models.tokenizers.gguf import (
     GGUFSentencePieceTokenizer,
     load_gguf_tokenizer,
 )
+from models.tokenizers.base import Tokenizer
 from models.tokenizers.huggingface import HuggingFaceTokenizer
 from models.tokenizers.sentencepiece import SentencePieceTokenizer
 

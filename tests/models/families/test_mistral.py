@@ -8,7 +8,7 @@ from transformers import MistralForCausalLM
 
 from conf.errors import UserError
 from models.config import ConfigReader
-from models.mistral import read_config
+from models.families.mistral import read_config
 from tests.oracle import check_equals_transformers
 
 CASES: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ from transformers import Qwen3ForCausalLM
 
 from conf.errors import UserError
 from models.config import ConfigReader
-from models.qwen3 import read_config
+from models.families.qwen3 import read_config
 from tests.oracle import check_equals_transformers
 
 CASES: dict[str, dict[str, Any]] = {

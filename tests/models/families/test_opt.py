@@ -8,8 +8,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from conf.errors import UserError
-from models import opt
 from models.config import ConfigReader
+from models.families import opt
 from tests.oracle import assert_equals_transformers, random_prompts, write_random
 
 SMALL: dict[str, Any] = {

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from conf.errors import UserError
-from models.gguf_header import GGUFHeader
+from models.formats.gguf.header import GGUFHeader
 from models.tokenizers.base import Tokenizer
 from models.tokenizers.huggingface import HuggingFaceTokenizer, damage_refused
 from models.tokenizers.sentencepiece import SentencePieceTokenizer

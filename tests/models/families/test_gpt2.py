@@ -7,8 +7,8 @@ import pytest
 import transformers
 
 from conf.errors import UserError
-from models import gpt2
 from models.config import ConfigReader
+from models.families import gpt2
 from tests.oracle import assert_equals_transformers, random_prompts, write_random
 
 SMALL: dict[str, Any] = {

@@ -1,0 +1,1 @@
+"""The bundled model `tiny`: its weights, the text that it learned from, and its training."""
