@@ -22,8 +22,8 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from tests.builders import write_llama  # noqa: E402
-from tests.tokenizers_for_tests import byte_level, save  # noqa: E402
+from tests.helpers.builders import write_llama  # noqa: E402
+from tests.helpers.small_tokenizers import byte_level, save  # noqa: E402
 
 
 @pytest.fixture(scope="session")

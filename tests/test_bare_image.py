@@ -29,7 +29,7 @@ from conf.decoding import DecodeConfig
 from conf.quantization import QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
 from pipelines.assembly import assemble
-from tests.builders import SMALL, complete, engine_of, write_llama
+from tests.helpers.builders import SMALL, complete, engine_of, write_llama
 
 with tempfile.TemporaryDirectory() as folder:
     write_llama(Path(folder))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import REPOSITORY
+from tests.helpers.builders import REPOSITORY
 
 SHELLS = {"bash": ["bash", "--norc", "--noprofile", "-i"], "zsh": ["zsh", "-f", "-i"]}
 

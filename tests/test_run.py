@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from conf.compose import compose_run_config, quote_prompt
-from tests.builders import REPOSITORY, said
+from tests.helpers.builders import REPOSITORY, said
 
 FILES = {"config.yaml", "environment.json", "metrics.json", "predictions.jsonl", "text_generation_result.txt"}
 

@@ -27,7 +27,7 @@ from kernels.launches import Launch, Shape, entry_of, file_of, read, shape_of  #
 from kernels.quant_matmul.gpu_weight import GPUWeight  # noqa: E402
 from tests.bench.gpu import about, parser_of  # noqa: E402
 from tests.bench.gpu_rows import Step, median_seconds, mixture, product, rotated  # noqa: E402
-from tests.kernels.triton.cases import assert_near  # noqa: E402
+from tests.helpers.triton_cases import assert_near  # noqa: E402
 
 KINDS = ("int4 g128", "int8", "a8w8", "fp8")
 MODELS = {  # outputs, inputs of q, k and v; o; gate and up; down

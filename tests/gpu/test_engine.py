@@ -13,7 +13,7 @@ from conf.quantization import Activations, KVCacheFormat, QuantConfig, QuantSche
 from conf.schema import DeviceConfig, DeviceType
 from pipelines.assembly import assemble
 from pipelines.engine import Engine
-from tests.builders import complete, run_config, write_llama
+from tests.helpers.builders import complete, run_config, write_llama
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 PROMPTS = [[3 + i] * (5 * i + 1) for i in range(6)]

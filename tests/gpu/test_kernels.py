@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kernels.kv_format import FORMATS, allocate
-from tests.kernels.cache_formats import NAMES
-from tests.kernels.triton.cases import EXPERT_FORMATS, assert_near, noise
+from tests.helpers.cache_formats import NAMES
+from tests.helpers.triton_cases import EXPERT_FORMATS, assert_near, noise
 
 BF16 = torch.bfloat16
 LENGTHS = [(1, 700), (1, 33), (130, 130), (64, 400)]  # (new tokens, all tokens)
@@ -107,7 +107,7 @@ def test_a_graph_of_decoding_follows_new_lengths() -> None:
 
 @pytest.mark.usefixtures("_never_waits")
 def test_no_launch_waits_for_the_gpu() -> None:
-    from tests.kernels.triton.shapes import CASES
+    from tests.helpers.triton_shapes import CASES
 
     names = ("attention decode 64", "kv_store", "rows", "matmul 16", "sampling", "moe 1 mixtral", "moe 8 mixtral")
     with torch.device("cuda"):

@@ -20,7 +20,7 @@ from kernels.quantize_rows import QuantizedRows, quantize_rows
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope, rope_angles
 from kernels.swiglu import swiglu
-from tests.kernels.cache_formats import NAMES, formats_of
+from tests.helpers.cache_formats import NAMES, formats_of
 from tests.kernels.test_quant_matmul import make
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from kernels.kv_format import PagedVectors, Unquantised, allocate
 from kernels.kv_store import kv_store, reference, rope_and_store
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
-from tests.kernels.cache_formats import NAMES, formats_of
+from tests.helpers.cache_formats import NAMES, formats_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

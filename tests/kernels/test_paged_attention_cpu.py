@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.kv_format import PagedVectors, allocate
 from kernels.kv_store import kv_store
 from kernels.paged_attention import paged_attention
-from tests.kernels.cache_formats import NAMES, formats_of
+from tests.helpers.cache_formats import NAMES, formats_of
 
 Threads = Callable[[int], None]
 Options = dict[str, Any]

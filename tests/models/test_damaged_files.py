@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from conf.errors import UserError
-from tests.builders import engine_of, write_llama
-from tests.tokenizers_for_tests import byte_level, save
+from tests.helpers.builders import engine_of, write_llama
+from tests.helpers.small_tokenizers import byte_level, save
 
 FILES = ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 INDEX, PICKLE = "model.safetensors.index.json", "pytorch_model.bin"

@@ -8,7 +8,7 @@ import pytest
 
 from conf.errors import UserError
 from models.tokenizers import Tokenizer, load_tokenizer
-from tests.builders import SHARED
+from tests.helpers.builders import SHARED
 
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
 

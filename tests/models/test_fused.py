@@ -13,7 +13,7 @@ from kernels.rms_norm import rms_norm
 from models.layers import norm
 from models.layers.linear import JointLinear
 from pipelines.loading import load_engine
-from tests.builders import all_logits, run_config, write_llama
+from tests.helpers.builders import all_logits, run_config, write_llama
 
 PROMPT = [7, 3, 90, 20, 33, 41, 8, 5, 17, 60, 2]
 SCHEMES = {

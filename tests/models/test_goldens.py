@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from conf.decoding import DecodeConfig
 from kernels import build
 from pipelines.engine import Engine, runner
-from tests.builders import REPOSITORY, all_logits, complete, engine_of, generate
+from tests.helpers.builders import REPOSITORY, all_logits, complete, engine_of, generate
 
 GOLDENS = REPOSITORY / "tests" / "goldens"
 FAMILIES = [

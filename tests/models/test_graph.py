@@ -16,7 +16,7 @@ from kernels.kv_format import PagedVectors
 from models.batch import Batch, BatchShape, KVCache
 from models.causal_lm import CausalLM
 from pipelines.loading import load_engine
-from tests.builders import run_config, write_llama
+from tests.helpers.builders import run_config, write_llama
 
 SCHEMES = {
     "floats": QuantConfig(),

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.models.test_deepseek import CASES, build
 from torch import Tensor, nn
 
 from models.layers.linear import Linear
 from models.linear_layers import join_layers
 from pipelines.assembly import assemble
 from pipelines.engine import Engine
-from tests.builders import all_logits, run_config
+from tests.helpers.builders import all_logits, run_config
+from tests.models.families.test_deepseek import CASES, build
 from tests.models.test_goldens import FAMILIES, GOLDENS, TOLERANCE, greedy, link
 
 

@@ -15,8 +15,8 @@ from models.decoder import DecoderLayer
 from models.layers.linear import Linear
 from pipelines.assembly import assemble
 from pipelines.quantize_preflight import print_preflight
-from tests.builders import engine_of, run_config
-from tests.oracle import write_model
+from tests.helpers.builders import engine_of, run_config
+from tests.helpers.oracle import write_model
 from tests.pipelines.test_convert import convert
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}

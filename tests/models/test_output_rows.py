@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from kernels import build
 from pipelines.engine.batch import whole_batch
-from tests.builders import engine_of
+from tests.helpers.builders import engine_of
 from tests.models.test_goldens import FAMILIES, GOLDENS, link
 
 

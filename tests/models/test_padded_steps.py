@@ -16,7 +16,7 @@ from kernels.paged_attention import paged_attention
 from models.batch import Batch, BatchShape
 from pipelines.engine.batch import build_batch
 from pipelines.engine.gpu_batch import fill
-from tests.builders import engine_of
+from tests.helpers.builders import engine_of
 from tests.models.test_goldens import FAMILIES, GOLDENS, link
 
 aten = torch.ops.aten

@@ -21,8 +21,8 @@ from transformers import (
 from conf.quantization import QuantConfig, QuantScheme
 from conf.schema import CheckpointFormat
 from pipelines.loading import load_engine
-from tests.builders import all_logits, engine_of, run_config
-from tests.oracle import TOLERANCE, write_model
+from tests.helpers.builders import all_logits, engine_of, run_config
+from tests.helpers.oracle import TOLERANCE, write_model
 from tests.pipelines.test_convert import convert
 
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {

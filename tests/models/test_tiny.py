@@ -11,7 +11,7 @@ from safetensors import safe_open
 from models.tiny.corpus import NAMES, documents, questions, story
 from pipelines import TextGenerationPipeline, pipeline
 from tests.bench.tiny_questions import held_out_questions, right_answers
-from tests.builders import REPOSITORY
+from tests.helpers.builders import REPOSITORY
 
 FOLDER = REPOSITORY / "models" / "tiny"
 

@@ -8,7 +8,7 @@ import pytest
 
 from conf.errors import UserError
 from models.tokenizers import Tokenizer, load_tokenizer
-from tests.tokenizers_for_tests import TEXTS, TRICKY, byte_fallback, byte_level, save
+from tests.helpers.small_tokenizers import TEXTS, TRICKY, byte_fallback, byte_level, save
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

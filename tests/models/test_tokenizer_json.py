@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, GPT2Tokenizer
 from conf.errors import UserError
 from models.tokenizers import Tokenizer, load_tokenizer
 from models.tokenizers.tiktoken import LLAMA3_PATTERN
-from tests.builders import SHARED
-from tests.tokenizers_for_tests import TEXTS, TRICKY, byte_fallback, byte_level
+from tests.helpers.builders import SHARED
+from tests.helpers.small_tokenizers import TEXTS, TRICKY, byte_fallback, byte_level
 
 SAMPLES = [*TEXTS, TRICKY, "", " ", "a", "<s>[INST] hi [/INST] there</s>", "x<tool>y</s> z <s>", "cafe\u0301", "▁x"]
 TOKEN = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}

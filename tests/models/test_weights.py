@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tests.models.test_partition import DEEPSEEK, build
 
 from models.formats.huggingface import SafetensorsFile
 from models.weights import CastFile, match_tensors
+from tests.models.formats.test_partition import DEEPSEEK, build
 
 
 def test_cast_is_what_every_model_of_that_dtype_holds(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig
 from conf.schema import BenchConfig, PredictConfig, RunConfig, Task
 from pipelines import bandwidth, bench
-from tests.builders import engine_of, run_config, write_llama
+from tests.helpers.builders import engine_of, run_config, write_llama
 
 
 def job(folder: Path, decode: DecodeConfig | None = None, **sizes: Any) -> RunConfig:

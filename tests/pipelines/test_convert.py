@@ -28,7 +28,7 @@ from models.formats import open_checkpoint
 from models.formats.manifest import verify_manifest
 from pipelines.convert import run_convert
 from pipelines.loading import load_engine
-from tests.builders import SHARED, all_logits, engine_of, run_config, weights_of
+from tests.helpers.builders import SHARED, all_logits, engine_of, run_config, weights_of
 from tests.models.formats.test_huggingface import START, make_tensors, write_shards, write_whole
 from tests.models.formats.test_meta import tensors_of, write_meta
 from tests.models.test_goldens import FAMILIES, GOLDENS, TOLERANCE, link

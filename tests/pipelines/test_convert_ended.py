@@ -57,7 +57,7 @@ from pathlib import Path
 from conf.schema import CheckpointFormat, ConvertConfig, ModelConfig, RunConfig, Task
 from models.formats.safetensors_writer import SafetensorsWriter
 from pipelines.convert import run_convert
-from tests.ending import before
+from tests.helpers.kill import before
 
 source, base, moments = json.loads(sys.argv[1])
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
-from tests.models.test_lora import PROMPT, write_adapter
 from transformers import AutoModelForCausalLM
 
 from conf.errors import UserError
 from conf.schema import CheckpointFormat, ConvertConfig, ConvertDType
 from models.formats import open_checkpoint
 from models.formats.manifest import verify_manifest
-from tests.builders import SHARED, all_logits, engine_of, write_llama
+from tests.helpers.builders import SHARED, all_logits, engine_of, write_llama
+from tests.models.formats.test_lora import PROMPT, write_adapter
 from tests.pipelines.test_convert import assert_same, convert, tensors_in
 from tests.test_run import run
 

@@ -22,7 +22,7 @@ from conf.schema import EvaluateConfig, PredictConfig, RunConfig, Task
 from models.tiny.corpus import questions as tiny_corpus_questions
 from pipelines.evaluate import is_right, read_questions, read_texts, right_answers, run_evaluate
 from pipelines.scoring import score, sliding_windows
-from tests.builders import REPOSITORY, SHARED, engine_of, run_config, write_llama
+from tests.helpers.builders import REPOSITORY, SHARED, engine_of, run_config, write_llama
 from tests.test_run import run as command
 
 TEXTS = [

@@ -12,8 +12,8 @@ from conf.schema import RunConfig
 from pipelines.fingerprint import fingerprint
 from pipelines.loading import load_engine
 from pipelines.prompts import read_prompts
-from tests.builders import run_config, write_llama
-from tests.gguf_twins import write_twin
+from tests.helpers.builders import run_config, write_llama
+from tests.helpers.gguf_files import write_twin
 
 
 def of(run: RunConfig, data: str = "Once") -> dict[str, Any]:

@@ -12,7 +12,7 @@ from conf.compose import compose_run_config
 from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError
 from pipelines.generation_config import decode_defaults
-from tests.builders import complete, engine_of, write_llama
+from tests.helpers.builders import complete, engine_of, write_llama
 
 
 @pytest.mark.parametrize(

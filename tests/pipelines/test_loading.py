@@ -17,7 +17,7 @@ from kernels.threads import set_threads
 from pipelines.engine.kv_cache import free_memory
 from pipelines.loading import load_engine
 from pipelines.report import peak_memory_bytes
-from tests.builders import all_logits, complete, engine_of, run_config, write_llama
+from tests.helpers.builders import all_logits, complete, engine_of, run_config, write_llama
 
 
 def test_threads_are_set(tmp_path: Path) -> None:

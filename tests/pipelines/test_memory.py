@@ -17,7 +17,7 @@ from pipelines.engine.padded_decode import PaddedDecodeSteps
 from pipelines.memory import check_memory, step_bytes, weight_bytes, widest_layer
 from quantization.plan import quantize_while_loading
 from tests.bench.gpu_rows import CONFIGS
-from tests.builders import run_config, write_llama
+from tests.helpers.builders import run_config, write_llama
 
 GB = 10**9
 

@@ -14,7 +14,7 @@ import conf.decoding
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from pipelines import TextGenerationPipeline, TextStreamer, pipeline
-from tests.tokenizers_for_tests import byte_level, save
+from tests.helpers.small_tokenizers import byte_level, save
 
 OVERRIDES = ["model.dtype=float32", "predict.batch_size=3"]
 

@@ -19,7 +19,7 @@ from models.tokenizers import template_process
 from pipelines.engine import Engine, Output
 from pipelines.predict import run_predict
 from pipelines.prompts import EncodedPrompt, PromptEncoder, PromptRow
-from tests.builders import run_config
+from tests.helpers.builders import run_config
 
 PROMPTS = [
     "Once upon a time",

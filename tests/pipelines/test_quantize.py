@@ -30,10 +30,8 @@ from pipelines.loading import load_engine
 from pipelines.quantize import run_quantize
 from quantization.artefact import Artefact
 from quantization.layouts.base import StoredWeight
-from tests.builders import all_logits, engine_of, run_config
-from tests.models.test_goldens import GOLDENS
-from tests.models.test_stored_head import tied
-from tests.quantization.making import (
+from tests.helpers.builders import all_logits, engine_of, run_config
+from tests.helpers.quantized_models import (
     A8W8,
     CALIBRATED,
     STATIC_CACHES,
@@ -43,6 +41,8 @@ from tests.quantization.making import (
     reloaded,
     write_rows,
 )
+from tests.models.test_goldens import GOLDENS
+from tests.models.test_stored_head import tied
 
 LLAMA = GOLDENS / "llama3"
 STATIC_A8W8 = CALIBRATED["a8w8 static"]

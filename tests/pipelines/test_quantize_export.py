@@ -13,8 +13,8 @@ from conf.errors import UserError
 from conf.quantization import ExportConfig, ExportFormat, GptqConfig, QuantConfig
 from pipelines.loading import load_engine
 from quantization.layouts.packing import unpack
-from tests.builders import all_logits, run_config
-from tests.quantization.making import (
+from tests.helpers.builders import all_logits, run_config
+from tests.helpers.quantized_models import (
     A8W8,
     AWQ,
     DYNAMIC,

@@ -28,9 +28,9 @@ from pipelines.output_folder import only_maker
 from pipelines.quantize import find_or_make
 from pipelines.quantize_estimate import Costs
 from pipelines.quantize_preflight import preflight
-from tests.builders import REPOSITORY
+from tests.helpers.builders import REPOSITORY
+from tests.helpers.quantized_models import CALIBRATED, quantize_run, random_rows, write_rows
 from tests.models.test_goldens import GOLDENS
-from tests.quantization.making import CALIBRATED, quantize_run, random_rows, write_rows
 
 LLAMA = GOLDENS / "llama3"
 
@@ -39,7 +39,7 @@ DRIVER = """
 import json, logging, os, signal, sys
 from pathlib import Path
 from pipelines import quantize
-from tests.quantization.making import CALIBRATED, quantize_run
+from tests.helpers.quantized_models import CALIBRATED, quantize_run
 
 model, data, made = map(Path, json.loads(sys.argv[1]))
 quantize.MADE = made

@@ -16,9 +16,9 @@ from conf.errors import UserError
 from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig, SmoothConfig
 from conf.schema import DType, RunConfig, Weights
 from pipelines.quantize import run_quantize
-from tests.builders import engine_of
+from tests.helpers.builders import engine_of
+from tests.helpers.quantized_models import CALIBRATED, INT4, SHIFT, make, quantize_run, random_rows, write_rows
 from tests.models.test_goldens import GOLDENS
-from tests.quantization.making import CALIBRATED, INT4, SHIFT, make, quantize_run, random_rows, write_rows
 
 LLAMA = GOLDENS / "llama3"
 STATIC = CALIBRATED["a8w8 static"]

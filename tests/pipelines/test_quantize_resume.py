@@ -16,9 +16,9 @@ from conf.errors import UserError
 from conf.schema import RunConfig
 from pipelines.quantize import run_quantize
 from quantization.quantizer import Quantizer
-from tests.builders import REPOSITORY
+from tests.helpers.builders import REPOSITORY
+from tests.helpers.quantized_models import CALIBRATED, make, quantize_run, random_rows, write_rows
 from tests.models.test_goldens import GOLDENS
-from tests.quantization.making import CALIBRATED, make, quantize_run, random_rows, write_rows
 
 LLAMA = GOLDENS / "llama3"
 
@@ -29,8 +29,8 @@ from pathlib import Path
 from conf.compose import dump
 from pipelines.quantize import run_quantize
 from quantization.quantizer import Quantizer
-from tests.ending import before
-from tests.quantization.making import CALIBRATED, make, quantize_run
+from tests.helpers.kill import before
+from tests.helpers.quantized_models import CALIBRATED, make, quantize_run
 
 model, data, base, scheme, moments = json.loads(sys.argv[1])
 

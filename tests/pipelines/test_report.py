@@ -11,7 +11,7 @@ import torch
 
 from pipelines import report
 from pipelines.report import environment, peak_memory_bytes, reset_peak_memory, write_atomically
-from tests.builders import REPOSITORY
+from tests.helpers.builders import REPOSITORY
 
 DRAW = """
 from pipelines.report import progress_bar

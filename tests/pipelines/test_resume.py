@@ -18,7 +18,7 @@ from conf.errors import UserError
 from conf.schema import PredictConfig, RunConfig
 from pipelines import journal
 from pipelines.predict import run_predict
-from tests.builders import REPOSITORY, run_config, said
+from tests.helpers.builders import REPOSITORY, run_config, said
 
 SAMPLING = {"temperature": 0.9, "top_p": 0.9, "seed": 3}  # no logprobs, whose last digits are the batch's
 NUM_ROWS = 9

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.builders import REPOSITORY
-from tests.tokenizers_for_tests import TEXTS
+from tests.helpers.builders import REPOSITORY
+from tests.helpers.small_tokenizers import TEXTS
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "Once upon"},

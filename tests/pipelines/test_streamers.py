@@ -10,7 +10,7 @@ import pytest
 
 from conf.errors import UserError
 from pipelines import TextGenerationPipeline, TextIteratorStreamer, TextStreamer, pipeline
-from tests.tokenizers_for_tests import TRICKY
+from tests.helpers.small_tokenizers import TRICKY
 
 PROMPTS = ["Once upon a time", TRICKY, "今天天气", "x"]
 LENGTHS = {"max_new_tokens": 30, "ignore_eos": True}

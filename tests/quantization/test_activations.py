@@ -11,7 +11,7 @@ from quantization.activations import (
     static_scale,
 )
 from quantization.codes import CodeKind
-from tests.quantization.samples import random
+from tests.helpers.random_tensors import random
 
 
 def test_a_range_is_that_of_all_chunks() -> None:

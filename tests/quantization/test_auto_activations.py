@@ -21,10 +21,10 @@ from quantization.layouts.floats import FloatLayout
 from quantization.linear import MANY_ROWS, IntLinear
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat, quantize
-from tests.builders import all_logits, complete, run_config
+from tests.helpers.builders import all_logits, complete, run_config
+from tests.helpers.quantized_models import CALIBRATED, GROUPS, INT4, INT8, make, quantize_run, random_rows, write_rows
+from tests.helpers.random_tensors import random
 from tests.models.test_goldens import GOLDENS
-from tests.quantization.making import CALIBRATED, GROUPS, INT4, INT8, make, quantize_run, random_rows, write_rows
-from tests.quantization.samples import random
 
 LLAMA = GOLDENS / "llama3"
 AUTO = Activations.auto

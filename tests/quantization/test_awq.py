@@ -7,7 +7,7 @@ from torch import Tensor
 from conf.errors import UserError
 from quantization.awq import search_clip, search_scales
 from quantization.weight_format import WeightFormat, quantize
-from tests.quantization.samples import random, with_outliers
+from tests.helpers.random_tensors import random, with_outliers
 
 INT4 = WeightFormat(bits=4, group_size=16)
 FORMATS = [INT4, WeightFormat(bits=4, symmetric=False, group_size=16), WeightFormat(bits=4), WeightFormat()]

@@ -8,9 +8,8 @@ from safetensors.torch import load_file
 
 from conf.quantization import QuantConfig
 from models.formats.manifest import verify_manifest
-from tests.builders import all_logits
-from tests.models.test_goldens import FAMILIES, GOLDENS, WHOLE_PROMPTS
-from tests.quantization.making import (
+from tests.helpers.builders import all_logits
+from tests.helpers.quantized_models import (
     CALIBRATED,
     INT8,
     SHIFT,
@@ -21,6 +20,7 @@ from tests.quantization.making import (
     reloaded,
     write_rows,
 )
+from tests.models.test_goldens import FAMILIES, GOLDENS, WHOLE_PROMPTS
 
 SHIFTABLE = ("bloom", "gpt2", "opt")
 # One of each way that weights, activations, folds and groups can go; test_quantize.py has all the others on Llama.

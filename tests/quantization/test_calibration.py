@@ -17,9 +17,9 @@ from quantization.calibration import LayerByLayer
 from quantization.plan import plan
 from quantization.quantizer import float_weight
 from quantization.smoothing import Smoother
-from tests.builders import run_config
+from tests.helpers.builders import run_config
+from tests.helpers.quantized_models import A8W8, SMOOTHQUANT, STATIC, random_rows
 from tests.models.test_goldens import FAMILIES, GOLDENS, WHOLE_PROMPTS
-from tests.quantization.making import A8W8, SMOOTHQUANT, STATIC, random_rows
 
 QUANT = QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC, smooth=SmoothConfig(alpha=0.7))
 

@@ -14,8 +14,8 @@ from conf.quantization import KVCacheFormat, QuantConfig
 from conf.schema import DeviceConfig, DeviceType
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
-from tests.builders import REPOSITORY, generate, run_config, write_llama
-from tests.quantization.making import (
+from tests.helpers.builders import REPOSITORY, generate, run_config, write_llama
+from tests.helpers.quantized_models import (
     A8W8,
     CALIBRATED,
     DYNAMIC,

@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantization import fold
-from tests.quantization.samples import random
+from tests.helpers.random_tensors import random
 
 OUTLIERS = 100.0
 

@@ -9,7 +9,7 @@ from conf.errors import UserError
 from quantization.codes import CodeKind
 from quantization.gptq import Hessian, gptq
 from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, quantize
-from tests.quantization.samples import random
+from tests.helpers.random_tensors import random
 
 CHANNEL = WeightFormat(bits=4)
 GROUPS = WeightFormat(bits=4, group_size=16)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models.test_deepseek import V3_GROUPS, build
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from conf.errors import UserError
@@ -21,9 +20,10 @@ from models.registry import find_architecture
 from pipelines.loading import load_engine
 from quantization.kv_scales import attention_names
 from quantization.layouts.kv_cache import read_kv_cache_scheme
-from tests.builders import all_logits, engine_of, run_config, write_llama
+from tests.helpers.builders import all_logits, engine_of, run_config, write_llama
+from tests.helpers.quantized_models import AWQ, INT4, INT8, STATIC_CACHES, make, quantize_run, random_rows, write_rows
+from tests.models.families.test_deepseek import V3_GROUPS, build
 from tests.models.test_goldens import FAMILIES, GOLDENS
-from tests.quantization.making import AWQ, INT4, INT8, STATIC_CACHES, make, quantize_run, random_rows, write_rows
 
 PROMPT = list(range(5, 40))
 ROWS = random_rows(14, 16)  # 6 to calibrate and 8 for the report

@@ -19,10 +19,10 @@ from quantization.layouts import read_quantization
 from quantization.layouts.base import StoredWeight
 from quantization.linear import Fp8Linear
 from quantization.scheme import LinearScheme
-from tests.builders import all_logits, engine_of
-from tests.oracle import random_prompts, write_model
-from tests.quantization.samples import random
-from tests.quantization.twins import assert_rows_are_independent, change, write_twins
+from tests.helpers.builders import all_logits, engine_of
+from tests.helpers.oracle import random_prompts, write_model
+from tests.helpers.packed_layouts import assert_rows_are_independent, change, write_twins
+from tests.helpers.random_tensors import random
 
 NAME = "model.layers.0.mlp.up_proj"
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

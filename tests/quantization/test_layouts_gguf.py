@@ -22,11 +22,11 @@ from pipelines.loading import load_engine
 from pipelines.quantize import run_quantize
 from quantization.layouts.gguf import GGUFWeight, read_gguf_quantization
 from quantization.linear import IntLinear
-from tests.builders import all_logits, complete, engine_of, run_config
-from tests.gguf_twins import add_shape, llama_cpp_tensors, write_twin
-from tests.oracle import random_prompts, write_model
-from tests.quantization.making import quantize_run
-from tests.quantization.twins import assert_rows_are_independent
+from tests.helpers.builders import all_logits, complete, engine_of, run_config
+from tests.helpers.gguf_files import add_shape, llama_cpp_tensors, write_twin
+from tests.helpers.oracle import random_prompts, write_model
+from tests.helpers.packed_layouts import assert_rows_are_independent
+from tests.helpers.quantized_models import quantize_run
 
 TYPES = {"Q8_0": gguf.GGMLQuantizationType.Q8_0, "Q4_0": gguf.GGMLQuantizationType.Q4_0}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -22,9 +22,8 @@ from quantization.layouts.base import StoredQuantization, StoredWeight
 from quantization.layouts.gptq import GptqWeight
 from quantization.scheme import Activations, LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat, quantize
-from tests.builders import engine_of, run_config
-from tests.quantization.samples import random
-from tests.quantization.twins import (
+from tests.helpers.builders import engine_of, run_config
+from tests.helpers.packed_layouts import (
     assert_same_model,
     change,
     dequantised,
@@ -34,6 +33,7 @@ from tests.quantization.twins import (
     words,
     write_twins,
 )
+from tests.helpers.random_tensors import random
 
 NAME = "model.layers.0.mlp.up_proj"
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]

@@ -8,8 +8,8 @@ from compressed_tensors.quantization.lifecycle import forward
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from conf.quantization import QuantConfig
-from tests.builders import all_logits, write_llama
-from tests.quantization.making import (
+from tests.helpers.builders import all_logits, write_llama
+from tests.helpers.quantized_models import (
     A8W8,
     AWQ,
     CALIBRATED,

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.bench.outlier_twin import write_outlier_twin
-from tests.builders import SHARED, all_logits, engine_of, write_llama
-from tests.quantization.making import CALIBRATED, make, quantize_run, random_rows, write_rows
+from tests.helpers.builders import SHARED, all_logits, engine_of, write_llama
+from tests.helpers.quantized_models import CALIBRATED, make, quantize_run, random_rows, write_rows
 
 PROMPT = list(range(5, 69))
 

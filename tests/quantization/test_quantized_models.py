@@ -14,7 +14,7 @@ from conf.quantization import Activations, QuantConfig, QuantScheme
 from models.layers.moe import Experts
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
-from tests.builders import all_logits, complete, engine_of, run_config
+from tests.helpers.builders import all_logits, complete, engine_of, run_config
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 FAMILIES = sorted(folder.name for folder in GOLDENS.iterdir() if not folder.name.endswith("_bin"))

@@ -5,7 +5,7 @@ import torch
 
 from conf.errors import UserError
 from quantization.smoothquant import group_channels, int8_output_error, search_smooth_scales, smooth_scales
-from tests.quantization.samples import random, with_outliers
+from tests.helpers.random_tensors import random, with_outliers
 
 WEIGHTS = [random(9, 48), 3 * random(1, 48, seed=5)]
 

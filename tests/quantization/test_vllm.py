@@ -13,8 +13,8 @@ from conf.decoding import DecodeConfig
 from conf.quantization import ExportConfig, ExportFormat, QuantConfig
 from models.tiny.corpus import documents
 from models.tokenizers import load_tokenizer
-from tests.builders import REPOSITORY, complete, engine_of
-from tests.quantization.making import (
+from tests.helpers.builders import REPOSITORY, complete, engine_of
+from tests.helpers.quantized_models import (
     A8W8,
     DYNAMIC,
     FP8,
@@ -70,7 +70,7 @@ def in_vllm(
         make(run, folder / "run" / name)
     command = [
         PYTHON,
-        Path(__file__).with_name("vllm_tokens.py"),
+        REPOSITORY / "tests" / "helpers" / "vllm_tokens.py",
         dtype,
         str(NUM_TOKENS),
         *(folder / name for name in quants),

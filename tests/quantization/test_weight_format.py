@@ -7,7 +7,7 @@ from torch import Tensor
 from conf.errors import UserError
 from quantization.codes import CodeKind
 from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, encode, quantize
-from tests.quantization.samples import random
+from tests.helpers.random_tensors import random
 
 INT4 = WeightFormat(bits=4, group_size=8)
 ASYMMETRIC = WeightFormat(bits=4, symmetric=False, group_size=8)

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from tests.kernels.triton.cases import DEVICE
+from tests.helpers.triton_cases import DEVICE
 
 FLOATS = {
     tl.float8e4nv: torch.float8_e4m3fn,

@@ -14,7 +14,7 @@ STACK_BYTES = 64  # prefill over latents of 576 channels needs 56; all others no
 def test_compiles_for_sm_90() -> None:
     """In a process of its own, because what is imported here is interpreted. `pytest -s` shows the table."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.triton.compile_ahead"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.compile_ahead"]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]

@@ -23,8 +23,8 @@ from models.layers.moe import Experts
 from pipelines.engine import Engine
 from pipelines.engine.padded_decode import PaddedDecodeSteps
 from pipelines.loading import load_engine
-from tests.builders import complete, engine_of, run_config, write_llama
-from tests.kernels.triton.cases import DEVICE
+from tests.helpers.builders import complete, engine_of, run_config, write_llama
+from tests.helpers.triton_cases import DEVICE
 from tests.models.test_goldens import GOLDENS
 from tests.pipelines.engine.test_padded_decode import AgainPool
 

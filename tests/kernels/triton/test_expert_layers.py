@@ -15,7 +15,7 @@ from quantization.layouts.base import StoredWeight
 from quantization.linear import CodedLinear, Fp8Linear, IntLinear
 from quantization.scheme import LinearScheme
 from quantization.weight_format import quantize
-from tests.kernels.triton.cases import DEVICE, assert_near, noise
+from tests.helpers.triton_cases import DEVICE, assert_near, noise
 from tests.kernels.triton.test_quantised_layers import CASES, FP8, WEIGHTS
 
 HIDDEN, CHANNELS = 256, 128

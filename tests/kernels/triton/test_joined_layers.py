@@ -15,7 +15,7 @@ from quantization.layouts.base import StoredWeight
 from quantization.linear import Fp8Linear, IntLinear
 from quantization.scheme import LinearScheme
 from quantization.weight_format import quantize
-from tests.kernels.triton.cases import DEVICE, assert_near, noise
+from tests.helpers.triton_cases import DEVICE, assert_near, noise
 from tests.kernels.triton.test_quantised_layers import CASES, FP8, WEIGHTS
 
 OUTPUTS = (128, 256, 70)  # blocks of 128 outputs end with a weight's, but for the last

@@ -17,7 +17,7 @@ from kernels.launches import ROWS, Launch, Shape, entry_of, file_of, read, shape
 from kernels.moe import triton as moe
 from kernels.quant_matmul import gpu_weight, triton
 from tests.bench import tune_gpu
-from tests.kernels.triton.cases import DEVICE, assert_near, noise
+from tests.helpers.triton_cases import DEVICE, assert_near, noise
 from tests.kernels.triton.test_compiled import SHARED_BYTES
 from tests.kernels.triton.test_moe import check_mixture, choose
 from tests.kernels.triton.test_quant_matmul import on_device, random_codes
@@ -47,8 +47,8 @@ from functools import partial
 from unittest.mock import patch
 import torch
 from tests.bench.tune_gpu import ONE_ROW, large_tiles, small_tiles
-from tests.kernels.triton.compile_ahead import compile_cases
-from tests.kernels.triton.shapes import multiply, multiply_codes
+from tests.helpers.compile_ahead import compile_cases
+from tests.helpers.triton_shapes import multiply, multiply_codes
 
 def run(launch, product):
     with patch("kernels.quant_matmul.triton.tuned_launch", lambda *shape: launch):

@@ -12,8 +12,8 @@ from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rope.triton import rope
 from kernels.sampling.triton import draw
 from kernels.swiglu.triton import swiglu
+from tests.helpers.triton_cases import DEVICE
 from tests.kernels import test_odd_inputs as cases
-from tests.kernels.triton.cases import DEVICE
 
 KERNELS = {
     kernel.__name__: kernel

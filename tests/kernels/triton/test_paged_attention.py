@@ -10,8 +10,8 @@ import torch
 from kernels.kv_format import KVFormat, PagedVectors, allocate
 from kernels.kv_store.reference import kv_store
 from kernels.paged_attention import reference, triton
-from tests.kernels.cache_formats import NAMES, formats_of
-from tests.kernels.triton.cases import DEVICE, assert_near, noise
+from tests.helpers.cache_formats import NAMES, formats_of
+from tests.helpers.triton_cases import DEVICE, assert_near, noise
 
 BLOCK_SIZE = 4
 RAGGED = [(1, 40), (5, 5), (0, 9), (1, 1), (7, 29), (17, 19)]  # (new tokens, all tokens) of each sequence

@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels.quant_matmul import gpu_weight, triton
 from kernels.quantize_rows import QuantizedRows
 from kernels.quantize_rows.triton import quantize_rows
-from tests.kernels.triton.cases import DEVICE, assert_near, noise
+from tests.helpers.triton_cases import DEVICE, assert_near, noise
 
 ROWS = [1, 5, 17, 70]  # one for each way to launch
 

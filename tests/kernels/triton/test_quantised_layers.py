@@ -20,7 +20,7 @@ from quantization.layouts.base import StoredWeight
 from quantization.linear import CodedLinear, Fp8Linear, IntLinear
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat, quantize
-from tests.kernels.triton.cases import DEVICE, assert_near, noise
+from tests.helpers.triton_cases import DEVICE, assert_near, noise
 
 FP8 = CodeKind.FP8
 WEIGHTS = {

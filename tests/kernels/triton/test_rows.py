@@ -18,8 +18,8 @@ import kernels.swiglu.reference
 import kernels.swiglu.triton
 from kernels.kv_format import PagedVectors, allocate
 from kernels.quantize_rows import RowCodes
-from tests.kernels.cache_formats import NAMES, formats_of
-from tests.kernels.triton.cases import DEVICE, FP8, assert_near, noise
+from tests.helpers.cache_formats import NAMES, formats_of
+from tests.helpers.triton_cases import DEVICE, FP8, assert_near, noise
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CODES = [

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels.sampling import reference, triton
-from tests.kernels.triton.cases import DEVICE, noise
+from tests.helpers.triton_cases import DEVICE, noise
 
 GENERATOR = torch.Generator().manual_seed(5)
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families.baichuan import Baichuan, NormHead, read_config, read_version
-from tests.builders import REPOSITORY, all_logits, engine_of
+from tests.helpers.builders import REPOSITORY, all_logits, engine_of
 from tests.models.test_goldens import link
 
 GOLDENS = REPOSITORY / "tests" / "goldens"

@@ -10,7 +10,7 @@ import transformers
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families import bloom
-from tests.oracle import assert_equals_transformers, random_prompts, write_random
+from tests.helpers.oracle import assert_equals_transformers, random_prompts, write_random
 
 SMALL: dict[str, Any] = {"vocab_size": 96, "hidden_size": 48, "n_layer": 2, "n_head": 4, "eos_token_id": None}
 CASES: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from pipelines.assembly import assemble
 from pipelines.engine import Engine
 from pipelines.engine.batch import build_batch
 from pipelines.engine.scheduler import StepPlan
-from tests.builders import REPOSITORY, all_logits, complete, engine_of, generate, run_config
+from tests.helpers.builders import REPOSITORY, all_logits, complete, engine_of, generate, run_config
 from tests.models.test_goldens import TOLERANCE, greedy, link
 
 GOLDENS = REPOSITORY / "tests" / "goldens"

@@ -15,7 +15,7 @@ from models.config import ConfigReader
 from models.families.chatglm import ChatGLM
 from models.families.chatglm2 import ChatGLM2, read_config
 from models.registry import find_architecture
-from tests.builders import REPOSITORY, all_logits, complete, engine_of
+from tests.helpers.builders import REPOSITORY, all_logits, complete, engine_of
 
 GOLDENS = REPOSITORY / "tests" / "goldens"
 CONFIG = {

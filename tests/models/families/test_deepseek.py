@@ -23,7 +23,7 @@ from models.config import ConfigReader
 from models.registry import find_architecture
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
-from tests.builders import all_logits, complete, engine_of, run_config, weights_of
+from tests.helpers.builders import all_logits, complete, engine_of, run_config, weights_of
 
 NEW_TOKENS = 32
 SMALL = {

@@ -10,7 +10,7 @@ import transformers
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families import gemma2
-from tests.oracle import assert_equals_transformers, random_prompts, write_random
+from tests.helpers.oracle import assert_equals_transformers, random_prompts, write_random
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,

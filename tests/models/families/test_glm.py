@@ -13,7 +13,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families.glm import read_config
-from tests.builders import SMALL, all_logits, complete, engine_of
+from tests.helpers.builders import SMALL, all_logits, complete, engine_of
 
 NEW_TOKENS = 32
 FAMILIES = {"glm": (GlmConfig, GlmForCausalLM), "glm4": (Glm4Config, Glm4ForCausalLM)}

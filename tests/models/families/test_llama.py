@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from conf.decoding import DecodeConfig
-from tests.builders import REPOSITORY, SHARED, all_logits, complete, engine_of, write_llama
+from tests.helpers.builders import REPOSITORY, SHARED, all_logits, complete, engine_of, write_llama
 
 GOLDENS = REPOSITORY / "tests" / "goldens"
 NEW_TOKENS = 64

@@ -9,7 +9,7 @@ from transformers import MistralForCausalLM
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families.mistral import read_config
-from tests.oracle import check_equals_transformers
+from tests.helpers.oracle import check_equals_transformers
 
 CASES: dict[str, dict[str, Any]] = {
     "full": {"sliding_window": None},

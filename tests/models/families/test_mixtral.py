@@ -9,7 +9,7 @@ from transformers import MixtralForCausalLM
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families.mixtral import read_config
-from tests.oracle import check_equals_transformers
+from tests.helpers.oracle import check_equals_transformers
 
 CASES: dict[str, dict[str, Any]] = {
     "top2": {"num_local_experts": 5},

@@ -12,8 +12,8 @@ from conf.errors import UserError
 from models.config import ConfigReader
 from models.families import phi3
 from pipelines.engine import Engine
-from tests.builders import complete, engine_of, generate
-from tests.oracle import assert_equals_transformers, random_prompts, write_random
+from tests.helpers.builders import complete, engine_of, generate
+from tests.helpers.oracle import assert_equals_transformers, random_prompts, write_random
 from tests.pipelines.engine.test_contrastive_search import expected as contrastive
 from tests.pipelines.engine.test_lookahead import look_ahead
 

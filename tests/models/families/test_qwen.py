@@ -14,7 +14,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families.qwen import read_config
-from tests.builders import all_logits, complete, engine_of
+from tests.helpers.builders import all_logits, complete, engine_of
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, HALF, VOCAB, SEQ_LENGTH, EPS = 2, 64, 4, 16, 40, 96, 16, 1e-6
 CONFIG: dict[str, Any] = {

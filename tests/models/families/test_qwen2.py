@@ -9,7 +9,7 @@ from transformers import Qwen2ForCausalLM
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families.qwen2 import read_config
-from tests.oracle import check_equals_transformers
+from tests.helpers.oracle import check_equals_transformers
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 CASES: dict[str, dict[str, Any]] = {

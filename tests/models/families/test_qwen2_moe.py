@@ -11,8 +11,8 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families.qwen2_moe import read_config
-from tests.builders import complete, engine_of
-from tests.oracle import check_equals_transformers, write_model
+from tests.helpers.builders import complete, engine_of
+from tests.helpers.oracle import check_equals_transformers, write_model
 
 SIZES: dict[str, Any] = {
     "num_experts": 6,

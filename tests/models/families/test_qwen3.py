@@ -9,7 +9,7 @@ from transformers import Qwen3ForCausalLM
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families.qwen3 import read_config
-from tests.oracle import check_equals_transformers
+from tests.helpers.oracle import check_equals_transformers
 
 CASES: dict[str, dict[str, Any]] = {
     "wide_heads": {"head_dim": 32},

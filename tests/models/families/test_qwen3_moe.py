@@ -9,7 +9,7 @@ from transformers import Qwen3MoeForCausalLM
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families.qwen3_moe import read_config
-from tests.oracle import check_equals_transformers
+from tests.helpers.oracle import check_equals_transformers
 
 SIZES: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 CASES: dict[str, dict[str, Any]] = {

@@ -13,9 +13,9 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, MixtralForCausalL
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from models.formats import Checkpoint, open_checkpoint
-from tests.builders import SMALL, complete, engine_of
-from tests.gguf_twins import add_shape, llama_cpp_tensors, write_tensors, write_twin
-from tests.oracle import random_prompts, write_model
+from tests.helpers.builders import SMALL, complete, engine_of
+from tests.helpers.gguf_files import add_shape, llama_cpp_tensors, write_tensors, write_twin
+from tests.helpers.oracle import random_prompts, write_model
 
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, {}),

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from conf.errors import UserError
-from tests.builders import engine_of
-from tests.gguf_twins import pack, write_twin
+from tests.helpers.builders import engine_of
+from tests.helpers.gguf_files import pack, write_twin
+from tests.helpers.oracle import write_model
 from tests.models.formats.test_gguf import opened
-from tests.oracle import write_model
 
 U64, U32 = "<Q", "<I"
 START = pack(b"GGUF", (U32, 3))

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from conf.errors import UserError
 from models.formats import open_tokenizer
 from models.tokenizers import Tokenizer
-from tests.builders import SHARED, engine_of, write_llama
-from tests.tokenizers_for_tests import TEXTS, TRICKY, byte_level
+from tests.helpers.builders import SHARED, engine_of, write_llama
+from tests.helpers.small_tokenizers import TEXTS, TRICKY, byte_level
 
 REAL = SHARED / "data" / "tokenizers"
 real = pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")

@@ -19,10 +19,10 @@ from conf.errors import UserError
 from models.formats import open_checkpoint
 from models.formats.gguf.writer import write_gguf
 from models.tokenizers.tiktoken import QWEN_PATTERN
-from tests.builders import REPOSITORY, SHARED, SMALL, complete, engine_of
-from tests.gguf_twins import write_twin
-from tests.oracle import random_prompts, write_model
-from tests.tokenizers_for_tests import TEXTS, TRICKY, byte_fallback, byte_level, save
+from tests.helpers.builders import REPOSITORY, SHARED, SMALL, complete, engine_of
+from tests.helpers.gguf_files import write_twin
+from tests.helpers.oracle import random_prompts, write_model
+from tests.helpers.small_tokenizers import TEXTS, TRICKY, byte_fallback, byte_level, save
 
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, {"attention_bias": True}),

@@ -18,7 +18,7 @@ from conf.errors import UserError
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, PredictConfig, RunConfig, Weights
 from pipelines.loading import load_engine
 from pipelines.report import NoProgress
-from tests.builders import weights_of
+from tests.helpers.builders import weights_of
 
 HIDDEN, FEED_FORWARD, VOCAB, LAYERS, CONTEXT = 32, 48, 64, 2, 64
 CONFIG = {

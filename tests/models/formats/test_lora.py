@@ -19,7 +19,7 @@ from models.formats.lora import merge_lora
 from models.registry import find_architecture
 from models.weights import load_weights, parameter_shapes
 from pipelines.assembly import assemble
-from tests.builders import all_logits, run_config, write_llama
+from tests.helpers.builders import all_logits, run_config, write_llama
 
 PROMPT = list(range(3, 40))
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj"

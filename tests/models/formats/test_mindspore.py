@@ -11,8 +11,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from conf.errors import UserError
 from models.formats import open_checkpoint
-from tests.builders import SMALL, write_llama
-from tests.mindspore_twins import SOUND, ckpt, renamed, write_yaml
+from tests.helpers.builders import SMALL, write_llama
+from tests.helpers.mindspore_files import SOUND, ckpt, renamed, write_yaml
 from tests.models.formats.test_ranks import assert_one_tensor_at_a_time, assert_same_model, cut, parameters
 
 

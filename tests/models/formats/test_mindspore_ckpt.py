@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from conf.errors import UserError
 from models.formats.mindspore import our_name
 from models.formats.mindspore_ckpt import CkptFile
-from tests.mindspore_twins import CHECKPOINT, SOUND, ckpt
+from tests.helpers.mindspore_files import CHECKPOINT, SOUND, ckpt
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -10,7 +10,7 @@ import yaml
 from conf.errors import UserError
 from models.families.llama import LlamaConfig, read_config
 from models.formats.mindspore_config import read_mindformers_config
-from tests.mindspore_twins import MODEL_CONFIG, write_yaml
+from tests.helpers.mindspore_files import MODEL_CONFIG, write_yaml
 
 
 def read(folder: Path, **config: Any) -> LlamaConfig:

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from pipelines.engine import Engine, Output
-from tests.builders import engine_of, generate, write_llama
+from tests.helpers.builders import engine_of, generate, write_llama
 
 PROMPTS = [[5, 6, 7], [8], list(range(9, 40)), [16, 17, 18, 19]]
 EOS = [3, 60, 61]  # frequent in the random model's beams, so that beams end at different lengths

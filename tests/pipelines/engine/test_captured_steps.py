@@ -12,7 +12,7 @@ from models.batch import Batch, BatchShape
 from pipelines.engine import Engine, captured_steps, runner
 from pipelines.engine.captured_steps import CapturedStep, CapturedSteps
 from pipelines.loading import load_engine
-from tests.builders import complete, generate, run_config, write_llama
+from tests.helpers.builders import complete, generate, run_config, write_llama
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="steps are captured where the C++ kernels are")
 

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from pipelines.engine import Engine, runner
-from tests.builders import all_logits, complete, engine_of, generate, write_llama
+from tests.helpers.builders import all_logits, complete, engine_of, generate, write_llama
 
 PROMPTS = [[5, 6, 7], [8], list(range(9, 40)), [16, 17, 18, 19]]
 

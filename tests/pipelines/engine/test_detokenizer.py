@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pipelines.engine.detokenizer import Detokenizer
-from tests.tokenizers_for_tests import TEXTS, TRICKY, byte_fallback, byte_level
+from tests.helpers.small_tokenizers import TEXTS, TRICKY, byte_fallback, byte_level
 
 Decode = Callable[[list[int]], str]
 

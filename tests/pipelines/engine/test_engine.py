@@ -10,7 +10,7 @@ import torch
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from pipelines.engine import Completion, Engine
-from tests.builders import all_logits, complete, engine_of, generate, write_llama
+from tests.helpers.builders import all_logits, complete, engine_of, generate, write_llama
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [16, 17], [5, 6, 7]]
 
@@ -393,7 +393,9 @@ def test_ids_outside_the_vocabulary_are_refused(engine: Engine, token: int) -> N
         engine.request(0, [5, token], DecodeConfig())
 
 
-KEY_VALUE_BYTES = 2 * 2 * 2 * 16 * 4  # of a token in `tests.builders.SMALL`: K and V, layers, heads, channels, float32
+KEY_VALUE_BYTES = (
+    2 * 2 * 2 * 16 * 4
+)  # of a token in `tests.helpers.builders.SMALL`: K and V, layers, heads, channels, float32
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from conf.schema import DType
 from kernels import build
 from pipelines.engine import Completion, Engine
 from pipelines.loading import load_engine
-from tests.builders import complete, run_config, write_llama
-from tests.builders import engine_of as small_engine
+from tests.helpers.builders import complete, run_config, write_llama
+from tests.helpers.builders import engine_of as small_engine
 
 PROMPTS = [[5, 6, 7], [8], list(range(9, 49)), [16, 17, 18, 19], [5, 6, 7], list(range(50, 60)), [1]]
 DECODE = DecodeConfig(max_new_tokens=12, logprobs=20, prefix_cache=False)

@@ -13,7 +13,7 @@ from pipelines.engine import engine as engine_module
 from pipelines.engine.contrastive_search import ContrastiveSearch
 from pipelines.engine.detokenizer import Detokenizer
 from pipelines.engine.request import Sequence
-from tests.builders import engine_of
+from tests.helpers.builders import engine_of
 
 PROMPTS = [[0, 70, 71], [0, 75], [0, 80, 81, 82]]
 FAULTY = 1  # the request that fails

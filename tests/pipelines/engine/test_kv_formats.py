@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.test_chatglm import GMASK, SOP
-from tests.models.test_deepseek import V3_GROUPS, build
 
 from conf.decoding import DecodeConfig
 from conf.quantization import QuantConfig
 from pipelines.engine import Engine
-from tests.builders import SHARED, all_logits, engine_of, generate, write_llama
+from tests.helpers.builders import SHARED, all_logits, engine_of, generate, write_llama
+from tests.helpers.quantized_models import STATIC_CACHES, make, quantize_run, random_rows, write_rows
+from tests.models.families.test_chatglm import GMASK, SOP
+from tests.models.families.test_deepseek import V3_GROUPS, build
 from tests.models.test_goldens import link
-from tests.quantization.making import STATIC_CACHES, make, quantize_run, random_rows, write_rows
 
 FORMATS = ["int8", "fp8", "int4"]
 STATIC = list(STATIC_CACHES)

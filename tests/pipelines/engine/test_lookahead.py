@@ -15,7 +15,7 @@ from models.batch import Batch
 from pipelines.engine import Engine
 from pipelines.engine.captured_steps import Outputs
 from pipelines.engine.lookahead import LaunchedStep, Lookahead
-from tests.builders import engine_of, write_llama
+from tests.helpers.builders import engine_of, write_llama
 from tests.pipelines.engine.test_padded_decode import pad
 
 NEEDS_KERNELS = pytest.mark.skipif(

@@ -15,7 +15,7 @@ from models.batch import Batch, BatchShape
 from pipelines.engine import Engine
 from pipelines.engine.gpu_batch import fill
 from pipelines.engine.padded_decode import PaddedDecodeSteps, graph_sizes
-from tests.builders import engine_of, generate, write_llama
+from tests.helpers.builders import engine_of, generate, write_llama
 
 CPU = torch.device("cpu")
 

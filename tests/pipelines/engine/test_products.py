@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.models.test_deepseek import V3_GROUPS
-from tests.models.test_deepseek import build as build_deepseek
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conf.decoding import DecodeConfig
@@ -16,7 +14,9 @@ from conf.quantization import Activations, QuantConfig, QuantScheme
 from conf.schema import DType
 from kernels import build
 from pipelines.loading import load_engine
-from tests.builders import generate, run_config, write_llama
+from tests.helpers.builders import generate, run_config, write_llama
+from tests.models.families.test_deepseek import V3_GROUPS
+from tests.models.families.test_deepseek import build as build_deepseek
 from tests.models.test_goldens import FAMILIES, GOLDENS, link
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="without the C++ kernels torch computes")

@@ -25,7 +25,7 @@ from conf.schema import PredictConfig, RunConfig, Task
 from pipelines import quantize
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
-from tests.builders import run_config
+from tests.helpers.builders import run_config
 
 STATIC, DYNAMIC = Activations.static, Activations.dynamic
 INT4, INT8, A8W8, FP8 = QuantScheme.int4, QuantScheme.int8, QuantScheme.a8w8, QuantScheme.fp8

@@ -18,8 +18,8 @@ from kernels.rms_norm.triton import add_rms_norm, add_rms_norm_quantize, rms_nor
 from kernels.rope.triton import rope
 from kernels.sampling.triton import draw
 from kernels.swiglu.triton import swiglu, swiglu_quantize
-from tests.kernels.cache_formats import NAMES, formats_of
-from tests.kernels.triton.cases import EXPERT_FORMATS, FP8
+from tests.helpers.cache_formats import NAMES, formats_of
+from tests.helpers.triton_cases import EXPERT_FORMATS, FP8
 
 BF16 = torch.bfloat16
 

@@ -9,7 +9,7 @@ import torch
 from conf.decoding import DecodeConfig
 from models.config import ConfigReader
 from models.registry import find_architecture
-from tests.builders import SMALL, all_logits, complete, engine_of
+from tests.helpers.builders import SMALL, all_logits, complete, engine_of
 
 NEW_TOKENS = 32
 TOLERANCE = 1e-4  # float32 sums in another order; the logits are of order 1 to 10

@@ -23,7 +23,7 @@ from pipelines.engine import Completion, Engine, Output
 from pipelines.engine.batch import build_batch
 from pipelines.loading import load_engine
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 SHARED = (
     REPOSITORY.parent / "shared"
 )  # real small models and texts, which stand beside the repository and are not part of it

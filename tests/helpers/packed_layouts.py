@@ -12,8 +12,8 @@ from torch import Tensor
 
 from conf.decoding import DecodeConfig
 from pipelines.engine import Engine
-from tests.builders import all_logits, complete, engine_of, write_llama
-from tests.oracle import random_prompts
+from tests.helpers.builders import all_logits, complete, engine_of, write_llama
+from tests.helpers.oracle import random_prompts
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 Encode = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]

@@ -1,4 +1,4 @@
-"""Seeded tensors for the tests beside this file."""
+"""Seeded random tensors."""
 
 import torch
 from torch import Tensor
