@@ -17,15 +17,9 @@ import pytest
 
 from conf.compose import compose_run_config, quote_prompt
 from tests.helpers.builders import REPOSITORY, said
+from tests.helpers.command import run
 
 FILES = {"config.yaml", "environment.json", "metrics.json", "predictions.jsonl", "text_generation_result.txt"}
-
-
-def run(*arguments: str, cwd: Path = REPOSITORY, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(REPOSITORY / "run.py"), *arguments]
-    done = subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, text=True, encoding="utf-8")
-    done.stderr = said(done.stderr)
-    return done
 
 
 def rows(folder: Path) -> list[dict[str, object]]:

@@ -12,17 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from conf.errors import UserError
 from tests.helpers.builders import engine_of, write_llama
+from tests.helpers.damage import MUTATIONS, mutated
 from tests.helpers.small_tokenizers import byte_level, save
 
 FILES = ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 INDEX, PICKLE = "model.safetensors.index.json", "pytorch_model.bin"
-MUTATIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["flip", "cut", "insert", "number"]), st.floats(0, 1, exclude_max=True), st.integers(0, 255)
-    ),
-    min_size=1,
-    max_size=4,
-)
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +36,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         '{"do_sample": true, "temperature": 0.7, "top_k": 5, "eos_token_id": [1, 2]}'
     )
     return folder
-
-
-def mutated(content: bytes, mutations: list[tuple[str, float, int]], head: int) -> bytes:
-    """Changes fall on the first `head` bytes, where a file says what it holds, or cut it anywhere."""
-    data = bytearray(content)
-    for kind, where, value in mutations:
-        at = int(where * min(head, len(data)))
-        if kind == "cut":
-            del data[int(where * len(data)) :]
-        elif kind == "flip" and at < len(data):
-            data[at] ^= value or 1
-        elif kind == "insert":
-            data[at:at] = bytes([value]) * (1 + value % 7)
-        elif kind == "number" and at < len(data):
-            data[at : at + 1] = str(10 ** (value % 20)).encode()
-    return bytes(data)
 
 
 def load_damaged(whole: Path, folder: Path, name: str, content: bytes) -> None:

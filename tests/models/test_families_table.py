@@ -3,7 +3,7 @@
 from models.config import ConfigReader
 from models.registry import ARCHITECTURES, CHATGLM2, Architecture, find_architecture
 from tests.helpers.builders import REPOSITORY
-from tests.models.test_goldens import FAMILIES, GOLDENS
+from tests.helpers.goldens import FAMILIES, GOLDENS
 
 TESTS = REPOSITORY / "tests" / "models"
 

@@ -1,7 +1,6 @@
 """Every family against logits and greedy tokens of its original code (tests/goldens: random weights). A new family is a new row."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -9,52 +8,12 @@ from safetensors.torch import load_file
 
 from conf.decoding import DecodeConfig
 from kernels import build
-from pipelines.engine import Engine, runner
-from tests.helpers.builders import REPOSITORY, all_logits, complete, engine_of, generate
+from pipelines.engine import runner
+from tests.helpers.builders import all_logits, engine_of, generate
+from tests.helpers.goldens import FAMILIES, GOLDENS, TOLERANCE, WHOLE_PROMPTS, greedy, link
 
-GOLDENS = REPOSITORY / "tests" / "goldens"
-FAMILIES = [
-    "baichuan-13b",
-    "baichuan-7b",
-    "baichuan2-13b",
-    "baichuan2-7b",
-    "bloom",
-    "chatglm",
-    "chatglm2",
-    "chatglm3",
-    "chatglm_28layers",
-    "chatglm_bin",
-    "gemma2",
-    "gpt2",
-    "llama3",
-    "llama_tied_bias",
-    "mistral",
-    "mixtral",
-    "opt",
-    "qwen",
-    "qwen2",
-    "qwen2_full",
-    "qwen2_moe",
-    "qwen3",
-]
 # decode steps that cannot be captured: positions and frequencies depend on a prompt's length
 COMPUTED_EACH_TIME = {"chatglm", "chatglm_28layers", "chatglm_bin", "qwen"}
-WHOLE_PROMPTS = ["chatglm", "chatglm_28layers", "chatglm_bin"]  # their prompts cannot be cut
-TOLERANCE = 3e-5  # the sets' own: five times the noise seen between two correct float32 builds
-
-
-def link(family: str, folder: Path, spelling: str = "config.json") -> Path:
-    """The family's checkpoint alone, with one of the spellings of its config."""
-    for file in (GOLDENS / family).iterdir():
-        if file.name.endswith((".safetensors", ".bin", ".index.json")) and not file.name.startswith("golden"):
-            (folder / file.name).symlink_to(file)
-    (folder / "config.json").symlink_to(GOLDENS / family / spelling)
-    return folder
-
-
-def greedy(engine: Engine, prompts: list[list[int]], count: int, **decode: Any) -> list[list[int]]:
-    config = DecodeConfig(max_new_tokens=count, ignore_eos=True, **decode)
-    return [completion.token_ids for completion in complete(engine, prompts, config)]
 
 
 def spellings(family: str) -> list[str]:

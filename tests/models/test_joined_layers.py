@@ -12,8 +12,8 @@ from models.linear_layers import join_layers
 from pipelines.assembly import assemble
 from pipelines.engine import Engine
 from tests.helpers.builders import all_logits, run_config
-from tests.models.families.test_deepseek import CASES, build
-from tests.models.test_goldens import FAMILIES, GOLDENS, TOLERANCE, greedy, link
+from tests.helpers.deepseek import CASES, build
+from tests.helpers.goldens import FAMILIES, GOLDENS, TOLERANCE, greedy, link
 
 
 @pytest.fixture(autouse=True)

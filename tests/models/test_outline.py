@@ -16,8 +16,8 @@ from models.layers.linear import Linear
 from pipelines.assembly import assemble
 from pipelines.quantize_preflight import print_preflight
 from tests.helpers.builders import engine_of, run_config
+from tests.helpers.conversion import convert
 from tests.helpers.oracle import write_model
-from tests.pipelines.test_convert import convert
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
 REFUSED = "does not hold the model that its config describes: that has .* layers and more values than .* bytes of weights can be"

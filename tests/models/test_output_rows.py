@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from kernels import build
 from pipelines.engine.batch import whole_batch
 from tests.helpers.builders import engine_of
-from tests.models.test_goldens import FAMILIES, GOLDENS, link
+from tests.helpers.goldens import FAMILIES, GOLDENS, link
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,7 +17,7 @@ from models.batch import Batch, BatchShape
 from pipelines.engine.batch import build_batch
 from pipelines.engine.gpu_batch import fill
 from tests.helpers.builders import engine_of
-from tests.models.test_goldens import FAMILIES, GOLDENS, link
+from tests.helpers.goldens import FAMILIES, GOLDENS, link
 
 aten = torch.ops.aten
 WAITS = (aten._local_scalar_dense, aten.nonzero, aten._unique2, aten.unique_dim, aten.masked_select)

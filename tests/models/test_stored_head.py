@@ -22,8 +22,8 @@ from conf.quantization import QuantConfig, QuantScheme
 from conf.schema import CheckpointFormat
 from pipelines.loading import load_engine
 from tests.helpers.builders import all_logits, engine_of, run_config
+from tests.helpers.conversion import convert
 from tests.helpers.oracle import TOLERANCE, write_model
-from tests.pipelines.test_convert import convert
 
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, {}),

@@ -1,7 +1,6 @@
 """`task=convert`: tensors equal to the bit whatever way they went, by the libraries' own reading; nothing half made, nothing touched."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,64 +10,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conf.compose import dump
 from conf.errors import UserError
 from conf.schema import (
-    CheckpointFormat,
-    ConvertConfig,
     ConvertDType,
-    ModelConfig,
-    RunConfig,
-    Task,
 )
 from models.formats import open_checkpoint
 from models.formats.manifest import verify_manifest
-from pipelines.convert import run_convert
 from pipelines.loading import load_engine
 from tests.helpers.builders import SHARED, all_logits, engine_of, run_config, weights_of
-from tests.models.formats.test_huggingface import START, make_tensors, write_shards, write_whole
+from tests.helpers.command import run
+from tests.helpers.conversion import SHARDED, contents, convert, environment, names, tensors_in
+from tests.helpers.goldens import FAMILIES, GOLDENS, TOLERANCE, link
+from tests.helpers.huggingface_files import START, assert_same, make_tensors, write_shards, write_whole
 from tests.models.formats.test_meta import tensors_of, write_meta
-from tests.models.test_goldens import FAMILIES, GOLDENS, TOLERANCE, link
-from tests.test_run import run
-
-SHARDED = CheckpointFormat.sharded
-
-
-def convert(source: Path, target: Path, model: dict[str, Any] | None = None, **settings: Any) -> Path:
-    """Runs the task; its own files go beside the target."""
-    config = RunConfig(
-        Task.convert, ModelConfig(str(source), **(model or {})), convert=ConvertConfig(output=str(target), **settings)
-    )
-    run_convert(config, target.with_name(f"{target.name}-run"), dump)
-    return target
-
-
-def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """Of a folder in Hugging Face's layout, as the libraries read them."""
-    found: dict[str, Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    for file in folder.glob("*.bin"):
-        found |= torch.load(file, weights_only=True)
-    return found
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def names(folder: Path) -> set[str]:
-    return {file.name for file in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -209,10 +165,6 @@ def test_a_pickled_source_needs_permission(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"only pickled weights .*model\.allow_pickle=true"):
         convert(source, tmp_path / "hf")
     assert_same(tensors_in(convert(source, tmp_path / "hf", {"allow_pickle": True})), make_tensors())
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 MEASURE = """

@@ -14,8 +14,8 @@ from conf.errors import UserError
 from models.formats.manifest import verify_manifest
 from models.formats.safetensors_writer import SafetensorsWriter
 from pipelines.convert import run_convert
-from tests.models.formats.test_huggingface import make_tensors, write_whole
-from tests.pipelines.test_convert import SHARDED, assert_same, contents, convert, environment, names, tensors_in
+from tests.helpers.conversion import SHARDED, contents, convert, environment, names, tensors_in
+from tests.helpers.huggingface_files import assert_same, make_tensors, write_whole
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,10 @@ from conf.schema import CheckpointFormat, ConvertConfig, ConvertDType
 from models.formats import open_checkpoint
 from models.formats.manifest import verify_manifest
 from tests.helpers.builders import SHARED, all_logits, engine_of, write_llama
+from tests.helpers.command import run
+from tests.helpers.conversion import convert, tensors_in
+from tests.helpers.huggingface_files import assert_same
 from tests.models.formats.test_lora import PROMPT, write_adapter
-from tests.pipelines.test_convert import assert_same, convert, tensors_in
-from tests.test_run import run
 
 TEXTS = ("Once upon a time 12345", "<s>今天</s> 🙂\n\n  x", "")
 

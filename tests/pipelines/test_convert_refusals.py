@@ -24,9 +24,9 @@ from conf.schema import (
     Weights,
 )
 from pipelines.convert import run_convert
-from tests.models.formats.test_huggingface import make_tensors, write_whole
-from tests.pipelines.test_convert import SHARDED, contents, convert, names
-from tests.test_run import run
+from tests.helpers.command import run
+from tests.helpers.conversion import SHARDED, contents, convert, names
+from tests.helpers.huggingface_files import make_tensors, write_whole
 
 
 @pytest.fixture(scope="module")

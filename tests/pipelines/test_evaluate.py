@@ -23,7 +23,7 @@ from models.tiny.corpus import questions as tiny_corpus_questions
 from pipelines.evaluate import is_right, read_questions, read_texts, right_answers, run_evaluate
 from pipelines.scoring import score, sliding_windows
 from tests.helpers.builders import REPOSITORY, SHARED, engine_of, run_config, write_llama
-from tests.test_run import run as command
+from tests.helpers.command import run as command
 
 TEXTS = [
     "Once upon a time, there was a little girl. She said: hello, world! " * 4,

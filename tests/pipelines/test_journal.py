@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conf.errors import UserError
 from pipelines.journal import NAME, SEED, Journal, open_journal
-from tests.models.test_damaged_files import MUTATIONS, mutated
+from tests.helpers.damage import MUTATIONS, mutated
 
 JOB = {"input": "abc", "decode.seed": 3, "decode.stop": ["\n"], "model/config.json": "0" * 64}
 MOMENTS = [f"2026-11-21_10-00-0{i}-000000" for i in range(4)]

@@ -25,8 +25,8 @@ from pipelines.kept import load_kept
 from pipelines.loading import load_engine
 from pipelines.report import reset_peak_memory
 from tests.helpers.builders import all_logits, complete, run_config, write_llama
+from tests.helpers.damage import MUTATIONS, mutated
 from tests.helpers.quantized_models import CALIBRATED
-from tests.models.test_damaged_files import MUTATIONS, mutated
 
 NEEDS_KERNELS = pytest.mark.skipif(build.library() is None, reason="weights are packed where the C++ kernels are")
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"

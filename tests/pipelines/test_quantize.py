@@ -31,6 +31,7 @@ from pipelines.quantize import run_quantize
 from quantization.artefact import Artefact
 from quantization.layouts.base import StoredWeight
 from tests.helpers.builders import all_logits, engine_of, run_config
+from tests.helpers.goldens import GOLDENS
 from tests.helpers.quantized_models import (
     A8W8,
     CALIBRATED,
@@ -41,7 +42,6 @@ from tests.helpers.quantized_models import (
     reloaded,
     write_rows,
 )
-from tests.models.test_goldens import GOLDENS
 from tests.models.test_stored_head import tied
 
 LLAMA = GOLDENS / "llama3"

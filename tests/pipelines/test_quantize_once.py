@@ -29,8 +29,8 @@ from pipelines.quantize import find_or_make
 from pipelines.quantize_estimate import Costs
 from pipelines.quantize_preflight import preflight
 from tests.helpers.builders import REPOSITORY
+from tests.helpers.goldens import GOLDENS
 from tests.helpers.quantized_models import CALIBRATED, quantize_run, random_rows, write_rows
-from tests.models.test_goldens import GOLDENS
 
 LLAMA = GOLDENS / "llama3"
 

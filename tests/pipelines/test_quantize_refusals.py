@@ -17,8 +17,8 @@ from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, Quant
 from conf.schema import DType, RunConfig, Weights
 from pipelines.quantize import run_quantize
 from tests.helpers.builders import engine_of
+from tests.helpers.goldens import GOLDENS
 from tests.helpers.quantized_models import CALIBRATED, INT4, SHIFT, make, quantize_run, random_rows, write_rows
-from tests.models.test_goldens import GOLDENS
 
 LLAMA = GOLDENS / "llama3"
 STATIC = CALIBRATED["a8w8 static"]

@@ -17,8 +17,8 @@ from conf.schema import RunConfig
 from pipelines.quantize import run_quantize
 from quantization.quantizer import Quantizer
 from tests.helpers.builders import REPOSITORY
+from tests.helpers.goldens import GOLDENS
 from tests.helpers.quantized_models import CALIBRATED, make, quantize_run, random_rows, write_rows
-from tests.models.test_goldens import GOLDENS
 
 LLAMA = GOLDENS / "llama3"
 

@@ -22,9 +22,9 @@ from quantization.linear import MANY_ROWS, IntLinear
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat, quantize
 from tests.helpers.builders import all_logits, complete, run_config
+from tests.helpers.goldens import GOLDENS
 from tests.helpers.quantized_models import CALIBRATED, GROUPS, INT4, INT8, make, quantize_run, random_rows, write_rows
 from tests.helpers.random_tensors import random
-from tests.models.test_goldens import GOLDENS
 
 LLAMA = GOLDENS / "llama3"
 AUTO = Activations.auto

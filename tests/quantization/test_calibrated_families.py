@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from conf.quantization import QuantConfig
 from models.formats.manifest import verify_manifest
 from tests.helpers.builders import all_logits
+from tests.helpers.goldens import FAMILIES, GOLDENS, WHOLE_PROMPTS
 from tests.helpers.quantized_models import (
     CALIBRATED,
     INT8,
@@ -20,7 +21,6 @@ from tests.helpers.quantized_models import (
     reloaded,
     write_rows,
 )
-from tests.models.test_goldens import FAMILIES, GOLDENS, WHOLE_PROMPTS
 
 SHIFTABLE = ("bloom", "gpt2", "opt")
 # One of each way that weights, activations, folds and groups can go; test_quantize.py has all the others on Llama.

@@ -18,8 +18,8 @@ from quantization.plan import plan
 from quantization.quantizer import float_weight
 from quantization.smoothing import Smoother
 from tests.helpers.builders import run_config
+from tests.helpers.goldens import FAMILIES, GOLDENS, WHOLE_PROMPTS
 from tests.helpers.quantized_models import A8W8, SMOOTHQUANT, STATIC, random_rows
-from tests.models.test_goldens import FAMILIES, GOLDENS, WHOLE_PROMPTS
 
 QUANT = QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC, smooth=SmoothConfig(alpha=0.7))
 

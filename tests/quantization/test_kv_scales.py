@@ -21,9 +21,9 @@ from pipelines.loading import load_engine
 from quantization.kv_scales import attention_names
 from quantization.layouts.kv_cache import read_kv_cache_scheme
 from tests.helpers.builders import all_logits, engine_of, run_config, write_llama
+from tests.helpers.deepseek import V3_GROUPS, build
+from tests.helpers.goldens import FAMILIES, GOLDENS
 from tests.helpers.quantized_models import AWQ, INT4, INT8, STATIC_CACHES, make, quantize_run, random_rows, write_rows
-from tests.models.families.test_deepseek import V3_GROUPS, build
-from tests.models.test_goldens import FAMILIES, GOLDENS
 
 PROMPT = list(range(5, 40))
 ROWS = random_rows(14, 16)  # 6 to calibrate and 8 for the report

@@ -24,8 +24,8 @@ from pipelines.engine import Engine
 from pipelines.engine.padded_decode import PaddedDecodeSteps
 from pipelines.loading import load_engine
 from tests.helpers.builders import complete, engine_of, run_config, write_llama
+from tests.helpers.goldens import GOLDENS
 from tests.helpers.triton_cases import DEVICE
-from tests.models.test_goldens import GOLDENS
 from tests.pipelines.engine.test_padded_decode import AgainPool
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu/test_engine.py has true graphs")

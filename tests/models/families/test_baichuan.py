@@ -13,7 +13,7 @@ from conf.errors import UserError
 from models.config import ConfigReader
 from models.families.baichuan import Baichuan, NormHead, read_config, read_version
 from tests.helpers.builders import REPOSITORY, all_logits, engine_of
-from tests.models.test_goldens import link
+from tests.helpers.goldens import link
 
 GOLDENS = REPOSITORY / "tests" / "goldens"
 CONFIG = {

@@ -19,7 +19,7 @@ from pipelines.engine import Engine
 from pipelines.engine.batch import build_batch
 from pipelines.engine.scheduler import StepPlan
 from tests.helpers.builders import REPOSITORY, all_logits, complete, engine_of, generate, run_config
-from tests.models.test_goldens import TOLERANCE, greedy, link
+from tests.helpers.goldens import TOLERANCE, greedy, link
 
 GOLDENS = REPOSITORY / "tests" / "goldens"
 MASK, GMASK, SOP = 280, 281, 284

@@ -18,8 +18,8 @@ from models.formats.meta import AT_ONCE, read_meta_config
 from models.tokenizers import load_tokenizer
 from pipelines.loading import load_engine
 from tests.helpers.builders import SHARED, all_logits, engine_of, run_config, weights_of, write_llama
+from tests.helpers.huggingface_files import Recording, make_tensors, peak_of_loading
 from tests.helpers.mindspore_files import NAMES  # MindFormers took Meta's
-from tests.models.formats.test_huggingface import Recording, make_tensors, peak_of_loading
 
 PARAMS = {
     "dim": 64,

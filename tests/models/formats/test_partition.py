@@ -14,7 +14,7 @@ from models.config import ConfigReader
 from models.formats.partition import Place, partition, split_axis
 from models.registry import find_architecture
 from tests.helpers.builders import SMALL
-from tests.models.test_goldens import GOLDENS
+from tests.helpers.goldens import GOLDENS
 
 PLANS = {"colwise": 0, "rowwise": 1, "colwise_gather_output": 0, "rowwise_split_input": 1, "replicated": None}
 

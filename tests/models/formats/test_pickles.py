@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from tests.models.formats.test_huggingface import assert_same, load, make_tensors, write_config
+from tests.helpers.huggingface_files import assert_same, load, make_tensors, write_config
 
 
 class RunsCode:

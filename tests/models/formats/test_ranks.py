@@ -14,7 +14,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from pipelines.loading import load_engine
 from tests.helpers.builders import SMALL, complete, engine_of, run_config, weights_of, write_llama
-from tests.models.formats.test_huggingface import CONFIG, make_tensors, peak_of_loading, write_config
+from tests.helpers.huggingface_files import CONFIG, make_tensors, peak_of_loading, write_config
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 COLUMNS = ("o_proj.weight", "down_proj.weight")

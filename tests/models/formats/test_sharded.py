@@ -18,7 +18,7 @@ from models.formats.huggingface import SafetensorsFile
 from models.formats.huggingface_writer import write_huggingface
 from models.formats.partition import Place
 from models.formats.sharded import LAYOUT, ShardedFile, write_sharded
-from tests.models.test_damaged_files import MUTATIONS, mutated
+from tests.helpers.damage import MUTATIONS, mutated
 
 TENSORS = {
     "whole": torch.randn(5),

@@ -12,10 +12,10 @@ from conf.decoding import DecodeConfig
 from conf.quantization import QuantConfig
 from pipelines.engine import Engine
 from tests.helpers.builders import SHARED, all_logits, engine_of, generate, write_llama
+from tests.helpers.deepseek import V3_GROUPS, build
+from tests.helpers.goldens import link
 from tests.helpers.quantized_models import STATIC_CACHES, make, quantize_run, random_rows, write_rows
 from tests.models.families.test_chatglm import GMASK, SOP
-from tests.models.families.test_deepseek import V3_GROUPS, build
-from tests.models.test_goldens import link
 
 FORMATS = ["int8", "fp8", "int4"]
 STATIC = list(STATIC_CACHES)

@@ -15,9 +15,9 @@ from conf.schema import DType
 from kernels import build
 from pipelines.loading import load_engine
 from tests.helpers.builders import generate, run_config, write_llama
-from tests.models.families.test_deepseek import V3_GROUPS
-from tests.models.families.test_deepseek import build as build_deepseek
-from tests.models.test_goldens import FAMILIES, GOLDENS, link
+from tests.helpers.deepseek import V3_GROUPS
+from tests.helpers.deepseek import build as build_deepseek
+from tests.helpers.goldens import FAMILIES, GOLDENS, link
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="without the C++ kernels torch computes")
 

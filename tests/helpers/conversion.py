@@ -1,0 +1,53 @@
+"""Run `task=convert` and read what it wrote, by the libraries' own reading."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from conf.compose import dump
+from conf.schema import (
+    CheckpointFormat,
+    ConvertConfig,
+    ModelConfig,
+    RunConfig,
+    Task,
+)
+from pipelines.convert import run_convert
+
+SHARDED = CheckpointFormat.sharded
+
+
+def convert(source: Path, target: Path, model: dict[str, Any] | None = None, **settings: Any) -> Path:
+    """Runs the task; its own files go beside the target."""
+    config = RunConfig(
+        Task.convert, ModelConfig(str(source), **(model or {})), convert=ConvertConfig(output=str(target), **settings)
+    )
+    run_convert(config, target.with_name(f"{target.name}-run"), dump)
+    return target
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """Of a folder in Hugging Face's layout, as the libraries read them."""
+    found: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    for file in folder.glob("*.bin"):
+        found |= torch.load(file, weights_only=True)
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def names(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
