@@ -22,6 +22,7 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from pipelines.engine.request import SequenceGroup  # noqa: E402
 from tests.helpers.builders import write_llama  # noqa: E402
 from tests.helpers.small_tokenizers import byte_level, save  # noqa: E402
 
@@ -35,3 +36,12 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "generation_config.json").unlink()
     save(tokenizer, folder)
     return folder
+
+
+@pytest.fixture
+def preempted(monkeypatch: pytest.MonkeyPatch) -> list[SequenceGroup]:
+    """The requests that give their blocks up during the test, in order."""
+    groups: list[SequenceGroup] = []
+    restart = SequenceGroup.restart
+    monkeypatch.setattr(SequenceGroup, "restart", lambda group: (groups.append(group), restart(group))[1])
+    return groups

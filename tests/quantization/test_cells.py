@@ -13,6 +13,7 @@ from conf.decoding import DecodeConfig
 from conf.quantization import KVCacheFormat, QuantConfig
 from conf.schema import DeviceConfig, DeviceType
 from pipelines.engine import Engine
+from pipelines.engine.request import SequenceGroup
 from pipelines.loading import load_engine
 from tests.helpers.builders import REPOSITORY, generate, run_config, write_llama
 from tests.helpers.quantized_models import (
@@ -69,12 +70,9 @@ def check_prefix_cache(alone: list[Any], beams: list[Any], engine: "Make") -> No
     assert sum(output.num_cached_tokens for output in outputs) > 0
 
 
-def check_preemption(alone: list[Any], beams: list[Any], engine: "Make") -> None:
+def check_preemption(alone: list[Any], beams: list[Any], engine: "Make", preempted: list[SequenceGroup]) -> None:
     bytes_per_token = engine().runner.kv_bytes_per_token
     small = engine(block_size=4, kv_cache_memory=str(MOST_BLOCKS * 4 * bytes_per_token))
-    preempted = []
-    preempt = small.scheduler._preempt
-    small.scheduler._preempt = lambda group: (preempted.append(group), preempt(group))[1]  # type: ignore[method-assign]
     assert tokens(small, PROMPTS, GREEDY) == alone
     assert preempted
     assert tokens(small, PROMPTS, BEAMS) == beams
@@ -84,7 +82,6 @@ CHECKS = {
     "batch": check_batch,
     "beams": check_beams,
     "prefix cache": check_prefix_cache,
-    "preemption": check_preemption,
 }
 
 
@@ -116,7 +113,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kv_cache", CACHES)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_engine_changes_no_token(scheme: str, kv_cache: str, models: Path) -> None:
+def test_the_engine_changes_no_token(scheme: str, kv_cache: str, models: Path, preempted: list[SequenceGroup]) -> None:
     quant, folder = replace(SCHEMES[scheme], **CACHES[kv_cache]), models / "float"
     if quant.has_static_kv_cache:
         folder = models / f"{scheme} {kv_cache}"
@@ -130,6 +127,8 @@ def test_the_engine_changes_no_token(scheme: str, kv_cache: str, models: Path) -
     beams = [tokens(roomy, [prompt], BEAMS)[0] for prompt in PROMPTS]
     for check in CHECKS.values():
         check(alone, beams, engine)
+    assert not preempted
+    check_preemption(alone, beams, engine, preempted)
 
 
 def table() -> str:

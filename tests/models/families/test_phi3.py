@@ -12,6 +12,7 @@ from conf.errors import UserError
 from models.config import ConfigReader
 from models.families import phi3
 from pipelines.engine import Engine
+from pipelines.engine.request import SequenceGroup
 from tests.helpers.builders import complete, engine_of, generate
 from tests.helpers.oracle import assert_equals_transformers, random_prompts, write_random
 from tests.pipelines.engine.test_contrastive_search import expected as contrastive
@@ -107,7 +108,7 @@ NUM_SEQUENCES = {"greedy": 1, "seeded": 1, "n": 3, "beams": 3, "contrastive": 3}
 
 @pytest.mark.parametrize("name", DECODES)
 def test_chunks_company_cached_prefixes_and_preemption_change_nothing_across_the_border(
-    name: str, folder: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    name: str, folder: Path, engine: Engine, preempted: list[SequenceGroup]
 ) -> None:
     decode = DECODES[name]
 
@@ -119,8 +120,6 @@ def test_chunks_company_cached_prefixes_and_preemption_change_nothing_across_the
     # One row has room at its full length, but not the three that run at once; and no prompt goes through one step.
     num_blocks = 24 * NUM_SEQUENCES[name] + 13
     small = engine_of(folder, max_batched_tokens=11, block_size=4, kv_cache_memory=str(num_blocks * BLOCK_BYTES))
-    preempted, preempt = [], small.scheduler._preempt
-    monkeypatch.setattr(small.scheduler, "_preempt", lambda group: (preempted.append(group), preempt(group)))
     assert tokens(small, CROSSING) == alone
     assert preempted
     assert (

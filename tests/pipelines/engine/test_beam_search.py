@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from pipelines.engine import Engine, Output
+from pipelines.engine.request import SequenceGroup
 from tests.helpers.builders import engine_of, generate, write_llama
 
 PROMPTS = [[5, 6, 7], [8], list(range(9, 40)), [16, 17, 18, 19]]
@@ -118,16 +119,13 @@ def test_beside_greedy_and_samples_and_in_any_order(engine: Engine, model: Llama
     "device", [{"max_batched_tokens": 8}, {"block_size": 2}, {"block_size": 4, "blocks": 26}], ids=str
 )
 def test_chunks_blocks_and_preemption_change_no_beam(
-    folder: Path, engine: Engine, device: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    folder: Path, engine: Engine, device: dict[str, Any], preempted: list[SequenceGroup]
 ) -> None:
     decode = DecodeConfig(max_new_tokens=20, num_beams=3, num_return_sequences=3, ignore_eos=True, prefix_cache=False)
     wanted = [[c.token_ids for c in output.completions] for output in generate(engine, PROMPTS, decode)]
     if blocks := device.pop("blocks", None):
         device["kv_cache_memory"] = str(blocks * 4 * 2 * 2 * 2 * 16 * 4)
     other = engine_of(folder, batch_size=3, **device)
-    preempted = []
-    preempt = other.scheduler._preempt
-    monkeypatch.setattr(other.scheduler, "_preempt", lambda group: (preempted.append(group), preempt(group)))
     assert [[c.token_ids for c in output.completions] for output in generate(other, PROMPTS, decode)] == wanted
     assert bool(preempted) == bool(blocks)
 

@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from pipelines.engine import Engine, runner
+from pipelines.engine.request import SequenceGroup
 from tests.helpers.builders import all_logits, complete, engine_of, generate, write_llama
 
 PROMPTS = [[5, 6, 7], [8], list(range(9, 40)), [16, 17, 18, 19]]
@@ -59,7 +60,7 @@ def test_equal_to_the_definition(engine: Engine, model: LlamaForCausalLM, alpha:
 )
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_chunks_blocks_preemption_and_company_change_nothing(
-    folder: Path, engine: Engine, device: dict[str, Any], prefix_cache: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, engine: Engine, device: dict[str, Any], prefix_cache: bool, preempted: list[SequenceGroup]
 ) -> None:
     decode = DecodeConfig(max_new_tokens=25, penalty_alpha=0.6, top_k=5, prefix_cache=prefix_cache)
     wanted = [output.token_ids for output in complete(engine, PROMPTS, decode)]
@@ -67,9 +68,6 @@ def test_chunks_blocks_preemption_and_company_change_nothing(
     if blocks := device.pop("blocks", None):
         device["kv_cache_memory"] = str(blocks * 4 * 2 * 2 * 2 * 16 * 4)
     other = engine_of(folder, batch_size=3, **device)
-    preempted = []
-    preempt = other.scheduler._preempt
-    monkeypatch.setattr(other.scheduler, "_preempt", lambda group: (preempted.append(group), preempt(group)))
     for _ in range(2):  # the second time over a cache that knows the prompts
         assert [output.token_ids for output in complete(other, PROMPTS, decode)] == wanted
     assert bool(preempted) == bool(blocks)

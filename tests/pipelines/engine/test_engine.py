@@ -10,6 +10,7 @@ import torch
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from pipelines.engine import Completion, Engine
+from pipelines.engine.request import SequenceGroup
 from tests.helpers.builders import all_logits, complete, engine_of, generate, write_llama
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [16, 17], [5, 6, 7]]
@@ -166,16 +167,13 @@ def test_prompt_logprobs_are_those_of_the_next_prompt_token(engine: Engine, tmp_
     ids=str,
 )
 def test_prompt_logprobs_are_whole_after_preemption(
-    engine: Engine, tmp_path: Path, decode: dict[str, Any], blocks: int
+    engine: Engine, tmp_path: Path, decode: dict[str, Any], blocks: int, preempted: list[SequenceGroup]
 ) -> None:
     write_llama(tmp_path)
     prompts = [list(range(5 + i, 25 + 2 * i)) for i in range(4)]
     settings = DecodeConfig(max_new_tokens=12, prompt_logprobs=0, **decode)
     expected = [list(engine.generate([engine.request(0, prompt, settings)]))[0] for prompt in prompts]
     small = engine_of(tmp_path, max_batched_tokens=13, block_size=4, kv_cache_memory=str(blocks * 4 * KEY_VALUE_BYTES))
-    preempted = []
-    preempt = small.scheduler._preempt
-    small.scheduler._preempt = lambda group: (preempted.append(group), preempt(group))  # type: ignore[assignment, method-assign, func-returns-value]
     for output, whole in zip(generate(small, prompts, settings), expected, strict=True):
         assert output.prompt_logprobs is not None
         assert whole.prompt_logprobs is not None
@@ -196,14 +194,13 @@ def test_samples_are_those_of_the_seed_and_the_first_is_that_of_one_alone(engine
     assert [c.token_ids for c in again.completions] == [c.token_ids for c in outputs[1].completions[:2]]
 
 
-def test_samples_with_preemption_and_single_token_blocks(engine: Engine, tmp_path: Path) -> None:
+def test_samples_with_preemption_and_single_token_blocks(
+    engine: Engine, tmp_path: Path, preempted: list[SequenceGroup]
+) -> None:
     write_llama(tmp_path)
     decode = DecodeConfig(max_new_tokens=15, temperature=1.0, seed=7, n=3, prefix_cache=False)
     expected = [[c.token_ids for c in output.completions] for output in generate(engine, PROMPTS, decode)]
     small = engine_of(tmp_path, block_size=1, kv_cache_memory=str(62 * KEY_VALUE_BYTES))
-    preempted = []
-    preempt = small.scheduler._preempt
-    small.scheduler._preempt = lambda group: (preempted.append(group), preempt(group))  # type: ignore[assignment, method-assign, func-returns-value]
     assert [[c.token_ids for c in output.completions] for output in generate(small, PROMPTS, decode)] == expected
     assert preempted
 
@@ -411,19 +408,16 @@ KEY_VALUE_BYTES = (
 )
 @pytest.mark.parametrize("prefix_cache", [True, False], ids=["cached", "uncached"])
 def test_chunks_blocks_preemption_and_prefix_cache_change_no_token(
-    engine: Engine, tmp_path: Path, device: dict[str, object], prefix_cache: bool
+    engine: Engine, tmp_path: Path, device: dict[str, object], prefix_cache: bool, preempted: list[SequenceGroup]
 ) -> None:
     write_llama(tmp_path)
     prompts = [[*range(5, 25), last] for last in (3, 4, 3)] + PROMPTS
     decode = DecodeConfig(max_new_tokens=20, prefix_cache=False)
     expected = [one(engine, prompt, max_new_tokens=20, prefix_cache=False).token_ids for prompt in prompts]
     other = engine_of(tmp_path, batch_size=3, **device)
-    had_blocks = []
-    grow = other.scheduler._grow
-    other.scheduler._grow = lambda copies: had_blocks.append(grow(copies)) or had_blocks[-1]  # type: ignore[func-returns-value, method-assign]
     outputs = generate(other, prompts, replace(decode, prefix_cache=prefix_cache))
     assert [output.completions[0].token_ids for output in outputs] == expected
-    assert all(had_blocks) == ("kv_cache_memory" not in device)
+    assert bool(preempted) == ("kv_cache_memory" in device)
     again = generate(other, prompts, replace(decode, prefix_cache=prefix_cache))
     assert [output.completions[0].token_ids for output in again] == expected
     hits = sum(output.num_cached_tokens for output in again)

@@ -16,6 +16,7 @@ from conf.quantization import KVCacheFormat, QuantConfig
 from conf.schema import DType
 from kernels import build
 from pipelines.engine import Completion, Engine
+from pipelines.engine.request import SequenceGroup
 from pipelines.loading import load_engine
 from tests.helpers.builders import complete, run_config, write_llama
 from tests.helpers.builders import engine_of as small_engine
@@ -88,16 +89,13 @@ def test_log_probabilities_are_the_same_to_the_bit_in_any_company(engine: Engine
 @needs_kernels
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 def test_log_probabilities_are_the_same_to_the_bit_under_any_schedule(
-    engine: Engine, engine_of: Callable[..., Engine], device: dict[str, Any]
+    engine: Engine, engine_of: Callable[..., Engine], device: dict[str, Any], preempted: list[SequenceGroup]
 ) -> None:
     torch.set_num_threads(THREADS)
     alone = {i: complete(engine, [prompt], DECODE)[0] for i, prompt in enumerate(PROMPTS)}
     if "kv_cache_memory" in device:  # as much as the longest row and one more need
         device = device | {"kv_cache_memory": str(4 * 20 * engine.runner.kv_bytes_per_token)}
     other = engine_of(**device)
-    preempted = []
-    preempt = other.scheduler._preempt
-    other.scheduler._preempt = lambda group: (preempted.append(group), preempt(group))  # type: ignore[assignment, method-assign, func-returns-value]
     for prefix_cache in (False, True, True):  # over a cache that knows the prompts, the last time
         decode = replace(DECODE, prefix_cache=prefix_cache)
         requests = [other.request(i, prompt, decode) for i, prompt in enumerate(PROMPTS)]
@@ -163,13 +161,13 @@ def random_request(random: Random, id: int) -> tuple[list[int], DecodeConfig]:
 @needs_kernels
 @pytest.mark.parametrize("seed", range(4))
 def test_random_requests_that_come_are_cancelled_and_give_way_are_as_alone(
-    narrow: Engine, seed: int, monkeypatch: pytest.MonkeyPatch
+    narrow: Engine, seed: int, preempted: list[SequenceGroup]
 ) -> None:
     random, scheduler = Random(seed), narrow.scheduler
-    blocks, preempt, preempted = scheduler.block_manager, scheduler._preempt, []
+    blocks = scheduler.block_manager
     requests = [random_request(random, id) for id in range(25)]
     alone = [next(narrow.generate([narrow.request(id, *each)])) for id, each in enumerate(requests)]
-    monkeypatch.setattr(scheduler, "_preempt", lambda group: (preempted.append(group), preempt(group)))
+    assert not preempted
     waiting, alive, ends = list(enumerate(requests)), [], dict[int, Any]()
     while waiting or alive:
         while waiting and random.random() < 0.5:

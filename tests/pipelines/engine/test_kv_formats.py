@@ -11,6 +11,7 @@ import torch
 from conf.decoding import DecodeConfig
 from conf.quantization import QuantConfig
 from pipelines.engine import Engine
+from pipelines.engine.request import SequenceGroup
 from tests.helpers.builders import SHARED, all_logits, engine_of, generate, write_llama
 from tests.helpers.deepseek import V3_GROUPS, build
 from tests.helpers.goldens import link
@@ -70,7 +71,7 @@ def tokens(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> li
 
 @pytest.mark.parametrize("kv_cache", FORMATS + STATIC)
 def test_the_engine_changes_no_token(
-    family: tuple[str, Path], made: Callable[[str], Path], kv_cache: str, monkeypatch: pytest.MonkeyPatch
+    family: tuple[str, Path], made: Callable[[str], Path], kv_cache: str, preempted: list[SequenceGroup]
 ) -> None:
     (name, _), folder = family, made(kv_cache)
     prompts = [[*prompt, GMASK, SOP] for prompt in PROMPTS] if name == "chatglm" else PROMPTS
@@ -86,9 +87,6 @@ def test_the_engine_changes_no_token(
 
     small = engine(block_size=4, kv_cache_memory=str(MOST_BLOCKS * 4 * roomy.runner.kv_bytes_per_token))
     assert small.scheduler.block_manager.num_blocks == MOST_BLOCKS
-    preempted = []
-    preempt = small.scheduler._preempt
-    monkeypatch.setattr(small.scheduler, "_preempt", lambda group: (preempted.append(group), preempt(group)))
     assert tokens(small, prompts, GREEDY) == greedy
     assert preempted
     assert tokens(small, prompts, BEAMS) == beams

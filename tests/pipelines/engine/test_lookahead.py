@@ -15,6 +15,7 @@ from models.batch import Batch
 from pipelines.engine import Engine
 from pipelines.engine.captured_steps import Outputs
 from pipelines.engine.lookahead import LaunchedStep, Lookahead
+from pipelines.engine.request import SequenceGroup
 from tests.helpers.builders import engine_of, write_llama
 from tests.pipelines.engine.test_padded_decode import pad
 
@@ -118,14 +119,13 @@ def test_rows_that_stop_in_the_middle(folder: Path, device: dict[str, Any]) -> N
     assert any(ahead)
 
 
-def test_preempted_rows(folder: Path) -> None:
+def test_preempted_rows(folder: Path, preempted: list[SequenceGroup]) -> None:
     """A pool for the longest row and a little more: a plan that must take blocks away is made when all tokens are known."""
     device = {"block_size": 4, "kv_cache_memory": str(11 * 4 * KEY_VALUE_BYTES)}
     decodes = [replace(GREEDY, max_new_tokens=20), replace(DRAWN, max_new_tokens=20)]
     expected = run(engine_of(folder), decodes)
     engine = engine_of(folder, **device)
-    ahead, preempt, preempted = look_ahead(engine), engine.scheduler._preempt, []
-    engine.scheduler._preempt = lambda group: (preempted.append(group), preempt(group))[1]  # type: ignore[method-assign, func-returns-value]
+    ahead = look_ahead(engine)
     assert run(engine, decodes) == expected
     assert preempted
     assert any(ahead)
