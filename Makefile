@@ -1,8 +1,12 @@
-# make setup | run | test | check | sanitize. PYTHON picks the interpreter (3.11 or 3.12) that the environment is made with.
+# make setup | run | check | test | test-all | sanitize. PYTHON picks the interpreter (3.11 or 3.12) that the environment is made with.
+# test leaves out what is marked long: whole matrices, compiling for a GPU, other programs. test-all runs everything, as pytest alone does.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup run test check sanitize
+.PHONY: setup run check test test-all sanitize
+
+# a process for each core, at most four; a file's tests stay in one process, whose fixtures they share
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 setup: .venv/installed
 
@@ -17,14 +21,17 @@ setup: .venv/installed
 run: setup
 	$(BIN)/python run.py
 
-test: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
-
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_layering.py
+
+test: setup
+	$(PYTEST) -m "not long"
+
+test-all: setup
+	$(PYTEST)
 
 # The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, whose library a process must have from its start. Without the tests
 # of torch's operators, and of leaks: Python's own memory is not given back.

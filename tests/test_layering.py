@@ -1,6 +1,7 @@
 """The house plan, enforced: imports go down only, there are no cycles, and some packages stay in their places. Standard library only."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,7 @@ FILES = {module_name(file): file for top in TOPS for file in sorted((REPOSITORY 
 }
 
 
+@functools.cache
 def imports(name: str) -> set[str]:
     """Modules that `name` imports, also inside functions; a submodule by its own name where it is one of ours."""
     found = set()

@@ -32,12 +32,22 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=GENERATOR).to(dtype)
 
 
+# What an operator says of itself is the same for both instruction sets.
+both_ways = pytest.mark.parametrize(
+    "any_way", ["avx512", pytest.param("avx2", marks=pytest.mark.long), "torch"], indirect=True
+)
+
+
 def opcheck(op: Any, *args: Any, **kwargs: Any) -> None:
     """The schema, fake tensors' shapes, strides and dtypes, also with sizes that are symbols, and that nothing else is written to."""
     torch.library.opcheck(op.default, args, kwargs)
 
 
-@pytest.mark.parametrize(("num_rows", "dtype"), [(1, torch.float32), (13, torch.bfloat16), (13, torch.float16)])
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"),
+    [(1, torch.float32), (13, torch.bfloat16), pytest.param(13, torch.float16, marks=pytest.mark.long)],
+)
+@both_ways
 @pytest.mark.usefixtures("any_way")
 def test_rows(num_rows: int, dtype: torch.dtype) -> None:
     x, weight, wide = randn(num_rows, 33, dtype=dtype), randn(33, dtype=dtype), randn(num_rows, 66, dtype=dtype)
@@ -57,7 +67,8 @@ def test_rows(num_rows: int, dtype: torch.dtype) -> None:
     opcheck(ops.rope_angles, torch.arange(num_rows), torch.rand(17), 1.25, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
+@both_ways
 @pytest.mark.usefixtures("any_way")
 def test_products(dtype: torch.dtype) -> None:
     x, sizes, bias = randn(5, 31, dtype=dtype), (17, 16), randn(17, dtype=dtype)
@@ -87,6 +98,7 @@ STARTS, LENGTHS = torch.tensor([0, 3, 5]), torch.tensor([3, 2])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "fp8" not in name])  # opcheck multiplies what it compares
+@both_ways
 @pytest.mark.usefixtures("any_way")
 def test_the_cache(name: str) -> None:
     keys, values = (PARTS.take(cache) for cache in caches_of(name))

@@ -77,6 +77,7 @@ def data(tmp_path: Path) -> Path:
     return write_rows(tmp_path / "rows.jsonl", random_rows(20, 16))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "scheme", ["int4 gptq, groups on the way", "a8w8 static smoothquant", "int8 gptq, static cache"]
 )

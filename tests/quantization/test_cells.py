@@ -111,8 +111,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kv_cache", CACHES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+def cells() -> list[Any]:
+    """All of them; those that `make test` runs have every scheme and every cache."""
+    pairs = [(scheme, kv_cache, i, j) for i, scheme in enumerate(SCHEMES) for j, kv_cache in enumerate(CACHES)]
+    return [pytest.param(*names, marks=[] if i % len(CACHES) == j else pytest.mark.long) for *names, i, j in pairs]
+
+
+@pytest.mark.parametrize(("scheme", "kv_cache"), cells())
 def test_the_engine_changes_no_token(scheme: str, kv_cache: str, models: Path, preempted: list[SequenceGroup]) -> None:
     quant, folder = replace(SCHEMES[scheme], **CACHES[kv_cache]), models / "float"
     if quant.has_static_kv_cache:

@@ -57,7 +57,7 @@ def prompts() -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=True)[: 20 + i] for i, text in enumerate(islice(documents(7), 8))]
 
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM at {PYTHON}")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM at {PYTHON}")]
 
 
 def in_vllm(

@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 SHARED_BYTES = 227 * 1024  # of a program on compute capability 9.0
 STACK_BYTES = 64  # prefill over latents of 576 channels needs 56; all others none
 
 
+@pytest.mark.long
 def test_compiles_for_sm_90() -> None:
     """In a process of its own, because what is imported here is interpreted. `pytest -s` shows the table."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -57,7 +57,7 @@ def own_forwards(experts: Experts) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize(("weights", "activations"), CASES)
-@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.long), 7])
 @torch.inference_mode()
 def test_together_they_are_what_each_is_alone(weights: str, activations: Activations, tokens: int) -> None:
     experts = make_experts(LinearScheme(WEIGHTS[weights], activations))
