@@ -117,11 +117,19 @@ def test_standard_input_and_folder_of_the_run(chatty: Path, tmp_path: Path) -> N
     ("arguments", "message"),
     [
         (["decode.temprature=1"], "'temprature' not in 'DecodeConfig': there are max_new_tokens"),
-        (["model.path=/nowhere"], "there is no folder /nowhere"),
+        pytest.param(["model.path=/nowhere"], "there is no folder /nowhere", marks=pytest.mark.long),
         (["predict.data=nowhere.txt"], "predict.data=nowhere.txt cannot be read"),
         (["predict.data=\x1b[2J\x9b.txt"], r"predict.data=\x1b[2J\x9b.txt cannot be read"),
-        (["decode.max_length=129"], "decode.max_length=129 is more than the model takes (max_position_embeddings=128)"),
-        (["model.max_length=129"], "model.max_length=129 is more than the model's max_position_embeddings=128"),
+        pytest.param(
+            ["decode.max_length=129"],
+            "decode.max_length=129 is more than the model takes (max_position_embeddings=128)",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            ["model.max_length=129"],
+            "model.max_length=129 is more than the model's max_position_embeddings=128",
+            marks=pytest.mark.long,
+        ),
         (["predict.data=" + "word " * 200], "the prompt has"),
     ],
     ids=["typo", "folder", "data", "control characters", "max_length", "model_max_length", "long_prompt"],
@@ -237,7 +245,7 @@ def test_sigterm_before_the_first_row_leaves_nothing(chatty: Path, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_job_that_was_interrupted_prints_the_command_that_ends_it(
     chatty: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

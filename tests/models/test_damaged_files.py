@@ -62,14 +62,27 @@ def with_others_of(whole: Path, folder: Path) -> Path:
     return folder
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def load_mutated(whole: Path, folder: Path, name: str, mutations: list[tuple[str, float, int]]) -> None:
+    content = (whole / name).read_bytes()
+    head = 8 + int.from_bytes(content[:8], "little") if name == "model.safetensors" else len(content)
+    load_damaged(whole, folder, name, mutated(content, mutations, head))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(FILES), mutations=MUTATIONS)
 def test_damage_is_a_user_error(
     whole: Path, tmp_path: Path, name: str, mutations: list[tuple[str, float, int]]
 ) -> None:
-    content = (whole / name).read_bytes()
-    head = 8 + int.from_bytes(content[:8], "little") if name == "model.safetensors" else len(content)
-    load_damaged(whole, tmp_path / "damaged", name, mutated(content, mutations, head))
+    load_mutated(whole, tmp_path / "damaged", name, mutations)
+
+
+@pytest.mark.long
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(FILES), mutations=MUTATIONS)
+def test_damage_of_1000_files_is_a_user_error(
+    whole: Path, tmp_path: Path, name: str, mutations: list[tuple[str, float, int]]
+) -> None:
+    load_mutated(whole, tmp_path / "damaged", name, mutations)
 
 
 @pytest.fixture(scope="module")

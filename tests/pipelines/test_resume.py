@@ -127,7 +127,7 @@ def test_a_job_without_a_seed_goes_on_with_the_one_that_was_drawn(
     assert f"\n  seed: {seed}\n" in (tmp_path / "ended" / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize("decode", [{}, SAMPLING], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("decode", [pytest.param({}, marks=pytest.mark.long), SAMPLING], ids=["greedy", "seeded"])
 def test_killed_at_any_moment_it_leaves_what_an_uninterrupted_job_leaves(
     chatty: Path, tmp_path: Path, data: Path, decode: dict[str, Any]
 ) -> None:
@@ -317,6 +317,7 @@ def test_a_signal_ends_the_job_after_its_step(
     assert f"resuming {tmp_path / 'out'}: 3 rows are done\n" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_keeps_what_is_done(chatty: Path, tmp_path: Path) -> None:
     data = tmp_path / "rows.txt"
     data.write_text("Once upon a time\n" * 60)
