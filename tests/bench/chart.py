@@ -1,4 +1,4 @@
-"""The chart of the README: `python tests/bench/chart.py tests/bench/results/peers_cpu_kernels.json tests/bench/results/cpu.png`."""
+"""Draw the chart of the README: `python tests/bench/chart.py tests/bench/results/peers_cpu_kernels.json tests/bench/results/cpu.png`."""
 
 import argparse
 import json
@@ -7,7 +7,16 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-COLOURS = {"Quintet": "C0", "other": "0.7"}
+# Title, row of the report, phase, engines. A panel compares what ran in turn in the same rounds.
+PANELS = (
+    ("decode, bfloat16", 0, "decode", ("ours-bf16", "llama.cpp-bf16", "vllm-bf16")),
+    ("decode, 8-bit weights", 1, "decode", ("ours-int8", "llama.cpp-q8_0", "openvino-int8")),
+    ("decode, 4-bit weights", 1, "decode", ("ours-int4", "llama.cpp-q4_0", "openvino-int4")),
+    ("decode of 16 rows", 2, "decode", ("ours-int8-auto", "ours-bf16", "vllm-bf16")),
+    ("prompt of 512 tokens", 0, "prefill", ("ours-a8w8-dynamic", "openvino-int4", "ours-bf16", "vllm-bf16")),
+    ("prompt, 8-bit weights", 1, "prefill", ("openvino-int8", "ours-int8", "llama.cpp-q8_0")),
+)
+NAMES = {"ours": "Quintet", "vllm": "vLLM", "openvino": "OpenVINO", "dynamic": "", "bf16": "bfloat16"}
 
 
 def main() -> None:
@@ -16,33 +25,29 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     args = parser.parse_args()
     report = json.loads(args.rows.read_text())
-    panels = [panel for row in report["rows"] for panel in panels_of(row)]
-    figure = Figure(figsize=(4.2 * len(panels), 4.2), layout="constrained")
-    for axes, (title, speeds) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        draw(axes, title, speeds)
-    figure.suptitle(f"Llama, 1.1 billion parameters, on {report['machine']}: tokens/s", fontsize=11)
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    for axes, (title, row, phase, engines) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
+        speeds = report["rows"][row]["tokens_per_s"]
+        draw(axes, title, {shown(name): speeds[name][phase] for name in engines})
+    figure.suptitle(f"Tokens per second, Llama of 1.1 billion parameters, {report['machine']}", fontsize=11)
     figure.savefig(args.picture, dpi=110)
 
 
-def panels_of(row: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
-    """Title, and tokens/s by engine. With several sequences only the decode is of interest."""
-    phases = {"decode": f"decode, batch {row['batch']}"}
-    if row["batch"] == 1:
-        phases["prefill"] = f"prefill of {row['prompt_tokens']} tokens"
-    return [
-        (title, {name: speed[phase] for name, speed in row["tokens_per_s"].items()}) for phase, title in phases.items()
-    ]
+def shown(name: str) -> str:
+    """Return `OpenVINO int8` for `openvino-int8`."""
+    return " ".join(NAMES.get(part, part) for part in name.split("-")).strip()
 
 
 def draw(axes: Any, title: str, speeds: dict[str, float]) -> None:
-    names = sorted(speeds, key=speeds.__getitem__)
-    shown = [name.replace("ours", "Quintet").replace("-", " ", 1) for name in names]
-    colours = [COLOURS["Quintet" if name.startswith("ours") else "other"] for name in names]
-    bars = axes.barh(shown, [speeds[name] for name in names], color=colours)
+    """Draw a bar for each engine, the first on top."""
+    names = list(reversed(speeds))
+    colours = ["C0" if name.startswith("Quintet") else "0.7" for name in names]
+    bars = axes.barh(names, [speeds[name] for name in names], color=colours)
     axes.bar_label(bars, fmt=lambda speed: f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}", padding=3, fontsize=9)
     axes.set_title(title, fontsize=10)
     axes.margins(x=0.15)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xticks([])
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
 if __name__ == "__main__":

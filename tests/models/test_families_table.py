@@ -1,11 +1,11 @@
-"""The README's table of families is what the registry has and the tests prove; `python -m tests.models.test_families_table` prints it."""
+"""The table of families in models/README.md is the registry's and tested; `python -m tests.models.test_families_table` prints it."""
 
 from models.config import ConfigReader
 from models.registry import ARCHITECTURES, CHATGLM2, Architecture, find_architecture
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.goldens import FAMILIES, GOLDENS
 
-TESTS = REPOSITORY / "tests" / "models"
+TESTS = REPOSITORY / "tests" / "models" / "families"
 
 
 def table() -> str:
@@ -29,7 +29,7 @@ def proof(architecture: Architecture) -> str:
 
 
 def test_the_readme_has_it() -> None:
-    assert table() in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert table() in (REPOSITORY / "models" / "README.md").read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Every scheme with every format of the cache: a row's tokens are those of the row alone, whatever else the engine does.
 
-`python -m tests.quantization.test_cells` prints the README's table of it.
+`python -m tests.quantization.test_cells` prints the table of it in quantization/README.md.
 """
 
 from dataclasses import replace
@@ -144,7 +144,7 @@ def table() -> str:
 
 
 def test_the_readme_has_the_table() -> None:
-    assert table() in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert table() in (REPOSITORY / "quantization" / "README.md").read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

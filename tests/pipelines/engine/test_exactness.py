@@ -1,4 +1,4 @@
-"""What the README guarantees of a row, alone, in company and under any schedule: with the C++ kernels its bits, else its tokens."""
+"""What models/README.md guarantees of a row, alone, in company and under any schedule: with the C++ kernels its bits, else its tokens."""
 
 from collections.abc import Callable
 from dataclasses import replace
