@@ -140,8 +140,19 @@ def _unknown_name(text: str) -> str | None:
 def for_hydra(arguments: list[str]) -> list[str]:
     """Return the user's arguments as Hydra's command line takes them. Raises UserError."""
     if {"--help", "-h"} & set(arguments):
-        arguments = [*arguments, _quote(f"hydra.help.template={(CONF / 'help.txt').read_text(encoding='utf-8')}")]
+        text = (CONF / "help.txt").read_text(encoding="utf-8").replace("$GROUPS", _groups(arguments))
+        arguments = [*arguments, _quote(f"hydra.help.template={text}")]
     return flags_first(quote_prompt(options_over_saved(saved_config(checked(arguments)))))
+
+
+def _groups(arguments: list[str]) -> str:
+    """Return a line for each group with its options, those of a `--config-dir` too. Hydra's own list has the group of the schema."""
+    own, _ = _folder_flag(arguments, "-cd", "--config-dir")
+    found: dict[str, set[str]] = {}
+    for folder in filter(None, (CONF, own)):
+        for file in folder.glob("*/*.yaml"):
+            found.setdefault(file.parent.name, set()).add(file.stem)
+    return "".join(f"  {group}: {', '.join(sorted(names))}\n" for group, names in sorted(found.items()))
 
 
 def version() -> str:
@@ -301,7 +312,7 @@ def options_over_saved(arguments: list[str]) -> list[str]:
 
     A relative folder is one of the working directory. Raises UserError where there is no such folder.
     """
-    folder, others = _config_path(arguments)
+    folder, others = _folder_flag(arguments, "-cp", "--config-path")
     if folder is None:
         return arguments
     if not folder.is_dir():
@@ -334,12 +345,12 @@ def options_over_saved(arguments: list[str]) -> list[str]:
     return ["--config-name", "saved", *others]
 
 
-def _config_path(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    """The folder that --config-path names, and the other arguments."""
+def _folder_flag(arguments: list[str], short: str, flag: str) -> tuple[Path | None, list[str]]:
+    """Return the folder that `flag` names, or None, and the other arguments."""
     folder, others, rest = None, [], iter(arguments)
     for argument in rest:
-        flag, equals, value = argument.partition("=")
-        if flag == "-cp" or (flag.startswith("--config-p") and "--config-path".startswith(flag)):
+        name, equals, value = argument.partition("=")
+        if name == short or (name.startswith(flag[: len("--config-p")]) and flag.startswith(name)):
             folder = value if equals else next(rest, "")
         else:
             others.append(argument)

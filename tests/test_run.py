@@ -372,4 +372,15 @@ def test_help_begins_with_usage_and_five_examples_that_compose() -> None:
             for file in (composed.predict.data, composed.evaluate.data):  # which are there, seen from the repository
                 assert not file or " " in file or (REPOSITORY / file).is_file()
     for group in ("task", "model", "parallel", "quant", "decode", "device"):
-        assert f"{group}: " in done.stdout
+        assert f"  {group}: " in done.stdout
+    assert "schema:" not in done.stdout  # Hydra's group for the types, which offers no choice
+
+
+@pytest.mark.parametrize("flag", ["--config-dir={}", "--config-d {}", "-cd {}"])
+def test_help_lists_options_of_ones_own(flag: str, tmp_path: Path) -> None:
+    for group, option in (("decode", "mine"), ("my_group", "one")):
+        (tmp_path / group).mkdir()
+        (tmp_path / group / f"{option}.yaml").write_text("{}")
+    lines = run("--help", *flag.format(tmp_path).split()).stdout.splitlines()
+    assert "  decode: beam, checkpoint, contrastive, greedy, mine, sampling" in lines
+    assert "  my_group: one" in lines
