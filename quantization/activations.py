@@ -1,4 +1,4 @@
-"""Ranges of activations over a calibration run, and activations as codes.
+"""Ranges of activations over a calibration run, and rounding of activations to codes.
 
 T tokens, I channels. An activation's codes are int8 from -128 to 127 or float8_e4m3fn; its scale is absmax / 127 or absmax / 448, or
 less where it is static.
@@ -15,7 +15,7 @@ NUM_SHARES = 8  # of the largest value: 1, 9/10 .. 3/10
 
 
 def check_activations(num_tokens: int, *values: Tensor) -> None:
-    """UserError where calibration brought a layer no activations, or `values`, which were made of them, are not all finite."""
+    """Raises UserError where calibration gave a layer no activations, or where `values` computed from them are not all finite."""
     if num_tokens == 0:
         raise UserError("no activations reached this layer: give more calibration data, or skip this layer")
     if not all(value.isfinite().all() for value in values):
@@ -23,7 +23,7 @@ def check_activations(num_tokens: int, *values: Tensor) -> None:
 
 
 class ActivationRange:
-    """The least and the greatest value of each channel, over all activations that were added."""
+    """Minimum and maximum of each channel over all activations that were added."""
 
     def __init__(self, num_channels: int, device: torch.device | str = "cpu") -> None:
         self._minimum = torch.full((num_channels,), float("inf"), device=device)
@@ -31,27 +31,27 @@ class ActivationRange:
         self._num_tokens = 0
 
     def add(self, x: Tensor) -> None:
-        """Counts x [T, I] of any float dtype; how activations are cut into calls does not matter."""
+        """Add activations x [T, I] of any float dtype. The result does not depend on how they are split into calls."""
         if len(x):
             self._minimum = torch.minimum(self._minimum, x.amin(0).float())
             self._maximum = torch.maximum(self._maximum, x.amax(0).float())
             self._num_tokens += len(x)
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Minimum and maximum [I] float32. Errors as in check_activations."""
+        """Return minimum and maximum, [I] float32 each. Raises UserError as check_activations does."""
         check_activations(self._num_tokens, self._minimum, self._maximum)
         return self._minimum, self._maximum
 
 
 def static_scale(absmax: Tensor, kind: CodeKind) -> Tensor:
-    """The one scale [] float32 of activations whose channels' largest absolute values are absmax [I]."""
+    """Return the scale [] float32 of a layer's activations. absmax: the largest magnitude of each channel, [I]."""
     return scale_of(absmax.max(), HIGHEST[kind])
 
 
 def best_static_scale(absmax: Tensor, x: Tensor, kind: CodeKind) -> Tensor:
-    """The static_scale [] of channels' absmax [I]; for int8 that of all or of a share of it, with the least squared error on x [T, I].
+    """Return the static_scale [] float32 of absmax [I]; for int8 that of the share of it with the least squared error on x [T, I].
 
-    A few large values saturate where that gives the many others finer steps. The steps of fp8 are shares of a value, whatever the scale.
+    A few large values may saturate, so that the many others get finer steps. The steps of fp8 are shares of a value, whatever the scale.
     """
     whole = static_scale(absmax, kind)
     if kind is CodeKind.FP8:
@@ -62,12 +62,12 @@ def best_static_scale(absmax: Tensor, x: Tensor, kind: CodeKind) -> Tensor:
 
 
 def quantize_static(x: Tensor, scale: Tensor, kind: CodeKind) -> Tensor:
-    """Codes, shaped like x, under a scale that was chosen before; what lies outside its range saturates."""
+    """Return the codes of x, in its shape, under a given scale. Values outside its range saturate."""
     ratio = x.float() / scale
     return to_int8(ratio) if kind is CodeKind.INT else to_fp8(ratio)
 
 
 def quantize_per_token(x: Tensor, kind: CodeKind) -> tuple[Tensor, Tensor]:
-    """Codes [T, I] of x [T, I], and the scales [T, 1] float32 that meet each token's largest value."""
+    """Return codes [T, I] of x [T, I], and scales [T, 1] float32 from each token's largest magnitude."""
     scales = scale_of(x.abs().amax(1, keepdim=True), HIGHEST[kind])
     return quantize_static(x, scales, kind), scales

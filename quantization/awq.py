@@ -1,4 +1,4 @@
-"""AWQ (arXiv 2306.00978): input channels that matter are scaled up before a weight is rounded; and weights clipped where that helps.
+"""AWQ (arXiv 2306.00978): scales up the input channels that matter before a weight is rounded, and clips weights where that helps.
 
 T tokens, O output channels, I input channels of one or several linear layers that share their input.
 """
@@ -20,11 +20,11 @@ LEAST_MEAN = 1e-4  # of the largest: a channel that calibration hardly activated
 
 
 def search_scales(weights: Sequence[Tensor], x: Tensor, format: WeightFormat) -> Tensor:
-    """Scales [I] float32 by which the input is to be divided and the weights' columns multiplied before they are quantised.
+    """Return scales [I] float32: the input is divided by them and the weights' columns multiplied, before these are quantised.
 
-    weights [O, I] of the layers that share the input x [T, I], which is a sample. The scales are mean(abs(x)) ** ratio, normalised by
-    sqrt(max * min), of the ratio with the least squared error of all outputs; ratio 0, which is no scaling, is among them.
-    Errors as in choose_scales and check_activations.
+    weights: [O, I] of each layer that shares the input. x: a sample of that input [T, I]. The scales are mean(abs(x)) ** ratio, normalised
+    by sqrt(max * min), with the ratio of least squared error over all outputs; ratio 0 means no scaling.
+    Raises UserError as choose_scales and check_activations do.
     """
     check_activations(len(x), x)
     wide = [weight.float() for weight in weights]
@@ -44,10 +44,10 @@ def search_scales(weights: Sequence[Tensor], x: Tensor, format: WeightFormat) ->
 
 
 def search_clip(weight: Tensor, x: Tensor, format: WeightFormat) -> Tensor:
-    """weight [O, I] with each group (or row) clamped to the share of its absmax, 1 to 11/20, that has the least squared output error.
+    """Return weight [O, I] with each group (or row) clamped to the share of its absmax, 1 to 11/20, of least squared output error.
 
-    x [T, I] is a sample of the layer's input. A group's error is that of its own part of the output. UserError where the scale is
-    per tensor; errors as in choose_scales and check_activations.
+    x: a sample of the layer's input [T, I]. A group's error is that of its own part of the output.
+    Raises UserError for a scale per tensor, and as choose_scales and check_activations do.
     """
     check(not format.per_tensor, "auto_clip", True, "false where scales are per tensor")
     check_activations(len(x), x)
@@ -59,7 +59,7 @@ def search_clip(weight: Tensor, x: Tensor, format: WeightFormat) -> Tensor:
 
 
 def _clip_rows(weight: Tensor, x: Tensor, format: WeightFormat) -> Tensor:
-    """The same for rows [O, I] that have one scale each."""
+    """Clip rows [O, I] that have one scale each, as search_clip does."""
     absmax = weight.abs().amax(1, keepdim=True)
     best = weight
     least = torch.full_like(absmax, float("inf"), dtype=torch.float32)  # [O, 1]
@@ -73,5 +73,5 @@ def _clip_rows(weight: Tensor, x: Tensor, format: WeightFormat) -> Tensor:
 
 
 def _row_errors(weight: Tensor, quantized: Tensor, x: Tensor) -> Tensor:
-    """The squared error [O] of each output, over all tokens."""
+    """Return the squared error [O] of each output, summed over all tokens."""
     return (x.float() @ (weight.float() - quantized).T).square().sum(0)

@@ -1,4 +1,4 @@
-"""Numbers to codes: the one rounding that weights and activations share. It saturates, and ties go to the even code."""
+"""Round numbers to codes, for weights and activations alike. Rounding saturates, and ties go to the even code."""
 
 from enum import Enum
 
@@ -14,19 +14,19 @@ class CodeKind(Enum):
 
 
 def to_int8(ratio: Tensor, lowest: float = -128, highest: float = 127) -> Tensor:
-    """`ratio` of any shape and float dtype, already divided by its scale, as int8 codes in [lowest, highest]."""
+    """Return int8 codes in [lowest, highest]. ratio: any shape and float dtype, already divided by its scale."""
     return ratio.round().clamp_(lowest, highest).to(torch.int8)
 
 
 def to_fp8(ratio: Tensor) -> Tensor:
-    """`ratio` as float8_e4m3fn, not rounded to whole numbers first: below 8 the format has steps finer than 1."""
+    """Return float8_e4m3fn codes, without rounding to whole numbers first: below 8 the format has steps finer than 1."""
     return ratio.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def scale_of(largest: Tensor, highest_code: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The float32 scale with which `largest` [...], which is not negative, meets `highest_code`; rounded to what `dtype` can hold.
+    """Return scales [...] float32, largest / highest_code, rounded to values of `dtype`. largest: [...], not negative.
 
-    1 where the quotient vanishes in `dtype`: all of that group's codes are then 0, and nothing is divided by 0.
+    A scale is 1 where the quotient vanishes in `dtype`: all codes of that group are then 0, and nothing is divided by 0.
     """
     scale = (largest.float() / highest_code).clamp(max=torch.finfo(dtype).max).to(dtype).float()
     return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)

@@ -1,4 +1,4 @@
-"""GPTQ (arXiv 2210.17323): rounds one input channel after the other, and lets the channels that follow make up for each error.
+"""GPTQ (arXiv 2210.17323): rounds one input channel after the other, and corrects the channels that follow for each error.
 
 T tokens, O output channels, I input channels, G groups of input channels, B channels of a block.
 """
@@ -13,24 +13,24 @@ from conf.errors import check
 from quantization.activations import check_activations
 from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, encode
 
-BLOCK_SIZE = 128  # channels after which the rest of the matrix catches up, in one product
+BLOCK_SIZE = 128  # channels after which the rest of the matrix is corrected, in one product
 
 
 class Hessian:
-    """The mean of x^T x [I, I] over a linear layer's inputs, in float32: the Hessian of its squared output error but for a factor."""
+    """Mean of x^T x [I, I] float32 over a linear layer's inputs: the Hessian of its squared output error, up to a factor."""
 
     def __init__(self, num_inputs: int, device: torch.device | str = "cpu") -> None:
         self._sum = torch.zeros(num_inputs, num_inputs, device=device)
         self._num_tokens = 0
 
     def add(self, x: Tensor) -> None:
-        """Counts activations x [T, I] of any float dtype; how they are cut into calls does not matter, but for rounding."""
+        """Add activations x [T, I] of any float dtype. Except for rounding, the result does not depend on how they are split into calls."""
         wide = x.float()
         self._sum.addmm_(wide.T, wide)
         self._num_tokens += x.shape[0]
 
     def mean(self) -> Tensor:
-        """The mean [I, I] float32. Errors as in check_activations."""
+        """Return the mean [I, I] float32. Raises UserError as check_activations does."""
         check_activations(self._num_tokens, self._sum)
         return self._sum / self._num_tokens
 
@@ -43,12 +43,14 @@ def gptq(
     act_order: bool = True,
     static_groups: bool = True,
 ) -> tuple[QuantizedWeight, float]:
-    """Codes of weight [O, I] that leave the layer's output nearly as it was, and the damping that it took.
+    """Return codes of weight [O, I] that nearly keep the layer's output, and the damping that was needed.
 
-    hessian [I, I] float32 is a `Hessian.mean()`. `damping` is a share of its mean diagonal, and grows tenfold until the Hessian can be
-    inverted. With `act_order` the channels of the largest activations come first. With `static_groups` a group is a run of neighbouring
-    channels, whose scale is chosen before anything is rounded; without, it is a run in the order of rounding, whose scale is chosen when
-    its turn comes, and `permutation` keeps that order. A channel that is never active is rounded to nearest. Errors as in choose_scales.
+    hessian: `Hessian.mean()`, [I, I] float32.
+    damping: a share of the Hessian's mean diagonal, which is added to it; it grows tenfold until the Hessian can be inverted.
+    act_order: round the channels with the largest activations first.
+    static_groups: a group is a run of neighbouring channels, and its scale is chosen before anything is rounded. Otherwise it is a run in
+    the order of rounding, its scale is chosen when its turn comes, and `permutation` holds that order.
+    A channel that is never active is rounded to nearest. Raises UserError as choose_scales does.
     """
     check(damping > 0, "damping", damping, "a positive number")
     scales, zero_points = choose_scales(weight, format)
@@ -63,7 +65,7 @@ def gptq(
     _round(rest, factor, format, done, range(len(order)) if dynamic else order.tolist(), dynamic)
     if not (dynamic and act_order):
         return done, damping
-    # Within a group channels are put in their original order, because files say no more than the group of each.
+    # Within a group channels keep their original order, because a file names only the group of each channel.
     order, within = order.unflatten(0, (done.scales.shape[1], -1)).sort(1)  # [G, I / G]
     codes = codes.unflatten(1, within.shape).gather(2, within.expand(len(codes), -1, -1))  # [O, G, I / G]
     return replace(done, codes=codes.flatten(1), permutation=order.flatten()), damping
@@ -72,12 +74,12 @@ def gptq(
 def _round(
     rest: Tensor, factor: Tensor, format: WeightFormat, done: QuantizedWeight, columns: Sequence[int], dynamic: bool
 ) -> None:
-    """Writes the codes of rest [I, O], which is used up, into `done`: channel i at columns[i], with the scale of that column's group.
+    """Write the codes of rest [I, O] into `done`: channel i at columns[i], with the scale of that column's group. Overwrites `rest`.
 
-    factor is _inverse_factor's. `dynamic`: a group's scales are chosen, and written, when its first channel is reached.
+    factor: from _inverse_factor. dynamic: choose and write a group's scales when its first channel is reached.
     """
     num_inputs, size = rest.shape[0], format.group_size or rest.shape[0]
-    # only within a block are channels up to date, so that is where a whole group must lie when its scale is chosen
+    # Channels are up to date within a block alone, so a group whose scale is chosen here lies whole in one block.
     step = size * max(1, BLOCK_SIZE // size) if dynamic else BLOCK_SIZE
     for start in range(0, num_inputs, step):
         end = min(start + step, num_inputs)
@@ -97,7 +99,7 @@ def _round(
 
 
 def _choose_group(weight: Tensor, format: WeightFormat, done: QuantizedWeight, group: slice) -> None:
-    """Writes into `done` the scales and zero points of one group, weight [O, I / G]."""
+    """Write into `done` the scales and zero points of one group, weight [O, I / G]."""
     scales, zero_points = choose_scales(weight, format)
     done.scales[:, group] = scales
     if done.zero_points is not None and zero_points is not None:
@@ -105,9 +107,9 @@ def _choose_group(weight: Tensor, format: WeightFormat, done: QuantizedWeight, g
 
 
 def _inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tensor, float]:
-    """Upper triangular U [I, I] with U^T U the inverse of the damped Hessian in the given order, but for a factor; and the damping.
+    """Return the upper triangular U [I, I] and the damping: U^T U is the inverse of the damped Hessian in `order`, up to a factor.
 
-    U is found without the inverse: H = R R^T with R upper is a Cholesky factorisation from the last row up, and U = R^-1.
+    U is computed without that inverse: H = R R^T with R upper is a Cholesky factorisation from the last row up, and U = R^-1.
     """
     assert hessian.isfinite().all()  # Hessian.mean sees to it; no damping would help
     reverse = order.flip(0)

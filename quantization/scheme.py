@@ -1,4 +1,4 @@
-"""What a layer's scheme is: the format of its weight and what its activations become."""
+"""The scheme of a layer: the format of its weight, and what its activations become."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class LinearScheme:
 
 
 def scheme_of(config: QuantConfig) -> LinearScheme:
-    """The scheme that a quant option gives to every layer that no override names. Not for quant=none."""
+    """Return the scheme that `config` gives to every layer without an override. Not for quant=none."""
     group_size = None if config.group_size == -1 else config.group_size
     formats = {
         QuantScheme.int8: WeightFormat(8, group_size=group_size),
@@ -37,7 +37,7 @@ def scheme_of(config: QuantConfig) -> LinearScheme:
 
 
 def override_of(pattern: str, text: str) -> LinearScheme | None:
-    """`int8`, `int4`, with groups `int4/32`, or `none`, which is no scheme."""
+    """Parse an override: `int8`, `int4`, `int4/32` (with groups), or `none`, which returns None."""
     sizes = {"": None} | {f"/{size}": size for size in GROUP_SIZES if size > 0}
     schemes: dict[str, LinearScheme | None] = {"none": None}
     schemes |= {

@@ -20,10 +20,10 @@ NUM_ROUNDS = 20  # of k-means; in one dimension it is done long before
 
 
 def smooth_scales(absmax: Tensor, weights: Sequence[Tensor], alpha: float | Tensor = 0.5) -> Tensor:
-    """Scales [I] float32 by which the input is to be divided and the weights' columns multiplied: absmax ** alpha / wmax ** (1 - alpha).
+    """Return scales [I] float32, absmax ** alpha / wmax ** (1 - alpha): the input is divided by them, the weights' columns multiplied.
 
-    absmax [I] of the input, weights [O, I] of all layers that share it, alpha from 0 to 1, also one per channel [I]. 1 where the
-    channel or all of its weights are 0.
+    absmax: [I] of the input. weights: [O, I] of each layer that shares it. alpha: from 0 to 1, one number or one per channel [I].
+    A scale is 1 where the channel, or all of its weights, are 0.
     """
     wmax = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float()
     scales = (absmax.float() ** alpha / wmax ** (1 - alpha)).clamp_min(LEAST_SCALE)
@@ -31,10 +31,10 @@ def smooth_scales(absmax: Tensor, weights: Sequence[Tensor], alpha: float | Tens
 
 
 def search_smooth_scales(x: Tensor, weights: Sequence[Tensor], num_groups: int) -> Tensor:
-    """Scales [I] as of smooth_scales, with an alpha for each group of channels: the one of least `int8_output_error`.
+    """Return smooth_scales [I] float32 with an alpha for each group of channels, the one of least `int8_output_error`.
 
-    x [T, I] is a sample of the input. Channels of like absmax are a group; groups are searched one after the other, and begin at alpha 0.5,
-    so the result is never worse than that. Errors as in check_activations.
+    x: a sample of the input [T, I]. Channels of similar absmax make a group. Groups are searched one after the other and begin at alpha
+    0.5, so the result is never worse than that. Raises UserError as check_activations does.
     """
     check(num_groups > 0, "num_groups", num_groups, "a positive number")
     check_activations(len(x), x)
@@ -52,7 +52,7 @@ def search_smooth_scales(x: Tensor, weights: Sequence[Tensor], num_groups: int) 
 
 
 def group_channels(absmax: Tensor, num_groups: int) -> Tensor:
-    """The group 0 .. K - 1 of each channel [I] int64: k-means of absmax [I], which begins at its quantiles. A group may be empty."""
+    """Return the group 0 .. K - 1 of each channel, [I] int64, by k-means of absmax [I] from its quantiles. A group may be empty."""
     centres = absmax.quantile((torch.arange(num_groups, device=absmax.device) + 0.5) / num_groups)
     for _ in range(NUM_ROUNDS):
         groups = (absmax.unsqueeze(1) - centres).abs().argmin(1)
@@ -63,7 +63,7 @@ def group_channels(absmax: Tensor, num_groups: int) -> Tensor:
 
 
 def int8_output_error(x: Tensor, weights: Sequence[Tensor], scales: Tensor) -> float:
-    """The squared error of the layers' outputs with x [T, I] / scales [I] in int8 per tensor, weights [O, I] in int8 per output channel."""
+    """Return the squared error of the layers' outputs with x [T, I] / scales [I] as int8 per tensor, weights [O, I] per output channel."""
     smooth = x.float() / scales
     scale = static_scale(smooth.abs().amax(0), CodeKind.INT)
     rounded = quantize_static(smooth, scale, CodeKind.INT).float() * scale

@@ -1,4 +1,4 @@
-"""What a quantised weight is: codes, their scales, and how they become numbers again.
+"""Quantised weights: the format of their codes, the choice of scales, rounding, and the way back to floats.
 
 O output channels, I input channels, G groups of input channels that share a scale (1 where a whole row does).
 """
@@ -12,22 +12,22 @@ from torch import Tensor
 from conf.errors import UserError, check
 from quantization.codes import FP8_MAX, CodeKind, scale_of, to_fp8, to_int8
 
-# Numbers that are computed at once: 1 MB in float32. Of 4 MB, whose memory is new each time, quantising to int8 takes 4.8 ns a number
-# instead of 2.3 and to int4 13.0 instead of 6.5 (one thread of a busy machine). With less torch's threads wait for each other more often.
+# Numbers quantised at once: 1 MB in float32. A block of 4 MB gets new memory each time and takes 4.8 ns a number instead of 2.3 for int8,
+# 13.0 instead of 6.5 for int4 (one thread of a busy machine). In smaller blocks torch's threads wait for each other more often.
 BLOCK = 2**18
 
-# Of the scale that keeps a group's extremes, where symmetric 4-bit codes may do better with finer steps and saturate. One such share
-# brings most of what a search of many does: of normal weights in groups of 32 the squared error falls from 8.4 to 7.7 thousandths of the
-# weights' own, with 9 shares to 7.5 (absmax / 7: 9.4), and each is a pass over the weight.
+# A smaller scale that is tried for symmetric 4-bit codes, as a share of the one with which none saturates: its steps are finer. One share
+# brings most of what a search over many does, and each costs a pass over the weight. Normal weights in groups of 32 have a squared error of
+# 8.4 thousandths of their own squares without it, 7.7 with it, 7.5 with 9 shares (absmax / 7: 9.4).
 FINER = 0.92
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a weight's codes look. `group_size` counts the input channels that share a scale; None is all of a row.
+    """Format of a weight's codes. `group_size` counts the input channels that share a scale; None means a whole row.
 
-    Asymmetric codes are 4-bit: 0 to 15 with a zero point each. `scale_dtype` is the dtype in which a file will hold the scales:
-    they are rounded to it before any code is chosen, so that the file has the very weight that was chosen.
+    Asymmetric codes are 4-bit: 0 to 15, with a zero point for each group. `scale_dtype` is the dtype in which a file holds the scales:
+    they are rounded to it before codes are chosen, so that the file has exactly the chosen weight.
     """
 
     bits: int = 8
@@ -47,13 +47,13 @@ class WeightFormat:
         check(size is None or not self.per_tensor, "group_size", size, "null where scales are per tensor")
 
     def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
-        """Of a weight's packed codes, its float32 scales - of each output, also where one is for all - and its zero points."""
+        """Return the bytes of a weight's packed codes, zero points and float32 scales (one per output also where one serves for all)."""
         groups = 1 if self.group_size is None else -(-num_inputs // self.group_size)
         return num_outputs * (num_inputs * self.bits // 8 + groups * (4 if self.symmetric else 5))
 
     @property
     def code_range(self) -> tuple[float, float]:
-        """The lowest and the highest code."""
+        """Return the lowest and the highest code."""
         if self.kind is CodeKind.FP8:
             return -FP8_MAX, FP8_MAX
         return (-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1) if self.symmetric else (0, 2**self.bits - 1)
@@ -61,10 +61,11 @@ class WeightFormat:
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """codes [O, I] int8 (4-bit ones unpacked) or float8_e4m3fn; scales [O, G] float32, or [1, 1] per tensor; zero_points [O, G] int8.
+    """A weight as codes.
 
-    `permutation` [I] int64, where there is one, lists the input channels in the order of the codes' columns and groups:
-    x[:, permutation] meets `codes`.
+    codes: [O, I] int8 (4-bit ones unpacked) or float8_e4m3fn.
+    scales: [O, G] float32, or [1, 1] per tensor. zero_points: [O, G] int8, or None.
+    permutation: [I] int64 or None, the input channel of each column of `codes`: the columns belong to x[:, permutation].
     """
 
     codes: Tensor
@@ -73,7 +74,7 @@ class QuantizedWeight:
     permutation: Tensor | None = None
 
     def dequantize(self) -> Tensor:
-        """(codes - zero_points) * scales [O, I] float32, with the input channels in their original order."""
+        """Return (codes - zero_points) * scales [O, I] float32, with the input channels in their original order."""
         codes = self.codes.float().unflatten(1, (self.scales.shape[1], -1))  # [O, G, I / G]
         if self.zero_points is not None:
             codes = codes - self.zero_points.unsqueeze(2)
@@ -82,11 +83,11 @@ class QuantizedWeight:
 
 
 def choose_scales(weight: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor | None]:
-    """Scales and zero points (None where symmetric), shaped as in QuantizedWeight, with which every group's range meets its codes.
+    """Return the scales and zero points (None where symmetric) of weight [O, I] of any float dtype, shaped as in QuantizedWeight.
 
-    weight [O, I] of any float dtype. Symmetric: absmax / 127 or, for fp8, / 448. With 4 bits the least scale of which no code saturates at
-    -8 or 7, or FINER times that where the squared error is smaller. Asymmetric: the range from the minimum to the maximum, widened to
-    contain 0, over 15. UserError where a value is not finite or groups do not divide the input channels.
+    Symmetric: absmax / 127 for int8, absmax / 448 for fp8; for 4 bits the smallest scale with which no code saturates at -8 or 7, or FINER
+    times that where the squared error is smaller. Asymmetric: the range from minimum to maximum, widened to contain 0, over 15.
+    Raises UserError for a value that is not finite, and for groups that do not divide the input channels.
     """
     num_outputs, num_inputs = weight.shape
     size = format.group_size or num_inputs
@@ -115,7 +116,7 @@ def choose_scales(weight: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor 
 
 
 def encode(weight: Tensor, scales: Tensor, zero_points: Tensor | None, format: WeightFormat) -> Tensor:
-    """The codes [O, I] nearest to weight [O, I] under given scales and zero points, which are [O, G], or [1, 1] per tensor."""
+    """Return the codes [O, I] nearest to weight [O, I]. scales, zero_points: [O, G], or [1, 1] per tensor."""
     dtype = torch.float8_e4m3fn if format.kind is CodeKind.FP8 else torch.int8
     codes = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     scales = scales.expand(len(weight), -1)
@@ -126,26 +127,26 @@ def encode(weight: Tensor, scales: Tensor, zero_points: Tensor | None, format: W
 
 
 def _blocks(weight: Tensor) -> list[slice]:
-    """Rows that are computed at once."""
+    """Return the slices of rows that are computed at once."""
     num_rows = max(1, BLOCK // weight.shape[1])
     return [slice(first, first + num_rows) for first in range(0, len(weight), num_rows)]
 
 
 def _ranges(weight: Tensor, size: int, rows: slice) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest number of each group of these rows [rows, G] float32."""
+    """Return the lowest and the highest number of each group of these rows, [rows, G] float32 each."""
     groups = weight[rows].float().unflatten(1, (-1, size))  # [rows, G, I / G]
     return groups.amin(2), groups.amax(2)
 
 
 def _finer_where_better(weight: Tensor, scales: Tensor, format: WeightFormat) -> Tensor:
-    """`scales` [O, G], or [1, 1] per tensor, each multiplied by FINER where the squared error of its weights is smaller then."""
+    """Return scales [O, G], or [1, 1] per tensor, each multiplied by FINER where that makes the squared error of its weights smaller."""
     finer = scale_of(scales, 1 / FINER, format.scale_dtype)
     is_better = _errors(weight, finer, format) * (finer / scales).square() < _errors(weight, scales, format)
     return torch.where(is_better, finer, scales)
 
 
 def _errors(weight: Tensor, scales: Tensor, format: WeightFormat) -> Tensor:
-    """The squared rounding error of the weights of each scale, shaped as `scales`, in squares of that scale."""
+    """Return the squared rounding error of each scale's weights, in squares of that scale, shaped as `scales`."""
     rows_scales = scales.expand(len(weight), -1)  # [O, G]
     errors = torch.empty(rows_scales.shape, device=weight.device)
     for rows in _blocks(weight):
@@ -166,6 +167,6 @@ def _encode_rows(weight: Tensor, scales: Tensor, zero_points: Tensor | None, for
 
 
 def quantize(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
-    """weight [O, I] rounded to the nearest codes. Errors as in choose_scales."""
+    """Round weight [O, I] to the nearest codes. Raises UserError as choose_scales does."""
     scales, zero_points = choose_scales(weight, format)
     return QuantizedWeight(encode(weight, scales, zero_points, format), scales, zero_points)

@@ -1,4 +1,4 @@
-"""Layouts of quantised checkpoints, told by `quant_method` in the `quantization_config` of config.json."""
+"""Layouts of quantised checkpoints, chosen by `quant_method` in the `quantization_config` of config.json."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,10 @@ READERS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
 
 
 def read_quantization(config: ConfigReader) -> StoredQuantization | None:
-    """None for a float checkpoint. Raises UserError for methods and settings that are not implemented."""
+    """Return what config.json says of quantisation; None for a float checkpoint.
+
+    Raises UserError for methods and settings that are not implemented.
+    """
     section = config.section("quantization_config")
     if section is None:
         return None

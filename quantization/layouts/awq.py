@@ -1,4 +1,4 @@
-"""AutoAWQ's GEMM layout: 4-bit weights, eight output channels in a word. Its `quantization_config` and its tensors, read and written.
+"""AutoAWQ's GEMM layout, 4-bit weights with eight output channels in a word: reads and writes its `quantization_config` and tensors.
 
 O output channels, I input channels, G groups of input channels. Source: AutoAWQ 0.2, utils/packing_utils.py, modules/linear/gemm.py.
 """
@@ -22,10 +22,9 @@ from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat
 
 METHOD = "awq"
-ORDER = torch.tensor(
-    [0, 2, 4, 6, 1, 3, 5, 7]
-)  # of eight channels those whose codes are a word's first four bits, its second, ...
-# How the codes were found, which kernels ran, and which layers stayed floats, which the tensors themselves say.
+# The channel, of eight, in each four bits of a word, lowest bits first.
+ORDER = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+# Keys that are not needed: which layers stayed floats is seen from the tensors; the others are about calibration and kernels.
 NO_EFFECT = """
     quant_method modules_to_not_convert do_fuse fuse_max_seq_len modules_to_fuse exllama_config backend meta method lm_head sym desc_act
 """.split()
@@ -33,7 +32,7 @@ NO_EFFECT = """
 
 @dataclass(frozen=True)
 class Awq:
-    """A checkpoint's quantization_config."""
+    """The quantization_config of an AWQ checkpoint."""
 
     format: WeightFormat
 
@@ -62,7 +61,7 @@ def read_awq(config: ConfigReader) -> Awq:
 
 
 def write_config(schemes: dict[str, LinearScheme], kept: list[str]) -> dict[str, Any]:
-    """The quantization_config of layers by their names; `kept` are the linear layers that stay floats.
+    """Return the quantization_config for `schemes` by layer name; `kept` are the linear layers that stay floats.
 
     Raises UserError for what the layout does not have: other weights than int4, activations, several schemes, a quantised head.
     """
@@ -90,7 +89,10 @@ def write_config(schemes: dict[str, LinearScheme], kept: list[str]) -> dict[str,
 
 @dataclass(frozen=True)
 class AwqWeight:
-    """qweight int32 [I, O / 8], qzeros int32 [G, O / 8], scales float16 [G, O]. Symmetric codes have zero points of 8, or none."""
+    """One weight: qweight int32 [I, O / 8], qzeros int32 [G, O / 8], scales float16 [G, O].
+
+    Symmetric codes have zero points of 8, or no qzeros.
+    """
 
     shape: tuple[int, int]
     format: WeightFormat
@@ -122,7 +124,10 @@ class AwqWeight:
         return StoredWeight(QuantizedWeight(codes, scales))
 
     def write(self, stored: StoredWeight) -> dict[str, Tensor]:
-        """Zero points are written for symmetric codes too, because some tools always read them. Raises UserError for float32 scales."""
+        """Return the tensors, with zero points for symmetric codes too, because some tools always read them.
+
+        Raises UserError for float32 scales.
+        """
         weight = stored.weight
         if weight.permutation is not None:
             raise UserError("AWQ holds input channels in their own order: give quant.gptq.static_groups=true")
@@ -138,12 +143,12 @@ class AwqWeight:
 
 
 def _pack(codes: Tensor) -> Tensor:
-    """codes int8 [O, C], less 8, as int32 [C, O / 8]."""
+    """Pack codes int8 [O, C] from -8 to 7 into int32 [C, O / 8]."""
     return pack(codes.T.unflatten(1, (-1, len(ORDER)))[:, :, ORDER].flatten(1), 4)
 
 
 def _unpack(words: Tensor) -> Tensor:
-    """What `_pack` was given."""
+    """Return the codes int8 [O, C] that `_pack` packed into int32 [C, O / 8]."""
     codes = unpack(words, 4, words.shape[1] * len(ORDER)).unflatten(1, (-1, len(ORDER)))
     in_order: Tensor = codes[:, :, ORDER.argsort()].flatten(1)  # [C, O]
     return in_order.T.contiguous()

@@ -15,37 +15,37 @@ from quantization.weight_format import QuantizedWeight
 class StoredWeight:
     weight: QuantizedWeight
     input_scale: Tensor | None = None
-    """float32 scalar: an activation's code times this is its value. None where each token has its own, or there are no codes."""
+    """Static scale of the activations, a float32 scalar. None where each token has its own scale, or activations are floats."""
 
 
 class WeightLayout(Protocol):
-    """One weight in a file."""
+    """How a file holds one weight."""
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Own names and shapes of the tensors that hold it, without the layer's bias."""
+        """Return the names, within the layer, and shapes of the tensors that hold the weight; not of the bias."""
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        """Raises UserError for values that cannot be."""
+        """Return the weight that these tensors hold. Raises UserError for impossible values."""
 
 
 class WritableLayout(WeightLayout, Protocol):
     def write(self, stored: StoredWeight) -> dict[str, Tensor]:
-        """The tensors, by their own names."""
+        """Return the tensors that hold the weight, by their names within the layer."""
 
 
 class StoredQuantization(Protocol):
-    """What the `quantization_config` of a checkpoint says."""
+    """The `quantization_config` of a checkpoint: which layers are quantised, and how files hold them."""
 
     def scheme(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
-        """None for a layer that is stored in floats. `found` are the shapes of the tensors that the file has under the layer's name."""
+        """Return the layer's scheme, or None for one stored in floats. found: shapes of the tensors in the file under the layer's name."""
 
     def layout(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> WeightLayout:
-        """For a layer that has a scheme."""
+        """Return the layout of a layer that has a scheme."""
 
 
 def holds_codes(found: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a layer's tensors in the file are more than those of a float layer.
+    """Return whether the file has more tensors for a layer than a float layer needs.
 
-    For formats whose tools do not say which layers they left out, or say it in patterns that each tool matches in its own way.
+    For formats whose tools do not list the layers that they left out, or list them in patterns that each tool matches differently.
     """
     return bool(found.keys() - {"weight", "bias"})

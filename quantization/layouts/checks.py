@@ -1,4 +1,4 @@
-"""What layouts ask of the tensors that a file brings, and of those that it is to take. All raise UserError."""
+"""Checks of the tensors that layouts read and write. All raise UserError."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ def of_type(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Ten
 
 
 def positive(scales: Tensor, name: str) -> Tensor:
-    """`scales` of any float dtype as float32."""
+    """Return scales of any float dtype as float32, all of them finite and above 0."""
     values = scales.float()
     if not (values.isfinite() & (values > 0)).all():
         raise UserError(f"{name} has values that are not finite numbers above 0: the file is damaged, quantise again")
@@ -23,12 +23,12 @@ def positive(scales: Tensor, name: str) -> Tensor:
 
 
 def scalar_shape(found: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
-    """That of one number, which some tools write as [] and some as [1]."""
+    """Return the shape of a scalar in the file: some tools write [], some [1]."""
     return () if found.get(name) == () else (1,)
 
 
 def channel_order(group_index: Tensor, group_size: int | None, name: str) -> Tensor | None:
-    """The input channels [I] int64 in the order of their groups, from the group of each [I]; None where they are in it."""
+    """Return the input channels [I] int64 sorted by group, or None where they are sorted. group_index: the group of each channel [I]."""
     groups = group_index.long()
     order = groups.argsort(stable=True)
     size = group_size or len(order)
@@ -38,7 +38,7 @@ def channel_order(group_index: Tensor, group_size: int | None, name: str) -> Ten
 
 
 def divided(shape: tuple[int, int], group_size: int | None) -> int:
-    """The number of groups of a weight's [O, I] input channels."""
+    """Return the number of groups of input channels of a weight of shape [O, I]."""
     size = group_size or shape[1]
     if shape[1] % size:
         raise UserError(

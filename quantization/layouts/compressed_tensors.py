@@ -1,4 +1,4 @@
-"""The compressed-tensors layout, which vLLM and transformers load: its `quantization_config` and its tensors, read and written.
+"""The compressed-tensors layout, which vLLM and transformers load: reads and writes its `quantization_config` and tensors.
 
 O output channels, I input channels, G groups of input channels. Source: the package compressed-tensors, 0.20.
 """
@@ -32,7 +32,7 @@ FORMATS = (PACKED, INTEGERS, FLOATS, "naive-quantized")
 
 @dataclass(frozen=True)
 class _Group:
-    """One of config_groups: some layers and their scheme."""
+    """An entry of config_groups: the layers that it targets, and their scheme."""
 
     targets: tuple[str, ...]
     scheme: LinearScheme
@@ -41,7 +41,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """A checkpoint's quantization_config."""
+    """The quantization_config of a compressed-tensors checkpoint."""
 
     groups: tuple[_Group, ...]
     ignore: tuple[str, ...]
@@ -56,7 +56,7 @@ class CompressedTensors:
         return CompressedWeight(layer.shape, group.scheme, group.is_packed, found)
 
     def _group(self, name: str) -> _Group | None:
-        """A target that names the layer goes before one that names its class."""
+        """Return the layer's group, or None. A target that names the layer wins over one that names its class."""
         if any(_matches(target, name) for target in self.ignore):
             return None
         named = [group for group in self.groups if any(_matches(target, name) for target in group.targets)]
@@ -64,14 +64,14 @@ class CompressedTensors:
 
 
 def _matches(target: str, name: str) -> bool:
-    """A name or, after `re:`, a regular expression that its beginning matches."""
+    """Return whether a target means this layer: its name or, after `re:`, a regular expression that matches the name's beginning."""
     if not target.startswith("re:"):
         return name == target or name.endswith("." + target)
     return compile_pattern(target[3:]).match(name) is not None
 
 
 def read_compressed_tensors(config: ConfigReader) -> CompressedTensors:
-    """Raises UserError for what is not implemented: other formats and strategies, sparsity, transforms."""
+    """Read the quantization_config. Raises UserError for other formats and strategies, sparsity and transforms."""
     general = config.expect("format", (*FORMATS, MIXED, DENSE), PACKED)
     for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
         config.expect(key, (None, {}), None)
@@ -122,7 +122,7 @@ def _read_activations(config: ConfigReader | None, kind: CodeKind, name: str) ->
 
 
 def _refuse_unknown(config: ConfigReader, name: str) -> None:
-    """How scales were found, and null or 0 for what does not apply, change nothing."""
+    """Raises UserError for unread keys, except those about how scales were found, and those that are null or 0."""
     for key in ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype", "group_size", "block_structure"):
         config.raw(key)
     if unread := config.unread():
@@ -138,9 +138,10 @@ def _texts(value: Any, key: str) -> tuple[str, ...]:
 def write_config(
     schemes: dict[str, LinearScheme], kept: list[str], permuted: bool, kv_cache: KVCacheFormat | None = None
 ) -> dict[str, Any]:
-    """The quantization_config of layers by their names; `kept` are the linear layers that stay floats. `kv_cache` has static scales.
+    """Return the quantization_config for `schemes` by layer name; `kept` are the linear layers that stay floats.
 
-    `permuted`: groups are not neighbouring channels. It is said so, because readers that ignore it would compute something else.
+    kv_cache: the format of a cache with static scales. permuted: whether groups are not neighbouring channels; the config then says so,
+    because a reader that ignores it computes something else.
     """
     by_scheme: dict[LinearScheme, list[str]] = {}
     for name, scheme in schemes.items():
@@ -205,7 +206,7 @@ def _write_activations(scheme: LinearScheme) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class CompressedWeight:
-    """The tensors of one weight. What may be there or not, and in which of two shapes, is taken from `found`."""
+    """The tensors of one weight. Which optional ones exist, and in which of two shapes, is taken from `found`."""
 
     shape: tuple[int, int]
     scheme: LinearScheme
@@ -235,7 +236,7 @@ class CompressedWeight:
         return names
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        """Raises UserError for a wrong dtype or shape inside, and for scales that are not positive numbers."""
+        """Return the weight. Raises UserError for a wrong dtype or packed shape, and for scales that are not positive."""
         (outputs, inputs), format = self.shape, self.scheme.weights
         scales = positive(tensors["weight_scale"], "weight_scale")
         if self.is_packed:

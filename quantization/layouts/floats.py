@@ -1,4 +1,4 @@
-"""A float weight, which is quantised while it is loaded."""
+"""The layout of a float weight that is quantised while it is loaded."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from quantization.weight_format import WeightFormat, quantize
 
 @dataclass(frozen=True)
 class FloatLayout:
-    """weight [O, I], or [I, O] where it is transposed (Conv1D)."""
+    """One tensor, weight [O, I], or [I, O] where it is transposed (Conv1D)."""
 
     shape: tuple[int, int]
     """[O, I]"""

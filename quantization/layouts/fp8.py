@@ -1,4 +1,4 @@
-"""Checkpoints of fp8 (e4m3) weights as DeepSeek, Qwen and vLLM have them, with a scale for each block of a weight, or one. Only read.
+"""The fp8 (e4m3) layout of DeepSeek, Qwen and vLLM, with a scale for each block of a weight or one for all: read, not written.
 
 O output channels, I input channels, B and C rows and columns of a block. Source: DeepSeek-V3, inference/kernel.py; transformers 5,
 integrations/finegrained_fp8.py; vLLM, quantization/fp8.py.
@@ -22,13 +22,13 @@ from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat
 
 METHOD = "fp8"
-# Which layers stayed floats, which the tensors themselves say, and how to train or load them.
+# Keys that are not needed: which layers stayed floats is seen from the tensors; the others are about training and loading.
 NO_EFFECT = ("quant_method", "modules_to_not_convert", "ignored_layers", "modules_to_convert", "dequantize")
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """A checkpoint's quantization_config. `block` is (B, C), None where a weight has one scale."""
+    """The quantization_config of an fp8 checkpoint. `block` is (B, C), or None where a weight has one scale."""
 
     block: tuple[int, int] | None
     activations: Activations
@@ -43,7 +43,7 @@ class Fp8:
 
 
 def read_fp8(config: ConfigReader) -> Fp8:
-    """Raises UserError for other number formats, and for static activations beside blocks."""
+    """Read the quantization_config. Raises UserError for other number formats, and for static activations with blocks."""
     config.expect("fmt", (None, "e4m3"), None)
     config.expect("scale_fmt", (None, "float"), None)
     config.expect("expert_dtype", (None, "fp8"), None)
@@ -63,9 +63,9 @@ def read_fp8(config: ConfigReader) -> Fp8:
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """weight float8_e4m3fn [O, I] and its scales, [ceil(O / B), ceil(I / C)] or one; of static activations one more.
+    """One weight: weight float8_e4m3fn [O, I], its scales [ceil(O / B), ceil(I / C)] or one, and the scale of static activations.
 
-    Tools call them `weight_scale_inv` or `weight_scale`, and `input_scale` or `activation_scale`: a value is code * scale with each.
+    Tools name the scales `weight_scale_inv` or `weight_scale`, and `input_scale` or `activation_scale`; a value is always code * scale.
     """
 
     shape: tuple[int, int]
@@ -91,12 +91,15 @@ class Fp8Weight:
         return names
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        """A block's scale becomes one of each of its rows. Raises UserError for a wrong dtype and scales that are not positive numbers."""
+        """Return the weight, with a block's scale repeated for each of its rows.
+
+        Raises UserError for a wrong dtype, and for scales that are not positive.
+        """
         codes = of_type(tensors, "weight", torch.float8_e4m3fn)
         scales = positive(tensors[self._scale_name], self._scale_name)
         if self.block:
             rows, columns = min(self.block[0], self.shape[0]), min(self.block[1], self.shape[1])
-            width = math.gcd(columns, self.shape[1])  # groups are of one size, also where a row ends inside of a block
+            width = math.gcd(columns, self.shape[1])  # one group size also where a row ends within a block
             scales = scales.repeat_interleave(rows, 0)[: self.shape[0]]
             scales = scales.repeat_interleave(columns // width, 1)[:, : self.shape[1] // width]
         else:

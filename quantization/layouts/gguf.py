@@ -1,4 +1,4 @@
-"""Q8_0 and Q4_0 weights of a GGUF file, which stay as they are. It has no `quantization_config`: a tensor's own type says it.
+"""Q8_0 and Q4_0 weights of a GGUF file, which keep their codes. A tensor's own type takes the place of a `quantization_config`.
 
 O output channels, I input channels, G = I / 32 groups of input channels.
 """
@@ -18,7 +18,7 @@ from quantization.weight_format import QuantizedWeight, WeightFormat
 
 @dataclass(frozen=True)
 class GGUFQuantization:
-    """The modules whose weights hold codes, and the bits of these."""
+    """The modules whose weights are codes, with the bits of each."""
 
     bits: dict[str, int]
 
@@ -31,7 +31,7 @@ class GGUFQuantization:
 
 
 def read_gguf_quantization(files: list[WeightFile]) -> GGUFQuantization | None:
-    """None where the files are of another format, or hold no such weights."""
+    """Return the quantised modules of GGUF files; None for another format, and for files without such weights."""
     bits = {
         module: bits
         for file in files
@@ -43,7 +43,7 @@ def read_gguf_quantization(files: list[WeightFile]) -> GGUFQuantization | None:
 
 @dataclass(frozen=True)
 class GGUFWeight:
-    """codes int8 [O, I] and scales float16 [O, G], as CodedWeights gives them."""
+    """One weight: codes int8 [O, I] and scales float16 [O, G], as CodedWeights gives them."""
 
     shape: tuple[int, int]
 
@@ -52,7 +52,7 @@ class GGUFWeight:
         return {"codes": self.shape, "scales": (outputs, inputs // CODE_GROUP)}
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        """Raises UserError for scales that are not finite. They may be 0, of groups of zeros, and those of Q4_0 negative."""
+        """Return the weight. Raises UserError for scales that are not finite; groups of zeros have 0, and Q4_0 has negative ones."""
         scales = tensors["scales"].float()
         if not scales.isfinite().all():
             raise UserError("its scales have values that are not finite: the file is damaged")

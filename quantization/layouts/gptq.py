@@ -1,4 +1,4 @@
-"""GPTQ's layout, of AutoGPTQ (v1) and GPTQModel (v1 and v2). Its `quantization_config` and its tensors, read and written.
+"""GPTQ's layout, of AutoGPTQ (v1) and GPTQModel (v1 and v2): reads and writes its `quantization_config` and tensors.
 
 O output channels, I input channels, G groups of input channels. Source: GPTQModel 2, gptqmodel/nn_modules/qlinear/torch.py,
 quantization/config.py, utils/model.py.
@@ -27,7 +27,7 @@ from quantization.weight_format import QuantizedWeight, WeightFormat
 METHOD = "gptq"
 V1, V2 = "gptq", "gptq_v2"
 ONES = {4: 0x11111111, 8: 0x01010101}  # a word of codes that are all 1
-# How the codes were found, which kernels ran, and which layers stayed floats, which the tensors themselves say.
+# Keys that are not needed: which layers stayed floats is seen from the tensors; the others are about calibration and kernels.
 NO_EFFECT = """
     quant_method damp_percent damp_auto_increment static_groups true_sequential mse act_group_aware model_name_or_path
     model_file_base_name meta lm_head modules_in_block_to_quantize block_name_to_quantize module_name_preceding_first_block
@@ -38,7 +38,7 @@ NO_EFFECT = """
 
 @dataclass(frozen=True)
 class Gptq:
-    """A checkpoint's quantization_config. `rules` are expressions for the beginning of layers' names and what these have instead."""
+    """The quantization_config of a GPTQ checkpoint. `rules`: regular expressions for the beginning of layer names, and their formats."""
 
     format: WeightFormat
     rules: tuple[tuple[re.Pattern[str], WeightFormat | None], ...]
@@ -60,7 +60,10 @@ class Gptq:
 
 
 def read_gptq(config: ConfigReader) -> Gptq:
-    """Raises UserError for other numbers of bits, the layouts of other kernels, and rules that change more than bits, groups, symmetry."""
+    """Read the quantization_config.
+
+    Raises UserError for other numbers of bits, layouts of other kernels, and rules that change more than bits, groups and symmetry.
+    """
     key = "checkpoint_format" if config.raw("checkpoint_format") is not None else "format"
     version = config.expect(key, (V1, V2), V1)
     config.expect("format", (None, V1, V2), None)
@@ -78,7 +81,7 @@ def read_gptq(config: ConfigReader) -> Gptq:
 
 
 def _read_format(config: ConfigReader, usual: WeightFormat | None) -> WeightFormat:
-    """What a config or, where `usual` is given, a rule says."""
+    """Read the format of a config, or of a rule, which changes the `usual` one."""
     bits = config.expect("bits", (4, 8), usual.bits if usual else None)
     symmetric = config.get("sym", bool, usual.symmetric if usual else True)
     if bits == 8 and not symmetric:
@@ -89,7 +92,7 @@ def _read_format(config: ConfigReader, usual: WeightFormat | None) -> WeightForm
 
 
 def _read_rule(rules: ConfigReader, text: str, usual: WeightFormat) -> tuple[re.Pattern[str], WeightFormat | None]:
-    """`-:` leaves layers out, `+:` or nothing changes them; the first rule that matches holds."""
+    """Read a rule: `-:` leaves layers out (None), `+:` or no prefix changes them. The first rule that matches counts."""
     pattern = compile_pattern(text.removeprefix("+:").removeprefix("-:"))
     if text.startswith("-:"):
         return pattern, None
@@ -104,9 +107,9 @@ def _read_rule(rules: ConfigReader, text: str, usual: WeightFormat) -> tuple[re.
 
 
 def write_config(schemes: dict[str, LinearScheme], kept: list[str], act_order: bool) -> dict[str, Any]:
-    """The quantization_config of layers by their names; `kept` are the linear layers that stay floats.
+    """Return the quantization_config for `schemes` by layer name; `kept` are the linear layers that stay floats.
 
-    `act_order`: whether any of the weights has a permutation. Asymmetric weights make it v2, because v1 has no zero point of 0.
+    act_order: whether any weight has a permutation. Asymmetric weights need v2, because v1 has no zero point of 0.
     Raises UserError for what the layout does not have: fp8, activations.
     """
     for scheme in schemes.values():
@@ -131,10 +134,10 @@ def _written(format: WeightFormat) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GptqWeight:
-    """qweight int32 [I * bits / 32, O], qzeros int32 [G, O * bits / 32], scales float16 [G, O], g_idx int32 [I]: each channel's group.
+    """One weight: qweight int32 [I * bits / 32, O], qzeros int32 [G, O * bits / 32], scales float16 [G, O], g_idx int32 [I].
 
-    All codes have zero points; symmetric ones that of the middle, 8 or 128. In v1 they are stored less 1: as in GPTQModel 1 is added to
-    the whole word, which gives back a zero point of 0 as GPTQModel wrote it (AutoGPTQ's files have none).
+    g_idx is the group of each input channel. All codes have zero points; those of symmetric codes are 8 or 128. v1 stores zero points
+    minus 1. As in GPTQModel, 1 is added to the whole word, which restores a zero point of 0 (AutoGPTQ's files have none).
     """
 
     shape: tuple[int, int]
@@ -142,7 +145,7 @@ class GptqWeight:
     is_v1: bool
     has_group_index: bool = True
     has_unused_bias: bool = False
-    """Early AutoGPTQ wrote biases of 0 for layers that have none."""
+    """Whether the file has a bias of 0 for a layer without bias, as early AutoGPTQ wrote it."""
 
     def __post_init__(self) -> None:
         divided(self.shape, self.format.group_size)
@@ -159,7 +162,7 @@ class GptqWeight:
         return names | ({"bias": (outputs,)} if self.has_unused_bias else {})
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        """Raises UserError for a wrong dtype, scales that are not positive numbers, and groups or zero points that cannot be."""
+        """Return the weight. Raises UserError for a wrong dtype, scales that are not positive, and impossible groups or zero points."""
         (outputs, inputs), bits = self.shape, self.format.bits
         scales = positive(tensors["scales"], "scales").T.contiguous()  # [O, G]
         codes = unpack(of_type(tensors, "qweight", torch.int32).T, bits, inputs)  # [O, I]
@@ -180,7 +183,7 @@ class GptqWeight:
         return StoredWeight(QuantizedWeight(codes, scales, None, order))
 
     def write(self, stored: StoredWeight) -> dict[str, Tensor]:
-        """Raises UserError for scales that float16 does not hold."""
+        """Return the tensors. Raises UserError for scales that float16 cannot hold."""
         weight, (_, inputs), bits = stored.weight, self.shape, self.format.bits
         codes, zero_points = weight.codes, torch.zeros_like(weight.scales, dtype=torch.int8)
         if weight.zero_points is not None:

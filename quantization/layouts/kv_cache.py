@@ -1,4 +1,4 @@
-"""The cache's part of a `quantization_config`: `kv_cache_scheme`, as the package compressed-tensors, 0.20, has it."""
+"""The `kv_cache_scheme` of a `quantization_config`, as in the package compressed-tensors 0.20."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +12,18 @@ TYPES = {("int", 8): KVCacheFormat.int8, ("float", 8): KVCacheFormat.fp8}
 
 @dataclass(frozen=True)
 class KVCacheScheme:
-    """Static scales."""
+    """Static scales of keys and values."""
 
     format: KVCacheFormat
     per_head: bool
-    """Each head has its own; else there is one for all keys of a layer, and one for its values."""
+    """Whether each head has its own scales; otherwise a layer has one for its keys and one for its values."""
 
 
 def read_kv_cache_scheme(config: ConfigReader) -> KVCacheScheme | None:
-    """Of a checkpoint's config.json; None where keys and values are not quantised. Raises UserError for what is not implemented."""
+    """Return the scheme in a checkpoint's config.json; None where keys and values are not quantised.
+
+    Raises UserError for what is not implemented.
+    """
     quantization = config.section("quantization_config")
     method = quantization.raw("quant_method") if quantization else None
     scheme = quantization.section("kv_cache_scheme") if quantization and method == "compressed-tensors" else None
@@ -42,6 +45,6 @@ def read_kv_cache_scheme(config: ConfigReader) -> KVCacheScheme | None:
 
 
 def write_kv_cache_scheme(format: KVCacheFormat) -> dict[str, Any]:
-    """With scales of each head."""
+    """Return the `kv_cache_scheme` of a cache with scales for each head."""
     (type, bits) = next(number for number, named in TYPES.items() if named is format)
     return {"num_bits": bits, "type": type, "symmetric": True, "strategy": "attn_head", "dynamic": False}

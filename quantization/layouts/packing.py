@@ -1,4 +1,4 @@
-"""Small codes in int32 words, as compressed-tensors, GPTQ and AWQ hold them: lowest bits first, and none negative.
+"""Pack small codes into int32 words, as compressed-tensors, GPTQ and AWQ do: lowest bits first, no negative codes.
 
 R rows, C codes in a row.
 """
@@ -14,7 +14,7 @@ def num_words(count: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Signed codes int8 [R, C] as int32 [R, ceil(C * bits / 32)]: lowest bits first, 2^(bits-1) added so that none is negative."""
+    """Pack signed codes int8 [R, C] into int32 [R, ceil(C * bits / 32)], after adding 2^(bits-1) to each."""
     per_word = WORD // bits
     unsigned = codes.int() + 2 ** (bits - 1)
     padded = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % per_word)).unflatten(1, (-1, per_word))
@@ -23,7 +23,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
-    """What `pack` was given: int8 [R, count]."""
+    """Return the signed codes int8 [R, count] that `pack` packed into `words`."""
     unsigned: Tensor = (words.unsqueeze(2) >> torch.arange(0, WORD, bits, dtype=torch.int32)) & (2**bits - 1)
     codes: Tensor = unsigned.flatten(1)[:, :count] - 2 ** (bits - 1)
     return codes.to(torch.int8)

@@ -1,4 +1,4 @@
-"""Regular expressions of a checkpoint: untrusted, and Python's matcher tries all ways to match before it says no."""
+"""Compile regular expressions from a checkpoint. They are untrusted, and Python's matcher tries all ways to match before it fails."""
 
 import re
 from functools import cache
@@ -15,7 +15,7 @@ MAX_WAYS = NAME_LENGTH**4 * 4  # the slowest found within it takes 31 ms for a n
 
 @cache
 def compile_pattern(text: str) -> re.Pattern[str]:
-    """Raises UserError for what is no regular expression, and for one that could take for ever."""
+    """Compile an expression. Raises UserError for an invalid one, and for one that could take for ever."""
     short = repr(text if len(text) <= 60 else text[:60] + "...")
     try:
         ways = _ways(_parser.parse(text)) if len(text) <= MAX_LENGTH else MAX_WAYS + 1
@@ -28,7 +28,7 @@ def compile_pattern(text: str) -> re.Pattern[str]:
 
 
 def _ways(tree: Any) -> float:
-    """At most so many ways to match the beginning of a name; infinite where that is not simply reckoned."""
+    """Return an upper bound on the ways to match the beginning of a name; infinite where it is not easily computed."""
     return prod((_ways_of_part(str(kind), value) for kind, value in tree), start=1.0)
 
 
