@@ -1,4 +1,4 @@
-"""The layouts that checkpoints come in, told apart by what is in them and never by a name alone."""
+"""Layouts of checkpoints. A checkpoint's layout is recognised by its content, never by a name alone."""
 
 from pathlib import Path
 
@@ -16,7 +16,10 @@ __all__ = ["Checkpoint", "WeightFile", "open_checkpoint", "open_tokenizer"]
 
 
 def open_checkpoint(path: Path, allow_pickle: bool) -> Checkpoint:
-    """Raises UserError where the configuration cannot be read; what is wrong with weights or tokenizer is said when they are opened."""
+    """Return the checkpoint at a folder or a GGUF file, in whichever layout it is.
+
+    Raises UserError where its configuration cannot be read. Faults of weights and tokenizer are found when these are opened.
+    """
     if is_gguf_layout(path):
         from models.formats.gguf.reader import open_gguf  # here, because nothing else needs its libraries
 
@@ -35,7 +38,10 @@ def open_checkpoint(path: Path, allow_pickle: bool) -> Checkpoint:
 
 
 def open_tokenizer(path: Path) -> Tokenizer | None:
-    """Of a folder or a GGUF file, also where these hold no model; None where they hold none. Raises UserError if it cannot be read."""
+    """Return the tokenizer of a folder or a GGUF file, which need not hold a model; None where it has no tokenizer.
+
+    Raises UserError if the tokenizer cannot be read.
+    """
     if is_gguf_layout(path):
         from models.formats.gguf.reader import read_gguf_headers
         from models.formats.gguf.tokenizer import load_gguf_tokenizer

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout, presented in Hugging Face's terms: config.json's keys, and weights by its names and shapes."""
+"""A checkpoint of any layout in Hugging Face's terms: the keys of config.json, and weights under Hugging Face's names and shapes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,33 +19,33 @@ class WeightFile(Protocol):
     path: Path
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
-    """As `read` gives them."""
+    """Dtypes of the tensors that `read` gives."""
     is_mapped: bool
-    """Whether what is read are views of the file, so that it must be copied to be kept."""
+    """Whether `read` gives views of the file, which must be copied to be kept."""
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]: ...
 
 
 @runtime_checkable
 class CodedWeights(WeightFile, Protocol):
-    """A file whose weights may be small integers with scales, which it gives as they are where that is asked for."""
+    """A file with weights of small integer codes and scales. It gives floats, or the codes where these are asked for."""
 
     def coded_modules(self) -> dict[str, int]:
-        """The modules whose weights are such, and the bits of the integers."""
+        """Return the bits of the codes, by the name of each module whose weight has codes."""
 
     def keep_codes(self, modules: Iterable[str]) -> None:
-        """From now on gives `codes` int8 [O, I] and `scales` float16 [O, I / CODE_GROUP] of these in place of their `weight`."""
+        """Make `read` give `codes` int8 [O, I] and `scales` float16 [O, I / CODE_GROUP] of these modules instead of their `weight`."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What every layout's `open` gives. Weights and tokenizer are opened when asked for, because not every run wants them."""
+    """A checkpoint that was opened. Weights and tokenizer are opened when asked for, because not every run wants them."""
 
     path: Path
-    """The folder, or the file where one holds everything."""
+    """The folder, or the file if one file holds everything."""
     config: ConfigReader
     generation_config: dict[str, Any]
-    """generation_config.json's keys; empty where the layout has none."""
+    """Keys of generation_config.json; empty where the layout has none."""
     open_weights: Callable[[Shapes], list[WeightFile]]
-    """Takes the shapes of the model's parameters, by which layouts in pieces are joined; the others do not look at them."""
+    """Opens the weight files. Layouts in pieces join them by the shapes of the model's parameters, which they are given."""
     load_tokenizer: Callable[[], Tokenizer | None]

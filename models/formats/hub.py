@@ -1,4 +1,4 @@
-"""From `model.path` to a folder or a file on disk."""
+"""Find the folder or file on disk that `model.path` names, and download a hub id."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ CONNECT_S = 6.0  # for name and connection: a resolver asks its second server af
 
 
 def find_checkpoint(path: str, with_weights: bool, allow_pickle: bool) -> Path:
-    """The folder or file itself, or the hub's files in the local cache (downloaded where needed). Raises UserError."""
+    """Return the folder or file, or the local cache of a hub id, downloaded where needed. Raises UserError where there is none."""
     local = Path(path).expanduser()
     if local.exists():
         return local
@@ -43,7 +43,7 @@ def find_checkpoint(path: str, with_weights: bool, allow_pickle: bool) -> Path:
 
 @functools.cache
 def _unreachable(endpoint: str) -> str | None:
-    """Say in a few words that the hub does not answer, or return None. The client itself would wait for tens of seconds."""
+    """Return a few words if the hub does not answer, else None. The client itself would wait for tens of seconds."""
     from urllib.request import getproxies  # here, because it imports an HTTP client
 
     url = urlsplit(endpoint)

@@ -1,4 +1,4 @@
-"""Hugging Face's layout: config.json and safetensors (or, where allowed, pickles), whole or sharded."""
+"""Read Hugging Face's layout: config.json and safetensors (or, where allowed, pickles), whole or sharded."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -54,7 +54,7 @@ class SafetensorsFile:
 
 
 class PickleFile:
-    """A `.bin` of torch.save, read with weights_only=True, so that it can hold tensors and nothing that runs."""
+    """A `.bin` of torch.save, read with weights_only=True: tensors are loaded, and no code is run."""
 
     is_mapped = True
 
@@ -82,7 +82,7 @@ class PickleFile:
 
 
 def open_weight_files(folder: Path, allow_pickle: bool) -> list[WeightFile]:
-    """The folder's weight files. Raises UserError where there are none, where one is missing or damaged, and for pickles not allowed."""
+    """Open the folder's weight files. Raises UserError where none exist, one is missing or damaged, or pickles are not allowed."""
     if names := _weight_names(folder, WEIGHTS):
         return [SafetensorsFile(folder / name) for name in names]
     if names := _weight_names(folder, "pytorch_model.bin") or _lone_pickle(folder):
@@ -98,7 +98,7 @@ def open_weight_files(folder: Path, allow_pickle: bool) -> list[WeightFile]:
 
 
 def _lone_pickle(folder: Path) -> list[str]:
-    """A `.bin` or `.pt` of another name, if it is the only one."""
+    """Return the name of a `.bin`, `.pt` or `.pth`, if it is the only one; else nothing."""
     names = [file.name for file in sorted(folder.iterdir()) if file.suffix in (".bin", ".pt", ".pth")]
     return names if len(names) == 1 else []
 

@@ -1,4 +1,4 @@
-"""Hugging Face's layout, written: weights in files of a size, and what stands beside them."""
+"""Write Hugging Face's layout: weights in files of a limited size, config.json and the tokenizer's files."""
 
 import json
 import shutil
@@ -16,9 +16,9 @@ from models.tokenizers import TOKENIZER_FILES
 def write_huggingface(
     files: list[WeightFile], folder: Path, max_shard_bytes: int, on_bytes: Callable[[int, int], None]
 ) -> dict[str, str]:
-    """model.safetensors, or files of at most `max_shard_bytes` (one that holds a single tensor may be larger) and their index.
+    """Write model.safetensors, or files of at most `max_shard_bytes` (a file of a single tensor may be larger) and their index.
 
-    Returns the sha256 of each file of weights. `on_bytes(done, total)` is called after every tensor.
+    Returns the sha256 of each weight file. `on_bytes(done, total)` is called after every tensor.
     """
     shards = _shards(entries_of(files), max_shard_bytes)
     total, done = sum(entry.nbytes for shard in shards for entry in shard), 0
@@ -39,7 +39,7 @@ def write_huggingface(
 
 
 def write_companions(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None) -> None:
-    """config.json (that names `dtype` where tensors were cast to it), generation_config.json, and the tokenizer's files as they are.
+    """Write config.json (with `dtype` where tensors were cast to it) and generation_config.json, and copy the tokenizer's files.
 
     A tokenizer that was inside the model's file gets files of its own.
     """

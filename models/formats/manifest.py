@@ -1,4 +1,4 @@
-"""manifest.json: what every file of a folder holds, by its size and sha256, so that damage is found before a model is loaded."""
+"""manifest.json: size and sha256 of every file of a folder, so that damage is found before a model is loaded."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ LISTED = 8  # files that an error names
 
 
 def write_manifest(folder: Path, sha256: dict[str, str]) -> None:
-    """`sha256`: of the files that were hashed while they were written; the others are read."""
+    """Write the folder's manifest. sha256: by file, for those that were hashed while they were written; the others are read."""
     files = {
         file.name: {"size": file.stat().st_size, "sha256": sha256.get(file.name) or _sha256(file)}
         for file in sorted(folder.iterdir())
@@ -22,7 +22,7 @@ def write_manifest(folder: Path, sha256: dict[str, str]) -> None:
 
 
 def verify_manifest(path: Path) -> None:
-    """Raises UserError that names every file that differs, is missing or is not listed. Hidden files may be there."""
+    """Compare a folder with its manifest, hidden files aside. Raises UserError with the files that differ, are missing or not listed."""
     folder = path if path.is_dir() else path.parent
     if not (folder / MANIFEST).is_file():
         raise UserError(

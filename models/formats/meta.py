@@ -1,5 +1,6 @@
-"""Meta's own layout of Llama checkpoints: params.json and consolidated.00.pth, .01.pth, ..., one file for each of the processes that
-shared every matrix. Presented as what the rest reads: config.json's keys, and weights with Hugging Face's names, shapes and order of rows.
+"""Read Meta's layout of Llama checkpoints: params.json, and consolidated.00.pth, .01.pth, ... with a slice of every matrix each.
+
+The result is in Hugging Face's terms: the keys of config.json, and whole weights with its names, shapes and order of rows.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,8 +34,8 @@ MODULES = {  # Meta's name: ours, and how it is cut
     "feed_forward.w2": ("mlp.down_proj", COLUMNS),
     "feed_forward.w3": ("mlp.up_proj", ROWS),
 }
-# Tensors that are read while the shards stay open, about a layer: the pages of a mapping stay resident as long, but opening a file of
-# 720 tensors takes 60 ms (70 billion parameters have 8 of them).
+# Tensors read before the shards are closed, about a layer. The pages of a mapping stay resident until then, but opening a file of 720
+# tensors takes 60 ms (70 billion parameters have 8 such files).
 AT_ONCE = 9
 EMBEDDING = "tok_embeddings.weight"
 LLAMA3_VOCAB = 128256
@@ -57,9 +58,9 @@ def open_meta(folder: Path, allow_pickle: bool) -> Checkpoint:
 
 
 def read_meta_config(folder: Path, allow_pickle: bool) -> ConfigReader:
-    """params.json in config.json's terms. What only the tensors tell, the vocabulary and whether there is a head, is taken from them.
+    """Return params.json as keys of config.json. The vocabulary's size, and whether there is a head, are taken from the tensors.
 
-    Raises UserError for a wrong type or size and for what Llama 1 to 3.2 do not have.
+    Raises UserError for a wrong type or size, and for features that Llama 1 to 3.2 do not have.
     """
     params = ConfigReader.from_folder(folder, PARAMS)
     dim, heads, groups = _sizes(params)
@@ -106,7 +107,7 @@ def _sizes(params: ConfigReader) -> tuple[int, int, int]:
 
 
 def _rope_scaling(dim: int) -> dict[str, Any]:
-    """Constants of Meta's code. The smaller models are Llama 3.2's, whose config.json on the hub has another factor."""
+    """Return the constants of Meta's code. Models below 4096 channels are Llama 3.2, whose config.json on the hub has another factor."""
     return {
         "rope_type": "llama3",
         "factor": 8.0 if dim >= 4096 else 32.0,
@@ -117,7 +118,7 @@ def _rope_scaling(dim: int) -> dict[str, Any]:
 
 
 def _context_length(theta: float, scaled: bool, eps: float) -> int:
-    """params.json does not say it (`max_seq_len` there wins): Llama 3.1 and later, 3, Code Llama, 2, 1, told by what else differs."""
+    """Return the context length, which params.json need not state, from what else differs between Llama 3.1, 3, Code Llama, 2 and 1."""
     if scaled:
         return 131072
     if theta > 10000:
@@ -126,7 +127,7 @@ def _context_length(theta: float, scaled: bool, eps: float) -> int:
 
 
 def open_meta_shards(folder: Path, allow_pickle: bool) -> list[WeightFile]:
-    """All shards as one file. Raises UserError where one is missing or damaged, and for pickles not allowed."""
+    """Open all shards as one file. Raises UserError where one is missing or damaged, and where pickles are not allowed."""
     names = sorted(file.name for file in folder.glob("consolidated.*.pth"))
     expected = [f"consolidated.{i:02}.pth" for i in range(len(names))]
     if missing := next((name for name in expected or [FIRST] if name not in names), None):
@@ -141,7 +142,7 @@ def open_meta_shards(folder: Path, allow_pickle: bool) -> list[WeightFile]:
 
 
 class MetaShards:
-    """The merged tensors of all shards; one at a time is in memory, beside the mapped pages of a few."""
+    """The merged tensors of all shards. One at a time is in memory, beside the mapped pages of a few."""
 
     is_mapped = False
 
@@ -182,7 +183,7 @@ class MetaShards:
                 yield name, self._reorder(name, whole)
 
     def _reorder(self, name: str, tensor: Tensor) -> Tensor:
-        """Meta's rotary embedding turns neighbouring rows (2i, 2i + 1) of a head, ours (i, i + D/2)."""
+        """Reorder the rows of queries and keys: Meta's rotary embedding pairs rows (2i, 2i + 1) of a head, ours (i, i + D / 2)."""
         heads = self._heads.get(name.split(".")[-2]) if name.endswith("_proj.weight") else None
         if heads is None:
             return tensor
@@ -194,7 +195,7 @@ class MetaShards:
 
 
 def _our_name(source: str, embedding_cut: int) -> tuple[str, int | None]:
-    """Hugging Face's name and how the tensor is cut; a name that is not Llama's stays, and will be refused as unexpected."""
+    """Return Hugging Face's name, and the dimension along which the tensor is cut. An unknown name stays, and is refused later."""
     if source == EMBEDDING:
         return "model.embed_tokens.weight", embedding_cut
     parts = source.split(".")

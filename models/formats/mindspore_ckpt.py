@@ -31,11 +31,11 @@ class Stored:
     dims: tuple[int, ...]
     tensor_type: str
     parts: list[slice] = field(default_factory=list)
-    """Where the content is in the file."""
+    """Places of the content in the file."""
 
 
 class CkptFile:
-    """The weights of a file under the names that `rename` gives; a tensor for which it gives None is left out.
+    """The weights of a file under the names that `rename` gives. Tensors for which it gives None are left out.
 
     Raises UserError where the file is damaged, and for a tensor that is not float32, float16 or bfloat16.
     """
@@ -97,7 +97,7 @@ def _end(data: mmap.mmap) -> int:
 
 
 def _values(data: mmap.mmap, end: int) -> Iterator[tuple[str, Stored]]:
-    """Tags and tensors; Values of one tag in a row are one tensor."""
+    """Yield tags and tensors. Consecutive Values with the same tag are one tensor."""
     last_tag, last = "", None
     for number, value in _fields(data, 0, end):
         if number != 1 or not isinstance(value, slice):
@@ -149,7 +149,7 @@ def _tensor(data: mmap.mmap, span: slice, tag: str) -> Stored:
 
 
 def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int | slice]]:
-    """Numbers and values of a message's fields: a number, or where the bytes are."""
+    """Yield the fields of a message: number, and value, which is a number or the place of its bytes."""
     while at < end:
         key, at = _varint(data, at, end)
         number, wire_type = key >> 3, key & 7
@@ -167,7 +167,7 @@ def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int | sli
 
 
 def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
-    """The number at a byte (7 bits a byte, the lowest first), and the byte behind it."""
+    """Return the number at byte `at` (7 bits a byte, lowest first), and the position after it."""
     value = 0
     for shift in range(0, 70, 7):
         if at == end:

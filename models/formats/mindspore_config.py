@@ -1,4 +1,4 @@
-"""`model.model_config` of MindFormers' YAML in config.json's terms (mindformers/models/llama/llama_config.py has keys and defaults)."""
+"""Read `model.model_config` of MindFormers' YAML as keys of config.json (keys and defaults: mindformers/models/llama/llama_config.py)."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from conf.errors import UserError
 from models.config import ConfigReader
 
-# What a run chooses: types of numbers while computing, memory, parallelism.
+# Keys that a run chooses: dtypes of computation, memory, parallelism.
 OF_A_RUN = (
     "type batch_size compute_dtype layernorm_compute_type softmax_compute_type rotary_dtype param_init_type embedding_init_type "
     "use_past use_flash_attention use_attn_mask_compression use_rope_slice use_past_shard block_size num_blocks is_dynamic offset "
@@ -18,7 +18,7 @@ MOST_VALUES = 1000  # of one model: aliases of aliases make a short file endless
 
 
 def read_mindformers_config(folder: Path) -> ConfigReader:
-    """Raises UserError for a missing file, a wrong type, and for what the YAML asks for and Llama and Qwen 2 do not have."""
+    """Read the folder's YAML. Raises UserError for a missing file, a wrong type, and features that Llama and Qwen 2 lack."""
     file, values = _model_config(folder)
     config = ConfigReader(values, str(file))
     config.expect("type", ("LlamaConfig",), None)
@@ -31,7 +31,7 @@ def read_mindformers_config(folder: Path) -> ConfigReader:
     heads = config.count("num_heads", 32)
     length = config.count("max_position_embedding", config.count("max_position_embeddings", seq_length))
     translated: dict[str, Any] = {
-        # Biases of queries, keys and values and of nothing else are what makes a Llama a Qwen 2.
+        # A Llama with biases of queries, keys and values alone is a Qwen 2.
         "model_type": "qwen2" if config.get("qkv_has_bias", bool, False) else "llama",
         "hidden_size": hidden_size,
         "intermediate_size": _intermediate_size(config, hidden_size),
@@ -83,7 +83,7 @@ def _check_size(file: Path, values: dict[str, Any]) -> None:
 
 
 def _intermediate_size(config: ConfigReader, hidden_size: int) -> int:
-    """As `_concat_ffn_weight` of mindformers/models/llama/llama.py computes it."""
+    """Return the feed-forward channels as `_concat_ffn_weight` of mindformers/models/llama/llama.py computes them."""
     multiple = config.count("multiple_of", 256)
     multiplier = config.get("ffn_dim_multiplier", float, 0.0)
     wide = int((multiplier + 0.01) * 4 * hidden_size) if multiplier else 4 * hidden_size
@@ -91,7 +91,7 @@ def _intermediate_size(config: ConfigReader, hidden_size: int) -> int:
 
 
 def _rope(config: ConfigReader, theta: float, length: int) -> dict[str, Any]:
-    """`extend_method` and `scaling_factor` as FreqsMgr of mindformers/modules/layers.py applies them."""
+    """Return the keys of rotary embedding, as FreqsMgr of mindformers/modules/layers.py applies `extend_method` and `scaling_factor`."""
     method = config.expect("extend_method", ("None", None, "PI", "NTK", "LLAMA3"), "None")
     if method == "LLAMA3":
         factors = config.require("scaling_factor", dict)
@@ -102,7 +102,7 @@ def _rope(config: ConfigReader, theta: float, length: int) -> dict[str, Any]:
     factor = config.positive("scaling_factor", 1.0)
     if method == "NTK":
         return {"rope_theta": theta * factor}
-    # Hugging Face's length is the one before stretching, MindFormers' the one after.
+    # Hugging Face's length is the one before scaling, MindFormers' the one after.
     return {
         "rope_scaling": {"rope_type": "linear", "factor": factor},
         "max_position_embeddings": max(1, int(length / factor)),

@@ -1,7 +1,7 @@
-"""A safetensors file in one pass: names, dtypes and shapes are known beforehand, so the header comes first and then one tensor at a time.
+"""Write a safetensors file in one pass: the header first, from names, dtypes and shapes known beforehand, then one tensor at a time.
 
-The format: 8 bytes with the header's length (little endian), the header (JSON; names, dtypes, shapes, offsets), the tensors' bytes
-(https://huggingface.co/docs/safetensors). The library itself writes only what is in memory as a whole.
+Format: 8 bytes with the header's length (little endian), the header (JSON: names, dtypes, shapes, offsets), the tensors' bytes
+(https://huggingface.co/docs/safetensors). The library itself writes only what is all in memory.
 """
 
 import hashlib
@@ -33,13 +33,13 @@ SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
 }
 CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
-ALIGNMENT = 64  # of the first tensor: a cache line, and a vector register of AVX-512
-FROM_TORCH = {"format": "pt"}  # transformers wants to know whose tensors these are
+ALIGNMENT = 64  # bytes, of the first tensor: a cache line, and a vector register of AVX-512
+FROM_TORCH = {"format": "pt"}  # transformers requires this
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that is going to be written."""
+    """A tensor to be written: its name, dtype and shape."""
 
     name: str
     dtype: torch.dtype
@@ -51,25 +51,25 @@ class Entry:
 
 
 def entries_of(files: list[WeightFile]) -> list[Entry]:
-    """All tensors of a checkpoint in its own order, but those of wider types first, so that each begins where its type may."""
+    """Return all tensors of a checkpoint in its order, wider dtypes first, so that each is aligned to its dtype."""
     entries = [Entry(name, file.dtypes[name], shape) for file in files for name, shape in file.shapes.items()]
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
 def read_in_order(files: list[WeightFile], entries: Iterable[Entry]) -> Iterator[tuple[str, Tensor]]:
-    """One tensor at a time, which is freed when its reader lets it go; neighbours that are in one file are read in one go."""
+    """Yield one tensor at a time, which is freed when the reader drops it. Neighbours from one file are read in one call."""
     owners = {name: file for file in files for name in file.shapes}
     for file, group in groupby((entry.name for entry in entries), key=owners.__getitem__):
         yield from file.read(list(group))
 
 
 def content_of(tensor: Tensor) -> memoryview:
-    """A tensor's bytes; a copy only where it is not contiguous."""
+    """Return the tensor's bytes, copied only where it is not contiguous."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 class SafetensorsWriter:
-    """Takes the tensors in the order of `entries`; in memory is the one that is being written."""
+    """Writes tensors in the order of `entries`. Only the one being written is in memory."""
 
     def __init__(self, path: Path, entries: list[Entry], metadata: dict[str, str] | None = None) -> None:
         self.path = path
@@ -87,24 +87,24 @@ class SafetensorsWriter:
 
     @property
     def sha256(self) -> str:
-        """Of the file so far."""
+        """Return the sha256 of the file so far."""
         return self._sha256.hexdigest()
 
     def sync(self) -> None:
-        """Wait until the disk has what was written."""
+        """Wait until all that was written is on the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def write(self, content: bytes | memoryview) -> None:
-        """The bytes of the next tensor."""
+        """Write the bytes of the next tensor."""
         self._file.write(content)
         self._sha256.update(content)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """A file of what is in memory, which appears under its name when it is complete and on the disk.
+    """Write tensors to a file, which appears under its name when it is complete and on the disk.
 
-    Tensors that fill whole cache lines come first, so that each of them begins with one, then those of wider types.
+    Tensors that fill whole cache lines come first, so that each begins at a cache line, then the others, wider dtypes first.
     """
     entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     entries.sort(key=lambda entry: (entry.nbytes % ALIGNMENT != 0, -entry.dtype.itemsize, entry.name))

@@ -1,4 +1,4 @@
-"""Our own layout: a safetensors file for each rank of pipeline and tensor parallelism, and layout.json, which says where every tensor is.
+"""Read and write our own layout: a safetensors file for each rank of pipeline and tensor parallelism, and layout.json, their index.
 
     {"version": 1, "tp": 2, "pp": 1, "tensors": {
       "lm_head.weight": {"shape": [96, 64], "dtype": "float32", "stage": 0, "axis": 0, "pieces": [
@@ -7,8 +7,8 @@
         {"ranks": [0, 1], "file": "rank_0_0.safetensors", "sha256": "..."}]}, ...}}
 
 A tensor is in equal pieces along its axis, in the order of the ranks, or whole in one file for all of them; sha256 is of a piece's bytes.
-Who reads it is given whole tensors, joined from mapped files, so that any division can be read into any other. Beside them are config.json
-and the tokenizer's files, as in Hugging Face's layout.
+Readers get whole tensors, joined from mapped files, so that any division can be converted into any other. config.json and the tokenizer's
+files are beside them, as in Hugging Face's layout.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def open_sharded(folder: Path) -> Checkpoint:
 
 
 class ShardedFile:
-    """All ranks' files as one. In memory is one whole tensor, beside the mapped pages of one piece."""
+    """The files of all ranks as one. One whole tensor is in memory, beside the mapped pages of one piece."""
 
     is_mapped = False
 
@@ -73,7 +73,7 @@ class ShardedFile:
                 raise UserError(f"{opened.path} holds {unlisted}, which {LAYOUT} does not list there")
 
     def _add(self, name: str, entry: ConfigReader) -> None:
-        """Checks a tensor's entry against the files. As each piece is a file's own, no more can be asked for than there is."""
+        """Check a tensor's entry against the files. Each piece has a file of its own, so an entry cannot ask for more than exists."""
         shape, axis, pieces = entry.raw("shape"), entry.raw("axis"), entry.raw("pieces")
         if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
             raise UserError(f"{self.path}: {name}: shape={shape!r} is not a list of sizes")
@@ -136,9 +136,9 @@ def write_sharded(
     pp: int,
     on_bytes: Callable[[int, int], None],
 ) -> dict[str, str]:
-    """rank_<stage>_<rank>.safetensors and layout.json. `places`: of every tensor. `on_bytes(done, total)` is called after every tensor.
+    """Write rank_<stage>_<rank>.safetensors and layout.json. places: stage and axis by tensor name.
 
-    Returns the sha256 of each file of weights.
+    Returns the sha256 of each weight file. `on_bytes(done, total)` is called after every tensor.
     """
     entries = entries_of(files)
     total, done = sum(entry.nbytes for entry in entries), 0
@@ -165,7 +165,7 @@ def write_sharded(
 
 
 def _piece(entry: Entry, axis: int | None, tp: int, rank: int) -> Entry | None:
-    """What a rank's file holds of a tensor."""
+    """Return the piece of a tensor that a rank's file holds, or None."""
     if axis is None:
         return entry if rank == 0 else None
     shape = tuple(size // tp if i == axis else size for i, size in enumerate(entry.shape))
@@ -173,7 +173,7 @@ def _piece(entry: Entry, axis: int | None, tp: int, rank: int) -> Entry | None:
 
 
 def _write_pieces(tensor: Tensor, place: Place, writers: list[SafetensorsWriter]) -> dict[str, Any]:
-    """Returns the tensor's entry in layout.json."""
+    """Write a tensor's pieces and return its entry in layout.json."""
     ranks = [[*range(len(writers))]] if place.axis is None else [[rank] for rank in range(len(writers))]
     parts = [tensor] if place.axis is None else tensor.chunk(len(writers), place.axis)
     pieces = []

@@ -1,7 +1,7 @@
-"""Hugging Face's names in a folder for each tensor-parallel rank: rank_0/*.safetensors, rank_1/*.safetensors, ..., or vLLM's
+"""Read slices for tensor-parallel ranks with Hugging Face's names: rank_0/*.safetensors, rank_1/*.safetensors, ..., or vLLM's
 sharded_state, model-rank-0-part-0.safetensors and so on (vllm/model_executor/model_loader/sharded_state_loader.py).
 
-vLLM's modules hold a rank's queries, keys and values as one matrix, and its gate and up projection as another; they are taken apart.
+vLLM's modules hold a rank's queries, keys and values as one matrix, and its gate and up projections as another; they are split.
 """
 
 import re
@@ -24,7 +24,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def is_tensor_parallel(folder: Path) -> bool:
-    """Whole weights go first where a folder has both."""
+    """Return whether a folder has slices of ranks, and no whole weights, which would be read instead."""
     whole = ("model.safetensors", "model.safetensors.index.json")
     if not (folder / "config.json").is_file() or any((folder / name).is_file() for name in whole):
         return False
@@ -36,10 +36,10 @@ def open_tensor_parallel(folder: Path, allow_pickle: bool) -> Checkpoint:
 
 
 def open_ranks(folder: Path, expected: Shapes) -> list[WeightFile]:
-    """All ranks as one file. Raises UserError where one is missing or damaged, and where pieces do not fit what is expected."""
+    """Open all ranks as one file. Raises UserError where one is missing or damaged, or pieces do not fit the expected shapes."""
     paths = _rank_files(folder)
     files = [[SafetensorsFile(path) for path in rank] for rank in paths]
-    # Of tensors that share memory vLLM keeps the first by name.
+    # vLLM stores only the first name of tensors that share memory.
     head_is_embedding = HEAD not in expected and not any(EMBEDDING in file.shapes for rank in files for file in rank)
     names = {HEAD: EMBEDDING} if head_is_embedding else {}
     ranks = [[Unfused(file, len(files), expected, names) for file in rank] for rank in files]
@@ -47,7 +47,7 @@ def open_ranks(folder: Path, expected: Shapes) -> list[WeightFile]:
 
 
 def _rank_files(folder: Path) -> list[list[Path]]:
-    """The files of each rank."""
+    """Return the files of each rank."""
     found: dict[int, dict[int, Path]] = {}
     for path in folder.iterdir():
         if match := VLLM.fullmatch(path.name):
@@ -59,7 +59,7 @@ def _rank_files(folder: Path) -> list[list[Path]]:
 
 
 class Unfused:
-    """A rank's file in which fused matrices are views of their parts. What the model itself has fused is left."""
+    """A rank's file with fused matrices split into views of their parts. Matrices that the model itself fuses stay whole."""
 
     def __init__(self, file: SafetensorsFile, num_ranks: int, expected: Shapes, names: dict[str, str]) -> None:
         self.path = file.path
@@ -85,14 +85,14 @@ class Unfused:
                 yield name, tensor.narrow(0, start, self.shapes[name][0]) if tensor.ndim else tensor
 
     def _parts(self, source: str, shape: tuple[int, ...], num_ranks: int, expected: Shapes) -> list[tuple[str, int]]:
-        """Names and numbers of rows."""
+        """Return the names of a tensor's parts and their numbers of rows."""
         rows = shape[0] if shape else 1
         prefix, _, leaf = source.rpartition(".")
         prefix, _, module = prefix.rpartition(".")
         names = [f"{prefix}.{part}.{leaf}" for part in FUSED.get(module, ())]
         if not names or names[0] not in expected:
             return [(source, rows)]
-        # Queries are divided evenly; keys and values, which several ranks may share, are equal halves of the rest.
+        # Ranks divide the queries evenly. Keys and values, which several ranks may share, are equal halves of the rest.
         first = expected[names[0]][0] // num_ranks if module == "qkv_proj" else rows // 2
         rest = (rows - first) // (len(names) - 1)
         if first < 1 or rest < 1 or first + rest * (len(names) - 1) != rows:

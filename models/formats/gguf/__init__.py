@@ -1,1 +1,1 @@
-"""GGUF, the format of llama.cpp: what a file says, its weights and its tokenizer, and writing one (ggml, docs/gguf.md)."""
+"""GGUF, the format of llama.cpp (ggml, docs/gguf.md): reads a file's header, weights and tokenizer, and writes such files."""

@@ -1,4 +1,4 @@
-"""What a GGUF file says of itself: metadata and where its tensors lie, parsed strictly, because the file is untrusted input.
+"""The header of a GGUF file, its metadata and the places of its tensors, parsed strictly because the file is untrusted input.
 
 Layout (ggml's docs/gguf.md): magic, version, counts, key-value pairs, tensor infos, padding, tensor data; all numbers little-endian.
 Every count is checked against the bytes that are left before anything is read or allocated by it.
@@ -46,10 +46,10 @@ SHORTEST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes of a tensor info with an empty name
 @dataclass(frozen=True)
 class TensorInfo:
     shape: tuple[int, ...]
-    """Slowest dimension first, as torch has it; the file has it the other way round."""
+    """Slowest dimension first, as in torch; the file has the opposite order."""
     type: GGMLQuantizationType
     offset: int
-    """In bytes from the beginning of the file."""
+    """Bytes from the beginning of the file."""
     num_bytes: int
 
 
@@ -62,14 +62,14 @@ class GGUFHeader:
     tensors: dict[str, TensorInfo]
 
     def section(self, name: str) -> ConfigReader:
-        """The scalars whose keys begin with `name.`, by the rest of their keys."""
+        """Return the scalars whose keys begin with `name.`, under the rest of their keys."""
         values = {
             key.removeprefix(f"{name}."): value for key, value in self.scalars.items() if key.startswith(f"{name}.")
         }
         return ConfigReader(values, f"{self.path}: {name}")
 
     def numbers(self, key: str, kind: str, count: int) -> list[Any]:
-        """An array of `count` numbers of a kind of numpy's: "i" for integers of either sign, "f". Raises UserError for anything else."""
+        """Return an array of `count` numbers of a kind of numpy's, "i" (signed or not) or "f". Raises UserError for anything else."""
         values = self.arrays.get(key)
         found = "none" if values is None else f"{len(values)} texts" if isinstance(values, list) else values.dtype.kind
         if not isinstance(values, np.ndarray) or values.dtype.kind.replace("u", "i") != kind:
@@ -79,7 +79,7 @@ class GGUFHeader:
         return list(values.tolist())
 
     def texts(self, key: str) -> list[str]:
-        """Raises UserError for anything but an array of texts."""
+        """Return an array of texts. Raises UserError for anything else."""
         values = self.arrays.get(key)
         if not isinstance(values, list):
             raise UserError(
@@ -89,7 +89,10 @@ class GGUFHeader:
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
-    """Raises UserError, with what was expected and what was found, for what the specification does not allow and for types unknown here."""
+    """Parse the header of a GGUF file.
+
+    Raises UserError, with what was expected and found, for what the specification does not allow and for unsupported types.
+    """
     try:
         with open(path, "rb") as file:
             return _HeaderParser(path, file).parse()
@@ -149,7 +152,7 @@ class _HeaderParser:
         return struct.unpack(format, self._take(struct.calcsize(format), what))[0]
 
     def _count(self, what: str, shortest: int) -> int:
-        """A number of things of which each takes at least so many bytes."""
+        """Read a count of items that take at least `shortest` bytes each. Raises UserError where so many do not fit into the file."""
         count: int = self._number("<Q", f"the number of {what}")
         if count * shortest > self._size - self._at:
             raise self._error(f"{count} {what} are announced, but only {self._size - self._at} bytes are left")
@@ -220,7 +223,7 @@ class _HeaderParser:
         return tensors
 
     def _tensor(self, name: str, alignment: int) -> TensorInfo:
-        """With the offset that the file has, which counts from the beginning of the data."""
+        """Read a tensor's info. Its offset is the file's, which counts from the beginning of the data."""
         rank = self._number("<I", f"the rank of {name!r}")
         if not 1 <= rank <= DIMENSIONS:
             raise self._error(f"the tensor {name!r} has {rank} dimensions, expected 1 to {DIMENSIONS}")

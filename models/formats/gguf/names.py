@@ -1,4 +1,4 @@
-"""The tensors' names of llama.cpp for the families that read and write its files, and the families' places in its architectures."""
+"""llama.cpp's names of architectures and tensors, for the families whose GGUF files are read and written."""
 
 import re
 
@@ -31,7 +31,7 @@ OUR_EXPERT = re.compile(r"block_sparse_moe\.experts\.\d+\.(w\d)")
 
 
 def hugging_face_name(name: str) -> str:
-    """A name that is not one of these families' stays, and will be refused as unexpected."""
+    """Return the tensor's name in Hugging Face's layout. An unknown name stays as it is, and is refused as unexpected later."""
     if (match := WHOLE_NAME.fullmatch(name)) and match[1] in WHOLE:
         return f"{WHOLE[match[1]]}.{match[2]}"
     if (match := LAYER_NAME.fullmatch(name)) and match[2] in IN_LAYER:
@@ -42,7 +42,7 @@ def hugging_face_name(name: str) -> str:
 
 
 def expert_names(name: str, count: int) -> list[str] | None:
-    """The names of the experts that one tensor [count, ...] holds; None where it is not such a tensor."""
+    """Return the names of the experts that a tensor [count, ...] holds, or None for another tensor."""
     match = EXPERTS_NAME.fullmatch(name)
     if match is None or match[2] not in IN_EXPERT:
         return None
@@ -54,7 +54,7 @@ def expert_name(layer: int | str, expert: int | str, module: str) -> str:
 
 
 def llama_cpp_name(name: str) -> str:
-    """Of a parameter of these families. The same for a module of all experts of a layer, which are one tensor."""
+    """Return llama.cpp's name of a parameter. The experts of a layer share one name, because they are one tensor."""
     module, _, leaf = name.rpartition(".")
     match = OUR_LAYER_NAME.fullmatch(name)
     if match is None:

@@ -1,5 +1,5 @@
-"""GGUF, the one-file layout of llama.cpp, whole or split. Presented as what the rest reads: config.json's keys, and weights with Hugging
-Face's names, shapes and order of rows, dequantised while they are read.
+"""Read GGUF, the one-file layout of llama.cpp, whole or split, in Hugging Face's terms: the keys of config.json, and weights with its
+names, shapes and order of rows, dequantised while they are read.
 """
 
 import math
@@ -32,10 +32,8 @@ STORED = {  # types that are read as they are
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-CODE_BITS = {
-    GGMLQuantizationType.Q8_0: 8,
-    GGMLQuantizationType.Q4_0: 4,
-}  # symmetric codes with a scale for each CODE_GROUP, so that quantised layers can take them
+# Symmetric codes with a scale for each CODE_GROUP, which quantised layers take as they are.
+CODE_BITS = {GGMLQuantizationType.Q8_0: 8, GGMLQuantizationType.Q4_0: 4}
 SCALE_BYTES = 2  # float16, before a group's codes
 END_TOKENS = ("eos", "eot", "eom")  # of the text, of a turn, of a message
 NO_EFFECT = ("rope.scaling.finetuned", "tensor_data_layout")  # provenance
@@ -44,7 +42,7 @@ LLAMA3_ORIGINAL_LENGTHS = [2**i for i in range(4, 25)]  # tried until one gives 
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Raises UserError for files that are damaged or missing, and for what llama.cpp has and the families here do not."""
+    """Open a GGUF model. Raises UserError for damaged or missing files, and for features of llama.cpp that no family here has."""
     headers = read_gguf_headers(path)
     config = read_gguf_config(headers)
     return Checkpoint(
@@ -57,7 +55,7 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def read_gguf_headers(path: Path) -> list[GGUFHeader]:
-    """Of the file, or of all files that it was split into; of a folder's one model. The first has the metadata."""
+    """Read the headers of a GGUF file, of all files that it was split into, or of a folder's one model. The first has the metadata."""
     if path.is_dir():
         files = sorted(file for file in path.glob("*.gguf") if is_gguf(file))
         models = sorted({SPLIT_NAME.sub(r"\1", file.name) for file in files})
@@ -83,7 +81,7 @@ def read_gguf_headers(path: Path) -> list[GGUFHeader]:
 
 
 def read_gguf_config(headers: list[GGUFHeader]) -> ConfigReader:
-    """The metadata in config.json's terms. What only the tensors tell - vocabulary, head, biases, type - is taken from them."""
+    """Return the metadata as keys of config.json. Vocabulary, head, biases and dtype are taken from the tensors."""
     path = headers[0].path
     architecture = headers[0].section("general").expect("architecture", tuple(sorted(set(ARCHITECTURE.values()))), None)
     tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
@@ -97,10 +95,9 @@ def read_gguf_config(headers: list[GGUFHeader]) -> ConfigReader:
         )
     read = headers[0].section(architecture)
     most_experts = max(tensor.shape[0] if len(tensor.shape) == 3 else len(tensors) for tensor in tensors.values())
+    # Checked here, because building a model of so many modules would take all memory before any is found missing.
     for key, most in (("block_count", len(tensors)), ("expert_count", most_experts)):
-        if (
-            number := read.get(key, int, 0)
-        ) > most:  # a model of so many modules must not be built to see that they are missing
+        if (number := read.get(key, int, 0)) > most:
             raise UserError(f"{path}: {architecture}.{key}={number} is more than its {len(tensors)} tensors can be")
     heads, hidden_size = read.count("attention.head_count"), read.count("embedding_length")
     head_dim = read.count("attention.key_length", max(hidden_size // heads, 1))
@@ -130,7 +127,7 @@ def read_gguf_config(headers: list[GGUFHeader]) -> ConfigReader:
 
 
 def _family(read: ConfigReader, architecture: str, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
-    """llama.cpp's `llama` is Mixtral where it has experts, and Mistral where it has a window."""
+    """Return model_type and the family's keys. llama.cpp's `llama` with experts is Mixtral, with a window Mistral."""
     if architecture == "qwen2":
         return {"model_type": "qwen2"}
     window = None if read.raw("attention.sliding_window") is None else read.count("attention.sliding_window")
@@ -152,8 +149,9 @@ def _special_tokens(read: ConfigReader) -> dict[str, Any]:
 
 
 def _dtype(tensors: list[TensorInfo]) -> str:
-    """In which most bytes are stored. float16 for quantised ones: a value is a float16 scale times a small integer, which float16 rounds by
-    2^-12, but bfloat16 by 2^-9, and that is half a step of Q8_0.
+    """Return the dtype in which most bytes are stored; float16 where those are quantised.
+
+    A dequantised value is a float16 scale times a small integer. float16 rounds it by 2^-12, bfloat16 by 2^-9, half a step of Q8_0.
     """
     stored = [tensor.type if tensor.type in STORED else None for tensor in tensors]
     num_bytes = {kind: sum(t.num_bytes for t, of in zip(tensors, stored, strict=True) if of is kind) for kind in stored}
@@ -186,7 +184,10 @@ def _rope_scaling(read: ConfigReader, headers: list[GGUFHeader], head_dim: int) 
 
 
 def _llama3_scaling(header: GGUFHeader, tensor: TensorInfo, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """The parameters of Llama 3.1's scaling from what it divides each frequency by. They are verified, not trusted to be Llama's."""
+    """Find the parameters of Llama 3.1's scaling that give the file's factors, [D / 2] divisors of the frequencies.
+
+    Raises UserError where none do.
+    """
     if tensor.shape != (head_dim // 2,):
         raise UserError(
             f"{header.path}: {ROTARY_FACTORS} has the shape {list(tensor.shape)}, expected {[head_dim // 2]}"
@@ -196,11 +197,10 @@ def _llama3_scaling(header: GGUFHeader, tensor: TensorInfo, theta: float, head_d
     if bool((factors == 1).all()):
         return None
     for original in LLAMA3_ORIGINAL_LENGTHS:
-        # Besides the factor only two of the four parameters are free: the three others multiplied by one number give the same.
+        # Scaling the other three parameters by one number changes nothing, so trying lengths is enough.
         tried = RotaryConfig(head_dim, original, theta, "llama3", factor, original)
-        if torch.allclose(
-            factors, llama3_factors(tried), rtol=1e-5, atol=0
-        ):  # float32, and near numbers are subtracted
+        # Not equal to the bit: the file's factors are float32 differences of near numbers.
+        if torch.allclose(factors, llama3_factors(tried), rtol=1e-5, atol=0):
             return {
                 "rope_type": "llama3",
                 "factor": factor,
@@ -214,22 +214,22 @@ def _llama3_scaling(header: GGUFHeader, tensor: TensorInfo, theta: float, head_d
 
 
 def open_gguf_weights(headers: list[GGUFHeader], config: ConfigReader) -> list[WeightFile]:
-    """`config`: as read_gguf_config gives it. Raises UserError where two tensors are the same of ours."""
+    """Open the weights. config: from read_gguf_config. Raises UserError where two tensors have the same Hugging Face name."""
     turned = ARCHITECTURE[config.require("model_type", str)] == "llama"
     heads = {"q_proj": config.count("num_attention_heads"), "k_proj": config.count("num_key_value_heads")}
     return [GGUFWeights(header, heads if turned else {}) for header in headers]
 
 
 class GGUFWeights:
-    """The tensors of one file, by Hugging Face's names; one is in memory at a time. They are CodedWeights.
+    """The tensors of one file under Hugging Face's names, as CodedWeights. One is in memory at a time.
 
-    They are read, not mapped: a mapping of a file that becomes shorter ends the process.
+    They are read, not mapped: when a mapped file becomes shorter, the process ends.
     """
 
     is_mapped = False
 
     def __init__(self, header: GGUFHeader, heads: dict[str, int]) -> None:
-        """`heads`: of the projections whose rows llama.cpp turned."""
+        """heads: the number of heads of each projection whose rows llama.cpp reordered."""
         self.path = header.path
         self._heads = heads
         self._sources: dict[str, TensorInfo] = {}
@@ -275,7 +275,7 @@ class GGUFWeights:
 
 
 def _hugging_face_tensors(name: str, tensor: TensorInfo) -> dict[str, TensorInfo]:
-    """What a tensor is in Hugging Face's terms: itself, or the experts that it holds one after the other."""
+    """Return the tensors that Hugging Face's layout has for this one: itself, or one for each expert that it holds."""
     experts = expert_names(name, tensor.shape[0]) if len(tensor.shape) == 3 else None
     if experts is None:
         return {hugging_face_name(name): tensor}
@@ -291,9 +291,9 @@ def _shape(name: str, source: TensorInfo) -> tuple[int, ...]:
 
 
 def _read_codes(path: Path, tensor: TensorInfo) -> tuple[Tensor, Tensor]:
-    """Codes int8 [O, I] and scales float16 [O, I / 32] of a tensor of CODE_BITS. Memory of their own.
+    """Read the codes int8 [O, I] and scales float16 [O, I / 32] of a tensor whose type has CODE_BITS, into new memory.
 
-    A group is its scale and its codes: Q8_0 as int8; Q4_0 plus 8 in 16 bytes, the first half of the group in their lower four bits.
+    A group is a scale and its codes. Q8_0 has int8 codes. Q4_0 has codes + 8 in 16 bytes, whose lower four bits are the group's first half.
     """
     groups = torch.from_numpy(_read_bytes(path, tensor)).view(tensor.shape[0], tensor.shape[1] // CODE_GROUP, -1)
     scales = groups[:, :, :SCALE_BYTES].contiguous().view(torch.float16).flatten(1)
@@ -313,7 +313,7 @@ def _read_bytes(path: Path, tensor: TensorInfo) -> NDArray[np.uint8]:
 
 
 def _read_tensor(path: Path, tensor: TensorInfo) -> Tensor:
-    """In its own type, or dequantised to float32. Memory of its own."""
+    """Read a tensor in its own dtype, or dequantised to float32, into new memory."""
     data = _read_bytes(path, tensor)
     if tensor.type in STORED:
         return torch.from_numpy(data).view(STORED[tensor.type]).view(tensor.shape)

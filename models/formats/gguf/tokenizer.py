@@ -1,6 +1,6 @@
 """The tokenizer inside a GGUF file: a sentencepiece vocabulary with scores (`llama`), or byte-level pairs with merges (`gpt2`).
 
-Keys: ggml's docs/gguf.md. What a vocabulary does not say, whether BOS comes first and how a text is cut, is as in llama.cpp's vocabulary.
+Keys: ggml's docs/gguf.md. Where a file does not say whether BOS comes first or how a text is split, llama.cpp's rule holds.
 """
 
 import json
@@ -21,20 +21,20 @@ from models.tokenizers.sentencepiece import SentencePieceTokenizer
 from models.tokenizers.tiktoken import LLAMA3_PATTERN, QWEN_PATTERN
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-PATTERNS = {  # tokenizer.ggml.pre: how a text is cut before pairs are merged
+PATTERNS = {  # how a text is split before pairs are merged, by tokenizer.ggml.pre
     "gpt-2": (GPT2_PATTERN,),
     "smollm": (r"\p{N}", GPT2_PATTERN),
     "llama-bpe": (LLAMA3_PATTERN,),
     "qwen2": (QWEN_PATTERN,),
     "deepseek-r1-qwen": (QWEN_PATTERN,),
 }
-NORMALISED = ("qwen2", "deepseek-r1-qwen")  # their texts are in NFC
-WHOLE_WORDS_FIRST = ("llama-bpe",)  # a word of the vocabulary is not merged; and BOS comes first
+NORMALISED = ("qwen2", "deepseek-r1-qwen")  # texts are normalised to NFC
+WHOLE_WORDS_FIRST = ("llama-bpe",)  # words of the vocabulary are not merged, and BOS comes first
 LIST = "tokenizer.ggml.tokens"
 
 
 def load_gguf_tokenizer(header: GGUFHeader) -> Tokenizer | None:
-    """None where the file holds none. Raises UserError for damaged vocabularies and for kinds that are not known."""
+    """Return the file's tokenizer, or None where it has none. Raises UserError for a damaged vocabulary or an unknown kind."""
     read = header.section("tokenizer.ggml")
     kind = read.expect("model", ("llama", "gpt2", "none", "no_vocab", None), None)
     if kind in ("none", "no_vocab", None):
@@ -44,7 +44,7 @@ def load_gguf_tokenizer(header: GGUFHeader) -> Tokenizer | None:
 
 
 class GGUFSentencePieceTokenizer(SentencePieceTokenizer):
-    """Llama's, by pieces and scores."""
+    """Llama's tokenizer, by pieces and scores."""
 
     def __init__(self, header: GGUFHeader) -> None:
         super().__init__(header.path, _sentencepiece_model(header))
@@ -66,7 +66,7 @@ class GGUFSentencePieceTokenizer(SentencePieceTokenizer):
 
 
 class GGUFBytePairTokenizer(HuggingFaceTokenizer):
-    """GPT-2's, Llama 3's and Qwen's, by tokens and merges."""
+    """The tokenizer of GPT-2, Llama 3 and Qwen, by tokens and merges."""
 
     def __init__(self, header: GGUFHeader) -> None:
         read = header.section("tokenizer.ggml")

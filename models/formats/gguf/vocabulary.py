@@ -1,4 +1,4 @@
-"""A tokenizer as what a GGUF file holds of one: tokens with their types, and scores or merges."""
+"""Turn a tokenizer into the vocabulary that a GGUF file holds: tokens with their types, and scores or merges."""
 
 import json
 import logging
@@ -49,7 +49,7 @@ PROBES = (
 
 @dataclass
 class GGUFVocabulary:
-    """The keys of `tokenizer.ggml`, in ggml's docs/gguf.md."""
+    """The keys `tokenizer.ggml.*` of ggml's docs/gguf.md."""
 
     model: str
     pre: str
@@ -58,18 +58,18 @@ class GGUFVocabulary:
     adds_bos: bool
     chat_template: str | None
     scores: list[float] = field(default_factory=list)
-    """For `llama`."""
+    """Score of each token, for model `llama`."""
     merges: list[str] = field(default_factory=list)
-    """For `gpt2`."""
+    """Merges in their order, for model `gpt2`."""
     adds_space_prefix: bool = False
     removes_extra_whitespaces: bool = False
     unknown_token_id: int | None = None
 
 
 def gguf_vocabulary(tokenizer: Tokenizer, size: int) -> GGUFVocabulary:
-    """With `size` tokens, as the model has; what the tokenizer lacks are unused ones.
+    """Return a vocabulary of `size` tokens, the model's number; tokens that the tokenizer lacks are marked unused.
 
-    Warns where a reader of the file will find other tokens in a text. Raises UserError for kinds that GGUF has not.
+    Warns where a reader of the file will find other tokens in a text. Raises UserError for kinds of tokenizer that GGUF lacks.
     """
     vocabulary = _vocabulary(tokenizer, size)
     _warn_of_other_tokens(tokenizer, vocabulary)
@@ -97,7 +97,7 @@ def _warn_of_other_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> N
 
 
 def _header(source: Path, vocabulary: GGUFVocabulary) -> GGUFHeader:
-    """What a file of this vocabulary alone would say."""
+    """Return the header of a file with this vocabulary alone."""
     scalars = {
         "model": vocabulary.model,
         "pre": vocabulary.pre,
@@ -164,7 +164,7 @@ def _of_pieces(tokenizer: Tokenizer, proto: bytes, added: dict[int, dict[str, An
         _adds_bos(tokenizer),
         tokenizer.chat_template,
         scores=scores,
-        # Asked of the tokenizer, because a tokenizer.json may treat spaces in another way than the tokenizer.model beside it.
+        # The tokenizer itself is tried, because a tokenizer.json may treat spaces differently from the tokenizer.model beside it.
         adds_space_prefix=any(tokens[id].startswith(SPACE) for id in tokenizer.encode("a", False)[:1]),
         removes_extra_whitespaces=tokenizer.encode("a  a", False) == tokenizer.encode("a a", False),
         unknown_token_id=unknown,
@@ -205,7 +205,7 @@ def _adds_bos(tokenizer: Tokenizer) -> bool:
 
 
 def _pre(tokenizer: HuggingFaceTokenizer, backend: dict[str, Any]) -> str:
-    """llama.cpp's name for how this tokenizer cuts a text."""
+    """Return llama.cpp's name for the way in which this tokenizer splits a text."""
     steps = backend["pre_tokenizer"] or {}
     cuts: list[str] = []
     for step in steps.get("pretokenizers", [steps]):

@@ -1,6 +1,6 @@
-"""Writes a checkpoint of any layout as one GGUF file, which llama.cpp reads and models/formats/gguf/reader.py too.
+"""Write a checkpoint of any layout as one GGUF file, which llama.cpp and models/formats/gguf/reader.py read.
 
-Keys and the types that tensors are kept in are those of llama.cpp's own converter. One tensor is in memory at a time.
+Keys and the types of tensors are those of llama.cpp's own converter. One tensor is in memory at a time.
 """
 
 import logging
@@ -32,21 +32,21 @@ from models.weights import match_tensors
 
 log = logging.getLogger(__name__)
 
-TYPES = {  # by dtype: of matrices, and of a file that holds mostly these
+TYPES = {  # by dtype: the type of matrices, and of a file that mostly holds these
     "float32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
     "float16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
     "bfloat16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
-ROUTER = "ffn_gate_inp.weight"  # small, and what it chooses changes all that follows
+ROUTER = "ffn_gate_inp.weight"  # float32 always: it is small, and its choice changes all that follows
 
 
 def write_gguf(
     checkpoint: Checkpoint, file: Path, dtype: str, on_bytes: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
-    """Write the model and its tokenizer to `file`, which is there whole or not at all. `dtype`: float32, float16, bfloat16 or q8_0.
+    """Write the model and its tokenizer to `file`, which appears complete or not at all. dtype: float32, float16, bfloat16 or q8_0.
 
-    Norms, biases and routers are float32; matrices whose rows are no multiple of 32 are float16 where q8_0 is asked for.
+    Norms, biases and routers are float32. With q8_0, matrices whose rows are not a multiple of 32 are float16.
     `on_bytes(done, total)` is called after every tensor.
     Raises UserError for a dtype, a family, a rotary scaling or a tokenizer that the file cannot hold, and as load_weights does.
     """
@@ -90,7 +90,7 @@ def write_gguf(
 
 
 class _StoredTensor:
-    """One of the file's tensors: one of ours, or the same matrix of each expert."""
+    """A tensor of the file: one parameter, or the same matrix of every expert of a layer."""
 
     def __init__(self, name: str, dtype: str, shape: tuple[int, ...], heads: int | None) -> None:
         self.name = name
@@ -113,7 +113,7 @@ class _StoredTensor:
         return int(np.prod(self.shape, dtype=np.int64)) // block * block_bytes
 
     def read(self) -> NDArray[np.uint8]:
-        """The bytes as the file has them."""
+        """Return the tensor's bytes as the file holds them."""
         stored = np.empty((len(self.sources), self.num_bytes // len(self.sources)), np.uint8)
         for row, (file, name) in zip(stored, self.sources, strict=True):
             tensor = next(iter(file.read([name])))[1]
@@ -134,7 +134,7 @@ class _StoredTensor:
 
 
 def _turned_heads(name: str, model_type: str, shape: DecoderConfig) -> int | None:
-    """How many heads' rows llama.cpp wants side by side; None for tensors that it takes as they are."""
+    """Return the number of heads whose rotary rows llama.cpp wants side by side; None for tensors whose rows stay in order."""
     if ARCHITECTURE[model_type] != "llama":
         return None
     return {"q_proj": shape.num_attention_heads, "k_proj": shape.num_key_value_heads}.get(name.split(".")[-2])
