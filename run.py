@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # no traceback where an interrupt comes during the imports
+if __name__ == "__main__":  # an interrupt during the imports ends the process without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import hydra
@@ -32,7 +32,7 @@ from conf.terminal import visible
 
 
 def main() -> None:
-    """One run, or with -m a sweep: its jobs, then their table. Raises UserError if jobs of a sweep failed."""
+    """Run one job, or with -m a sweep: its jobs, then their table. Raises UserError if jobs of a sweep failed."""
     jobs: list[Path] = []  # folders of a sweep's jobs
 
     @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -69,12 +69,12 @@ def main() -> None:
 
 
 def _print_visibly(*raised: Any) -> None:
-    """The traceback of what nobody foresaw, which may quote a row."""
+    """Print the traceback of an unexpected error with control characters escaped, because it may quote a row."""
     print(visible("".join(traceback.format_exception(*raised))), end="", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra shall raise its errors, not print them its own way
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors instead of printing them
     sys.excepthook = _print_visibly
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     register()

@@ -1,4 +1,4 @@
-"""From YAML and overrides to a `RunConfig`: the only file besides `run.py` that knows Hydra."""
+"""Compose YAML files and overrides into a `RunConfig`. Only this file and `run.py` know Hydra."""
 
 import os
 import re
@@ -32,7 +32,7 @@ HYDRAS_OWN = re.compile(  # quoted values and sweep functions
     rf"null|(?:{_QUOTED})(?:\s*,\s*(?:{_QUOTED}|[^\s,'\"]+))*|(?:choice|range|interval|glob|shuffle|sort|tag)\(.*\)",
     re.DOTALL,
 )
-NOISE = re.compile("full_key:|Config search path:|To append to your config")  # where Hydra's errors cease to help
+NOISE = re.compile("full_key:|Config search path:|To append to your config")  # Hydra's errors do not help from here on
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 REMEDIES = {  # for errors that only say what is wrong
     "is not a ListConfig": "give a list: KEY=[a,b], or KEY=[] for none",
@@ -52,7 +52,7 @@ _COMPOSING = threading.Lock()  # Hydra has one state for the whole process
 
 
 def _run_dir(task: Any, option: str, path: str) -> str:
-    """outputs/<task>/<model>/<date_time>; a model given by path alone goes by its folder's name, not by the default option's."""
+    """Return outputs/<task>/<model>/<date_time>. A model given by path is named after its folder, not after the default option."""
     file = CONF / "model" / f"{option}.yaml"
     own_path = OmegaConf.select(OmegaConf.load(file), "path") if file.exists() else path
     name = option if path == own_path else Path(path).resolve().name
@@ -70,28 +70,27 @@ def register() -> None:
 
 
 def options(group: str) -> list[str]:
-    """Names of a group's option files."""
+    """Return the names of a group's option files."""
     return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
 
 
 def swept_tasks(arguments: list[str]) -> list[str]:
-    """The tasks of `-m task=bench,evaluate`."""
+    """Return the tasks of `-m task=bench,evaluate`; empty for a single task."""
     values = [argument.removeprefix("task=") for argument in arguments if argument.startswith("task=")]
     return [task.strip() for task in ",".join(values).split(",")] if "," in "".join(values) else []
 
 
 def to_run_config(config: DictConfig, swept: Iterable[str] = ()) -> RunConfig:
-    """The typed, checked object. Raises UserError for a key that does not exist, and for a value that is ??? or that a check refuses.
+    """Return the typed, checked config. Raises UserError for an unknown key, a value of ???, and a value that a check refuses.
 
-    `swept`: tasks of a sweep; what is set for those that are not this job's is used by another job.
+    swept: the tasks of a sweep. Settings of those that are not this job's are dropped: another job uses them.
     """
     if missing := OmegaConf.missing_keys(config):  # to_object would take the default instead
         remedy = "give one, or leave it out; a prompt of ??? goes into a row of a .jsonl"
         raise UserError(f"{min(missing)}=??? means that the value is missing: {remedy}")
     try:
-        plain = cast(
-            dict[str, Any], OmegaConf.to_container(config)
-        )  # a typed config takes the keys that `+KEY=VALUE` made
+        # A plain dictionary, because a typed config accepts keys that `+KEY=VALUE` made.
+        plain = cast(dict[str, Any], OmegaConf.to_container(config))
         for task in set(swept) - {str(getattr(plain["task"], "name", plain["task"]))}:
             plain.pop(task, None)
         run = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain))
@@ -101,12 +100,12 @@ def to_run_config(config: DictConfig, swept: Iterable[str] = ()) -> RunConfig:
 
 
 def explain(error: Exception) -> str:
-    """Hydra's or OmegaConf's error and its cause as one line; for a name that does not exist also the names that do."""
+    """Return Hydra's or OmegaConf's error and its cause as one line; for an unknown name with the names that exist."""
     texts = [str(e) for e in (error, error.__cause__) if e is not None]
     if line := _unknown_name("\n".join(texts)):
         return line
     line = " ".join(" ".join(dict.fromkeys(NOISE.split(text)[0] for text in texts)).split())
-    if isinstance(error, UnicodeDecodeError):  # which does not know its file
+    if isinstance(error, UnicodeDecodeError):  # it does not name its file
         begin, end = error.object.rfind(b"\n", 0, error.start) + 1, error.object.find(b"\n", error.start)
         there = error.object[begin : end if end > 0 else None].decode("utf-8", "backslashreplace").strip()
         line = f"a file of the config is not UTF-8, in the line {there!r}: convert it first"
@@ -125,7 +124,7 @@ def explain(error: Exception) -> str:
 
 
 def _unknown_name(text: str) -> str | None:
-    """The whole line where Hydra's error is about an option of a group, or a config file, that does not exist."""
+    """Return the whole line for an unknown option of a group or an unknown config file; None for another error of Hydra's."""
     if option := re.search(r"Could not find '(.+)/(.+)'\s+Available options in .*:((?:\n\t.*)+)", text):
         group, name, listed = option.groups()
         return f"{group}={name} does not exist: {there_are(listed.split(), name)}"
@@ -138,7 +137,7 @@ def _unknown_name(text: str) -> str | None:
 
 
 def for_hydra(arguments: list[str]) -> list[str]:
-    """Return the user's arguments as Hydra's command line takes them. Raises UserError."""
+    """Return the user's arguments in the form that Hydra's command line takes. Raises UserError."""
     if {"--help", "-h"} & set(arguments):
         text = (CONF / "help.txt").read_text(encoding="utf-8").replace("$GROUPS", _groups(arguments))
         arguments = [*arguments, _quote(f"hydra.help.template={text}")]
@@ -146,7 +145,7 @@ def for_hydra(arguments: list[str]) -> list[str]:
 
 
 def _groups(arguments: list[str]) -> str:
-    """Return a line for each group with its options, those of a `--config-dir` too. Hydra's own list has the group of the schema."""
+    """Return a line for each group with its options, those of a `--config-dir` too. Hydra's own list would show the schema's group."""
     own, _ = _folder_flag(arguments, "-cd", "--config-dir")
     found: dict[str, set[str]] = {}
     for folder in filter(None, (CONF, own)):
@@ -163,7 +162,7 @@ def version() -> str:
 
 
 def checked(arguments: list[str]) -> list[str]:
-    """The arguments. Raises UserError for what Hydra would take and a run cannot do without: its folder, and every part of the config."""
+    """Return the arguments. Raises UserError for one that removes what a run needs: its folder, or a part of the config."""
     for argument in arguments:
         key, _, value = argument.lstrip("~").partition("=")
         if argument.startswith("~") or (value.lower() == "null" and options(key)):
@@ -177,7 +176,7 @@ def checked(arguments: list[str]) -> list[str]:
 def compose_run_config(
     overrides: list[str], model_path: str | None = None, tokenizer_path: str | None = None
 ) -> RunConfig:
-    """Return the config that `python run.py OVERRIDES` composes. The paths are set as they are, past the grammar of overrides."""
+    """Return the config that `python run.py OVERRIDES` composes. The paths are set directly, without Hydra's grammar of overrides."""
     register()
     with _COMPOSING:
         outer = GlobalHydra.instance().hydra  # of a caller that uses Hydra itself
@@ -197,7 +196,7 @@ def compose_run_config(
 
 
 def dump(run: RunConfig, output_dir: Path) -> str:
-    """The resolved config as a YAML file that `python run.py --config-path FOLDER` runs again, beside `output_dir`."""
+    """Return the resolved config as YAML. `python run.py --config-path FOLDER` runs it again, in a folder beside `output_dir`."""
     composed = {
         "defaults": SAVED_DEFAULTS,
         "hydra": {
@@ -213,7 +212,7 @@ def dump(run: RunConfig, output_dir: Path) -> str:
 
 
 def _as_saved(run: RunConfig) -> RunConfig:
-    """To be run again from any folder, and not only as what it resumed. Hub ids and prompts stay as they are."""
+    """Return the run with absolute paths, and without the folder that it resumed. Hub ids and prompts stay as they are."""
     model, predict = run.model, run.predict
     files: dict[str, Any] = {key: _absolute(getattr(model, key)) for key in ("path", "tokenizer")}
     data, template = predict.data, predict.chat_template
@@ -249,7 +248,7 @@ def _absolute(path: str | None) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Enums by name, and text that looks like an interpolation escaped."""
+    """Return the value with enums as their names, and with texts that look like interpolations escaped."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -260,17 +259,17 @@ def _plain(value: Any) -> Any:
 
 
 def _literal(text: str) -> str:
-    """Escaped, so that OmegaConf reads no interpolation in it: a backslash counts only before `${`.
+    """Return a text escaped so that OmegaConf reads no interpolation in it. A backslash counts only before `${`.
 
-    U+0085 becomes one, because in YAML it is a line break, which reading folds into a space.
+    U+0085 becomes an interpolation, because YAML reads it as a line break and folds it into a space.
     """
     return re.sub(r"(\\*)(\$\{|\x85)", lambda m: m[1] * 2 + ("\\${" if m[2] == "${" else "${next_line:}"), text)
 
 
 def quote_prompt(arguments: list[str]) -> list[str]:
-    """Let `predict.data=I love Beijing, because ...` be typed as it is, and any folder: quoted for Hydra, whose grammar reads commas.
+    """Quote the values of `predict.data` and `predict.resume` for Hydra's grammar, so that prompts and folders are typed as they are.
 
-    In a multirun (-m) a comma also separates the jobs: there the value is quoted where it is one prompt.
+    In a sweep (-m) a comma also separates jobs: there `predict.data` is quoted only if it is one prompt.
     """
     if {"-m", "--multirun"} & set(arguments):
         return [_quote(a) if a.startswith(DATA) and _is_one_prompt(a.removeprefix(DATA)) else a for a in arguments]
@@ -278,9 +277,9 @@ def quote_prompt(arguments: list[str]) -> list[str]:
 
 
 def _is_one_prompt(value: str) -> bool:
-    """Whether a value of a sweep is one prompt, its commas included: one with white space is, unless it is Hydra's or names a file.
+    """Return whether a sweep's value is one prompt, commas included. White space makes it one, unless it is Hydra's or names a file.
 
-    Where the commas could mean the other thing, a line says what they mean and how to say the other.
+    Where the commas are ambiguous, print what they were taken for and how to say the other.
     """
     parts = [os.path.expanduser(part.strip()) for part in value.split(",")]
     if HYDRAS_OWN.fullmatch(value) or (len(parts) > 1 and any(map(os.path.isfile, parts))):
@@ -298,7 +297,7 @@ def _is_one_prompt(value: str) -> bool:
 
 
 def saved_config(arguments: list[str]) -> list[str]:
-    """`predict.resume=FOLDER`, alone or with values, stands for the config that the folder holds; with prompts or options it does not."""
+    """Add `--config-path FOLDER` to `predict.resume=FOLDER`, if no prompts and no options of groups are given with it."""
     named = [a for a in arguments if a.startswith(RESUME) and a not in (f"{RESUME}auto", f"{RESUME}none")]
     keys = [argument.partition("=")[0] for argument in arguments]
     if len(named) != 1 or "predict.data" in keys or any("." not in key for key in keys):
@@ -308,9 +307,9 @@ def saved_config(arguments: list[str]) -> list[str]:
 
 
 def options_over_saved(arguments: list[str]) -> list[str]:
-    """`--config-path FOLDER group=option`: what options of the group set comes from this one, all else from the folder's config.
+    """Compose `--config-path FOLDER group=option`: keys that options of the group set come from the option, all others from the folder.
 
-    A relative folder is one of the working directory. Raises UserError where there is no such folder.
+    A relative folder is in the working directory. Raises UserError where the folder does not exist.
     """
     folder, others = _folder_flag(arguments, "-cp", "--config-path")
     if folder is None:
@@ -339,7 +338,7 @@ def options_over_saved(arguments: list[str]) -> list[str]:
         for file in (CONF / group).glob("*.yaml"):
             for name in OmegaConf.load(file):
                 saved[group].pop(name, None)
-    groups = [{group: options(group)[0]} for group in sorted(chosen)]  # of each any option, which the argument replaces
+    groups = [{group: options(group)[0]} for group in sorted(chosen)]  # any option of each, which the argument replaces
     saved.defaults = [SAVED_DEFAULTS[0], *task, SAVED_DEFAULTS[1], *groups, *SAVED_DEFAULTS[2:]]
     ConfigStore.instance().store("saved", saved)
     return ["--config-name", "saved", *others]
@@ -358,7 +357,7 @@ def _folder_flag(arguments: list[str], short: str, flag: str) -> tuple[Path | No
 
 
 def flags_first(arguments: list[str]) -> list[str]:
-    """Hydra's command line takes -m before or after the overrides, but not between them."""
+    """Move -m to the front. Hydra takes it before or after the overrides, but not between them."""
     return sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
 
 
@@ -366,6 +365,6 @@ def _quote(argument: str) -> str:
     key, value = argument.split("=", 1)
     if value == "null" or re.fullmatch(r"""(['"])((?!\1)[^\\]|\\.)*\1""", value, re.DOTALL):
         return argument
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", _literal(value))  # Hydra, too, reads a backslash only before a quote
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", _literal(value))  # Hydra also reads a backslash only before a quote
     escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
     return f"{key}='{escaped}'"

@@ -1,4 +1,4 @@
-"""How tokens are chosen: the settings of the decode group. Standard library only, like schema.py, of which this is a part."""
+"""The decode group: how tokens are chosen. A part of schema.py, and like it of the standard library alone."""
 
 import functools
 import logging
@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 class DecodeConfig:
     """How tokens are chosen: beams if num_beams > 1, contrastive search if penalty_alpha > 0, samples if temperature > 0, else greedy.
 
-    Order: logit_bias, penalties, bans, temperature, top_k, top_p, min_p. Where a setting that may be null says nothing, the checkpoint's
-    generation_config.json does, and else the value that changes nothing. What is given and switched off (USED_WITH) is a warning.
+    Logits are changed in this order: logit_bias, penalties, bans, temperature, top_k, top_p, min_p. A null setting is taken from the
+    checkpoint's generation_config.json, else from NEUTRAL. A setting that another one switches off (USED_WITH) is a warning.
     """
 
     max_new_tokens: int | str | None = None
@@ -34,26 +34,26 @@ class DecodeConfig:
     top_p: float | None = None
     """Keep the most likely tokens up to and including the one that reaches this probability."""
     min_p: float | None = None
-    """Keep tokens at least this likely in proportion to the most likely one."""
+    """Keep tokens whose probability is at least this share of the most likely one's."""
     n: int = 1
     """Samples of each prompt. The prompt is computed once."""
     num_beams: int | None = None
     length_penalty: float | None = None
     """Beam scores are divided by length ** length_penalty: above 0 favours long continuations, below 0 short ones."""
     early_stopping: bool | str | None = None
-    """When a search that has num_beams finished beams ends: true: at once; false: when a better one is unlikely; never: when impossible."""
+    """When a search with num_beams finished beams ends: true: at once; false: when a better one is unlikely; never: when impossible."""
     num_return_sequences: int | None = None
-    """Beams that are returned, best first."""
+    """Number of beams returned, best first."""
     penalty_alpha: float | None = None
     """Contrastive search: weight of the similarity to earlier tokens against the probability (arXiv 2202.06417)."""
     repetition_penalty: float | None = None
-    """Divides (if negative: multiplies) the logits of tokens seen in prompt or output (arXiv 1909.05858)."""
+    """Divides the logits of tokens in prompt or output, or multiplies negative ones (arXiv 1909.05858)."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of every token in the output."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once per occurrence in the output."""
     no_repeat_ngram_size: int | None = None
-    """No sequence of so many tokens, at most 1024, occurs twice in prompt and output; 0: no limit."""
+    """No sequence of this many tokens, at most 1024, occurs twice in prompt and output; 0: no limit."""
     logit_bias: Any = None
     """Added to the logits of these token ids: {ID: BIAS, ...}."""
     bad_words: list[str] = field(default_factory=list)
@@ -68,14 +68,14 @@ class DecodeConfig:
     """Keep the stop string, or the text of the token that ended the row."""
     ignore_eos: bool = False
     seed: int | None = None
-    """Of every row that names no other; a row gives the same tokens whatever else is in the batch. null: the run draws one."""
+    """Seed of every row that names no other. A row gives the same tokens whatever else is in the batch. null: the run draws one."""
     logprobs: int | None = None
     """Log probabilities of this many most likely tokens, from the unmodified distribution, besides the chosen one's."""
     prompt_logprobs: int | None = None
-    """The same for every token of the prompt but the first, which nothing foretells."""
+    """As logprobs, for every token of the prompt but the first, which nothing predicts."""
     skip_special_tokens: bool = True
     prefix_cache: bool = True
-    """Take over the keys and values of a prompt's beginning from an earlier row that began the same way."""
+    """Take keys and values of a prompt's beginning from an earlier row that began the same way."""
     cache_salt: str | None = None
     """Share beginnings only with rows of the same salt, so that nobody learns from timing what others asked."""
 
@@ -122,18 +122,18 @@ class DecodeConfig:
         check(self.n == 1, "decode.n", self.n, f"1 with decode.{name}={value}, which does not sample")
 
     def check_unset(self, where: str, remedy: str) -> None:
-        """Raises UserError for a setting that nothing would use: one that is neither the default nor what an unset one means."""
+        """Raises UserError for a setting that is neither the default nor NEUTRAL, because nothing would use it."""
         for name, default in vars(DecodeConfig()).items():
             if (value := getattr(self, name)) not in (default, NEUTRAL.get(name)):
                 raise UserError(f"decode.{name}={value} is not used {where}: {remedy}")
 
     def resolved(self, defaults: dict[str, Any]) -> "DecodeConfig":
-        """A copy that says everything that counts: where a setting is null, the default's value, else the neutral one; null where unused.
+        """Return a copy without open settings: null becomes the value of `defaults`, else of NEUTRAL, but stays null where it is not used.
 
-        What was set here and is not used stays, for a row may use it, and is a warning and no error: whoever compares temperatures, 0 among
-        them, leaves top_p as it is. Raises UserError for num_return_sequences without beams.
+        A setting that is given and not used stays, because a row may use it. It is a warning and no error: who compares temperatures, 0
+        among them, leaves top_p as it is. Raises UserError for num_return_sequences without beams.
 
-        `defaults` are what a checkpoint suggests. Its lengths count only where neither length is set here.
+        defaults: what a checkpoint suggests. Its lengths count only where neither length is set here.
         """
         values = {**NEUTRAL, **defaults}
         if self.max_new_tokens is not None or self.max_length is not None:
@@ -149,7 +149,7 @@ class DecodeConfig:
         return replace(self, **filled | dict.fromkeys(unused & filled.keys()))
 
     def replaced(self, values: dict[str, Any]) -> "DecodeConfig":
-        """A copy with other values, as a row of a job or a call of the pipeline gives them. Raises UserError for names and types."""
+        """Return a copy with the values of a row or of a call of the pipeline. Raises UserError for unknown names and wrong types."""
         hints = get_type_hints(DecodeConfig)
         given = dict(values)
         for name, value in values.items():
@@ -166,23 +166,23 @@ class DecodeConfig:
 
 
 def _token_id(key: object) -> object:
-    """The number that a key of JSON stands for. A longer one is the id of no token, and Python refuses to read one of 4,300 digits."""
+    """Return the number that a JSON key stands for. Longer ones are no token's id, and Python refuses to read 4,300 digits."""
     return int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= MAX_DIGITS else key
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether it has no half of a surrogate pair, which no tokenizer takes or writes."""
+    """Return whether a text has no half of a surrogate pair, which no tokenizer reads or writes."""
     return text == text.encode("utf-8", "ignore").decode()
 
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    """Not for each row of a job."""
+    """Log a warning once, and not for each row of a job."""
     log.warning(text)
 
 
 def unused_settings(values: dict[str, Any]) -> set[str]:
-    """Names of settings whose users are all switched off. A user that is null may yet be switched on by the checkpoint."""
+    """Return the settings in `values` without effect, because all their users are neutral. The checkpoint may still set a null user."""
     return {
         name
         for name, users in USED_WITH.items()
@@ -227,7 +227,7 @@ NEUTRAL = {
     "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
 }
-"""Values of the settings that may be null, with which they change nothing."""
+"""The values with which the settings that may be null change nothing."""
 
 USED_WITH = {
     "top_k": ("temperature", "penalty_alpha"),
@@ -237,12 +237,12 @@ USED_WITH = {
     "early_stopping": ("num_beams",),
     "num_return_sequences": ("num_beams",),
 }
-"""Settings that do nothing where each of these others has its neutral value."""
+"""Settings that do nothing where each of these other settings is neutral."""
 
 MAX_SEQUENCES = 256  # of one request: samples, beams or candidates
 MAX_LIST = 1024  # entries of a list in a request
-MAX_STOP = 16384  # characters of the stop strings, of which each is a state of an automaton
-MAX_NGRAM = 1024  # tokens: what is as long as that does not repeat by chance
+MAX_STOP = 16384  # characters of all stop strings: each is a state of an automaton
+MAX_NGRAM = 1024  # tokens: longer sequences do not repeat by chance
 MAX_DIGITS = 20  # of a token id
 
 _DECODE_CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (

@@ -1,4 +1,4 @@
-"""The `quant` group and what calibration reads. Standard library only, as conf/schema.py, which has the rest."""
+"""The quant group, and the settings of calibration. A part of schema.py, and like it of the standard library alone."""
 
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -24,13 +24,13 @@ class QuantMethod(Enum):
 
 class Activations(Enum):
     none = "none"
-    dynamic = "dynamic"  # a scale for each token, found when it comes
+    dynamic = "dynamic"  # a scale for each token, from its own values
     static = "static"  # a scale for each layer, from calibration
-    auto = "auto"  # none, but dynamic where a product has many rows: int8 and int4 weights, a choice of each run
+    auto = "auto"  # dynamic for products of many rows, else none; for int8 and int4 weights, a choice of each run
 
     @property
     def of_model(self) -> "Activations":
-        """What a model's files say."""
+        """Return what a model's files say: auto is a choice of the run."""
         return Activations.none if self is Activations.auto else self
 
 
@@ -42,12 +42,12 @@ class KVCacheFormat(Enum):
 
 
 class KVCacheScales(Enum):
-    dynamic = "dynamic"  # of each token and head, found when it comes
-    static = "static"  # of each head, from calibration
+    dynamic = "dynamic"  # a scale for each token and head, from its own values
+    static = "static"  # a scale for each head, from calibration
 
 
 WEIGHT_ONLY = (QuantScheme.int8, QuantScheme.int4)
-GROUP_SIZES = (32, 64, 128, -1)  # what kernels and other tools have
+GROUP_SIZES = (32, 64, 128, -1)  # those that kernels and other tools support
 METHODS = {
     QuantScheme.none: (QuantMethod.rtn,),
     QuantScheme.int8: (QuantMethod.rtn, QuantMethod.gptq, QuantMethod.awq),
@@ -59,7 +59,7 @@ METHODS = {
 
 @dataclass
 class SmoothConfig:
-    """How SmoothQuant divides the difficulty between activations and weights."""
+    """How SmoothQuant divides large values between activations and weights."""
 
     alpha: float = 0.5
     """0: all stays with the activations, 1: all goes to the weights."""
@@ -79,11 +79,11 @@ class SmoothConfig:
 @dataclass
 class GptqConfig:
     damping: float = 0.01
-    """Share of the Hessian's mean diagonal that is added to it; raised where that is not enough."""
+    """Share of the Hessian's mean diagonal that is added to it; raised until the Hessian can be inverted."""
     act_order: bool = True
     """Quantise the input channels with the largest activations first."""
     static_groups: bool = True
-    """Choose the scales of all groups beforehand, so that groups stay neighbouring channels in spite of act_order."""
+    """Choose the scales of all groups before rounding, so that groups are neighbouring channels also with act_order."""
 
     def __post_init__(self) -> None:
         check(self.damping > 0, "quant.gptq.damping", self.damping, "a number above 0")
@@ -91,12 +91,12 @@ class GptqConfig:
 
 @dataclass
 class QuantConfig:
-    """How weights, activations and the KV cache are stored. Groups and layers by name are those of the checkpoint."""
+    """How weights, activations and the KV cache are stored. Layers have the checkpoint's names."""
 
     scheme: QuantScheme = QuantScheme.none
     method: QuantMethod = QuantMethod.rtn
     group_size: int = -1
-    """Input channels that share a scale; -1: all of an output channel's."""
+    """Number of input channels that share a scale; -1: all."""
     symmetric: bool = True
     """4-bit codes around 0; otherwise from 0 to 15 with a zero point for each group."""
     per_tensor: bool = False
@@ -104,18 +104,18 @@ class QuantConfig:
     activations: Activations = Activations.none
     smooth: SmoothConfig = field(default_factory=SmoothConfig)
     shift: bool = False
-    """Move each channel's range of activations to around 0 first (Outlier Suppression+, arXiv 2304.09145)."""
+    """Centre each channel's range of activations at 0 first (Outlier Suppression+, arXiv 2304.09145)."""
     auto_clip: bool = False
-    """Search for each group the range that gives the smallest output error on the calibration data."""
+    """Search the range of each group with the smallest output error on the calibration data."""
     gptq: GptqConfig = field(default_factory=GptqConfig)
     skip: list[str] = field(default_factory=list)
     """Layers that stay as they are: names or globs. `lm_head` is every model's head."""
     overrides: dict[str, str] = field(default_factory=dict)
-    """Layers of another scheme: name or glob: `int8`, `int4`, `int4/32` (groups of 32) or `none`."""
+    """Schemes of other layers, by name or glob: `int8`, `int4`, `int4/32` (groups of 32) or `none`."""
     kv_cache: KVCacheFormat = KVCacheFormat.none
-    """How keys and values are kept. Goes with every scheme."""
+    """How keys and values are stored. Goes with every scheme."""
     kv_cache_scales: KVCacheScales = KVCacheScales.dynamic
-    """static: kept in the model that calibration makes, not for each token. Goes with kv_cache=int8|fp8."""
+    """static: scales from calibration, saved with the model. Goes with kv_cache=int8|fp8."""
 
     def __post_init__(self) -> None:
         scheme, weight_only = self.scheme.name, self.scheme in WEIGHT_ONLY
@@ -154,9 +154,9 @@ class QuantConfig:
 
     @property
     def finds_smoothing_alone(self) -> bool:
-        """Whether calibration looks for nothing but the largest magnitudes of channels, which few tokens show.
+        """Return whether calibration needs only the largest magnitude of each channel, which few tokens show.
 
-        `smooth.piecewise` compares output errors, and `shift` needs the least and the greatest value of each channel.
+        `smooth.piecewise` compares output errors, and `shift` needs the minimum and maximum of each channel.
         """
         is_dynamic = self.activations is Activations.dynamic and not self.has_static_kv_cache
         only_magnitudes = not self.smooth.piecewise and not self.shift
@@ -172,16 +172,16 @@ class QuantConfig:
 
 @dataclass
 class CalibrateConfig:
-    """What activations are observed on."""
+    """The texts that calibration runs on."""
 
     data: str | None = None
-    """A file as of predict (`.txt`, `.jsonl`, `.csv`, `.json`, or `.gz` of these); null: texts that come with Quintet."""
+    """A file (`.txt`, `.jsonl`, `.csv`, `.json`, or `.gz` of these); null: built-in texts."""
     num_samples: int | None = None
-    """null: 4 where only scales of smoothing are looked for (dynamic activations, no piecewise, no shift), else 128."""
+    """null: 4 where calibration only smooths (dynamic activations, no piecewise, no shift), else 128."""
     sequence_length: int | None = None
-    """Tokens of a sample, at most; null: 64 where only scales of smoothing are looked for, else 512."""
+    """Most tokens of a sample; null: 64 where calibration only smooths, else 512."""
     seed: int = 0
-    """Which samples are taken."""
+    """Seed of the choice of samples."""
 
     def __post_init__(self) -> None:
         for name, least, allowed in (("num_samples", 1, "above 0"), ("sequence_length", 2, "above 1")):
@@ -196,7 +196,7 @@ class CalibrateConfig:
 
     @property
     def num_tokens(self) -> int:
-        """At most, of all samples. Only of what is `resolved`."""
+        """Most tokens of all samples together. Only for `resolved` settings."""
         assert self.num_samples is not None
         assert self.sequence_length is not None
         return self.num_samples * self.sequence_length
@@ -217,11 +217,11 @@ class ExportConfig:
 
 @dataclass
 class QuantizeConfig:
-    """Make a quantised model of `model.path` by `quant`."""
+    """A quantised model, made of `model.path` by `quant`."""
 
     output: str | None = None
-    """Folder that is made, and appears when it is complete; null: beside the others that were made without a name."""
+    """Folder to make, which appears when it is complete; null: a folder in outputs/quantized."""
     overwrite: bool = False
-    """Replace a model that is in `output`."""
+    """Replace the model in `output`."""
     dry_run: bool = False
     """Only say what would be quantised, and estimate memory and time."""

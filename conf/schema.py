@@ -1,7 +1,7 @@
 """Every knob of a run, typed. `RunConfig` is what `run.py` composes from YAML and overrides and hands to the pipelines.
 
-Standard library only, so that everything above may import it. Checks live in `__post_init__`; an error names the dotted key.
-The classes stay mutable because Hydra merges overrides into them; after composition nobody changes them.
+This file imports the standard library alone, so that everything may import it. Checks are in `__post_init__`; errors name the dotted key.
+The classes are mutable because Hydra merges overrides into them. After composition nobody changes them.
 """
 
 import re
@@ -58,7 +58,7 @@ class DeviceType(Enum):
 
 
 def typed(value: object) -> str:
-    """As on the command line."""
+    """Return a value as it is typed on the command line."""
     if isinstance(value, Enum):
         return value.name
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
@@ -68,7 +68,7 @@ SIZE = re.compile(r"(\d{0,18}\.?\d{1,18}) ?([KMGT]?)(i?)(B?)", re.IGNORECASE)
 
 
 def num_bytes(text: str, whole: int = 0) -> int:
-    """Return the bytes of a size: 500MB (1000s), 2GiB (1024s), 4096, or a fraction of `whole` (below 1). 0 for what is no size."""
+    """Return the bytes of a size: 500MB (1000s), 2GiB (1024s), 4096, or below 1 a fraction of `whole`. Returns 0 for anything else."""
     match = SIZE.fullmatch(text)
     if match is None:
         return 0
@@ -83,19 +83,19 @@ class ModelConfig:
     """Where a model is and how to hold it. Its architecture comes from the checkpoint's config.json."""
 
     path: str = ""
-    """Folder in Hugging Face's layout, Meta's own or ours, or a hub id such as `meta-llama/Llama-2-7b-hf`."""
+    """Folder in any layout of models/README.md, GGUF file, or hub id such as `meta-llama/Llama-2-7b-hf`."""
     dtype: DType = DType.auto
     weights: Weights = Weights.checkpoint
     tokenizer: str | None = ""
     """Folder of the tokenizer; empty: the model's own; null: none, prompts are token ids."""
     max_length: int | None = None
-    """Most prompt + new tokens of any sequence; null: what the checkpoint was made for."""
+    """Most prompt + new tokens of a sequence; null: the checkpoint's context length."""
     allow_pickle: bool = False
     """Read `.bin`, `.pt` and `.pth` files too (with `weights_only=True`)."""
     verify: bool = False
-    """Compare every file with the folder's manifest.json before anything is loaded."""
+    """Compare every file with the folder's manifest.json before loading."""
     keep_packed: bool = False
-    """Keep the model as the CPU's kernels read it in outputs/packed, as large as it is in memory, and map that file at the next start."""
+    """Keep the model as the CPU kernels read it in outputs/packed, as large as in memory, and map that file at the next start."""
 
     def __post_init__(self) -> None:
         check(bool(self.path), "model.path", repr(self.path), "a folder or a hub id")
@@ -121,14 +121,14 @@ class DeviceConfig:
     threads: int | None = None
     """Threads of the CPU operators; null: one for each physical core that the process may use."""
     decode_threads: int | None = None
-    """Threads of a step that gives every row one token, which waits for the memory that fewer cores may use up; null: all of them."""
+    """Threads of decode steps, which are limited by memory: fewer cores may use all its bandwidth. null: all threads."""
     max_batched_tokens: int = 2048
-    """Most tokens in one step. Longer prompts are computed in chunks, beside the rows that generate."""
+    """Most tokens of a step. Longer prompts are computed in chunks, beside the rows that generate."""
     block_size: int | None = None
     """Tokens in a block of the KV cache; null: 16 on a CPU, 64 on a GPU."""
     kv_cache_memory: str = "auto"
-    """Size of the KV cache, such as 1GB, 512MiB or 4096 (bytes), or a fraction (below 1) of the memory that is free when the weights are
-    there; auto: half of it, or what all rows need. On a GPU no more is free than `memory_fraction` leaves."""
+    """Size of the KV cache, such as 1GB, 512MiB or 4096 (bytes), or a fraction below 1 of the memory that is free beside the weights.
+    auto: half of that, or what all rows need if that is less. On a GPU `memory_fraction` limits what is free."""
     memory_fraction: float = 0.9
     """Share of a GPU's memory that the process may take: weights, KV cache, CUDA graphs and the tensors of a step."""
     cuda_graphs: bool = True
@@ -188,10 +188,10 @@ class PredictConfig:
 
 @dataclass
 class BenchConfig:
-    """A batch of random prompts, of exact lengths, or of a file's."""
+    """A batch of random prompts of exact lengths, or the prompts of a file."""
 
     data: str | None = None
-    """A `.jsonl`, `.csv` or `.json`, or `.gz` of these, whose prompts, or first turns, take the place of random ones of `prompt_tokens`."""
+    """A `.jsonl`, `.csv` or `.json`, or `.gz` of these. Its prompts, or first turns, replace the random ones of `prompt_tokens`."""
     prompt_tokens: int = 512
     new_tokens: int = 64
     batch_size: int = 1
@@ -212,15 +212,15 @@ class EvaluateConfig:
     """What a model is measured on: a text, questions, or both."""
 
     data: str | None = None
-    """A `.txt`, whole as one text, or a `.jsonl`, `.csv` or `.json` with a text as `text` or `prompt` in each row: gives the perplexity."""
+    """A `.txt`, one text, or a `.jsonl`, `.csv` or `.json` with `text` or `prompt` in each row, or `.gz` of these: gives perplexity."""
     window: int | None = None
-    """Most tokens that the model sees of a text at once; null: 512, or the context where that is shorter."""
+    """Most tokens that the model sees at once; null: 512, or the context where that is shorter."""
     stride: int | None = None
-    """Tokens from one window's beginning to the next one's; null: the window, so that they do not overlap."""
+    """Tokens between the beginnings of two windows; null: the window, so that windows do not overlap."""
     questions: str | None = None
-    """A `.jsonl`, `.csv` or `.json` of rows as in predict, each with its `answer`: gives the accuracy of greedy tokens."""
+    """A `.jsonl`, `.csv` or `.json`, or `.gz` of these, with rows as in predict and an `answer` in each: gives the accuracy."""
     reference: str = "none"
-    """Folder or hub id of the float model that this one comes from: gives KL divergence and agreement on `data`; none: neither."""
+    """Folder or hub id of the float model that this one was made of: gives KL divergence and agreement on `data`. none: neither."""
 
     def __post_init__(self) -> None:
         for name, least in (("window", 2), ("stride", 1)):
@@ -240,20 +240,20 @@ class ConvertConfig:
     """The checkpoint of `model.path`, written in another layout, division or dtype."""
 
     output: str | None = None
-    """Folder that is made; it appears when it is complete."""
+    """Folder to make, which appears when it is complete."""
     format: CheckpointFormat = CheckpointFormat.hf
     tp: int = 1
     """Ranks that share every matrix (format=sharded)."""
     pp: int = 1
     """Stages that share the layers (format=sharded)."""
     dtype: ConvertDType = ConvertDType.auto
-    """auto: each tensor as it is stored, in GGUF what most are."""
+    """auto: each tensor's own; in GGUF that of most tensors."""
     lora: str | None = None
-    """Folder of an adapter in PEFT's layout, which is merged into the weights."""
+    """Folder of a LoRA adapter in PEFT's layout to merge into the weights."""
     max_shard_size: str = "5GB"
-    """Most bytes of a file of weights (format=hf): a number with B, KB, MB, GB, TB (1000s) or KiB, MiB, GiB, TiB (1024s)."""
+    """Most bytes of a weight file (format=hf): a number with B, KB, MB, GB, TB (1000s) or KiB, MiB, GiB, TiB (1024s)."""
     overwrite: bool = False
-    """Replace a model that is in `output`."""
+    """Replace the model in `output`."""
 
     @property
     def max_shard_bytes(self) -> int:
@@ -300,7 +300,7 @@ class RunConfig:
     export: ExportConfig = field(default_factory=ExportConfig)
 
     def __post_init__(self) -> None:
-        """A task has a section of its own name; what is set in another task's section nobody would read."""
+        """Raises UserError for settings that this task does not read: those of other tasks' sections, and of calibration."""
         calibrates = self.task is Task.quantize or self.quant.needs_calibration
         if not calibrates and (self.calibrate, self.export) != (CalibrateConfig(), ExportConfig()):
             scheme = f"quant={self.quant.scheme.name} with task={self.task.name}"

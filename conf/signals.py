@@ -1,4 +1,4 @@
-"""Signals while a command starts (`pipelines/interrupt.py` has them while a job runs), and a reader of its output that leaves."""
+"""Signals while a command starts (`pipelines/interrupt.py` has those of a running job), and readers that close the output early."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_waiting() -> Iterator[None]:
-    """While torch is imported: an exception in the midst of its C++ aborts the process, or is lost."""
+    """Hold back SIGINT and SIGTERM while torch is imported: an exception within its C++ aborts the process or is lost."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield
@@ -19,7 +19,7 @@ def interrupts_waiting() -> Iterator[None]:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Whoever reads standard output may have seen enough before all of it is written: no error, because the files come first."""
+    """Let a reader of standard output, such as `head`, close it early without an error: what counts is in the files."""
     try:
         yield
     except BrokenPipeError:

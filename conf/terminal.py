@@ -1,9 +1,9 @@
-"""Text of others where a terminal shows it. A terminal obeys control characters: they move its cursor, set its title, hide a text."""
+"""Make text from outside safe to print. A terminal obeys control characters: they move its cursor, set its title, hide text."""
 
 import logging
 import re
 
-# C0 without tab and newline, which are layout; delete, C1; what turns the direction of writing.
+# C0 without tab and newline, delete, C1, and the characters that turn the direction of writing.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -18,7 +18,7 @@ def visible_line(text: str) -> str:
 
 
 class VisibleFormatter(logging.Formatter):
-    """Messages and tracebacks may quote a row."""
+    """A log formatter that escapes control characters: messages and tracebacks may quote a row."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))

@@ -1,4 +1,4 @@
-"""Typed reading of a checkpoint's config.json, which is untrusted input: wrong types and unsupported values are refused by name."""
+"""Read a checkpoint's config.json by type. It is untrusted input: wrong types and unsupported values are refused by name."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from conf.errors import UserError
 
 T = TypeVar("T", bool, int, float, str, dict)  # type: ignore[type-arg]
 
-# Keys that change nothing in inference: names, versions, training settings, and what is read elsewhere.
+# Keys without effect on inference: names, versions, training settings, and what is read elsewhere.
 HARMLESS = frozenset(
     """
     _attn_implementation_autoset _from_model_config _name_or_path activation_dropout apply_query_key_layer_scaling
@@ -27,7 +27,7 @@ HARMLESS = frozenset(
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; empty where the file is not there. Raises UserError for what is none."""
+    """Return a file's JSON object; an empty one where there is no file. Raises UserError for anything but an object."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -56,11 +56,11 @@ class ConfigReader:
 
     @property
     def values(self) -> dict[str, Any]:
-        """All of the object, read or not."""
+        """Return the whole object, its unread keys too."""
         return dict(self._values)
 
     def get(self, key: str, kind: type[T], default: T) -> T:
-        """The value of an optional key; null counts as absent."""
+        """Return the value of an optional key. null counts as absent."""
         self._read.add(key)
         value = self._values.get(key)
         return default if value is None else self._typed(key, value, kind)
@@ -73,25 +73,25 @@ class ConfigReader:
         return self._typed(key, value, kind)
 
     def count(self, key: str, default: int | None = None, bits: int = 31) -> int:
-        """A number above 0 and below 2**bits, as sizes are."""
+        """Return a size: an integer above 0 and below 2**bits."""
         value = self.require(key, int) if default is None else self.get(key, int, default)
         if not 0 < value < 2**bits:
             raise UserError(f"{self._where}: {key}={str(value)[:40]} is not a number above 0 and below 2**{bits}")
         return value
 
     def num_layers(self, key: str = "num_hidden_layers") -> int:
-        """A count of layers, so few that a config may hold a value for each of them."""
+        """Return a number of layers, few enough for a config that holds a value for each layer."""
         return self.count(key, bits=20)
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         value = self.require(key, float) if default is None else self.get(key, float, default)
         if not 0 < value < math.inf:
             raise UserError(f"{self._where}: {key}={value} is not a finite number above 0")
         return value
 
     def expect(self, key: str, supported: tuple[Any, ...], default: Any) -> Any:
-        """The value of a key of which only some values are supported."""
+        """Return the value of a key. Raises UserError for one that is not `supported`."""
         self._read.add(key)
         value = self._values.get(key, default)
         if value not in supported:
@@ -104,17 +104,17 @@ class ConfigReader:
             raise UserError(f"{self._where}: {key}={value} is not a multiple of {of}={divisor}")
 
     def section(self, key: str) -> "ConfigReader | None":
-        """A nested object, or None where the key is absent, null or empty."""
+        """Return a reader of a nested object, or None where the key is absent, null or empty."""
         values = self.get(key, dict, {})
         return ConfigReader(values, f"{self._where}: {key}") if values else None
 
     def raw(self, key: str, default: Any = None) -> Any:
-        """Whatever the file holds: null too, and then not the default."""
+        """Return whatever the file holds, null too. The default is for an absent key alone."""
         self._read.add(key)
         return self._values.get(key, default)
 
     def unread(self) -> list[str]:
-        """Keys that nobody asked for and that may mean something."""
+        """Return the keys that nobody read and that may have an effect."""
         return sorted(
             key for key, value in self._values.items() if key not in self._read | HARMLESS and value is not None
         )

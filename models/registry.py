@@ -33,11 +33,11 @@ from models.families import (
 @dataclass(frozen=True)
 class Architecture:
     families: str
-    """For people."""
+    """Names of the families, for people."""
     read_config: Callable[[ConfigReader], Any]
     build: Callable[[Any], CausalLM]
     ignored_tensors: tuple[str, ...] = ()
-    """Suffixes of tensors that some checkpoints carry and this architecture computes itself."""
+    """Suffixes of tensors that some checkpoints hold, but this architecture computes itself."""
 
 
 INV_FREQ = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
@@ -74,7 +74,7 @@ ARCHITECTURES = {
     "qwen3_moe": Architecture("Qwen3-MoE", qwen3_moe.read_config, qwen3_moe.Qwen3Moe),
 }
 
-# ChatGLM2, ChatGLM3 and GLM-4 call themselves chatglm, too; only ChatGLM-6B has no padded_vocab_size.
+# ChatGLM2, ChatGLM3 and GLM-4 also have the model_type chatglm. Only ChatGLM-6B has no padded_vocab_size.
 CHATGLM2 = Architecture(
     "ChatGLM2-6B, ChatGLM3-6B, GLM-4 in its own layout",
     chatglm2.read_config,
@@ -84,7 +84,7 @@ CHATGLM2 = Architecture(
 
 
 def find_architecture(config: ConfigReader) -> Architecture:
-    """Raises UserError, with the names that exist, for a model_type that is not one of them."""
+    """Return the architecture of config.json's `model_type`. Raises UserError, with the supported names, for another one."""
     model_type = config.require("model_type", str)
     if model_type not in ARCHITECTURES:
         raise UserError(

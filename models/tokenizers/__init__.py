@@ -1,6 +1,6 @@
-"""Text to token ids and back, and conversations: the tokenizer files of a checkpoint, read without remote code.
+"""Tokenizers: texts to token ids and back, and conversations, from a checkpoint's files and without remote code.
 
-Which family's rules hold is told by config.json (its model_type and, where families share one, other fields of it).
+config.json says which family's rules hold: its model_type and, where families share one, other fields.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ CHATGLM3_LENGTH = 8192  # seq_length of ChatGLM3-6B's config.json; otherwise it 
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The folder's tokenizer, or None where it holds no tokenizer files. Raises UserError if they cannot be read."""
+    """Return the folder's tokenizer, or None where it has no tokenizer files. Raises UserError if they cannot be read."""
     config = read_json(folder / "config.json") | read_json(folder / "tokenizer_config.json")
     kind, pieces = config.get("model_type") or config.get("tokenizer_class"), folder / "tokenizer.model"
     if kind in ("qwen", "QWenTokenizer") and (folder / "qwen.tiktoken").is_file():
@@ -65,6 +65,6 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _is_sentencepiece(file: Path) -> bool:
-    """A protobuf whose first field is a piece; tiktoken's ranks, which share the name, are lines of base64."""
+    """Return whether a file is a protobuf that begins with a piece. tiktoken's files share the name, but are lines of base64."""
     with open(file, "rb") as opened:
         return opened.read(1) == b"\n"

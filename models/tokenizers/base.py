@@ -1,4 +1,4 @@
-"""What the pipelines need of any tokenizer, with the same rules for every family."""
+"""The interface of every tokenizer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -11,38 +11,38 @@ from conf.errors import UserError
 from models.tokenizers.template_process import TemplateProcess
 
 Message = dict[str, Any]
-"""A text "role" and a text "content"."""
+"""A turn of a conversation, with a text "role" and a text "content"."""
 
 
 class Tokenizer(ABC):
     source: Path
-    """Where its files are."""
+    """Folder or file that it was read from."""
     size: int
-    """One more than the highest id."""
+    """The highest token id plus 1."""
     bos_token_id: int | None
     eos_token_id: int | None
     turn_end_ids: tuple[int, ...] = ()
     """Tokens besides eos that end an answer in this family's conversations."""
     chat_template: str | None = None
-    """Jinja source of its conversations; None where code writes them, or where it has none."""
+    """Jinja source of the chat template; None where code writes conversations, or where there is no template."""
     special_tokens: Mapping[str, str] = MappingProxyType({})
-    """bos_token, eos_token and so on, for templates that name them."""
+    """Texts of bos_token, eos_token and so on, for templates that name them."""
 
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
     @abstractmethod
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        """Exactly the tokens' text: no clean-up of spaces, whatever the tokenizer's settings say."""
+        """Return exactly the tokens' text, without the clean-up of spaces that a tokenizer's settings may ask for."""
 
     def save(self, folder: Path) -> None:
-        """Write it as files that `load_tokenizer` and transformers read. Raises UserError for kinds that only come in such files."""
+        """Write files that `load_tokenizer` and transformers read. Raises UserError for a tokenizer that was read from such files."""
         raise UserError(f"the tokenizer in {self.source} cannot be written in another form: copy its files")
 
     def encode_messages(self, messages: list[Message], template: str | None) -> tuple[str, list[int]]:
-        """The conversation as text and as token ids, ready for the assistant's turn. `template` is Jinja source; None: the family's own.
+        """Return a conversation as text and as token ids, ready for the assistant's turn. template: Jinja source, or None for the own one.
 
-        Raises UserError where there is no template and where the template refuses the messages.
+        Raises UserError where there is no template, and where the template refuses the messages.
         """
         template = template or self.chat_template
         if template is None:
@@ -56,7 +56,7 @@ class Tokenizer(ABC):
         return TemplateProcess()
 
     def _own_format(self, messages: list[Message]) -> list[int]:
-        """Token ids of a conversation as the family's own code writes them. Raises UserError for a role that it does not know."""
+        """Return a conversation as token ids, as the family's own code writes it. Raises UserError for an unknown role."""
         raise UserError(
             f"the tokenizer in {self.source} has no chat template: give predict.chat_template=PATH, or prompts instead of messages"
         )

@@ -1,4 +1,4 @@
-"""Chat templates of families whose own are code, as Jinja. Formats: their original tokenizers and their model cards."""
+"""Jinja chat templates for families whose own format is code. Sources: their original tokenizers and model cards."""
 
 LLAMA2 = """\
 {%- set ns = namespace(system='') -%}

@@ -1,6 +1,6 @@
-"""Tokenizer files of Hugging Face: tokenizer.json, or vocab.json with merges.txt. No remote code.
+"""Read Hugging Face's tokenizer files, tokenizer.json or vocab.json with merges.txt, without remote code.
 
-transformers reads what `read_tokenizer_json` leaves to it: folders without tokenizer.json, and classes that no family here has.
+transformers reads what `read_tokenizer_json` does not: folders without tokenizer.json, and classes of no family here.
 """
 
 import json
@@ -23,7 +23,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(
         self, source: Path, backend: Backend, special_tokens: Mapping[str, str], template: str | None = None
     ) -> None:
-        """`special_tokens`: bos_token and so on, by name."""
+        """special_tokens: texts by name (bos_token and so on)."""
         self.source = source
         self.backend = backend
         backend.no_truncation()  # nor is a text cut because the file says where training did
@@ -52,7 +52,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def load_huggingface(folder: Path, template: str | None = None) -> HuggingFaceTokenizer:
-    """`template`: the family's, where the folder has none. Raises UserError if the folder's files cannot be read."""
+    """Read the folder's tokenizer. template: used where the folder has none. Raises UserError if the files cannot be read."""
     with damage_refused(folder):
         backend, special_tokens = read_tokenizer_json(folder) or _read_with_transformers(folder)
         return HuggingFaceTokenizer(folder, backend, special_tokens, _chat_template(folder) or template)
@@ -60,7 +60,7 @@ def load_huggingface(folder: Path, template: str | None = None) -> HuggingFaceTo
 
 @contextmanager
 def damage_refused(source: Path) -> Iterator[None]:
-    """Whatever a damaged file makes the libraries raise becomes a UserError."""
+    """Turn whatever the libraries raise for a damaged file into a UserError."""
     try:
         yield
     except UserError:
@@ -71,7 +71,7 @@ def damage_refused(source: Path) -> Iterator[None]:
 
 
 def _chat_template(folder: Path) -> str | None:
-    """A file of its own, or a setting, of which the one called default counts where there are several."""
+    """Return the folder's chat template: a file of its own, or a setting, the one named default where there are several."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""SentencePiece vocabularies read directly: Llama, Baichuan, ChatGLM. Pieces are the library's; what stands around them is the family's."""
+"""Read SentencePiece vocabularies: Llama, Baichuan, ChatGLM. The library splits texts, each family adds its own special tokens."""
 
 import itertools
 import re
@@ -11,12 +11,12 @@ from models.tokenizers.chat import LLAMA2
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Llama's: BOS before a text, and special tokens where a text names them."""
+    """Llama's tokenizer: BOS before a text, and special tokens where a text names them."""
 
     chat_template: str | None = LLAMA2
 
     def __init__(self, file: Path, model: bytes | None = None) -> None:
-        """`model`: the ModelProto, where the file is none itself. Raises UserError if it cannot be read."""
+        """model: the serialised ModelProto, if `file` is not one itself. Raises UserError if it cannot be read."""
         from sentencepiece import SentencePieceProcessor  # here, because other tokenizers do without it
 
         self.source = file.parent
@@ -68,12 +68,12 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class BaichuanTokenizer(SentencePieceTokenizer):
-    """Turns are marked by ids that generation_config.json names (Baichuan-13B-Chat, Baichuan2-Chat)."""
+    """Baichuan's tokenizer. Ids in generation_config.json mark the turns (Baichuan-13B-Chat, Baichuan2-Chat)."""
 
     chat_template = None
 
     def __init__(self, file: Path, turns: Mapping[str, object], eos_after_answers: bool) -> None:
-        """`turns`: the ids that open the turns of user and assistant; other than numbers in a model that is not for chats."""
+        """turns: ids that open the turns of user and assistant; not numbers in a model that is not for chats."""
         super().__init__(file)
         self._turns = {role: id for role, id in turns.items() if isinstance(id, int)}
         self._eos_after_answers = eos_after_answers
@@ -161,7 +161,7 @@ class ChatGLMTokenizer(SentencePieceTokenizer):
 
 
 def rounds(messages: list[Message], first: int, gap: str) -> str:
-    """ChatGLM's conversation as text: questions and answers in turn, numbered from `first`, the last question open."""
+    """Return ChatGLM's conversation as text: questions and answers in turn, numbered from `first`, the last question unanswered."""
     roles = [message["role"] for message in messages]
     if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Chat templates in a process of their own, which ends where one takes too long or too much memory. A sandbox alone has no such limits."""
+"""Render chat templates in a process of their own, with limits of time and memory, which a sandbox alone does not have."""
 
 import json
 import signal
@@ -16,12 +16,12 @@ from conf.errors import UserError
 PROGRAM = Path(__file__).with_name("templates.py")
 CPU_S = 2.0  # seconds of CPU time for one conversation; those of real models take less than a thousandth of it
 MEMORY = 2**30  # bytes of address space; an idle process has 60 MB
-MAX_CHARACTERS = 2**20  # of the text, beside four times the request: nobody waits while the tokenizer reads gigabytes
+MAX_CHARACTERS = 2**20  # of the text beyond four times the request, so that the tokenizer does not read gigabytes
 REMEDY = "give predict.chat_template=PATH, or prompts instead of messages"
 
 
 class TemplateProcess:
-    """Starts with the first conversation and serves all of one tokenizer's, one after the other."""
+    """A process that renders the conversations of one tokenizer, one after the other. It starts with the first."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
@@ -29,7 +29,7 @@ class TemplateProcess:
 
     def render(self, template: str, messages: list[dict[str, Any]], special_tokens: Mapping[str, str]) -> str:
         """Return the conversation as text. Raises UserError for a template that fails or goes beyond its limits."""
-        # Plain data: an object of a Python caller becomes its type's name.
+        # JSON alone: an object of a Python caller becomes the name of its type.
         request = json.dumps(
             [template, messages, dict(special_tokens)], default=lambda value: f"<{type(value).__name__}>"
         )
@@ -50,22 +50,22 @@ class TemplateProcess:
                 process.stdin.flush()
                 line = process.stdout.readline()
         finally:
-            # It has ended, or an interrupt came first: the next conversation gets another process.
+            # The process has ended, or an interrupt came first: the next conversation gets another one.
             if not line.endswith(b"\n"):
                 self._process = None
                 self._end()
         if line.endswith(b"\n"):
             return dict(json.loads(line))
-        if process.returncode == -signal.SIGKILL:  # by the system or a person, and so no fault of the template
+        if process.returncode == -signal.SIGKILL:  # killed from outside, so not the template's fault
             raise OSError("the process that renders chat templates was killed: is the memory full?")
         slow = process.returncode == -signal.SIGPROF
         reason = f"it takes more than {CPU_S:g} s" if slow else f"its process ended with {process.returncode}"
         raise UserError(f"the chat template was stopped, because {reason}: {REMEDY}")
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        # -P: no module of that folder takes the place of a package.
+        # -P: no module of that folder replaces a package.
         command = [sys.executable, "-P", str(PROGRAM), str(CPU_S), str(MEMORY), str(MAX_CHARACTERS)]
-        # A session of its own: what is sent to the whole job, as by Ctrl-C, ends this process by its owner alone.
+        # A session of its own: a signal to the whole job, as from Ctrl-C, does not reach this process, and its owner ends it.
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._end = weakref.finalize(self, _end, process)  # also where this object is forgotten, and at exit
         return process

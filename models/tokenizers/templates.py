@@ -1,6 +1,6 @@
-"""Chat templates: Jinja from a checkpoint, which is untrusted, rendered in a sandbox with the names that transformers gives it.
+"""Render a checkpoint's chat template, untrusted Jinja, in a sandbox with the names that transformers gives it.
 
-Run as a program, this is the process of `template_process.py`, so that it imports nothing of the house.
+`template_process.py` runs this file as a program, so it imports nothing of ours.
 """
 
 import json
@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning, of which templates read the first two."""
+"""Keys of a message that may hold its reasoning. Templates read the first two."""
 
 
 def render(template: str, messages: list[dict[str, Any]], special_tokens: Mapping[str, str]) -> str:
@@ -55,7 +55,7 @@ def _compiled(template: str) -> Template:
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it is what it contains."""
+    """`{% generation %}...{% endgeneration %}`, which marks the assistant's words for training. Renders its content."""
 
     tags = {"generation"}
 
@@ -65,7 +65,7 @@ class _Generation(Extension):
 
 
 class _Dictionaries:
-    """`dict` without the attributes of the class, through which a template could leave the sandbox."""
+    """`dict` without its class attributes, through which a template could leave the sandbox."""
 
     def __call__(self, *arguments: Any, **named: Any) -> dict[Any, Any]:
         return dict(*arguments, **named)
@@ -75,7 +75,7 @@ class _Dictionaries:
 
 
 class _Namespace(Namespace):
-    """`namespace` whose attributes cannot be those with which Python describes objects."""
+    """`namespace` that refuses the attributes by which Python describes objects."""
 
     def __init__(*arguments: Any, **named: Any) -> None:  # as in Jinja, so that a template may name an attribute self
         self, *rest = arguments
@@ -105,14 +105,14 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes what HTML would read."""
+    """Return a value as JSON. Jinja's own filter would escape characters of HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def serve(cpu_s: float, memory: int, max_characters: int) -> None:
-    """Answer lines of JSON on standard input, each a template, messages and special tokens, with a text or an error each.
+    """Read lines of JSON (template, messages, special tokens) from standard input, and answer each with a text or an error.
 
-    The process ends by SIGPROF where one takes more than `cpu_s` seconds of CPU time, whatever it is doing.
+    SIGPROF ends the process when a line takes more than `cpu_s` seconds of CPU time.
     """
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     for line in sys.stdin.buffer:

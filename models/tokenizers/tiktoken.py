@@ -1,4 +1,4 @@
-"""Byte-pair ranks in tiktoken's format (a line of base64 and a rank for each token), read directly: Qwen v1, Llama 3."""
+"""Read byte-pair ranks in tiktoken's format, a line of base64 and a rank for each token: Qwen v1, Llama 3."""
 
 import base64
 import unicodedata
@@ -7,7 +7,7 @@ from pathlib import Path
 from conf.errors import UserError
 from models.tokenizers.base import Message, Tokenizer, refuse_role
 
-# How a text is cut before pairs are merged, as the families' own tokenizers say: Qwen's digits stand alone, Llama 3's in threes.
+# How a text is split before pairs are merged, from the families' own tokenizers. Qwen splits digits one by one, Llama 3 by three.
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -45,7 +45,7 @@ class TiktokenTokenizer(Tokenizer):
         )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Special tokens that a text names are read as such."""
+        """Return the token ids of a text. Special tokens that it names are read as such."""
         begin = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
         ids: list[int] = self._encoding.encode(text, allowed_special="all")
         return begin + ids
@@ -56,13 +56,13 @@ class TiktokenTokenizer(Tokenizer):
         return text
 
     def _plain(self, text: str) -> list[int]:
-        """What somebody wrote: special tokens in it stay text."""
+        """Return the token ids of what a user wrote. Special tokens in it stay text."""
         ids: list[int] = self._encoding.encode(text, disallowed_special=())
         return ids
 
 
 class QwenTokenizer(TiktokenTokenizer):
-    """Qwen v1: texts in NFC, conversations in ChatML."""
+    """Qwen v1's tokenizer: texts in NFC, conversations in ChatML."""
 
     SYSTEM = "You are a helpful assistant."  # where a conversation does not begin with its own
 
@@ -92,7 +92,7 @@ class QwenTokenizer(TiktokenTokenizer):
 
 
 class Llama3Tokenizer(TiktokenTokenizer):
-    """Llama 3 as Meta ships it: `tokenizer.model` holds ranks."""
+    """Llama 3's tokenizer as Meta ships it: `tokenizer.model` holds ranks."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(file, LLAMA3_PATTERN, LLAMA3_SPECIALS)

@@ -1,7 +1,7 @@
-"""tokenizer.json with the files beside it, read by the package tokenizers as transformers 5 reads them, which takes two seconds to import.
+"""Read tokenizer.json and the files beside it as transformers 5 does, without its two seconds of import.
 
-transformers takes the file as it stands, or makes a tokenizer of a class of its own from the file's vocabulary. CLASSES are such classes
-of the families here, FAMILIES says which one is a family's.
+transformers takes the file as it stands, or builds a tokenizer of one of its classes from the file's vocabulary. CLASSES has the classes of
+the families here, FAMILIES the class of each family.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,16 +17,16 @@ from models.tokenizers.tiktoken import QWEN_PATTERN
 
 FILE = "tokenizer.json"
 Settings = dict[str, Any]
-"""tokenizer_config.json."""
+"""Keys of tokenizer_config.json."""
 
 
 @dataclass(frozen=True)
 class TokenizerClass:
-    """What a class of transformers puts around a vocabulary, whatever tokenizer.json says."""
+    """The steps that a class of transformers puts around a vocabulary, whatever tokenizer.json says."""
 
     set_steps: Callable[[Tokenizer, Settings], None]
     special_tokens: dict[str, str]
-    """Where the settings do not name them."""
+    """Special tokens by name, for settings that do not name them."""
 
 
 def _set_llama_steps(backend: Tokenizer, settings: Settings) -> None:
@@ -68,23 +68,23 @@ CLASSES = {
     ),
 }
 AS_IT_STANDS = ("", "PreTrainedTokenizer", "TokenizersBackend", "BloomTokenizer")
-"""Names with which transformers takes the file as it is."""
+"""Classes for which transformers takes the file as it stands."""
 FAMILIES = {
     **dict.fromkeys(("gpt2", "opt"), "GPT2Tokenizer"),
     **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), "Qwen2Tokenizer"),
     "gemma2": "GemmaTokenizer",
     **dict.fromkeys(("mistral", "mixtral", "phi3", "glm", "glm4"), ""),
 }
-"""The class that transformers has for a `model_type`; "" where it takes the file as it stands, whatever the settings say."""
-OWN_CLASS_WINS = ("qwen2", "phi3")  # over what the settings say, because on the hub these say it wrongly
+"""Class of transformers by `model_type`; "" where it takes the file as it stands, whatever the settings say."""
+OWN_CLASS_WINS = ("qwen2", "phi3")  # over the settings, which are wrong on the hub
 UNREAD = ("auto_map", "fast_tokenizer_files", "split_special_tokens")
-"""Settings of which transformers alone knows what they mean."""
+"""Settings that only transformers understands."""
 
 
 def read_tokenizer_json(folder: Path) -> tuple[Tokenizer, dict[str, str]] | None:
-    """The folder's tokenizer and its special tokens by name (bos_token and so on). None where only transformers knows how to read it.
+    """Return the folder's tokenizer and its special tokens by name (bos_token and so on); None where only transformers can read it.
 
-    Raises whatever a damaged file makes the library raise.
+    Raises whatever the library raises for a damaged file.
     """
     settings = read_json(folder / "tokenizer_config.json")
     if not (folder / FILE).is_file() or any(settings.get(name) for name in UNREAD):
@@ -107,7 +107,7 @@ def read_tokenizer_json(folder: Path) -> tuple[Tokenizer, dict[str, str]] | None
 
 
 def _class_name(config: dict[str, Any], settings: Settings, is_byte_level: bool) -> str:
-    """The class by which transformers reads the file, without the ending Fast."""
+    """Return the class by which transformers reads the file, without the ending Fast."""
     family = config.get("model_type")
     declared = str(settings.get("tokenizer_class") or config.get("tokenizer_class") or "").removesuffix("Fast")
     if declared == "LlamaTokenizer" and is_byte_level and family not in OWN_CLASS_WINS:
@@ -118,7 +118,7 @@ def _class_name(config: dict[str, Any], settings: Settings, is_byte_level: bool)
 
 
 def _named(settings: Settings) -> Iterator[tuple[str, AddedToken]]:
-    """Special tokens that have a name; a text or an object is one, as in `"bos_token": "<s>"`."""
+    """Yield the names and tokens of settings such as `"bos_token": "<s>"`, whose value is a text or an object."""
     extra = settings.get("extra_special_tokens")
     for name, value in (settings | (extra if isinstance(extra, dict) else {})).items():
         is_named = name.endswith("_token") or (isinstance(extra, dict) and name in extra)
@@ -129,7 +129,7 @@ def _named(settings: Settings) -> Iterator[tuple[str, AddedToken]]:
 def _additions(
     backend: Tokenizer, settings: Settings, added: dict[str, int], named: dict[str, AddedToken]
 ) -> Iterator[AddedToken]:
-    """Tokens that the files beside tokenizer.json add to it, or say otherwise than it does."""
+    """Yield the tokens that the files beside tokenizer.json add to it or change."""
     unnamed = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     specials = {token.content: token for token in named.values()}
     specials |= {token.content: token for token in map(_token, [] if isinstance(unnamed, dict) else unnamed)}
@@ -145,7 +145,7 @@ def _additions(
     for content, token in specials.items():
         if content not in listed:
             yield token
-        elif not listed[content].special:  # what has a name is special, whatever the list says
+        elif not listed[content].special:  # a token with a name is special, whatever the list says
             listed[content].special = True
             yield listed[content]
 
