@@ -1,4 +1,4 @@
-"""What the memory of this machine gives, and which share of it a decode step takes."""
+"""Measure the memory bandwidth of this machine, and the share of it that a decode step reaches."""
 
 import itertools
 import os
@@ -13,13 +13,13 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second, the best of five times half a GiB: read by all threads of a CPU, copied by a GPU (half read, half written)."""
+    """Return bytes per second, the best of five passes over half a GiB: a read by all threads of a CPU, a copy (half read) by a GPU."""
     seconds = _copies(device) if device.type == "cuda" else _reads()
     return BANDWIDTH_BYTES / min(seconds[1:])
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the last-level caches that this process may use; 0 where the system does not say."""
+    """Return the bytes of the last-level caches that this process may use; 0 where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes: dict[tuple[int, str], int] = {}  # by level, and the processors that share it
@@ -37,7 +37,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def share_of_bandwidth(read_bytes: float, seconds: float, bandwidth: float, cache: int) -> tuple[float | None, str]:
-    """The share that reading so many bytes in so many seconds is, or None and the reason why it would say nothing."""
+    """Return the share of `bandwidth` that reading so many bytes in so many seconds is, or None and the reason why it is unknown."""
     if read_bytes <= cache:
         return None, f"a step reads {read_bytes / 1e6:,.1f} MB, which fit the cache of {cache / 1e6:,.0f} MB"
     share = read_bytes / seconds / bandwidth

@@ -1,8 +1,8 @@
-"""`task=bench`: how fast the engine is, counted in real tokens, beside what the machine's memory could give.
+"""`task=bench`: speed of the engine in real tokens, and the share of the memory bandwidth that it reaches.
 
-With t(n) = seconds from submitting a batch of B prompts of P tokens until every row has n new tokens:
-prefill = B * P / t(1), decode = B * (N - 1) / (t(N) - t(1)). Token ids are random, or the prompts those of a file with their own lengths;
-no beginnings are shared, the number of new tokens is exact; loading and warm-up are outside. Tokens are chosen as decode= says.
+With t(n) = seconds from submitting a batch of B prompts of P tokens until every row has n of its N new tokens:
+prefill = B * P / t(1), decode = B * (N - 1) / (t(N) - t(1)). Prompts are random, or those of a file with their own lengths. No beginnings
+are shared, and the number of new tokens is exact. Loading and warm-up are not counted. Tokens are chosen as decode= says.
 """
 
 import itertools
@@ -36,11 +36,11 @@ LOW_CAUSES = {
     "cuda": "a decode step that is not captured, a cold GPU, or a model so small that its loop is the work",
 }
 MISSING = "is not a file: give a .jsonl, .csv or .json, or .gz of these, or leave it out for random prompts"
-LOW_SHARE = 0.3  # of the bandwidth; a decode step below it has a cause that can be put right
+LOW_SHARE = 0.3  # of the bandwidth: a slower decode step has a cause that the user can remove
 
 
 def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Raises UserError, before anything is written, for a batch that the model does not take."""
+    """Measure and write the results. Raises UserError, before anything is written, for a batch that the model does not take."""
     bench = run.bench
     decode = _decode(run)
     if bench.data is not None:
@@ -73,7 +73,7 @@ def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
 
 
 def _decode(run: RunConfig) -> DecodeConfig:
-    """The run's way of choosing tokens, with exact lengths. Raises UserError for settings that lengths and stops of a bench override."""
+    """Return the decode settings with exact lengths. Raises UserError for lengths and stops, which a bench sets itself."""
     for name in ("max_new_tokens", "min_new_tokens", "max_length", "stop", "stop_token_ids"):
         if value := getattr(run.decode, name):
             raise UserError(
@@ -88,13 +88,13 @@ def _decode(run: RunConfig) -> DecodeConfig:
 
 
 def _resolved(decode: DecodeConfig) -> DecodeConfig:
-    """What config.yaml holds, so that the run can be made again: without lengths, and with a seed where tokens are drawn."""
+    """Return the decode settings for config.yaml, so that the run can be repeated: without lengths, with a seed where tokens are drawn."""
     seed = secrets.randbits(32) if decode.temperature and decode.seed is None else decode.seed
     return replace(decode, seed=seed, max_new_tokens=None, min_new_tokens=None, max_length=None)
 
 
 def _prompts(bench: BenchConfig, engine: Engine) -> Iterator[list[list[int]]]:
-    """A batch of token ids for each round: random ones, or the file's rows from the first on, over and over."""
+    """Yield a batch of token ids for each round: random ones, or the rows of the file in turn, over and over."""
     if bench.data is not None:
         rows = itertools.cycle(_replayed(find_file("bench.data", bench.data, ROWS, MISSING), engine.tokenizer))
         while True:
@@ -105,7 +105,7 @@ def _prompts(bench: BenchConfig, engine: Engine) -> Iterator[list[list[int]]]:
 
 
 def _replayed(file: DataFile, tokenizer: Tokenizer | None) -> list[list[int]]:
-    """Token ids of a file's rows: as of a predict job, or the first of `turns`, as question sets have them."""
+    """Return the token ids of a file's rows: rows as for predict, or with `turns`, of which the first is taken."""
     encoder = PromptEncoder(tokenizer, add_special_tokens=True, chat_template="auto")
     token_ids = []
     for index, line in enumerate(Lines(file.lines(), file.where)):
@@ -123,7 +123,7 @@ def _replayed(file: DataFile, tokenizer: Tokenizer | None) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Round:
-    """One batch from submission to its last token. Seconds."""
+    """Times of one batch from submission to its last token, in seconds."""
 
     num_prompt_tokens: int  # of all rows
     first_token_s: list[float]  # per row
@@ -156,7 +156,7 @@ def measure(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> R
 
 
 def _rates(rounds: list[Round], bench: BenchConfig) -> dict[str, float | None]:
-    """Medians over the rounds."""
+    """Return medians over the rounds."""
     first = [max(r.first_token_s) for r in rounds]
     decode = [
         bench.batch_size * (bench.new_tokens - 1) / (r.total_s - t1)
@@ -179,7 +179,7 @@ def _percentiles(seconds: list[float]) -> dict[str, float] | None:
 
 
 def _memory(engine: Engine, bench: BenchConfig, rounds: list[Round]) -> dict[str, Any]:
-    """Bytes of weights and of the rows' keys and values, and how much of the bandwidth reading both in a step is, or why nobody knows."""
+    """Return the bytes of weights, keys and values, and the share of the bandwidth at which a step reads them, or why it is unknown."""
     prompt_tokens = sum(r.num_prompt_tokens for r in rounds) // len(rounds)
     kv_bytes = engine.runner.kv_bytes_per_token * (prompt_tokens + bench.batch_size * (bench.new_tokens // 2))
     steps = [s for r in rounds for s in r.step_s]

@@ -1,4 +1,4 @@
-"""The tokens that calibration runs on, and others that its report is measured on."""
+"""Read the tokens that calibration runs on, and others that its report is measured on."""
 
 import random
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from models.tokenizers import Tokenizer
 from pipelines.data_files import FORMS, DataFile, find_file
 from pipelines.prompts import PromptEncoder, read_file
 
-BUILT_IN_SEED = 20240607  # of the texts that serve where none are given
+BUILT_IN_SEED = 20240607  # of the built-in texts
 BUILT_IN_DOCUMENTS = 4000
 NUM_HELD_OUT = 8  # samples that the report is measured on
 
@@ -19,21 +19,20 @@ NUM_HELD_OUT = 8  # samples that the report is measured on
 @dataclass(frozen=True)
 class CalibrationData:
     samples: list[list[int]]
-    """Token ids; each at most `sequence_length`."""
+    """Token ids of each sample, at most `sequence_length`."""
     held_out: list[list[int]]
     source: str
-    """For people."""
+    """Where the texts are from, for people."""
 
 
 def read_calibration_data(
     config: CalibrateConfig, tokenizer: Tokenizer | None, longest: int, are_prompts: bool
 ) -> CalibrationData:
-    """Samples of `sequence_length` tokens, cut from all texts one after the other, chosen by the seed. `longest` is what the model takes.
+    """Return samples of `sequence_length` tokens, cut from all texts in a row and chosen by the seed.
 
-    `config` is `resolved`.
-
-    With `are_prompts` a sample is a whole prompt, or its end: for models whose prompts are more than a run of text.
-    Raises UserError for too little data, for texts that cannot be read, and where there is no tokenizer.
+    config: `resolved` settings. longest: most tokens that the model takes.
+    are_prompts: a sample is a whole prompt, or its end, for models whose prompts are more than a run of text.
+    Raises UserError for too little data, for texts that cannot be read, and for a missing tokenizer.
     """
     assert config.num_samples is not None
     assert config.sequence_length is not None
@@ -61,7 +60,7 @@ def read_calibration_data(
 
 
 def calibration_file(data: str) -> DataFile:
-    """Raises UserError where there is none."""
+    """Return the file that `calibrate.data` names. Raises UserError where there is none."""
     return find_file(
         "calibrate.data", data, FORMS, "is not a file: give a .txt or a .jsonl, .csv or .json, or .gz of these"
     )

@@ -1,4 +1,4 @@
-"""`task=convert`: a checkpoint of any layout, written in another. In memory is one tensor at a time, or a file of a pickled source."""
+"""`task=convert`: write a checkpoint of any layout in another one. One tensor at a time is in memory, or one file of a pickled source."""
 
 import json
 import os
@@ -43,7 +43,7 @@ GGUF_FILE = "model.gguf"
 
 
 def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Raises UserError before anything is written. What is at `convert.output` afterwards is complete, or what was there before."""
+    """Convert the model. Afterwards `convert.output` is complete, or as it was before. Raises UserError before anything is written."""
     _refuse_unused(run)
     if run.convert.output is None:
         raise UserError("convert.output is missing: give the folder to make")
@@ -85,13 +85,13 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
 
 
 Write = Callable[[Path, Callable[[int, int], None]], dict[str, str]]
-"""Writes a model into a folder, telling bytes done and in all; returns the sha256 of those files of which it knows it."""
+"""Writes a model into a folder, calls back with the bytes done and in all, and returns the sha256 of the files that it hashed."""
 
 
 def _writer(
     config: ConvertConfig, checkpoint: Checkpoint, model: CausalLM, matched: dict[str, str], dtype: torch.dtype | None
 ) -> Write:
-    """Raises UserError for a division that the model does not take."""
+    """Return the writer of `convert.format`. Raises UserError for a division that the model does not allow."""
     files = checkpoint.open_weights(parameter_shapes(model))
     names = {name: matched.get(name) for file in files for name in file.shapes}
     places = partition(model, names, config.tp, config.pp) if config.format is CheckpointFormat.sharded else {}
@@ -131,7 +131,7 @@ def _refuse_unused(run: RunConfig) -> None:
 
 
 def _refuse_overlap(target: Path, source: Path, output_dir: Path) -> None:
-    """The source is never touched, and nothing but the model gets into the target."""
+    """Raises UserError where the target overlaps the source, which is never changed, or the run's own folder."""
     made, read, run = target.resolve(), source.resolve(), output_dir.resolve()
     if made == read or made in read.parents or read in made.parents:
         raise UserError(f"convert.output={target} is, holds or lies in the source {source}: give a folder elsewhere")

@@ -1,4 +1,4 @@
-"""Files of prompts and texts: which value names one, and its lines, in whatever form they are stored.
+"""Files of prompts and texts: which value of a setting names one, and its lines in any form of file.
 
 Every `data` setting reads these: `.txt`, `.jsonl`, `.csv` and `.json` in any case, each also compressed as `.gz`.
 """
@@ -28,12 +28,12 @@ class DataFile:
     form: str
     """One of FORMS."""
     where: str
-    """What errors call it."""
+    """The file's name in errors."""
     columns: tuple[str, ...]
-    """Of these a table must have one."""
+    """Columns of which a table needs at least one."""
 
     def lines(self) -> Iterator[bytes]:
-        """The lines of a `.txt` or `.jsonl`; the rows of other forms as lines of JSON. All but a `.json` are read as they are taken.
+        """Yield the lines of a `.txt` or `.jsonl`, or the rows of another form as lines of JSON. Only a `.json` is read as a whole.
 
         Raises UserError for a file that cannot be read or is not of its form.
         """
@@ -46,8 +46,8 @@ class DataFile:
             raise UserError(f"{self.where} cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
     def _csv_rows(self, stream: Iterable[bytes]) -> Iterator[bytes]:
-        """Cells are texts; an empty one is null, except a prompt. A row of another length is a fault of the whole file's quoting."""
-        csv.field_size_limit(sys.maxsize)  # of the process, by default 131,072: no limit, as for a line of a .jsonl
+        """Yield rows. Cells are texts; an empty one is null, unless it is a prompt. Raises UserError for a row of another length."""
+        csv.field_size_limit(sys.maxsize)  # of the process; by default 131,072, but a .jsonl has no such limit
         table = csv.reader(decoded(stream, self.where), strict=True)
         try:
             heading = next(table, [])
@@ -67,7 +67,7 @@ class DataFile:
             raise UserError(f"{self.where} is no CSV in line {table.line_num} ({error}): {remedy}") from error
 
     def _json_rows(self, stream: Iterable[bytes]) -> Iterator[bytes]:
-        """A list of rows or texts, or an object of columns, which are lists of equal lengths."""
+        """Yield the rows of a list of rows or texts, or of an object of columns, which are lists of equal lengths."""
         text = "".join(decoded(stream, self.where))
         try:
             values = json.loads(text)
@@ -78,7 +78,7 @@ class DataFile:
             yield _json_line({self.columns[0]: row} if isinstance(row, str) else row)
 
     def _transposed(self, table: Any) -> Iterator[dict[str, Any]]:
-        """Rows of an object of columns."""
+        """Return the rows of an object of columns."""
         columns = list(table.values()) if isinstance(table, dict) and set(table) & set(self.columns) else []
         lengths = {len(column) if isinstance(column, list) else None for column in columns}
         if len(lengths) != 1 or None in lengths:
@@ -92,9 +92,9 @@ class DataFile:
 def find_file(
     key: str, value: str | Path, forms: tuple[str, ...], missing: str, columns: tuple[str, ...] = ("prompt",)
 ) -> DataFile:
-    """The file that a setting names; `~` is the home folder. `missing` is what its error says where there is none.
+    """Return the file that a setting names. `~` is the home folder. missing: text of the error where the file does not exist.
 
-    Raises UserError for an empty value, a folder and another ending, too.
+    Raises UserError for a missing file, an empty value, a folder, and another ending than `forms`.
     """
     where, path = f"{key}={value}", expanded(value)
     allowed = f"{', '.join(forms)} or .gz of these"
@@ -110,7 +110,7 @@ def find_file(
 
 
 def names_a_file(value: str) -> bool:
-    """Whether it is the path of something that is there, or looks like one: a known ending or a path separator, and no white space."""
+    """Return whether a value is an existing path, or looks like a path: a known ending or a separator, and no white space."""
     path_like = form_of(Path(value)) in FORMS or "/" in value
     return _exists(expanded(value)) or (path_like and not re.search(r"\s", value))
 
@@ -120,12 +120,12 @@ def expanded(value: str | Path) -> Path:
 
 
 def form_of(path: Path) -> str:
-    """The ending that counts, in lower case: that of what a `.gz` compresses."""
+    """Return the file's ending in lower case, for a `.gz` that of the compressed file."""
     return (Path(path.stem) if _is_gzip(path) else path).suffix.lower()
 
 
 def decoded(lines: Iterable[bytes], where: str) -> Iterator[str]:
-    """Lines of UTF-8 without the byte order mark. Raises UserError for the first wrong byte."""
+    """Decode lines of UTF-8, without the byte order mark. Raises UserError for the first invalid byte."""
     offset = 0
     for content in lines:
         yield decode_utf8(content, where, offset)
@@ -133,7 +133,7 @@ def decoded(lines: Iterable[bytes], where: str) -> Iterator[str]:
 
 
 def decode_utf8(content: bytes, where: str, offset: int = 0) -> str:
-    """The text of bytes that begin at `offset` of a file, without its byte order mark. Raises UserError for the first wrong byte."""
+    """Decode bytes at `offset` of a file, without its byte order mark. Raises UserError for the first invalid byte."""
     try:
         return content.decode("utf-8").removeprefix("" if offset else codecs.BOM_UTF8.decode())
     except UnicodeDecodeError as error:

@@ -1,7 +1,7 @@
 """`task=evaluate`: perplexity of a text, divergence from a reference model, and the share of questions that are answered right.
 
-An answer is right if the continuation, without the white space around it, begins with exactly the answer's lines: a model that goes on with
-another line is not wrong for it, one that goes on in the same line is. Continuations are greedy.
+Answers are greedy. One is right if, stripped of white space, it begins with exactly the expected lines: the model may go on with another
+line, but not in the same one.
 """
 
 import json
@@ -46,7 +46,7 @@ class Question:
 
 
 def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Raises UserError, before anything is written, for files, rows and models that cannot be measured."""
+    """Measure and write the results. Raises UserError, before anything is written, for files, rows and models that cannot be measured."""
     data, asked = run.evaluate.data, run.evaluate.questions
     if data is None and asked is None:
         raise UserError("there is nothing to evaluate: give evaluate.data=FILE, evaluate.questions=FILE.jsonl or both")
@@ -83,7 +83,7 @@ def right_answers(
     decode: DecodeConfig,
     on_answer: Callable[[int, int, float], None] = lambda num_done, total, tokens_per_s: None,
 ) -> list[bool]:
-    """Whether each question is answered right. Raises UserError, before any is asked, for one that the model does not take."""
+    """Return whether each question is answered right. Raises UserError, before any is asked, for one that the model does not take."""
     encoder = PromptEncoder(engine.tokenizer, add_special_tokens=True, chat_template="auto")
     requests = []
     for i, question in enumerate(questions):
@@ -108,7 +108,7 @@ def is_right(continuation: str, answer: str) -> bool:
 
 
 def read_texts(data: str | Path) -> list[Text]:
-    """A .txt as one text, other files as one for each row. Raises UserError for a file or a row that holds none."""
+    """Return a .txt as one text, another file as one text for each row. Raises UserError for a file or a row without text."""
     missing = "is not a file that ends in .txt or .jsonl, .csv or .json, or .gz of these: give one"
     file = find_file("evaluate.data", data, FORMS, missing, columns=("text", "prompt"))
     if file.form == ".txt":
@@ -123,7 +123,7 @@ def read_texts(data: str | Path) -> list[Text]:
 
 
 def read_questions(data: str | Path) -> list[Question]:
-    """Rows as of task=predict, each with its `answer`. Raises UserError for a file or a row that is none."""
+    """Return the questions of a file: rows as for task=predict with an `answer`. Raises UserError for another file or row."""
     missing = "is not a file that ends in .jsonl, .csv or .json, or .gz of these: give one"
     file = find_file("evaluate.questions", data, ROWS, missing)
     questions: list[Question] = []
@@ -140,7 +140,7 @@ def read_questions(data: str | Path) -> list[Question]:
 
 
 def _read_rows(file: DataFile, known: set[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Each row's name for errors and its values."""
+    """Return each row's name for errors, and its values."""
     rows: list[tuple[str, dict[str, Any]]] = []
     unused: set[str] = set()
     for index, line in enumerate(Lines(file.lines(), file.where)):
@@ -159,7 +159,7 @@ def _read_rows(file: DataFile, known: set[str]) -> list[tuple[str, dict[str, Any
 
 
 def _resolved(run: RunConfig, engine: Engine) -> RunConfig:
-    """With what the model says where the run says nothing. Raises UserError for what the measures do not take."""
+    """Return the run with unset values from the model. Raises UserError for settings that the measures do not support."""
     evaluate = run.evaluate
     if evaluate.questions is not None:
         run = replace(run, decode=engine.resolve(run.decode))
@@ -190,7 +190,7 @@ def _resolved(run: RunConfig, engine: Engine) -> RunConfig:
 
 
 def _encode(tokenizer: Tokenizer | None, text: Text) -> list[int]:
-    """With the tokenizer's BOS and the like."""
+    """Return the token ids of a text, with the tokenizer's BOS and the like."""
     try:
         token_ids = PromptEncoder(tokenizer, True, "none").encode(PromptRow(0, prompt=text.text)).token_ids
     except UserError as error:
@@ -218,7 +218,7 @@ def _score(
 def _load_reference(
     run: RunConfig, engine: Engine, token_ids: dict[Text, list[int]], on_bytes: Callable[[int, int], None]
 ) -> Engine | None:
-    """The reference beside the model, not quantised, with the same model.dtype. Raises UserError where its tokens are others."""
+    """Load the reference, not quantised, with the same model.dtype. Raises UserError where its tokenizer differs."""
     path = run.evaluate.reference
     if path == "none":
         return None
@@ -241,7 +241,7 @@ def _load_reference(
 
 
 def _quality(scores: Scores | None, right: list[bool]) -> dict[str, Any]:
-    """null for what was not measured."""
+    """Return the metrics, null for what was not measured."""
     return {
         "nll_per_token": scores and scores.nll_per_token,
         "perplexity": scores and scores.perplexity,

@@ -1,4 +1,4 @@
-"""generation_config.json: what a checkpoint suggests for decoding, in transformers' terms."""
+"""Read generation_config.json, a checkpoint's suggestions for decoding in transformers' terms."""
 
 import logging
 from typing import Any
@@ -26,7 +26,7 @@ OTHER = {
 
 
 def decode_defaults(values: dict[str, Any], context_length: int) -> dict[str, Any]:
-    """The suggested decode settings. Warns of those that are not taken. Raises UserError for values of a wrong type or size."""
+    """Return the suggested decode settings. Warns of unused ones. Raises UserError for values of a wrong type or size."""
     sampling = values.get("do_sample") is True
     given = {name: value for name, value in values.items() if value is not None}
     # As in transformers, sampling settings count with do_sample alone, except the number of contrastive candidates.
@@ -49,7 +49,7 @@ def decode_defaults(values: dict[str, Any], context_length: int) -> dict[str, An
 
 
 def eos_token_ids(values: dict[str, Any], reader: ConfigReader, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """From generation_config.json, else config.json, else the tokenizer: an id, a list of ids, or none; and what ends a turn of a chat."""
+    """Return the ids that end a text, from generation_config.json, else config.json, else the tokenizer, and those that end a turn."""
     value = values.get("eos_token_id")
     if value is None:
         value = reader.raw("eos_token_id")

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM while a job runs: a wish to end that is granted between two steps."""
+"""Handle SIGINT and SIGTERM while a job runs: the first one ends it between two steps."""
 
 import signal
 import threading
@@ -12,14 +12,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(SystemExit):
-    """Uncaught it ends the process as a shell expects of one that was interrupted."""
+    """Raised for a signal. Uncaught, it ends the process with the exit code that shells expect after an interrupt."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
 
 
 class Interruption:
-    """Keeps the first signal until somebody asks for it; the second ends the job wherever it is."""
+    """Keeps the first signal until `check` is called. The second signal ends the job wherever it is."""
 
     def __init__(self) -> None:
         self._number: int | None = None
@@ -36,7 +36,7 @@ class Interruption:
             raise Interrupted(self._number)
 
     def checked(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, with a check before each. While one is waited for, which may take for ever, a signal ends the waiting."""
+        """Yield the items, with a check before each. A signal also ends the wait for an item, which may take for ever."""
         source = iter(items)
         while True:
             self._waiting = True
@@ -52,7 +52,7 @@ class Interruption:
 
 @contextmanager
 def interruption() -> Iterator[Interruption]:
-    """Takes the two signals for as long as it is open; elsewhere than in the main thread Python lets nobody take them."""
+    """Handle the two signals within the block. Python allows this in the main thread alone; in others nothing is handled."""
     state = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield state

@@ -1,8 +1,8 @@
-"""The finished rows of a job that may be killed at any moment: a file of lines, of which all but a torn last one are whole.
+"""The journal of a job: a file with its finished rows, so that it can go on after being killed at any moment.
 
-The first line is the job's fingerprint, and the seed of its rows. Then comes a line for each row, in the order in which they finished. A
-row's line is written by one call and synced to the disk within about a second. In memory is where each line begins, 16 bytes a row with
-its digest.
+The first line holds the job's fingerprint and the seed of its rows. Each further line is a row, in the order in which rows finished. A line
+is written by one call and synced to the disk within about a second, so that only the last one may be torn. Memory holds the place of
+each line and its digest, 16 bytes a row.
 """
 
 import fcntl
@@ -22,25 +22,25 @@ from typing import Any
 from conf.errors import UserError
 
 NAME = "journal.jsonl"
-UNNAMED = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d{6}")  # folders whose name nobody chose
-SYNC_S = 1.0  # what a power failure may cost
+UNNAMED = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d{6}")  # a run's folder, unless the user named it
+SYNC_S = 1.0  # seconds of work that a power failure may cost
 MAX_RUNNING = 2**20  # rows at once: no finished row is further ahead of the number of finished ones
 ANEW = "begin anew with predict.resume=none"
 
 SEED = "seed"  # in the first line, beside the fingerprint
 
 Fingerprint = dict[str, Any]
-"""By the name of a part that decides what the rows become: its value, or a digest of it."""
+"""Everything that decides a job's rows, by name: its value, or a digest of it."""
 
 
 class Journal:
-    """One job's journal, locked: two runs never write the same. Index by index, so that no row is done twice."""
+    """The locked journal of a job: no two runs write the same one, and no row is done twice."""
 
     def __init__(self, folder: Path, fd: int, fingerprint: Fingerprint) -> None:
         self.folder = folder
         self.fingerprint = fingerprint
         self.seed: int | None = fingerprint.get("decode.seed")
-        """Of the rows that name none; drawn where the job names none either."""
+        """Seed of the rows that name none; drawn where the job names none either."""
         self.num_rows = 0
         self._fd = fd
         self._size = 0  # of all whole lines
@@ -54,25 +54,25 @@ class Journal:
 
     @property
     def kept(self) -> str:
-        """What a job that ends early has done, and the command that goes on from there."""
+        """Return a text for a job that ends early: what is done, and the command that continues it."""
         same_input = "" if self.fingerprint["input"] else " < THE SAME INPUT"
         command = f"python run.py {shlex.quote(f'predict.resume={self.folder}')}{same_input}"
         return f"{self.num_rows} rows are done and kept, go on with: {command}"
 
     @property
     def end(self) -> int:
-        """One more than the last index that is done."""
+        """Return the last finished index plus 1."""
         return len(self._offsets)
 
     def has(self, index: int, digest: str) -> bool:
-        """Raises UserError where the row that is done came from another line of the input."""
+        """Return whether a row is done. Raises UserError where it was done for another line of the input."""
         done = index < self.end and self._offsets[index] > 0
         if done and self._digests[index] != int(digest, 16):
             raise UserError(f"row {index} is not the one that {self.folder} has done: give the same input, or {ANEW}")
         return done
 
     def append(self, record: dict[str, Any]) -> None:
-        """`record` has the row of predictions.jsonl as `row` and its input's `digest`."""
+        """Append a record: the row of predictions.jsonl as `row`, and the `digest` of its input."""
         line = dumps(record).encode() + b"\n"
         with self.writing():
             self._write(line)
@@ -88,14 +88,14 @@ class Journal:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A disk that is full, or gone, becomes a UserError that says what is left."""
+        """Turn the error of a full or missing disk into a UserError that says how to continue."""
         try:
             yield
         except OSError as error:
             raise UserError(f"{self.folder} cannot be written ({error.strerror or error}): {self.kept}") from error
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """In the order of the index."""
+        """Yield the records in the order of their rows."""
         with open(self.path, "rb") as file:
             for offset in self._offsets:
                 assert offset, "a row is missing"
@@ -103,7 +103,7 @@ class Journal:
                 yield json.loads(file.readline())
 
     def remove(self) -> None:
-        """The job is done: its files are there."""
+        """Delete the journal of a job whose files are complete."""
         with self.writing():
             self.path.unlink()
 
@@ -111,7 +111,7 @@ class Journal:
         os.close(self._fd)  # and with it the lock
 
     def begin(self) -> None:
-        """Throw away whatever the file holds, and write the fingerprint, with a seed from the system where it has none."""
+        """Start anew: empty the file and write the fingerprint, with a seed from the system where it has none."""
         os.ftruncate(self._fd, 0)
         self._size = 0
         self.seed = secrets.randbits(32) if self.seed is None else self.seed
@@ -120,7 +120,7 @@ class Journal:
         self._size = len(header)
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """The records that are there, in the order of the file. Cuts off a torn last line; raises UserError for a broken one elsewhere."""
+        """Yield the records in the order of the file, and cut off a torn last line. Raises UserError for a broken line elsewhere."""
         with open(self.path, "rb") as file:
             self._size = len(file.readline())
             for number, line in enumerate(file, 2):
@@ -144,7 +144,7 @@ class Journal:
             raise
 
     def _note(self, record: dict[str, Any], offset: int) -> bool:
-        """Whether the row is new."""
+        """Note the place and digest of a row's line. Return whether the row is new."""
         index = record["row"]["index"]
         missing = index + 1 - len(self._offsets)
         if missing > 0:
@@ -159,7 +159,7 @@ class Journal:
 
 
 def open_journal(resume: str, output_dir: Path, fingerprint: Fingerprint) -> Journal:
-    """The journal that `predict.resume` asks for, to be read if it has rows: `read()`. Raises UserError if it cannot be continued."""
+    """Return the journal that `predict.resume` asks for. Call `read()` if it has rows. Raises UserError if it cannot be continued."""
     if resume not in ("auto", "none"):
         return _continued(named_folder(resume), fingerprint)
     if resume == "auto":
@@ -185,7 +185,7 @@ def open_journal(resume: str, output_dir: Path, fingerprint: Fingerprint) -> Jou
 
 
 def named_folder(resume: str) -> Path:
-    """Raises UserError where there is nothing to continue."""
+    """Return the folder that `predict.resume` names. Raises UserError where it has no job to continue."""
     folder = Path(resume).expanduser().absolute()
     if not (folder / NAME).is_file():
         finished = " (its job is finished)" if (folder / "predictions.jsonl").is_file() else ""
@@ -215,7 +215,7 @@ def _in_use(folder: Path) -> UserError:
 
 
 def _unfinished(parent: Path, fingerprint: Fingerprint) -> list[Path]:
-    """Folders beside each other whose job is the same, newest first."""
+    """Return the folders in `parent` with an unfinished job of the same fingerprint, newest first."""
     folders = sorted((path.parent for path in parent.glob(f"*/{NAME}") if os.access(path, os.W_OK)), reverse=True)
     return [folder for folder in folders if UNNAMED.fullmatch(folder.name) and _is_of(folder, fingerprint)]
 
@@ -229,7 +229,7 @@ def _is_of(folder: Path, fingerprint: Fingerprint) -> bool:
 
 
 def _lock(folder: Path, fingerprint: Fingerprint) -> Journal | None:
-    """None where another process has the lock, or has just removed the file."""
+    """Lock and return the folder's journal; None where another process has the lock, or has just removed the file."""
     try:
         fd = os.open(folder / NAME, os.O_RDWR | os.O_APPEND)
     except FileNotFoundError:
@@ -246,7 +246,7 @@ def _lock(folder: Path, fingerprint: Fingerprint) -> Journal | None:
 
 
 def _as_given(header: Fingerprint, fingerprint: Fingerprint) -> Fingerprint:
-    """The fingerprint in a journal's first line, beside another: whoever names the seed that was drawn, as config.yaml does, goes on."""
+    """Return the fingerprint of a journal's first line, with the drawn seed if `fingerprint` names it, as a saved config.yaml does."""
     before = {name: value for name, value in header.items() if name != SEED}
     if "decode.seed" in before and before["decode.seed"] is None and _seed_of(header) == fingerprint.get("decode.seed"):
         before["decode.seed"] = fingerprint["decode.seed"]
@@ -254,15 +254,15 @@ def _as_given(header: Fingerprint, fingerprint: Fingerprint) -> Fingerprint:
 
 
 def _seed_of(header: Fingerprint) -> int:
-    """The seed of the rows that name none. Where an earlier version wrote no seed, it is a digest of the first line, so that every run
-    that goes on with the journal has the same one."""
+    """Return the seed of the rows that name none. A journal of an earlier version has no seed: a digest of its first line serves, so that
+    every run that continues it has the same one."""
     seed: int | None = header.get(SEED, header.get("decode.seed"))
     digest = hashlib.blake2b(dumps(header).encode(), digest_size=4).digest()
     return int.from_bytes(digest) if seed is None else seed
 
 
 def _header(folder: Path) -> Fingerprint | None:
-    """The first line of the folder's journal; None if it is not whole."""
+    """Return the first line of the folder's journal; None if it was not written whole."""
     with open(folder / NAME, "rb") as file:
         line = file.readline()
     if not line.endswith(b"\n"):
@@ -284,7 +284,7 @@ def _short(value: object) -> str:
 
 
 def _parse(line: bytes, last_index: int) -> dict[str, Any] | None:
-    """None for what was not written whole. A damaged index beyond `last_index` would ask for as much memory as it says."""
+    """Return a line's record; None if it was not written whole. Indices above `last_index` are refused: memory grows with them."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else {}
         index, digest = record["row"]["index"], int(record["digest"], 16)
@@ -294,5 +294,5 @@ def _parse(line: bytes, last_index: int) -> dict[str, Any] | None:
 
 
 def dumps(value: object) -> str:
-    """One line of JSON. Half a surrogate pair, as an id or an error may quote one, becomes its JSON escape."""
+    """Return a value as one line of JSON. Half a surrogate pair, which an id or an error may contain, becomes its JSON escape."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()

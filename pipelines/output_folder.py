@@ -1,4 +1,4 @@
-"""A folder of results that appears under its name when it is complete."""
+"""Make a folder of results that appears under its name when it is complete."""
 
 import fcntl
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def only_maker(target: Path) -> Iterator[None]:
-    """Another process that comes here with the same target says so and waits until this block, or its process, has ended."""
+    """Let one process at a time make `target`. Another one that enters logs that it waits, until this block or its process ends."""
     target.parent.mkdir(parents=True, exist_ok=True)
     path = target.with_name(f".{target.name}.lock")
     lock = _lock(path, target)
@@ -29,7 +29,7 @@ def only_maker(target: Path) -> Iterator[None]:
 
 
 def _lock(path: Path, target: Path) -> int:
-    """The descriptor of a file that is there under its name and that no other process has locked."""
+    """Create and lock the file at `path`, and return its descriptor. Waits while another process has the lock."""
     while True:
         try:
             lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -49,11 +49,11 @@ def _lock(path: Path, target: Path) -> int:
 
 @contextmanager
 def complete_folder(target: Path, overwrite: bool, task: str, resumable: bool = False) -> Iterator[Path]:
-    """A folder beside `target`, which takes its name when the block ends well and is removed when it does not.
+    """Yield a hidden folder beside `target`, which is renamed to it when the block succeeds, and removed when it fails.
 
-    It is empty, unless the block is `resumable`: then it is kept, and given again to the next one.
-    Killed, the process leaves the hidden folder, and the next run with this target takes it over; killed between the two renames of an
-    overwriting, it leaves the old model beside, hidden too. Raises UserError as `refuse_existing` does.
+    The folder is empty. If the block is `resumable`, a failed block's folder is kept, and the next block gets it.
+    A killed process leaves the hidden folder, which the next run with this target takes over. Killed between the two renames that replace
+    a model, it leaves the old model beside, also hidden. Raises UserError as `refuse_existing` does.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial, replaced = (target.with_name(f".{target.name}.{what}") for what in ("partial", "replaced"))
@@ -90,7 +90,7 @@ def complete_folder(target: Path, overwrite: bool, task: str, resumable: bool = 
 
 
 def refuse_existing(target: Path, overwrite: bool, task: str) -> None:
-    """Raises UserError where anything is at `target`, or with `overwrite` what is no model and no empty folder."""
+    """Raises UserError if anything is at `target`; with `overwrite` only if it is neither a model nor an empty folder."""
     if not target.exists() and not target.is_symlink():
         return
     if not overwrite:

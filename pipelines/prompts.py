@@ -1,4 +1,4 @@
-"""What `predict.data` means: from a prompt, a file or standard input to rows, and from rows to token ids."""
+"""Read `predict.data`: a prompt, a file or standard input becomes rows, and rows become token ids."""
 
 import hashlib
 import json
@@ -34,11 +34,11 @@ class PromptRow:
     decode: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     digest: str = field(default="", compare=False)
-    """Of the line that it came from."""
+    """sha256 of the input line."""
 
 
 class Lines:
-    """The lines of a UTF-8 stream that are not blank, one at a time: a job may have more of them than memory holds."""
+    """The non-blank lines of a UTF-8 stream, one at a time: a job may have more of them than memory holds."""
 
     def __init__(self, stream: Iterable[bytes], where: str) -> None:
         self._stream = stream
@@ -49,11 +49,11 @@ class Lines:
 
     @property
     def sha256(self) -> str:
-        """Of what was read so far."""
+        """Return the sha256 of what was read so far."""
         return self._sha256.hexdigest()
 
     def __iter__(self) -> Iterator[str]:
-        """Raises UserError where the stream is not UTF-8, and at its end if it had nothing but blank lines."""
+        """Yield the lines. Raises UserError where the stream is not UTF-8, and at its end if all lines were blank."""
         offset = 0
         for content in self._stream:  # up to the next \n: no other character ends a line
             line = decode_utf8(content, self.where, offset).removesuffix("\n").removesuffix("\r")
@@ -69,10 +69,10 @@ class Lines:
 
 
 class Prompts:
-    """The rows of a job, made as they are taken, once. A bad row becomes a row with an error. Counts are of what was read so far."""
+    """The rows of a job, read as they are taken, once. A bad row becomes a row with an error. Counts are of the rows read so far."""
 
     def __init__(self, lines: Lines, as_json: bool | None, whole: Lines | None = None) -> None:
-        """`as_json` None: the first line decides. `whole`: the same lines, all read before, for what is known beforehand."""
+        """as_json: None if the first line decides. whole: the same lines, already read to the end, for digest and count."""
         self._lines = lines
         self._whole = whole
         self._rest = iter(lines)
@@ -85,12 +85,12 @@ class Prompts:
 
     @property
     def sha256(self) -> str | None:
-        """Of the rows as they were given; None for what can be read only once."""
+        """Return the sha256 of the input; None for one that can be read only once."""
         return f"{self._whole.sha256} {'json' if self._as_json else 'text'}" if self._whole else None
 
     @property
     def num_rows(self) -> int | None:
-        """None for what can be read only once."""
+        """Return the number of rows; None for input that can be read only once."""
         return self._whole.num_kept if self._whole else None
 
     @property
@@ -99,7 +99,7 @@ class Prompts:
 
     @property
     def unused_fields(self) -> list[str]:
-        """Names of fields of JSON rows that mean nothing here, so that they are not ignored in silence."""
+        """Return the names of fields that nothing reads, for a warning."""
         return sorted(self._unused)
 
     def __iter__(self) -> Iterator[PromptRow]:
@@ -110,7 +110,7 @@ class Prompts:
             raise UserError(f"{self._lines.where} changed while it was read: run it again")
 
     def _parse(self, index: int, line: str) -> PromptRow:
-        """Never raises: a fault becomes the row's error."""
+        """Parse a line. A fault becomes the row's error; nothing is raised."""
         if not self._as_json:
             return PromptRow(index, prompt=line.replace("\\n", "\n"))
         try:
@@ -124,7 +124,7 @@ class Prompts:
 
 
 def read_prompts(data: str) -> Prompts:
-    """The prompt itself, or the rows of a file or of standard input. Raises UserError for a file that is missing, unreadable or empty."""
+    """Return the prompt itself, or the rows of a file or of standard input. Raises UserError for a missing, unreadable or empty file."""
     if data == "-":
         if sys.stdin is None:
             raise UserError("predict.data=- reads standard input, which is closed")
@@ -138,7 +138,7 @@ def read_prompts(data: str) -> Prompts:
 
 
 def read_file(file: DataFile) -> Prompts:
-    """A file is read through once before its first row, a pipe with a name only once."""
+    """Return the rows of a file, which is read to its end once before its first row; a named pipe is read only once."""
     as_json = file.form != ".txt"
     if file.path.is_fifo():
         return Prompts(Lines(file.lines(), file.where), as_json)
@@ -146,7 +146,7 @@ def read_file(file: DataFile) -> Prompts:
 
 
 def _read_twice(open_lines: Callable[[], Iterator[bytes]], where: str, as_json: bool) -> Prompts:
-    """The first time only to see that all of it can be read, and what it is."""
+    """Return the rows of a file that is read twice: first to check that all of it can be read, and for its digest and count."""
     whole = Lines(open_lines(), where)
     deque(whole, maxlen=0)
     return Prompts(Lines(open_lines(), where), as_json, whole)
@@ -161,7 +161,7 @@ def _is_json_row(line: str) -> bool:
 
 
 def parse_row(index: int, values: object) -> PromptRow:
-    """A row from a JSON object. Never raises: a fault becomes the row's error."""
+    """Return the row of a JSON object. A fault becomes the row's error; nothing is raised."""
     if not isinstance(values, dict):
         return PromptRow(index, error=f"not a JSON object but {type(values).__name__}")
     id = values.get("id")
@@ -203,7 +203,7 @@ def _input(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_src_tgt(src: object, tgt: object) -> dict[str, Any]:
-    """PaddleNLP's rows: a text is a prompt; lists are the rounds of a conversation, of which the last is to be answered."""
+    """Return a PaddleNLP row as prompt or messages: a text is a prompt, lists are rounds of a conversation, the last to be answered."""
     if isinstance(src, str):
         return {"prompt": src}
     answers = [] if tgt is None else [tgt] if isinstance(tgt, str) else tgt
@@ -235,12 +235,12 @@ def _checked(values: dict[str, Any], name: str, kind: type, default: Any = None)
 @dataclass(frozen=True)
 class EncodedPrompt:
     text: str | None
-    """What the model sees, as text; None without a tokenizer."""
+    """The model's input as text; None without a tokenizer."""
     token_ids: list[int]
 
 
 class PromptEncoder:
-    """Rows to token ids, by the rules of predict.add_special_tokens and predict.chat_template."""
+    """Encodes rows to token ids, by predict.add_special_tokens and predict.chat_template."""
 
     def __init__(self, tokenizer: Tokenizer | None, add_special_tokens: bool, chat_template: str) -> None:
         self._tokenizer = tokenizer
@@ -249,7 +249,7 @@ class PromptEncoder:
         self._template = None if chat_template in ("auto", "none") else _read_template(Path(chat_template))
 
     def encode(self, row: PromptRow) -> EncodedPrompt:
-        """Raises UserError for a row with an error, and for one that needs a tokenizer or a template that is not there."""
+        """Encode a row. Raises UserError for a row with an error, and for one that needs a missing tokenizer or template."""
         if row.error is not None:
             raise UserError(row.error)
         tokenizer = self._tokenizer
@@ -295,7 +295,7 @@ def _read_template(path: Path) -> str:
 
 
 def rows_from_python(prompts: object) -> Iterator[PromptRow]:
-    """Rows from what a caller of the pipeline gives: a text, a conversation, a row as in a .jsonl, or a list or iterator of these."""
+    """Yield the rows of a Python caller's input: a text, a conversation, a row as in a .jsonl, or a list or iterator of these."""
     many = isinstance(prompts, list | tuple | Iterator) and not _is_conversation(prompts)
     return (_row_from_python(i, item) for i, item in enumerate(cast(Iterable[object], prompts) if many else [prompts]))
 

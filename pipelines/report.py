@@ -1,4 +1,4 @@
-"""What a run leaves behind: files that appear complete or not at all, and what a person sees."""
+"""The output of a run: files that appear complete or not at all, progress, and tables."""
 
 import ctypes
 import gc
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # rich is imported where something is shown, because an engin
     from rich.progress import Progress, TaskID
 
 Dump = Callable[[RunConfig, Path], str]
-"""From a run and its output folder to the config.yaml that runs it again."""
+"""Returns the config.yaml that repeats a run, from the run and its output folder."""
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "hydra-core", "omegaconf")
@@ -36,7 +36,7 @@ LINE_EVERY_S = 5.0  # where there is no terminal to draw a bar on
 
 
 def _process_age_s() -> float | None:
-    """Seconds since this process began; None where Linux does not say."""
+    """Return the seconds since this process began; None where the system does not say."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # proc(5): the name may hold spaces
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -48,7 +48,7 @@ START_S = _process_age_s()  # what interpreter, config and imports took, before 
 
 
 def write_atomically(path: Path, content: Iterable[str] | bytes) -> None:
-    """Write, fsync, rename: after a crash the file is there whole or not at all."""
+    """Write a file by write, fsync, rename: after a crash it is complete or absent."""
     temporary = path.with_name(f".{path.name}.partial")
     try:
         with open(temporary, "wb") as file:
@@ -66,7 +66,7 @@ def write_atomically(path: Path, content: Iterable[str] | bytes) -> None:
 
 
 def write_run(output_dir: Path, config_yaml: str, files: dict[str, str]) -> None:
-    """The resolved config, the environment and a task's own files, by name."""
+    """Write config.yaml, environment.json and a task's own files, given by name."""
     output_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(output_dir / "config.yaml", [config_yaml])
     write_atomically(output_dir / "environment.json", [json.dumps(environment(), indent=2) + "\n"])
@@ -75,7 +75,7 @@ def write_run(output_dir: Path, config_yaml: str, files: dict[str, str]) -> None
 
 
 def environment() -> dict[str, Any]:
-    """Versions, machine and revision, for environment.json."""
+    """Return versions, machine and revision, for environment.json."""
     return {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -93,11 +93,11 @@ def environment() -> dict[str, Any]:
 
 
 def reset_peak_memory() -> None:
-    """Let the peak begin anew, so that a sweep's job does not inherit its predecessors'; where the system cannot, it does."""
+    """Reset the peak, so that a sweep's job does not report its predecessors'. Does nothing where the system cannot."""
     gc.collect()
     if not CLEAR_REFS.exists():
         return
-    # glibc keeps what is freed beside a small piece that lives on: all of 400 MB in tensors of 256 KB.
+    # glibc keeps freed memory around small pieces that are still in use: all of 400 MB in tensors of 256 KB.
     with suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):
@@ -105,7 +105,7 @@ def reset_peak_memory() -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Of the GPU since the model was loaded, or of this process since `reset_peak_memory`."""
+    """Return the peak bytes of the GPU since the model was loaded, or of this process since `reset_peak_memory`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if STATUS.exists() and (peak_kib := re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE)):
@@ -140,7 +140,7 @@ def _git(*arguments: str) -> str | None:
 
 
 class ProgressSink(Protocol):
-    """What the stages tell about how far they are."""
+    """Receives the progress of a run's stages."""
 
     def loaded(self, done: int, total: int) -> None: ...
     def converted(self, done: int, total: int) -> None: ...
@@ -151,7 +151,7 @@ class ProgressSink(Protocol):
 
 
 class NoProgress:
-    """Tells nobody."""
+    """A sink that shows nothing."""
 
     def loaded(self, done: int, total: int) -> None: ...
     def converted(self, done: int, total: int) -> None: ...
@@ -160,7 +160,7 @@ class NoProgress:
     def quantized(self, num_layers: int, total_layers: int) -> None: ...
 
     def calibrating(self) -> AbstractContextManager[None]:
-        """Around all of a calibration."""
+        """Return the context in which a calibration runs."""
         return nullcontext()
 
 
@@ -168,7 +168,7 @@ NO_PROGRESS = NoProgress()
 
 
 class _Lines(NoProgress):
-    """How far a calibration is, in a line every few seconds, also while a layer takes longer."""
+    """Prints the progress of a calibration, a line every few seconds, also while a layer takes longer."""
 
     def __init__(self) -> None:
         self._note = "begins"
@@ -231,7 +231,7 @@ class _Bar(NoProgress):
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressSink]:
-    """A bar on standard error, where that is a terminal, else lines while a model is calibrated."""
+    """Yield a progress bar on standard error if that is a terminal, else lines while a model is calibrated."""
     if not sys.stderr.isatty():
         yield _Lines()
         return
@@ -249,14 +249,14 @@ def progress_bar() -> Iterator[ProgressSink]:
 
 
 def print_table(rows: list[tuple[str, str]]) -> None:
-    """A short table on standard output."""
+    """Print a short table on standard output."""
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {visible_line(value)}")
 
 
 def print_columns(table: dict[str, list[str]]) -> None:
-    """A table with headings on standard output, which is as wide as it needs to be where that is no terminal."""
+    """Print a table with headings on standard output, as wide as needed where that is no terminal."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""How well a model predicts given tokens: their log likelihood, and how far its predictions are from another model's.
+"""Score how well a model predicts given tokens: their log likelihood, and the divergence from another model's predictions.
 
 R scored tokens, V tokens in the vocabulary, E hidden channels (each model's own). Logarithms are natural.
 """
@@ -17,17 +17,17 @@ LOGIT_ROWS = 256  # rows of logits at a time: [R, V] of a whole step would be la
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens that a model sees at once, of which the last `num_scored` are predicted, each from all those before it."""
+    """Tokens that a model sees at once. The last `num_scored` are scored, each predicted from all tokens before it."""
 
     token_ids: list[int]
     num_scored: int
 
 
 def sliding_windows(token_ids: list[int], window: int, stride: int) -> list[Window]:
-    """Windows of at most `window` tokens that begin every `stride` tokens; each scores what no window before it has.
+    """Return windows of at most `window` tokens that begin every `stride` tokens. Each scores the tokens that no earlier window scored.
 
-    As in transformers' "Perplexity of fixed-length models". A window's first token has nothing before it and is not scored: with
-    stride < window that is the text's first token alone.
+    As in transformers' "Perplexity of fixed-length models". A window's first token has nothing before it and is not scored; with
+    stride < window only the text's first token is left out.
     """
     windows, scored = [], 0
     for start in range(0, len(token_ids), stride):
@@ -43,7 +43,7 @@ def sliding_windows(token_ids: list[int], window: int, stride: int) -> list[Wind
 
 @dataclass
 class Scores:
-    """Sums over scored tokens; with a reference also of KL(reference || model), in nats, and of equal most likely tokens."""
+    """Sums over scored tokens. With a reference also sums of KL(reference || model) in nats, and counts of equal most likely tokens."""
 
     num_tokens: int = 0
     nll: float = 0.0
@@ -56,7 +56,7 @@ class Scores:
 
     @property
     def perplexity(self) -> float | None:
-        """None where it is beyond the largest float."""
+        """Return the perplexity; None where it is beyond the largest float."""
         try:
             return math.exp(self.nll_per_token)
         except OverflowError:
@@ -68,7 +68,7 @@ class Scores:
 
     @property
     def top1_agreement(self) -> float | None:
-        """A share from 0 to 1."""
+        """Return the share, from 0 to 1, of tokens where both models find the same one most likely."""
         return None if self.num_agreed is None else self.num_agreed / self.num_tokens
 
 
@@ -78,7 +78,7 @@ def score(
     reference: Engine | None = None,
     on_step: Callable[[int], None] = lambda num_tokens: None,
 ) -> Scores:
-    """Score the windows, as many in a step as both engines take. `on_step` is told how many tokens are scored.
+    """Score the windows, as many in a step as both engines take. `on_step` is called with the number of tokens scored.
 
     The reference has the same vocabulary and device. Raises UserError for windows that do not fit in a step, and for logits
     that are not finite.
