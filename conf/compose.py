@@ -21,7 +21,7 @@ from yaml import YAMLError
 
 from conf import quantization, schema
 from conf.errors import UserError, did_you_mean, there_are
-from conf.schema import RunConfig
+from conf.schema import RunConfig, Task
 
 CONF = Path(__file__).resolve().parent
 REPOSITORY = CONF.parent
@@ -41,6 +41,10 @@ REMEDIES = {  # for errors that only say what is wrong
     "missing EQUAL": "give KEY=VALUE",
     "is incompatible with type hint": "give a value of one of these types",
     "is not a subclass of": "a group's options need a config that has the group in its defaults; give KEY.NAME=VALUE",
+}
+MOVED = {  # sections of saved configs that have another name now
+    "export": "did you mean quantize.format? In the config.yaml of an earlier run, "
+    "move `format` from the section export to the section quantize, and remove export",
 }
 SAVED_DEFAULTS = [
     "schema/run",
@@ -92,11 +96,18 @@ def to_run_config(config: DictConfig, swept: Iterable[str] = ()) -> RunConfig:
         # A plain dictionary, because a typed config accepts keys that `+KEY=VALUE` made.
         plain = cast(dict[str, Any], OmegaConf.to_container(config))
         for task in set(swept) - {str(getattr(plain["task"], "name", plain["task"]))}:
-            plain.pop(task, None)
+            _drop_section(plain, task)
         run = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain))
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     return cast(RunConfig, run)
+
+
+def _drop_section(config: Any, task: str) -> None:
+    """Remove what is set for a task that the job does not do, but for quantize.format, which every job that calibrates reads."""
+    section = config.pop(task, {})
+    if task == Task.quantize.name and "format" in section:
+        config[task] = {"format": section["format"]}
 
 
 def explain(error: Exception) -> str:
@@ -117,7 +128,7 @@ def explain(error: Exception) -> str:
     for key, class_name in re.findall(r"Key '(\w+)' not in '(\w+)'", line):
         if config := ours.get(class_name):  # Hydra's own are not ours to list
             names = [field.name for field in fields(config)] + ["experiment"] * (config is RunConfig)
-            line += f": {there_are(names, key)}"
+            line += f": {MOVED.get(key) or there_are(names, key)}"
     if choice := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", line):
         line += did_you_mean(choice[2].split(", "), choice[1])
     return line
@@ -332,7 +343,7 @@ def options_over_saved(arguments: list[str]) -> list[str]:
         task.append({"task": saved.task})  # any option, which the argument replaces
         for section in options("task"):  # only the saved task's has given values, which its job in a sweep needs
             if section != saved.task or section not in swept_tasks(others):
-                saved.pop(section, None)
+                _drop_section(saved, section)
         del saved["task"]
     for group in chosen:
         for file in (CONF / group).glob("*.yaml"):

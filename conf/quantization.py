@@ -202,17 +202,11 @@ class CalibrateConfig:
         return self.num_samples * self.sequence_length
 
 
-class ExportFormat(Enum):
+class QuantizedFormat(Enum):
     compressed_tensors = "compressed_tensors"  # all schemes; vLLM and transformers load it
     awq = "awq"  # AutoAWQ's GEMM, int4 in groups
     gptq = "gptq"  # GPTQ's first version, int4 in groups
     vllm_cpu = "vllm_cpu"  # compressed_tensors of what vLLM computes on a CPU: int8 weights get dynamic activations
-
-
-@dataclass
-class ExportConfig:
-    format: ExportFormat = ExportFormat.compressed_tensors
-    """Layout of a quantised model's files."""
 
 
 @dataclass
@@ -221,6 +215,8 @@ class QuantizeConfig:
 
     output: str | None = None
     """Folder to make, which appears when it is complete; null: a folder in outputs/quantized."""
+    format: QuantizedFormat = QuantizedFormat.compressed_tensors
+    """Layout of the files, also of a model that another task calibrates."""
     overwrite: bool = False
     """Replace the model in `output`."""
     dry_run: bool = False

@@ -10,7 +10,7 @@ from enum import Enum
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError, check
-from conf.quantization import CalibrateConfig, ExportConfig, QuantConfig, QuantizeConfig
+from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig
 
 
 class Task(Enum):
@@ -297,20 +297,20 @@ class RunConfig:
     convert: ConvertConfig = field(default_factory=ConvertConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
-    export: ExportConfig = field(default_factory=ExportConfig)
 
     def __post_init__(self) -> None:
         """Raises UserError for settings that this task does not read: those of other tasks' sections, and of calibration."""
         calibrates = self.task is Task.quantize or self.quant.needs_calibration
-        if not calibrates and (self.calibrate, self.export) != (CalibrateConfig(), ExportConfig()):
+        if not calibrates and self.calibrate != CalibrateConfig():
             scheme = f"quant={self.quant.scheme.name} with task={self.task.name}"
-            raise UserError(f"calibrate and export are not used by {scheme}: leave them out, or give task=quantize")
+            raise UserError(f"calibrate is not used by {scheme}: leave it out, or give task=quantize")
         for other in [task for task in Task if task is not self.task]:
             section = getattr(self, other.name)
             unchanged = type(section)()
             for name, value in vars(section).items():
                 default = getattr(unchanged, name)
-                if value != default:
+                is_read = calibrates and (other, name) == (Task.quantize, "format")
+                if value != default and not is_read:
                     raise UserError(
                         f"{other.name}.{name}={typed(value)} is not used by task={self.task.name}: "
                         f"leave it at {typed(default)}, or give task={other.name}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.quantization import CalibrateConfig, ExportConfig, QuantConfig
+from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig
 from conf.schema import EvaluateConfig, RunConfig, Weights
 from models.tokenizers import Tokenizer
 from pipelines import report
@@ -225,7 +225,7 @@ def _load_reference(
     where = f"evaluate.reference={path}"
     # Its cache need hold no more than windows.
     model = replace(run.model, path=path, weights=Weights.checkpoint, max_length=run.evaluate.window)
-    float_run = replace(run, model=model, quant=QuantConfig(), calibrate=CalibrateConfig(), export=ExportConfig())
+    float_run = replace(run, model=model, quant=QuantConfig(), calibrate=CalibrateConfig(), quantize=QuantizeConfig())
     try:
         reference = assemble(float_run, 1, on_bytes)
     except UserError as error:

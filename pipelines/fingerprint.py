@@ -65,7 +65,7 @@ def calibration_fingerprint(run: RunConfig) -> Fingerprint:
     """What a calibrated model depends on besides its source and `quant`: the texts, and a layout's type of scales."""
     data = run.calibrate.data
     texts = asdict(run.calibrate) | {"data": data and sha256_of(calibration_file(data).path)}
-    return {"calibrate": texts, "export": {"format": run.export.format.name}}
+    return {"calibrate": texts, "quantize.format": run.quantize.format.name}
 
 
 def _chat_template(chat_template: str) -> str:

@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 from conf.errors import UserError
-from conf.quantization import Activations, CalibrateConfig, ExportConfig, KVCacheFormat, QuantConfig
+from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig, QuantizeConfig
 from conf.schema import RunConfig
 from pipelines.assembly import assemble, is_quantized
 from pipelines.engine import Engine
@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 def load_engine(run: RunConfig, max_num_requests: int, progress: ProgressSink = NO_PROGRESS) -> Engine:
     """An engine for so many requests at once. Raises UserError as `assemble` and `find_or_make` do."""
     if run.quant.needs_calibration and is_quantized(run.model):
-        if (run.calibrate, run.export) != (CalibrateConfig(), ExportConfig()):
-            unused = "calibrate and export are not used by a model that is quantised already"
+        if (run.calibrate, run.quantize) != (CalibrateConfig(), QuantizeConfig()):
+            unused = "calibrate and quantize.format are not used by a model that is quantised already"
             raise UserError(f"{unused}: leave them out, or give the float model")
     elif run.quant.needs_calibration:
         from pipelines.quantize import find_or_make  # here, because other runs have nothing to calibrate
@@ -28,5 +28,5 @@ def load_engine(run: RunConfig, max_num_requests: int, progress: ProgressSink = 
         model, quant = replace(run.model, path=str(folder)), QuantConfig(kv_cache=found_when_run)
         if run.quant.activations is Activations.auto:  # which is not in the model's files, either
             quant = replace(quant, activations=Activations.auto)
-        run = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), export=ExportConfig())
+        run = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), quantize=QuantizeConfig())
     return assemble(run, max_num_requests, progress.loaded)

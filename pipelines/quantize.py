@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError, check
-from conf.quantization import CalibrateConfig, ExportConfig, KVCacheFormat, QuantConfig, QuantScheme
+from conf.quantization import CalibrateConfig, KVCacheFormat, QuantConfig, QuantizeConfig, QuantScheme
 from conf.schema import RunConfig, Weights
 from models.batch import Batch, KVCache
 from models.config import ConfigReader
@@ -36,7 +36,7 @@ from pipelines.quantize_preflight import preflight, print_preflight
 from pipelines.quantize_report import Predictions, perplexity, write_report
 from quantization.artefact import Artefact, LayoutOf
 from quantization.calibration import PROBE_TOKENS, LayerByLayer
-from quantization.export import export_of
+from quantization.file_layout import file_layout
 from quantization.kv_scales import place_kv_scales, static_kv_formats
 from quantization.quantizer import LinearReport, Quantizer, is_sequential, parts_of
 from quantization.scheme import LinearScheme
@@ -134,21 +134,21 @@ def _make(run: RunConfig, target: Path, progress: report.ProgressSink, with_repo
 
 def _calibrate(run: RunConfig, target: Path, progress: report.ProgressSink, with_report: bool) -> dict[str, Any]:
     source = replace(run.model, keep_packed=False)  # it is read once
-    float_run = replace(run, model=source, quant=QuantConfig(), calibrate=CalibrateConfig(), export=ExportConfig())
+    float_run = replace(run, model=source, quant=QuantConfig(), calibrate=CalibrateConfig(), quantize=QuantizeConfig())
     engine = assemble(float_run, 1, progress.loaded, packed=False)
     data = read_calibration_data(run.calibrate, engine.tokenizer, engine.context.num_tokens, engine.sees_later_tokens)
     model, static_cache = engine.runner.model, run.quant.kv_cache if run.quant.has_static_kv_cache else None
     refuse_damaged(model)
     bytes_before = engine.runner.weight_bytes
-    export = export_of(model, run.quant, run.export.format)
+    layout = file_layout(model, run.quant, run.quantize.format)
     with complete_folder(target, run.quantize.overwrite, "quantize", resumable=True) as folder:
-        artefact = _begin(folder, _job(run), export.layout_of)
-        parts = parts_of(model, export.schemes)
+        artefact = _begin(folder, _job(run), layout.layout_of)
+        parts = parts_of(model, layout.schemes)
         artefact.write_rest(model, parts)
         before = Predictions(engine, data.held_out) if with_report else None
         if static_cache:
             place_kv_scales(model, per_head=True, found={})
-        reports = _quantize(run.quant, engine, data, artefact, export.schemes, progress)
+        reports = _quantize(run.quant, engine, data, artefact, layout.schemes, progress)
         metrics: dict[str, Any] = {
             "num_layers": len(reports),
             "weight_bytes_before": bytes_before,
@@ -160,7 +160,7 @@ def _calibrate(run: RunConfig, target: Path, progress: report.ProgressSink, with
                 _quantize_cache(engine, static_cache)
             metrics |= before.compared_with(engine)
             write_report(folder, run, data.source, reports, metrics)
-        _finish(run, engine, artefact, export.config)
+        _finish(run, engine, artefact, layout.config)
     return metrics
 
 

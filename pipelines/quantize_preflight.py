@@ -14,7 +14,7 @@ from models.weights import DTYPES, stored_dtype
 from pipelines.assembly import find_and_open, prepared_device
 from pipelines.quantize_estimate import expected_seconds
 from pipelines.report import print_table
-from quantization.export import export_of
+from quantization.file_layout import file_layout
 from quantization.scheme import LinearScheme
 
 
@@ -36,7 +36,7 @@ def preflight(run: RunConfig) -> Preflight:
     architecture = find_architecture(checkpoint.config)
     bound = None if run.model.weights is Weights.random else checkpoint
     model = outline(architecture, architecture.read_config(checkpoint.config), bound)
-    schemes = export_of(model, run.quant, run.export.format).schemes
+    schemes = file_layout(model, run.quant, run.quantize.format).schemes
     wanted = run.model.dtype
     names_one = checkpoint.config.raw("torch_dtype") or checkpoint.config.raw("dtype")
     files = [] if names_one or wanted is not DType.auto else checkpoint.open_weights({})

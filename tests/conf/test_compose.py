@@ -23,7 +23,7 @@ from conf.compose import (
     to_run_config,
 )
 from conf.errors import UserError
-from conf.quantization import KVCacheFormat
+from conf.quantization import KVCacheFormat, QuantConfig, QuantizeConfig, QuantizedFormat, QuantMethod, QuantScheme
 from conf.schema import DeviceType, DType, RunConfig, Task
 
 GROUPS = ("task", "model", "parallel", "quant", "decode", "device", "experiment")
@@ -58,8 +58,10 @@ def test_every_option_composes_and_says_when_to_choose_it(group: str, option: st
         ("model=llama3", "tiny, tinyllama_1_1b: did you mean llama3_8b?"),
         ("task=predct", "task=predct does not exist: there are bench, convert, evaluate, predict, quantize: did you mean predict?"),
         ("decode.temprature=1", "skip_special_tokens, prefix_cache, cache_salt: did you mean temperature?"),
-        ("decod=greedy", "calibrate, export, experiment: did you mean decode?"),
-        ("experment=short_stories", "calibrate, export, experiment: did you mean experiment?"),
+        ("decod=greedy", "quantize, calibrate, experiment: did you mean decode?"),
+        ("experment=short_stories", "quantize, calibrate, experiment: did you mean experiment?"),
+        ("export.format=gptq", "Key 'export' not in 'RunConfig': did you mean quantize.format? In the config.yaml of an earlier run, "
+         "move `format` from the section export to the section quantize, and remove export"),
         ("predict.dta=x", "resume, max_errors: did you mean data?"),
         ("model.dtype=bfloat61", "expected one of [auto, float32, bfloat16, float16]: did you mean bfloat16?"),
         ("decode=xyz", "there are beam, checkpoint, contrastive, greedy, sampling"),  # which resembles none
@@ -347,6 +349,17 @@ def test_another_task_over_a_saved_config_has_the_data_of_its_option(
     assert composed_over(["--config-path", ".", "task=predict"]) == replace(fresh, model=run.model)
 
 
+def test_another_task_over_a_saved_config_calibrates_in_its_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    calibrated = ["quant=int4", "quant.method=gptq", "quantize.format=gptq"]
+    for given in (["task=quantize", "quantize.overwrite=true"], ["predict.data=x"]):
+        (tmp_path / "config.yaml").write_text(dump(compose_run_config([*calibrated, *given]), tmp_path))
+        run = composed_over(["--config-path", ".", "task=bench"])
+        assert run == compose_run_config([*calibrated, "task=bench"])
+
+
 def test_a_saved_config_is_found_from_where_the_user_stands(saved: RunConfig, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     for typed in (["--config-path", "saved"], ["-cp", "./saved"], ["--config-path=saved"]):
@@ -386,6 +399,15 @@ def test_a_job_of_a_sweep_over_tasks_leaves_out_what_is_for_the_other_tasks() ->
         to_run_config(config)
     run = to_run_config(config, swept_tasks(arguments))
     assert (run.evaluate.data, run.bench.new_tokens) == (None, 9)
+    config.quantize.overwrite, config.quantize.format = True, QuantizedFormat.gptq
+    swept = ["bench", "evaluate", "quantize"]
+    with pytest.raises(
+        UserError, match="quantize.format=gptq is not used by task=bench: leave it at compressed_tensors"
+    ):
+        to_run_config(config, swept)
+    config.quant = QuantConfig(QuantScheme.int4, QuantMethod.gptq)  # which calibrates, and reads it
+    assert to_run_config(config, swept).quantize == QuantizeConfig(format=QuantizedFormat.gptq)
+    config.quant, config.quantize = QuantConfig(), QuantizeConfig()
     config.predict.batch_size = 3  # of a task that the sweep does not run
     with pytest.raises(UserError, match="predict.batch_size=3 is not used by task=bench"):
         to_run_config(config, swept_tasks(arguments))

@@ -17,6 +17,7 @@ from conf.quantization import (
     KVCacheScales,
     QuantConfig,
     QuantizeConfig,
+    QuantizedFormat,
     QuantMethod,
     QuantScheme,
     SmoothConfig,
@@ -77,6 +78,7 @@ def quantize_run(
     data: Path | None,
     tokenizer: str | None = None,
     quantize: QuantizeConfig | None = None,
+    format: QuantizedFormat = QuantizedFormat.compressed_tensors,
     **calibrate: int,
 ) -> RunConfig:
     """6 samples of 16 tokens, where `calibrate` says nothing else."""
@@ -89,7 +91,7 @@ def quantize_run(
         quant=quant,
         predict=PredictConfig(),
         calibrate=CalibrateConfig(None if data is None else str(data), **numbers),
-        quantize=quantize or QuantizeConfig(None if target is None else str(target)),
+        quantize=quantize or QuantizeConfig(None if target is None else str(target), format),
     )
 
 

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 from conf.compose import compose_run_config, dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.quantization import CalibrateConfig, ExportConfig, ExportFormat, QuantConfig, QuantScheme
+from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig, QuantizedFormat, QuantScheme
 from conf.schema import EvaluateConfig, PredictConfig, RunConfig, Task
 from models.tiny.corpus import questions as tiny_corpus_questions
 from pipelines.evaluate import is_right, read_questions, read_texts, right_answers, run_evaluate
@@ -167,7 +167,7 @@ def test_a_model_that_is_calibrated_now_has_a_reference_too(
     run = job(chatty, data=write_texts(tmp_path, TEXTS), reference=str(chatty))
     calibrate = CalibrateConfig(num_samples=2, sequence_length=16)
     quant = QuantConfig(QuantScheme.int8, auto_clip=True)
-    run = replace(run, quant=quant, calibrate=calibrate, export=ExportConfig(ExportFormat.vllm_cpu))
+    run = replace(run, quant=quant, calibrate=calibrate, quantize=QuantizeConfig(format=QuantizedFormat.vllm_cpu))
     metrics = measure(run, tmp_path / "out")
     assert 0 < metrics["kl_mean"] < 0.01  # codes of 8 bits; other random weights are further than that
 

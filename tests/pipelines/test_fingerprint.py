@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from conf.quantization import CalibrateConfig, ExportConfig, ExportFormat, QuantConfig, QuantMethod, QuantScheme
+from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig, QuantizedFormat, QuantMethod, QuantScheme
 from conf.schema import RunConfig
 from pipelines.fingerprint import fingerprint
 from pipelines.loading import load_engine
@@ -70,10 +70,13 @@ def test_a_calibrated_model_is_its_texts_and_its_layout(chatty: Path, tmp_path: 
     before = parts()
     texts = texts.rename(tmp_path / "b.txt")
     assert parts() == before
-    assert parts(export=ExportConfig(ExportFormat.gptq)) != before
+    assert parts(quantize=QuantizeConfig(format=QuantizedFormat.gptq)) != before
     texts.write_text("Twice")
     assert parts() != before
-    assert parts(quant=QuantConfig(), calibrate=CalibrateConfig()).keys() == before.keys() - {"calibrate", "export"}
+    assert parts(quant=QuantConfig(), calibrate=CalibrateConfig()).keys() == before.keys() - {
+        "calibrate",
+        "quantize.format",
+    }
 
 
 def test_equal_prompts_are_equal_input(chatty: Path, tmp_path: Path) -> None:

@@ -16,11 +16,10 @@ from conf.errors import UserError
 from conf.quantization import (
     Activations,
     CalibrateConfig,
-    ExportConfig,
-    ExportFormat,
     KVCacheFormat,
     QuantConfig,
     QuantizeConfig,
+    QuantizedFormat,
     QuantMethod,
     QuantScheme,
 )
@@ -296,8 +295,10 @@ def test_a_quantised_model_needs_no_option_and_takes_its_own(data: Path, tmp_pat
         load_engine(replace(run, quant=replace(STATIC_A8W8, skip=["lm_head"])), 3)
     with pytest.raises(UserError, match="quant.skip has 'nothing', which matches no layer"):
         load_engine(replace(run, quant=replace(STATIC_A8W8, skip=["nothing"])), 3)
-    for unused in ({"calibrate": CalibrateConfig(seed=3)}, {"export": ExportConfig(ExportFormat.gptq)}):
-        with pytest.raises(UserError, match="calibrate and export are not used by a model that is quantised already"):
+    for unused in ({"calibrate": CalibrateConfig(seed=3)}, {"quantize": QuantizeConfig(format=QuantizedFormat.gptq)}):
+        with pytest.raises(
+            UserError, match="calibrate and quantize.format are not used by a model that is quantised already"
+        ):
             load_engine(replace(run, **unused), 3)  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from conf.errors import UserError
-from conf.quantization import ExportConfig, ExportFormat, KVCacheFormat, KVCacheScales, QuantConfig
+from conf.quantization import KVCacheFormat, KVCacheScales, QuantConfig, QuantizedFormat
 from conf.schema import PredictConfig, QuantizeConfig, RunConfig, Task
 from kernels.kv_format import StaticFloat8, StaticInt8, Unquantised
 from models.config import ConfigReader
@@ -222,8 +222,8 @@ def test_contradictions(
 
 def test_layouts_without_scales_of_the_cache_refuse_them(source: Path, data: Path, tmp_path: Path) -> None:
     quant = replace(STATIC_INT8, scheme=INT4, method=AWQ, group_size=32, skip=["lm_head", "*.down_proj"])
-    run = replace(quantize_run(source, quant, tmp_path / "made", data), export=ExportConfig(ExportFormat.awq))
-    with pytest.raises(UserError, match="export.format=awq has no scales of the KV cache: give compressed_tensors"):
+    run = quantize_run(source, quant, tmp_path / "made", data, format=QuantizedFormat.awq)
+    with pytest.raises(UserError, match="quantize.format=awq has no scales of the KV cache: give compressed_tensors"):
         make(run, tmp_path / "run")
 
 

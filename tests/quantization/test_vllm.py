@@ -1,8 +1,7 @@
-"""Files of `export.format=vllm_cpu` in vLLM on a CPU: the tokens that we have on the same files. Skipped where there is no vLLM."""
+"""Files of `quantize.format=vllm_cpu` in vLLM on a CPU: the tokens that we have on the same files. Skipped where there is no vLLM."""
 
 import json
 import subprocess
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from conf.decoding import DecodeConfig
-from conf.quantization import ExportConfig, ExportFormat, QuantConfig
+from conf.quantization import QuantConfig, QuantizedFormat
 from models.tiny.corpus import documents
 from models.tokenizers import load_tokenizer
 from tests.helpers.builders import REPOSITORY, complete, engine_of
@@ -66,7 +65,7 @@ def in_vllm(
     """Make tiny quantised, and what vLLM says of each model. One process of it for all, whose imports take longest."""
     data = write_rows(folder / "rows.jsonl", random_rows(20, 16))
     for name, quant in quants.items():
-        run = replace(quantize_run(TINY, quant, folder / name, data), export=ExportConfig(ExportFormat.vllm_cpu))
+        run = quantize_run(TINY, quant, folder / name, data, format=QuantizedFormat.vllm_cpu)
         make(run, folder / "run" / name)
     command = [
         PYTHON,

@@ -1,4 +1,4 @@
-"""`export.format`: the same codes in other tools' layouts, which run as the model that was made."""
+"""`quantize.format`: the same codes in other tools' layouts, which run as the model that was made."""
 
 import json
 from contextlib import nullcontext
@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from conf.errors import UserError
-from conf.quantization import ExportConfig, ExportFormat, GptqConfig, QuantConfig
+from conf.quantization import GptqConfig, QuantConfig, QuantizedFormat
 from pipelines.loading import load_engine
 from quantization.layouts.packing import unpack
 from tests.helpers.builders import all_logits, run_config
@@ -45,15 +45,15 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("format", "quant"),
     [
-        (ExportFormat.awq, QuantConfig(INT4, AWQ, **LAYERS)),
-        (ExportFormat.awq, QuantConfig(INT4, AWQ, **LAYERS, symmetric=False)),
-        (ExportFormat.gptq, QuantConfig(INT4, GPTQ, **LAYERS)),
-        (ExportFormat.gptq, QuantConfig(INT4, GPTQ, **LAYERS, symmetric=False)),
-        (ExportFormat.gptq, QuantConfig(INT4, GPTQ, **LAYERS, gptq=GptqConfig(static_groups=False))),
+        (QuantizedFormat.awq, QuantConfig(INT4, AWQ, **LAYERS)),
+        (QuantizedFormat.awq, QuantConfig(INT4, AWQ, **LAYERS, symmetric=False)),
+        (QuantizedFormat.gptq, QuantConfig(INT4, GPTQ, **LAYERS)),
+        (QuantizedFormat.gptq, QuantConfig(INT4, GPTQ, **LAYERS, symmetric=False)),
+        (QuantizedFormat.gptq, QuantConfig(INT4, GPTQ, **LAYERS, gptq=GptqConfig(static_groups=False))),
     ],
 )
-def test_it_reloads_to_the_same_bits(format: ExportFormat, quant: QuantConfig, data: Path, tmp_path: Path) -> None:
-    run = replace(quantize_run(LLAMA, quant, tmp_path / "made", data), export=ExportConfig(format))
+def test_it_reloads_to_the_same_bits(format: QuantizedFormat, quant: QuantConfig, data: Path, tmp_path: Path) -> None:
+    run = quantize_run(LLAMA, quant, tmp_path / "made", data, format=format)
     made = make(run, tmp_path / "run")
     assert all_logits(reloaded(tmp_path / "made"), PROMPT).equal(all_logits(made, PROMPT))
     named = load_engine(replace(run_config(tmp_path / "made"), quant=quant), 3)  # its own option contradicts nothing
@@ -63,17 +63,15 @@ def test_it_reloads_to_the_same_bits(format: ExportFormat, quant: QuantConfig, d
 def test_int8_for_vllm_on_a_cpu_has_dynamic_activations_and_a_named_head(data: Path, tmp_path: Path) -> None:
     """The same codes and scales as without it; the model that is made, measured and loaded quantises activations as vLLM does."""
     runs = {
-        format: replace(
-            quantize_run(LLAMA, QuantConfig(INT8), tmp_path / format.name, data), export=ExportConfig(format)
-        )
-        for format in (ExportFormat.vllm_cpu, ExportFormat.compressed_tensors)
+        format: quantize_run(LLAMA, QuantConfig(INT8), tmp_path / format.name, data, format=format)
+        for format in (QuantizedFormat.vllm_cpu, QuantizedFormat.compressed_tensors)
     }
     made, plain = (all_logits(make(run, tmp_path / "run"), PROMPT) for run in runs.values())
     assert not made.equal(plain)
     files = {format: load_file(tmp_path / format.name / "model-00000.safetensors") for format in runs}
-    for name, packed in files[ExportFormat.compressed_tensors].items():
+    for name, packed in files[QuantizedFormat.compressed_tensors].items():
         if name.endswith("weight_packed"):
-            codes = files[ExportFormat.vllm_cpu][name.replace("weight_packed", "weight")]
+            codes = files[QuantizedFormat.vllm_cpu][name.replace("weight_packed", "weight")]
             assert unpack(packed, 8, codes.shape[1]).equal(codes)
     config = json.loads((tmp_path / "vllm_cpu" / "config.json").read_text())["quantization_config"]
     group = config["config_groups"]["group_0"]
@@ -89,8 +87,8 @@ def test_int8_for_vllm_on_a_cpu_has_dynamic_activations_and_a_named_head(data: P
 
 def test_int4_for_vllm_on_a_cpu_keeps_float_activations_but_for_its_int8_head(data: Path, tmp_path: Path) -> None:
     quant = QuantConfig(INT4, group_size=32, skip=["*.down_proj"], overrides={"lm_head": "int8"})
-    export = ExportConfig(ExportFormat.vllm_cpu)
-    made = make(replace(quantize_run(LLAMA, quant, tmp_path / "made", data), export=export), tmp_path / "run")
+    run = quantize_run(LLAMA, quant, tmp_path / "made", data, format=QuantizedFormat.vllm_cpu)
+    made = make(run, tmp_path / "run")
     groups = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]["config_groups"]
     found = [
         (g["targets"], g["format"], g["weights"]["num_bits"], bool(g["input_activations"])) for g in groups.values()
@@ -102,36 +100,44 @@ def test_int4_for_vllm_on_a_cpu_keeps_float_activations_but_for_its_int8_head(da
 @pytest.mark.parametrize(
     ("format", "quant", "message"),
     [
-        (ExportFormat.awq, QuantConfig(INT8), "AWQ holds int4 weights, not int8 per channel: write compressed-tensors"),
-        (ExportFormat.awq, QuantConfig(INT4), r"AWQ has no quantised head: give quant.skip=\[lm_head\]"),
         (
-            ExportFormat.vllm_cpu,
+            QuantizedFormat.awq,
+            QuantConfig(INT8),
+            "AWQ holds int4 weights, not int8 per channel: write compressed-tensors",
+        ),
+        (QuantizedFormat.awq, QuantConfig(INT4), r"AWQ has no quantised head: give quant.skip=\[lm_head\]"),
+        (
+            QuantizedFormat.vllm_cpu,
             QuantConfig(INT8, group_size=32, skip=["*.down_proj"]),
             "has int8 per channel alone: give no groups",
         ),
         (
-            ExportFormat.vllm_cpu,
+            QuantizedFormat.vllm_cpu,
             QuantConfig(FP8, activations=STATIC),
             "fp8 per channel, static activations, but vLLM on a CPU",
         ),
-        (ExportFormat.vllm_cpu, QuantConfig(FP8, activations=DYNAMIC, per_tensor=True), "give quant.per_tensor=false"),
-        (ExportFormat.vllm_cpu, QuantConfig(INT4), r"int4 for multiples of 32 alone: give quant.skip=\["),
         (
-            ExportFormat.vllm_cpu,
+            QuantizedFormat.vllm_cpu,
+            QuantConfig(FP8, activations=DYNAMIC, per_tensor=True),
+            "give quant.per_tensor=false",
+        ),
+        (QuantizedFormat.vllm_cpu, QuantConfig(INT4), r"int4 for multiples of 32 alone: give quant.skip=\["),
+        (
+            QuantizedFormat.vllm_cpu,
             QuantConfig(INT4, GPTQ, **LAYERS, gptq=GptqConfig(static_groups=False)),
             "give quant.gptq.static_groups=true",
         ),
         (
-            ExportFormat.vllm_cpu,
+            QuantizedFormat.vllm_cpu,
             QuantConfig(INT8, **STATIC_CACHES["int8, static"]),
-            "export.format=vllm_cpu has no scales of the KV cache: give compressed_tensors",
+            "quantize.format=vllm_cpu has no scales of the KV cache: give compressed_tensors",
         ),
     ],
 )
 def test_what_a_layout_cannot_hold(
-    format: ExportFormat, quant: QuantConfig, message: str, data: Path, tmp_path: Path
+    format: QuantizedFormat, quant: QuantConfig, message: str, data: Path, tmp_path: Path
 ) -> None:
-    run = replace(quantize_run(LLAMA, quant, tmp_path / "made", data), export=ExportConfig(format))
+    run = quantize_run(LLAMA, quant, tmp_path / "made", data, format=format)
     for dry_run in (False, True):
         with pytest.raises(UserError, match=message):
             make(replace(run, quantize=replace(run.quantize, dry_run=dry_run)), tmp_path / "run")

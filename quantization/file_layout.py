@@ -1,4 +1,4 @@
-"""How the files of a quantised model are laid out: by `export.format`."""
+"""Lay out the files of a quantised model as `quantize.format` names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conf.errors import UserError
-from conf.quantization import Activations, ExportFormat, QuantConfig, QuantMethod
+from conf.quantization import Activations, QuantConfig, QuantizedFormat, QuantMethod
 from models.causal_lm import CausalLM
 from models.layers.linear import Layer, Linear, TiedHead
 from models.linear_layers import linear_layers
@@ -22,7 +22,7 @@ VLLM_CPU_BLOCK = 32  # input channels that its int4 product takes at once
 
 
 @dataclass(frozen=True)
-class Export:
+class FileLayout:
     schemes: dict[str, LinearScheme]
     """By layer, with scales of the dtype that the files hold."""
     config: dict[str, Any]
@@ -30,40 +30,40 @@ class Export:
     layout_of: LayoutOf
 
 
-def export_of(model: CausalLM, quant: QuantConfig, format: ExportFormat) -> Export:
-    """Of a model in floats. Raises UserError as `plan` does, and for what the format cannot hold."""
+def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) -> FileLayout:
+    """Return the layout for a model in floats. Raises UserError as `plan` does, and for what the format cannot hold."""
     schemes = plan(model, quant)
     linears = [name for name, module in model.named_modules() if isinstance(module, Linear | TiedHead)]
     kept = [name for name in linears if name not in schemes]
     is_permuted = quant.method is QuantMethod.gptq and quant.gptq.act_order and not quant.gptq.static_groups
     kv_cache = quant.kv_cache if quant.has_static_kv_cache else None
-    if format is ExportFormat.compressed_tensors:
+    if format is QuantizedFormat.compressed_tensors:
         config = compressed_tensors.write_config(schemes, kept, is_permuted, kv_cache)
-        return Export(schemes, config, _compressed)
+        return FileLayout(schemes, config, _compressed)
     if kv_cache is not None:
         raise UserError(
-            f"export.format={format.name} has no scales of the KV cache: give compressed_tensors, or quant.kv_cache_scales=dynamic"
+            f"quantize.format={format.name} has no scales of the KV cache: give compressed_tensors, or quant.kv_cache_scales=dynamic"
         )
-    if format is ExportFormat.vllm_cpu:
+    if format is QuantizedFormat.vllm_cpu:
         schemes = {
             name: on_vllm_cpu(layer, schemes[name]) for name, layer in linear_layers(model).items() if name in schemes
         }
         if is_permuted:
             raise UserError("vLLM on a CPU has input channels in their own order: give quant.gptq.static_groups=true")
-        return Export(schemes, compressed_tensors.write_config(schemes, kept, is_permuted), _compressed)
+        return FileLayout(schemes, compressed_tensors.write_config(schemes, kept, is_permuted), _compressed)
     schemes = {  # these files have float16 scales: codes are chosen for what they are there
         name: replace(scheme, weights=replace(scheme.weights, scale_dtype=torch.float16))
         for name, scheme in schemes.items()
     }
-    if format is ExportFormat.awq:
-        return Export(schemes, awq.write_config(schemes, kept), _awq)
+    if format is QuantizedFormat.awq:
+        return FileLayout(schemes, awq.write_config(schemes, kept), _awq)
     config = gptq.write_config(schemes, kept, is_permuted)
     is_v1 = config["checkpoint_format"] == gptq.V1
 
     def layout(layer: Layer, scheme: LinearScheme, found: Mapping[str, tuple[int, ...]]) -> WritableLayout:
         return gptq.GptqWeight(layer.shape, scheme.weights, is_v1)
 
-    return Export(schemes, config, layout)
+    return FileLayout(schemes, config, layout)
 
 
 def on_vllm_cpu(layer: Layer, scheme: LinearScheme) -> LinearScheme:
