@@ -4,9 +4,9 @@ import os
 import signal
 import sys
 import traceback
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 if __name__ == "__main__":  # an interrupt during the imports ends the process without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -16,40 +16,30 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from conf.compose import (
-    CONFIG_ERRORS,
-    dump,
-    explain,
-    for_hydra,
-    register,
-    swept_tasks,
-    to_run_config,
-    version,
-)
+from conf.compose import CONFIG_ERRORS, dump, explain, for_hydra, swept_tasks, to_run_config, version
 from conf.errors import UserError
+from conf.schema import RunConfig
 from conf.signals import interrupts_waiting, reader_may_leave
 from conf.terminal import visible
 
 
 def main() -> None:
     """Run one job, or with -m a sweep: its jobs, then their table. Raises UserError if jobs of a sweep failed."""
-    jobs: list[Path] = []  # folders of a sweep's jobs
+    sweep_id, swept = uuid4().hex, swept_tasks(sys.argv[1:])  # which reach a launcher's workers within run_job
 
     @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-    def run_job(config: DictConfig) -> None:
+    def run_job(config: DictConfig) -> Any:
         job = HydraConfig.get()
         output_dir = Path(job.runtime.output_dir)
         try:
-            with ExitStack() as errors_end_here:
-                if job.mode == RunMode.MULTIRUN:
-                    with interrupts_waiting():
-                        from pipelines.sweep import recorded_job
-                    errors_end_here.enter_context(recorded_job(output_dir, list(job.overrides.task), jobs))
-                run = to_run_config(config, swept_tasks(sys.argv[1:]))
-                # Not at the top, because it imports torch, which --help and Tab completion need not wait for.
-                with interrupts_waiting():
-                    from pipelines.launch import launch
-                launch(run, output_dir, dump)
+            if job.mode == RunMode.RUN:
+                return _launch(to_run_config(config), output_dir)
+            with interrupts_waiting():
+                from pipelines.sweep import Sweep, objective, recorded_job
+            sweep = Sweep(sweep_id, job.sweep.dir)
+            with recorded_job(sweep, output_dir, job.job.num, list(job.overrides.task)):
+                _launch(to_run_config(config, swept), output_dir)
+            return objective(output_dir, config.sweep.objective)
         except (UserError, OSError) as error:
             sys.exit(visible(f"error: {error}"))
         finally:
@@ -60,12 +50,20 @@ def main() -> None:
     try:
         run_job()
     finally:  # also where the sweep was interrupted
-        if jobs:
-            from pipelines.sweep import write_sweep
-
-            failure = write_sweep(jobs)
+        if HydraConfig.initialized():  # by its callback
+            with interrupts_waiting():
+                from pipelines.sweep import Sweep, write_sweep
+            failure = write_sweep(Sweep(sweep_id, HydraConfig.get().sweep.dir))
     if failure:
         raise UserError(failure)
+
+
+def _launch(run: RunConfig, output_dir: Path) -> None:
+    with (
+        interrupts_waiting()
+    ):  # not at the top, because it imports torch, which --help and Tab completion need not wait for
+        from pipelines.launch import launch
+    launch(run, output_dir, dump)
 
 
 def _print_visibly(*raised: Any) -> None:
@@ -77,7 +75,6 @@ if __name__ == "__main__":
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors instead of printing them
     sys.excepthook = _print_visibly
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    register()
     try:
         with reader_may_leave():
             if "--version" in sys.argv:

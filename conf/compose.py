@@ -21,7 +21,7 @@ from yaml import YAMLError
 
 from conf import quantization, schema
 from conf.errors import UserError, did_you_mean, there_are
-from conf.schema import RunConfig, Task
+from conf.schema import RunConfig, SweepConfig, Task
 
 CONF = Path(__file__).resolve().parent
 REPOSITORY = CONF.parent
@@ -65,12 +65,11 @@ def _run_dir(task: Any, option: str, path: str) -> str:
     return str(REPOSITORY / "outputs" / getattr(task, "name", str(task)) / re.sub(r"[^\w.-]", "_", name) / moment)
 
 
-def register() -> None:
-    """Make the schema and the resolvers known to Hydra. Under `schema/` so that Tab completion offers only real options."""
-    ConfigStore.instance().store(group="schema", name="run", node=RunConfig, package="_global_")
-    OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
-    OmegaConf.register_new_resolver("next_line", lambda: "\x85", replace=True)
-    OmegaConf.register_new_resolver("run_dir", _run_dir, use_cache=True, replace=True)
+# Where this file is imported, so that the workers of a launcher have them. Under `schema/`, so that Tab completes real options alone.
+ConfigStore.instance().store(group="schema", name="run", node=RunConfig, package="_global_")
+OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path))
+OmegaConf.register_new_resolver("next_line", lambda: "\x85")
+OmegaConf.register_new_resolver("run_dir", _run_dir, use_cache=True)
 
 
 def options(group: str) -> list[str]:
@@ -84,10 +83,11 @@ def swept_tasks(arguments: list[str]) -> list[str]:
     return [task.strip() for task in ",".join(values).split(",")] if "," in "".join(values) else []
 
 
-def to_run_config(config: DictConfig, swept: Iterable[str] = ()) -> RunConfig:
+def to_run_config(config: DictConfig, swept: Iterable[str] | None = None) -> RunConfig:
     """Return the typed, checked config. Raises UserError for an unknown key, a value of ???, and a value that a check refuses.
 
-    swept: the tasks of a sweep. Settings of those that are not this job's are dropped: another job uses them.
+    swept: the tasks of the sweep that the job is one of, None of a run alone. Settings of tasks that are not this job's are dropped:
+    another job uses them.
     """
     if missing := OmegaConf.missing_keys(config):  # to_object would take the default instead
         remedy = "give one, or leave it out; a prompt of ??? goes into a row of a .jsonl"
@@ -95,12 +95,15 @@ def to_run_config(config: DictConfig, swept: Iterable[str] = ()) -> RunConfig:
     try:
         # A plain dictionary, because a typed config accepts keys that `+KEY=VALUE` made.
         plain = cast(dict[str, Any], OmegaConf.to_container(config))
-        for task in set(swept) - {str(getattr(plain["task"], "name", plain["task"]))}:
+        for task in set(swept or ()) - {str(getattr(plain["task"], "name", plain["task"]))}:
             _drop_section(plain, task)
-        run = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain))
+        run = cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain)))
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
-    return cast(RunConfig, run)
+    objective = run.sweep.objective
+    if swept is None and objective is not None:
+        raise UserError(f"sweep.objective={objective} is not used by a run alone: leave it out, or give -m for a sweep")
+    return run
 
 
 def _drop_section(config: Any, task: str) -> None:
@@ -188,7 +191,6 @@ def compose_run_config(
     overrides: list[str], model_path: str | None = None, tokenizer_path: str | None = None
 ) -> RunConfig:
     """Return the config that `python run.py OVERRIDES` composes. The paths are set directly, without Hydra's grammar of overrides."""
-    register()
     with _COMPOSING:
         outer = GlobalHydra.instance().hydra  # of a caller that uses Hydra itself
         GlobalHydra.instance().hydra = None
@@ -213,6 +215,7 @@ def dump(run: RunConfig, output_dir: Path) -> str:
         "hydra": {
             "run": {"dir": f"{output_dir.parent}/${{now:%Y-%m-%d_%H-%M-%S-%f}}"},
             "sweep": {"dir": "${repository:outputs}/multirun/${now:%Y-%m-%d_%H-%M-%S-%f}"},
+            "callbacks": {"sweep": {"_target_": "conf.callbacks.KnownSweep"}},
             "output_subdir": None,
             "job": {"chdir": False},
         },
@@ -223,7 +226,7 @@ def dump(run: RunConfig, output_dir: Path) -> str:
 
 
 def _as_saved(run: RunConfig) -> RunConfig:
-    """Return the run with absolute paths, and without the folder that it resumed. Hub ids and prompts stay as they are."""
+    """Return the run as it runs again alone and from any folder: absolute paths, nothing resumed. Hub ids and prompts stay as they are."""
     model, predict = run.model, run.predict
     files: dict[str, Any] = {key: _absolute(getattr(model, key)) for key in ("path", "tokenizer")}
     data, template = predict.data, predict.chat_template
@@ -249,6 +252,7 @@ def _as_saved(run: RunConfig) -> RunConfig:
         convert=replace(run.convert, output=made, lora=lora),
         quantize=replace(run.quantize, output=made_too),
         calibrate=replace(run.calibrate, data=_absolute(run.calibrate.data)),
+        sweep=SweepConfig(),
     )
 
 

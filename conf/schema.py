@@ -7,6 +7,7 @@ The classes are mutable because Hydra merges overrides into them. After composit
 import re
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError, check
@@ -284,6 +285,20 @@ class ConvertConfig:
 
 
 @dataclass
+class SweepConfig:
+    """What a sweep (-m) does beyond running its jobs."""
+
+    objective: Any = None
+    """A number of each job's metrics.json, or a list of such, for a sweeper that searches, such as Optuna's: by its key, as
+    decode_tokens_per_s or time_to_first_token_s.p50; null: none."""
+
+    def __post_init__(self) -> None:
+        names = [self.objective] if isinstance(self.objective, str | None) else self.objective
+        is_allowed = isinstance(names, list) and all(name is None or (isinstance(name, str) and name) for name in names)
+        check(is_allowed, "sweep.objective", self.objective, "the name of a metric, a list of such, or null")
+
+
+@dataclass
 class RunConfig:
     task: Task = Task.predict
     model: ModelConfig = field(default_factory=lambda: ModelConfig(path="?"))
@@ -297,6 +312,7 @@ class RunConfig:
     convert: ConvertConfig = field(default_factory=ConvertConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:
         """Raises UserError for settings that this task does not read: those of other tasks' sections, and of calibration."""

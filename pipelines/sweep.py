@@ -1,7 +1,8 @@
 """A sweep: what each job leaves of itself, and at the end all jobs side by side in a table and a picture.
 
-A job is read from the files in its folder alone: `job.json` (its overrides and its error) and `metrics.json`. Jobs whose overrides are
-equal but for the task, as in `-m task=bench,evaluate quant=none,int8`, share a row: what a person chooses by stands side by side.
+A job is read from the files in its folder alone, whichever process ran it: `job.json` (its sweep, its number, its overrides and its
+error) and `metrics.json`. Jobs whose overrides are equal but for the task, as in `-m task=bench,evaluate quant=none,int8`, share a row:
+what a person chooses by stands side by side.
 """
 
 import csv
@@ -15,8 +16,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from conf.errors import UserError
+from conf.errors import UserError, there_are
 from conf.signals import reader_may_leave
 from conf.terminal import visible
 from pipelines import report
@@ -24,6 +26,7 @@ from pipelines import report
 Value = str | int | float | None
 Table = dict[str, list[str]]
 """Cells by heading."""
+RECORD = "job.json"
 
 # What the printed table, sweep.md and the picture show of the metrics, where a job has them; sweep.csv has all.
 MAIN = {  # metric: name, unit, factor
@@ -62,17 +65,32 @@ class Job:
     error: str | None
 
 
+@dataclass(frozen=True)
+class Sweep:
+    id: str
+    """Marks the jobs, because the folder may hold those of an earlier sweep."""
+    dir: str
+
+    @property
+    def folder(self) -> Path:
+        return Path(os.path.abspath(self.dir))
+
+
 @contextmanager
-def recorded_job(folder: Path, overrides: list[str], folders: list[Path]) -> Iterator[None]:
-    """Leaves `job.json` in the folder and adds it to the sweep's. An error inside ends this job alone, an interrupt the sweep."""
-    if folder in folders:
-        remedy = "give hydra.sweep.subdir=${hydra:job.num}"
+def recorded_job(sweep: Sweep, folder: Path, number: int, overrides: list[str]) -> Iterator[None]:
+    """Leave `job.json` in the folder. An error inside ends this job alone, an interrupt the sweep.
+
+    Raises UserError for a folder that is not in the sweep's, or that another of its jobs has.
+    """
+    remedy = "give hydra.sweep.subdir=${hydra:job.num}"
+    if not folder.is_relative_to(sweep.folder):
+        raise UserError(f"job {number} of the sweep would write {folder}, which is not in {sweep.folder}: {remedy}")
+    if _record(folder / RECORD).get("sweep") == sweep.id:
         raise UserError(f"two jobs of the sweep would write {folder}: {remedy}")
-    folders.append(folder)
 
     def record(error: str | None) -> None:
-        text = json.dumps({"overrides": overrides, "error": error}, indent=2)
-        report.write_atomically(folder / "job.json", [text + "\n"])
+        job = {"sweep": sweep.id, "number": number, "overrides": overrides, "error": error}
+        report.write_atomically(folder / RECORD, [json.dumps(job, indent=2) + "\n"])
 
     record("did not finish")  # what stays there if the process is killed
     error = None
@@ -88,30 +106,59 @@ def recorded_job(folder: Path, overrides: list[str], folders: list[Path]) -> Ite
     record(error)
 
 
-def write_sweep(folders: list[Path]) -> str | None:
-    """Write the table of the jobs in these folders beside them, and print it. Returns how many of them failed, as a line, if any did."""
-    sweep_dir = Path(os.path.commonpath([folder.parent for folder in folders]))
-    read = [_read_job(folder, os.path.relpath(folder, sweep_dir)) for folder in folders]
+def objective(folder: Path, names: str | Iterable[str] | None) -> float | list[float] | None:
+    """Return what `sweep.objective` names of a finished job's metrics, for Hydra's sweeper.
+
+    None without a name, and where the job failed or a value is null. Raises UserError for a name that no metric has.
+    """
+    if names is None or (job := _read_job(folder, "")).error:
+        return None
+    wanted = [names] if isinstance(names, str) else list(names)
+    numbers = {name: value for name, value in job.metrics.items() if not isinstance(value, str)}
+    if unknown := [name for name in wanted if name not in numbers]:
+        raise UserError(f"sweep.objective={unknown[0]} is no metric of the job: {there_are(numbers, unknown[0])}")
+    values = [float(value) for name in wanted if (value := numbers[name]) is not None]
+    if len(values) < len(wanted):
+        return None
+    return values[0] if isinstance(names, str) else values
+
+
+def write_sweep(sweep: Sweep) -> str | None:
+    """Write the table of the sweep's jobs into its folder, and print it. Return how many of them failed, as a line, if any did."""
+    folders = {file.parent: _record(file) for file in sweep.folder.rglob(RECORD)}
+    own = {folder: record["number"] for folder, record in folders.items() if record.get("sweep") == sweep.id}
+    read = [_read_job(folder, os.path.relpath(folder, sweep.folder)) for folder in sorted(own, key=own.__getitem__)]
+    if not read:  # it ended before its first job
+        return None
     jobs = _joined(read)
     keys = _varied(jobs)
     table = _table(jobs, keys, _main_metrics(jobs))
-    report.write_atomically(sweep_dir / "sweep.csv", [_csv(_table(jobs, keys, _all_metrics(jobs)))])
-    report.write_atomically(sweep_dir / "sweep.md", [_markdown(table)])
+    report.write_atomically(sweep.folder / "sweep.csv", [_csv(_table(jobs, keys, _all_metrics(jobs)))])
+    report.write_atomically(sweep.folder / "sweep.md", [_markdown(table)])
     if picture := _picture(jobs, keys):
-        report.write_atomically(sweep_dir / "sweep.png", picture)
+        report.write_atomically(sweep.folder / "sweep.png", picture)
     else:
-        (sweep_dir / "sweep.png").unlink(missing_ok=True)  # of an earlier sweep into the same folder
+        (sweep.folder / "sweep.png").unlink(missing_ok=True)  # of an earlier sweep into the same folder
     with reader_may_leave():
         print()
         report.print_columns(table)
-        print(f"output: {sweep_dir}")
+        print(f"output: {sweep.folder}")
     if num_failed := sum(job.error is not None for job in read):
-        return f"{num_failed} of {len(read)} jobs failed: see {sweep_dir / 'sweep.md'}"
+        return f"{num_failed} of {len(read)} jobs failed: see {sweep.folder / 'sweep.md'}"
     return None
 
 
+def _record(file: Path) -> dict[str, Any]:
+    """Return what stands in a `job.json`: nothing where there is none, or one of somebody else's."""
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
 def _read_job(folder: Path, name: str) -> Job:
-    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    job = _record(folder / RECORD)
     pairs = [override.partition("=") for override in job["overrides"]]
     metrics: dict[str, Value] = {}
     # A job that failed may have found the metrics of an earlier sweep in its folder.

@@ -21,8 +21,8 @@ TORCHLESS = {  # these decide, and compute nothing; neither do they import what 
     "pipelines.engine.scheduler",
 }
 ALLOWED = {  # third-party package -> modules that may import it; a trailing dot stands for the whole package
-    "hydra": ("run", "conf.compose"),
-    "omegaconf": ("run", "conf.compose"),
+    "hydra": ("run", "conf.compose", "conf.callbacks"),
+    "omegaconf": ("run", "conf.compose", "conf.callbacks"),
     "triton": ("kernels.*.triton",),
     "transformers": (
         "models.tokenizers.huggingface",

@@ -17,7 +17,6 @@ from conf.compose import (
     options,
     options_over_saved,
     quote_prompt,
-    register,
     saved_config,
     swept_tasks,
     to_run_config,
@@ -75,7 +74,6 @@ def test_a_name_that_does_not_exist_is_answered_with_those_that_do(override: str
 
 def test_a_config_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
     def refused(folder: Path, name: str) -> str:
-        register()
         with initialize_config_dir(str(folder), version_base="1.3"), pytest.raises(HydraException) as raised:
             compose(name)
         return explain(raised.value)
@@ -264,7 +262,6 @@ def composed_over(arguments: list[str]) -> RunConfig:
     """What the command line makes of a saved config and of the arguments beside it."""
     flag, name, *overrides = options_over_saved(arguments)
     assert flag == "--config-name"
-    register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return to_run_config(compose(name, overrides=overrides))
 
@@ -329,7 +326,6 @@ def test_a_sweep_over_tasks_keeps_the_section_of_the_saved_one(saved: RunConfig)
     given = ["bench.new_tokens=5", "evaluate.data=x.txt"]
     _, name, *arguments = options_over_saved(["--config-path", "saved", "-m", "task=predict, bench,evaluate", *given])
     swept = swept_tasks(arguments)
-    register()
     for task in swept:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             run = to_run_config(compose(name, overrides=[f"task={task}", *given]), swept)
@@ -375,7 +371,6 @@ def test_a_saved_config_is_found_from_where_the_user_stands(saved: RunConfig, tm
 
 def test_an_option_over_a_config_without_groups_is_explained(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [schema/run]")
-    register()
     with initialize_config_dir(str(tmp_path), version_base="1.3"), pytest.raises(HydraException) as raised:
         compose("mine", overrides=["decode=greedy"])
     assert "need a config that has the group in its defaults; give KEY.NAME=VALUE" in explain(raised.value)
