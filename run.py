@@ -59,9 +59,7 @@ def main() -> None:
 
 
 def _launch(run: RunConfig, output_dir: Path) -> None:
-    with (
-        interrupts_waiting()
-    ):  # not at the top, because it imports torch, which --help and Tab completion need not wait for
+    with interrupts_waiting():  # not at the top: it imports torch, for which --help and completion need not wait
         from pipelines.launch import launch
     launch(run, output_dir, dump)
 

@@ -286,16 +286,17 @@ class ConvertConfig:
 
 @dataclass
 class SweepConfig:
-    """What a sweep (-m) does beyond running its jobs."""
+    """What the jobs of a sweep (-m) do beyond their task."""
 
     objective: Any = None
-    """A number of each job's metrics.json, or a list of such, for a sweeper that searches, such as Optuna's: by its key, as
-    decode_tokens_per_s or time_to_first_token_s.p50; null: none."""
+    """What each job hands to a sweeper that searches, such as Optuna's: the key of a number in its metrics.json, as
+    decode_tokens_per_s or time_to_first_token_s.p50, or a list of such; null: nothing."""
 
     def __post_init__(self) -> None:
-        names = [self.objective] if isinstance(self.objective, str | None) else self.objective
-        is_allowed = isinstance(names, list) and all(name is None or (isinstance(name, str) and name) for name in names)
-        check(is_allowed, "sweep.objective", self.objective, "the name of a metric, a list of such, or null")
+        names = self.objective if isinstance(self.objective, list) else [self.objective]
+        are_names = bool(names) and all(isinstance(name, str) and name for name in names)
+        allowed = "the name of a metric, a list of such, or null"
+        check(self.objective is None or are_names, "sweep.objective", self.objective, allowed)
 
 
 @dataclass

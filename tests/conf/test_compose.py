@@ -23,7 +23,7 @@ from conf.compose import (
 )
 from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig, QuantizeConfig, QuantizedFormat, QuantMethod, QuantScheme
-from conf.schema import DeviceType, DType, RunConfig, Task
+from conf.schema import DeviceType, DType, ModelConfig, RunConfig, SweepConfig, Task
 
 GROUPS = ("task", "model", "parallel", "quant", "decode", "device", "experiment")
 OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
@@ -57,8 +57,8 @@ def test_every_option_composes_and_says_when_to_choose_it(group: str, option: st
         ("model=llama3", "tiny, tinyllama_1_1b: did you mean llama3_8b?"),
         ("task=predct", "task=predct does not exist: there are bench, convert, evaluate, predict, quantize: did you mean predict?"),
         ("decode.temprature=1", "skip_special_tokens, prefix_cache, cache_salt: did you mean temperature?"),
-        ("decod=greedy", "quantize, calibrate, experiment: did you mean decode?"),
-        ("experment=short_stories", "quantize, calibrate, experiment: did you mean experiment?"),
+        ("decod=greedy", "calibrate, sweep, experiment: did you mean decode?"),
+        ("experment=short_stories", "calibrate, sweep, experiment: did you mean experiment?"),
         ("export.format=gptq", "Key 'export' not in 'RunConfig': did you mean quantize.format? In the config.yaml of an earlier run, "
          "move `format` from the section export to the section quantize, and remove export"),
         ("predict.dta=x", "resume, max_errors: did you mean data?"),
@@ -406,3 +406,17 @@ def test_a_job_of_a_sweep_over_tasks_leaves_out_what_is_for_the_other_tasks() ->
     config.predict.batch_size = 3  # of a task that the sweep does not run
     with pytest.raises(UserError, match="predict.batch_size=3 is not used by task=bench"):
         to_run_config(config, swept_tasks(arguments))
+
+
+def test_an_objective_is_for_jobs_of_a_sweep_alone(tmp_path: Path) -> None:
+    for objective in ("perplexity", ["perplexity", "weight_bytes"]):
+        config = OmegaConf.structured(RunConfig(model=ModelConfig("x"), sweep=SweepConfig(objective)))
+        run = to_run_config(config, swept=[])
+        assert run.sweep.objective == objective
+        with pytest.raises(UserError, match="sweep.objective=.* is not used by a run alone: leave it out, or give -m"):
+            to_run_config(config)
+        saved = OmegaConf.create(dump(run, tmp_path))  # which runs again alone
+        del saved["defaults"], saved["hydra"]
+        assert to_run_config(saved).sweep.objective is None
+    with pytest.raises(UserError, match="sweep.objective=perplexity is not used by a run alone"):
+        compose_run_config(["sweep.objective=perplexity"])

@@ -14,12 +14,21 @@ from conf.schema import (
     ModelConfig,
     PredictConfig,
     RunConfig,
+    SweepConfig,
     Task,
     Weights,
     num_bytes,
 )
 
 BAD = [
+    *[
+        (
+            SweepConfig,
+            {"objective": value},
+            "sweep.objective=.* is not allowed: give the name of a metric, a list of such",
+        )
+        for value in (1, "", [], [""], ["perplexity", 2], {"perplexity": 1})
+    ],
     (DecodeConfig, {"max_new_tokens": 0}, "decode.max_new_tokens=0 is not allowed: give a number above 0, or null"),
     (DecodeConfig, {"max_length": -1}, "decode.max_length=-1 "),
     (DecodeConfig, {"min_new_tokens": -1}, "decode.min_new_tokens=-1 "),

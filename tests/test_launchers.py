@@ -1,0 +1,133 @@
+"""Sweeps as their user starts them, by any launcher and any sweeper: what the jobs hand back, and the table at the end."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.builders import REPOSITORY
+from tests.test_run import run, wait_until
+
+SEARCHING = '''
+import json
+from pathlib import Path
+
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+
+
+class Doubling(Sweeper):
+    """Each job asks for twice the tokens that the last one is said to have generated."""
+
+    def __init__(self, **options): ...
+
+    def setup(self, **context):
+        self.config = context["config"]
+        self.launcher = Plugins.instance().instantiate_launcher(**context)
+
+    def sweep(self, arguments):
+        values = [[1]]
+        for number in range(3):
+            overrides = [*arguments, f"decode.max_new_tokens={2 * values[-1][0]:.0f}"]
+            (job,) = self.launcher.launch([overrides], initial_job_idx=number)
+            values.append(job.return_value)
+        Path(self.config.hydra.sweep.dir, "values.json").write_text(json.dumps(values))
+'''
+
+
+def table(sweep_dir: Path) -> list[dict[str, str]]:
+    with open(sweep_dir / "sweep.csv", newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def measured(metric: str) -> bool:
+    """Whether two runs differ in it. What a row's tasks measured alike has one column, and otherwise one for each."""
+    return metric.endswith("_s") or any(part in metric for part in ("_s.p", "peak_memory", "share_of_bandwidth"))
+
+
+def test_launchers_give_equal_tables(chatty: Path, tmp_path: Path) -> None:
+    """With jobs that fail, and over tasks, each of which has settings of its own."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time, there was a little girl. " * 9)
+    arguments = [
+        "-m", "task=bench,evaluate", "quant=none,int8", "model.max_length=64,9999", "device=cpu", f"model.path={chatty}",
+        f"evaluate.data={text}", "evaluate.window=32", "bench.prompt_tokens=9", "bench.new_tokens=3", "bench.repeats=1",
+    ]  # fmt: skip
+    launchers = {"basic": [], "joblib": ["hydra.launcher.n_jobs=2"]}
+    for name, options in launchers.items():
+        done = run(*arguments, f"hydra/launcher={name}", *options, f"hydra.sweep.dir={tmp_path / name}", cwd=tmp_path)
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1] == f"error: 4 of 8 jobs failed: see {tmp_path / name}/sweep.md"
+        assert {"sweep.csv", "sweep.md", "sweep.png"} < {file.name for file in (tmp_path / name).iterdir()}
+    basic, joblib = (table(tmp_path / name) for name in launchers)
+    basic, joblib = (
+        [{name: row[name] for name in row if not measured(name)} for row in rows] for rows in (basic, joblib)
+    )
+    assert {"job", "quant", "model.max_length", "perplexity", "weight_bytes", "error"} <= basic[0].keys()
+    assert basic == joblib
+    headings = [(tmp_path / name / "sweep.md").read_text().splitlines()[0] for name in launchers]
+    assert headings[0] == headings[1]
+    assert [(row["job"], bool(row["error"])) for row in joblib] == [
+        ("0 + 4", False), ("1 + 5", True), ("2 + 6", False), ("3 + 7", True),
+    ]  # fmt: skip
+
+
+def test_a_sweeper_searches_by_what_the_jobs_hand_back(
+    chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = tmp_path / "hydra_plugins" / "searching" / "__init__.py"  # where Hydra looks for them
+    plugin.parent.mkdir(parents=True)
+    plugin.write_text(SEARCHING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    saved = run("device=cpu", f"model.path={chatty}", "predict.data=Once", f"hydra.run.dir={tmp_path / 'saved'}")
+    assert saved.returncode == 0, saved.stderr
+    arguments = [
+        "-m", "--config-path", str(tmp_path / "saved"), "decode.ignore_eos=true", f"hydra.sweep.dir={tmp_path}",
+        "hydra.sweeper._target_=hydra_plugins.searching.Doubling",
+    ]  # fmt: skip
+    done = run(*arguments, "sweep.objective=[num_generated_tokens,weight_bytes]")
+    assert done.returncode == 0, done.stderr
+    rows = table(tmp_path)
+    assert [row["decode.max_new_tokens"] for row in rows] == ["2", "4", "8"]
+    num_bytes = float(rows[0]["weight_bytes"])
+    values = json.loads((tmp_path / "values.json").read_text())
+    assert values == [[1], [2, num_bytes], [4, num_bytes], [8, num_bytes]]
+    again = run("--config-path", str(tmp_path / "2"), f"hydra.run.dir={tmp_path / 'again'}")
+    assert again.returncode == 0, again.stderr  # a job of the sweep runs alone, where an objective is not used
+
+
+def test_an_objective_that_is_no_metric_ends_the_sweep_at_its_first_job(chatty: Path, tmp_path: Path) -> None:
+    arguments = ["device=cpu", f"model.path={chatty}", "predict.data=Once", "decode.max_new_tokens=2,3"]
+    done = run("-m", *arguments, "sweep.objective=tokens_per_sec", f"hydra.sweep.dir={tmp_path}")
+    assert done.returncode == 1
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith("error: sweep.objective=tokens_per_sec is no metric of the job: there are num_prompts, ")
+    assert error.endswith("did you mean tokens_per_s?")
+    (row,) = table(tmp_path)
+    assert float(row["tokens_per_s"]) > 0  # what the job measured is not lost
+
+
+def test_ctrl_c_leaves_the_table_of_what_was_done(chatty: Path, tmp_path: Path) -> None:
+    (tmp_path / "many.txt").write_text("Once upon a time\n" * 25)
+    arguments = ["device=cpu", f"model.path={chatty}", f"predict.data={tmp_path / 'many.txt'}", "predict.batch_size=1"]
+    arguments += ["decode.ignore_eos=true", "decode.max_new_tokens=1,100,2", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    command = [sys.executable, "run.py", "-m", *arguments]
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
+    )
+    journal = tmp_path / "sweep" / "1" / "journal.jsonl"
+    wait_until(process, lambda: journal.exists() and journal.read_bytes().count(b"\n") > 2)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "interrupted: " in errors
+    assert "Traceback" not in errors
+    assert [(row["decode.max_new_tokens"], row["error"]) for row in table(tmp_path / "sweep")] == [
+        ("1", ""), ("100", "did not finish"),
+    ]  # fmt: skip
+    assert printed.endswith(f"output: {tmp_path / 'sweep'}\n")
