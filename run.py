@@ -36,8 +36,7 @@ def main() -> None:
                 return _launch(to_run_config(config), output_dir)
             with interrupts_waiting():
                 from pipelines.sweep import Sweep, objective, recorded_job
-            sweep = Sweep(sweep_id, job.sweep.dir)
-            with recorded_job(sweep, output_dir, job.job.num, list(job.overrides.task)):
+            with recorded_job(Sweep(sweep_id, job.sweep.dir), output_dir, job.job.num, list(job.overrides.task)):
                 _launch(to_run_config(config, swept), output_dir)
             return objective(output_dir, config.sweep.objective)
         except (UserError, OSError) as error:
