@@ -72,7 +72,7 @@ class DecodeConfig:
     logprobs: int | None = None
     """Log probabilities of this many most likely tokens, from the unmodified distribution, besides the chosen one's."""
     prompt_logprobs: int | None = None
-    """As logprobs, for every token of the prompt but the first, which nothing predicts."""
+    """Log probabilities, as by logprobs, for every token of the prompt but the first, which nothing predicts."""
     skip_special_tokens: bool = True
     prefix_cache: bool = True
     """Take keys and values of a prompt's beginning from an earlier row that began the same way."""

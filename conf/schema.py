@@ -81,7 +81,7 @@ def num_bytes(text: str, whole: int = 0) -> int:
 
 @dataclass
 class ModelConfig:
-    """Where a model is and how to hold it. Its architecture comes from the checkpoint's config.json."""
+    """The checkpoint, and how to load it. Its architecture comes from its own config.json."""
 
     path: str = ""
     """Folder in any layout of models/README.md, GGUF file, or hub id such as `meta-llama/Llama-2-7b-hf`."""
@@ -210,7 +210,7 @@ class BenchConfig:
 
 @dataclass
 class EvaluateConfig:
-    """What a model is measured on: a text, questions, or both."""
+    """The data that a model is measured on: a text, questions, or both."""
 
     data: str | None = None
     """A `.txt`, one text, or a `.jsonl`, `.csv` or `.json` with `text` or `prompt` in each row, or `.gz` of these: gives perplexity."""

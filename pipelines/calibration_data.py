@@ -22,7 +22,7 @@ class CalibrationData:
     """Token ids of each sample, at most `sequence_length`."""
     held_out: list[list[int]]
     source: str
-    """Where the texts are from, for people."""
+    """Origin of the texts, for people."""
 
 
 def read_calibration_data(
