@@ -1,4 +1,4 @@
-"""From a composed RunConfig to the task that it names."""
+"""Run the task that a composed RunConfig names."""
 
 import io
 import logging
@@ -14,7 +14,7 @@ from pipelines.report import Dump, reset_peak_memory
 
 
 def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
-    """Run the task. What `dump` gives is written beside the results, so that they can be made again. Raises UserError."""
+    """Run the task. The config.yaml that `dump` returns is written beside the results, so that they can be repeated. Raises UserError."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # no text of a row may end a run while it is printed
     handler = logging.StreamHandler()
@@ -26,7 +26,7 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
 
 
 def _function_of(task: Task) -> Callable[[RunConfig, Path, Dump], None]:
-    """What does the task. A run imports its own task alone, because together they take a tenth of a second more."""
+    """Return the function of a task. A run imports its own task alone: all of them take a tenth of a second more."""
     match task:
         case Task.predict:
             from pipelines.predict import run_predict

@@ -16,7 +16,7 @@ from models.config import ConfigReader
 from models.layers.constant import Constant
 
 Angles: TypeAlias = tuple[Tensor, Tensor]
-"""cos and sin of the angles that each token's pairs of channels turn by, [T, D/2] each."""
+"""cos and sin of the rotation angles of each token's pairs of channels, [T, D/2] each."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RotaryConfig:
 
     @property
     def context_length(self) -> int:
-        """Tokens that the stretched model takes. linear and dynamic stretch max_position_embeddings; the others count it in."""
+        """Return the context length after scaling. linear and dynamic scale max_position_embeddings; in the others it is scaled already."""
         if self.type in ("linear", "dynamic"):
             return int(self.max_position_embeddings * self.factor)
         return max(self.max_position_embeddings, int(self.original_length * self.factor) if self.type == "yarn" else 0)
@@ -48,9 +48,9 @@ class RotaryConfig:
 def read_rotary_config(
     config: ConfigReader, head_dim: int, max_position_embeddings: int, partial_rotary_factor: float | None = None
 ) -> RotaryConfig:
-    """Raises UserError for a scaling that is not one of linear, dynamic, llama3 and yarn.
+    """Read the rotary settings of config.json. Raises UserError for a scaling that is not one of linear, dynamic, llama3 and yarn.
 
-    `partial_rotary_factor`: the share of a head's channels that turns where the file says nothing; None: always all of them.
+    partial_rotary_factor: share of a head's channels that are rotated where the file says nothing; None: always all of them.
     """
     theta = config.positive("rope_theta", 10000.0)
     scaling = config.section("rope_parameters") or config.section("rope_scaling")
@@ -104,7 +104,7 @@ def _turning_channels(config: ConfigReader, scaling: ConfigReader | None, head_d
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """How much sharper attention must be over a context stretched by `factor` (arXiv 2309.00071, with DeepSeek's weight)."""
+    """Return the factor of attention logits for a context scaled by `factor` (arXiv 2309.00071, with DeepSeek's weight)."""
     return 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -119,13 +119,13 @@ def _yarn_attention_factor(scaling: ConfigReader, factor: float) -> float:
 
 
 def _frequencies(theta: float | Tensor, head_dim: int) -> Tensor:
-    """theta^(-2i/D): [D/2] on the CPU, also where a model is being built without memory; or [T, D/2] for theta [T, 1], where that is."""
+    """Return theta^(-2i/D) float32, [D/2] on the CPU, also while a model is built without memory; for theta [T, 1] [T, D/2] beside it."""
     device = theta.device if isinstance(theta, Tensor) else "cpu"
     return 1.0 / (theta ** (torch.arange(0, head_dim, 2, device=device).float() / head_dim))
 
 
 def _llama3(c: RotaryConfig) -> Tensor:
-    """Long wavelengths divided by the factor, short ones kept, a linear blend between (Llama 3.1's own code)."""
+    """Return Llama 3.1's frequencies [D/2]: low ones are divided by the factor, high ones kept, those between blended linearly."""
     frequencies = _frequencies(c.theta, c.head_dim)
     wavelengths = 2 * math.pi / frequencies
     smooth = (c.original_length / wavelengths - c.low_freq_factor) / (c.high_freq_factor - c.low_freq_factor)
@@ -135,7 +135,7 @@ def _llama3(c: RotaryConfig) -> Tensor:
 
 
 def llama3_factors(c: RotaryConfig) -> Tensor:
-    """What Llama 3's scaling divides each frequency by: [D/2] float32."""
+    """Return the divisors of the frequencies in Llama 3's scaling, [D/2] float32."""
     return _frequencies(c.theta, c.head_dim) / _llama3(c)
 
 
@@ -156,7 +156,7 @@ def _yarn(c: RotaryConfig) -> Tensor:
 
 
 class RotaryEmbedding:
-    """cos and sin of each token's angles. Not a module: it has no weights, and its table must not follow the model's dtype."""
+    """Computes cos and sin of each token's angles. Not a module: it has no weights, and its table keeps float32 in any model."""
 
     def __init__(self, config: RotaryConfig) -> None:
         self._config = config
@@ -171,7 +171,7 @@ class RotaryEmbedding:
         self._static = Constant(frequencies)
 
     def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> Angles:
-        """positions and prompt_lengths [T] int64; returns cos and sin [T, D/2] in dtype."""
+        """Return cos and sin [T, D/2] in `dtype`. positions, prompt_lengths: [T] int64."""
         c = self._config
         frequencies = self._static.on(positions.device)
         if c.type == "dynamic":
@@ -179,10 +179,10 @@ class RotaryEmbedding:
         return rope_angles(positions, frequencies, c.attention_factor, dtype)
 
     def _dynamic(self, lengths: Tensor) -> Tensor:
-        """NTK-aware scaling by the length so far: a prompt turns by its whole length, each new token by its own.
+        """Return frequencies [T, D/2] with NTK-aware scaling by lengths [T]: a prompt's tokens use its whole length, a new token its own.
 
-        So a token's rotation does not depend on how the prompt was cut into steps or on its batch mates, and it equals what
-        transformers computes for one sequence with a cache. lengths [T]; returns [T, D/2].
+        So a token's rotation depends neither on how the prompt was cut into steps nor on other rows, and it equals what
+        transformers computes for one sequence with a cache.
         """
         c = self._config
         stretch = c.factor * lengths.clamp(min=c.max_position_embeddings) / c.max_position_embeddings - (c.factor - 1)

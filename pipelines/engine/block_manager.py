@@ -1,7 +1,7 @@
-"""Who owns which block of the KV cache, and which blocks hold what a later prompt may begin with.
+"""Owners of the blocks of the KV cache, and the cached blocks that a later prompt may begin with.
 
-A block is in one of three states: free (holds nothing), cached (owned by nobody, but full and found by its hash), used (owned by one
-or more sequences). Invariant: free + cached + used == all.
+A block is in one of three states: free (holds nothing), cached (full, without an owner, found by its hash) or used (owned by one or more
+sequences). Invariant: free + cached + used == all.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ def extend_hashes(hashes: list[bytes], token_ids: list[int], num_blocks: int, bl
 
 
 def salt_bytes(salt: str | None, is_past_border: bool) -> bytes:
-    """What the first block's hash begins with: different for different salts, and on both sides of the model's `key_border`."""
+    """Return the beginning of the first block's hash, which differs by salt and by the side of the model's `key_border`."""
     # The words in front are no token ids, so that no salt can pass for a block of tokens.
     parts = [b"past border:"] if is_past_border else []
     parts += [] if salt is None else [b"salt:" + salt.encode("utf-8", "surrogatepass")]
@@ -42,14 +42,14 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that `allocate` could give: the free ones and the cached ones, which it would evict."""
+        """Number of blocks that `allocate` can give: the free ones, and the cached ones, which it evicts."""
         return len(self._free) + len(self._cached)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Blocks that now belong to the caller alone. The caller has checked num_free_blocks."""
+        """Return blocks that the caller alone owns. The caller has checked num_free_blocks."""
         assert num_blocks <= self.num_free_blocks
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
         for block in blocks:
@@ -57,7 +57,7 @@ class BlockManager:
         return blocks
 
     def find_prefix(self, hashes: list[bytes]) -> list[int]:
-        """The blocks that hold the longest known beginning of a chain of hashes. They are not owned yet."""
+        """Return the blocks of the longest known beginning of a chain of hashes. The caller does not own them yet."""
         blocks = []
         for value in hashes:
             if value not in self._block_of:
@@ -75,13 +75,13 @@ class BlockManager:
         return self._references[block]
 
     def remember(self, block: int, value: bytes) -> None:
-        """The block is full and computed: later prompts may find it by its hash. The first block of a hash stays the known one."""
+        """Let later prompts find a full, computed block by its hash. The first block of a hash stays the known one."""
         if value not in self._block_of and block not in self._hash_of:
             self._hash_of[block] = value
             self._block_of[value] = block
 
     def free(self, blocks: list[int]) -> None:
-        """The caller gives its blocks up. The last ones are evicted first, because a prompt is more likely to share its beginning."""
+        """Release the caller's blocks. The last ones are evicted first, because prompts more likely share their beginning."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -97,7 +97,7 @@ class BlockManager:
         return block
 
     def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
-        """Raises RuntimeError unless the tables own what is counted and free, cached and used blocks are every block exactly once."""
+        """Raises RuntimeError unless reference counts match the tables, and each block is free, cached or used exactly once."""
         owned = Counter(block for table in block_tables for block in table)
         if any(self._references[block] != owned[block] for block in range(self.num_blocks)):
             raise RuntimeError("reference counts differ from what the sequences own")

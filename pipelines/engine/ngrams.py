@@ -1,11 +1,11 @@
-"""Which tokens may not follow a sequence, because an n-gram would occur twice. A new token costs the same however long all is."""
+"""Find the tokens that may not follow a sequence, because an n-gram would occur twice. A token costs the same at any length."""
 
-MODULUS = 2**127 - 1  # a prime so large that two n-grams of equal hashes are not to be expected in any run
+MODULUS = 2**127 - 1  # a prime so large that two n-grams with equal hashes are not expected in any run
 BASE = 0x9E3779B97F4A7C15F39CC0605CEDC834  # any number below it
 
 
 class NgramIndex:
-    """What followed each run of `size - 1` tokens in a sequence that grows."""
+    """The tokens that followed each run of `size - 1` tokens in a growing sequence."""
 
     def __init__(self, size: int) -> None:
         self._num_before = size - 1
@@ -20,14 +20,14 @@ class NgramIndex:
         return other
 
     def followers(self, token_ids: list[int]) -> tuple[int, ...]:
-        """The tokens that followed the last `size - 1` of these before. `token_ids` are those of the last call and what came since."""
+        """Return the tokens that followed the last `size - 1` tokens before. token_ids: those of the last call, and the new ones."""
         for position in range(self._num_known, len(token_ids)):
             self._take(token_ids, position)
         self._num_known = len(token_ids)
         return self._followers.get(self._run, ()) if len(token_ids) >= self._num_before else ()
 
     def _take(self, token_ids: list[int], position: int) -> None:
-        """The token at this position as a follower, and as the last of the next run."""
+        """Add the token at this position as a follower, and as the last of the next run."""
         token, before = token_ids[position], self._num_before
         run = self._run * BASE + token + 1  # not 0, so that runs of other lengths have other hashes
         if position >= before:

@@ -1,10 +1,10 @@
-"""Where a text that comes in pieces first holds one of several strings. Each character is looked at once (Aho and Corasick 1975)."""
+"""Find the first of several strings in a text that comes in pieces, with one look at each character (Aho and Corasick 1975)."""
 
 from collections import deque
 
 
 class StopStrings:
-    """An automaton. Its states are the beginnings of the strings, by number; the one where a text is, is the longest that it ends with.
+    """An automaton whose states are the beginnings of the strings, numbered. A text's state is the longest beginning that it ends with.
 
     State 0 is the empty beginning.
     """
@@ -12,17 +12,16 @@ class StopStrings:
     def __init__(self, strings: tuple[str, ...]) -> None:
         self._next: list[dict[str, int]] = [{}]
         self.lengths = [0]
-        """Characters of each state's beginning: so much of the text may belong to a string."""
+        """Characters of each state's beginning: as many at the end of the text may belong to a string."""
         self._found = [0]  # length of the longest string that ends in the state; 0: none
         for string in strings:
             self._insert(string)
-        self._shorter = [0] * len(
-            self._next
-        )  # the longest beginning that a state's beginning ends with, besides itself
+        # For each state the longest other beginning that its own ends with.
+        self._shorter = [0] * len(self._next)
         self._link()
 
     def advance(self, state: int, character: str) -> tuple[int, int]:
-        """The state after one more character, and the length of the longest string that ends with it; 0: none does."""
+        """Return the state after one more character, and the length of the longest string that ends with it, or 0."""
         while character not in self._next[state] and state:
             state = self._shorter[state]
         state = self._next[state].get(character, 0)
@@ -40,7 +39,7 @@ class StopStrings:
         self._found[state] = len(string)
 
     def _link(self) -> None:
-        """Shorter beginnings first: each state's `_shorter` comes from its parent's."""
+        """Link each state to its `_shorter`, shorter beginnings first: it follows from the parent's."""
         waiting = deque(self._next[0].values())
         while waiting:
             state = waiting.popleft()
