@@ -1,4 +1,4 @@
-"""A computation recorded once and made again on what its inputs hold by then: on a CPU what a CUDA graph is on a GPU.
+"""Record a computation on a CPU and repeat it on what its inputs hold by then, as a CUDA graph does on a GPU.
 
 A decode step of a small model is 200 short calls, and Python takes longer to make them than they take. Recorded, the library makes its own
 in one; torch's operators between them write into the tensors that they made the first time.
@@ -76,6 +76,9 @@ class Graph:
     def __init__(self, steps: list[Callable[[], Any]], kept: list[Tensor]) -> None:
         self._steps = steps
         self._kept = kept  # memory that the calls point to
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+        self.num_bytes = sum(storages.values())
+        """Bytes of the results, which the graph owns."""
 
     def replay(self) -> None:
         for step in self._steps:
@@ -130,7 +133,8 @@ class _Recorder(TorchDispatchMode):
             return result
         result = func(*args, **kwargs)
         results = result if isinstance(result, tuple | list) else (result,)
-        self.kept += [each for each in results if isinstance(each, Tensor)]
+        if not func.is_view:  # a view is of an input, of a weight, or of what is kept
+            self.kept += [each for each in results if isinstance(each, Tensor)]
         if func in REPEATABLE and not _chooses_by_mask(func, args):
             self.steps.append(_again(func, args, kwargs, results))
             self.begin()

@@ -24,9 +24,10 @@ class GraphPool:
         self._handle = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def capture(self, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Compute once, so that kernels are compiled and libraries have their memory; again with an error for each wait; then record it.
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """Record a computation, and return what repeats it on what its inputs hold by then.
 
+        It is computed once, so that kernels are compiled and libraries have their memory; again with an error for each wait; then recorded.
         Inputs and outputs are the caller's, and stay where they are. Raises RuntimeError for what a graph cannot hold, such as a wait for
         the GPU; then nothing is left recording.
         """
@@ -46,4 +47,4 @@ class GraphPool:
                 raise
             graph.capture_end()
         torch.cuda.synchronize()
-        return graph
+        return graph.replay  # type: ignore[no-any-return]

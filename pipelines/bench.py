@@ -49,7 +49,7 @@ def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         start = time.perf_counter()
         engine = load_engine(run, bench.batch_size, progress)
         load_s = time.perf_counter() - start
-        run = replace(run, decode=_resolved(engine.resolve(run.decode)))
+        run = replace(run, decode=_resolved(engine.requests.resolve(run.decode)))
         decode = replace(decode, seed=run.decode.seed)
         prompts = _prompts(bench, engine)
         for _ in range(bench.warmup):

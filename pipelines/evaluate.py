@@ -162,14 +162,14 @@ def _resolved(run: RunConfig, engine: Engine) -> RunConfig:
     """Return the run with unset values from the model. Raises UserError for settings that the measures do not support."""
     evaluate = run.evaluate
     if evaluate.questions is not None:
-        run = replace(run, decode=engine.resolve(run.decode))
+        run = replace(run, decode=engine.requests.resolve(run.decode))
         for name, greedy in GREEDY.items():
             if (value := getattr(run.decode, name)) != greedy:
                 remedy = "leave it out, or give decode=greedy"
                 raise UserError(
                     f"decode.{name}={value} is not used by task=evaluate, whose tokens are greedy: {remedy}"
                 )
-        engine.check(run.decode)
+        engine.requests.check(run.decode)
     if evaluate.data is None:
         return run
     if engine.sees_later_tokens:

@@ -6,13 +6,13 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, overload
+from typing import Any, NamedTuple, NoReturn, overload
 
 from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError, there_are
 from conf.schema import RunConfig
 from pipelines.engine import Engine, Output, Request
-from pipelines.engine.request import TokenLogprobs
+from pipelines.engine.request import Sink, TokenLogprobs
 from pipelines.loading import load_engine
 from pipelines.memory import explained_out_of_memory
 from pipelines.prompts import EncodedPrompt, PromptEncoder, PromptRow, rows_from_python
@@ -21,7 +21,14 @@ from pipelines.streamers import Streamer
 log = logging.getLogger(__name__)
 
 Result = dict[str, Any]
-Prepared = tuple[EncodedPrompt, Request]
+
+
+class Prepared(NamedTuple):
+    prompt: EncodedPrompt
+    request: Request
+    first_text: int
+    """How many texts the prompts before it give."""
+
 
 SAMPLING_TEMPERATURE = 1.0  # for do_sample=True over a greedy config
 
@@ -91,7 +98,7 @@ class TextGenerationPipeline:
         _decode(run.decode, self._defaults, None)  # before the long wait
         with explained_out_of_memory():
             self.engine: Engine = load_engine(run, self._defaults.get("batch_size", run.predict.batch_size))
-        self._suggested = self.engine.resolve(DecodeConfig()).temperature
+        self._suggested = self.engine.requests.resolve(DecodeConfig()).temperature
         self._decode = _decode(run.decode, self._defaults, self._suggested)
         self.tokenizer = self.engine.tokenizer
         self._turn = threading.Lock()
@@ -107,7 +114,7 @@ class TextGenerationPipeline:
             "kv_cache": quant.kv_cache.name,
             "weights": f"{engine.runner.weight_bytes / 1e6:,.1f} MB",
             "context": engine.context.num_tokens,
-            "batch_size": engine.scheduler.max_num_requests,
+            "batch_size": engine.max_num_requests,
         }
         unset = vars(DecodeConfig())
         parts |= {name: v for name, v in vars(self._decode).items() if v not in (unset[name], NEUTRAL.get(name))}
@@ -182,7 +189,7 @@ class TextGenerationPipeline:
 
     def _encoder(self, given: dict[str, Any]) -> PromptEncoder:
         """Raises UserError for arguments with which no prompt could be run."""
-        batch_size, most = given.get("batch_size"), self.engine.scheduler.max_num_requests
+        batch_size, most = given.get("batch_size"), self.engine.max_num_requests
         if batch_size is not None and batch_size > most:
             raise UserError(f"batch_size={batch_size} is more than the {most} that this pipeline was made for")
         if self.tokenizer is None:
@@ -209,20 +216,20 @@ class TextGenerationPipeline:
         if not isinstance(prompts, Iterator):
             prepared = list(prepared)
             if streamer:
-                streamer.start(len(prepared))
+                streamer.start(sum(each.request.params.n for each in prepared))
         full_text = given.get("return_full_text", True)
-        running: dict[int, tuple[str, Request]] = {}  # by row: the text in front of the new one, and its request
+        running: dict[int, Prepared] = {}  # by row
 
         def requests() -> Iterator[Request]:
-            for prompt, request in prepared:
-                prefix = (prompt.text or "") if full_text else ""
-                running[request.id] = prefix, request
-                yield request
+            for each in prepared:
+                running[each.request.id] = each
+                yield each.request
 
         if streamer and full_text and not streamer.skip_prompt:
-            for prompt, request in prepared:
-                if prompt.text:
-                    streamer.put(request.id, prompt.text)
+            for each in prepared:
+                if each.prompt.text:
+                    for sample in range(each.request.params.n):
+                        streamer.put(each.first_text + sample, each.prompt.text)
         finished: dict[int, Result] = {}  # which wait for an earlier row
         next_row = 0
         with closing(self.engine.generate(requests(), given.get("batch_size"))) as outputs:
@@ -230,9 +237,11 @@ class TextGenerationPipeline:
                 row = output.request_id
                 if output.error:
                     raise output.error
-                finished[row] = _result(*running.pop(row), output)
+                prompt, request, first_text = running.pop(row)
+                finished[row] = _result((prompt.text or "") if full_text else "", request, output)
                 if streamer:
-                    streamer.end_row(row)
+                    for sample in range(request.params.n):
+                        streamer.end_row(first_text + sample)
                 while next_row in finished:
                     yield finished.pop(next_row)
                     next_row += 1
@@ -240,13 +249,26 @@ class TextGenerationPipeline:
     def _prepare(
         self, rows: Iterable[PromptRow], encoder: PromptEncoder, decode: DecodeConfig, streamer: Streamer | None
     ) -> Iterator[Prepared]:
+        num_texts = 0
         for row in rows:
-            sink = (lambda text, index=row.index: streamer.put(index, text)) if streamer else None
+            sink = _sink(streamer, num_texts) if streamer else None
             try:
                 prompt = encoder.encode(row)
-                yield prompt, self.engine.request(row.index, prompt.token_ids, decode.replaced(row.decode), sink)
+                request = self.engine.request(row.index, prompt.token_ids, decode.replaced(row.decode), sink)
             except UserError as error:
                 raise UserError(f"prompt {row.index}: {error}") from error
+            yield Prepared(prompt, request, num_texts)
+            num_texts += request.params.n
+
+
+def _sink(streamer: Streamer, first_text: int) -> Sink:
+    """Return a sink that hands each sample's text to the streamer, as the row of its number among the call's texts."""
+
+    def put(sample: int, token_ids: list[int], text: str, logprobs: list[TokenLogprobs]) -> None:
+        if text:
+            streamer.put(first_text + sample, text)
+
+    return put
 
 
 def _result(prefix: str, request: Request, output: Output) -> Result:

@@ -18,7 +18,8 @@ from conf.terminal import visible, visible_line
 from pipelines import report
 from pipelines.engine import Completion, Engine, Output, Request
 from pipelines.engine.faults import belongs_to_request, row_error
-from pipelines.engine.request import FinishReason, SamplingParams, TokenLogprobs, too_many_new_tokens
+from pipelines.engine.request import FinishReason, SamplingParams, TokenLogprobs
+from pipelines.engine.request_factory import too_many_new_tokens
 from pipelines.fingerprint import fingerprint
 from pipelines.interrupt import Interrupted, Interruption, interruption
 from pipelines.journal import ANEW, Journal, dumps, named_folder, open_journal
@@ -42,8 +43,8 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     start = time.perf_counter()
     with report.progress_bar() as progress:
         engine = load_engine(run, run.predict.batch_size, progress)
-    run = replace(run, decode=engine.resolve(run.decode))
-    engine.check(run.decode)
+    run = replace(run, decode=engine.requests.resolve(run.decode))
+    engine.requests.check(run.decode)
     encoder = PromptEncoder(engine.tokenizer, run.predict.add_special_tokens, run.predict.chat_template)
     _check_new_tokens(run, engine, encoder, prompts)
     load_s = time.perf_counter() - start

@@ -212,9 +212,8 @@ def _quantize(
 def _quantize_cache(engine: Engine, format: KVCacheFormat) -> None:
     """Give the engine a cache under the scales that its model has now."""
     model, old = engine.runner.model, engine.runner.cache
-    num_blocks, block_size = old.tensors[0].shape[:2]
     formats = static_kv_formats(model, format)
-    cache = allocate_kv_cache(model.config, num_blocks, block_size, formats, old.dtype, engine.device)
+    cache = allocate_kv_cache(model.config, engine.num_blocks, engine.block_size, formats, old.dtype, engine.device)
     engine.run_over(model, cache)
 
 
@@ -227,13 +226,12 @@ def _batches(engine: Engine, samples: list[list[int]]) -> tuple[list[Batch], Bat
             f"a sample of {longest} tokens is more than device.max_batched_tokens, or than the KV cache holds: "
             "give a smaller calibrate.sequence_length"
         )
-    block_size = engine.runner.cache.tensors[0].shape[1]
-    width = -(-longest // block_size)  # blocks of a sample
+    width = -(-longest // engine.block_size)  # blocks of a sample
 
     def batch(prompts: list[list[int]]) -> Batch:
         tables = [list(range(i * width, (i + 1) * width)) for i in range(len(prompts))]
         marks = [engine.runner.mark_prompt(prompt) for prompt in prompts]
-        return engine.runner.on_device(whole_batch(prompts, list(map(len, prompts)), tables, marks, block_size))
+        return engine.runner.on_device(whole_batch(prompts, list(map(len, prompts)), tables, marks, engine.block_size))
 
     probe = samples[0] if engine.sees_later_tokens else samples[0][:PROBE_TOKENS]
     return [batch(samples[i : i + num_at_once]) for i in range(0, len(samples), num_at_once)], batch([probe])

@@ -9,22 +9,25 @@ from conf.terminal import visible
 
 
 class Streamer(Protocol):
-    """What the pipeline calls, from the thread that generates, and waits for: nothing here may wait for another of the pipeline's calls,
-    whose turn comes when this one ends. The pipeline refuses such a call, but from another thread it looks like any that takes turns."""
+    """What the pipeline calls while it generates. A row is one text of the results, in their order: with `n` samples, n for each prompt.
+
+    The pipeline waits for each call, so none may wait for another call of the pipeline, whose turn comes when this one ends. The pipeline
+    refuses that, but a call from another thread looks like any that takes turns.
+    """
 
     skip_prompt: bool
 
     def start(self, num_rows: int) -> None:
-        """A call of the pipeline begins."""
+        """Begin a call of the pipeline."""
 
     def put(self, row: int, text: str) -> None:
-        """The next piece of a row."""
+        """Take the next piece of a row."""
 
     def end_row(self, row: int) -> None:
-        """A row is complete."""
+        """End a row, which is complete."""
 
     def end(self, error: BaseException | None) -> None:
-        """The call is over; `error` is what it raised."""
+        """End the call; `error` is what it raised."""
 
 
 class TextStreamer:
@@ -69,8 +72,8 @@ class StreamerTimeout(TimeoutError, queue.Empty):
 class TextIteratorStreamer:
     """An iterator over the pieces, for a consumer in another thread than the pipeline's call.
 
-    One prompt: the pieces. Several prompts: pairs (row, piece). At the end StopIteration; an exception of the call is raised here
-    too. The queue is unbounded, so a consumer that walks away blocks nobody. One streamer serves one call.
+    One text: its pieces. Several prompts or samples: pairs (row, piece). At the end StopIteration; an exception of the call is raised
+    here too. The queue is unbounded, so a consumer that walks away blocks nobody. One streamer serves one call.
     """
 
     def __init__(self, tokenizer: object = None, skip_prompt: bool = False, timeout: float | None = None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import REPOSITORY
+from tests.helpers.builders import REPOSITORY
 from tests.test_run import run, wait_until
 
 SEARCHING = '''

@@ -15,6 +15,8 @@ TORCHLESS = {  # these decide, and compute nothing; neither do they import what 
     "conf.decoding",
     "conf.errors",
     "pipelines.engine.request",
+    "pipelines.engine.request_factory",
+    "pipelines.engine.token_counts",
     "pipelines.engine.detokenizer",
     "pipelines.engine.stopping",
     "pipelines.engine.block_manager",

@@ -1,4 +1,4 @@
-"""Whether numbers are all finite."""
+"""Which rows hold finite numbers alone."""
 
 import ctypes
 import functools
@@ -16,17 +16,17 @@ __all__ = ["all_finite"]
 
 @functools.cache
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.all_finite.argtypes, library.all_finite.restype = (c_void_p, c_int32, c_int64, c_void_p), None
+    library.all_finite.argtypes, library.all_finite.restype = (c_void_p, c_int32, c_int64, c_int64, c_void_p), None
     return library
 
 
 @custom_op(reference.all_finite)
 def all_finite(x: Tensor) -> Tensor:
-    """What `reference.all_finite` says."""
+    """Return what `reference.all_finite` says: bool [R], from x [R, C]."""
     library, dtype = build.library(), build.DTYPES.get(x.dtype)
     if library is None or dtype is None or not x.is_cpu:
         return reference.all_finite(x)
     x = x.contiguous()
-    out = torch.empty((), dtype=torch.bool)
-    _declared(library).all_finite(x.data_ptr(), dtype, x.numel(), out.data_ptr())
+    out = torch.empty(x.shape[0], dtype=torch.bool)
+    _declared(library).all_finite(x.data_ptr(), dtype, *x.shape, out.data_ptr())
     return out

@@ -1,8 +1,8 @@
-"""Numbers of any shape."""
+"""R rows of C numbers."""
 
 from torch import Tensor
 
 
 def all_finite(x: Tensor) -> Tensor:
-    """Whether no number of x is NaN or infinite: bool []."""
-    return x.isfinite().all()
+    """Whether no number of a row is NaN or infinite: bool [R], from x [R, C] of any floating dtype."""
+    return x.isfinite().all(-1)

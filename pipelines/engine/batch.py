@@ -1,11 +1,11 @@
-"""The plan of a step as tensors."""
+"""Turns the plan of a step, or whole prompts, into tensors."""
 
 import itertools
 
 from models.batch import Batch
 from pipelines.engine.scheduler import StepPlan
 
-UNKNOWN = 0  # in the place of a token that only the device knows yet
+UNKNOWN = 0  # stands for a token that only the device knows yet
 
 
 def build_batch(plan: StepPlan, block_size: int) -> Batch:
@@ -17,14 +17,12 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
     context_lengths: list[int] = []
     output_rows: list[int] = []
     starts, output_starts = [0], [0]
-    for item in plan.scheduled:
-        _, sequence, num_new_tokens, num_outputs = item
-        first, table = sequence.num_computed_tokens, sequence.block_table
-        after = first + num_new_tokens
-        known = sequence.token_ids[first:after]
+    for _, sequence, start, num_new_tokens, num_outputs in plan.scheduled:
+        table, after = sequence.block_table, start + num_new_tokens
+        known = sequence.token_ids[start:after]
         token_ids += known + [UNKNOWN] * (num_new_tokens - len(known))
-        positions += range(first, after)
-        slots += [table[p // block_size] * block_size + p % block_size for p in range(first, after)]
+        positions += range(start, after)
+        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, after)]
         length = len(sequence.token_ids) if sequence.is_past_border else sequence.num_prompt_tokens
         prompt_lengths += [length] * num_new_tokens
         context_lengths.append(after)
@@ -40,7 +38,7 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
         query_starts=starts,
         context_lengths=context_lengths,
         prompt_lengths=prompt_lengths,
-        prompt_marks=[item.sequence.request.prompt_marks for item in plan.scheduled],
+        prompt_marks=[item.sequence.prompt_marks for item in plan.scheduled],
         output_rows=output_rows,
         output_starts=output_starts,
     )
@@ -53,7 +51,7 @@ def whole_batch(
     prompt_marks: list[tuple[int, ...]],
     block_size: int,
 ) -> Batch:
-    """Prompts from their first token to their last, each over its own blocks; the last `num_outputs` tokens of each are output rows."""
+    """Flatten whole prompts, each over its own blocks; the last `num_outputs` tokens of each are output rows."""
     lengths = [len(prompt) for prompt in prompts]
     ends = list(itertools.accumulate(lengths))
     places = [

@@ -66,7 +66,7 @@ class BeamSearch:
     def _ends(self, token: int, length: int, detokenizer: Detokenizer | None) -> bool:
         params = self._params
         may_stop = length >= params.min_new_tokens
-        if detokenizer and token not in params.stop_token_ids and detokenizer.add(token, may_stop)[1]:
+        if detokenizer and token not in params.stop_token_ids and detokenizer.add(token, may_stop)[1] is not None:
             return True
         return length == params.max_new_tokens or (may_stop and token in params.end_token_ids)
 

@@ -71,7 +71,7 @@ class ContrastiveSearch:
         return [Continuation(sequence, token) for token in candidates.tolist()]
 
     def _accept(self, sequence: Sequence) -> FinishReason | None:
-        if (num_top := sequence.request.params.logprobs) is not None:
+        if (num_top := sequence.params.logprobs) is not None:
             assert self._logits is not None
             sequence.logprobs += token_logprobs(self._logits[None], sequence.token_ids[-1:], num_top)
         return extend_text(sequence)

@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece: no half characters, no half stop strings, nothing decoded twice over."""
+"""Turns token ids into text, piece by piece: no half characters, no half stop strings, nothing decoded twice over."""
 
 import copy
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from pipelines.engine.stop_strings import StopStrings
 
 REPLACEMENT = "\ufffd"  # what a decoder puts for bytes that are no whole character yet
 FIRST_TAIL = 8  # prompt tokens decoded as context for the first new one
-CHARACTER = 4  # bytes of a character at most, so that it begins at most three tokens before its last one
+CHARACTER = 4  # bytes of the longest character, which begins at most three tokens before its last one
 MAX_PENDING = 16  # tokens in a row whose text is not certain
 
 
@@ -34,15 +34,14 @@ class Detokenizer:
         self._window_text = decode(self._window).rstrip(REPLACEMENT)
         self._num_known = len(self._window)  # tokens of the window whose text is in _window_text
         self._held = ""  # text that may be the start of a stop string
-        self.text = ""  # all that was released
 
     def copy(self) -> "Detokenizer":
         other = copy.copy(self)
         other._window = list(self._window)
         return other
 
-    def add(self, token_id: int, may_stop: bool) -> tuple[str, bool]:
-        """The text that `token_id` makes certain, and whether a stop string was met. `may_stop` is False before min_new_tokens."""
+    def add(self, token_id: int, may_stop: bool) -> tuple[str, str | None]:
+        """Return the text that `token_id` makes certain, and the stop string that was met. `may_stop` is False before min_new_tokens."""
         self._window.append(token_id)
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT) and len(text) > len(self._window_text):
@@ -53,21 +52,19 @@ class Detokenizer:
         elif len(self._window) - self._num_known > MAX_PENDING:
             piece = self._settle(text)
         else:
-            return "", False
+            return "", None
         return self._release(piece, may_stop)
 
     def flush(self) -> str:
-        """The rest, at the end of the sequence: held text, and bytes that never became a character."""
+        """Return the rest, at the end of the sequence: held text, and bytes that never became a character."""
         rest = self._held + self._decode(self._window)[len(self._window_text) :]
         self._held = ""
-        self.text += rest
         return rest
 
     def _settle(self, text: str) -> str:
         """Shorten a window that holds too many pending tokens. Returns the text of those that leave it. `text` is the window's."""
-        if not text.endswith(
-            REPLACEMENT
-        ):  # The new token has no text, as a special one, so the next one's does not depend on it.
+        # A new token that has no text, as a special one has none, changes nothing for the next one.
+        if not text.endswith(REPLACEMENT):
             self._window.pop()
             return ""
         # The bytes are no text. The last of them may yet begin a character, which must not be cut.
@@ -79,21 +76,20 @@ class Detokenizer:
         self._window, self._window_text, self._num_known = self._window[cut:], "", 0
         return piece
 
-    def _release(self, piece: str, may_stop: bool) -> tuple[str, bool]:
-        text, end = self._held + piece, None
+    def _release(self, piece: str, may_stop: bool) -> tuple[str, str | None]:
+        text = self._held + piece
         if may_stop:
             for length, character in enumerate(piece, len(self._held) + 1):
                 self._stop_state, found = self._stop.advance(self._stop_state, character)
                 if found:  # the string that is complete first wins, of several the longest
-                    end = length if self._include_stop else length - found
-                    break
-        cut = len(text) - self._stop.lengths[self._stop_state] if end is None else end
-        text, self._held = text[:cut], text[cut:] if end is None else ""
-        self.text += text
-        return text, end is not None
+                    self._held = ""
+                    return text[: length if self._include_stop else length - found], text[length - found : length]
+        cut = len(text) - self._stop.lengths[self._stop_state]
+        self._held = text[cut:]
+        return text[:cut], None
 
 
 def _clean_tail(decode: Callable[[list[int]], str], token_ids: list[int]) -> list[int]:
-    """The last tokens of the prompt, from where a character begins."""
+    """Return the last tokens of the prompt, from where a character begins."""
     tails = [token_ids[-count:] for count in range(FIRST_TAIL, FIRST_TAIL + CHARACTER)]
     return next((tail for tail in tails if not decode(tail).startswith(REPLACEMENT)), tails[0])

@@ -12,8 +12,17 @@ SHARED = (MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError) 
 CPU_MEMORY_ENDED = "DefaultCPUAllocator: can't allocate memory"  # in a RuntimeError, for torch has no class for it
 
 
+def not_finite() -> UserError:
+    """Return the error of a row whose logits are not finite."""
+    remedy = "the weights are damaged, or model.dtype=float16 is too small for them: try model.dtype=float32"
+    return UserError(f"the model's logits are not finite: {remedy}")
+
+
 def belongs_to_request(error: BaseException) -> bool:
-    """Interrupts are no `Exception`. Neither is a panic of a tokenizer's Rust code, though it belongs to the text that it read."""
+    """Return whether an exception is of one request alone.
+
+    Interrupts are no `Exception`. Neither is a panic of a tokenizer's Rust code, though it belongs to the text that it read.
+    """
     is_shared = isinstance(error, SHARED) or (isinstance(error, RuntimeError) and CPU_MEMORY_ENDED in str(error))
     return (isinstance(error, Exception) and not is_shared) or type(error).__name__ == "PanicException"
 

@@ -1,17 +1,14 @@
 """The nouns of the engine: Request in, Sequence while it runs, Output at the end."""
 
-import random
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-from conf.decoding import NEUTRAL, DecodeConfig
-from conf.errors import UserError
 from pipelines.engine.detokenizer import Detokenizer
 from pipelines.engine.ngrams import NgramIndex
-
-DEFAULT_MAX_NEW_TOKENS = 256
+from pipelines.engine.token_counts import TokenCounts
 
 
 class FinishReason(Enum):
@@ -23,7 +20,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class ContextLimit:
-    """The most tokens that a sequence may have, and the setting that says so, for error messages."""
+    """How many tokens a sequence may have, and the setting that says so, for error messages."""
 
     num_tokens: int
     source: str
@@ -75,92 +72,8 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """The most sequences that the request has at once."""
+        """How many sequences the request has at once, at most."""
         return max(self.n, self.num_beams, self.top_k if self.penalty_alpha else 1)
-
-
-def resolve_sampling_params(
-    decode: DecodeConfig,
-    num_prompt_tokens: int,
-    context: ContextLimit,
-    eos_token_ids: frozenset[int],
-    bad_words: tuple[tuple[int, ...], ...] = (),
-) -> SamplingParams:
-    """From resolved settings. Raises UserError where the prompt and the tokens asked for do not fit."""
-    stop_token_ids = frozenset(decode.stop_token_ids)
-    values: dict[str, Any] = {
-        **{field.name: getattr(decode, field.name, None) for field in fields(SamplingParams)},
-        **{name: value for name, value in NEUTRAL.items() if getattr(decode, name) is None},
-        "max_new_tokens": _resolve_max_new_tokens(decode, num_prompt_tokens, context),
-        "logit_bias": decode.logit_bias or {},
-        "bad_words": bad_words,
-        "stop": tuple(decode.stop),
-        "stop_token_ids": stop_token_ids,
-        "end_token_ids": stop_token_ids if decode.ignore_eos else stop_token_ids | eos_token_ids,
-        "seed": random.getrandbits(64) if decode.seed is None else decode.seed,
-    }
-    return SamplingParams(**values)
-
-
-def check_max_length(decode: DecodeConfig, context: ContextLimit) -> None:
-    """Raises UserError for a length that no prompt could have."""
-    most = context.num_tokens
-    if decode.max_length is not None and decode.max_length > most:
-        raise UserError(
-            f"decode.max_length={decode.max_length} is more than the model takes ({context}): give at most {most}"
-        )
-
-
-def too_many_new_tokens(max_new_tokens: int, num_prompt_tokens: int | None, context: ContextLimit) -> UserError:
-    """More than fit after any prompt. The error names the number that fits after this one, where its length is known."""
-    number = ""
-    if num_prompt_tokens is not None:
-        number = f"at most {context.num_tokens - num_prompt_tokens} with {num_prompt_tokens} tokens of prompt, or "
-    what = f"decode.max_new_tokens={max_new_tokens} is more than the model takes ({context})"
-    return UserError(f"{what}: give {number}auto, which is as many as fit after each prompt")
-
-
-def _resolve_max_new_tokens(decode: DecodeConfig, num_prompt_tokens: int, context: ContextLimit) -> int:
-    check_max_length(decode, context)
-    room = context.num_tokens - num_prompt_tokens
-    if room < 1:
-        raise UserError(f"the prompt has {num_prompt_tokens} tokens, which leaves no room for new ones ({context})")
-    max_new_tokens = min(DEFAULT_MAX_NEW_TOKENS, room)
-    if isinstance(decode.max_new_tokens, int):
-        max_new_tokens = decode.max_new_tokens
-    elif decode.max_new_tokens == "auto" or decode.max_length is not None:
-        max_new_tokens = room
-    if decode.max_length is not None:
-        max_new_tokens = min(max_new_tokens, decode.max_length - num_prompt_tokens)
-    if max_new_tokens < 1:
-        raise UserError(
-            f"the prompt has {num_prompt_tokens} tokens, which leaves no room for new ones (decode.max_length={decode.max_length})"
-        )
-    if max_new_tokens >= context.num_tokens:
-        raise too_many_new_tokens(max_new_tokens, num_prompt_tokens, context)
-    if max_new_tokens > room:
-        raise UserError(
-            f"the prompt has {num_prompt_tokens} tokens and decode.max_new_tokens={max_new_tokens}, together more than {context}: "
-            f"give at most {room} new tokens"
-        )
-    if (decode.min_new_tokens or 0) > max_new_tokens:
-        raise UserError(
-            f"decode.min_new_tokens={decode.min_new_tokens} is more than the {max_new_tokens} new tokens that fit"
-        )
-    return max_new_tokens
-
-
-@dataclass(frozen=True)
-class Request:
-    """Made by `Engine.request`, which checks it."""
-
-    id: int
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    sink: Callable[[str], None] | None = None
-    """Called with each piece of new text, as soon as it is certain."""
-    prompt_marks: tuple[int, ...] = ()
-    """What the model wants to know of the prompt in every step."""
 
 
 @dataclass(frozen=True)
@@ -173,38 +86,78 @@ class TokenLogprobs:
     """Token id to rank, 1 for the most likely."""
 
 
+Sink: TypeAlias = Callable[[int, list[int], str, list[TokenLogprobs]], None]
+"""Takes the sample, its next token ids, the text that they made certain ("" where none is) and their log probabilities, if asked for.
+
+The pieces of a sample, joined, are its completion.
+"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how to continue it, checked by `RequestFactory.make`."""
+
+    id: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    sink: Sink | None = None
+    """Called for each new token."""
+
+
+@dataclass(eq=False)
+class SamplingContext:
+    """What the choice of a row's next token depends on, beside its logits."""
+
+    params: SamplingParams
+    token_ids: list[int]
+    """Prompt and output so far."""
+    num_prompt_tokens: int
+    sample: int = 0
+    """Which of the request's n samples the row continues."""
+    ngrams: NgramIndex | None = None
+    """Index of the tokens, made when it is first asked which may not follow."""
+    counts: TokenCounts | None = None
+    """Counts of the tokens, made when they are first penalised."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def as_sample(self, sample: int) -> "SamplingContext":
+        """Return the context of another sample, which goes on from the same tokens."""
+        return SamplingContext(self.params, self.token_ids, self.num_prompt_tokens, sample)
+
+
 @dataclass(eq=False)  # a sequence is itself, not its contents
-class Sequence:
+class Sequence(SamplingContext):
     """One continuation of a prompt on its way. The scheduler writes the counts and blocks, the engine the rest."""
 
-    request: Request
-    detokenizer: Detokenizer | None
-    token_ids: list[int]
-    """Prompt and output."""
-    sample: int = 0
-    """Which of the request's n samples it is."""
+    request: Request = field(kw_only=True)
+    detokenizer: Detokenizer | None = None
+    prompt_marks: tuple[int, ...] = ()
+    """Features of the prompt that the model reads in every step."""
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache."""
     first_wanted: int | None = None
     """Position of the first token whose output (logits and hidden state) is wanted; None: only the last token's is."""
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
-    """Of the first full blocks; filled as far as anybody needed them."""
+    """Hashes of the first full blocks, as far as anybody needed them."""
     is_past_border: bool = False
     """Whether its keys are those of a text that is longer than the model's `key_border`."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    ngrams: NgramIndex | None = None
-    """Of its tokens, once somebody asked which may not follow."""
-    unsent: str = ""
-    """New text that the request's sink has not had yet."""
+    texts: list[str] = field(default_factory=list)
+    """Its new text, in pieces."""
+    stop_reason: str | int | None = None
+    """The stop string, or the id of the token, that ended it."""
+    unsent: str | None = None
+    """Text of the last token, which the request's sink has not had yet; None where there is no such token."""
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+    @classmethod
+    def begin(cls, request: Request, detokenizer: Detokenizer | None = None) -> "Sequence":
+        """Return a sequence that holds the prompt."""
+        prompt = list(request.prompt_token_ids)
+        return cls(request.params, prompt, len(prompt), request=request, detokenizer=detokenizer)
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -215,7 +168,7 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     def fork(self) -> "Sequence":
-        """A copy that goes its own way. It shares no lists, but its block table names the same blocks: the scheduler counts them."""
+        """Return a copy that goes its own way. Its block table names the same blocks: the scheduler counts their owners."""
         return replace(
             self,
             detokenizer=self.detokenizer and self.detokenizer.copy(),
@@ -223,7 +176,9 @@ class Sequence:
             block_table=list(self.block_table),
             block_hashes=list(self.block_hashes),
             logprobs=list(self.logprobs),
+            texts=list(self.texts),
             ngrams=self.ngrams and self.ngrams.copy(),
+            counts=self.counts and self.counts.copy(),
         )
 
 
@@ -239,22 +194,30 @@ class Search(Protocol):
     """How the next tokens are chosen where a group's sequences compete for them. Its tensors are Any, for this file imports no torch."""
 
     def observe(self, hidden: Any) -> None:
-        """Hidden states [P, E] of tokens that were just computed: the prompt's, then those of the group's sequences. Overwritten by the
-        next step."""
+        """Take the hidden states [P, E] of tokens that were just computed: the prompt's, then those of the group's sequences.
+
+        The next step overwrites them.
+        """
 
     def advance(self, group: "SequenceGroup", logits: Any) -> list[Continuation]:
-        """The sequences that go on, from logits [S, V] of the group's S sequences; at the end none, and the group has completions."""
+        """Return the sequences that go on, from logits [S, V] of the group's S sequences.
+
+        At the end these are none, and the group has completions.
+        """
 
     def restart(self, group: "SequenceGroup") -> Sequence:
-        """After a preemption: the one sequence to begin with again."""
+        """Return the one sequence to begin with again after a preemption."""
 
     def recompute(self, group: "SequenceGroup") -> None:
-        """The group's sequences stay, and will be computed again from their first tokens on, because their keys are other ones now."""
+        """Prepare for the group's sequences to be computed again from their first tokens, because their keys are other ones now."""
 
 
 @dataclass(eq=False)
 class SequenceGroup:
-    """A request on its way. Its sequences run, wait and give way together; it is finished when none is left."""
+    """A request on its way. Its sequences run, wait and give way together; it is finished when none is left.
+
+    The scheduler writes the times, in seconds of `time.monotonic`, and the preemptions.
+    """
 
     request: Request
     origin: Sequence
@@ -270,24 +233,53 @@ class SequenceGroup:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     error: BaseException | None = None
     """Why the request failed; then it has no sequences."""
+    num_sent: Counter[int] = field(default_factory=Counter)
+    """Output tokens of each sample that the sink has had."""
+    queued_s: float = 0.0
+    first_token_s: float | None = None
+    finished_s: float = 0.0
+    num_preemptions: int = 0
 
     def __post_init__(self) -> None:
         self.sequences = [self.origin.fork()]
 
     @property
     def num_output_tokens(self) -> int:
-        """Of the longest sequence so far, without a candidate that may still be rejected."""
+        """Length of the longest output so far, without a candidate that may still be rejected."""
         candidate = 1 if self.request.params.penalty_alpha else 0
         growing = [sequence.num_output_tokens - candidate for sequence in self.sequences]
         return max(0, *growing, *(len(completion.token_ids) for completion in self.completions.values()))
 
+    def next_contexts(self) -> list[SamplingContext]:
+        """Return the contexts of the next tokens: the sequences, or the samples that begin as its one sequence."""
+        n = self.request.params.n
+        if len(self.sequences) == n or self.num_output_tokens:
+            return [*self.sequences]
+        (first,) = self.sequences
+        return [first, *(first.as_sample(i) for i in range(1, n))]
+
     def restart(self) -> None:
-        """After a preemption. A single sequence goes on where it was; several began with blocks that they shared, so they begin again."""
+        """Begin again after a preemption, where several sequences shared blocks. A single one goes on where it was."""
         if self.search:
             self.sequences = [self.search.restart(self)]
         elif self.request.params.n > 1:
             self.sequences = [self.origin.fork()]
             self.completions.clear()
+
+    def output(self) -> "Output":
+        """Return what became of a request that has finished or failed."""
+        return Output(
+            request_id=self.request.id,
+            completions=[] if self.error else [completion for _, completion in sorted(self.completions.items())],
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_cached_tokens=self.num_cached_tokens or 0,
+            prompt_logprobs=self.prompt_logprobs if self.request.params.prompt_logprobs is not None else None,
+            error=self.error,
+            queued_s=self.queued_s,
+            first_token_s=self.first_token_s,
+            finished_s=self.finished_s,
+            num_preemptions=self.num_preemptions,
+        )
 
 
 @dataclass(frozen=True)
@@ -300,12 +292,14 @@ class Completion:
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None
     score: float | None = None
-    """Of a beam: the sum of its tokens' log probabilities over its length to the power of length_penalty."""
+    """A beam's sum of log probabilities over its length to the power of length_penalty."""
+    stop_reason: str | int | None = None
+    """The stop string, or the id of the eos or stop token, that ended the row; None where nothing of the kind did."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """A finished request, or one that failed."""
+    """A finished request, or one that failed. Times are seconds of `time.monotonic`; outputs that differ in these alone are equal."""
 
     request_id: int
     completions: list[Completion]
@@ -313,6 +307,12 @@ class Output:
     num_cached_tokens: int
     """Prompt tokens that the prefix cache spared."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt's tokens from the second on."""
+    """Log probabilities of the prompt's tokens from the second on."""
     error: BaseException | None = None
     """Why the request failed on its way; then there are no completions. The other requests went on."""
+    queued_s: float = field(default=0.0, compare=False)
+    first_token_s: float | None = field(default=None, compare=False)
+    """When the first tokens were chosen; None where the request failed before."""
+    finished_s: float = field(default=0.0, compare=False)
+    num_preemptions: int = field(default=0, compare=False)
+    """How often the request gave its blocks up and was computed again."""

@@ -5,43 +5,48 @@ import itertools
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
 from kernels.all_finite import all_finite
 from kernels.copy_blocks import copy_blocks
 from kernels.cuda_graph import GraphPool
 from kernels.threads import threads
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
-from pipelines.engine.captured_steps import CapturedSteps, Outputs
-from pipelines.engine.gpu_batch import to_gpu
-from pipelines.engine.padded_decode import PaddedDecodeSteps
+from pipelines.engine.faults import not_finite
+from pipelines.engine.graph_steps import GraphSteps
+from pipelines.engine.recorded_steps import RecordedSteps
+from pipelines.engine.steps import StepOutputs, Steps
 
-MAX_CAPTURED_SEQUENCES = 16  # of a decode step: larger ones take so long that the calls do not count
-# The calls of a prompt take 0.6 ms, however long it is. It is captured where its tokens times the bytes of weights are no more than this:
+MAX_RECORDED_TOKENS = 16  # of a decode step: larger ones take so long that the calls do not count
+# The calls of a prompt take 0.6 ms, however long it is. It is recorded where its tokens times the bytes of weights are no more than this:
 # with models/tiny in float32 up to 97 tokens, which take 3 ms and 4 MB of intermediate results; with 1.1 B parameters never.
-MAX_CAPTURED_BYTES = 2**30
-PROMPTS_BEFORE_CAPTURE = 8  # of one shape: to capture costs as much as their calls, and most lengths do not come again
+MAX_RECORDED_BYTES = 2**30
+# Steps of one shape: to record costs as much as their calls. Most lengths of prompts do not come again.
+DECODES_BEFORE_RECORDING, PROMPTS_BEFORE_RECORDING = 1, 8
 
 
 class Runner:
+    """Computes steps eagerly, from recordings on a CPU, or as CUDA graphs: `execute` chooses."""
+
     def __init__(
         self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int, decode_threads: int | None
     ) -> None:
-        """On a GPU, decode steps of up to `num_graph_sequences` are captured now, with tables of the width that a sequence may need. On a
-        CPU decode steps have `decode_threads`, or as many as all, and what comes again is captured when it does."""
+        """On a GPU, captures decode steps of up to `num_graph_sequences` now, with block tables of the width that a sequence may need.
+
+        On a CPU decode steps have `decode_threads`, or as many as all, and what comes again is recorded when it does.
+        """
         self._decode_threads = decode_threads
         self.model = model
         self.cache = cache
         self._device = cache.tensors[0].device
-        self._decode_steps: CapturedSteps | PaddedDecodeSteps | None = None
-        self._prompt_steps: CapturedSteps | None = None  # apart: many lengths of prompts push no decode step out
+        self.decode_steps: Steps = self.compute
+        self.prompt_steps: Steps = self.compute  # apart: many lengths of prompts push no decode step out
         if self._device.type == "cpu":
-            max_tokens = int(MAX_CAPTURED_BYTES / self.step_weight_bytes(1))
-            self._decode_steps = CapturedSteps(self._compute, MAX_CAPTURED_SEQUENCES)
-            self._prompt_steps = CapturedSteps(self._compute, max_tokens, times_before=PROMPTS_BEFORE_CAPTURE)
+            max_tokens = int(MAX_RECORDED_BYTES / self.step_weight_bytes(1))
+            self.decode_steps = RecordedSteps(self.compute, MAX_RECORDED_TOKENS, DECODES_BEFORE_RECORDING)
+            self.prompt_steps = RecordedSteps(self.compute, max_tokens, PROMPTS_BEFORE_RECORDING)
         elif num_graph_sequences:
             sizes = num_graph_sequences, table_width, model.num_prompt_marks
-            self._decode_steps = PaddedDecodeSteps(self._forward, GraphPool(), *sizes, self._device)
+            self.decode_steps = GraphSteps(self.compute, GraphPool().capture, *sizes, self._device)
 
     @property
     def weight_bytes(self) -> int:
@@ -58,69 +63,47 @@ class Runner:
         return sum(tensor[0, 0].nbytes for tensor in self.cache.tensors)
 
     def mark_prompt(self, token_ids: list[int]) -> tuple[int, ...]:
+        """Return the features of a prompt that the model reads in every step."""
         return self.model.mark_prompt(token_ids)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks of the cache in all layers, from and to."""
         if copies:
-            sources, targets = torch.tensor(copies, device=self.cache.tensors[0].device).T
+            sources, targets = torch.tensor(copies, device=self._device).T
             for keys, values in self.cache.layers:
                 copy_blocks(keys, values, sources, targets)
 
     def on_device(self, batch: Batch) -> Batch:
-        """The batch where the model is."""
-        return batch if batch.numbers.device.type == self._device.type else to_gpu(batch, self._device)
+        """Return the batch where the model is, without waiting for a GPU."""
+        if batch.numbers.device.type == self._device.type:
+            return batch
+        return Batch(batch.numbers.pin_memory().to(self._device, non_blocking=True), batch.shape)
 
-    def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Hidden states [R, E] and logits [R, V] of the batch's output rows, in the model's dtype, until the next call.
+    def execute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
+        """Compute the batch's output rows, without waiting for a GPU. The next call overwrites them.
 
-        Raises UserError where a logit is not finite.
+        `token_ids`, int64 [T] on the model's device, takes the place of the batch's.
         """
-        hidden, logits, finite = self.launch(batch)
-        check_finite(finite)
-        return hidden, logits
-
-    def launch(self, batch: Batch, token_ids: Tensor | None = None) -> Outputs:
-        """The same without waiting for a GPU, so that nobody knows yet whether logits are finite.
-
-        `token_ids` [T], on the model's device, take the place of the batch's.
-        """
-        decodes = batch.shape.num_tokens == batch.shape.num_sequences == batch.shape.num_outputs
+        decodes = batch.shape.num_tokens == batch.shape.num_outputs
         with threads(self._decode_threads if decodes else None):
-            return self._launch(batch, self._decode_steps if decodes else self._prompt_steps, token_ids)
+            return (self.decode_steps if decodes else self.prompt_steps)(batch, token_ids)
 
-    def _launch(
-        self, batch: Batch, steps: CapturedSteps | PaddedDecodeSteps | None, token_ids: Tensor | None
-    ) -> Outputs:
-        if isinstance(steps, PaddedDecodeSteps) and steps.hold(batch.shape.num_sequences):
-            return steps.run(batch, token_ids)
+    def compute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
+        """Compute a step by calling every operator."""
+        batch = self.on_device(batch)
         if token_ids is not None:
-            batch = self.on_device(batch)
             batch.token_ids.copy_(token_ids)
-        return steps.run(batch) if isinstance(steps, CapturedSteps) else self._compute(batch)
-
-    def _compute(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states, logits, and whether these are all finite."""
-        hidden, logits = self._forward(batch)
-        return hidden, logits, all_finite(logits)
-
-    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         hidden = self.hidden(batch)
-        return hidden, self.model.logits(hidden)
+        logits = self.model.logits(hidden)
+        return StepOutputs(hidden, logits, all_finite(logits))
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Hidden states [R, E] of the batch's output rows, in the model's dtype."""
+        """Compute hidden states [R, E] of the batch's output rows, in the model's dtype."""
         return self.model(self.on_device(batch), self.cache)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, V] of hidden states [R, E]. Raises UserError where one is not finite."""
+        """Compute logits [R, V] of hidden states [R, E]. Raises UserError where one is not finite."""
         logits = self.model.logits(hidden)
-        check_finite(all_finite(logits))
+        if not all_finite(logits).all():
+            raise not_finite()
         return logits
-
-
-def check_finite(finite: Tensor | bool) -> None:
-    """Raises UserError where they are not."""
-    if not finite:
-        remedy = "the weights are damaged, or model.dtype=float16 is too small for them: try model.dtype=float32"
-        raise UserError(f"the model's logits are not finite: {remedy}")

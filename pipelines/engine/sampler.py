@@ -1,60 +1,65 @@
-"""From logits to token ids: small pure functions, composed in `sample`.
+"""Chooses tokens from logits: small pure functions, composed in `sample`.
 
-R rows (one per sequence), V tokens in the vocabulary. A token that may not be chosen has the logit -inf.
-Order: what logits.py does, temperature, top_k, top_p, min_p.
+R rows, V tokens in the vocabulary. A token that may not be chosen has the logit -inf.
+Order: bias, penalties and bans (logits.py), temperature, top_k, top_p, min_p.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kernels.sampling import draw, most_likely
 from pipelines.engine.logits import process_logits, to_device
-from pipelines.engine.request import Sequence, TokenLogprobs
+from pipelines.engine.request import SamplingContext, TokenLogprobs
 
 MASK64 = 2**64 - 1
 NO_TOKEN = -1
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> list[int | None]:
-    """A token id per row of the model's logits [R, V], None where all are banned."""
-    return list(map(known_token, choose(logits, sequences).tolist()))
+def sample(logits: Tensor, contexts: Sequence[SamplingContext]) -> list[int | None]:
+    """Return a token id for each row of the model's logits [R, V] in its context, None where all are banned."""
+    return known_tokens(choose(logits, contexts))
 
 
-def known_token(token: int) -> int | None:
-    return None if token == NO_TOKEN else token
+def known_tokens(tokens: Tensor) -> list[int | None]:
+    """Return what `choose` chose, None where all were banned."""
+    return [None if token == NO_TOKEN else token for token in tokens.tolist()]
 
 
-def choose(logits: Tensor, sequences: list[Sequence], last_tokens: Tensor | None = None) -> Tensor:
-    """The token [R] of each row of the model's logits [R, V], NO_TOKEN where all are banned. Temperature 0 takes the most likely,
-    the lowest id of equals. `last_tokens`: as for `process_logits`."""
-    processed = process_logits(logits, sequences, last_tokens)
-    tokens = _choose(processed, sequences, int(last_tokens is not None))
+def choose(logits: Tensor, contexts: Sequence[SamplingContext], last_tokens: Tensor | None = None) -> Tensor:
+    """Return the token int64 [R] of each row of the model's logits [R, V], NO_TOKEN where all are banned, without waiting for a GPU.
+
+    Temperature 0 takes the most likely, the lowest id of equals. `last_tokens`: as for `process_logits`.
+    """
+    processed = process_logits(logits, contexts, last_tokens)
+    tokens = _choose(processed, contexts, int(last_tokens is not None))
     return tokens if processed is logits else tokens.masked_fill(processed.amax(-1) == -torch.inf, NO_TOKEN)
 
 
-def _choose(logits: Tensor, sequences: list[Sequence], num_unknown: int) -> Tensor:
-    """`num_unknown`: output tokens of each sequence that it does not list yet."""
-    drawn = [row for row, sequence in enumerate(sequences) if sequence.request.params.temperature > 0]
-    if len(drawn) == len(sequences):
-        return _draw_rows(logits, sequences, num_unknown)
+def _choose(logits: Tensor, contexts: Sequence[SamplingContext], num_unknown: int) -> Tensor:
+    """`num_unknown`: output tokens of each row that its context does not list yet."""
+    drawn = [row for row, context in enumerate(contexts) if context.params.temperature > 0]
+    if len(drawn) == len(contexts):
+        return _draw_rows(logits, contexts, num_unknown)
     tokens = most_likely(logits)
     if drawn:
         rows = to_device(drawn, torch.int64, logits.device)
-        tokens.index_copy_(0, rows, _draw_rows(logits[rows], [sequences[row] for row in drawn], num_unknown))
+        tokens.index_copy_(0, rows, _draw_rows(logits[rows], [contexts[row] for row in drawn], num_unknown))
     return tokens
 
 
-def _draw_rows(logits: Tensor, sequences: list[Sequence], num_unknown: int) -> Tensor:
+def _draw_rows(logits: Tensor, contexts: Sequence[SamplingContext], num_unknown: int) -> Tensor:
     settings: list[float] = []
-    for sequence in sequences:
-        p = sequence.request.params
-        number = uniform(_sample_seed(sequence), sequence.num_output_tokens + num_unknown)
+    for context in contexts:
+        p = context.params
+        number = uniform(_sample_seed(context), context.num_output_tokens + num_unknown)
         settings += p.temperature, p.top_k, p.top_p, p.min_p, number
     return draw(logits.float(), to_device(settings, torch.float64, logits.device).view(-1, 5))
 
 
 def uniform(seed: int, step: int) -> float:
-    """The step-th number in [0, 1) of the seed's SplitMix64 stream (Steele, Lea, Flood 2014).
+    """Return the step-th number in [0, 1) of the seed's SplitMix64 stream (Steele, Lea, Flood 2014).
 
     A function of seed and step alone: the same on every device, in every batch, after every preemption. 52 bits, so that the
     product with a total in float64 stays below the total. Because every device inverts the distribution at this number, the same logits
@@ -64,10 +69,10 @@ def uniform(seed: int, step: int) -> float:
     return (_mix(start + (step + 1) * 0x9E3779B97F4A7C15) >> 12) / 2**52
 
 
-def _sample_seed(sequence: Sequence) -> int:
-    """Each of a request's n samples has its own stream; the first one's is that of a request for one sample."""
-    seed = sequence.request.params.seed
-    return _mix(_mix(seed) ^ sequence.sample) if sequence.sample else seed
+def _sample_seed(context: SamplingContext) -> int:
+    """Return the seed of the row's own stream: each of a request's n samples has one; the first's is that of a request for one sample."""
+    seed = context.params.seed
+    return _mix(_mix(seed) ^ context.sample) if context.sample else seed
 
 
 def _mix(x: int) -> int:
@@ -78,7 +83,7 @@ def _mix(x: int) -> int:
 
 
 def token_logprobs(logits: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-    """From rows [R, V] of the model's own logits: log probabilities of each row's own token and of its `num_top` most likely ones."""
+    """Return log probabilities of each row's own token and of its `num_top` most likely ones, from the model's own logits [R, V]."""
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])  # [R, 1]
     ranks = (logprobs > own).sum(-1) + 1

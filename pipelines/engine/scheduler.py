@@ -1,19 +1,21 @@
 """Which requests run in the next step, and with how many tokens: first come, first served, continuously batched, prompts in chunks."""
 
+import time
 from collections import Counter, deque
 from typing import NamedTuple
 
 from pipelines.engine.block_manager import BlockManager, extend_hashes, salt_bytes
-from pipelines.engine.request import Continuation, SamplingParams, Sequence, SequenceGroup
+from pipelines.engine.request import Continuation, Sequence, SequenceGroup
 
 
 class Scheduled(NamedTuple):
     group: SequenceGroup
     sequence: Sequence
+    start: int
+    """Position of the first new token: the sequence's earlier ones are in the cache by then."""
     num_new_tokens: int
-    """The next tokens of the sequence that are not in the cache yet."""
     num_outputs: int
-    """How many of them, the last ones, have outputs that are wanted."""
+    """How many of the new tokens, the last ones, have outputs that are wanted."""
 
 
 class StepPlan(NamedTuple):
@@ -21,13 +23,13 @@ class StepPlan(NamedTuple):
     ready: list[SequenceGroup]
     """The groups that are computed to their last tokens, so that new ones follow."""
     copies: list[tuple[int, int]]
-    """Blocks to copy first, from and to: of sequences that are about to write into a block which others share."""
+    """Blocks to copy first, from and to, for sequences that are about to write into a block which others share."""
 
 
 class Scheduler:
-    """Plans steps of at most `max_batched_tokens` tokens over at most `max_num_requests` requests.
+    """Plans steps over at most `max_num_requests` requests.
 
-    Every sequence that generates gets its one token; the rest of the budget is shared evenly by the prompts, so that a long one
+    Every sequence that generates gets its one token; the rest of a step's budget is shared evenly by the prompts, so that a long one
     stalls nobody. A request is admitted when the pool holds all it has so far; when it grows and no block is left, the
     last admitted one gives its blocks up and starts again later (preemption by recomputation).
     """
@@ -40,7 +42,10 @@ class Scheduler:
         whole_prompts: bool = False,
         key_border: int | None = None,
     ) -> None:
-        """`whole_prompts`: a request is admitted only to a step that has room for all of its tokens. `key_border`: the model's."""
+        """`max_batched_tokens`: budget of a step, unless its caller gives a smaller one.
+
+        `whole_prompts`: admit a request only to a step that all of its tokens fit in. `key_border`: the model's.
+        """
         self.block_manager = block_manager
         self.max_num_requests = max_num_requests
         self.max_batched_tokens = max_batched_tokens
@@ -49,38 +54,35 @@ class Scheduler:
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[SequenceGroup] = []  # in the order of admission
 
-    def most_blocks(self, params: SamplingParams, num_prompt_tokens: int) -> int:
-        """The most blocks that a request may own: one that needs more than there are could wait for ever."""
-        num_tokens, size = num_prompt_tokens + params.max_new_tokens, self.block_manager.block_size
-        # Sequences share the prompt's full blocks. Candidates share all but the block that their one token is in.
-        shared = (num_tokens - 1 if params.penalty_alpha else num_prompt_tokens) // size
-        if self._is_past_border(num_tokens) and not self._is_past_border(num_prompt_tokens):
-            shared = 0  # each is computed again by itself
-        return shared + params.num_sequences * (self.block_manager.num_blocks_for(num_tokens) - shared)
-
     def add(self, group: SequenceGroup) -> None:
+        """Queue a group."""
         assert group.request.params.num_sequences <= self.max_batched_tokens  # so that everyone who runs gets a token
+        group.queued_s = time.monotonic()
         self.waiting.append(group)
 
-    def plan(self) -> StepPlan:
+    def plan(self, max_tokens: int | None = None) -> StepPlan:
+        """Plan a step of at most `max_tokens` tokens, or `max_batched_tokens` where that is less.
+
+        It is more than `max_tokens` where more sequences run, or where prompts cannot be cut.
+        """
         copies: list[tuple[int, int]] = []
         for group in self.running:
             self._recompute_past_border(group)
         if self._grow(copies):
-            while self.waiting and self._has_room(self.waiting[0]) and self._admit(self.waiting[0]):
+            while self.waiting and self._may_run(self.waiting[0]) and self._admit(self.waiting[0]):
                 self.running.append(self.waiting.popleft())
-        num_new_tokens = self._share_budget([sequence for group in self.running for sequence in group.sequences])
+        sequences = [sequence for group in self.running for sequence in group.sequences]
+        num_new_tokens = self._share_budget(sequences, max_tokens)
         ready = []
         for group in self.running:
             if all(num_new_tokens[sequence] == sequence.num_uncomputed_tokens for sequence in group.sequences):
                 ready.append(group)
                 continue
-            for (
-                sequence
-            ) in group.sequences:  # the last tokens of all of them come in one step, because their outputs do
+            # The last tokens of all sequences come in one step, because their outputs do.
+            for sequence in group.sequences:
                 num_new_tokens[sequence] = min(num_new_tokens[sequence], sequence.num_uncomputed_tokens - 1)
         scheduled = [
-            Scheduled(group, sequence, count, _num_outputs(sequence, count))
+            Scheduled(group, sequence, sequence.num_computed_tokens, count, _num_outputs(sequence, count))
             for group in self.running
             for sequence in group.sequences
             if (count := num_new_tokens[sequence])
@@ -88,32 +90,38 @@ class Scheduler:
         return StepPlan(scheduled, ready, copies)
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """The step after `plan`, which is committed, before its tokens are known: each of its sequences gets one more.
+        """Plan the step after `plan`, whose tokens are not known yet: each of its sequences gets one more.
 
-        None where another plan may be wanted by then: somebody waits, ends or is computed again, or there are too few blocks.
+        Returns None where another plan may be wanted by then: somebody waits, ends or is computed again, or there are too few blocks.
         """
         sequences = [item.sequence for item in plan.scheduled]
         missing = {s: self.block_manager.num_blocks_for(len(s.token_ids) + 1) - len(s.block_table) for s in sequences}
         if (
             self.waiting
             or any(self._is_past_border(len(s.token_ids) + 1) and not s.is_past_border for s in sequences)
-            or any(s.num_output_tokens + 1 >= s.request.params.max_new_tokens for s in sequences)
+            or any(s.num_output_tokens + 1 >= s.params.max_new_tokens for s in sequences)
             or sum(missing.values()) > self.block_manager.num_free_blocks
         ):
             return None
         for sequence, num_blocks in missing.items():
             sequence.block_table += self.block_manager.allocate(num_blocks)
-        return StepPlan([item._replace(num_new_tokens=1) for item in plan.scheduled], plan.ready, [])
+        ahead = [item._replace(start=item.start + item.num_new_tokens, num_new_tokens=1) for item in plan.scheduled]
+        return StepPlan(ahead, plan.ready, [])
 
     def commit(self, plan: StepPlan) -> None:
-        """The plan's tokens are in the cache now: blocks that became full can be found by later prompts."""
+        """Record that the plan's tokens are in the cache: blocks that became full can be found by later prompts.
+
+        Sequences that have ended or failed since the plan was made have given their blocks back.
+        """
         blocks = self.block_manager
         for item in plan.scheduled:
             sequence = item.sequence
+            if sequence not in item.group.sequences:
+                continue
             before = sequence.num_computed_tokens // blocks.block_size
             sequence.num_computed_tokens += item.num_new_tokens
             full = sequence.num_computed_tokens // blocks.block_size
-            if full > before and sequence.request.params.prefix_cache:
+            if full > before and sequence.params.prefix_cache:
                 self._extend_hashes(sequence, full)
                 for i in range(before, full):
                     blocks.remember(sequence.block_table[i], sequence.block_hashes[i])
@@ -121,7 +129,7 @@ class Scheduler:
                 sequence.first_wanted = sequence.num_computed_tokens if sequence.num_uncomputed_tokens else None
 
     def branch(self, group: SequenceGroup, continuations: list[Continuation]) -> None:
-        """Let the group go on with these: a sequence that several follow is forked, one that none follows ends here."""
+        """Continue the group with these: a sequence that several follow is forked, one that none follows ends here."""
         sequences, taken = [], set()
         for continuation in continuations:
             sequence = continuation.parent
@@ -138,16 +146,17 @@ class Scheduler:
         group.sequences = sequences
 
     def fork(self, sequence: Sequence) -> Sequence:
-        """A copy that shares the sequence's blocks; the first to write into one of them gets a copy of it."""
+        """Return a copy that shares the sequence's blocks; the first to write into one of them gets a copy of it."""
         self.block_manager.share(sequence.block_table)
         return sequence.fork()
 
     def finish(self, group: SequenceGroup, sequence: Sequence) -> None:
-        """The sequence grows no more, and with its last one the group is done."""
+        """End a sequence, and with its last one the group."""
         group.sequences.remove(sequence)
         self._release(sequence)
         if not group.sequences:
             self.running.remove(group)
+            group.finished_s = time.monotonic()
 
     def cancel(self, group: SequenceGroup) -> None:
         """Forget a group that has not finished, and take its blocks back."""
@@ -158,16 +167,19 @@ class Scheduler:
         else:
             self.waiting.remove(group)
         group.sequences = []
+        group.finished_s = time.monotonic()
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless every block is free, cached, or owned by just the sequences that are counted."""
+        """Raise RuntimeError unless every block is free, cached, or owned by just the sequences that are counted."""
         self.block_manager.check_integrity(
             sequence.block_table for group in [*self.running, *self.waiting] for sequence in group.sequences
         )
 
-    def _share_budget(self, sequences: list[Sequence]) -> dict[Sequence, int]:
-        """New tokens for each sequence: what it needs, or an even share of what those who need less leave."""
+    def _share_budget(self, sequences: list[Sequence], max_tokens: int | None) -> dict[Sequence, int]:
+        """Return the new tokens of each sequence: what it needs, or an even share of what those who need less leave."""
         budget = self.max_batched_tokens
+        if max_tokens is not None and not self._whole_prompts:
+            budget = min(budget, max(max_tokens, len(sequences)))
         num_new_tokens = {sequence: sequence.num_uncomputed_tokens for sequence in sequences}
         if sum(num_new_tokens.values()) <= budget:
             return num_new_tokens
@@ -176,8 +188,8 @@ class Scheduler:
             budget -= num_new_tokens[sequence]
         return num_new_tokens
 
-    def _has_room(self, group: SequenceGroup) -> bool:
-        """Whether the group may run beside the others, even when it has all its sequences."""
+    def _may_run(self, group: SequenceGroup) -> bool:
+        """Return whether steps are large enough for the group beside the others, even when it has all its sequences."""
         groups = [*self.running, group]
         num_tokens = sum(g.request.params.num_sequences for g in groups)
         if self._whole_prompts:
@@ -208,7 +220,7 @@ class Scheduler:
             group.search.recompute(group)
 
     def _place_at_border(self, sequence: Sequence) -> None:
-        """Say on which side of the border a sequence of which nothing is computed will be computed."""
+        """Record on which side of the border a sequence will be computed, of which nothing is computed yet."""
         is_past_border = self._is_past_border(len(sequence.token_ids))
         if is_past_border != sequence.is_past_border:
             sequence.block_hashes.clear()
@@ -221,7 +233,7 @@ class Scheduler:
         """Take over what the cache knows of the group's one sequence and allocate the rest; False if the pool cannot hold it."""
         blocks, sequence = self.block_manager, group.sequences[0]
         self._place_at_border(sequence)
-        if sequence.request.params.prefix_cache and sequence.first_wanted is None:
+        if sequence.params.prefix_cache and sequence.first_wanted is None:
             # At least one token is computed again, because its logits are wanted.
             num_blocks = (len(sequence.token_ids) - 1) // blocks.block_size
             self._extend_hashes(sequence, num_blocks)
@@ -240,11 +252,12 @@ class Scheduler:
         self.running.remove(group)
         for sequence in group.sequences:
             self._release(sequence)
+        group.num_preemptions += 1
         group.restart()
         self.waiting.appendleft(group)
 
     def _num_missing_blocks(self, group: SequenceGroup) -> int:
-        """Blocks for the tokens that have none, and copies of blocks that several of the group are about to write into."""
+        """Count blocks for the tokens that have none, and copies of blocks that several of the group are about to write into."""
         missing = sum(map(self._num_missing, group.sequences))
         if len(group.sequences) == 1:
             return missing
@@ -255,7 +268,7 @@ class Scheduler:
         return self.block_manager.num_blocks_for(len(sequence.token_ids)) - len(sequence.block_table)
 
     def _written_block(self, sequence: Sequence) -> int | None:
-        """The block that the sequence's next token goes to, if it has earlier ones too. Only such a block is shared and written."""
+        """Return the block that the sequence's next token goes to, if it has earlier ones too. Only such a block is shared and written."""
         index, offset = divmod(sequence.num_computed_tokens, self.block_manager.block_size)
         return sequence.block_table[index] if offset else None
 
@@ -271,7 +284,7 @@ class Scheduler:
             sequence.block_table += blocks.allocate(missing)
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        salt = salt_bytes(sequence.request.params.cache_salt, sequence.is_past_border)
+        salt = salt_bytes(sequence.params.cache_salt, sequence.is_past_border)
         extend_hashes(sequence.block_hashes, sequence.token_ids, num_blocks, self.block_manager.block_size, salt)
 
     def _release(self, sequence: Sequence) -> None:

@@ -1,39 +1,59 @@
 """When a sequence ends, and what is left of it then."""
 
-from pipelines.engine.request import Completion, FinishReason, Sequence
+from typing import NamedTuple
+
+from pipelines.engine.request import Completion, FinishReason, Sequence, SequenceGroup, Sink, TokenLogprobs
 
 
 def extend_text(sequence: Sequence) -> FinishReason | None:
-    """Turn the sequence's new last token into text, which is `unsent` then, and say whether the sequence ends here."""
-    params, token = sequence.request.params, sequence.token_ids[-1]
+    """Turn the sequence's new last token into text, which is `unsent` then, and return why the sequence ends here, if it does."""
+    params, token = sequence.params, sequence.token_ids[-1]
     may_stop = sequence.num_output_tokens >= params.min_new_tokens
-    piece, stopped = "", False
+    piece, stop = "", None
     # The text of a stop token, like that of a stop string, is left out unless it is asked for.
     if sequence.detokenizer and (params.include_stop or token not in params.stop_token_ids):
-        piece, stopped = sequence.detokenizer.add(token, may_stop)
+        piece, stop = sequence.detokenizer.add(token, may_stop)
     reason = None
-    if stopped or (may_stop and token in params.end_token_ids):
+    if stop is not None or (may_stop and token in params.end_token_ids):
         reason = FinishReason.stop
+        sequence.stop_reason = token if stop is None else stop
     elif sequence.num_output_tokens == params.max_new_tokens:
         reason = FinishReason.length
-    if reason and sequence.detokenizer and not stopped:
+    if reason and sequence.detokenizer and stop is None:
         piece += sequence.detokenizer.flush()
-    sequence.unsent += piece
+    if piece:
+        sequence.texts.append(piece)
+    sequence.unsent = piece
     return reason
 
 
-def send_text(sequence: Sequence) -> None:
-    """Hand the text that is `unsent` to the request's sink. Raises whatever the sink raises."""
-    piece, sequence.unsent = sequence.unsent, ""
-    if piece and sequence.request.sink:
-        sequence.request.sink(piece)
+class Piece(NamedTuple):
+    """What a sink is told of a new token: the arguments of `Sink`."""
+
+    sample: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprobs]
+
+
+def take_piece(group: SequenceGroup, sequence: Sequence) -> list[tuple[Sink, Piece]]:
+    """Return the last token and its text with the request's sink, if it has not had them."""
+    text, sequence.unsent = sequence.unsent, None
+    sink = group.request.sink
+    # Samples that begin again after a preemption repeat what they said.
+    if text is None or sink is None or sequence.num_output_tokens <= group.num_sent[sequence.sample]:
+        return []
+    group.num_sent[sequence.sample] = sequence.num_output_tokens
+    return [(sink, Piece(sequence.sample, sequence.token_ids[-1:], text, sequence.logprobs[-1:]))]
 
 
 def completion_of(sequence: Sequence, reason: FinishReason, score: float | None = None) -> Completion:
+    """Return what the sequence has become."""
     return Completion(
         token_ids=sequence.output_token_ids,
-        text=sequence.detokenizer.text if sequence.detokenizer else None,
+        text="".join(sequence.texts) if sequence.detokenizer else None,
         finish_reason=reason,
-        logprobs=sequence.logprobs if sequence.request.params.logprobs is not None else None,
+        logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
         score=score,
+        stop_reason=sequence.stop_reason,
     )

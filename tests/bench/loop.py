@@ -46,9 +46,10 @@ def main() -> None:
 
     timed(engine.scheduler, "plan", "plan")
     timed(engine_module, "build_batch", "build the batch")
-    timed(engine.runner, "run", "forward")
+    timed(engine.runner, "execute", "forward")
+    timed(engine, "_sample", "sample")
     timed(engine.scheduler, "commit", "commit")
-    timed(engine, "_sample", "sample and detokenise")
+    timed(engine, "_accept", "detokenise")
     timed(engine, "step", "step")
     decode = DecodeConfig(max_new_tokens=args.new, temperature=0.0, ignore_eos=True, prefix_cache=False)
     prompts = [[(31 * row + 7 * i) % 1000 + 5 for i in range(args.prompt)] for row in range(args.batch)]

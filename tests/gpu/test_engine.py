@@ -37,7 +37,7 @@ def test_tokens_are_the_cpus_with_graphs_and_without(scheme: str, kv_cache: str,
     write_llama(tmp_path)
     expected = tokens(engine_on("cpu", tmp_path, scheme, kv_cache))
     captured = engine_on("cuda", tmp_path, scheme, kv_cache)
-    assert sorted(captured.runner._decode_steps._graphs) == [1, 2, 4, 6]  # type: ignore[union-attr]
+    assert captured.runner.decode_steps.sizes == [1, 2, 4, 6]  # type: ignore[attr-defined]
     for layer in captured.runner.model.get_submodule("model.layers"):
         assert all(each.piece for part in (layer.self_attn, layer.mlp) for each in part.input_layers)
     assert tokens(captured) == expected
@@ -56,7 +56,7 @@ def test_activations_as_codes_run_in_graphs(scheme: str, tmp_path: Path) -> None
 def test_mixtures_run_in_graphs(scheme: str) -> None:
     """Their experts together: one after the other they could not be captured."""
     captured = engine_on("cuda", GOLDENS / "mixtral", scheme)
-    assert sorted(captured.runner._decode_steps._graphs) == [1, 2, 4, 6]  # type: ignore[union-attr]
+    assert captured.runner.decode_steps.sizes == [1, 2, 4, 6]  # type: ignore[attr-defined]
     assert tokens(captured) == tokens(engine_on("cuda", GOLDENS / "mixtral", scheme, cuda_graphs=False))
 
 

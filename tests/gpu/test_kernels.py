@@ -122,20 +122,19 @@ def test_sampling_with_penalties_and_bans() -> None:
     """Bit for bit the CPU's logits, and no wait for them or for the token that only the GPU knows."""
     from conf.decoding import DecodeConfig
     from pipelines.engine.logits import process_logits
-    from pipelines.engine.request import ContextLimit, Request, Sequence, resolve_sampling_params
+    from pipelines.engine.request import ContextLimit, SamplingContext
+    from pipelines.engine.request_factory import resolve_sampling_params
     from pipelines.engine.sampler import choose
 
     sequences = []
-    for i, settings in enumerate(
-        (
-            {"repetition_penalty": 1.3, "frequency_penalty": 0.1, "temperature": 0.8, "seed": 1},
-            {"logit_bias": {5: 2.0}, "presence_penalty": 0.5},
-            {"allowed_token_ids": [3, 4], "min_new_tokens": 9, "stop_token_ids": [4]},
-        )
+    for settings in (
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.1, "temperature": 0.8, "seed": 1},
+        {"logit_bias": {5: 2.0}, "presence_penalty": 0.5},
+        {"allowed_token_ids": [3, 4], "min_new_tokens": 9, "stop_token_ids": [4]},
     ):
         decode = DecodeConfig(**{"max_new_tokens": 50, **settings}).resolved({})  # type: ignore[arg-type]
         params = resolve_sampling_params(decode, 3, ContextLimit(100, "limit"), frozenset())
-        sequences.append(Sequence(Request(i, [7, 8, 7], params), None, [7, 8, 7, 5, 5, 9]))
+        sequences.append(SamplingContext(params, [7, 8, 7, 5, 5, 9], 3))
     logits, last = 3 * noise(3, 128256), torch.tensor([5, 11, 3])
     on_gpu = logits.cuda(), last.cuda()
     torch.cuda.set_sync_debug_mode("error")

@@ -114,6 +114,6 @@ def all_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
     group = engine.add(engine.request(0, prompt, DecodeConfig(max_new_tokens=1, prefix_cache=False)))
     plan = engine.scheduler.plan()
     all_rows = plan._replace(scheduled=[plan.scheduled[0]._replace(num_outputs=len(prompt))])
-    _, logits = engine.runner.run(build_batch(all_rows, engine._block_size))
+    logits = engine.runner.execute(build_batch(all_rows, engine.block_size)).logits
     engine.scheduler.cancel(group)
     return logits.clone()  # the next decode step may use the memory again

@@ -34,7 +34,7 @@ def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path, mo
     lengths = golden["batch_attention_mask"].sum(-1).tolist()
     prompts = [row[-length:].tolist() for row, length in zip(golden["batch_input_ids"], lengths, strict=True)]
     if build.library():
-        assert engine.runner._decode_steps._can_capture == (family not in COMPUTED_EACH_TIME)
+        assert engine.runner.decode_steps.can_record == (family not in COMPUTED_EACH_TIME)
     expected_batch = golden["batch_greedy_ids"].tolist()
     assert greedy(engine, prompts, len(expected_batch[0])) == expected_batch
     small_blocks = engine_of(folder, allow_pickle=True, block_size=4)
@@ -46,12 +46,12 @@ def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path, mo
         assert (output.num_cached_tokens > 0) == (knows_the_prompt and can_share)
     if family in WHOLE_PROMPTS:
         return
-    monkeypatch.setattr(runner, "PROMPTS_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr(runner, "PROMPTS_BEFORE_RECORDING", 1)
     chunked = engine_of(folder, allow_pickle=True, max_batched_tokens=5)
     assert greedy(chunked, [prompt], len(expected)) == [expected]
     assert greedy(chunked, prompts, len(expected_batch[0])) == expected_batch
     if build.library():
-        assert chunked.runner._prompt_steps._can_capture == (family not in COMPUTED_EACH_TIME)
+        assert chunked.runner.prompt_steps.can_record == (family not in COMPUTED_EACH_TIME)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,7 +15,7 @@ from kernels.kv_store import kv_store, rope_and_store
 from kernels.paged_attention import paged_attention
 from models.batch import Batch, BatchShape
 from pipelines.engine.batch import build_batch
-from pipelines.engine.gpu_batch import fill
+from pipelines.engine.graph_steps import fill
 from tests.helpers.builders import engine_of
 from tests.helpers.goldens import FAMILIES, GOLDENS, link
 
@@ -85,7 +85,7 @@ def test_a_step_of_two_sequences_in_one_of_four(family: str, tmp_path: Path, mon
         engine.add(engine.request(i, prompt, DecodeConfig(max_new_tokens=9, ignore_eos=True)))
     for _ in range(3):
         engine.step()
-    batch = build_batch(engine.scheduler.plan(), engine._block_size)
+    batch = build_batch(engine.scheduler.plan(), engine.block_size)
     expected = engine.runner.hidden(batch)
     num_marks = engine.runner.model.num_prompt_marks
     assert batch.prompt_marks.shape == batch.token_ids.shape + (num_marks,)

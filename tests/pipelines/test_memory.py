@@ -13,7 +13,8 @@ from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.registry import find_architecture
 from pipelines import assembly, launch
-from pipelines.engine.padded_decode import PaddedDecodeSteps
+from pipelines.engine.graph_steps import GraphSteps
+from pipelines.engine.steps import StepOutputs
 from pipelines.memory import check_memory, step_bytes, weight_bytes, widest_layer
 from quantization.plan import quantize_while_loading
 from tests.bench.gpu_rows import CONFIGS
@@ -89,8 +90,8 @@ def test_memory_that_ends_in_a_run_is_one_line(tmp_path: Path, monkeypatch: pyte
 
 
 def test_memory_that_ends_while_steps_are_captured_is_no_reason_to_do_without() -> None:
-    def fills(batch: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def fills(*step: object) -> StepOutputs:
         raise torch.OutOfMemoryError("full")
 
     with pytest.raises(torch.OutOfMemoryError):
-        PaddedDecodeSteps(fills, None, 2, 1, 0, torch.device("cpu"))  # type: ignore[arg-type]
+        GraphSteps(fills, None, 2, 1, 0, torch.device("cpu"))  # type: ignore[arg-type]

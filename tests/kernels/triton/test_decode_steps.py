@@ -21,12 +21,12 @@ from conf.decoding import DecodeConfig
 from conf.quantization import Activations, QuantConfig, QuantScheme
 from models.layers.moe import Experts
 from pipelines.engine import Engine
-from pipelines.engine.padded_decode import PaddedDecodeSteps
+from pipelines.engine.graph_steps import GraphSteps
 from pipelines.loading import load_engine
 from tests.helpers.builders import complete, engine_of, run_config, write_llama
 from tests.helpers.goldens import GOLDENS
 from tests.helpers.triton_cases import DEVICE
-from tests.pipelines.engine.test_padded_decode import AgainPool
+from tests.pipelines.engine.test_graph_steps import compute_again
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu/test_engine.py has true graphs")
 PROMPTS, DECODE = [[3, 4, 5], [6], [7, 8]], DecodeConfig(max_new_tokens=4, prefix_cache=False)
@@ -46,9 +46,9 @@ def padded_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[
         (models.layers.moe, kernels.moe.triton.route),
     ):
         monkeypatch.setattr(module, kernel.__name__, kernel)
-    steps = PaddedDecodeSteps(engine.runner._forward, AgainPool(), 4, 3, 0, torch.device("cpu"))
-    engine.runner._decode_steps = steps
-    assert sorted(steps._graphs) == [1, 2, 4]
+    steps = GraphSteps(engine.runner.compute, compute_again, 4, 3, 0, torch.device("cpu"))
+    engine.runner.decode_steps = steps
+    assert steps.sizes == [1, 2, 4]
     return tokens(engine)
 
 

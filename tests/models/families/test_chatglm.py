@@ -55,8 +55,8 @@ def observe_plans(engine: Engine) -> list[StepPlan]:
     plans: list[StepPlan] = []
     make_plan = engine.scheduler.plan
 
-    def plan() -> StepPlan:
-        plans.append(make_plan())
+    def plan(max_tokens: int | None = None) -> StepPlan:
+        plans.append(make_plan(max_tokens))
         for item in plans[-1].scheduled:
             assert item.num_new_tokens == item.sequence.num_uncomputed_tokens
         return plans[-1]
@@ -69,7 +69,7 @@ def observe_plans(engine: Engine) -> list[StepPlan]:
 def hidden_states(engine: Engine, tokens: list[int]) -> Tensor:
     """[T, E] of a prompt, in one prefill that wants all of them."""
     group = engine.add(engine.request(0, tokens, DecodeConfig(max_new_tokens=1, penalty_alpha=0.5, top_k=2)))
-    hidden, _ = engine.runner.run(build_batch(engine.scheduler.plan(), engine._block_size))
+    hidden = engine.runner.execute(build_batch(engine.scheduler.plan(), engine.block_size)).hidden
     engine.scheduler.cancel(group)
     return hidden
 
@@ -82,7 +82,7 @@ def test_logits_and_positions(engine: Engine, golden: dict[str, Tensor], sort: s
     prompt = golden[f"{sort}input_ids"][0].tolist()
     torch.testing.assert_close(all_logits(engine, prompt), golden[f"{sort}logits"][0], atol=TOLERANCE, rtol=0)
     group = engine.add(engine.request(0, prompt, DecodeConfig(max_new_tokens=1)))
-    batch = build_batch(engine.scheduler.plan(), engine._block_size)
+    batch = build_batch(engine.scheduler.plan(), engine.block_size)
     engine.scheduler.cancel(group)
     assert torch.stack(positions_2d(batch)).equal(golden[f"{sort}position_ids"][0])
 
@@ -93,7 +93,7 @@ def test_positions_in_a_batch(engine: Engine, golden: dict[str, Tensor]) -> None
         engine.add(engine.request(i, ids[mask].tolist(), DecodeConfig(max_new_tokens=1)))
         for i, (ids, mask) in enumerate(zip(golden["batch_input_ids"], masks, strict=True))
     ]
-    batch = build_batch(engine.scheduler.plan(), engine._block_size)
+    batch = build_batch(engine.scheduler.plan(), engine.block_size)
     for group in groups:
         engine.scheduler.cancel(group)
     expected = [positions[:, mask] for positions, mask in zip(golden["batch_position_ids"], masks, strict=True)]

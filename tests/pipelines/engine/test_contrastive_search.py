@@ -77,7 +77,7 @@ def test_hidden_states_of_a_prompts_chunks_outlive_the_steps_that_gave_them(
     folder: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of one shape are replays of one step, which overwrite its outputs."""
-    monkeypatch.setattr(runner, "PROMPTS_BEFORE_CAPTURE", 0)
+    monkeypatch.setattr(runner, "DECODES_BEFORE_RECORDING", 0)
     decode = DecodeConfig(max_new_tokens=25, penalty_alpha=0.9, top_k=5)
     chunked = complete(engine_of(folder, max_batched_tokens=8), PROMPTS[2:3], decode)
     assert chunked[0].token_ids == complete(engine, PROMPTS[2:3], decode)[0].token_ids
@@ -99,7 +99,7 @@ def test_ends_lengths_and_log_probabilities(engine: Engine) -> None:
 def test_can_be_streamed(chatty: Path) -> None:
     texts, pieces = engine_of(chatty, tokenizer=""), []  # type: ignore[var-annotated]
     decode = DecodeConfig(max_new_tokens=30, penalty_alpha=0.6, top_k=4, ignore_eos=True)
-    request = texts.request(0, [0, 70, 71], decode, pieces.append)
+    request = texts.request(0, [0, 70, 71], decode, lambda sample, ids, text, logprobs: pieces.append(text))
     (output,) = texts.generate([request])
     assert "".join(pieces) == output.completions[0].text
 

@@ -16,19 +16,18 @@ def decode_with(tokenizer: Tokenizer, skip_special_tokens: bool = True) -> Decod
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
-def pieces(decode: Decode, prompt: list[int], output: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
-    detokenizer = Detokenizer(decode, prompt, stop)
+def pieces(
+    decode: Decode, prompt: list[int], output: list[int], stop: tuple[str, ...] = (), include_stop: bool = False
+) -> tuple[list[str], str | None]:
+    """The text in pieces, and the stop string that ended it."""
+    detokenizer = Detokenizer(decode, prompt, stop, include_stop)
     result = []
     for token in output:
-        piece, stopped = detokenizer.add(token, may_stop=True)
+        piece, met = detokenizer.add(token, may_stop=True)
         result.append(piece)
-        if stopped:
-            break
-    else:
-        result.append(detokenizer.flush())
-        stopped = False
-    assert "".join(result) == detokenizer.text
-    return result, stopped
+        if met is not None:
+            return result, met
+    return [*result, detokenizer.flush()], None
 
 
 @pytest.mark.parametrize("kind", [byte_level, byte_fallback])
@@ -101,26 +100,26 @@ def by_letter(ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "stop", "expected", "stopped"),
+    ("text", "stop", "expected", "met"),
     [
-        ("one. two", (". t",), "one", True),
-        ("one. three", (". tw",), "one. three", False),
-        ("ababac!", ("abac",), "ab", True),
-        ("aaab", ("aab",), "a", True),
-        ("x END y", ("END", "x END y"), "x ", True),
-        ("first\n\nsecond", ("\n\n", "st"), "fir", True),
-        ("ends with hal", ("half",), "ends with hal", False),
-        ("停下来吧", ("来吧",), "停下", True),
+        ("one. two", (". t",), "one", ". t"),
+        ("one. three", (". tw",), "one. three", None),
+        ("ababac!", ("abac",), "ab", "abac"),
+        ("aaab", ("aab",), "a", "aab"),
+        ("x END y", ("END", "x END y"), "x ", "END"),
+        ("first\n\nsecond", ("\n\n", "st"), "fir", "st"),
+        ("ends with hal", ("half",), "ends with hal", None),
+        ("停下来吧", ("来吧",), "停下", "来吧"),
     ],
 )
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_stop_strings_across_token_boundaries(
-    text: str, stop: tuple[str, ...], expected: str, stopped: bool, size: int
+    text: str, stop: tuple[str, ...], expected: str, met: str | None, size: int
 ) -> None:
     chunks = [text[i : i + size] for i in range(0, len(text), size)]
     decode = lambda ids: "".join(chunks[i - 1] if i else ">" for i in ids)  # noqa: E731
-    got, met = pieces(decode, [0], list(range(1, len(chunks) + 1)), stop)
-    assert ("".join(got), met) == (expected, stopped)
+    got, found = pieces(decode, [0], list(range(1, len(chunks) + 1)), stop)
+    assert ("".join(got), found) == (expected, met)
 
 
 def test_what_may_begin_a_stop_string_is_held_back() -> None:
@@ -131,17 +130,16 @@ def test_what_may_begin_a_stop_string_is_held_back() -> None:
 
 def test_no_stop_before_it_may() -> None:
     detokenizer = Detokenizer(by_letter, [ord(">")], ("ab",))
-    assert [detokenizer.add(ord(letter), may_stop=False) for letter in "ab"] == [("a", False), ("b", False)]
-    assert [detokenizer.add(ord(letter), may_stop=True) for letter in "ab"] == [("", False), ("", True)]
-    assert detokenizer.text == "ab"
+    assert [detokenizer.add(ord(letter), may_stop=False) for letter in "ab"] == [("a", None), ("b", None)]
+    assert [detokenizer.add(ord(letter), may_stop=True) for letter in "ab"] == [("", None), ("", "ab")]
 
 
-def brute_force(text: str, stop: tuple[str, ...], include_stop: bool) -> tuple[str, bool]:
+def brute_force(text: str, stop: tuple[str, ...], include_stop: bool) -> tuple[str, str | None]:
     """By the definition: the string that ends first, of several that end there the longest."""
     for end in range(1, len(text) + 1):
         if found := max((len(s) for s in stop if text[:end].endswith(s)), default=0):
-            return text[: end if include_stop else end - found], True
-    return text, False
+            return text[: end if include_stop else end - found], text[end - found : end]
+    return text, None
 
 
 @pytest.mark.parametrize("include_stop", [False, True])
@@ -150,15 +148,9 @@ def test_stop_strings_that_begin_and_contain_each_other(include_stop: bool) -> N
     for _ in range(400):
         stop = tuple("".join(rng.choices("ab", k=rng.randint(1, 6))) + "c" * rng.randrange(2) for _ in range(3))
         text = "".join(rng.choices("abc", weights=(5, 5, 1), k=25))
-        detokenizer, stopped = Detokenizer(by_letter, [ord(">")], stop, include_stop), False
-        for letter in text:
-            _, stopped = detokenizer.add(ord(letter), may_stop=True)
-            if stopped:
-                break
-        else:
-            detokenizer.flush()
-        assert (detokenizer.text, stopped) == brute_force(text, stop, include_stop)
-        found += stopped
+        got, met = pieces(by_letter, [ord(">")], list(map(ord, text)), stop, include_stop)
+        assert ("".join(got), met) == brute_force(text, stop, include_stop)
+        found += met is not None
     assert found > 100
 
 

@@ -72,16 +72,16 @@ def test_eos_from_the_config_ends_the_row_unless_ignored(tmp_path: Path, engine:
     assert not {95, free[3]} & set(long[:9])
 
 
-def test_finished_places_are_refilled_at_once(engine: Engine) -> None:
+def test_finished_places_are_refilled_at_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, sizes = [2, 9, 2, 2, 2], []
     requests = [engine.request(i, [5 + i], DecodeConfig(max_new_tokens=n)) for i, n in enumerate(lengths)]
-    order = []
-    run = engine.runner.run
-    engine.runner.run = lambda batch: (sizes.append(len(batch.context_lengths)), run(batch))[1]  # type: ignore[method-assign]
-    try:
-        order = [output.request_id for output in engine.generate(requests)]
-    finally:
-        engine.runner.run = run  # type: ignore[method-assign]
+    execute = engine.runner.execute
+    monkeypatch.setattr(
+        engine.runner,
+        "execute",
+        lambda batch, *rest: (sizes.append(batch.shape.num_sequences), execute(batch, *rest))[1],
+    )
+    order = [output.request_id for output in engine.generate(requests)]
     assert sizes == [3, 3, 3, 3, 1, 1, 1, 1, 1]
     assert order == [0, 2, 3, 4, 1]
 
@@ -120,7 +120,7 @@ def test_closing_the_iterator_gives_everything_back(engine: Engine) -> None:
 
 
 def test_a_failing_sink_gives_everything_back(texts: Engine) -> None:
-    def fail(piece: str) -> None:
+    def fail(*piece: object) -> None:
         raise OSError("gone")
 
     finishing = texts.request(0, [0, 70, 71], DecodeConfig(max_new_tokens=1))  # in the same step
@@ -205,11 +205,9 @@ def test_samples_with_preemption_and_single_token_blocks(
     assert preempted
 
 
-def test_samples_of_one_text_or_streamed_are_refused(engine: Engine) -> None:
+def test_samples_of_one_text_are_refused(engine: Engine) -> None:
     with pytest.raises(UserError, match="decode.n=2 is not allowed: give 1 with decode.temperature=0"):
         engine.request(0, [5], DecodeConfig(n=2))
-    with pytest.raises(UserError, match="decode.n=2 cannot be streamed"):
-        engine.request(0, [5], DecodeConfig(n=2, temperature=1.0), print)
 
 
 def test_bans_and_biases_by_text_and_id(texts: Engine) -> None:
@@ -278,7 +276,8 @@ def test_cancelling_one_of_several(engine: Engine) -> None:
 
 def test_text_and_pieces_of_a_row_agree(texts: Engine) -> None:
     pieces: list[str] = []
-    request = texts.request(0, [0, 70, 71], DecodeConfig(max_new_tokens=60, ignore_eos=True), pieces.append)
+    decode = DecodeConfig(max_new_tokens=60, ignore_eos=True)
+    request = texts.request(0, [0, 70, 71], decode, lambda sample, ids, text, logprobs: pieces.append(text))
     output = next(texts.generate([request])).completions[0]
     assert texts.tokenizer is not None
     whole = texts.tokenizer.decode([0, 70, 71, *output.token_ids], skip_special_tokens=True)
@@ -320,8 +319,10 @@ def test_damaged_weights_end_in_one_clear_error(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
     model.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="the model's logits are not finite: the weights are damaged"):
-        one(engine_of(tmp_path), [5, 6], max_new_tokens=2)
+    engine = engine_of(tmp_path)
+    (output,) = engine.generate([engine.request(0, [5, 6], DecodeConfig(max_new_tokens=2))])
+    assert isinstance(output.error, UserError)
+    assert "the model's logits are not finite: the weights are damaged" in str(output.error)
 
 
 @pytest.mark.parametrize(

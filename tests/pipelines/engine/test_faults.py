@@ -12,7 +12,7 @@ from pipelines.engine import Engine, Output, contrastive_search
 from pipelines.engine import engine as engine_module
 from pipelines.engine.contrastive_search import ContrastiveSearch
 from pipelines.engine.detokenizer import Detokenizer
-from pipelines.engine.request import Sequence
+from pipelines.engine.request import SamplingContext
 from tests.helpers.builders import engine_of
 
 PROMPTS = [[0, 70, 71], [0, 75], [0, 80, 81, 82]]
@@ -107,8 +107,8 @@ def test_a_sampler_that_fails(
     """It fails for all rows of the step at once. Each group alone shows whose fault it is."""
     expected = run(engine, decode)
 
-    def is_faulty(logits: torch.Tensor, sequences: list[Sequence]) -> bool:
-        return any(sequence.request.id == FAULTY for sequence in sequences)
+    def is_faulty(logits: torch.Tensor, contexts: list[SamplingContext]) -> bool:
+        return any(context.token_ids[: context.num_prompt_tokens] == PROMPTS[FAULTY] for context in contexts)
 
     monkeypatch.setattr(engine_module, "sample", fails_at(number, engine_module.sample, is_faulty))
     check_it_failed_alone(engine, decode, expected)
@@ -179,8 +179,8 @@ def test_a_sampler_that_was_interrupted_is_not_asked_again(
 def test_what_a_sink_raises_is_raised(engine: Engine) -> None:
     """It is the caller's own, also where it is of a kind that would be a request's fault elsewhere."""
 
-    def failing(text: str) -> None:
-        raise KeyError(text)
+    def failing(*piece: Any) -> None:
+        raise KeyError(piece)
 
     for decode in (WAYS[0], WAYS[3]):
         request = engine.request(0, PROMPTS[0], DecodeConfig(**LENGTHS, **decode), failing)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from pipelines.engine.request_factory import max_blocks
 from tests.pipelines.engine.test_scheduler import scheduler_of, sequence, step
 
 
@@ -15,8 +16,7 @@ def test_sequences_that_grow_past_the_border_are_computed_again_and_ready_togeth
 
 
 def test_what_is_computed_again_shares_no_blocks() -> None:
-    scheduler = scheduler_of(block_size=4, key_border=20)
     params = sequence(0, 8, 12, n=3, temperature=1.0).request.params
-    assert scheduler.most_blocks(params, 8) == 2 + 3 * 3
-    assert scheduler.most_blocks(replace(params, max_new_tokens=13), 8) == 3 * 6
-    assert scheduler.most_blocks(params, 21) == 5 + 3 * 4  # its samples begin past the border
+    assert max_blocks(params, 8, 4, 20) == 2 + 3 * 3
+    assert max_blocks(replace(params, max_new_tokens=13), 8, 4, 20) == 3 * 6
+    assert max_blocks(params, 21, 4, 20) == 5 + 3 * 4  # its samples begin past the border

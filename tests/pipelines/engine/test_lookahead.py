@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from conf.decoding import DecodeConfig
-from conf.errors import UserError
 from kernels import build
 from models.batch import Batch
 from pipelines.engine import Engine
-from pipelines.engine.captured_steps import Outputs
-from pipelines.engine.lookahead import LaunchedStep, Lookahead
-from pipelines.engine.request import SequenceGroup
+from pipelines.engine.lookahead import LaunchedStep
+from pipelines.engine.steps import StepOutputs
 from tests.helpers.builders import engine_of, write_llama
-from tests.pipelines.engine.test_padded_decode import pad
+from tests.pipelines.engine.test_graph_steps import pad
 
 NEEDS_KERNELS = pytest.mark.skipif(
     build.library() is None, reason="torch's operators sum a chunk in another order, which shows in log probabilities"
@@ -35,14 +33,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def look_ahead(engine: Engine) -> list[bool]:
     """Returns for each step that is launched whether its inputs were on the device alone."""
-    engine._lookahead = Lookahead(engine.scheduler, engine.runner)
-    ahead, launch = [], engine.runner.launch
+    engine.looks_ahead = True
+    ahead, execute = [], engine.runner.execute
 
-    def observed(batch: Batch, token_ids: Tensor | None = None) -> Outputs:
+    def observed(batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
         ahead.append(token_ids is not None)
-        return launch(batch, token_ids)
+        return execute(batch, token_ids)
 
-    engine.runner.launch = observed  # type: ignore[method-assign]
+    engine.runner.execute = observed  # type: ignore[method-assign]
     return ahead
 
 
@@ -142,9 +140,9 @@ def test_padded_steps_take_tokens_from_the_device(folder: Path) -> None:
 
 def test_a_step_begins_before_the_last_ones_tokens_are_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, events = engine_of(folder), []
-    launch, wait = engine.runner.launch, LaunchedStep.wait
-    engine._lookahead = Lookahead(engine.scheduler, engine.runner)
-    monkeypatch.setattr(engine.runner, "launch", lambda *args: (events.append("launch"), launch(*args))[1])
+    execute, wait = engine.runner.execute, LaunchedStep.wait
+    engine.looks_ahead = True
+    monkeypatch.setattr(engine.runner, "execute", lambda *args: (events.append("launch"), execute(*args))[1])
     monkeypatch.setattr(LaunchedStep, "wait", lambda step: (events.append("wait"), wait(step))[1])
     list(engine.generate([engine.request(0, [3, 4], replace(GREEDY, max_new_tokens=4))]))
     assert events == ["launch", "launch", "wait", "launch", "wait", "launch", "wait", "wait"]
@@ -209,6 +207,6 @@ def test_damaged_weights_are_found(folder: Path) -> None:
     look_ahead(engine)
     source = engine.generate([engine.request(0, [3, 4, 5], GREEDY)], on_step=lambda: norm.weight.data.fill_(torch.inf))  # type: ignore[union-attr, operator]
     norm = engine.runner.model.get_submodule("model.norm")
-    with pytest.raises(UserError, match="the model's logits are not finite"):
-        list(source)
+    (output,) = source
+    assert "the model's logits are not finite" in str(output.error)
     assert engine.scheduler.block_manager.num_free_blocks == engine.scheduler.block_manager.num_blocks

@@ -9,20 +9,23 @@ from transformers import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 from conf.decoding import DecodeConfig
 from kernels.sampling.reference import invert, keep_min_p, keep_top_k, keep_top_p
 from pipelines.engine.logits import process_logits
-from pipelines.engine.request import ContextLimit, Request, Sequence, resolve_sampling_params
+from pipelines.engine.request import ContextLimit, SamplingContext
+from pipelines.engine.request_factory import resolve_sampling_params
 from pipelines.engine.sampler import sample, token_logprobs, uniform
 
 INF = math.inf
 
 
-def sequence(prompt: list[int], output: list[int], eos: frozenset[int] = frozenset(), **decode: object) -> Sequence:
+def context(
+    prompt: list[int], output: list[int], eos: frozenset[int] = frozenset(), **decode: object
+) -> SamplingContext:
     bad_words = decode.pop("bad_words", ())
     config = DecodeConfig(**{"max_new_tokens": 50, **decode}).resolved({})  # type: ignore[arg-type]
     params = resolve_sampling_params(config, len(prompt), ContextLimit(1000, "limit"), eos, bad_words)  # type: ignore[arg-type]
-    return Sequence(Request(0, prompt, params), None, prompt + output)
+    return SamplingContext(params, prompt + output, len(prompt))
 
 
-def processed(logits: torch.Tensor, of: Sequence) -> torch.Tensor:
+def processed(logits: torch.Tensor, of: SamplingContext) -> torch.Tensor:
     """One row [V]."""
     return process_logits(logits[None], [of])[0]
 
@@ -53,24 +56,24 @@ def test_min_p_is_a_share_of_the_most_likely() -> None:
 
 def test_repetition_penalty_divides_positive_and_multiplies_negative() -> None:
     logits = torch.tensor([2.0, -2.0, 4.0, -4.0])
-    assert processed(logits, sequence([0, 1, 0], [3], repetition_penalty=2.0)).tolist() == [1.0, -4.0, 4.0, -8.0]
+    assert processed(logits, context([0, 1, 0], [3], repetition_penalty=2.0)).tolist() == [1.0, -4.0, 4.0, -8.0]
     assert logits.tolist() == [2.0, -2.0, 4.0, -4.0]
 
 
 def test_presence_and_frequency_penalties_count_the_output_only() -> None:
-    row = processed(torch.zeros(4), sequence([0, 0, 1], [1, 2, 2, 2], presence_penalty=0.5, frequency_penalty=0.25))
+    row = processed(torch.zeros(4), context([0, 0, 1], [1, 2, 2, 2], presence_penalty=0.5, frequency_penalty=0.25))
     assert row.tolist() == [0.0, -0.75, -1.25, 0.0]
 
 
 def test_min_new_tokens_forbids_eos_and_stop_tokens() -> None:
     eos = frozenset([1])
-    assert processed(torch.zeros(4), sequence([0], [2], eos, min_new_tokens=2, stop_token_ids=[3])).tolist() == [
+    assert processed(torch.zeros(4), context([0], [2], eos, min_new_tokens=2, stop_token_ids=[3])).tolist() == [
         0.0,
         -INF,
         0.0,
         -INF,
     ]
-    assert sample(torch.tensor([[0.0, 9.0, 1.0]]), [sequence([0], [2, 2], eos, min_new_tokens=2)]) == [1]
+    assert sample(torch.tensor([[0.0, 9.0, 1.0]]), [context([0], [2, 2], eos, min_new_tokens=2)]) == [1]
 
 
 TOKENS = [3, 5, 7, 5, 3, 5, 7, 2, 3, 5]  # prompt and output
@@ -80,7 +83,7 @@ TOKENS = [3, 5, 7, 5, 3, 5, 7, 2, 3, 5]  # prompt and output
 def test_no_repeat_ngram_equals_transformers(size: int) -> None:
     logits = torch.randn(12, generator=torch.Generator().manual_seed(1))
     expected = NoRepeatNGramLogitsProcessor(size)(torch.tensor([TOKENS]), logits[None].clone())[0]
-    assert processed(logits, sequence(TOKENS[:6], TOKENS[6:], no_repeat_ngram_size=size)).equal(expected)
+    assert processed(logits, context(TOKENS[:6], TOKENS[6:], no_repeat_ngram_size=size)).equal(expected)
 
 
 def test_bad_words_equal_transformers() -> None:
@@ -88,14 +91,14 @@ def test_bad_words_equal_transformers() -> None:
     words = ((9,), (5, 7), (3, 5, 8), (7, 5, 4), (2, 3, 5, 7))
     processor = NoBadWordsLogitsProcessor([list(word) for word in words], eos_token_id=11)
     expected = processor(torch.tensor([TOKENS]), logits[None].clone())[0]
-    assert processed(logits, sequence(TOKENS[:6], TOKENS[6:], bad_words=words)).equal(expected)
+    assert processed(logits, context(TOKENS[:6], TOKENS[6:], bad_words=words)).equal(expected)
     assert kept(expected[None]) == [[0, 1, 2, 3, 4, 5, 6, 10, 11]]
 
 
 def test_bias_and_allowed_tokens() -> None:
     logits = torch.arange(5.0)
-    assert processed(logits, sequence([0], [], logit_bias={1: 10.0, 3: -2.5})).tolist() == [0, 11, 2, 0.5, 4]
-    assert processed(logits, sequence([0], [], allowed_token_ids=[3, 1])).tolist() == [-INF, 1, -INF, 3, -INF]
+    assert processed(logits, context([0], [], logit_bias={1: 10.0, 3: -2.5})).tolist() == [0, 11, 2, 0.5, 4]
+    assert processed(logits, context([0], [], allowed_token_ids=[3, 1])).tolist() == [-INF, 1, -INF, 3, -INF]
 
 
 def test_a_last_token_that_only_the_device_knows() -> None:
@@ -110,49 +113,49 @@ def test_a_last_token_that_only_the_device_knows() -> None:
     ]
     logits = torch.randn(len(settings), 9, generator=torch.Generator().manual_seed(4))
     for last in range(9):
-        known = [sequence([2, 5, 2], [3, 3, 7, last], **each) for each in settings]
-        listed = [sequence([2, 5, 2], [3, 3, 7], **each) for each in settings]
+        known = [context([2, 5, 2], [3, 3, 7, last], **each) for each in settings]
+        listed = [context([2, 5, 2], [3, 3, 7], **each) for each in settings]
         result = process_logits(logits, listed, torch.full((len(settings),), last))
         assert result.equal(process_logits(logits, known))
         assert not result[[0, 1, 3, 5]].eq(logits[[0, 1, 3, 5]]).all(1).any()
         assert result[2].equal(logits[2])
     for nothing in {}, {"min_new_tokens": 4, "ignore_eos": True}:  # as a bench does, for each token
-        assert process_logits(logits, [sequence([2], [3], frozenset({1}), **nothing)] * len(logits)) is logits
+        assert process_logits(logits, [context([2], [3], frozenset({1}), **nothing)] * len(logits)) is logits
 
 
 def test_narrow_logits_are_processed_in_float32() -> None:
     logits = torch.tensor([[1.0, 3.0]], dtype=torch.bfloat16)
-    result = process_logits(logits, [sequence([1], [1], repetition_penalty=1.1)])
+    result = process_logits(logits, [context([1], [1], repetition_penalty=1.1)])
     assert result.tolist() == [[1.0, (torch.tensor(3.0) / 1.1).item()]]
 
 
 def test_if_every_token_is_banned_there_is_none() -> None:
     rows = [
-        sequence([0], [], allowed_token_ids=[1], bad_words=((1,),), temperature=temperature)
+        context([0], [], allowed_token_ids=[1], bad_words=((1,),), temperature=temperature)
         for temperature in (0.0, 1.0)
     ]
-    assert sample(torch.zeros(3, 4), [*rows, sequence([0], [])]) == [None, None, 0]
+    assert sample(torch.zeros(3, 4), [*rows, context([0], [])]) == [None, None, 0]
 
 
 def test_order_is_penalties_temperature_top_k_top_p_min_p() -> None:
     # After the penalty token 0 is no longer first; at temperature 2 top_p needs two tokens, at temperature 1 one would do.
     row = torch.tensor([[5.0, 4.9, 3.0, -9.0]])
     settings = {"temperature": 2.0, "top_p": 0.6, "presence_penalty": 2.0}
-    drawn = {sample(row, [sequence([3], [0], seed=seed, **settings)])[0] for seed in range(200)}
+    drawn = {sample(row, [context([3], [0], seed=seed, **settings)])[0] for seed in range(200)}
     assert drawn == {1, 0}
     settings["temperature"] = 1.0
-    assert {sample(row, [sequence([3], [0], seed=seed, **settings)])[0] for seed in range(200)} == {1}
+    assert {sample(row, [context([3], [0], seed=seed, **settings)])[0] for seed in range(200)} == {1}
 
 
 def test_greedy_takes_the_lowest_of_equals_whatever_the_seed() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0], [3.0, 2.0, 2.0]])
-    rows = [sequence([0], []), sequence([0], [], seed=3)]
+    rows = [context([0], []), context([0], [], seed=3)]
     assert sample(logits, rows) == [1, 0]
 
 
 def test_callers_logits_stay_unmodified() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0]])
-    sample(logits, [sequence([1], [2], repetition_penalty=1.5, temperature=0.5, seed=1)])
+    sample(logits, [context([1], [2], repetition_penalty=1.5, temperature=0.5, seed=1)])
     assert logits.tolist() == [[1.0, 2.0, 2.0]]
 
 
@@ -172,7 +175,7 @@ def test_chi_square_against_the_exact_distribution(settings: dict[str, float]) -
     vocab_size, draws = 24, 20_000
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(5)) * 2
     exact = exact_distribution(logits.tolist(), **settings)
-    rows = [sequence([0], [], seed=seed, **{"temperature": 1.0, **settings}) for seed in range(draws)]
+    rows = [context([0], [], seed=seed, **{"temperature": 1.0, **settings}) for seed in range(draws)]
     counts = torch.bincount(torch.tensor(sample(logits.expand(draws, -1), rows)), minlength=vocab_size).tolist()
     assert all(count == 0 for count, p in zip(counts, exact, strict=True) if p == 0)
     statistic = sum((count - draws * p) ** 2 / (draws * p) for count, p in zip(counts, exact, strict=True) if p > 0)

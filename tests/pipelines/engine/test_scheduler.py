@@ -17,8 +17,8 @@ from pipelines.engine.request import (
     Request,
     Sequence,
     SequenceGroup,
-    resolve_sampling_params,
 )
+from pipelines.engine.request_factory import max_blocks, resolve_sampling_params
 from pipelines.engine.scheduler import Scheduler, StepPlan
 
 
@@ -54,7 +54,7 @@ def sequence(
     params = resolve_sampling_params(config, len(tokens), ContextLimit(10**6, "limit"), frozenset())
     request = Request(id, tokens, params)
     search = FakeBeams() if params.num_beams > 1 else None
-    return SequenceGroup(request, Sequence(request, None, list(tokens)), search)
+    return SequenceGroup(request, Sequence.begin(request), search)
 
 
 def scheduler_of(
@@ -113,7 +113,7 @@ def check_sides(scheduler: Scheduler, plan: StepPlan, sides: dict[int, bool]) ->
     for source, target in plan.copies:
         sides[target] = sides[source]
     size = scheduler.block_manager.block_size
-    for _, sequence, num_new_tokens, _ in plan.scheduled:
+    for _, sequence, _, num_new_tokens, _ in plan.scheduled:
         is_past_border = scheduler._key_border is not None and len(sequence.token_ids) > scheduler._key_border
         before, after = sequence.num_computed_tokens, sequence.num_computed_tokens + num_new_tokens
         assert all(sides[block] == is_past_border for block in sequence.block_table[: -(-before // size)])
@@ -315,6 +315,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         if whole_prompts:
             budget, key_border = budget + 20, None  # else few prompts would fit; and no model has both
         self.scheduler = scheduler_of(num_blocks, block_size, max_num_requests, budget, whole_prompts, key_border)
+        self.key_border = key_border
         self.sides: dict[int, bool] = {}
         self.alive: list[SequenceGroup] = []
         self.num_added = 0
@@ -335,7 +336,8 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             if len(prompt) + max_new_tokens > self.scheduler.max_batched_tokens:
                 return
         group = sequence(self.num_added, prompt, max_new_tokens, prefix_cache, **decode)
-        if self.scheduler.most_blocks(group.request.params, len(prompt)) <= self.scheduler.block_manager.num_blocks:
+        blocks = self.scheduler.block_manager
+        if max_blocks(group.request.params, len(prompt), blocks.block_size, self.key_border) <= blocks.num_blocks:
             self.num_added += 1
             self.alive.append(group)
             self.scheduler.add(group)

@@ -1,34 +1,29 @@
-"""Padded decode steps against steps of the batch alone. A graph is here what it was captured from, computed again."""
+"""Decode steps in graphs of a few sizes against steps of the batch alone. A graph is here what it was captured from, computed again."""
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad as pad_rows
 
 from conf.decoding import DecodeConfig
 from models.batch import Batch, BatchShape
 from pipelines.engine import Engine
-from pipelines.engine.gpu_batch import fill
-from pipelines.engine.padded_decode import PaddedDecodeSteps, graph_sizes
+from pipelines.engine.graph_steps import GraphSteps, fill, graph_sizes
+from pipelines.engine.steps import StepOutputs
 from tests.helpers.builders import engine_of, generate, write_llama
 
 CPU = torch.device("cpu")
 
 
-@dataclass
-class Again:
-    replay: Callable[[], None]
-
-
-class AgainPool:
-    def capture(self, compute: Callable[[], None]) -> Again:
-        compute()
-        return Again(compute)
+def compute_again(compute: Callable[[], None]) -> Callable[[], None]:
+    """Stands for the capture of a graph."""
+    compute()
+    return compute
 
 
 def batch_of(lengths: list[int], width: int = 2, num_marks: int = 1) -> Batch:
@@ -84,42 +79,55 @@ def test_padding_is_sequences_without_tokens() -> None:
 def test_a_batch_runs_in_the_smallest_step_that_holds_it() -> None:
     ran: list[int] = []
 
-    def compute(batch: Batch) -> tuple[Tensor, Tensor]:
+    def compute(batch: Batch, token_ids: Tensor | None) -> StepOutputs:
         ran.append(len(batch.token_ids))
         rows = (batch.context_lengths * 100 + batch.block_tables[:, 0])[batch.output_rows, None].double()
         rows[batch.context_lengths == 0] = torch.nan  # of rows that pad, nobody asks
-        return rows, 2 * rows
+        return StepOutputs(rows, 2 * rows, rows[:, 0].isfinite())
 
-    steps = PaddedDecodeSteps(compute, AgainPool(), 9, 2, 1, CPU)
+    steps = GraphSteps(compute, compute_again, 9, 2, 1, CPU)
     assert ran == [9, 9, 8, 4, 2, 1]  # from large to small; the largest first for the sizes of its outputs
     ran.clear()
-    assert steps.hold(9)
-    assert not steps.hold(10)
-    for lengths in [[4], [5, 6], [7, 8, 9], [1] * 4, [2] * 5, [3] * 9, [11]]:
-        hidden, logits, finite = steps.run(batch_of(lengths))
+    assert steps.sizes == [1, 2, 4, 8, 9]
+    for lengths in [
+        [4],
+        [5, 6],
+        [7, 8, 9],
+        [1] * 4,
+        [2] * 5,
+        [3] * 9,
+        [11],
+        [6] * 10,
+    ]:  # of the last one there is no graph
+        hidden, logits, finite = steps(batch_of(lengths))
         assert hidden[:, 0].tolist() == [100 * length + row + 1 for row, length in enumerate(lengths)]
         assert torch.equal(logits, 2 * hidden)
-        assert finite
-    assert ran == [1, 2, 4, 4, 8, 9, 1]
+        assert finite.tolist() == [True] * len(lengths)
+    assert ran == [1, 2, 4, 4, 8, 9, 1, 10]
 
 
 @torch.inference_mode()
 def test_what_a_graph_cannot_hold_is_computed_each_time(caplog: pytest.LogCaptureFixture) -> None:
-    class Refusing:
-        def capture(self, compute: Callable[[], None]) -> Any:
-            raise RuntimeError("operation not permitted when stream is capturing")
+    def refuse(compute: Callable[[], None]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def compute(batch: Batch, token_ids: Tensor | None) -> StepOutputs:
+        return StepOutputs(batch.positions, batch.slots, batch.slots >= 0)
 
     with caplog.at_level(logging.WARNING):
-        steps = PaddedDecodeSteps(lambda batch: (batch.positions, batch.slots), Refusing(), 4, 2, 1, CPU)
+        steps = GraphSteps(compute, refuse, 4, 2, 1, CPU)
     assert "decode steps are launched one by one, because a CUDA graph cannot hold them: operation not" in caplog.text
-    assert not steps.hold(1)
+    assert steps.sizes == []
+    assert steps(batch_of([5])).hidden.tolist() == [4]
 
 
 def pad(engine: Engine, most: int) -> list[int]:
     """Let the engine's decode steps be padded. The CPU's kernels see the true rows alone, the others become NaN. Returns their sizes."""
     runner, sizes = engine.runner, []
 
-    def compute(batch: Batch) -> tuple[Tensor, Tensor]:
+    def compute(batch: Batch, token_ids: Tensor | None) -> StepOutputs:
+        if batch.shape.num_sequences > most:  # has no graph
+            return runner.compute(batch, token_ids)
         sizes.append(len(batch.token_ids))
         count = int((batch.slots >= 0).sum())
         assert batch.query_starts[count:].eq(count).all()
@@ -130,14 +138,13 @@ def pad(engine: Engine, most: int) -> list[int]:
             part.copy_(getattr(batch, field)[: len(part)])
         if not count:
             true.query_starts[1], true.slots[0], true.context_lengths[0] = 1, 0, 1
-        outputs = []
-        for output in runner._forward(true):
-            outputs.append(torch.full((len(batch.token_ids), output.shape[1]), torch.nan, dtype=output.dtype))
-            outputs[-1][:count] = output[:count]
-        return outputs[0], outputs[1]
+        hidden, logits, finite = runner.compute(true)
+        padding = (0, 0, 0, len(batch.token_ids) - count)
+        hidden, logits = (pad_rows(rows[:count], padding, value=torch.nan) for rows in (hidden, logits))
+        return StepOutputs(hidden, logits, pad_rows(finite[:count], padding[2:]))
 
-    width = -(-engine.context.num_tokens // engine._block_size)
-    runner._decode_steps = PaddedDecodeSteps(compute, AgainPool(), most, width, 0, CPU)
+    width = -(-engine.context.num_tokens // engine.block_size)
+    runner.decode_steps = GraphSteps(compute, compute_again, most, width, 0, CPU)
     sizes.clear()
     return sizes
 
@@ -156,7 +163,7 @@ def test_an_engine_gives_the_same_tokens(tmp_path: Path) -> None:
             engine = engine_of(tmp_path, batch_size=5, block_size=4)
             sizes = pad(engine, 8) if padded else []
             if not padded:
-                engine.runner._decode_steps = None
+                engine.runner.decode_steps = engine.runner.compute
             outputs = generate(engine, prompts, decode)
             results.append([[c.token_ids for c in output.completions] for output in outputs])
             assert not padded or 8 in sizes

@@ -1,0 +1,126 @@
+"""Decode steps as CUDA graphs of a few sizes, all captured before the first request; a batch runs in the smallest that holds it.
+
+S sequences of a batch, E hidden channels, V tokens in the vocabulary.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from models.batch import Batch, BatchShape
+from pipelines.engine.steps import StepOutputs, Steps
+
+log = logging.getLogger(__name__)
+
+PADDING = {  # values of the rows behind a batch's own: sequences without new tokens, which see nothing and are stored nowhere
+    "token_ids": 0,
+    "positions": 0,
+    "slots": -1,
+    "context_lengths": 0,
+    "prompt_lengths": 1,
+    "prompt_marks": 0,
+    "output_rows": 0,
+}
+
+
+def graph_sizes(max_sequences: int) -> list[int]:
+    """Return numbers of sequences: 1, 2, 4, then every eighth, and `max_sequences`."""
+    return [*(size for size in (1, 2, 4, *range(8, max_sequences, 8)) if size < max_sequences), max_sequences]
+
+
+class GraphSteps:
+    """Steps of one token for each sequence: one copy from pinned memory and one launch.
+
+    Tables are as wide as a sequence may ever need, because the grid of paged attention follows from their width.
+    """
+
+    def __init__(
+        self,
+        compute: Steps,
+        capture: Callable[[Callable[[], None]], Callable[[], None]],
+        max_sequences: int,
+        table_width: int,
+        num_marks: int,
+        device: torch.device,
+    ) -> None:
+        """Captures steps of all sizes, or none, with a warning, where the model does what a graph cannot hold.
+
+        `capture` returns what computes again on whatever the inputs hold by then.
+        """
+        self._compute = compute
+        self._sizes = graph_sizes(max_sequences)
+        shapes = {size: BatchShape(size, size, table_width, num_marks, size) for size in self._sizes}
+        count, on_gpu = shapes[max_sequences].num_numbers, device.type == "cuda"
+        pinned = torch.zeros(count, dtype=torch.int64, pin_memory=on_gpu)
+        numbers = torch.zeros(count, dtype=torch.int64, device=device)
+        self._pinned = {size: Batch(pinned[: shape.num_numbers], shape) for size, shape in shapes.items()}
+        self._inputs = {size: Batch(numbers[: shape.num_numbers], shape) for size, shape in shapes.items()}
+        self._sent = torch.cuda.Event() if on_gpu else None
+        self._replays: dict[int, Callable[[], None]] = {}
+        try:
+            self._capture_all(capture)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            log.warning("decode steps are launched one by one, because a CUDA graph cannot hold them: %s", error)
+            self._replays.clear()
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of sequences for which there is a graph."""
+        return sorted(self._replays)
+
+    @torch.inference_mode()
+    def _capture_all(self, capture: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
+        largest, shape = self._sizes[-1], BatchShape(0, 0, 1, self._inputs[1].shape.num_marks, 0)
+        nobody = Batch(torch.zeros(shape.num_numbers, dtype=torch.int64), shape)
+        self._send(nobody, largest)
+        self._outputs = StepOutputs(*map(torch.empty_like, self._compute(self._inputs[largest], None)))
+        for size in reversed(self._sizes):
+            self._send(nobody, size)
+            self._replays[size] = capture(partial(self._step, size))
+
+    def _step(self, size: int) -> None:
+        """Compute into the outputs: nothing else is needed when this has run, so that graphs of all sizes share their memory."""
+        for output, values in zip(self._outputs, self._compute(self._inputs[size], None), strict=True):
+            output[:size].copy_(values)
+
+    def _send(self, batch: Batch, size: int) -> None:
+        if self._sent:
+            self._sent.synchronize()  # the last batch has left the pinned memory
+        fill(self._pinned[size], batch)
+        self._inputs[size].numbers.copy_(self._pinned[size].numbers, non_blocking=True)
+        if self._sent:
+            self._sent.record()
+
+    def __call__(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
+        num_sequences = batch.shape.num_sequences
+        if not self._replays or not num_sequences == batch.shape.num_tokens <= self._sizes[-1]:
+            return self._compute(batch, token_ids)
+        size = self._sizes[bisect_left(self._sizes, num_sequences)]
+        self._send(batch, size)
+        if token_ids is not None:
+            self._inputs[size].token_ids[:num_sequences].copy_(token_ids)
+        self._replays[size]()
+        return StepOutputs(*(output[:num_sequences] for output in self._outputs))
+
+
+def fill(target: Batch, batch: Batch) -> None:
+    """Put a batch into one with as many sequences and as wide tables at least, and padding behind it.
+
+    What stands in tables where a sequence has no blocks stays: nobody reads it.
+    """
+    for name, padding in PADDING.items():
+        to, values = getattr(target, name), getattr(batch, name)
+        to[: len(values)] = values
+        to[len(values) :] = padding
+    for name in ("query_starts", "output_starts"):
+        to, starts = getattr(target, name), getattr(batch, name)
+        to[: len(starts)] = starts
+        to[len(starts) :] = starts[-1]
+    width = min(batch.block_tables.shape[1], target.block_tables.shape[1])
+    target.block_tables[: len(batch.block_tables), :width] = batch.block_tables[:, :width]

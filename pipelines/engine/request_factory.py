@@ -1,0 +1,177 @@
+"""Checked requests, made from numbers and a tokenizer: no model, no memory and no torch, so that any process can make them."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from conf.decoding import NEUTRAL, DecodeConfig
+from conf.errors import UserError
+from models.tokenizers.base import Tokenizer
+from pipelines.engine.request import ContextLimit, Request, SamplingParams, Sink
+
+DEFAULT_MAX_NEW_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class RequestFactory:
+    """Makes the requests of one engine, and refuses those that it could never run."""
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    context: ContextLimit
+    eos_token_ids: frozenset[int]
+    decode_defaults: dict[str, Any]
+    """Settings of DecodeConfig that hold where a request says nothing."""
+    num_blocks: int
+    block_size: int
+    max_batched_tokens: int
+    shares_prefixes: bool = True
+    """Whether the same tokens have the same keys in any prompt that begins with them."""
+    needs_whole_prompt: bool = False
+    """Whether a prompt must be computed in one step."""
+    key_border: int | None = None
+    """Length past which every key of a text is another one."""
+
+    def resolve(self, decode: DecodeConfig) -> DecodeConfig:
+        """Complete the settings: what the checkpoint suggests, or a neutral value, where they say nothing."""
+        return decode.resolved(self.decode_defaults)
+
+    def make(self, id: int, prompt_token_ids: list[int], decode: DecodeConfig, sink: Sink | None = None) -> Request:
+        """Return a checked request. Raises UserError for ids outside the vocabulary and for lengths that do not fit."""
+        if not prompt_token_ids:
+            raise UserError("the prompt has no tokens, and the tokenizer no BOS to begin with")
+        self._check_ids("prompt token id", prompt_token_ids)
+        decode = self.resolve(decode)
+        self.check(decode)
+        if not self.shares_prefixes:
+            decode = replace(decode, prefix_cache=False)
+        num_prompt, bad_words = len(prompt_token_ids), self._bad_words(decode.bad_words)
+        params = resolve_sampling_params(decode, num_prompt, self.context, self.eos_token_ids, bad_words)
+        if sink is not None and params.num_beams > 1:
+            raise UserError(
+                f"decode.num_beams={params.num_beams} cannot be streamed, because it has no single text that grows: give no streamer"
+            )
+        self._check_size(params, num_prompt)
+        return Request(id, prompt_token_ids, params, sink)
+
+    def check(self, decode: DecodeConfig) -> None:
+        """Raise UserError for settings that no prompt could be run with."""
+        check_max_length(decode, self.context)
+        self._check_ids("stop token id", decode.stop_token_ids)
+        self._check_ids("allowed token id", decode.allowed_token_ids)
+        self._check_ids("logit_bias token id", decode.logit_bias or {})
+        for name in ("stop", "bad_words"):
+            if getattr(decode, name) and self.tokenizer is None:
+                remedy = "give token ids instead, or model.tokenizer=PATH"
+                raise UserError(f"decode.{name}={getattr(decode, name)} needs a tokenizer: {remedy}")
+
+    def _check_ids(self, what: str, ids: Iterable[int]) -> None:
+        if wrong := [id for id in ids if not 0 <= id < self.vocab_size]:
+            raise UserError(f"{what} {wrong[0]} is not in the vocabulary: give ids from 0 to {self.vocab_size - 1}")
+
+    def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        """Return each word as the tokenizer writes it, alone and after a space."""
+        if not words:
+            return ()
+        assert self.tokenizer is not None
+        written = [self.tokenizer.encode(text, False) for word in words for text in (word, f" {word}")]
+        return tuple(dict.fromkeys(tuple(ids) for ids in written if ids))
+
+    def _check_size(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        """Raise UserError for a request that could never run, because the pool or a step is too small for it."""
+        num_tokens, width = num_prompt_tokens + params.max_new_tokens, params.num_sequences
+        if max_blocks(params, num_prompt_tokens, self.block_size, self.key_border) > self.num_blocks:
+            what = f"prompt and new tokens are {num_tokens}" + (f", in {width} sequences" if width > 1 else "")
+            capacity = self.num_blocks * self.block_size
+            remedy = "raise device.kv_cache_memory, or ask for fewer new tokens"
+            raise UserError(f"{what}, but the KV cache holds {capacity}: {remedy}")
+        if self.needs_whole_prompt and num_tokens > self.max_batched_tokens:
+            raise UserError(
+                f"prompt and new tokens are {num_tokens}, but this model's prompts cannot be cut "
+                f"and device.max_batched_tokens={self.max_batched_tokens}: raise it, or ask for fewer new tokens"
+            )
+        if width > self.max_batched_tokens:
+            limit = f"device.max_batched_tokens={self.max_batched_tokens}"
+            raise UserError(f"the request has {width} sequences, but {limit}: every one needs a token of each step")
+
+
+def max_blocks(params: SamplingParams, num_prompt_tokens: int, block_size: int, key_border: int | None = None) -> int:
+    """Return how many blocks a request may own at most: one that needs more than there are could wait for ever."""
+    num_tokens = num_prompt_tokens + params.max_new_tokens
+    # Sequences share the prompt's full blocks. Candidates share all but the block that their one token is in.
+    num_shared = (num_tokens - 1 if params.penalty_alpha else num_prompt_tokens) // block_size
+    if key_border is not None and num_prompt_tokens <= key_border < num_tokens:
+        num_shared = 0  # each is computed again by itself
+    return num_shared + params.num_sequences * (-(-num_tokens // block_size) - num_shared)
+
+
+def resolve_sampling_params(
+    decode: DecodeConfig,
+    num_prompt_tokens: int,
+    context: ContextLimit,
+    eos_token_ids: frozenset[int],
+    bad_words: tuple[tuple[int, ...], ...] = (),
+) -> SamplingParams:
+    """Resolve complete settings for one prompt. Raises UserError where the prompt and the tokens asked for do not fit."""
+    stop_token_ids = frozenset(decode.stop_token_ids)
+    values: dict[str, Any] = {
+        **{field.name: getattr(decode, field.name, None) for field in fields(SamplingParams)},
+        **{name: value for name, value in NEUTRAL.items() if getattr(decode, name) is None},
+        "max_new_tokens": _resolve_max_new_tokens(decode, num_prompt_tokens, context),
+        "logit_bias": decode.logit_bias or {},
+        "bad_words": bad_words,
+        "stop": tuple(decode.stop),
+        "stop_token_ids": stop_token_ids,
+        "end_token_ids": stop_token_ids if decode.ignore_eos else stop_token_ids | eos_token_ids,
+        "seed": random.getrandbits(64) if decode.seed is None else decode.seed,
+    }
+    return SamplingParams(**values)
+
+
+def check_max_length(decode: DecodeConfig, context: ContextLimit) -> None:
+    """Raise UserError for a length that no prompt could have."""
+    limit = context.num_tokens
+    if decode.max_length is not None and decode.max_length > limit:
+        raise UserError(
+            f"decode.max_length={decode.max_length} is more than the model takes ({context}): give at most {limit}"
+        )
+
+
+def too_many_new_tokens(max_new_tokens: int, num_prompt_tokens: int | None, context: ContextLimit) -> UserError:
+    """Return the error for more new tokens than fit. It names the number that fits after this prompt, if its length is known."""
+    number = ""
+    if num_prompt_tokens is not None:
+        number = f"at most {context.num_tokens - num_prompt_tokens} with {num_prompt_tokens} tokens of prompt, or "
+    what = f"decode.max_new_tokens={max_new_tokens} is more than the model takes ({context})"
+    return UserError(f"{what}: give {number}auto, which is as many as fit after each prompt")
+
+
+def _resolve_max_new_tokens(decode: DecodeConfig, num_prompt_tokens: int, context: ContextLimit) -> int:
+    check_max_length(decode, context)
+    max_fitting = context.num_tokens - num_prompt_tokens
+    if max_fitting < 1:
+        raise UserError(f"the prompt has {num_prompt_tokens} tokens, which leaves no room for new ones ({context})")
+    max_new_tokens = min(DEFAULT_MAX_NEW_TOKENS, max_fitting)
+    if isinstance(decode.max_new_tokens, int):
+        max_new_tokens = decode.max_new_tokens
+    elif decode.max_new_tokens == "auto" or decode.max_length is not None:
+        max_new_tokens = max_fitting
+    if decode.max_length is not None:
+        max_new_tokens = min(max_new_tokens, decode.max_length - num_prompt_tokens)
+    if max_new_tokens < 1:
+        raise UserError(
+            f"the prompt has {num_prompt_tokens} tokens, which leaves no room for new ones (decode.max_length={decode.max_length})"
+        )
+    if max_new_tokens >= context.num_tokens:
+        raise too_many_new_tokens(max_new_tokens, num_prompt_tokens, context)
+    if max_new_tokens > max_fitting:
+        raise UserError(
+            f"the prompt has {num_prompt_tokens} tokens and decode.max_new_tokens={max_new_tokens}, together more than {context}: "
+            f"give at most {max_fitting} new tokens"
+        )
+    if (decode.min_new_tokens or 0) > max_new_tokens:
+        raise UserError(
+            f"decode.min_new_tokens={decode.min_new_tokens} is more than the {max_new_tokens} new tokens that fit"
+        )
+    return max_new_tokens
