@@ -41,13 +41,14 @@ LOGPROB_ROWS = 256  # rows of prompt log probabilities at a time: float32 copies
 
 
 class Sampled(NamedTuple):
-    """The next tokens of a group's sequences, or of samples that begin as its one sequence."""
+    """The next token of a sequence, or the first one of a sample that begins as a fork of it."""
 
     group: SequenceGroup
-    tokens: list[int | None]
+    sequence: Sequence
+    sample: int
+    token: int | None
     """None where all were banned."""
-    logprobs: list[list[TokenLogprobs]]
-    """For each token, one or none."""
+    logprobs: list[TokenLogprobs]
 
 
 class Choices(NamedTuple):
@@ -215,8 +216,8 @@ class Engine:
         finite, tokens = step.wait()
         rows = self._observe(step, finite)
         if step.tokens is not None:
-            chosen = zip(step.plan.scheduled, tokens, strict=True)
-            return Choices([Sampled(item.group, [token], [[]]) for item, token in chosen if item.sequence in rows], [])
+            pairs = zip(step.plan.scheduled, tokens, strict=True)
+            return Choices([Sampled(i.group, i.sequence, 0, token, []) for i, token in pairs if i.sequence in rows], [])
         ready, logits = [group for group in step.plan.ready if not group.error], step.outputs.logits
         sampled = self._sample_groups([group for group in ready if not group.search], rows, logits)
         searched = []
@@ -254,19 +255,15 @@ class Engine:
         """Choose a token for each sequence of groups that do not search."""
         if not groups:
             return []
-        contexts: list[SamplingContext] = []
-        indices, ends = list[int](), list[int]()
-        for group in groups:
-            own = group.next_contexts()
-            contexts += own
-            indices += [rows[sequence] for sequence in group.sequences] * (len(own) // len(group.sequences))
-            ends.append(len(contexts))
+        chosen = [(group, sequence, context) for group in groups for sequence, context in _next_contexts(group)]
+        contexts = [context for _, _, context in chosen]
+        indices = [rows[sequence] for _, sequence, _ in chosen]
         wanted = logits if indices == list(range(logits.shape[0])) else logits[indices]
         try:
             tokens = sample(wanted, contexts)
-            logprobs = [
-                _logprobs(wanted[i : i + 1], context, token)
-                for i, (context, token) in enumerate(zip(contexts, tokens, strict=True))
+            return [
+                Sampled(group, sequence, context.sample, token, _logprobs(wanted, row, context, token))
+                for row, ((group, sequence, context), token) in enumerate(zip(chosen, tokens, strict=True))
             ]
         except BaseException as error:
             if len(groups) == 1:
@@ -276,31 +273,28 @@ class Engine:
                 raise
             # Each alone shows whether the fault is its own.
             return [each for group in groups for each in self._sample_groups([group], rows, logits)]
-        parts = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
-        return [Sampled(group, tokens[part], logprobs[part]) for group, part in zip(groups, parts, strict=True)]
 
     def _accept(self, choices: Choices) -> None:
         """Continue sequences with what was chosen, then hand the new text to the sinks, which may raise."""
         now, pieces = time.monotonic(), list[tuple[Sink, Piece]]()
-        for group, tokens, logprobs in choices.sampled:
-            self._fork_samples(group, len(tokens))
+        self.num_generated_tokens += len(choices.sampled) + len(choices.searched)
+        for group, sequence, number, token, logprobs in choices.sampled:
+            if group.error:  # another sample's
+                continue
+            if number != sequence.sample:
+                sequence = self._begin_sample(group, sequence, number)
+            try:
+                reason = self._extend(sequence, token, logprobs)
+            except BaseException as error:
+                self._fail(group, error)
+                continue
             group.first_token_s = group.first_token_s or now
-            self.num_generated_tokens += len(tokens)
-            for sequence, token, steps in zip(list(group.sequences), tokens, logprobs, strict=True):
-                if group.error:  # another sample's
-                    continue
-                try:
-                    reason = self._extend(sequence, token, steps)
-                except BaseException as error:
-                    self._fail(group, error)
-                    continue
-                pieces += take_piece(group, sequence)
-                if reason:
-                    group.completions[sequence.sample] = completion_of(sequence, reason)
-                    self.scheduler.finish(group, sequence)
+            pieces += take_piece(group, sequence)
+            if reason:
+                group.completions[sequence.sample] = completion_of(sequence, reason)
+                self.scheduler.finish(group, sequence)
         for group, continuations in choices.searched:
             group.first_token_s = group.first_token_s or now
-            self.num_generated_tokens += 1
             for sequence in group.sequences:
                 pieces += take_piece(group, sequence)
             self.scheduler.branch(group, continuations)
@@ -315,12 +309,12 @@ class Engine:
         sequence.logprobs += logprobs
         return extend_text(sequence)
 
-    def _fork_samples(self, group: SequenceGroup, num_samples: int) -> None:
-        """Let samples that begin now go their own ways from the prompt, which is computed."""
-        for i in range(len(group.sequences), num_samples):
-            fork = self.scheduler.fork(group.sequences[0])
-            fork.sample = i
-            group.sequences.append(fork)
+    def _begin_sample(self, group: SequenceGroup, sequence: Sequence, sample: int) -> Sequence:
+        """Fork a sample, which goes its own way from here."""
+        fork = self.scheduler.fork(sequence)
+        fork.sample = sample
+        group.sequences.append(fork)
+        return fork
 
     def _fail(self, group: SequenceGroup, error: BaseException) -> None:
         """End this request alone. Raises the exception again where it does not belong to one request."""
@@ -360,10 +354,22 @@ class Engine:
                 blocks.free(table)
 
 
-def _logprobs(logits: Tensor, context: SamplingContext, token: int | None) -> list[TokenLogprobs]:
-    """Return those of the token that was chosen from logits [1, V], if the request asks for them."""
+def _next_contexts(group: SequenceGroup) -> list[tuple[Sequence, SamplingContext]]:
+    """Return contexts of the group's next tokens, each with the sequence that it continues.
+
+    Samples that begin now come before the sequence that they are forked from, so that it has not grown by then.
+    """
+    n = group.request.params.n
+    if len(group.sequences) == n or group.num_output_tokens:
+        return [(sequence, sequence) for sequence in group.sequences]
+    (first,) = group.sequences
+    return [*((first, first.as_sample(i)) for i in range(1, n)), (first, first)]
+
+
+def _logprobs(logits: Tensor, row: int, context: SamplingContext, token: int | None) -> list[TokenLogprobs]:
+    """Return those of the token that was chosen from a row of logits [R, V], if the request asks for them."""
     num_top = context.params.logprobs
-    return [] if token is None or num_top is None else token_logprobs(logits, [token], num_top)
+    return [] if token is None or num_top is None else token_logprobs(logits[row : row + 1], [token], num_top)
 
 
 def _add_prompt_logprobs(item: Scheduled, logits: Tensor) -> None:

@@ -250,14 +250,6 @@ class SequenceGroup:
         growing = [sequence.num_output_tokens - candidate for sequence in self.sequences]
         return max(0, *growing, *(len(completion.token_ids) for completion in self.completions.values()))
 
-    def next_contexts(self) -> list[SamplingContext]:
-        """Return the contexts of the next tokens: the sequences, or the samples that begin as its one sequence."""
-        n = self.request.params.n
-        if len(self.sequences) == n or self.num_output_tokens:
-            return [*self.sequences]
-        (first,) = self.sequences
-        return [first, *(first.as_sample(i) for i in range(1, n))]
-
     def restart(self) -> None:
         """Begin again after a preemption, where several sequences shared blocks. A single one goes on where it was."""
         if self.search:
