@@ -151,6 +151,30 @@ def test_text_streamer_prints_to_standard_output(
     assert capsys.readouterr().out == results[0]["text_generation_text"][0] + "\n"
 
 
+SAMPLES = {"n": 3, "temperature": 1.0, "seed": 5, "max_new_tokens": 15}
+
+
+def test_every_sample_is_a_row_of_its_own(pipe: TextGenerationPipeline) -> None:
+    """Counted as the texts of the results are, also where a prompt has a number of samples of its own."""
+    rows = [{"prompt": "Once", "decode": {"n": 2}}, "x"]
+    streamer = TextIteratorStreamer(timeout=60)
+    thread, results = in_thread(pipe, streamer, rows, **SAMPLES)
+    texts = dict.fromkeys(range(5), "")
+    for row, piece in streamer:
+        texts[row] += piece
+    thread.join()
+    assert list(texts.values()) == [text for result in results[0] for text in result["text_generation_text"]]
+    assert len(set(texts.values())) == 5
+
+
+def test_text_streamer_prints_samples_one_after_the_other(pipe: TextGenerationPipeline) -> None:
+    out = io.StringIO()
+    results = pipe(["Once", "x"], streamer=TextStreamer(file=out), **SAMPLES)
+    assert out.getvalue() == "".join(f"{text}\n" for result in results for text in result["text_generation_text"])
+    with pytest.raises(UserError, match="decode.num_beams=2 cannot be streamed"):
+        pipe("Once", num_beams=2, streamer=TextStreamer(file=out))
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

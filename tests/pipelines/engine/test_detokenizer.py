@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pipelines.engine.detokenizer import Detokenizer
+from pipelines.engine.stop_strings import StopStrings
 from tests.helpers.small_tokenizers import TEXTS, TRICKY, byte_fallback, byte_level
 
 Decode = Callable[[list[int]], str]
@@ -152,6 +153,20 @@ def test_stop_strings_that_begin_and_contain_each_other(include_stop: bool) -> N
         assert ("".join(got), met) == brute_force(text, stop, include_stop)
         found += met is not None
     assert found > 100
+
+
+def test_stop_strings_read_each_character_once_however_long_the_text_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, advance = [], StopStrings.advance
+    monkeypatch.setattr(
+        StopStrings,
+        "advance",
+        lambda self, state, character: (read.append(character), advance(self, state, character))[1],
+    )
+    detokenizer = Detokenizer(by_letter, [ord(">")], ("aaab", "abab"))
+    read.clear()  # of the strings themselves
+    for letter in "a" * 3000:
+        detokenizer.add(ord(letter), may_stop=True)
+    assert len(read) == 3000
 
 
 class Counting:

@@ -1,5 +1,7 @@
 """The engine: stops, lengths, seeds and log probabilities, alone and in company."""
 
+import itertools
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,8 @@ import torch
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from pipelines.engine import Completion, Engine
-from pipelines.engine.request import SequenceGroup
+from pipelines.engine import Completion, Engine, Output
+from pipelines.engine.request import SequenceGroup, Sink, TokenLogprobs
 from tests.helpers.builders import all_logits, complete, engine_of, generate, write_llama
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [16, 17], [5, 6, 7]]
@@ -208,6 +210,86 @@ def test_samples_with_preemption_and_single_token_blocks(
 def test_samples_of_one_text_are_refused(engine: Engine) -> None:
     with pytest.raises(UserError, match="decode.n=2 is not allowed: give 1 with decode.temperature=0"):
         engine.request(0, [5], DecodeConfig(n=2))
+
+
+Pieces = dict[int, tuple[list[int], str, list[TokenLogprobs]]]
+
+
+def streamed(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> tuple[list[Output], list[Pieces]]:
+    """Outputs, and what the sink of each had by sample, joined."""
+    pieces: list[Pieces] = [{} for _ in prompts]
+
+    def sink_of(row: int) -> Sink:
+        def sink(sample: int, token_ids: list[int], text: str, logprobs: list[TokenLogprobs]) -> None:
+            ids, texts, known = pieces[row].get(sample, ([], "", []))
+            pieces[row][sample] = ids + token_ids, texts + text, known + logprobs
+
+        return sink
+
+    requests = [engine.request(i, prompt, decode, sink_of(i)) for i, prompt in enumerate(prompts)]
+    return sorted(engine.generate(requests), key=lambda output: output.request_id), pieces
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize("n", [1, 3])
+def test_sinks_have_the_pieces_of_every_sample(texts: Engine, n: int, logprobs: int | None) -> None:
+    prompts = [[0, 70, 71], [0, 75]]
+    decode = DecodeConfig(max_new_tokens=25, temperature=1.0, seed=4, n=n, logprobs=logprobs, stop=["a", "e"])
+    outputs, pieces = streamed(texts, prompts, decode)
+    expected = generate(texts, prompts, decode)
+    assert outputs == expected
+    for output, had in zip(outputs, pieces, strict=True):
+        assert [had[i] for i in range(n)] == [(c.token_ids, c.text, c.logprobs or []) for c in output.completions]
+
+
+def test_samples_that_begin_again_repeat_no_piece(engine: Engine, tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    decode = DecodeConfig(max_new_tokens=15, temperature=1.0, seed=7, n=3, prefix_cache=False)
+    small = engine_of(tmp_path, block_size=1, kv_cache_memory=str(62 * KEY_VALUE_BYTES))
+    outputs, pieces = streamed(small, PROMPTS, decode)
+    assert outputs == generate(engine, PROMPTS, decode)
+    assert sum(output.num_preemptions for output in outputs) > 0
+    for output, had in zip(outputs, pieces, strict=True):
+        assert {i: ids for i, (ids, _, _) in had.items()} == {i: c.token_ids for i, c in enumerate(output.completions)}
+
+
+def test_outputs_say_when_and_how_they_ended(texts: Engine) -> None:
+    before = time.monotonic()
+    (free,) = generate(texts, [[0, 70, 71]], DecodeConfig(max_new_tokens=30, ignore_eos=True))
+    assert free.first_token_s is not None
+    assert before <= free.queued_s <= free.first_token_s <= free.finished_s <= time.monotonic()
+    assert free.num_preemptions == 0
+    completion = free.completions[0]
+    assert completion.stop_reason is None
+    assert completion.text is not None
+    token, string = completion.token_ids[9], completion.text[10:13]
+    for decode, reason in ({"stop_token_ids": [token]}, token), ({"stop": ["never said", string]}, string):
+        stopped = one(texts, [0, 70, 71], max_new_tokens=30, ignore_eos=True, **decode)
+        assert (stopped.finish_reason.value, stopped.stop_reason) == ("stop", reason)
+
+
+def test_a_waiting_request_is_queued_before_it_begins(engine: Engine) -> None:
+    requests = [engine.request(i, [5], DecodeConfig(max_new_tokens=3)) for i in range(4)]
+    groups = [engine.add(request) for request in requests]  # three run at once
+    while any(group.sequences for group in groups):
+        engine.step()
+    *_, last = (group.output() for group in groups)
+    assert last.first_token_s is not None
+    assert last.queued_s < groups[0].finished_s <= last.first_token_s < last.finished_s
+
+
+def test_small_budgets_change_no_token(engine: Engine) -> None:
+    """Budgets of the caller's own cut prompts into chunks; every sequence that generates has its token nevertheless."""
+    decode = DecodeConfig(max_new_tokens=12, logprobs=2, prefix_cache=False)
+    prompts = [list(range(3, 3 + 20 * n)) for n in (1, 2, 3)]
+    expected = complete(engine, prompts, decode)
+    groups = [engine.add(engine.request(i, prompt, decode)) for i, prompt in enumerate(prompts)]
+    budgets = itertools.cycle([1, 7, 2, 30])
+    while any(group.sequences for group in groups):
+        engine.step(next(budgets))
+        engine.scheduler.check_integrity()
+    for group, alone in zip(groups, expected, strict=True):
+        assert group.completions[0].token_ids == alone.token_ids
 
 
 def test_bans_and_biases_by_text_and_id(texts: Engine) -> None:

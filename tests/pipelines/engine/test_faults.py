@@ -31,12 +31,12 @@ def engine(chatty: Path) -> Engine:
     return engine_of(chatty, tokenizer="", block_size=4)
 
 
-def run(engine: Engine, faulty: dict[str, Any]) -> dict[int, Output]:
+def run(engine: Engine, faulty: dict[str, Any], prompts: list[list[int]] = PROMPTS) -> dict[int, Output]:
     """All prompts together, greedy ones beside the one that has settings of its own."""
     settings = [faulty if i == FAULTY else {} for i in range(len(PROMPTS))]
     requests = [
         engine.request(i, prompt, DecodeConfig(**LENGTHS, **decode))
-        for i, (prompt, decode) in enumerate(zip(PROMPTS, settings, strict=True))
+        for i, (prompt, decode) in enumerate(zip(prompts, settings, strict=True))
     ]
     outputs = {output.request_id: output for output in engine.generate(requests)}
     engine.scheduler.check_integrity()
@@ -123,6 +123,40 @@ def test_a_search_that_fails_to_observe_or_to_choose(engine: Engine, monkeypatch
         contrastive_search, "process_logits", fails_at(3, contrastive_search.process_logits, lambda *_: True)
     )
     check_it_failed_alone(engine, WAYS[3], expected)
+
+
+DAMAGED = 90  # a token whose embedding is not finite
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize(
+    "decode",
+    [
+        *WAYS,
+        {"prompt_logprobs": 1},
+        {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.2},
+        {"allowed_token_ids": [DAMAGED]},  # said first, so that the second step is the one that fails
+    ],
+    ids=str,
+)
+def test_a_row_whose_logits_are_not_finite(chatty: Path, decode: dict[str, Any], looks_ahead: bool) -> None:
+    """The others have the bits that they have beside a sound row."""
+    engine = engine_of(chatty, tokenizer="", block_size=4)
+    engine.looks_ahead = looks_ahead
+    expected = run(engine, {})
+    assert all(DAMAGED not in c.token_ids for i in {0, 2} for c in expected[i].completions)
+    for module in engine.runner.model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.weight.data[DAMAGED] = torch.nan
+    prompts = list(PROMPTS)
+    if "allowed_token_ids" not in decode:
+        prompts[FAULTY] = [0, 75, DAMAGED]
+    for _ in range(2):  # the second time over the blocks that the first one left
+        outputs = run(engine, decode, prompts)
+        assert "the model's logits are not finite: the weights are damaged" in str(outputs[FAULTY].error)
+        assert outputs[FAULTY].completions == []
+        for i in {0, 2}:
+            assert (outputs[i].error, outputs[i].completions) == (None, expected[i].completions)
 
 
 def what_torch_raises_where_memory_ends() -> RuntimeError:

@@ -68,10 +68,10 @@ def scheduler_of(
     return Scheduler(BlockManager(num_blocks, block_size), max_num_requests, budget, whole_prompts, key_border)
 
 
-def step(scheduler: Scheduler, sides: dict[int, bool] | None = None) -> dict[int, int]:
+def step(scheduler: Scheduler, sides: dict[int, bool] | None = None, max_tokens: int | None = None) -> dict[int, int]:
     """Plan and commit with a fake model whose next token is a function of the tokens so far; the tokens that each request computed.
     `sides`: for each block the side of the border that its keys are of, kept from step to step."""
-    plan = scheduler.plan()
+    plan = scheduler.plan(max_tokens)
     scheduler.check_integrity()
     check_writable(scheduler)
     if sides is not None:
@@ -291,6 +291,36 @@ def test_beginnings_are_shared_only_under_the_same_salt() -> None:
     assert hits == [0, 0, 8, 0, 8, 0, 8]
 
 
+def test_a_smaller_budget_is_the_prompts_alone() -> None:
+    """Whoever generates has its token; of what cannot be cut a smaller budget makes nothing."""
+    scheduler = scheduler_of(budget=64)
+    for i, prompt in enumerate((3, 3, 3, 30)):
+        scheduler.add(sequence(i, prompt, 9))
+    assert step(scheduler, max_tokens=13) == {0: 3, 1: 3, 2: 3, 3: 4}
+    assert step(scheduler, max_tokens=13) == {0: 1, 1: 1, 2: 1, 3: 10}
+    assert step(scheduler, max_tokens=2) == {0: 1, 1: 1, 2: 1, 3: 1}
+    assert step(scheduler, max_tokens=1000) == {0: 1, 1: 1, 2: 1, 3: 15}
+    whole = scheduler_of(budget=64, whole_prompts=True)
+    whole.add(sequence(0, 30, 9))
+    assert step(whole, max_tokens=2) == {0: 30}
+
+
+def test_what_ended_since_the_plan_was_made_is_not_committed() -> None:
+    scheduler = scheduler_of(block_size=4)
+    groups = [sequence(i, 8) for i in range(2)]
+    for group in groups:
+        scheduler.add(group)
+    plan = scheduler.plan()
+    scheduler.cancel(groups[0])
+    scheduler.commit(plan)
+    assert [group.origin.num_computed_tokens for group in groups] == [0, 0]
+    assert [item.sequence.num_computed_tokens for item in plan.scheduled] == [0, 8]
+    scheduler.check_integrity()
+    scheduler.add(again := sequence(0, 9))  # whose beginning nobody finds
+    scheduler.plan()
+    assert again.num_cached_tokens == 0
+
+
 class AnyOrderOfEvents(RuleBasedStateMachine):
     """Arrivals, steps and cancellations in any order and pools of any size: nothing is lost, and every token is as if alone."""
 
@@ -342,10 +372,10 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             self.alive.append(group)
             self.scheduler.add(group)
 
-    @rule(steps=st.integers(1, 10))
-    def run(self, steps: int) -> None:
+    @rule(steps=st.integers(1, 10), max_tokens=st.one_of(st.none(), st.integers(1, 40)))
+    def run(self, steps: int, max_tokens: int | None = None) -> None:
         for _ in range(steps):
-            planned = step(self.scheduler, self.sides)
+            planned = step(self.scheduler, self.sides, max_tokens)
             assert sum(planned.values()) <= self.scheduler.max_batched_tokens
             assert bool(planned) == bool(self.alive)
             for group in [group for group in self.alive if not group.sequences]:
