@@ -13,6 +13,7 @@ from kernels import build
 from models.batch import Batch
 from pipelines.engine import Engine
 from pipelines.engine.lookahead import LaunchedStep
+from pipelines.engine.request import SequenceGroup
 from pipelines.engine.steps import StepOutputs
 from tests.helpers.builders import engine_of, write_llama
 from tests.pipelines.engine.test_graph_steps import pad
