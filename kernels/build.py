@@ -9,12 +9,11 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from kernels.cache_folder import cache_folder, refuse_foreign, remove_abandoned
 
@@ -34,14 +33,50 @@ INSTRUCTION_SETS = {  # name, best first -> what /proc/cpuinfo must list, what t
     "avx2": ({"avx2", "fma", "f16c"}, ("-march=x86-64-v3",)),
 }
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `enum class Dtype` in rows.h
+TYPES: dict[str, Any] = {  # by the letters of kernels/operator.h
+    "v": None,
+    "P": ctypes.c_void_p,
+    "q": ctypes.c_int64,
+    "i": ctypes.c_int32,
+    "f": ctypes.c_float,
+    "?": ctypes.c_bool,
+}
 
 
 class NotBuilt(Exception):
     """Why there are no fast kernels, and what to do about it."""
 
 
+class Exported(ctypes.Structure):
+    """`struct Exported` in kernels/operator.h: one function, and a pointer to the next."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("types", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+        ("next", ctypes.c_void_p),
+    )
+
+
+class Library:
+    """The C++ functions of one instruction set, each an attribute that takes the arguments of its declaration."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        library.first_exported.restype = ctypes.c_void_p
+        at = library.first_exported()
+        while at:
+            function = Exported.from_address(at)
+            types = [TYPES[letter] for letter in function.types.decode()]
+            setattr(self, function.name.decode(), ctypes.CFUNCTYPE(*types)(function.address))
+            at = function.next
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no C++ file declares a function {name}")
+
+
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def library() -> Library | None:
     """The kernels for this CPU; None, after one warning, where they cannot be had: then the operators run in plain torch."""
     try:
         return load(instruction_set())
@@ -64,7 +99,7 @@ def instruction_set() -> str:
 
 
 @functools.cache
-def load(name: str) -> ctypes.CDLL:
+def load(name: str) -> Library:
     """The kernels for the instruction set `name`, compiled if the cache does not hold them.
 
     Raises NotBuilt where they cannot be compiled or kept, and UserError where another user could have put them there: a slower run would
@@ -82,20 +117,15 @@ def load(name: str) -> ctypes.CDLL:
                     remove_abandoned(path.parent)
                     _compile(compiler, name, path)
         refuse_foreign(path)
-        return ctypes.CDLL(str(path))
+        return Library(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: of a user who has no home
         raise NotBuilt(
             f"{error}; make the folder writable, or name another in the environment variable XDG_CACHE_HOME"
         ) from error
 
 
-def addresses(tensors: Iterable[Tensor]) -> Tensor:
-    """int64, for a kernel that reads several tensors. The caller keeps them alive, and their memory where it is."""
-    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
-
-
 def sources() -> list[Path]:
-    return sorted([*KERNELS.glob("*.cpp"), *KERNELS.glob("*/cpu.cpp")])
+    return sorted([*KERNELS.glob("*.cpp"), *KERNELS.glob("*/*.cpp")])
 
 
 def fingerprint(compiler: str, name: str) -> str:

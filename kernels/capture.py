@@ -4,11 +4,9 @@ A decode step of a small model is 200 short calls, and Python takes longer to ma
 in one; torch's operators between them write into the tensors that they made the first time.
 """
 
-import ctypes
 import functools
 import weakref
 from collections.abc import Callable
-from ctypes import c_void_p
 from typing import Any, TypeVar
 
 import torch
@@ -61,15 +59,6 @@ REPEATABLE = {  # the shapes of their results do not depend on the numbers in th
 }
 
 
-@functools.cache
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.begin_recording.argtypes, library.begin_recording.restype = (), c_void_p
-    library.end_recording.argtypes, library.end_recording.restype = (), None
-    for function in (library.replay, library.forget):
-        function.argtypes, function.restype = (c_void_p,), None
-    return library
-
-
 class Graph:
     """What a computation did, in order. A replay reads inputs and weights where they were, and writes the results where they were."""
 
@@ -94,7 +83,7 @@ def capture(compute: Callable[[], T]) -> tuple[Graph | None, T]:
     library = build.library()
     if library is None:
         return None, compute()
-    recorder = _Recorder(_declared(library))
+    recorder = _Recorder(library)
     recorder.begin()
     try:
         with recorder, _NumbersRead(recorder):
@@ -112,7 +101,7 @@ class _Recorder(TorchDispatchMode):
         """Nothing here is compiled by torch; to skip its compiler, torch would import it first, which takes a second."""
         return False
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: build.Library) -> None:
         super().__init__()
         self._library = library
         self.steps: list[Callable[[], Any]] = []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import build
-from kernels.custom_op import Parts
+from kernels.operator import Parts
 
 INT8_MAX, FLOAT8_MAX, INT4_MAX = 127, 448, 15
 INT8_NAN = -128

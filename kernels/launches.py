@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from kernels.quant_matmul.gpu_weight import GPUWeight
+from kernels.linear.gpu_weight import GPUWeight
 
 FOLDER = Path(__file__).parent / "tuned"
 ROWS = (1, 16, 32, 64, 256, 4096)

@@ -3,6 +3,8 @@
 // (GOMP's) costs 10 times there.
 #include "threads.h"
 
+#include "operator.h"
+
 #include <atomic>
 #include <chrono>
 #include <csignal>
@@ -228,3 +230,7 @@ void run_chunks(int64_t num_chunks, void (*work)(void *, int64_t), void *context
 void set_threads(int32_t num_threads) { pool = pools->of(num_threads); }
 
 int32_t get_threads() { return pool.load()->num_threads; }
+
+EXPORT(run_chunks);
+EXPORT(set_threads);
+EXPORT(get_threads);

@@ -8,7 +8,7 @@
 
 // Calls work(context, chunk) once for every chunk of 0 .. num_chunks - 1, on the calling thread and the pool's; returns when all are done.
 // Several threads may call it: one call's work follows the other's. Not from within work.
-extern "C" void run_chunks(int64_t num_chunks, void (*work)(void *, int64_t), void *context);
+void run_chunks(int64_t num_chunks, void (*work)(void *, int64_t), void *context);
 
 template <class Work> void parallel_for(int64_t num_chunks, Work &&work) {
   using Body = std::remove_reference_t<Work>;
@@ -28,5 +28,5 @@ template <class Work> void parallel_for_each(const std::vector<int64_t> &starts,
 inline int64_t rows_of_chunk(int64_t enough, int64_t channels) { return std::max<int64_t>(enough / std::max<int64_t>(channels, 1), 1); }
 
 // Threads that share a call's work, with the calling one. At first: as many as the process may use physical cores.
-extern "C" void set_threads(int32_t num_threads);
-extern "C" int32_t get_threads();
+void set_threads(int32_t num_threads);
+int32_t get_threads();

@@ -1,6 +1,5 @@
 """How many threads share the work of a C++ kernel. Results do not depend on it."""
 
-import ctypes
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ def set_threads(num_threads: int | None) -> None:
 
 
 @functools.cache
-def _at_first(library: ctypes.CDLL) -> int:
+def _at_first(library: build.Library) -> int:
     """What it has before the first change."""
     return int(library.get_threads())
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import build
-from kernels.matmul.packed import INPUTS_OF_STEP
+from kernels.linear.float_weight import INPUTS_OF_STEP
 from models.causal_lm import CausalLM
 from models.layers.dense import DenseLinear
 from models.layers.linear import Conv1D, FloatLinear, Layer, Linear, SharesInput, TiedHead, join

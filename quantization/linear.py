@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from conf.quantization import Activations
-from kernels.matmul import linear
-from kernels.quant_matmul import (
+from kernels.linear import (
     Float8Weight,
     GPUWeight,
-    PackedWeight,
-    PackedWeights,
-    grouped_quant_matmul,
-    pack,
+    IntWeight,
+    WeightGroup,
+    grouped_matmul,
+    linear,
+    matmul,
+    matmul_swiglu,
+    matmul_together,
+    pack_codes,
     pack_float8,
-    quant_matmul,
-    quant_matmul_swiglu,
-    quant_matmul_together,
 )
 from kernels.quantize_rows import QuantizedRows, RowCodes, Rows, quantize_rows
 from models.layers.linear import GPULinear, GroupedProduct, JointLinear, PackedLinear, take
@@ -37,7 +37,7 @@ from quantization.scheme import LinearScheme
 # with more the memory is slower to keep up), 1.4 to 1.9 times with 8.
 MANY_ROWS = 8
 
-KernelWeight: TypeAlias = PackedWeight | Float8Weight | GPUWeight
+KernelWeight: TypeAlias = IntWeight | Float8Weight | GPUWeight
 
 
 class CodedLinear(PackedLinear):
@@ -161,7 +161,7 @@ class KernelLinear(CodedLinear, GPULinear):
         return QuantizedRows(quantize_static(x, self.input_scale, kind), self.input_scale.reshape(1, 1), x.dtype)
 
     def _multiply(self, x: Rows) -> Tensor:
-        return quant_matmul(self._rows(x), self._weight)
+        return matmul(self._rows(x), self._weight)
 
     @property
     def input_kind(self) -> Hashable:
@@ -191,22 +191,22 @@ class KernelLinear(CodedLinear, GPULinear):
 class IntLinear(KernelLinear, JointLinear):
     """4- or 8-bit integer weights, packed once for the machine; activations floats or 8-bit integers."""
 
-    _weight: PackedWeight | GPUWeight
+    _weight: IntWeight | GPUWeight
 
     def _hold(self, stored: StoredWeight, dtype: torch.dtype, device: torch.device) -> None:
         w = stored.weight
         zero_points = None if w.zero_points is None else w.zero_points.to(device)
-        self.keep(pack(w.codes.to(device), w.scales.to(device), zero_points, self.scheme.weights.bits))
+        self.keep(pack_codes(w.codes.to(device), w.scales.to(device), zero_points, self.scheme.weights.bits))
 
     def _restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
         self._restore_permutation(tensors)
         w = self.scheme.weights
         size = w.group_size or self._shape[1]
-        self.keep(PackedWeight(tensors.pop("packed"), *self._shape, size, w.bits, has_zero_points=not w.symmetric))
+        self.keep(IntWeight(tensors.pop("packed"), *self._shape, size, w.bits, has_zero_points=not w.symmetric))
 
     def keep(self, weight: KernelWeight) -> None:
         super().keep(weight)
-        if isinstance(weight, PackedWeight) and self.permutation is None and self.input_scale is None:
+        if isinstance(weight, IntWeight) and self.permutation is None and self.input_scale is None:
             self.kind = self.scheme.activations, weight.format
 
     def _codes(self, num_rows: int, num_layers: int) -> RowCodes | None:
@@ -217,22 +217,22 @@ class IntLinear(KernelLinear, JointLinear):
 
     def multiply_together(self, x: Rows, layers: Sequence["IntLinear"]) -> list[Tensor]:
         weights, biases = [layer._packed for layer in layers], [layer.bias for layer in layers]
-        return quant_matmul_together(self._rows(x), weights, biases)
+        return matmul_together(self._rows(x), weights, biases)
 
     def multiply_swiglu(self, x: Rows, up: "IntLinear") -> Tensor:
-        return quant_matmul_swiglu(self._rows(x), self._packed, up._packed, self.bias, up.bias)
+        return matmul_swiglu(self._rows(x), self._packed, up._packed, self.bias, up.bias)
 
     @property
-    def _packed(self) -> PackedWeight:
+    def _packed(self) -> IntWeight:
         """Of a layer with a `kind`."""
-        assert isinstance(self._weight, PackedWeight)
+        assert isinstance(self._weight, IntWeight)
         return self._weight
 
     @classmethod
     def grouped(cls, layers: Sequence["IntLinear"], ups: Sequence["IntLinear"] | None = None) -> GroupedProduct:
-        first, weights = layers[0], PackedWeights([layer._packed for layer in layers])
-        gated = None if ups is None else PackedWeights([up._packed for up in ups])
-        return lambda x, starts: grouped_quant_matmul(first._rows(x, len(layers)), weights, starts, gated)
+        first, weights = layers[0], WeightGroup([layer._packed for layer in layers])
+        gated = None if ups is None else WeightGroup([up._packed for up in ups])
+        return lambda x, starts: grouped_matmul(first._rows(x, len(layers)), weights, starts, gated)
 
 
 class Fp8Linear(KernelLinear):

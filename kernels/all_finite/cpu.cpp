@@ -1,7 +1,7 @@
 // Whether no number of a row is NaN or infinite, whose exponents have all bits set; kernels/all_finite/reference.py is the specification.
 #include <algorithm>
 
-#include "../recording.h"
+#include "../operator.h"
 #include "../rows.h"
 #include "../simd.h"
 #include "../threads.h"
@@ -18,15 +18,14 @@ template <class Bits> bool finite(const Bits *x, int64_t count, Bits exponent) {
 
 }  // namespace
 
-extern "C" void all_finite(const void *x, int32_t dtype, int64_t num_rows, int64_t channels, bool *out) {
-  record([=] { all_finite(x, dtype, num_rows, channels, out); });
+OPERATOR(all_finite, (const void *x, Dtype dtype, int64_t num_rows, int64_t channels, bool *out)) {
   const int64_t size = rows_of_chunk(CHUNK, channels);
   parallel_for(divide_up(num_rows, size), [&](int64_t chunk) {
     for (int64_t row = chunk * size; row < std::min((chunk + 1) * size, num_rows); ++row) {
       const auto *halves = static_cast<const uint16_t *>(x) + row * channels;
-      out[row] = Dtype(dtype) == Dtype::float32 ? finite<uint32_t>(static_cast<const uint32_t *>(x) + row * channels, channels, 0x7f800000)
-                 : Dtype(dtype) == Dtype::bfloat16 ? finite<uint16_t>(halves, channels, 0x7f80)
-                                                   : finite<uint16_t>(halves, channels, 0x7c00);
+      out[row] = dtype == Dtype::float32 ? finite<uint32_t>(static_cast<const uint32_t *>(x) + row * channels, channels, 0x7f800000)
+                 : dtype == Dtype::bfloat16 ? finite<uint16_t>(halves, channels, 0x7f80)
+                                            : finite<uint16_t>(halves, channels, 0x7c00);
     }
   });
 }

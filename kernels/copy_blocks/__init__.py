@@ -1,4 +1,4 @@
-"""Writes new keys and values into the paged cache."""
+"""Copies of whole blocks of the paged cache."""
 
 from kernels.copy_blocks.reference import copy_blocks
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "../kv_format.h"
-#include "../recording.h"
+#include "../operator.h"
 #include "../rms_norm/normalise.h"
 #include "../rope/turn.h"
 #include "../threads.h"
@@ -136,7 +136,6 @@ struct NewTokens {
 };
 
 void turn_and_store(const NewTokens &tokens, const Angles &angles, float eps, void *out, const PagedVectors &keys, const PagedVectors &values) {
-  record([=] { turn_and_store(tokens, angles, eps, out, keys, values); });
   const Dtype dtype = keys.dtype;
   const int64_t channels = keys.channels, half = angles.half, room = room_for_norm(channels), num_queries = tokens.queries.count;
   const int64_t tokens_per_chunk = rows_of_chunk(CHUNK_CHANNELS, (num_queries + 2 * keys.num_heads) * channels);
@@ -180,23 +179,22 @@ void turn_and_store(const NewTokens &tokens, const Angles &angles, float eps, vo
 }  // namespace
 
 // key and value [T, G, *] of the caches' dtype; strides from token to token, in elements
-extern "C" void kv_store(const uint8_t *key, const uint8_t *value, int64_t key_stride, int64_t value_stride, const PagedVectors *keys,
-                         const PagedVectors *values, const int64_t *slots, int64_t num_tokens) {
-  record([=, keys = *keys, values = *values] { kv_store(key, value, key_stride, value_stride, &keys, &values, slots, num_tokens); });
-  const int64_t tokens_per_chunk = rows_of_chunk(CHUNK_CHANNELS, keys->num_heads * keys->channels);
+OPERATOR(kv_store, (const uint8_t *key, const uint8_t *value, int64_t key_stride, int64_t value_stride, const PagedVectors &keys,
+                    const PagedVectors &values, const int64_t *slots, int64_t num_tokens)) {
+  const int64_t tokens_per_chunk = rows_of_chunk(CHUNK_CHANNELS, keys.num_heads * keys.channels);
   parallel_for(divide_up(num_tokens, tokens_per_chunk), [&](int64_t chunk) {
     for (int64_t token = chunk * tokens_per_chunk; token < std::min((chunk + 1) * tokens_per_chunk, num_tokens); ++token) {
-      store_token(*keys, key, token, key_stride, slots[token]);
-      store_token(*values, value, token, value_stride, slots[token]);
+      store_token(keys, key, token, key_stride, slots[token]);
+      store_token(values, value, token, value_stride, slots[token]);
     }
   });
 }
 
 // The same of keys that are turned first; the turned queries go to out [T, num_queries, D]. cos and sin [T, half], norms [D] or null.
-extern "C" void rope_and_store(const void *query, const void *key, const uint8_t *value, int64_t query_stride, int64_t key_stride,
-                               int64_t value_stride, int64_t num_queries, const void *cos, const void *sin, int64_t half,
-                               int32_t interleaved, const void *query_norm, const void *key_norm, float eps, void *out,
-                               const PagedVectors *keys, const PagedVectors *values, const int64_t *slots, int64_t num_tokens) {
-  const Heads queries{query, num_queries, query_stride, query_norm}, new_keys{key, keys->num_heads, key_stride, key_norm};
-  turn_and_store({queries, new_keys, value, value_stride, slots, num_tokens}, {cos, sin, half, interleaved != 0}, eps, out, *keys, *values);
+OPERATOR(rope_and_store, (const void *query, const void *key, const uint8_t *value, int64_t query_stride, int64_t key_stride,
+                          int64_t value_stride, int64_t num_queries, const void *cos, const void *sin, int64_t half, bool interleaved,
+                          const void *query_norm, const void *key_norm, float eps, void *out, const PagedVectors &keys,
+                          const PagedVectors &values, const int64_t *slots, int64_t num_tokens)) {
+  const Heads queries{query, num_queries, query_stride, query_norm}, new_keys{key, keys.num_heads, key_stride, key_norm};
+  turn_and_store({queries, new_keys, value, value_stride, slots, num_tokens}, {cos, sin, half, interleaved}, eps, out, keys, values);
 }

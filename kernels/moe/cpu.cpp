@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "../exp.h"
-#include "../recording.h"
+#include "../operator.h"
 #include "../rows.h"
 #include "../threads.h"
 
@@ -29,15 +29,14 @@ void choose(const std::vector<float> &logits, int64_t num_chosen, int64_t *chose
 }  // namespace
 
 // logits [T, N]; weights and chosen [T, K]
-extern "C" void route(const void *logits, int32_t dtype, float *weights, int64_t *chosen, int64_t num_tokens, int64_t num_chosen,
-                      int64_t num_experts, int32_t renormalise) {
-  record([=] { route(logits, dtype, weights, chosen, num_tokens, num_chosen, num_experts, renormalise); });
+OPERATOR(route, (const void *logits, Dtype dtype, float *weights, int64_t *chosen, int64_t num_tokens, int64_t num_chosen,
+                 int64_t num_experts, bool renormalise)) {
   parallel_for(divide_up(num_tokens, 16), [&](int64_t chunk) {
     std::vector<float> row(num_experts);
     for (int64_t token = chunk * 16; token < std::min(chunk * 16 + 16, num_tokens); ++token) {
       float *weight = weights + token * num_chosen;
       const int64_t *expert = chosen + token * num_chosen;
-      read_floats(logits, Dtype(dtype), token * num_experts, num_experts, row.data());
+      read_floats(logits, dtype, token * num_experts, num_experts, row.data());
       choose(row, num_chosen, chosen + token * num_chosen);
       const float highest = row[expert[0]];
       float total = 0, total_chosen = 0;
@@ -49,9 +48,8 @@ extern "C" void route(const void *logits, int32_t dtype, float *weights, int64_t
 }
 
 // x [T, row_bytes], chosen [T, K]; rows [T * K, row_bytes], places [T, K], starts [N + 1]
-extern "C" void group_rows(const char *x, const int64_t *chosen, char *rows, int64_t *places, int64_t *starts, int64_t num_tokens,
-                           int64_t num_chosen, int64_t num_experts, int64_t row_bytes) {
-  record([=] { group_rows(x, chosen, rows, places, starts, num_tokens, num_chosen, num_experts, row_bytes); });
+OPERATOR(group_rows, (const char *x, const int64_t *chosen, char *rows, int64_t *places, int64_t *starts, int64_t num_tokens,
+                      int64_t num_chosen, int64_t num_experts, int64_t row_bytes)) {
   std::fill_n(starts, num_experts + 1, 0);
   for (int64_t pair = 0; pair < num_tokens * num_chosen; ++pair) ++starts[chosen[pair] + 1];
   std::partial_sum(starts, starts + num_experts + 1, starts);
@@ -64,9 +62,8 @@ extern "C" void group_rows(const char *x, const int64_t *chosen, char *rows, int
 }
 
 // parts [T * K, E] and out [T, E] of one dtype, weights and places [T, K]
-extern "C" void combine_rows(const void *parts, int32_t dtype, const float *weights, const int64_t *places, void *out, int64_t num_tokens,
-                             int64_t num_chosen, int64_t channels) {
-  record([=] { combine_rows(parts, dtype, weights, places, out, num_tokens, num_chosen, channels); });
+OPERATOR(combine_rows, (const void *parts, Dtype dtype, const float *weights, const int64_t *places, void *out, int64_t num_tokens,
+                        int64_t num_chosen, int64_t channels)) {
   const int64_t tokens_per_chunk = rows_of_chunk(CHUNK_CHANNELS, channels * num_chosen);
   parallel_for(divide_up(num_tokens, tokens_per_chunk), [&](int64_t chunk) {
     thread_local std::vector<int64_t> pairs;  // of a token, in the order of experts, which is that of their places
@@ -78,10 +75,10 @@ extern "C" void combine_rows(const void *parts, int32_t dtype, const float *weig
         const int64_t count = std::min(PIECE, channels - first);
         float sum[PIECE] = {}, part[PIECE];
         for (const int64_t pair : pairs) {
-          read_floats(parts, Dtype(dtype), places[pair] * channels + first, count, part);
+          read_floats(parts, dtype, places[pair] * channels + first, count, part);
           for (int64_t i = 0; i < count; ++i) sum[i] += weights[pair] * part[i];
         }
-        write_floats(out, Dtype(dtype), token * channels + first, count, sum);
+        write_floats(out, dtype, token * channels + first, count, sum);
       }
     }
   });

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launches import Launch, tuned_launch
+from kernels.linear.gpu_weight import GPUWeight
+from kernels.linear.triton import chunks_at_once, format_of, multiply_row, multiply_rows
 from kernels.paged_attention.triton import find_segment
-from kernels.quant_matmul.gpu_weight import GPUWeight
-from kernels.quant_matmul.triton import chunks_at_once, format_of, multiply_row, multiply_rows
 from kernels.quantize_rows.rows import RowCodes
 from kernels.quantize_rows.triton import quantize_rows
 from kernels.swiglu.triton import silu

@@ -5,39 +5,31 @@ position alone: not on other sequences, on how its sequence was cut into steps, 
 """
 
 import ctypes
-import functools
-from ctypes import c_float, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels import build
-from kernels.custom_op import custom_op
+from kernels.build import Library
 from kernels.kv_format import PARTS, PagedVectors
+from kernels.operator import Misfit, operator
 from kernels.paged_attention import reference
 
 __all__ = ["paged_attention"]
-
-
-@functools.cache
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    numbers = (c_int64, c_int64, c_float, c_float, c_int64)
-    library.paged_attention.argtypes = (
-        *(c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p),
-        *numbers,
-        *(c_void_p, c_void_p, c_void_p),
-    )
-    library.paged_attention.restype = None
-    return library
 
 
 def _empty_values(query: Tensor, key_cache: PagedVectors, value_cache: PagedVectors, *_: Any) -> Tensor:
     return query.new_empty(*query.shape[:2], value_cache.channels)
 
 
-@custom_op(_empty_values, parts={"key_cache": PARTS, "value_cache": PARTS})
+@operator(
+    reference.paged_attention,
+    fake=_empty_values,
+    has_triton=True,
+    parts={"key_cache": PARTS, "value_cache": PARTS},
+)
 def paged_attention(
+    cpp: Library,
     query: Tensor,
     key_cache: PagedVectors,
     value_cache: PagedVectors,
@@ -50,23 +42,17 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
 ) -> Tensor:
-    """What `reference.paged_attention` says, in float32; bfloat16 keys, values and weights are multiplied as such and added in float32."""
-    options = soft_cap, window, alibi_slopes, prefix_lengths
-    inputs = query, key_cache, value_cache, block_tables, query_starts, context_lengths, scale
-    if query.is_cuda:
-        from kernels.paged_attention import triton  # not at the top: a process without a GPU need not load it
-
-        return triton.paged_attention(*inputs, *options)
-    library, keys, values = build.library(), key_cache.view, value_cache.view
+    """Return attention [T, H, E], as `reference.paged_attention` does, but in float32; products of bfloat16 are exact and added there."""
+    keys, values = key_cache.view, value_cache.view
     fit = _fit(query, key_cache, block_tables, query_starts, context_lengths, alibi_slopes, prefix_lengths)
-    if library is None or keys is None or values is None or not fit:
-        return reference.paged_attention(*inputs, *options)
+    if keys is None or values is None or not fit:
+        raise Misfit
     query, block_tables = query.contiguous(), block_tables.contiguous()
     query_starts, context_lengths = query_starts.contiguous(), context_lengths.contiguous()
     alibi_slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     prefix_lengths = None if prefix_lengths is None else prefix_lengths.contiguous()
     out = torch.empty(query.shape[0], query.shape[1], value_cache.channels, dtype=query.dtype)
-    _declared(library).paged_attention(
+    cpp.paged_attention(
         query.data_ptr(),
         ctypes.addressof(keys),
         ctypes.addressof(values),
@@ -95,7 +81,7 @@ def _fit(
     alibi_slopes: Tensor | None,
     prefix_lengths: Tensor | None,
 ) -> bool:
-    """Whether shapes and dtypes are those that the C++ kernel reads."""
+    """Whether shapes and dtypes are those that C++ reads."""
     numbers = [(block_tables, 2), (query_starts, 1), (context_lengths, 1), (prefix_lengths, 1)]
     return (
         all(part is None or (part.dtype, part.ndim) == (torch.int64, rank) for part, rank in numbers)

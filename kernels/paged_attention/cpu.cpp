@@ -12,7 +12,7 @@
 
 #include "../exp.h"
 #include "../kv_format.h"
-#include "../recording.h"
+#include "../operator.h"
 #include "../threads.h"
 #include "product.h"
 
@@ -342,15 +342,10 @@ void join_splits(const Unit *unit, float *partials, Scratch &scratch) {
 
 }  // namespace
 
-extern "C" void paged_attention(const void *query, const PagedVectors *keys, const PagedVectors *values, const int64_t *tables,
-                                int64_t table_width, const int64_t *starts, const int64_t *lengths, int64_t num_sequences,
-                                int64_t num_heads, float scale, float soft_cap, int64_t window, const float *slopes,
-                                const int64_t *prefixes, void *out) {
-  record([=, keys = *keys, values = *values] {
-    paged_attention(query, &keys, &values, tables, table_width, starts, lengths, num_sequences, num_heads, scale, soft_cap, window, slopes,
-                    prefixes, out);
-  });
-  const Call call{query,  out,         *keys,         *values,   tables, starts, lengths, prefixes,
+OPERATOR(paged_attention, (const void *query, const PagedVectors &keys, const PagedVectors &values, const int64_t *tables,
+                           int64_t table_width, const int64_t *starts, const int64_t *lengths, int64_t num_sequences, int64_t num_heads,
+                           float scale, float soft_cap, int64_t window, const float *slopes, const int64_t *prefixes, void *out)) {
+  const Call call{query,  out,         keys,          values,    tables, starts, lengths, prefixes,
                   slopes, table_width, num_sequences, num_heads, window, scale,  soft_cap};
   thread_local Scratch scratch_of_thread;
   thread_local std::vector<Unit> units;

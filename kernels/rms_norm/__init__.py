@@ -3,86 +3,55 @@
 T tokens, D channels.
 """
 
-import ctypes
-import functools
-from ctypes import c_float, c_int32, c_int64, c_void_p
-
 import torch
 from torch import Tensor
 
-from kernels import build
-from kernels.custom_op import custom_op
+from kernels.build import DTYPES, Library
+from kernels.operator import Misfit, operator
 from kernels.quantize_rows import quantize_rows
 from kernels.rms_norm import reference
 
 __all__ = ["add_rms_norm", "add_rms_norm_quantize", "rms_norm", "rms_norm_quantize"]
 
 
-@functools.cache
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.rms_norm.argtypes = (c_void_p,) * 7 + (c_int32, c_int64, c_int64, c_float)
-    library.rms_norm.restype = None
-    return library
-
-
-@custom_op(reference.rms_norm)
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """What `reference.rms_norm` says. A row's bits depend on that row alone."""
-    if x.is_cuda:
-        from kernels.rms_norm import triton  # not at the top: a process without a GPU need not load it
-
-        return triton.rms_norm(x, weight, eps)
-    library = _library(x, weight)
-    if library is None:
-        return reference.rms_norm(x, weight, eps)
+@operator(reference.rms_norm, has_triton=True)
+def rms_norm(cpp: Library, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the norm of x [T, D], as `reference.rms_norm` does. A row's bits depend on that row alone."""
+    if not _fit(x, weight):
+        raise Misfit
     out = torch.empty(*x.shape, dtype=x.dtype)
-    _normalise(library, x, None, weight, eps, out=out)
+    _normalise(cpp, x, None, weight, eps, out=out)
     return out
 
 
-@custom_op(reference.add_rms_norm)
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """What `reference.add_rms_norm` says, to the bit `rms_norm` of torch's sum. A row's bits depend on that row of both alone."""
-    if x.is_cuda:
-        from kernels.rms_norm import triton
-
-        return triton.add_rms_norm(x, residual, weight, eps)
-    library = _library(x, weight, residual)
-    if library is None:
-        return reference.add_rms_norm(x, residual, weight, eps)
+@operator(reference.add_rms_norm, has_triton=True)
+def add_rms_norm(cpp: Library, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the norm of x + residual and that sum, to the bit `rms_norm` of torch's sum. A row's bits depend on that row of both alone."""
+    if not _fit(x, weight, residual):
+        raise Misfit
     out, total = (torch.empty(*x.shape, dtype=x.dtype) for _ in range(2))
-    _normalise(library, x, residual, weight, eps, out=out, total=total)
+    _normalise(cpp, x, residual, weight, eps, out=out, total=total)
     return out, total
 
 
-@custom_op(reference.rms_norm_quantize)
+@operator(reference.rms_norm_quantize, has_triton=True)
 def rms_norm_quantize(
-    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
+    cpp: Library, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
 ) -> tuple[Tensor, Tensor]:
-    """What `reference.rms_norm_quantize` says, on a CPU to the bit `quantize_rows` of `rms_norm`. One pass, there of int8 alone."""
-    if x.is_cuda:
-        from kernels.rms_norm import triton
-
-        return triton.rms_norm_quantize(x, weight, eps, dtype, group_size)
-    library = _library(x, weight)
-    if library is None or (dtype, group_size) != (torch.int8, None):
+    """Return the norm as codes and scales, on a CPU to the bit `quantize_rows` of `rms_norm`. There only int8 takes a single pass."""
+    if (dtype, group_size) != (torch.int8, None) or not _fit(x, weight):
         return quantize_rows(rms_norm(x, weight, eps), dtype, group_size)
     codes, scales = torch.empty(x.shape, dtype=dtype), torch.empty(len(x), 1)
-    _normalise(library, x, None, weight, eps, codes=codes, scales=scales)
+    _normalise(cpp, x, None, weight, eps, codes=codes, scales=scales)
     return codes, scales
 
 
-@custom_op(reference.add_rms_norm_quantize)
+@operator(reference.add_rms_norm_quantize, has_triton=True)
 def add_rms_norm_quantize(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
+    cpp: Library, x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `reference.add_rms_norm_quantize` says, on a CPU to the bit `quantize_rows` of `add_rms_norm`. One pass, there of int8 alone."""
-    if x.is_cuda:
-        from kernels.rms_norm import triton
-
-        return triton.add_rms_norm_quantize(x, residual, weight, eps, dtype, group_size)
-    library = _library(x, weight, residual)
-    if library is None or (dtype, group_size) != (torch.int8, None):
+    """Return the norm of x + residual as codes and scales, and that sum, on a CPU to the bit `quantize_rows` of `add_rms_norm`."""
+    if (dtype, group_size) != (torch.int8, None) or not _fit(x, weight, residual):
         normed, total = add_rms_norm(x, residual, weight, eps)
         return *quantize_rows(normed, dtype, group_size), total
     codes, scales, total = (
@@ -90,21 +59,18 @@ def add_rms_norm_quantize(
         torch.empty(len(x), 1),
         torch.empty(x.shape, dtype=x.dtype),
     )
-    _normalise(library, x, residual, weight, eps, total=total, codes=codes, scales=scales)
+    _normalise(cpp, x, residual, weight, eps, total=total, codes=codes, scales=scales)
     return codes, scales, total
 
 
-def _library(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> ctypes.CDLL | None:
-    """None where it cannot compute with these."""
-    library = build.library()
-    fits = x.dtype in build.DTYPES and weight.dtype == x.dtype and x.is_cpu and weight.shape == x.shape[-1:]
-    if residual is not None:
-        fits = fits and residual.dtype == x.dtype and residual.shape == x.shape
-    return _declared(library) if library is not None and fits else None
+def _fit(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> bool:
+    """Whether shapes and dtypes are those that C++ reads."""
+    fits = x.dtype in DTYPES and weight.dtype == x.dtype and x.is_cpu and weight.shape == x.shape[-1:]
+    return fits and (residual is None or (residual.dtype == x.dtype and residual.shape == x.shape))
 
 
 def _normalise(
-    library: ctypes.CDLL,
+    cpp: Library,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
@@ -115,8 +81,8 @@ def _normalise(
     codes: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> None:
-    """Fills what of the last four is there."""
+    """Fill those of the last four that are there."""
     x, weight, residual = x.contiguous(), weight.contiguous(), None if residual is None else residual.contiguous()
     tensors, channels = (x, residual, weight, out, total, codes, scales), x.shape[-1]
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-    library.rms_norm(*pointers, build.DTYPES[x.dtype], x.shape[:-1].numel(), channels, eps)
+    cpp.rms_norm(*pointers, DTYPES[x.dtype], x.shape[:-1].numel(), channels, eps)

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "../quantize_rows/quantize.h"
-#include "../recording.h"
+#include "../operator.h"
 #include "../threads.h"
 #include "normalise.h"
 
@@ -12,10 +12,8 @@ constexpr int64_t CHUNK_CHANNELS = 1 << 12;  // worth another thread
 
 // x, residual, weight [D], out and total [rows, D] of one dtype; codes [rows, D], scales [rows]. Null: residual and total if nothing is added;
 // out if rows become codes, else codes and scales.
-extern "C" void rms_norm(const void *x, const void *residual, const void *weight, void *out, void *total, int8_t *codes, float *scales,
-                         int32_t dtype_number, int64_t num_rows, int64_t channels, float eps) {
-  record([=] { rms_norm(x, residual, weight, out, total, codes, scales, dtype_number, num_rows, channels, eps); });
-  const Dtype dtype = Dtype(dtype_number);
+OPERATOR(rms_norm, (const void *x, const void *residual, const void *weight, void *out, void *total, int8_t *codes, float *scales,
+                    Dtype dtype, int64_t num_rows, int64_t channels, float eps)) {
   const int64_t padded = room_for_norm(channels);
   const int64_t rows_per_chunk = rows_of_chunk(CHUNK_CHANNELS, channels);
   parallel_for(divide_up(num_rows, rows_per_chunk), [&](int64_t chunk) {

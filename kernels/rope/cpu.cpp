@@ -4,7 +4,7 @@
 #include <cmath>
 #include <vector>
 
-#include "../recording.h"
+#include "../operator.h"
 #include "../rows.h"
 #include "../simd.h"
 #include "../threads.h"
@@ -18,30 +18,28 @@ constexpr int64_t TOKENS_OF_ANGLES = 16;     // too
 }  // namespace
 
 // cos and sin [T, half]; 2 * half of the channels turn. token_stride: from one token of x to the next, in elements; out has no gaps
-extern "C" void rope(const void *x, const void *cos, const void *sin, void *out, int32_t dtype, int64_t num_tokens, int64_t num_heads,
-                     int64_t channels, int64_t half, int64_t token_stride, int32_t interleaved) {
-  record([=] { rope(x, cos, sin, out, dtype, num_tokens, num_heads, channels, half, token_stride, interleaved); });
+OPERATOR(rope, (const void *x, const void *cos, const void *sin, void *out, Dtype dtype, int64_t num_tokens, int64_t num_heads,
+                int64_t channels, int64_t half, int64_t token_stride, bool interleaved)) {
   const int64_t tokens_per_chunk = rows_of_chunk(CHUNK_CHANNELS, num_heads * channels);
   parallel_for(divide_up(num_tokens, tokens_per_chunk), [&](int64_t chunk) {
     thread_local std::vector<float> kept;
     kept.resize(2 * channels + 2 * half);
     float *from = kept.data(), *to = from + channels, *c = to + channels, *s = c + half;
     for (int64_t token = chunk * tokens_per_chunk; token < std::min((chunk + 1) * tokens_per_chunk, num_tokens); ++token) {
-      read_floats(cos, Dtype(dtype), token * half, half, c);
-      read_floats(sin, Dtype(dtype), token * half, half, s);
+      read_floats(cos, dtype, token * half, half, c);
+      read_floats(sin, dtype, token * half, half, s);
       for (int64_t head = 0; head < num_heads; ++head) {
-        read_floats(x, Dtype(dtype), token * token_stride + head * channels, channels, from);
+        read_floats(x, dtype, token * token_stride + head * channels, channels, from);
         turn_head(from, channels, c, s, half, interleaved, to);
-        write_floats(out, Dtype(dtype), (token * num_heads + head) * channels, channels, to);
+        write_floats(out, dtype, (token * num_heads + head) * channels, channels, to);
       }
     }
   });
 }
 
 // positions [T], frequencies [half]; cos and sin [T, half], times `factor`
-extern "C" void rope_angles(const int64_t *positions, const float *frequencies, float factor, void *cos, void *sin, int32_t dtype,
-                            int64_t num_tokens, int64_t half) {
-  record([=] { rope_angles(positions, frequencies, factor, cos, sin, dtype, num_tokens, half); });
+OPERATOR(rope_angles, (const int64_t *positions, const float *frequencies, float factor, void *cos, void *sin, Dtype dtype,
+                       int64_t num_tokens, int64_t half)) {
   parallel_for(divide_up(num_tokens, TOKENS_OF_ANGLES), [&](int64_t chunk) {
     thread_local std::vector<float> kept;
     kept.resize(2 * half);
@@ -51,8 +49,8 @@ extern "C" void rope_angles(const int64_t *positions, const float *frequencies, 
         const float angle = static_cast<float>(positions[token]) * frequencies[i];
         c[i] = std::cos(angle) * factor, s[i] = std::sin(angle) * factor;
       }
-      write_floats(cos, Dtype(dtype), token * half, half, c);
-      write_floats(sin, Dtype(dtype), token * half, half, s);
+      write_floats(cos, dtype, token * half, half, c);
+      write_floats(sin, dtype, token * half, half, s);
     }
   });
 }

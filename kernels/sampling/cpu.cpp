@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "../operator.h"
 #include "../rows.h"
 #include "../threads.h"
 
@@ -190,13 +191,13 @@ int64_t most_likely(const float *logits, int64_t vocab_size) {
 }  // namespace
 
 // logits [R, V]; tokens [R]
-extern "C" void most_likely(const void *logits, int32_t dtype, int64_t *tokens, int64_t num_rows, int64_t vocab_size) {
+OPERATOR(most_likely, (const void *logits, Dtype dtype, int64_t *tokens, int64_t num_rows, int64_t vocab_size)) {
   parallel_for(num_rows, [&](int64_t row) {
     thread_local std::vector<float> floats;
     const float *x = static_cast<const float *>(logits) + row * vocab_size;
-    if (Dtype(dtype) != Dtype::float32) {
+    if (dtype != Dtype::float32) {
       floats.resize(vocab_size);
-      read_floats(logits, Dtype(dtype), row * vocab_size, vocab_size, floats.data());
+      read_floats(logits, dtype, row * vocab_size, vocab_size, floats.data());
       x = floats.data();
     }
     tokens[row] = most_likely(x, vocab_size);
@@ -204,7 +205,7 @@ extern "C" void most_likely(const void *logits, int32_t dtype, int64_t *tokens, 
 }
 
 // logits [R, V]; tokens [R] become -1 where nothing was decided
-extern "C" void draw(const float *logits, const double *settings, int64_t *tokens, int64_t num_rows, int64_t vocab_size) {
+OPERATOR(draw, (const float *logits, const double *settings, int64_t *tokens, int64_t num_rows, int64_t vocab_size)) {
   parallel_for(num_rows, [&](int64_t row) {
     thread_local Row work;
     tokens[row] = work.draw(logits + row * vocab_size, vocab_size, reinterpret_cast<const Settings *>(settings)[row]);

@@ -4,6 +4,11 @@ import torch
 from torch import Tensor
 
 
+def most_likely(logits: Tensor) -> Tensor:
+    """The token id int64 [R] of each row's highest logit [R, V], the lowest of equals. None may be NaN."""
+    return logits.float().argmax(-1)
+
+
 def draw(logits: Tensor, settings: Tensor) -> Tensor:
     """A token id per row, int64 [R]. logits float32 [R, V]; settings float64 [R, 5], of each row: temperature (above 0), top_k (0: off),
     top_p (1: off), min_p (0: off), and a uniform number in [0, 1).

@@ -1,7 +1,7 @@
 // silu(gate) * up; kernels/swiglu/reference.py is the specification. Every element is computed alike, wherever it stands.
 #include <algorithm>
 
-#include "../recording.h"
+#include "../operator.h"
 #include "../rows.h"
 #include "../swiglu.h"
 #include "../threads.h"
@@ -23,16 +23,15 @@ void compute_piece(const void *gate, const void *up, void *out, Dtype dtype, int
 }  // namespace
 
 // gate, up and out [rows, F] of one dtype; the strides are from row to row, in elements, and out has none
-extern "C" void swiglu(const void *gate, const void *up, void *out, int32_t dtype, int64_t num_rows, int64_t channels, int64_t gate_stride,
-                       int64_t up_stride) {
-  record([=] { swiglu(gate, up, out, dtype, num_rows, channels, gate_stride, up_stride); });
+OPERATOR(swiglu, (const void *gate, const void *up, void *out, Dtype dtype, int64_t num_rows, int64_t channels, int64_t gate_stride,
+                  int64_t up_stride)) {
   const int64_t chunks_per_row = divide_up(channels, CHUNK_CHANNELS);
   const int64_t rows_per_chunk = rows_of_chunk(CHUNK_CHANNELS, channels);
   parallel_for(divide_up(num_rows, rows_per_chunk) * chunks_per_row, [&](int64_t chunk) {
     const int64_t first_row = chunk / chunks_per_row * rows_per_chunk, first = chunk % chunks_per_row * CHUNK_CHANNELS;
     for (int64_t row = first_row; row < std::min(first_row + rows_per_chunk, num_rows); ++row)
       for (int64_t i = first; i < std::min(first + CHUNK_CHANNELS, channels); i += PIECE)
-        compute_piece(gate, up, out, Dtype(dtype), row * gate_stride + i, row * up_stride + i, row * channels + i,
+        compute_piece(gate, up, out, dtype, row * gate_stride + i, row * up_stride + i, row * channels + i,
                       std::min(PIECE, channels - i));
   });
 }

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from conf.errors import UserError
 from kernels.kv_store import kv_store, rope_and_store
-from kernels.matmul import linear
+from kernels.linear import linear
 from kernels.quantize_rows import Rows
 from models.batch import Batch, KVCache, LayerCache
 from models.causal_lm import CausalLM, ModelShape

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.kv_store import kv_store
-from kernels.matmul import linear, linear_per_head
+from kernels.linear import linear, linear_per_head
 from kernels.quantize_rows import Rows
 from kernels.rope import rope
 from models.batch import Batch, KVCache, LayerCache

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kernels.matmul import PackedMatrices, PackedMatrix, grouped_matmul, matmul, matmul_swiglu, matmul_together, pack
+from kernels.linear import FloatWeight, WeightGroup, grouped_matmul, matmul, matmul_swiglu, matmul_together, pack
 from kernels.quantize_rows import Rows
 from models.layers.linear import GroupedProduct, JointLinear, Layer, take
 
@@ -35,16 +35,16 @@ class DenseLinear(JointLinear):
         self._hold(pack(weight.T if self._layer.is_transposed else weight), bias)
 
     def restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-        weight = PackedMatrix(tensors.pop("tiles"), *self._layer.shape)
+        weight = FloatWeight(tensors.pop("tiles"), *self._layer.shape)
         if weight.dtype != dtype:
             raise ValueError(f"packed weights of {weight.dtype}, not {dtype}")
         weight.check()
         self._hold(weight, take(tensors, "bias", self._layer.shape[:1], dtype) if self._layer.has_bias else None)
 
-    def _hold(self, weight: PackedMatrix, bias: Tensor | None) -> None:
+    def _hold(self, weight: FloatWeight, bias: Tensor | None) -> None:
         self._weight = weight
         self.kind = weight.dtype
-        self.tiles = nn.Parameter(weight.tiles, requires_grad=False)  # the same memory, so that it is counted
+        self.tiles = nn.Parameter(weight.memory, requires_grad=False)  # the same memory, so that it is counted
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @property
@@ -65,6 +65,6 @@ class DenseLinear(JointLinear):
 
     @classmethod
     def grouped(cls, layers: Sequence["DenseLinear"], ups: Sequence["DenseLinear"] | None = None) -> GroupedProduct:
-        weights = PackedMatrices([layer._weight for layer in layers])
-        gated = None if ups is None else PackedMatrices([up._weight for up in ups])
+        weights = WeightGroup([layer._weight for layer in layers])
+        gated = None if ups is None else WeightGroup([up._weight for up in ups])
         return lambda x, starts: grouped_matmul(x, weights, starts, gated)

@@ -8,9 +8,8 @@ from typing import NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from kernels.matmul import linear
-from kernels.quant_matmul import gpu_weight
-from kernels.quant_matmul.gpu_weight import GPUWeight, of_floats
+from kernels.linear import gpu_weight, linear
+from kernels.linear.gpu_weight import GPUWeight, of_floats
 from kernels.quantize_rows import QuantizedRows, RowCodes, Rows
 from kernels.swiglu import swiglu, swiglu_quantize
 

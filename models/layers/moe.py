@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from kernels.linear.gpu_weight import GPUWeight, stack
 from kernels.moe import combine_rows, group_rows, mixture, route
-from kernels.quant_matmul.gpu_weight import GPUWeight, stack
 from models.config import ConfigReader
 from models.layers.linear import FloatLinear, GPULinear, GroupedProduct, JointLinear
 from models.layers.mlp import MLP

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kernels.matmul import linear
+from kernels.linear import linear
 from pipelines.engine.logits import process_logits
 from pipelines.engine.request import Continuation, FinishReason, Sequence, SequenceGroup
 from pipelines.engine.sampler import token_logprobs

@@ -78,7 +78,7 @@ def large_product(dtype: torch.dtype) -> list[Step]:
 
 def product(kind: str, rows: int, outputs: int, inputs: int) -> Step:
     """Counted as bytes of the weight for one row, else as operations."""
-    from kernels.quant_matmul import gpu_weight, triton
+    from kernels.linear import gpu_weight, triton
     from kernels.quantize_rows import QuantizedRows
     from kernels.quantize_rows.triton import quantize_rows
 
@@ -94,9 +94,9 @@ def product(kind: str, rows: int, outputs: int, inputs: int) -> Step:
         counted += scales.nbytes if rows <= 64 else 0
     weight = gpu_weight.GPUWeight(codes, scales, None, inputs, 128)
     if kind in ("int8", "int4 g128"):
-        return lambda: triton.quant_matmul(x, weight), counted
+        return lambda: triton.matmul(x, weight), counted
     x_codes, x_scales = quantize_rows(x, codes.dtype)
-    return lambda: triton.quant_matmul(QuantizedRows(x_codes, x_scales, BF16), weight), counted
+    return lambda: triton.matmul(QuantizedRows(x_codes, x_scales, BF16), weight), counted
 
 
 def products_of_a_layer(kind: str, rows: int) -> list[Step]:
@@ -128,8 +128,8 @@ def attention(kv_cache: str, sequences: int, context: int = 8192) -> list[Step]:
 
 def mixture(kind: str, tokens: int) -> list[Step]:
     """Mixtral-8x7B. Counts the bytes of the experts that are chosen: of one token two, of many all."""
+    from kernels.linear import gpu_weight
     from kernels.moe.triton import mixture as run
-    from kernels.quant_matmul import gpu_weight
     from kernels.quantize_rows import RowCodes
 
     def experts(count: int, outputs: int, inputs: int) -> gpu_weight.GPUWeight:

@@ -1,9 +1,10 @@
 // What the machine can do at most: bytes read and dot products that never leave the registers, on all threads of the pool.
-// Built by tests/bench/matmul.py together with kernels/threads.cpp.
+// Built by tests/bench/matmul.py together with kernels/operator.cpp and threads.cpp.
 #include <cstddef>
 #include <cstdint>
 #include <immintrin.h>
 
+#include "../../kernels/operator.h"
 #include "../../kernels/threads.h"
 
 #define EACH_REGISTER(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
@@ -12,7 +13,7 @@
 #define DOT_BF16(i) asm volatile("vdpbf16ps %1, %1, %0" : "+v"(sum##i) : "v"(x));
 
 // Reads `bytes` at `data`, in pieces of 256 KiB by four streams each.
-extern "C" void read_all(const char *data, int64_t bytes) {
+OPERATOR(read_all, (const char *data, int64_t bytes)) {
   constexpr int64_t PIECE = 1 << 18, STREAM = PIECE / 4;
   parallel_for(bytes / PIECE, [&](int64_t piece) {
     __m512i sums[4] = {};
@@ -27,7 +28,7 @@ extern "C" void read_all(const char *data, int64_t bytes) {
 }
 
 // 12 * `repeats` vpdpbusd (128 operations each) for each of `pieces`
-extern "C" void dot_int8(int64_t pieces, int64_t repeats) {
+OPERATOR(dot_int8, (int64_t pieces, int64_t repeats)) {
   parallel_for(pieces, [&](int64_t) {
     const __m512i x = _mm512_set1_epi8(1);
     EACH_REGISTER(CLEAR)
@@ -36,7 +37,7 @@ extern "C" void dot_int8(int64_t pieces, int64_t repeats) {
 }
 
 // 12 * `repeats` vdpbf16ps (64 operations each) for each of `pieces`
-extern "C" void dot_bfloat16(int64_t pieces, int64_t repeats) {
+OPERATOR(dot_bfloat16, (int64_t pieces, int64_t repeats)) {
   parallel_for(pieces, [&](int64_t) {
     const __m512i x = _mm512_setzero_si512();
     EACH_REGISTER(CLEAR)

@@ -22,7 +22,8 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kernels import build, matmul, quant_matmul  # noqa: E402
+from kernels import build  # noqa: E402
+from kernels import linear as products  # noqa: E402
 from kernels.quantize_rows import QuantizedRows, quantize_rows  # noqa: E402
 
 SHAPES = {
@@ -40,7 +41,7 @@ IN_A_ROW, FEW_IN_A_ROW = (
 )  # torch's threads spin on for a while after its product, and slow down the first call that follows
 
 
-def limits() -> ctypes.CDLL:
+def limits() -> build.Library:
     here = Path(__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -49,10 +50,10 @@ def limits() -> ctypes.CDLL:
             "-shared",
             *build.INSTRUCTION_SETS["avx512"][1],
             f"{here}/limits.cpp",
-            f"{build.KERNELS}/threads.cpp",
+            *(f"{build.KERNELS}/{name}.cpp" for name in ("operator", "threads")),
         ]
         subprocess.run([*command, "-o", f"{folder}/limits.so"], check=True)
-        return ctypes.CDLL(f"{folder}/limits.so")
+        return build.Library(Path(folder) / "limits.so")
 
 
 def int_codes(bits: int, num_outputs: int, num_inputs: int) -> torch.Tensor:
@@ -70,18 +71,18 @@ def variants(num_outputs: int, num_inputs: int, num_rows: int) -> dict[str, tupl
     size = num_outputs * num_inputs
     plain = several(2 * size, lambda: torch.randn(num_outputs, num_inputs, dtype=torch.bfloat16))
     made["torch bf16"] = (2 * size, lambda: functional.linear(x, next(plain)))
-    dense = matmul.pack(torch.randn(num_outputs, num_inputs, dtype=torch.bfloat16))
-    packed = several(dense.tiles.nbytes, lambda: replace(dense, tiles=dense.tiles.clone()))
-    made["bf16"] = (dense.tiles.nbytes, lambda: matmul.matmul(x, next(packed)))
+    dense = products.pack(torch.randn(num_outputs, num_inputs, dtype=torch.bfloat16))
+    packed = several(dense.memory.nbytes, lambda: replace(dense, tiles=dense.memory.clone()))
+    made["bf16"] = (dense.memory.nbytes, lambda: products.matmul(x, next(packed)))
     for name, bits, group in (("int8", 8, num_inputs), ("int4 g128", 4, 128), ("int4 g32", 4, 32)):
         scales = torch.rand(num_outputs, -(-num_inputs // group))
-        one = quant_matmul.pack(int_codes(bits, num_outputs, num_inputs), scales, None, bits)
-        nbytes = one.blob.numel()
-        weights = several(nbytes, lambda o=one: quant_matmul.PackedWeight(o.blob.clone(), *list(vars(o).values())[1:]))
-        made[name] = (nbytes, lambda w=weights: quant_matmul.quant_matmul(x, next(w)))
+        one = products.pack_codes(int_codes(bits, num_outputs, num_inputs), scales, None, bits)
+        nbytes = one.memory.numel()
+        weights = several(nbytes, lambda o=one: products.IntWeight(o.memory.clone(), *list(vars(o).values())[1:]))
+        made[name] = (nbytes, lambda w=weights: products.matmul(x, next(w)))
         made[f"{name} a8"] = (
             nbytes,
-            lambda w=weights: quant_matmul.quant_matmul(QuantizedRows(*quantize_rows(x), x.dtype), next(w)),
+            lambda w=weights: products.matmul(QuantizedRows(*quantize_rows(x), x.dtype), next(w)),
         )
     return made
 

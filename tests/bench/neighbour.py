@@ -19,7 +19,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kernels.matmul import matmul, pack  # noqa: E402
+from kernels.linear import matmul, pack  # noqa: E402
 
 ROUNDS, SECONDS = 15, 0.3
 

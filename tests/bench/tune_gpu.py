@@ -24,7 +24,7 @@ sys.path.insert(0, str(REPOSITORY))
 import torch  # noqa: E402
 
 from kernels.launches import Launch, Shape, entry_of, file_of, read, shape_of  # noqa: E402
-from kernels.quant_matmul.gpu_weight import GPUWeight  # noqa: E402
+from kernels.linear.gpu_weight import GPUWeight  # noqa: E402
 from tests.bench.gpu import about, parser_of  # noqa: E402
 from tests.bench.gpu_rows import Step, median_seconds, mixture, product, rotated  # noqa: E402
 from tests.helpers.triton_cases import assert_near  # noqa: E402
@@ -146,7 +146,7 @@ def tune(
 ) -> tuple[dict[Launch, float], float, Shape]:
     launching = Launching(case.kernel)
     with (
-        patch("kernels.quant_matmul.triton.tuned_launch", launching),
+        patch("kernels.linear.triton.tuned_launch", launching),
         patch("kernels.moe.triton.tuned_launch", launching),
     ):
         found, default_s = attempt(case.steps(), launching, case.candidates(), seconds_of, case.tolerance)

@@ -58,7 +58,7 @@ def test_attention_over_latents(lengths: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize("rows", [1, 16, 50, 300])
 @pytest.mark.parametrize(("bits", "group_size", "zero_points"), [(8, None, False), (4, 128, False), (4, 32, True)])
 def test_quantised_products(rows: int, bits: int, group_size: int | None, zero_points: bool) -> None:
-    from tests.kernels.triton.test_quant_matmul import check_weight
+    from tests.kernels.triton.test_matmul import check_weight
 
     check_weight(rows, 1536, 4096, bits, group_size, zero_points, BF16)
 
@@ -158,8 +158,8 @@ def test_sampling_a_large_vocabulary() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 40, 600])
 def test_a_mixture(tokens: int) -> None:
+    from kernels.linear.gpu_weight import of_floats
     from kernels.moe import reference, route, triton
-    from kernels.quant_matmul.gpu_weight import of_floats
 
     x = noise(tokens, 1024, dtype=BF16)
     gate_up, down = noise(16, 512, 1024, dtype=BF16, seed=1) / 32, noise(8, 1024, 512, dtype=BF16, seed=2) / 32
@@ -180,8 +180,8 @@ def test_a_quantised_mixture(kind: str, tokens: int, experts: int, size: int, ch
 @pytest.mark.parametrize("kind", ["bf16", *EXPERT_FORMATS])
 def test_a_graph_of_a_mixture_follows_new_choices(kind: str) -> None:
     """Captured with all tokens at the same experts, replayed with others."""
+    from kernels.linear.gpu_weight import of_floats
     from kernels.moe import triton
-    from kernels.quant_matmul.gpu_weight import of_floats
     from tests.kernels.triton.test_moe import make_experts
 
     if kind == "bf16":

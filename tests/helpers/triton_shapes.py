@@ -8,10 +8,10 @@ import torch
 
 from kernels.kv_format import FORMATS, allocate
 from kernels.kv_store.triton import kv_store, rope_and_store
+from kernels.linear.gpu_weight import GPUWeight, of_floats
+from kernels.linear.triton import matmul
 from kernels.moe.triton import mixture, route
 from kernels.paged_attention.triton import paged_attention
-from kernels.quant_matmul.gpu_weight import GPUWeight, of_floats
-from kernels.quant_matmul.triton import quant_matmul
 from kernels.quantize_rows import QuantizedRows, RowCodes
 from kernels.quantize_rows.triton import quantize_rows
 from kernels.rms_norm.triton import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
@@ -107,7 +107,7 @@ def multiply(
     codes = torch.empty(outputs, inputs * bits // 8, dtype=torch.uint8 if bits == 4 else dtype)
     zeros = torch.empty(groups, outputs, dtype=torch.int8) if zero_points else None
     chunk = 128 if groups == 1 else inputs // groups
-    quant_matmul(
+    matmul(
         torch.empty(num_rows, inputs, dtype=BF16), GPUWeight(codes, torch.empty(groups, outputs), zeros, inputs, chunk)
     )
 
@@ -117,7 +117,7 @@ def multiply_codes(num_rows: int, dtype: torch.dtype, blocks: bool = False) -> N
     codes, scales = torch.empty(14336, 4096, dtype=dtype), torch.empty(groups, 112 if blocks else 14336)
     x = torch.empty(num_rows, 4096, dtype=dtype)
     rows = QuantizedRows(x, torch.empty(num_rows, groups), BF16, 128 if blocks else None)
-    quant_matmul(rows, GPUWeight(codes, scales, None, 4096, 128))
+    matmul(rows, GPUWeight(codes, scales, None, 4096, 128))
 
 
 ROWS = (1, 16, 32, 64, 4096)  # one for each way to launch

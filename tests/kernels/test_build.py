@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from kernels import build
-from kernels.matmul import matmul, pack
+from kernels.linear import matmul, pack
 from kernels.threads import set_threads, threads
 from tests.kernels.conftest import have
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PRODUCT = "import torch; from kernels.matmul import matmul, pack; p = pack(torch.ones(20, 8)); print(matmul(torch.ones(1, 8), p).sum())"
+PRODUCT = "import torch; from kernels.linear import matmul, pack; p = pack(torch.ones(20, 8)); print(matmul(torch.ones(1, 8), p).sum())"
 ONE_FILE = (
-    "from kernels import build; build.sources = lambda: [build.KERNELS / 'threads.cpp']; "  # compiles in a second
+    "from kernels import build; "
+    "build.sources = lambda: [build.KERNELS / f'{name}.cpp' for name in ('operator', 'threads')]; "  # compile in seconds
 )
 
 
@@ -148,7 +149,7 @@ def test_a_forked_child_computes_while_its_parent_does() -> None:
     code = """
 import ctypes, os, signal, threading, torch
 from kernels import build
-from kernels.matmul import matmul, pack
+from kernels.linear import matmul, pack
 from kernels.threads import set_threads
 set_threads(3)
 p, x = pack(torch.ones(200, 64)), torch.ones(2, 64)

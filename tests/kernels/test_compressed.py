@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels import build
-from kernels.matmul import PackedMatrices, PackedMatrix, grouped_matmul, matmul, matmul_swiglu, matmul_together, pack
-from kernels.matmul import compressed as compression
+from kernels.linear import FloatWeight, WeightGroup, grouped_matmul, matmul, matmul_swiglu, matmul_together, pack
+from kernels.linear import compressed as compression
 
 ROWS = [
     *range(1, 26),
@@ -31,10 +31,10 @@ def any_bits(*shape: int) -> Tensor:
     return torch.randint(-(2**15), 2**15, shape, generator=generator).short().view(torch.bfloat16)
 
 
-def compress(matrix: PackedMatrix) -> PackedMatrix:
+def compress(matrix: FloatWeight) -> FloatWeight:
     """Whatever the size, and whether or not it is a gain."""
-    tiles = compression.compress_with(*compression.common_upper_bytes(matrix.tiles), matrix.tiles)
-    return PackedMatrix(tiles, matrix.num_outputs, matrix.num_inputs)
+    tiles = compression.compress_with(*compression.common_upper_bytes(matrix.memory), matrix.memory)
+    return FloatWeight(tiles, matrix.num_outputs, matrix.num_inputs)
 
 
 def equal_bits(a: Tensor, b: Tensor) -> bool:
@@ -51,8 +51,8 @@ def test_it_is_without_loss(num_outputs: int, num_inputs: int, make: Callable[..
     assert matrix.is_compressed
     assert equal_bits(matrix.unpack(), weight)
     num_tiles, num_steps = -(-num_outputs // 16), -(-num_inputs // 2)
-    tiles = compression.decompress_portably(matrix.tiles, num_tiles, num_steps)
-    assert equal_bits(tiles, compression.decompress(matrix.tiles, num_tiles, num_steps))
+    tiles = compression.decompress_portably(matrix.memory, num_tiles, num_steps)
+    assert equal_bits(tiles, compression.decompress(matrix.memory, num_tiles, num_steps))
 
 
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 1), (17, 31), (80, 128), (100, 323)])
@@ -76,11 +76,11 @@ def test_some_of_several_weights_may_be_compressed() -> None:
     mixed, x = [compress(plain[0]), plain[1], compress(plain[2])], random(7, 70)
     for one, other in zip(matmul_together(x, mixed, [None] * 3), matmul_together(x, plain, [None] * 3), strict=True):
         assert equal_bits(one, other)
-    starts, gates = torch.tensor([0, 3, 3, 7]), PackedMatrices([others[0], compress(others[1]), compress(others[2])])
-    expected = grouped_matmul(x, PackedMatrices(others), starts)
+    starts, gates = torch.tensor([0, 3, 3, 7]), WeightGroup([others[0], compress(others[1]), compress(others[2])])
+    expected = grouped_matmul(x, WeightGroup(others), starts)
     assert equal_bits(grouped_matmul(x, gates, starts), expected)
-    expected = grouped_matmul(x, PackedMatrices(others), starts, PackedMatrices(others[::-1]))
-    ups = PackedMatrices([compress(others[2]), others[1], others[0]])
+    expected = grouped_matmul(x, WeightGroup(others), starts, WeightGroup(others[::-1]))
+    ups = WeightGroup([compress(others[2]), others[1], others[0]])
     assert equal_bits(grouped_matmul(x, gates, starts, ups), expected)
 
 
@@ -98,7 +98,7 @@ def test_what_gains_is_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
     if build.library() is None or build.instruction_set() != "avx512":
         pytest.skip("with AVX2 nothing is")
     weight = random(512, 1024)
-    assert pack(weight).tiles.nbytes == pytest.approx(weight.nbytes * 0.75, rel=0.003)  # exceptions are few
+    assert pack(weight).memory.nbytes == pytest.approx(weight.nbytes * 0.75, rel=0.003)  # exceptions are few
     assert not pack(weight[:256]).is_compressed  # small
     assert not pack(any_bits(512, 1024)).is_compressed
     assert not pack(weight.float()).is_compressed
@@ -109,14 +109,14 @@ def test_what_gains_is_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("compiled")
 def test_memory_that_cannot_be_one_is_refused() -> None:
     matrix = compress(pack(random(20, 30)))
-    for wrong in (matrix.tiles[:-1], matrix.tiles[:-16], matrix.tiles.repeat(2)[::2], matrix.tiles[None]):
+    for wrong in (matrix.memory[:-1], matrix.memory[:-16], matrix.memory.repeat(2)[::2], matrix.memory[None]):
         with pytest.raises(
             ValueError, match=r"compressed weights of \d+ bytes, and 8 for each exception, cannot be \["
         ):
-            PackedMatrix(wrong, 20, 30)
+            FloatWeight(wrong, 20, 30)
     matrix.check()
-    for place in (-8, -4 * len(matrix.tiles.view(torch.int32)) + 4 * (64 + 2 * 4 * 192) // 4):
-        endless = matrix.tiles.clone()
+    for place in (-8, -4 * len(matrix.memory.view(torch.int32)) + 4 * (64 + 2 * 4 * 192) // 4):
+        endless = matrix.memory.clone()
         endless[place:][:4] = torch.tensor([9, 0, 0, 0])
         with pytest.raises(ValueError, match="compressed weights whose exceptions have no end"):
-            PackedMatrix(endless, 20, 30).check()
+            FloatWeight(endless, 20, 30).check()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.matmul import linear, linear_per_head, matmul, pack
+from kernels.linear import linear, linear_per_head, matmul, pack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = [1, 2, 3, 5, 11, 12, 13, 25, 64, 101, 300]  # the last ones share the work by rows, too

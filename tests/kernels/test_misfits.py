@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import build, quant_matmul
+from kernels import build
+from kernels import linear as products
 from kernels.kv_store import kv_store, rope_and_store
-from kernels.matmul import PackedMatrices, grouped_matmul, linear, matmul, pack
+from kernels.linear import WeightGroup, grouped_matmul, linear, matmul, pack
 from kernels.moe import combine_rows, group_rows
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_quantize
@@ -106,12 +107,12 @@ def test_what_does_not_fit_is_for_torch_to_judge(
 
 @pytest.mark.parametrize("starts", [torch.tensor([0, 2]).to(INT32), torch.tensor([0, 1, 2])])
 def test_starts_that_do_not_fit_are_refused(compiled: Callable[[int], None], starts: Tensor) -> None:
-    coded = quant_matmul.pack(torch.ones(20, 8, dtype=torch.int8), torch.ones(20, 1), None, 8)
-    assert isinstance(coded, quant_matmul.PackedWeight)
+    coded = products.pack_codes(torch.ones(20, 8, dtype=torch.int8), torch.ones(20, 1), None, 8)
+    assert isinstance(coded, products.IntWeight)
     with pytest.raises(ValueError, match=r"starts \[\d\] of torch.int\d\d for 1 weights"):
-        grouped_matmul(torch.ones(2, 8), PackedMatrices([pack(torch.ones(20, 8))]), starts)
+        grouped_matmul(torch.ones(2, 8), WeightGroup([pack(torch.ones(20, 8))]), starts)
     with pytest.raises(ValueError, match=r"starts \[\d\] of torch.int\d\d for 1 weights"):
-        quant_matmul.grouped_quant_matmul(torch.ones(2, 8), quant_matmul.PackedWeights([coded]), starts)
+        products.grouped_matmul(torch.ones(2, 8), products.WeightGroup([coded]), starts)
 
 
 def test_a_weight_on_another_device_is_not_read(compiled: Callable[[int], None]) -> None:

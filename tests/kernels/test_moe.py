@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import matmul, quant_matmul
+from kernels import linear as products
 from kernels.moe import combine_rows, group_rows, reference, route
 from kernels.quantize_rows import QuantizedRows, quantize_rows
 
@@ -110,14 +110,14 @@ STARTS = [[0, 5], [0, 0, 1, 1, 40, 57, 57], [0, 0, 0], list(range(0, 130, 3))]
 def test_grouped_product_has_the_bits_of_single_ones(any_way: str, starts: list[int], dtype: torch.dtype) -> None:
     for num_outputs, num_inputs in ((100, 65), (16, 32), (257, 8)):
         x = randn(starts[-1], num_inputs, dtype=dtype)
-        packed = [matmul.pack(randn(num_outputs, num_inputs, i, dtype=dtype)[:, :, 0]) for i in range(1, len(starts))]
-        found = matmul.grouped_matmul(x, matmul.PackedMatrices(packed), torch.tensor(starts))
-        single = [matmul.matmul(x[a:b], w) for a, b, w in zip(starts, starts[1:], packed, strict=False)]
+        packed = [products.pack(randn(num_outputs, num_inputs, i, dtype=dtype)[:, :, 0]) for i in range(1, len(starts))]
+        found = products.grouped_matmul(x, products.WeightGroup(packed), torch.tensor(starts))
+        single = [products.matmul(x[a:b], w) for a, b, w in zip(starts, starts[1:], packed, strict=False)]
         assert torch.equal(found, torch.cat(single))
-        weights = matmul.PackedMatrices(packed)
-        found = matmul.grouped_matmul(x, weights, torch.tensor(starts), matmul.PackedMatrices(packed[::-1]))
+        weights = products.WeightGroup(packed)
+        found = products.grouped_matmul(x, weights, torch.tensor(starts), products.WeightGroup(packed[::-1]))
         both = zip(starts, starts[1:], packed, packed[::-1], strict=False)
-        assert torch.equal(found, torch.cat([matmul.matmul_swiglu(x[a:b], gate, up) for a, b, gate, up in both]))
+        assert torch.equal(found, torch.cat([products.matmul_swiglu(x[a:b], gate, up) for a, b, gate, up in both]))
 
 
 @pytest.mark.parametrize("starts", STARTS, ids=lambda starts: f"{len(starts) - 1} weights")
@@ -135,33 +135,33 @@ def test_grouped_quantised_product_has_the_bits_of_single_ones(
         codes = torch.randint(low, high, (num_outputs, num_inputs), dtype=torch.int8, generator=generator)
         scales = torch.rand(num_outputs, groups, generator=generator) + 0.1
         points = torch.full((num_outputs, groups), i % 16, dtype=torch.int8) if zeros else None
-        packed.append(quant_matmul.pack(codes, scales, points, bits))
-    weights, each = quant_matmul.PackedWeights(packed), list(zip(starts, starts[1:], packed, strict=False))
-    found = quant_matmul.grouped_quant_matmul(x, weights, torch.tensor(starts))
-    assert torch.equal(found, torch.cat([quant_matmul.quant_matmul(x[a:b], w) for a, b, w in each]))
-    ups = quant_matmul.PackedWeights(packed[::-1])
-    found = quant_matmul.grouped_quant_matmul(x, weights, torch.tensor(starts), ups)
+        packed.append(products.pack_codes(codes, scales, points, bits))
+    weights, each = products.WeightGroup(packed), list(zip(starts, starts[1:], packed, strict=False))
+    found = products.grouped_matmul(x, weights, torch.tensor(starts))
+    assert torch.equal(found, torch.cat([products.matmul(x[a:b], w) for a, b, w in each]))
+    ups = products.WeightGroup(packed[::-1])
+    found = products.grouped_matmul(x, weights, torch.tensor(starts), ups)
     both = zip(starts, starts[1:], packed, packed[::-1], strict=False)
-    assert torch.equal(found, torch.cat([quant_matmul.quant_matmul_swiglu(x[a:b], w, up) for a, b, w, up in both]))
+    assert torch.equal(found, torch.cat([products.matmul_swiglu(x[a:b], w, up) for a, b, w, up in both]))
     codes, scales = quantize_rows(x)
     rows = QuantizedRows(codes, scales, x.dtype)
-    found = quant_matmul.grouped_quant_matmul(rows, weights, torch.tensor(starts))
-    single = [quant_matmul.quant_matmul(QuantizedRows(codes[a:b], scales[a:b], x.dtype), w) for a, b, w in each]
+    found = products.grouped_matmul(rows, weights, torch.tensor(starts))
+    single = [products.matmul(QuantizedRows(codes[a:b], scales[a:b], x.dtype), w) for a, b, w in each]
     assert torch.equal(found, torch.cat(single))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_grouped_bits_do_not_depend_on_threads(compiled: Callable[[int], None], dtype: torch.dtype) -> None:
     starts = torch.tensor(STARTS[1])
-    packed = matmul.PackedMatrices(
-        [matmul.pack(randn(300, 65, i, dtype=dtype)[:, :, 0]) for i in range(1, len(starts))]
+    packed = products.WeightGroup(
+        [products.pack(randn(300, 65, i, dtype=dtype)[:, :, 0]) for i in range(1, len(starts))]
     )
     x = randn(57, 65, dtype=dtype)
     compiled(1)
-    whole = matmul.grouped_matmul(x, packed, starts)
+    whole = products.grouped_matmul(x, packed, starts)
     for num_threads in (2, 3, 4):
         compiled(num_threads)
-        assert torch.equal(matmul.grouped_matmul(x, packed, starts), whole)
+        assert torch.equal(products.grouped_matmul(x, packed, starts), whole)
 
 
 def test_numbers_that_do_not_lie_side_by_side(any_way: str) -> None:
@@ -178,28 +178,28 @@ def test_numbers_that_do_not_lie_side_by_side(any_way: str) -> None:
 
 def test_refuses_gates_and_partners_that_differ(any_way: str) -> None:
     x, starts = randn(6, 64), torch.tensor([0, 2, 6])
-    dense = {n: matmul.PackedMatrices([matmul.pack(randn(n, 64))] * 2) for n in (17, 18)}
-    one, narrow = (matmul.PackedMatrices([matmul.pack(randn(17, n))]) for n in (64, 63))
+    dense = {n: products.WeightGroup([products.pack(randn(n, 64))] * 2) for n in (17, 18)}
+    one, narrow = (products.WeightGroup([products.pack(randn(17, n))]) for n in (64, 63))
     with pytest.raises(ValueError, match="gates 2 of 17 outputs beside 2 of 18 outputs"):
-        matmul.grouped_matmul(x, dense[17], starts, dense[18])  # as many tiles
+        products.grouped_matmul(x, dense[17], starts, dense[18])  # as many tiles
     with pytest.raises(ValueError, match="gates 2 of 17 outputs beside 1 of 17 outputs"):
-        matmul.grouped_matmul(x, dense[17], starts, one)
-    with pytest.raises(ValueError, match="and a weight of 63 inputs"):
-        matmul.grouped_matmul(x, dense[17], starts, narrow)
-    coded = {n: quant_matmul.pack(torch.ones(n, 64, dtype=torch.int8), torch.ones(n, 1), None, 8) for n in (17, 18)}
-    weights = quant_matmul.PackedWeights([coded[17]] * 2)
+        products.grouped_matmul(x, dense[17], starts, one)
+    with pytest.raises(ValueError, match="cannot be multiplied by a weight of 63 inputs"):
+        products.grouped_matmul(x, dense[17], starts, narrow)
+    coded = {n: products.pack_codes(torch.ones(n, 64, dtype=torch.int8), torch.ones(n, 1), None, 8) for n in (17, 18)}
+    weights = products.WeightGroup([coded[17]] * 2)
     with pytest.raises(ValueError, match="gates 2 of 17 outputs beside 2 of 18 outputs"):
-        quant_matmul.grouped_quant_matmul(x, weights, starts, quant_matmul.PackedWeights([coded[18]] * 2))
+        products.grouped_matmul(x, weights, starts, products.WeightGroup([coded[18]] * 2))
     with pytest.raises(ValueError, match="gates 2 of 17 outputs beside 1 of 17 outputs"):
-        quant_matmul.grouped_quant_matmul(x, weights, starts, quant_matmul.PackedWeights([coded[17]]))
+        products.grouped_matmul(x, weights, starts, products.WeightGroup([coded[17]]))
     codes = torch.ones(6, 64, dtype=torch.int8)
     with pytest.raises(ValueError, match="1 scale for 6 rows: each has its own beside weights in groups"):
-        quant_matmul.grouped_quant_matmul(QuantizedRows(codes, torch.ones(1, 1), x.dtype), weights, starts)
+        products.grouped_matmul(QuantizedRows(codes, torch.ones(1, 1), x.dtype), weights, starts)
 
 
 def test_refuses_weights_that_differ() -> None:
-    with pytest.raises(ValueError, match="several shapes or dtypes"):
-        matmul.PackedMatrices([matmul.pack(torch.zeros(16, 8)), matmul.pack(torch.zeros(16, 9))])
-    weights = [quant_matmul.pack(torch.zeros(16, 64, dtype=torch.int8), torch.ones(16, n), None, 8) for n in (1, 2)]
     with pytest.raises(ValueError, match="several shapes or formats"):
-        quant_matmul.PackedWeights(weights)
+        products.WeightGroup([products.pack(torch.zeros(16, 8)), products.pack(torch.zeros(16, 9))])
+    weights = [products.pack_codes(torch.zeros(16, 64, dtype=torch.int8), torch.ones(16, n), None, 8) for n in (1, 2)]
+    with pytest.raises(ValueError, match="several shapes or formats"):
+        products.WeightGroup(weights)

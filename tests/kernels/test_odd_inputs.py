@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import build, matmul, quant_matmul
+from kernels import build
+from kernels import linear as products
 from kernels.all_finite import all_finite
 from kernels.kv_format import FORMATS, PagedVectors, allocate
 from kernels.kv_store import kv_store, rope_and_store
@@ -69,30 +70,30 @@ def attended(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
 
 def float_products(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
     x, starts = at(waves(rows, channels)), at(torch.tensor([0, rows // 2, rows]))
-    gate, up = (matmul.pack(waves(20, channels) + number) for number in range(2))
-    both = matmul.PackedMatrices([gate, up])
-    grouped = matmul.grouped_matmul(x, both, starts), matmul.grouped_matmul(x, both, starts, both)
+    gate, up = (products.pack(waves(20, channels) + number) for number in range(2))
+    both = products.WeightGroup([gate, up])
+    grouped = products.grouped_matmul(x, both, starts), products.grouped_matmul(x, both, starts, both)
     plain = (
-        matmul.linear(x, at(waves(20, channels))),
-        matmul.linear_per_head(at(waves(rows, 2, channels)), at(waves(2, 20, channels))),
+        products.linear(x, at(waves(20, channels))),
+        products.linear_per_head(at(waves(rows, 2, channels)), at(waves(2, 20, channels))),
     )
-    return *plain, *matmul.matmul_together(x, [gate, up], [None, None]), matmul.matmul_swiglu(x, gate, up), *grouped
+    return *plain, *products.matmul_together(x, [gate, up], [None, None]), products.matmul_swiglu(x, gate, up), *grouped
 
 
 def coded_products(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
     codes = (10 * waves(20, channels)).to(torch.int8)
-    gate, up = (quant_matmul.pack(codes - number, waves(20, 1).abs(), None, 8) for number in range(2))
+    gate, up = (products.pack_codes(codes - number, waves(20, 1).abs(), None, 8) for number in range(2))
     x, starts, both = (
         at(waves(rows, channels)),
         at(torch.tensor([0, rows // 2, rows])),
-        quant_matmul.PackedWeights([gate, up]),
+        products.WeightGroup([gate, up]),
     )
     row_codes, scales = quantize_rows(x)
     outs = [row_codes, scales]
     for each in (x, QuantizedRows(at(row_codes), at(scales), x.dtype)):
-        outs += quant_matmul.quant_matmul_together(each, [gate, up], [None, None])
-        outs.append(quant_matmul.quant_matmul_swiglu(each, gate, up))
-        outs.append(quant_matmul.grouped_quant_matmul(each, both, starts, both))
+        outs += products.matmul_together(each, [gate, up], [None, None])
+        outs.append(products.matmul_swiglu(each, gate, up))
+        outs.append(products.grouped_matmul(each, both, starts, both))
     return outs
 
 
@@ -126,11 +127,17 @@ CASES: dict[str, Case] = {
     "group_rows and combine_rows": grouped_and_combined,
     "paged_attention": attended,
     "matmul": float_products,
-    "quant_matmul": coded_products,
+    "matmul of codes": coded_products,
     "draw": drawn,
     "route": lambda rows, channels, at: route(at(waves(rows, channels)), 2, True),
 }
-NEED_CHANNELS = {"paged_attention", "matmul", "quant_matmul", "draw", "route"}  # or there is no weight, token or expert
+NEED_CHANNELS = {
+    "paged_attention",
+    "matmul",
+    "matmul of codes",
+    "draw",
+    "route",
+}  # or there is no weight, token or expert
 EMPTY = [(name, *size) for name in CASES for size in ((0, 16), (3, 0), (0, 0)) if size[1] or name not in NEED_CHANNELS]
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import matmul, quant_matmul
+from kernels import linear as products
 from kernels.quantize_rows import QuantizedRows, Rows, quantize_rows
 from kernels.swiglu import swiglu
-from tests.kernels.test_quant_matmul import FORMATS, make
+from tests.kernels.test_int_matmul import FORMATS, make
 
 ROWS = [1, 2, 5, 13, 65]
 OUTPUTS = [(1, 17, 100), (64, 15), (130,)]
@@ -35,12 +35,12 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
 def test_dense_weights_together(dtype: torch.dtype) -> None:
     for num_inputs in INPUTS:
         for sizes in OUTPUTS:
-            weights = [matmul.pack(randn(size, num_inputs, dtype=dtype)) for size in sizes]
+            weights = [products.pack(randn(size, num_inputs, dtype=dtype)) for size in sizes]
             biases = biases_of(sizes, dtype)
             for num_rows in ROWS:
                 x = randn(num_rows, num_inputs, dtype=dtype)
-                alone = [matmul.matmul(x, *pair) for pair in zip(weights, biases, strict=True)]
-                assert equal(matmul.matmul_together(x, weights, biases), alone)
+                alone = [products.matmul(x, *pair) for pair in zip(weights, biases, strict=True)]
+                assert equal(products.matmul_together(x, weights, biases), alone)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -48,12 +48,12 @@ def test_dense_weights_together(dtype: torch.dtype) -> None:
 def test_dense_gate_and_up(dtype: torch.dtype) -> None:
     for num_inputs in INPUTS:
         for size in (1, 17, 64, 100, 130):
-            gate, up = (matmul.pack(randn(size, num_inputs, dtype=dtype) * scale) for scale in (1, 2))
+            gate, up = (products.pack(randn(size, num_inputs, dtype=dtype) * scale) for scale in (1, 2))
             for biases in [(None, None), (randn(size, dtype=dtype), None), (None, randn(size, dtype=dtype))]:
                 for num_rows in ROWS:
                     x = randn(num_rows, num_inputs, dtype=dtype)
-                    expected = swiglu(matmul.matmul(x, gate, biases[0]), matmul.matmul(x, up, biases[1]))
-                    assert equal([matmul.matmul_swiglu(x, gate, up, *biases)], [expected])
+                    expected = swiglu(products.matmul(x, gate, biases[0]), products.matmul(x, up, biases[1]))
+                    assert equal([products.matmul_swiglu(x, gate, up, *biases)], [expected])
 
 
 @pytest.mark.usefixtures("any_way")
@@ -61,7 +61,7 @@ def test_gate_and_up_equal_the_formula() -> None:
     x, gate, up = (randn(rows, 65, dtype=torch.float32) for rows in (9, 33, 34))
     up = up[:33]
     a, b = x.double() @ gate.double().T, x.double() @ up.double().T
-    result = matmul.matmul_swiglu(x, matmul.pack(gate), matmul.pack(up))
+    result = products.matmul_swiglu(x, products.pack(gate), products.pack(up))
     # Two sums of 65 products of size 1, each off by some 2^-22, times factors of up to 30.
     torch.testing.assert_close(result.double(), a / (1 + (-a).exp()) * b, rtol=1e-5, atol=1e-4)
 
@@ -73,9 +73,9 @@ def rows_of(x: Tensor, kind: str) -> Rows:
     return QuantizedRows(codes, scales[:1] if kind == "one scale" else scales, x.dtype)
 
 
-def product(rows: Rows, weight: quant_matmul.PackedWeight, bias: Tensor | None) -> Tensor:
+def product(rows: Rows, weight: products.IntWeight, bias: Tensor | None) -> Tensor:
     """By the single functions, with the bias added in rows' dtype."""
-    y = quant_matmul.quant_matmul(rows, weight)
+    y = products.matmul(rows, weight)
     return y if bias is None else y + bias
 
 
@@ -85,33 +85,33 @@ def product(rows: Rows, weight: quant_matmul.PackedWeight, bias: Tensor | None) 
 def test_quantised_weights_together_and_as_gate_and_up(bits: int, group: int, zeros: bool, kind: str) -> None:
     for num_inputs, dtype in [(31, torch.float32), (257, torch.bfloat16)]:
         for sizes in OUTPUTS:
-            weights = [quant_matmul.pack(*make(size, num_inputs, bits, group, zeros)[:3], bits) for size in sizes]
+            weights = [products.pack_codes(*make(size, num_inputs, bits, group, zeros)[:3], bits) for size in sizes]
             biases = biases_of(sizes, dtype)
             for num_rows in ROWS:
                 rows = rows_of(randn(num_rows, num_inputs, dtype=dtype) / num_inputs, kind)
                 alone = [product(rows, *pair) for pair in zip(weights, biases, strict=True)]
-                assert equal(quant_matmul.quant_matmul_together(rows, weights, biases), alone)
-                up = quant_matmul.pack(*make(sizes[0], num_inputs, bits, group, zeros)[:3], bits)
-                gated = quant_matmul.quant_matmul_swiglu(rows, weights[0], up, biases[0])
+                assert equal(products.matmul_together(rows, weights, biases), alone)
+                up = products.pack_codes(*make(sizes[0], num_inputs, bits, group, zeros)[:3], bits)
+                gated = products.matmul_swiglu(rows, weights[0], up, biases[0])
                 assert equal([gated], [swiglu(alone[0], product(rows, up, None))])
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_bits_do_not_depend_on_rows_or_threads(compiled: Callable[[int], None], dtype: torch.dtype) -> None:
     sizes, x = (100, 17, 200), randn(130, 321, dtype=dtype)
-    dense = [matmul.pack(randn(size, 321, dtype=dtype)) for size in sizes]
-    coded = [quant_matmul.pack(*make(size, 321, 4, 32, True)[:3], 4) for size in sizes]
+    dense = [products.pack(randn(size, 321, dtype=dtype)) for size in sizes]
+    coded = [products.pack_codes(*make(size, 321, 4, 32, True)[:3], 4) for size in sizes]
     biases = biases_of(sizes, dtype)
 
     def results(x: Tensor) -> list[Tensor]:
         rows = rows_of(x, "int8")
         return [
-            *matmul.matmul_together(x, dense, biases),
-            *quant_matmul.quant_matmul_together(x, coded, biases),
-            *quant_matmul.quant_matmul_together(rows, coded, biases),
-            matmul.matmul_swiglu(x, dense[0], dense[0], None, biases[0]),
-            quant_matmul.quant_matmul_swiglu(x, coded[0], coded[0], None, biases[0]),
-            quant_matmul.quant_matmul_swiglu(rows, coded[0], coded[0], None, biases[0]),
+            *products.matmul_together(x, dense, biases),
+            *products.matmul_together(x, coded, biases),
+            *products.matmul_together(rows, coded, biases),
+            products.matmul_swiglu(x, dense[0], dense[0], None, biases[0]),
+            products.matmul_swiglu(x, coded[0], coded[0], None, biases[0]),
+            products.matmul_swiglu(rows, coded[0], coded[0], None, biases[0]),
         ]
 
     compiled(1)
@@ -123,49 +123,49 @@ def test_bits_do_not_depend_on_rows_or_threads(compiled: Callable[[int], None], 
 
 
 def test_no_rows_and_strided_rows(any_way: str) -> None:
-    weights = [matmul.pack(randn(size, 32, dtype=torch.float32)) for size in (17, 5)]
-    coded = [quant_matmul.pack(*make(size, 32, 8, 0, False)[:3], 8) for size in (17, 5)]
+    weights = [products.pack(randn(size, 32, dtype=torch.float32)) for size in (17, 5)]
+    coded = [products.pack_codes(*make(size, 32, 8, 0, False)[:3], 8) for size in (17, 5)]
     x = randn(4, 64, dtype=torch.float32)[:, ::2]
     none = [None, None]
-    assert [y.shape for y in matmul.matmul_together(x[:0], weights, none)] == [(0, 17), (0, 5)]
-    assert [y.shape for y in quant_matmul.quant_matmul_together(x[:0], coded, none)] == [(0, 17), (0, 5)]
-    assert matmul.matmul_swiglu(x[:0], weights[0], weights[0]).shape == (0, 17)
+    assert [y.shape for y in products.matmul_together(x[:0], weights, none)] == [(0, 17), (0, 5)]
+    assert [y.shape for y in products.matmul_together(x[:0], coded, none)] == [(0, 17), (0, 5)]
+    assert products.matmul_swiglu(x[:0], weights[0], weights[0]).shape == (0, 17)
     copied = x.contiguous()
-    assert equal(matmul.matmul_together(x, weights, none), matmul.matmul_together(copied, weights, none))
-    together = quant_matmul.quant_matmul_together
+    assert equal(products.matmul_together(x, weights, none), products.matmul_together(copied, weights, none))
+    together = products.matmul_together
     assert equal(together(x, coded, none), together(copied, coded, none))
 
 
 def test_what_does_not_belong_together_is_refused(any_way: str) -> None:
     dense, x = (
-        [matmul.pack(randn(size, 32, dtype=torch.float32)) for size in (17, 5)],
+        [products.pack(randn(size, 32, dtype=torch.float32)) for size in (17, 5)],
         randn(2, 32, dtype=torch.float32),
     )
     with pytest.raises(ValueError, match="4 weights: at most 3 are multiplied together"):
-        matmul.matmul_together(x, dense * 2, [None] * 4)
+        products.matmul_together(x, dense * 2, [None] * 4)
     with pytest.raises(ValueError, match="a weight of 31 inputs"):
-        matmul.matmul_together(x, [dense[0], matmul.pack(randn(4, 31, dtype=torch.float32))], [None] * 2)
+        products.matmul_together(x, [dense[0], products.pack(randn(4, 31, dtype=torch.float32))], [None] * 2)
     with pytest.raises(ValueError, match="a gate of 17 outputs for 5"):
-        matmul.matmul_swiglu(x, *dense)
+        products.matmul_swiglu(x, *dense)
     with pytest.raises(ValueError, match=r"a bias \[2\] of torch.float32 for 5 outputs of torch.float32"):
-        matmul.matmul_swiglu(x, dense[1], dense[1], x[0, :2])
-    coded = [quant_matmul.pack(*make(17, 32, bits, 0, False)[:3], bits) for bits in (8, 4)]
+        products.matmul_swiglu(x, dense[1], dense[1], x[0, :2])
+    coded = [products.pack_codes(*make(17, 32, bits, 0, False)[:3], bits) for bits in (8, 4)]
     with pytest.raises(ValueError, match="4 weights: at most 3 are multiplied together"):
-        quant_matmul.quant_matmul_together(x, coded * 2, [None] * 4)
+        products.matmul_together(x, coded * 2, [None] * 4)
     with pytest.raises(ValueError, match=r"weights of .*bits=8.* and .*bits=4.* cannot be multiplied together"):
-        quant_matmul.quant_matmul_together(x, coded, [None] * 2)
+        products.matmul_together(x, coded, [None] * 2)
     with pytest.raises(ValueError, match=r"a bias \[17\] of torch.bfloat16 for 17 outputs of torch.float32"):
-        quant_matmul.quant_matmul_together(x, coded[:1], [torch.zeros(17, dtype=torch.bfloat16)])
+        products.matmul_together(x, coded[:1], [torch.zeros(17, dtype=torch.bfloat16)])
     with pytest.raises(ValueError, match="products of torch.float64: there are only those of torch.float32, torch.bfl"):
-        quant_matmul.quant_matmul_together(x.double(), coded[:1], [None])
+        products.matmul_together(x.double(), coded[:1], [None])
     rows = QuantizedRows(torch.zeros(3, 32, dtype=torch.int8), torch.ones(2, 1), x.dtype)
     with pytest.raises(ValueError, match=r"scales \[2, 1\] for 3 rows: one of each, or \[1, 1\] of all"):
-        quant_matmul.quant_matmul_together(rows, coded[:1], [None])
+        products.matmul_together(rows, coded[:1], [None])
     rows = QuantizedRows(torch.zeros(3, 32, dtype=torch.float8_e4m3fn), torch.ones(3, 1), x.dtype)
     with pytest.raises(
         ValueError, match="rows of torch.float8_e4m3fn: weights of integers are multiplied by floats or"
     ):
-        quant_matmul.quant_matmul(rows, coded[0])
-    other = quant_matmul.pack(*make(5, 32, 8, 0, False)[:3], 8)
+        products.matmul(rows, coded[0])
+    other = products.pack_codes(*make(5, 32, 8, 0, False)[:3], 8)
     with pytest.raises(ValueError, match="a gate of 17 outputs for 5"):
-        quant_matmul.quant_matmul_swiglu(x, coded[0], other)
+        products.matmul_swiglu(x, coded[0], other)

@@ -6,7 +6,7 @@ from torch import nn
 
 from kernels import build
 from kernels.capture import capture
-from kernels.matmul import linear
+from kernels.linear import linear
 from kernels.moe import group_rows, route
 from models.layers.dense import DenseLinear
 from models.layers.linear import Layer

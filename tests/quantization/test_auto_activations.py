@@ -13,7 +13,7 @@ from torch import Tensor
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import Activations, KVCacheFormat, QuantConfig
-from kernels.quant_matmul import pack, quant_matmul
+from kernels.linear import matmul, pack_codes
 from kernels.quantize_rows import QuantizedRows, quantize_rows
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
@@ -54,13 +54,13 @@ def test_few_rows_stay_floats_and_many_are_quantised(name: str) -> None:
     weight, x = random(33, 96), random(3 * MANY_ROWS, 96, seed=1)
     auto, none = (layer_of(FORMATS[name], weight, kind) for kind in (AUTO, Activations.none))
     stored = quantize(weight, FORMATS[name])
-    packed = pack(stored.codes, stored.scales, stored.zero_points, FORMATS[name].bits)
+    packed = pack_codes(stored.codes, stored.scales, stored.zero_points, FORMATS[name].bits)
     for num_rows in (0, 1, MANY_ROWS - 1):
         assert auto(x[:num_rows]).equal(none(x[:num_rows]))
-        assert auto(x[:num_rows]).equal(quant_matmul(x[:num_rows], packed))
+        assert auto(x[:num_rows]).equal(matmul(x[:num_rows], packed))
     for num_rows in (MANY_ROWS, MANY_ROWS + 1, 3 * MANY_ROWS):
         codes, scales = quantize_rows(x[:num_rows])
-        assert auto(x[:num_rows]).equal(quant_matmul(QuantizedRows(codes, scales, torch.float32), packed))
+        assert auto(x[:num_rows]).equal(matmul(QuantizedRows(codes, scales, torch.float32), packed))
         assert not auto(x[:num_rows]).equal(none(x[:num_rows]))
 
 

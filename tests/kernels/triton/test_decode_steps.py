@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import kernels.kv_store.triton
+import kernels.linear
 import kernels.moe.triton
 import kernels.paged_attention.triton
-import kernels.quant_matmul
 import kernels.rms_norm.triton
 import kernels.swiglu.triton
 import models.decoder
@@ -68,7 +68,7 @@ def test_so_does_one_whose_layers_are_joined(scheme: str, tmp_path: Path, monkey
     quant = QuantConfig(QuantScheme[scheme], activations=activations)
     run = replace(run, quant=quant, device=replace(run.device, block_size=4))
     expected = tokens(load_engine(run, 3))
-    monkeypatch.setattr(kernels.quant_matmul, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
     engine = load_engine(run, 3)
     for layer in engine.runner.model.get_submodule("model.layers"):
         assert all(each.piece for part in (layer.self_attn, layer.mlp) for each in part.input_layers)
@@ -83,7 +83,7 @@ def test_so_does_one_with_quantised_experts(scheme: str, monkeypatch: pytest.Mon
     run = run_config(GOLDENS / "mixtral")
     run = replace(run, quant=quant, device=replace(run.device, block_size=4))
     expected = tokens(load_engine(run, 3))
-    monkeypatch.setattr(kernels.quant_matmul, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
     engine = load_engine(run, 3)
     assert all(module._stacked for module in engine.runner.model.modules() if isinstance(module, Experts))
     assert padded_tokens(engine, monkeypatch) == expected

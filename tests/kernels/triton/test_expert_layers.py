@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import kernels.quant_matmul
+import kernels.linear
 from conf.quantization import Activations
 from kernels.moe import route
 from models.layers.linear import Linear
@@ -24,7 +24,7 @@ NAMES = ("gate_proj", "up_proj", "down_proj")
 
 @pytest.fixture(autouse=True)
 def _weights_are_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.quant_matmul, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
 
 
 def make_experts(scheme: LinearScheme | None, count: int = 3, dtype: torch.dtype = torch.float32) -> Experts:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import kernels.quant_matmul
+import kernels.linear
 from conf.quantization import Activations
 from kernels.swiglu import swiglu
 from models.layers.linear import GPULinear, Linear, join, linear_swiglu, linear_together
@@ -24,7 +24,7 @@ FLOATS, BLOCKS = "floats", "fp8 blocks"
 
 @pytest.fixture(autouse=True)
 def _weights_are_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.quant_matmul, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
     monkeypatch.setattr(Linear, "input_kind", property(lambda layer: layer.gpu_weight.output_format))
 
 

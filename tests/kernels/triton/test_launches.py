@@ -14,13 +14,13 @@ import torch
 from conf.errors import UserError
 from kernels import launches
 from kernels.launches import ROWS, Launch, Shape, entry_of, file_of, read, shape_of, tuned_launch
+from kernels.linear import gpu_weight, triton
 from kernels.moe import triton as moe
-from kernels.quant_matmul import gpu_weight, triton
 from tests.bench import tune_gpu
 from tests.helpers.triton_cases import DEVICE, assert_near, noise
 from tests.kernels.triton.test_compiled import SHARED_BYTES
+from tests.kernels.triton.test_matmul import on_device, random_codes
 from tests.kernels.triton.test_moe import check_mixture, choose
-from tests.kernels.triton.test_quant_matmul import on_device, random_codes
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 GPU = "NVIDIA H200"
@@ -51,7 +51,7 @@ from tests.helpers.compile_ahead import compile_cases
 from tests.helpers.triton_shapes import multiply, multiply_codes
 
 def run(launch, product):
-    with patch("kernels.quant_matmul.triton.tuned_launch", lambda *shape: launch):
+    with patch("kernels.linear.triton.tuned_launch", lambda *shape: launch):
         product()
 
 lists = {1: ONE_ROW, 64: small_tiles(64), 4096: large_tiles()}
@@ -158,11 +158,11 @@ def test_a_product_takes_the_measured_launch(rows: int, file: Path, monkeypatch:
     weight, x = weight_of_4_bits(), noise(rows, 328, dtype=torch.bfloat16).to(DEVICE)
     shape = shape_of("product", rows, x.dtype, weight)
     file.unlink()
-    expected = triton.quant_matmul(x, weight)
+    expected = triton.matmul(x, weight)
     write(file, [entry_of(shape, Launch(32, 16, 2, 2), 1e-6, 2e-6)])
     monkeypatch.setattr(triton, "LAUNCHES", {})
     monkeypatch.setattr(triton, "LARGE", None)  # whoever launches by the constants fails
-    assert_near(triton.quant_matmul(x, weight), expected)
+    assert_near(triton.matmul(x, weight), expected)
 
 
 @pytest.mark.usefixtures("_is_that_gpu")

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.linear.gpu_weight import GPUWeight, of_floats, pack, stack
 from kernels.moe import reference, route, triton
-from kernels.quant_matmul.gpu_weight import GPUWeight, of_floats, pack, stack
 from kernels.quantize_rows import RowCodes
 from kernels.swiglu.reference import swiglu
 from tests.helpers.triton_cases import DEVICE, EXPERT_FORMATS, FP8, assert_near, noise
-from tests.kernels.triton.test_quant_matmul import on_device, random_codes, values
+from tests.kernels.triton.test_matmul import on_device, random_codes, values
 
 
 def make_experts(

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.quant_matmul
+import kernels.linear
 import kernels.rms_norm.triton
 import kernels.swiglu.triton
 import models.layers.linear
 import models.layers.norm
 import quantization.linear
 from conf.quantization import Activations
-from kernels.quant_matmul import Float8Weight, GPUWeight
+from kernels.linear import Float8Weight, GPUWeight
 from kernels.swiglu import swiglu
 from models.layers.linear import linear_swiglu
 from models.layers.norm import AddRMSNorm
@@ -65,7 +65,7 @@ def test_a_layer_is_the_cpus(
         quantize(noise(70, 256, seed=1), scheme.weights), scale if activations is Activations.static else None
     )
     expected = make_layer(stored, scheme, bias, dtype, "cpu")(x)
-    monkeypatch.setattr(kernels.quant_matmul, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
     layer = make_layer(stored, scheme, bias, dtype, DEVICE)
     assert isinstance(layer._weight, GPUWeight)
     # float32: the CPU has 16 bits of an activation that is not quantised. bfloat16: float8 weights, or their products, are rounded
@@ -92,7 +92,7 @@ def test_a_norm_and_swiglu_leave_nothing_to_quantise(
     gate, up, down = (make_layer(stored, scheme, bias, dtype, "cpu") for stored, bias in parts)
     normed, total = norm(x, update)
     expected = down(swiglu(gate(normed), up(normed)))
-    monkeypatch.setattr(kernels.quant_matmul, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
     for module, kernel in (
         (models.layers.norm, kernels.rms_norm.triton.add_rms_norm_quantize),
         (models.layers.linear, kernels.swiglu.triton.swiglu_quantize),
@@ -115,6 +115,6 @@ def num_bytes(stored: StoredWeight, scheme: LinearScheme) -> int:
 
 
 def test_blocks_of_a_size_that_no_kernel_has_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.quant_matmul, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
     codes = noise(70, 256).to(torch.float8_e4m3fn)
-    assert isinstance(kernels.quant_matmul.pack_float8(codes, torch.ones(70, 16)), Float8Weight)
+    assert isinstance(kernels.linear.pack_float8(codes, torch.ones(70, 16)), Float8Weight)

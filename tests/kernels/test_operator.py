@@ -11,17 +11,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kernels import matmul, quant_matmul
+from kernels import linear as products
 from kernels.all_finite import all_finite
 from kernels.kv_format import PARTS, Int4, PagedVectors, allocate
 from kernels.kv_store import kv_store
+from kernels.linear.packed import GROUP, WEIGHT
+from kernels.moe import group_rows
 from kernels.paged_attention import paged_attention
 from kernels.quantize_rows import QuantizedRows, quantize_rows
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope, rope_angles
 from kernels.swiglu import swiglu
 from tests.helpers.cache_formats import NAMES, formats_of
-from tests.kernels.test_quant_matmul import make
+from tests.kernels.test_int_matmul import make
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GENERATOR = torch.Generator().manual_seed(0)
@@ -72,17 +74,34 @@ def test_rows(num_rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("any_way")
 def test_products(dtype: torch.dtype) -> None:
     x, sizes, bias = randn(5, 31, dtype=dtype), (17, 16), randn(17, dtype=dtype)
-    dense = [matmul.WEIGHT.take(matmul.pack(randn(size, 31, dtype=dtype))) for size in sizes]
-    opcheck(ops.matmul_together, x, *map(list, zip(*dense, strict=True)), [bias, None])
-    opcheck(ops.matmul_swiglu, x, *dense[0], *dense[0], bias)
     opcheck(ops.linear, x, randn(17, 31, dtype=dtype), bias)
     opcheck(ops.linear_per_head, randn(5, 3, 31, dtype=dtype), randn(3, 17, 31, dtype=dtype))
+    formats: list[list[products.PackedWeight]] = [[products.pack(randn(size, 31, dtype=dtype)) for size in sizes]]
     for bits, group, zeros in ((8, 0, False), (4, 32, True)):
-        packed = [quant_matmul.pack(*make(size, 31, bits, group, zeros)[:3], bits) for size in sizes]
-        coded = [quant_matmul.WEIGHT.take(weight) for weight in packed]
-        for rows in ((x, None, dtype), (*quantize_rows(x), dtype)):
-            opcheck(ops.quant_matmul_together, *rows, *map(list, zip(*coded, strict=True)), [bias, None])
-            opcheck(ops.quant_matmul_swiglu, *rows, *coded[0], *coded[0], None, bias)
+        formats.append([products.pack_codes(*make(size, 31, bits, group, zeros)[:3], bits) for size in sizes])
+    for number, weights in enumerate(formats):
+        parts = [WEIGHT.take(weight) for weight in weights]
+        for rows in ((x, None, dtype), (*quantize_rows(x), dtype))[: 1 + (number > 0)]:
+            opcheck(ops.matmul_together, *rows, *map(list, zip(*parts, strict=True)), [bias, None])
+            opcheck(ops.matmul_swiglu, *rows, *parts[0], *parts[0], None, bias)
+            group_of = GROUP.take(products.WeightGroup(weights[:1] * 2))
+            for ups in (GROUP.take(None), group_of):
+                opcheck(ops.grouped_matmul, *rows, *group_of, torch.tensor([0, 2, 5]), *ups)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("any_way")
+def test_choices(dtype: torch.dtype) -> None:
+    x, logits, chosen = (
+        randn(4, 6, dtype=dtype),
+        randn(4, 9, dtype=dtype),
+        torch.tensor([[0, 2], [1, 2], [2, 0], [2, 1]]),
+    )
+    opcheck(ops.route, logits, 2, True)
+    opcheck(ops.group_rows, x, chosen, 3)
+    opcheck(ops.combine_rows, randn(8, 6, dtype=dtype), randn(4, 2).abs(), group_rows(x, chosen, 3)[2])
+    opcheck(ops.most_likely, logits)
+    opcheck(ops.draw, logits.float(), torch.tensor([[1, 0, 1, 0, 0.5]], dtype=torch.float64).expand(4, 5))
 
 
 def caches_of(name: str) -> list[PagedVectors]:
@@ -157,19 +176,19 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.frequencies = randn(64), torch.rand(16)
-        self.gate, self.up, self.down = (matmul.pack(randn(*shape) / 8) for shape in ((40, 64), (40, 64), (64, 40)))
+        self.gate, self.up, self.down = (products.pack(randn(*shape) / 8) for shape in ((40, 64), (40, 64), (64, 40)))
         self.bias = randn(64)
-        self.coded = [quant_matmul.pack(*make(64, 64, bits, 32, False)[:3], bits) for bits in (8, 4)]
+        self.coded = [products.pack_codes(*make(64, 64, bits, 32, False)[:3], bits) for bits in (8, 4)]
 
     def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         cos, sin = rope_angles(positions, self.frequencies, 1.0, x.dtype)
         x = rope(rms_norm(x, self.norm, 1e-5).unflatten(-1, (2, 32)), cos, sin).flatten(1)
-        left, right = matmul.matmul_together(x, [self.gate, self.up], [None, None])
-        y = matmul.matmul(swiglu(left, right), self.down, self.bias)
-        y = y + matmul.matmul(matmul.matmul_swiglu(x, self.gate, self.up), self.down)
+        left, right = products.matmul_together(x, [self.gate, self.up], [None, None])
+        y = products.matmul(swiglu(left, right), self.down, self.bias)
+        y = y + products.matmul(products.matmul_swiglu(x, self.gate, self.up), self.down)
         normed, total = add_rms_norm(y, x, self.norm, eps=1e-5)
-        of_floats = quant_matmul.quant_matmul_swiglu(normed, *[self.coded[0]] * 2, gate_bias=self.bias)
-        of_codes = quant_matmul.quant_matmul_together(
+        of_floats = products.matmul_swiglu(normed, *[self.coded[0]] * 2, gate_bias=self.bias)
+        of_codes = products.matmul_together(
             QuantizedRows(*quantize_rows(of_floats), x.dtype), [self.coded[1]], [self.bias]
         )
         return of_floats, *of_codes, total, all_finite(total)
@@ -186,7 +205,7 @@ NODES = [
         "matmul_swiglu",
         "matmul_together",
     ),
-    *("add_rms_norm", "quant_matmul_swiglu", "quantize_rows", "quant_matmul_together", "all_finite"),
+    *("add_rms_norm", "matmul_swiglu", "quantize_rows", "matmul_together", "all_finite"),
 ]
 
 
@@ -223,13 +242,13 @@ def test_a_compiled_layer_computes_the_same_bits() -> None:
 
 
 def test_errors_are_those_of_the_function() -> None:
-    weight = matmul.pack(randn(17, 31))
-    with pytest.raises(ValueError, match=r"rows \[5, 30\] of torch.float32 and a weight of 31 inputs of torch.float32"):
-        ops.matmul_together(randn(5, 30), [weight.tiles], [17], [31], [None])
+    weight = products.pack(randn(17, 31))
+    with pytest.raises(ValueError, match=r"rows \[5, 30\] cannot be multiplied by a weight of 31 inputs"):
+        ops.matmul_together(randn(5, 30), None, torch.float32, *([part] for part in WEIGHT.take(weight)), [None])
     with pytest.raises(
         ValueError, match=r"packed weights \[2, 32, 16, 1\] cannot be \[2, 31, 16, 1\] of torch.float32"
     ):
-        ops.matmul_together(randn(5, 32), [weight.tiles], [17], [32], [None])
+        ops.matmul_together(randn(5, 32), None, torch.float32, [weight.memory], [17], [32], [0], [0], [False], [None])
     cache = allocate(Int4(2), (3, 4, 2), 12, torch.float32, torch.device("cpu"))
     inputs = randn(5, 6, 12), randn(5, 2, 12), randn(5, 2, 12), *cache.tensors, *cache.tensors
     with pytest.raises(
@@ -241,7 +260,7 @@ def test_errors_are_those_of_the_function() -> None:
 def test_importing_them_imports_no_compiler() -> None:
     code = """
 import sys
-import kernels.kv_store, kernels.paged_attention, kernels.quant_matmul, kernels.rms_norm, kernels.rope
+import kernels.kv_store, kernels.paged_attention, kernels.linear, kernels.rms_norm, kernels.rope
 sys.exit(any(name in sys.modules for name in ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd")))
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.quant_matmul import PackedWeight, pack, pack_float8, quant_matmul, reference
+from kernels.linear import IntWeight, matmul, pack_codes, pack_float8, reference
 from kernels.quantize_rows import QuantizedRows, quantize_rows
 
 ROWS = [1, 2, 3, 7, 8, 9, 63, 65]
@@ -59,7 +59,7 @@ def fixed_point_error(x: Tensor, values: Tensor, group: int) -> Tensor:
 def test_unpacks_to_what_was_packed(bits: int, group: int, zeros: bool) -> None:
     for num_outputs, num_inputs in SHAPES:
         codes, scales, points, size = make(num_outputs, num_inputs, bits, group, zeros)
-        packed = pack(codes, scales, points, bits)
+        packed = pack_codes(codes, scales, points, bits)
         assert packed.group_size == size
         again = packed.unpack()
         assert torch.equal(again[0], codes)
@@ -74,14 +74,14 @@ def test_weight_only_equals_float64_and_with_the_kernels_itself_in_any_batch(
 ) -> None:
     for num_outputs, num_inputs in SHAPES:
         codes, scales, points, size = make(num_outputs, num_inputs, bits, group, zeros)
-        packed, x = pack(codes, scales, points, bits), randn(max(ROWS), num_inputs)
+        packed, x = pack_codes(codes, scales, points, bits), randn(max(ROWS), num_inputs)
         values = reference.dequantize(codes, scales.double(), points, size)
-        expected = reference.quant_matmul(x, codes, scales, points, size)
+        expected = reference.int_matmul(x, codes, scales, points, size)
         allowed = fixed_point_error(x, values, size) + FLOAT32 * (x.double().abs() @ values.abs().T)
-        whole = quant_matmul(x, packed)
+        whole = matmul(x, packed)
         assert ((whole - expected).abs() <= allowed).all()
         for num_rows in ROWS:
-            part = quant_matmul(x[:num_rows], packed)
+            part = matmul(x[:num_rows], packed)
             assert ((part - expected[:num_rows]).abs() <= allowed[:num_rows]).all()
             assert any_way == "torch" or torch.equal(part, whole[:num_rows])
 
@@ -91,21 +91,21 @@ def test_weight_only_equals_float64_and_with_the_kernels_itself_in_any_batch(
 def test_int8_equals_exact_integers_and_itself_in_any_batch(any_way: str, bits: int, group: int, zeros: bool) -> None:
     for num_outputs, num_inputs in SHAPES:
         codes, scales, points, size = make(num_outputs, num_inputs, bits, group, zeros)
-        packed = pack(codes, scales, points, bits)
+        packed = pack_codes(codes, scales, points, bits)
         x_codes, x_scales = quantize_rows(randn(max(ROWS), num_inputs))
         x_codes[0], x_codes[1] = -128, 127  # the largest sums
-        expected = reference.quant_matmul_int8(x_codes, x_scales, codes, scales, points, size)
+        expected = reference.int8_matmul(x_codes, x_scales, codes, scales, points, size)
         values = reference.dequantize(codes, scales.double(), points, size)
-        whole = quant_matmul(QuantizedRows(x_codes, x_scales, torch.float32), packed)
+        whole = matmul(QuantizedRows(x_codes, x_scales, torch.float32), packed)
         assert ((whole - expected).abs() <= FLOAT32 * ((x_codes * x_scales).double().abs() @ values.abs().T)).all()
         for num_rows in ROWS:
             assert torch.equal(
-                quant_matmul(QuantizedRows(x_codes[:num_rows], x_scales[:num_rows], torch.float32), packed),
+                matmul(QuantizedRows(x_codes[:num_rows], x_scales[:num_rows], torch.float32), packed),
                 whole[:num_rows],
             )
-        one = quant_matmul(QuantizedRows(x_codes, x_scales[:1], torch.float32), packed)
+        one = matmul(QuantizedRows(x_codes, x_scales[:1], torch.float32), packed)
         assert torch.equal(
-            one, quant_matmul(QuantizedRows(x_codes, x_scales[:1].expand(max(ROWS), 1), torch.float32), packed)
+            one, matmul(QuantizedRows(x_codes, x_scales[:1].expand(max(ROWS), 1), torch.float32), packed)
         )
 
 
@@ -113,17 +113,17 @@ def test_int8_equals_exact_integers_and_itself_in_any_batch(any_way: str, bits: 
 def test_bits_do_not_depend_on_rows_or_threads(
     compiled: Callable[[int], None], bits: int, group: int, zeros: bool
 ) -> None:
-    packed, x = pack(*make(100, 321, bits, group, zeros)[:3], bits), randn(512, 321)
+    packed, x = pack_codes(*make(100, 321, bits, group, zeros)[:3], bits), randn(512, 321)
     compiled(1)
     codes, scales = quantize_rows(x)
-    whole, whole_int8 = quant_matmul(x, packed), quant_matmul(QuantizedRows(codes, scales, torch.float32), packed)
+    whole, whole_int8 = matmul(x, packed), matmul(QuantizedRows(codes, scales, torch.float32), packed)
     for num_threads in (1, 2, 3, 4):
         compiled(num_threads)
         for rows in [*range(1, 41), 64, 65, 512]:
-            assert torch.equal(quant_matmul(x[-rows:], packed), whole[-rows:]), (num_threads, rows)
+            assert torch.equal(matmul(x[-rows:], packed), whole[-rows:]), (num_threads, rows)
             part = quantize_rows(x[-rows:])
             assert torch.equal(part[0], codes[-rows:])
-            assert torch.equal(quant_matmul(QuantizedRows(*part, torch.float32), packed), whole_int8[-rows:]), (
+            assert torch.equal(matmul(QuantizedRows(*part, torch.float32), packed), whole_int8[-rows:]), (
                 num_threads,
                 rows,
             )
@@ -131,11 +131,11 @@ def test_bits_do_not_depend_on_rows_or_threads(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_float32_rounded_once(any_way: str, dtype: torch.dtype) -> None:
-    packed, x = pack(*make(17, 127, 8, 0, False)[:3], 8), randn(9, 127).to(dtype)
-    assert torch.equal(quant_matmul(x, packed), quant_matmul(x.float(), packed).to(dtype))
+    packed, x = pack_codes(*make(17, 127, 8, 0, False)[:3], 8), randn(9, 127).to(dtype)
+    assert torch.equal(matmul(x, packed), matmul(x.float(), packed).to(dtype))
     codes, scales = quantize_rows(x)
     assert torch.equal(quantize_rows(x.float())[0], codes)
-    narrow, wide = (quant_matmul(QuantizedRows(codes, scales, kind), packed) for kind in (dtype, torch.float32))
+    narrow, wide = (matmul(QuantizedRows(codes, scales, kind), packed) for kind in (dtype, torch.float32))
     assert torch.equal(narrow, wide.to(dtype))
 
 
@@ -154,7 +154,7 @@ def test_float8_products_equal_float64(any_way: str, groups: int, dtype: torch.d
     # Everything is positive, so errors are relative. A weight, a sum and a scaled sum are rounded once each, by half a unit.
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3 * 2**-8, torch.float16: 3 * 2**-10}[dtype]
     for given, exact in ((x, x.double()), (rows, row_codes.double() * row_scales.double())):
-        whole = quant_matmul(given, weight)
+        whole = matmul(given, weight)
         assert whole.dtype == dtype
         torch.testing.assert_close(whole.double(), exact @ values.T, rtol=tolerance, atol=0)
         for count in ROWS:
@@ -163,15 +163,15 @@ def test_float8_products_equal_float64(any_way: str, groups: int, dtype: torch.d
                 if given is rows
                 else x[:count]
             )
-            assert any_way == "torch" or torch.equal(quant_matmul(part, weight), whole[:count])
+            assert any_way == "torch" or torch.equal(matmul(part, weight), whole[:count])
 
 
 def test_float32_contract(any_way: str) -> None:
     """8 bits, weight only: within 1e-4 of the reference (measured: 2.6e-5)."""
     codes, scales, _, group = make(100, 4096, 8, 0, False)
     x = randn(9, 4096)
-    expected = reference.quant_matmul(x, codes, scales, None, group)
-    error = (quant_matmul(x, pack(codes, scales, None, 8)) - expected).norm() / expected.norm()
+    expected = reference.int_matmul(x, codes, scales, None, group)
+    error = (matmul(x, pack_codes(codes, scales, None, 8)) - expected).norm() / expected.norm()
     assert error < 1e-4
 
 
@@ -181,46 +181,46 @@ def test_an_outlier_costs_less_than_rounding_to_bfloat16(any_way: str, group: in
     codes, scales, _, size = make(100, 4096, 8, group, False)
     x = randn(9, 4096)
     x[:, 77] *= 1000
-    expected = reference.quant_matmul(x, codes, scales, None, size)
-    error = (quant_matmul(x, pack(codes, scales, None, 8)) - expected).norm()
-    rounded = (reference.quant_matmul(x.bfloat16(), codes, scales, None, size) - expected).norm()
+    expected = reference.int_matmul(x, codes, scales, None, size)
+    error = (matmul(x, pack_codes(codes, scales, None, 8)) - expected).norm()
+    rounded = (reference.int_matmul(x.bfloat16(), codes, scales, None, size) - expected).norm()
     assert error < rounded / 4
 
 
 def test_not_finite_rows_are_seen_and_do_not_touch_others(any_way: str) -> None:
-    packed, x = pack(*make(17, 127, 8, 0, False)[:3], 8), randn(4, 127)
-    before = quant_matmul(x, packed)
+    packed, x = pack_codes(*make(17, 127, 8, 0, False)[:3], 8), randn(4, 127)
+    before = matmul(x, packed)
     x[1, 3], x[2, 100] = torch.nan, torch.inf
-    result = quant_matmul(x, packed)
+    result = matmul(x, packed)
     assert torch.equal(result[[0, 3]], before[[0, 3]])
     assert not result[1:3].isfinite().any()
     codes, scales = quantize_rows(x)
-    int8 = quant_matmul(QuantizedRows(codes, scales, torch.float32), packed)
+    int8 = matmul(QuantizedRows(codes, scales, torch.float32), packed)
     assert int8[[0, 3]].isfinite().all()
     assert int8[1:3].isnan().all()
 
 
 def test_no_rows_and_tiny_numbers(any_way: str) -> None:
-    packed = pack(*make(17, 64, 4, 32, True)[:3], 4)
-    assert quant_matmul(torch.zeros(0, 64), packed).shape == (0, 17)
-    assert quant_matmul(
+    packed = pack_codes(*make(17, 64, 4, 32, True)[:3], 4)
+    assert matmul(torch.zeros(0, 64), packed).shape == (0, 17)
+    assert matmul(
         QuantizedRows(torch.zeros(0, 64, dtype=torch.int8), torch.zeros(0, 1), torch.bfloat16), packed
     ).shape == (
         0,
         17,
     )
-    assert quant_matmul(torch.full((1, 64), 1e-40), packed).abs().max() < 1e-35
+    assert matmul(torch.full((1, 64), 1e-40), packed).abs().max() < 1e-35
     # Torch's sums overflow on the way, to both sides, in an order of its own.
-    assert any_way == "torch" or quant_matmul(torch.full((1, 64), 1e38), packed).isnan().sum() == 0
+    assert any_way == "torch" or matmul(torch.full((1, 64), 1e38), packed).isnan().sum() == 0
 
 
 def test_the_largest_sums_do_not_overflow(any_way: str) -> None:
     num_inputs = 2**17 - 1
     codes = torch.full((2, num_inputs), -128, dtype=torch.int8)
-    packed = pack(codes, torch.ones(2, 1), None, 8)
-    result = quant_matmul(QuantizedRows(codes[:1], torch.ones(1, 1), torch.float32), packed)
+    packed = pack_codes(codes, torch.ones(2, 1), None, 8)
+    result = matmul(QuantizedRows(codes[:1], torch.ones(1, 1), torch.float32), packed)
     assert result.tolist() == [[float(num_inputs * 2**14)] * 2]
-    assert quant_matmul(torch.full((1, num_inputs), -3.0), packed).tolist() == [
+    assert matmul(torch.full((1, num_inputs), -3.0), packed).tolist() == [
         [pytest.approx(384.0 * num_inputs, rel=2**-15)] * 2
     ]
 
@@ -228,23 +228,23 @@ def test_the_largest_sums_do_not_overflow(any_way: str) -> None:
 def test_what_cannot_be_packed_is_refused() -> None:
     codes, scales = torch.zeros(4, 64, dtype=torch.int8), torch.ones(4, 2)
     with pytest.raises(ValueError, match="5 groups of 64 inputs: a group has 32, 64 or 128 inputs, or all of them"):
-        pack(codes, torch.ones(4, 5), None, 8)
+        pack_codes(codes, torch.ones(4, 5), None, 8)
     with pytest.raises(ValueError, match="3 bits without zero points: only 4 and 8, and zero points with 4"):
-        pack(codes, scales, None, 3)
+        pack_codes(codes, scales, None, 3)
     with pytest.raises(ValueError, match="8 bits with zero points"):
-        pack(codes, scales, torch.zeros(4, 2, dtype=torch.int8), 8)
+        pack_codes(codes, scales, torch.zeros(4, 2, dtype=torch.int8), 8)
     with pytest.raises(ValueError, match="codes of 4 bits from 0 to 9: they go from -8 to 7"):
-        pack(codes.index_fill(0, torch.tensor([1]), 9), scales, None, 4)
+        pack_codes(codes.index_fill(0, torch.tensor([1]), 9), scales, None, 4)
     with pytest.raises(ValueError, match="codes and zero points are int8, scales float32"):
-        pack(codes, scales.double(), None, 8)
+        pack_codes(codes, scales.double(), None, 8)
     with pytest.raises(ValueError, match=r"scales \[3, 2\] and their zero points do not belong to codes \[4, 64\]"):
-        pack(codes, scales[:3], None, 8)
+        pack_codes(codes, scales[:3], None, 8)
     with pytest.raises(ValueError, match="131072 inputs: a kernel adds 1 to 131071"):
-        pack(torch.zeros(1, 2**17, dtype=torch.int8), torch.ones(1, 1), None, 8)
+        pack_codes(torch.zeros(1, 2**17, dtype=torch.int8), torch.ones(1, 1), None, 8)
     with pytest.raises(ValueError, match="a zero point of -113: from -112 on, a code minus it fits 8 bits"):
-        pack(codes, scales, torch.full((4, 2), -113, dtype=torch.int8), 4)
-    packed = pack(codes, scales, None, 8)
+        pack_codes(codes, scales, torch.full((4, 2), -113, dtype=torch.int8), 4)
+    packed = pack_codes(codes, scales, None, 8)
     with pytest.raises(ValueError, match="a packed weight of 1152 bytes cannot be"):
-        PackedWeight(packed.blob[:-1], 4, 64, 32, 8, False)
+        IntWeight(packed.memory[:-1], 4, 64, 32, 8, False)
     with pytest.raises(ValueError, match=r"rows \[2, 63\] cannot be multiplied by a weight of 64 inputs"):
-        quant_matmul(torch.zeros(2, 63), packed)
+        matmul(torch.zeros(2, 63), packed)

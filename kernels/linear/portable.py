@@ -1,30 +1,36 @@
-"""The product without the C++ kernels: in torch operators, a block of outputs at a time. M rows, K inputs, N outputs, G groups."""
+"""Products with packed weights without the C++ kernels, in torch operators. M rows, K inputs, N outputs, G groups."""
 
 import torch
 from torch import Tensor
 
-from kernels.matmul.reference import linear
-from kernels.quant_matmul.packed import PackedWeight
-from kernels.quant_matmul.reference import dequantize
+from kernels.linear.float_weight import FloatWeight
+from kernels.linear.int_weight import IntWeight
+from kernels.linear.reference import dequantize, linear
 from kernels.quantize_rows.rows import QuantizedRows, Rows
 
 BLOCK_BYTES = 2**25  # of dequantised weights at a time: small beside a model, large beside the cost of a call
 
 
-def blocks(weight: PackedWeight) -> list[tuple[int, int]]:
+def blocks(weight: IntWeight) -> list[tuple[int, int]]:
     tiles = max(1, BLOCK_BYTES // (64 * weight.num_inputs))
     return [(first, min(first + tiles, weight.num_tiles)) for first in range(0, weight.num_tiles, tiles)]
 
 
-def quant_matmul(x: Rows, weight: PackedWeight) -> Tensor:
-    """x [M, K] times weight transposed in float32: [M, N] in x's dtype."""
-    if isinstance(x, QuantizedRows):
-        return _quant_matmul_int8(x, weight)
+def matmul(x: Rows, weight: FloatWeight | IntWeight, bias: Tensor | None) -> Tensor:
+    """x [M, K] times weight transposed, plus bias [N]: [M, N] in x's dtype. Outputs of integers are unpacked a block at a time."""
+    if isinstance(weight, FloatWeight):
+        assert isinstance(x, Tensor)
+        return linear(x, weight.unpack(), bias)
+    y = _int8_matmul(x, weight) if isinstance(x, QuantizedRows) else _int_matmul(x, weight)
+    return y if bias is None else y + bias
+
+
+def _int_matmul(x: Tensor, weight: IntWeight) -> Tensor:
     parts = [linear(x.float(), dequantize(*weight.unpack_tiles(*block), weight.group_size)) for block in blocks(weight)]
     return torch.cat(parts, dim=1).to(x.dtype)
 
 
-def _quant_matmul_int8(x: QuantizedRows, weight: PackedWeight) -> Tensor:
+def _int8_matmul(x: QuantizedRows, weight: IntWeight) -> Tensor:
     """Exact integers in a group, groups in float32 in their order, then the scales of x."""
     parts = []
     for block in blocks(weight):

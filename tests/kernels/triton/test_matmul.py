@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.quant_matmul import gpu_weight, triton
+from kernels.linear import gpu_weight, triton
 from kernels.quantize_rows import QuantizedRows
 from kernels.quantize_rows.triton import quantize_rows
 from tests.helpers.triton_cases import DEVICE, assert_near, noise
@@ -39,7 +39,7 @@ def check_weight(
     scales = noise(outputs, -(-inputs // group)).abs() + 0.1
     zeros = (codes[:, ::group] + 3).clamp(0, 15) if zero_points else None
     x = noise(rows, inputs, dtype=dtype)
-    result = triton.quant_matmul(x.to(DEVICE), on_device(gpu_weight.pack(codes, scales, zeros, bits)))
+    result = triton.matmul(x.to(DEVICE), on_device(gpu_weight.pack(codes, scales, zeros, bits)))
     assert_near(result, x.double() @ values(codes, scales, zeros, group).T)
 
 
@@ -62,7 +62,7 @@ def test_rows_of_int8(rows: int, bits: int, group_size: int | None, one_scale: b
     x_codes, x_scales = quantize_rows(noise(rows, 328).to(DEVICE))
     x_scales = x_scales[:1] if one_scale else x_scales
     weight = on_device(gpu_weight.pack(codes, scales, None, bits))
-    result = triton.quant_matmul(QuantizedRows(x_codes, x_scales, torch.float32), weight)
+    result = triton.matmul(QuantizedRows(x_codes, x_scales, torch.float32), weight)
     x = x_codes.cpu().double() * x_scales.cpu().double()
     # integers are exact: what remains is float32 scaling
     assert_near(result, x @ values(codes, scales, None, group_size or 328).T, 1e-6)
@@ -83,13 +83,13 @@ def test_float8(rows: int, kind: str, group_size: int | None, x_group_size: int 
     x_codes, x_scales = quantize_rows(noise(rows, inputs).to(DEVICE), torch.float8_e4m3fn, x_group_size)
     weight = on_device(gpu_weight.pack(codes, scales, None, 8))
     assert weight.has_blocks == (kind == "blocks")  # whose scales are held once
-    result = triton.quant_matmul(QuantizedRows(x_codes, x_scales, torch.float32, x_group_size), weight)
+    result = triton.matmul(QuantizedRows(x_codes, x_scales, torch.float32, x_group_size), weight)
     whole = values(x_codes.cpu(), x_scales.cpu(), None, x_group_size or inputs)
     # Hopper's matrix units add float8 products of a chunk with 14 bits
     tolerance = 1e-3 if DEVICE == "cuda" else 1e-5
     assert_near(result, whole @ values(codes, scales.expand(outputs, -1), None, group_size or inputs).T, tolerance)
     x = noise(rows, inputs, dtype=torch.bfloat16)
-    unrounded = triton.quant_matmul(x.to(DEVICE), weight)
+    unrounded = triton.matmul(x.to(DEVICE), weight)
     assert_near(unrounded, x.double() @ values(codes, scales.expand(outputs, -1), None, group_size or inputs).T)
 
 
@@ -98,7 +98,7 @@ def test_refuses_scales_that_do_not_belong_to_the_weight() -> None:
     weight = on_device(gpu_weight.pack(codes, noise(8, 2), None, 8))
     x_codes, x_scales = quantize_rows(noise(2, 256).to(DEVICE), torch.float8_e4m3fn, 64)
     with pytest.raises(ValueError, match=r"scales \[2, 4\] of groups of 64 inputs beside a weight with groups of 128"):
-        triton.quant_matmul(QuantizedRows(x_codes, x_scales, torch.float32, 64), weight)
+        triton.matmul(QuantizedRows(x_codes, x_scales, torch.float32, 64), weight)
 
 
 def test_refuses_other_shapes() -> None:
@@ -107,4 +107,4 @@ def test_refuses_other_shapes() -> None:
         gpu_weight.pack(codes, torch.ones(8, 5), None, 8)
     weight = gpu_weight.pack(codes, torch.ones(8, 1), None, 8)
     with pytest.raises(ValueError, match=r"rows \[2, 95\] cannot be multiplied by a weight of 96 inputs"):
-        triton.quant_matmul(torch.ones(2, 95), weight)
+        triton.matmul(torch.ones(2, 95), weight)

@@ -1,4 +1,4 @@
-// bfloat16 in 12 bits without loss, as kernels/matmul/compressed.py lays it out: the lower byte, and which of 16 is the upper one.
+// bfloat16 in 12 bits without loss, as kernels/linear/compressed.py lays it out: the lower byte, and which of 16 is the upper one.
 #pragma once
 
 #include <algorithm>

@@ -12,10 +12,6 @@ A compressed weight is uint8 [bytes], one part behind the other:
 - exceptions: uint32 [X, 2], the place among the numbers of the tile and the number itself; behind each tile's one that is nowhere
 """
 
-import ctypes
-import functools
-from ctypes import c_int64, c_void_p
-
 import torch
 from torch import Tensor
 
@@ -30,16 +26,6 @@ NOWHERE = -1  # as int32
 MIN_BYTES = 2**20  # smaller weights may come from a cache, and then 12 bits take 1.1 times as long
 # Of all numbers; with so many a row still takes 0.78 of the time. Normally distributed ones have 1 / 13,000.
 MAX_EXCEPTIONS = 1 / 256
-
-
-@functools.cache
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.count_upper_bytes.argtypes = (c_void_p, c_int64, c_void_p)
-    library.compress.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
-    library.decompress.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
-    for function in (library.count_upper_bytes, library.compress, library.decompress):
-        function.restype = None
-    return library
 
 
 def compress(tiles: Tensor) -> Tensor:
@@ -59,7 +45,7 @@ def compress(tiles: Tensor) -> Tensor:
 def common_upper_bytes(tiles: Tensor) -> tuple[Tensor, int]:
     """The 16 that most numbers have, uint8, and how many have none of them."""
     counts = torch.empty(256, dtype=torch.int64)
-    _declared(_library()).count_upper_bytes(tiles.data_ptr(), tiles.numel(), counts.data_ptr())
+    _library().count_upper_bytes(tiles.data_ptr(), tiles.numel(), counts.data_ptr())
     upper_bytes = counts.argsort(descending=True, stable=True)[:NUM_UPPER]
     return upper_bytes.byte(), tiles.numel() - int(counts[upper_bytes].sum())
 
@@ -70,7 +56,7 @@ def compress_with(upper_bytes: Tensor, num_exceptions: int, tiles: Tensor) -> Te
     memory = torch.empty(_fixed_bytes(num_tiles, num_steps) + 8 * (num_tiles + num_exceptions), dtype=torch.uint8)
     memory[:HEADER_BYTES] = 0
     memory[:NUM_UPPER] = upper_bytes
-    _declared(_library()).compress(tiles.data_ptr(), num_tiles, num_steps, memory.data_ptr())
+    _library().compress(tiles.data_ptr(), num_tiles, num_steps, memory.data_ptr())
     return memory
 
 
@@ -80,7 +66,7 @@ def decompress(memory: Tensor, num_tiles: int, num_steps: int) -> Tensor:
     if library is None:
         return decompress_portably(memory, num_tiles, num_steps)
     tiles = torch.empty(num_tiles, num_steps, 16, 2, dtype=torch.bfloat16)
-    _declared(library).decompress(memory.data_ptr(), num_tiles, num_steps, tiles.data_ptr())
+    library.decompress(memory.data_ptr(), num_tiles, num_steps, tiles.data_ptr())
     return tiles
 
 
@@ -126,7 +112,7 @@ def _parts(memory: Tensor, num_tiles: int, num_steps: int) -> tuple[Tensor, Tens
     return groups, numbers[:num_tiles], numbers[num_tiles:].view(-1, 2)
 
 
-def _library() -> ctypes.CDLL:
+def _library() -> build.Library:
     library = build.library()
     assert library is not None
     return library

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.quant_matmul.packed import check_codes, find_group_size
+from kernels.linear.int_weight import check_codes, find_group_size
 
 BLOCK = 128  # outputs, and inputs, that share a scale in a float8 weight with blocks (arXiv 2412.19437)
 FLOAT_CHUNK_BYTES = 128
@@ -101,9 +101,9 @@ def join(weights: Sequence[GPUWeight]) -> GPUWeight | None:
 
 
 def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> GPUWeight:
-    """As `packed.pack`, on any device; codes may also be float8_e4m3fn [N, K] with scales [N, G], or [1, 1] for the whole weight.
+    """As `int_weight.pack`, on any device; codes may also be float8_e4m3fn [N, K] with scales [N, G], or [1, 1] for the whole weight.
 
-    Scales of float8 that 128 outputs from a multiple of 128 on have in common are held once. Raises ValueError as `packed.pack` does.
+    Scales of float8 that 128 outputs from a multiple of 128 on have in common are held once. Raises ValueError as `int_weight.pack` does.
     """
     num_outputs, num_inputs = codes.shape
     group_size = find_group_size(num_inputs, scales.shape[1])

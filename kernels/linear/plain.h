@@ -28,7 +28,7 @@ inline Ints load_halves_part(const char *at, int64_t count) {
   return load_halves(part);
 }
 
-// Writes tile number `tile` as kernels/matmul/packed.py lays it out.
+// Writes tile number `tile` as kernels/linear/float_weight.py lays it out.
 template <Dtype DTYPE> void pack_tile(const Plain &weight, int64_t num_outputs, int64_t num_inputs, int64_t tile, uint8_t *to) {
   constexpr bool IS_WIDE = DTYPE == Dtype::float32;
   constexpr int64_t BYTES = IS_WIDE ? 4 : 2, INPUTS_OF_STEP = DTYPE == Dtype::bfloat16 ? 2 : 1, STEP_BYTES = LANES * BYTES * INPUTS_OF_STEP;

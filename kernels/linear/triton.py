@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launches import Launch, tuned_launch
-from kernels.quant_matmul.gpu_weight import BLOCK, GPUWeight
+from kernels.linear.gpu_weight import BLOCK, GPUWeight
 from kernels.quantize_rows.rows import QuantizedRows, Rows
 
 FULL_GPU = 264  # programs that keep an H200 busy: two for each of its 132 multiprocessors
@@ -24,7 +24,7 @@ LAUNCHES = {1: Launch(16, 1, 4, 3), 16: Launch(64, 16, 4, 4), 32: Launch(64, 32,
 LARGE = Launch(128, 128, 8, 3)
 
 
-def quant_matmul(x: Rows, weight: GPUWeight) -> Tensor:
+def matmul(x: Rows, weight: GPUWeight) -> Tensor:
     """As the package says, with float32 sums; those of int8 are exact within a chunk at least."""
     if isinstance(x, QuantizedRows):
         return _multiply(x.codes, x.scales, weight, x.dtype, x.group_size)

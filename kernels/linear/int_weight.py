@@ -1,17 +1,15 @@
-"""The packed form of a quantised weight. N outputs, K inputs, G groups of inputs."""
+"""The packed form of a weight of integers. N outputs, K inputs, G groups of inputs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.build import addresses
+from kernels.linear.float_weight import TILE
 
-TILE = 16  # outputs that a vector register holds beside each other
 MAX_INPUTS = 2**17 - 1  # more products of int8 do not fit into 32 bits
 
 
@@ -24,10 +22,10 @@ class PackedFormat(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PackedWeight:
+class IntWeight:
     """value[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] with g = i // group_size, in the order in which a kernel reads it.
 
-    `blob` [bytes] uint8 holds three parts, one behind the other; a file may hold it, and it may be mapped from there:
+    `memory` [bytes] uint8 holds three parts, one behind the other; a file may hold it, and it may be mapped from there:
 
     - codes: 16 outputs (a tile), then inputs, then outputs: bytes [tiles, K / 4, 16, 4] of 8 bits (plus 128), or [tiles, K / 8, 16, 4] with
       inputs 0-3 in the lower and inputs 4-7 in the upper four bits (plus 8 if symmetric). K is rounded up to a multiple of 8, N of 16.
@@ -35,21 +33,23 @@ class PackedWeight:
     - zero points, unless symmetric: int8 [tiles, G, 16]
     """
 
-    blob: Tensor
+    memory: Tensor
     num_outputs: int
     num_inputs: int
     group_size: int
     bits: int
     has_zero_points: bool
 
+    is_compressed: ClassVar = False
+
     def __post_init__(self) -> None:
         if (
-            self.blob.dtype != torch.uint8
-            or self.blob.shape != (sum(self._part_sizes()),)
-            or not self.blob.is_contiguous()
+            self.memory.dtype != torch.uint8
+            or self.memory.shape != (sum(self._part_sizes()),)
+            or not self.memory.is_contiguous()
         ):
             raise ValueError(
-                f"a packed weight of {sum(self._part_sizes())} bytes cannot be {tuple(self.blob.shape)} {self.blob.dtype}"
+                f"a packed weight of {sum(self._part_sizes())} bytes cannot be {tuple(self.memory.shape)} {self.memory.dtype}"
             )
 
     @cached_property
@@ -59,7 +59,7 @@ class PackedWeight:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All of its memory, by name."""
-        return {"packed": self.blob}
+        return {"packed": self.memory}
 
     @property
     def num_groups(self) -> int:
@@ -75,12 +75,12 @@ class PackedWeight:
         return codes, 4 * numbers, numbers if self.has_zero_points else 0
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What `pack` was given: codes int8 [N, K], scales float32 [N, G], zero points int8 [N, G] or None."""
+        """Return what `pack` was given: codes int8 [N, K], scales float32 [N, G], zero points int8 [N, G] or None."""
         return self.unpack_tiles(0, self.num_tiles)
 
     def unpack_tiles(self, first: int, last: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The same for outputs 16 * first .. 16 * last - 1."""
-        codes, scales, zeros = self.blob.split(self._part_sizes())
+        """Unpack outputs 16 * first .. 16 * last - 1 alone."""
+        codes, scales, zeros = self.memory.split(self._part_sizes())
         words = codes.view(self.num_tiles, -1, TILE, 4)[first:last]
         num_outputs = min(self.num_outputs, last * TILE) - first * TILE
         if self.bits == 8:
@@ -97,25 +97,13 @@ class PackedWeight:
         return plain.contiguous(), per_group(scales, torch.float32), zero_points
 
 
-class PackedWeights:
-    """Weights of one shape and format, each for rows of its own. Raises ValueError if they are not."""
-
-    def __init__(self, weights: Sequence[PackedWeight]) -> None:
-        self.weights = tuple(weights)
-        self.first = weights[0]
-        self.addresses = addresses(weight.blob for weight in weights)
-        formats = {(w.num_outputs, w.num_inputs, w.format) for w in weights}
-        if len(formats) > 1:
-            raise ValueError(f"weights of several shapes or formats cannot share a product: {formats}")
-
-
 def known_group_size(num_inputs: int, num_groups: int) -> int | None:
-    """The number of inputs in a group: all, 128, 64 or 32; None if none of them gives `num_groups`."""
+    """Return the number of inputs in a group: all, 128, 64 or 32; None if none of them gives `num_groups`."""
     return next((size for size in (num_inputs, 128, 64, 32) if -(-num_inputs // size) == num_groups), None)
 
 
 def find_group_size(num_inputs: int, num_groups: int) -> int:
-    """The same. Raises ValueError where it is not known."""
+    """Return `known_group_size`. Raises ValueError where there is none."""
     size = known_group_size(num_inputs, num_groups)
     if size is None:
         raise ValueError(
@@ -124,8 +112,8 @@ def find_group_size(num_inputs: int, num_groups: int) -> int:
     return size
 
 
-def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> PackedWeight:
-    """codes int8 [N, K], scales float32 [N, G], zero points int8 [N, G] or None if symmetric.
+def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> IntWeight:
+    """Pack codes int8 [N, K], scales float32 [N, G], and zero points int8 [N, G] or None if symmetric.
 
     `bits` is 8 (symmetric) or 4 (codes -8 .. 7 if symmetric, else 0 .. 15 and zero points -112 .. 127). A group has 32, 64, 128 or all K
     inputs, the last one what is left. Raises ValueError for anything else.
@@ -144,7 +132,7 @@ def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -
         if numbers is not None:
             padded = functional.pad(numbers, (0, 0, 0, rows)).view(-1, TILE, numbers.shape[1])
             parts.append(padded.transpose(1, 2).contiguous().view(torch.uint8).flatten())
-    return PackedWeight(torch.cat(parts), num_outputs, num_inputs, group_size, bits, zero_points is not None)
+    return IntWeight(torch.cat(parts), num_outputs, num_inputs, group_size, bits, zero_points is not None)
 
 
 def _in_tiles(codes: Tensor) -> Tensor:
@@ -154,7 +142,7 @@ def _in_tiles(codes: Tensor) -> Tensor:
 
 
 def check_codes(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> None:
-    """Raises ValueError for what no kernel takes."""
+    """Raise ValueError for what no kernel takes."""
     if bits not in (4, 8) or (bits == 8 and zero_points is not None):
         raise ValueError(
             f"{bits} bits with{'out' if zero_points is None else ''} zero points: only 4 and 8, and zero points with 4"

@@ -1,0 +1,191 @@
+// Products with weights of floats: packed, in 12 bits, or plain, whose tiles are packed when their turn comes.
+//
+// M rows, K inputs, N outputs. A tile is 16 outputs, one for each lane; a step is one input of float32 or float16, or two of bfloat16. Numbers
+// of float16 become float32 before they are multiplied, those of rows once for all outputs. Every output is one sum over the steps in their
+// order, kept in a register from the first to the last, so a row's bits depend neither on the other rows nor on how the work was shared.
+#include <algorithm>
+#include <vector>
+
+#include "compressed.h"
+#include "products.h"
+
+namespace {
+
+constexpr int64_t STEP_BYTES = 4;  // of a row
+constexpr int64_t vector_bytes(Dtype dtype) { return LANES * (dtype == Dtype::float16 ? 2 : STEP_BYTES); }  // of a tile's step
+constexpr int64_t PANELS_PER_CHUNK = 8;
+constexpr int64_t ROWS_PER_PACKING = 256;  // of a weight that is not packed: to pack a tile takes as long as to multiply some ten rows by it
+constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level; 2048 into the first are up to 1.15 times slower at 8 and 16 rows
+constexpr int MAX_ROWS = ACCUMULATORS;     // of a panel: then one tile fills the registers, and 16 rows read the weight once
+
+struct Job {
+  Product product;
+  char *panels = nullptr;  // the rows, up to MAX_ROWS together: [steps, rows, 4 bytes] each
+
+  const Rows &rows() const { return product.rows; }
+  int64_t num_steps() const { return rows().dtype == Dtype::bfloat16 ? divide_up(rows().num_inputs, 2) : rows().num_inputs; }
+  int64_t tile_bytes() const { return num_steps() * vector_bytes(rows().dtype); }
+  int64_t num_panels() const { return divide_up(rows().num_rows, MAX_ROWS); }
+  int64_t panels_of_chunk() const { return product.plain.numbers ? ROWS_PER_PACKING / MAX_ROWS : PANELS_PER_CHUNK; }
+  int64_t height() const { return divide_up(rows().num_rows, std::max<int64_t>(num_panels(), 1)); }
+  int64_t panel_bytes() const { return rows().num_rows * num_steps() * STEP_BYTES; }
+  void place(char *memory) { panels = memory; }
+};
+
+void fill_panel(const Job &job, int64_t panel) {
+  const Rows &rows = job.rows();
+  const int64_t first = panel * job.height(), height = std::min(job.height(), rows.num_rows - first);
+  const int64_t row_bytes = rows.num_inputs * rows.out_bytes(), num_steps = job.num_steps();
+  auto *to = reinterpret_cast<int32_t *>(job.panels) + first * num_steps;
+  for (int64_t row = 0; row < height; ++row) {
+    const char *from = static_cast<const char *>(rows.x) + (first + row) * row_bytes;
+    if (rows.dtype == Dtype::float16) {
+      for (int64_t step = 0; step < num_steps; ++step) {
+        float x;
+        read_floats(from, rows.dtype, step, 1, &x);
+        std::memcpy(to + step * height + row, &x, STEP_BYTES);
+      }
+      continue;
+    }
+    for (int64_t step = 0; step < row_bytes / STEP_BYTES; ++step)
+      std::memcpy(to + step * height + row, from + step * STEP_BYTES, STEP_BYTES);
+    if (const int64_t rest = row_bytes % STEP_BYTES) {  // an odd number of bfloat16
+      int32_t last = 0;
+      std::memcpy(&last, from + row_bytes - rest, rest);
+      to[(num_steps - 1) * height + row] = last;
+    }
+  }
+}
+
+// A step of a tile, of float16 as float32.
+template <Dtype DTYPE> Ints load_step(const uint8_t *weight) {
+  if constexpr (DTYPE == Dtype::float16) return as_ints(load_float16(reinterpret_cast<const uint16_t *>(weight)));
+  return load(weight);
+}
+
+// result [ROWS, TILES, 16] = the products of ROWS rows and TILES tiles. Never inlined: among other code the compiler keeps half of the sums
+// in memory (2.2 times slower).
+template <Dtype DTYPE, int ROWS, int TILES>
+[[gnu::noinline]] void dot(const uint8_t *weight, int64_t tile_bytes, const int32_t *x, int64_t num_steps, float *result) {
+  constexpr int64_t VECTOR_BYTES = vector_bytes(DTYPE);
+  Floats sums[ROWS][TILES];
+  UNROLL
+  for (int row = 0; row < ROWS; ++row)
+    UNROLL
+    for (int t = 0; t < TILES; ++t) sums[row][t] = splat(0.0f);
+  const int64_t near_end = num_steps - PREFETCH_BYTES / VECTOR_BYTES;  // from here on the next tiles are fetched, TILES further on
+  for (int64_t step = 0; step < num_steps; ++step, weight += VECTOR_BYTES, x += ROWS) {
+    const int64_t ahead = PREFETCH_BYTES + (step < near_end ? 0 : (TILES - 1) * tile_bytes);
+    Ints w[TILES];
+    UNROLL
+    for (int t = 0; t < TILES; ++t) {
+      _mm_prefetch(reinterpret_cast<const char *>(weight + t * tile_bytes + ahead), _MM_HINT_T1);
+      w[t] = load_step<DTYPE>(weight + t * tile_bytes);
+    }
+    UNROLL
+    for (int row = 0; row < ROWS; ++row) {
+      const Ints x_step = splat(x[row]);
+      UNROLL
+      for (int t = 0; t < TILES; ++t)
+        sums[row][t] = DTYPE == Dtype::bfloat16 ? dot_bfloat16(sums[row][t], w[t], x_step)
+                                                : multiply_add(as_floats(w[t]), as_floats(x_step), sums[row][t]);
+    }
+  }
+  UNROLL
+  for (int row = 0; row < ROWS; ++row)
+    UNROLL
+    for (int t = 0; t < TILES; ++t) store(result + (row * TILES + t) * LANES, sums[row][t]);
+}
+
+// The same with compressed tiles from number `tile` on, in the same order.
+template <int ROWS, int TILES>
+[[gnu::noinline]] void dot_compressed(const uint8_t *weight, const Compressed &layout, int64_t tile, const int32_t *x, float *result) {
+  Floats sums[ROWS][TILES];
+  UNROLL
+  for (int row = 0; row < ROWS; ++row)
+    UNROLL
+    for (int t = 0; t < TILES; ++t) sums[row][t] = splat(0.0f);
+  const Ints upper = upper_bytes(weight);
+  const Exception *next[TILES];
+  for (int t = 0; t < TILES; ++t) next[t] = first_exception(weight, layout, tile + t);
+  const int64_t tile_bytes = layout.tile_bytes(), near_end = layout.num_groups - PREFETCH_BYTES / GROUP_BYTES;
+  const int64_t whole = layout.num_steps / STEPS_OF_GROUP;
+  const uint8_t *bytes = weight + layout.groups(tile);
+  for (int64_t group = 0; group < layout.num_groups; ++group, bytes += GROUP_BYTES) {
+    const int64_t ahead = PREFETCH_BYTES + (group < near_end ? 0 : (TILES - 1) * tile_bytes);
+    const int64_t count = group < whole ? STEPS_OF_GROUP : layout.num_steps % STEPS_OF_GROUP;
+    UNROLL
+    for (int t = 0; t < TILES; ++t) {
+      for (int64_t line = 0; line < GROUP_BYTES; line += 64)
+        _mm_prefetch(reinterpret_cast<const char *>(bytes + t * tile_bytes + ahead + line), _MM_HINT_T1);
+      Ints steps[STEPS_OF_GROUP];
+      read_group(bytes + t * tile_bytes, upper, next[t], group, steps);
+      UNROLL
+      for (int64_t step = 0; step < STEPS_OF_GROUP; ++step)
+        if (step < count)
+          UNROLL
+          for (int row = 0; row < ROWS; ++row) sums[row][t] = dot_bfloat16(sums[row][t], steps[step], splat(x[step * ROWS + row]));
+    }
+    x += STEPS_OF_GROUP * ROWS;
+  }
+  UNROLL
+  for (int row = 0; row < ROWS; ++row)
+    UNROLL
+    for (int t = 0; t < TILES; ++t) store(result + (row * TILES + t) * LANES, sums[row][t]);
+}
+
+// result [ROWS, tiles, 16] = what the tiles from `tile` on give, with the bias: `count` numbers of each row, and zeros behind them.
+template <Dtype DTYPE, int ROWS, int TILES>
+void multiply(const Job &job, const Weight &weight, int64_t all_tiles, const int32_t *x, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
+  if (weight.is_compressed) {
+    const auto product = num_tiles == TILES ? dot_compressed<ROWS, TILES> : dot_compressed<ROWS, 1>;
+    product(weight.memory, {all_tiles, job.num_steps()}, tile, x, result);
+  } else {
+    const auto product = num_tiles == TILES ? dot<DTYPE, ROWS, TILES> : dot<DTYPE, ROWS, 1>;
+    product(weight.memory + (tile - weight.first_tile) * job.tile_bytes(), job.tile_bytes(), x, job.num_steps(), result);
+  }
+  if (weight.bias) add_bias(weight, DTYPE, ROWS, tile, num_tiles, count, result);
+}
+
+// Panel number `panel`, ROWS high or less, times the tiles first .. last - 1.
+template <Dtype DTYPE, int ROWS> void multiply_panel(const Job &job, const Output &out, int64_t panel, int64_t first, int64_t last) {
+  const int64_t first_row = panel * job.height();
+  if constexpr (ROWS > 1)
+    if (std::min(job.height(), job.rows().num_rows - first_row) < ROWS) return multiply_panel<DTYPE, ROWS - 1>(job, out, panel, first, last);
+  constexpr int FIT = ACCUMULATORS / ROWS, TILES = FIT >= 4 ? 4 : 1;
+  const auto *x = reinterpret_cast<const int32_t *>(job.panels) + first_row * job.num_steps();
+  write_tiles<ROWS, TILES>(out, DTYPE, first_row, first, last,
+                           [&](const Weight &weight, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
+                             multiply<DTYPE, ROWS, TILES>(job, weight, out.num_tiles(), x, tile, num_tiles, count, result);
+                           });
+}
+
+// The tiles are packed first if they are not.
+template <Dtype DTYPE> void multiply_part(const Job &job, const Part &part) {
+  Output out = *part.out;
+  if (job.product.plain.numbers) {
+    thread_local std::vector<uint8_t> packed;
+    const int64_t tile_bytes = job.tile_bytes(), bytes = (part.last_tile - part.first_tile) * tile_bytes;
+    if (packed.size() < static_cast<size_t>(bytes)) packed.resize(bytes);
+    for (int64_t tile = part.first_tile; tile < part.last_tile; ++tile)
+      pack_tile<DTYPE>(job.product.plain, out.num_outputs, job.rows().num_inputs, tile, packed.data() + (tile - part.first_tile) * tile_bytes);
+    out.weight.memory = packed.data(), out.weight.first_tile = part.first_tile;
+  }
+  for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel)
+    multiply_panel<DTYPE, MAX_ROWS>(job, out, panel, part.first_tile, part.last_tile);
+}
+
+}  // namespace
+
+void multiply_floats(const std::vector<Product> &products) {
+  thread_local std::vector<Job> jobs;
+  jobs.clear();
+  for (const Product &product : products) jobs.push_back({product});
+  run(jobs, fill_panel, [](const Job &job, const Part &part) {
+    const Dtype dtype = job.rows().dtype;
+    const auto multiply = dtype == Dtype::float32    ? multiply_part<Dtype::float32>
+                          : dtype == Dtype::bfloat16 ? multiply_part<Dtype::bfloat16>
+                                                     : multiply_part<Dtype::float16>;
+    multiply(job, part);
+  });
+}

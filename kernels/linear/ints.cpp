@@ -1,0 +1,212 @@
+// Products with weights of integers, by dot products of bytes.
+//
+// M rows, K inputs, N outputs, G groups of inputs. A tile is 16 outputs, one for each lane; a step is four inputs, the bytes of a lane.
+// Sums of a segment (a group or a part of it) are exact integers; segments are scaled and added in float32 in the order of the inputs.
+// So a row's bits depend neither on the other rows nor on how the work was shared.
+//
+// Activations that are not int8 become 16-bit fixed point with a scale for every row and segment, q = 256 high + low, two "limbs" of int8.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "activations.h"
+#include "products.h"
+
+namespace {
+
+constexpr int64_t VECTOR_BYTES = STEP * LANES;
+constexpr int64_t PANELS_PER_CHUNK = 16;
+constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level: 0.9 of the time with 2048 into the first, also for one row
+
+// Where the parts of a packed weight are, as kernels/linear/int_weight.py describes them.
+struct Layout : Format {
+  int64_t num_inputs;
+
+  int64_t num_groups() const { return divide_up(num_inputs, group_size); }
+  int64_t num_steps() const { return divide_up(num_inputs, 2 * STEP) * 2; }
+  int64_t whole_group() const { return group_size == num_inputs ? num_steps() * STEP : group_size; }
+  int64_t tile_bytes() const { return num_steps() * STEP * LANES * bits / 8; }
+  // What was added to symmetric codes, for bytes are unsigned: their zero point. 1 if every group has its own.
+  int32_t offset() const { return has_zeros ? 1 : bits == 8 ? 128 : 8; }
+  const float *scales(const Weight &weight, int64_t num_tiles) const {
+    return reinterpret_cast<const float *>(weight.memory + num_tiles * tile_bytes());
+  }
+  const int8_t *zeros(const Weight &weight, int64_t num_tiles) const {
+    return reinterpret_cast<const int8_t *>(scales(weight, num_tiles) + num_tiles * num_groups() * LANES);
+  }
+};
+
+// Rows as integers of LIMBS bytes, and the weights that they are multiplied by.
+template <int LIMBS> struct Job {
+  Product product;
+  Layout layout;
+  Activations<LIMBS> all;
+
+  int64_t num_panels() const { return all.num_panels; }
+  int64_t panels_of_chunk() const { return PANELS_PER_CHUNK; }
+  int64_t panel_bytes() const { return all.num_rows * all.bytes_per_row; }
+  void place(char *memory) { all.memory = memory; }
+};
+
+// Where a kernel starts to read.
+struct Sources {
+  const uint8_t *codes;  // of the first tile; the next one is tile_bytes behind it
+  int64_t tile_bytes;
+  const float *scales;   // of the first tile and group; the next tile is tile_scales behind it, the next segment group_scales
+  const int8_t *zeros;
+  int64_t tile_scales, group_scales;
+  const int32_t *x_bytes;
+  const float *x_scales;
+  const int32_t *x_sums;
+  int64_t num_segments, num_vectors, last_vectors;  // vectors of codes in a segment, and in the last one
+};
+
+// TILES tiles of ROWS rows; out [ROWS, TILES, 16]. Sums and totals fill the registers. Never inlined: among other code, or with a branch
+// for the zero points, the compiler keeps half of them in memory (2.2 times slower).
+template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
+[[gnu::noinline]] void multiply_tiles(Sources from, float *out) {
+  constexpr int STEPS = 8 / BITS;  // in a vector of codes
+  Floats totals[ROWS][TILES];
+  UNROLL
+  for (int row = 0; row < ROWS; ++row)
+    UNROLL
+    for (int t = 0; t < TILES; ++t) totals[row][t] = splat(0.0f);
+  const int64_t scales_ahead = PREFETCH_BYTES / (from.num_vectors * VECTOR_BYTES) * from.group_scales;
+  const uint8_t *near_end = from.codes + from.tile_bytes - PREFETCH_BYTES;  // from here on the next tiles are fetched, TILES further on
+  for (int64_t segment = 0; segment < from.num_segments; ++segment) {
+    Ints sums[ROWS][TILES][LIMBS];
+    UNROLL
+    for (int t = 0; t < TILES; ++t)
+      UNROLL
+      for (int row = 0; row < ROWS; ++row) {
+        const Ints begin = splat(from.x_sums[row]);  // what the codes are too large by
+        sums[row][t][0] = ZEROS ? multiply(load_bytes(from.zeros + t * from.tile_scales), begin) : begin;
+        if constexpr (LIMBS == 2) sums[row][t][1] = splat(0);
+      }
+    const float *later_scales = from.scales + scales_ahead + (from.codes < near_end ? 0 : (TILES - 1) * from.tile_scales);
+    UNROLL
+    for (int t = 0; t < TILES; ++t) _mm_prefetch(reinterpret_cast<const char *>(later_scales + t * from.tile_scales), _MM_HINT_T1);
+    const uint8_t *end = from.codes + (segment + 1 < from.num_segments ? from.num_vectors : from.last_vectors) * VECTOR_BYTES;
+    for (; from.codes != end; from.codes += VECTOR_BYTES, from.x_bytes += STEPS * ROWS * LIMBS) {
+      const int64_t ahead = PREFETCH_BYTES + (from.codes < near_end ? 0 : (TILES - 1) * from.tile_bytes);
+      Ints w[TILES];
+      UNROLL
+      for (int t = 0; t < TILES; ++t) {
+        _mm_prefetch(reinterpret_cast<const char *>(from.codes + t * from.tile_bytes + ahead), _MM_HINT_T1);
+        w[t] = load(from.codes + t * from.tile_bytes);
+      }
+      UNROLL
+      for (int step = 0; step < STEPS; ++step) {
+        Ints w_step[TILES];
+        UNROLL
+        for (int t = 0; t < TILES; ++t)
+          w_step[t] = BITS == 8 ? w[t] : bit_and(step ? shift_right<4>(w[t]) : w[t], splat(0x0f0f0f0f));
+        UNROLL
+        for (int row = 0; row < ROWS; ++row)
+          UNROLL
+          for (int limb = 0; limb < LIMBS; ++limb) {
+            const Ints x_step = splat(from.x_bytes[(step * ROWS + row) * LIMBS + limb]);
+            UNROLL
+            for (int t = 0; t < TILES; ++t) sums[row][t][limb] = dot_bytes(sums[row][t][limb], w_step[t], x_step);
+          }
+      }
+    }
+    UNROLL
+    for (int t = 0; t < TILES; ++t) {
+      const Floats scale = load(from.scales + t * from.tile_scales);
+      UNROLL
+      for (int row = 0; row < ROWS; ++row) {
+        Ints sum = sums[row][t][0];
+        if constexpr (LIMBS == 2) sum = add(sum, shift_left<8>(sums[row][t][1]));
+        const Floats both = LIMBS == 2 ? multiply(scale, splat(from.x_scales[row])) : scale;
+        totals[row][t] = multiply_add(to_floats(sum), both, totals[row][t]);
+      }
+    }
+    from.scales += from.group_scales, from.zeros += from.group_scales;
+    from.x_sums += ROWS;
+    if (LIMBS == 2) from.x_scales += ROWS;  // int8 has one for the whole row
+  }
+  UNROLL
+  for (int row = 0; row < ROWS; ++row)
+    UNROLL
+    for (int t = 0; t < TILES; ++t)
+      store(out + (row * TILES + t) * LANES, LIMBS == 2 ? totals[row][t] : multiply(totals[row][t], splat(from.x_scales[row])));
+}
+
+// result [ROWS, tiles, 16] = what the tiles from `tile` on give: `count` numbers of each row, and zeros behind them. They are rounded before
+// the bias is added, as if they had been written.
+template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
+void multiply(const Job<LIMBS> &job, const Weight &weight, int64_t all_tiles, const Panel<LIMBS> &x, int64_t tile, int64_t num_tiles,
+              int64_t count, float *result) {
+  const Layout &layout = job.layout;
+  const Activations<LIMBS> &all = job.all;
+  const int64_t num_groups = layout.num_groups(), scale = tile * num_groups * LANES, whole = all.segment * (all.num_segments - 1);
+  const auto tiles = num_tiles == TILES ? multiply_tiles<BITS, LIMBS, ZEROS, ROWS, TILES> : multiply_tiles<BITS, LIMBS, ZEROS, ROWS, 1>;
+  tiles({weight.memory + tile * layout.tile_bytes(), layout.tile_bytes(), layout.scales(weight, all_tiles) + scale,
+         layout.zeros(weight, all_tiles) + scale, num_groups * LANES, num_groups > 1 ? LANES : 0, x.bytes, x.scales, x.sums,
+         all.num_segments, all.segment * BITS / (8 * STEP), (all.num_steps * STEP - whole) * BITS / (8 * STEP)},
+        result);
+  if (!weight.bias) return;
+  round_to(job.product.rows.dtype, result, ROWS * num_tiles * LANES);
+  add_bias(weight, job.product.rows.dtype, ROWS, tile, num_tiles, count, result);
+}
+
+// One panel times the tiles first .. last - 1.
+template <int BITS, int LIMBS, bool ZEROS, int ROWS>
+void multiply_panel(const Job<LIMBS> &job, const Output &out, int64_t panel, int64_t first, int64_t last) {
+  const Panel<LIMBS> x = job.all.panel(panel);
+  if constexpr (ROWS > 1)
+    if (x.num_rows < ROWS) return multiply_panel<BITS, LIMBS, ZEROS, ROWS - 1>(job, out, panel, first, last);
+  constexpr int FIT = ACCUMULATORS / (ROWS * (LIMBS + 1)), TILES = FIT >= 4 ? 4 : 1;
+  write_tiles<ROWS, TILES>(out, job.product.rows.dtype, panel * job.all.height, first, last,
+                           [&](const Weight &weight, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
+                             multiply<BITS, LIMBS, ZEROS, ROWS, TILES>(job, weight, out.num_tiles(), x, tile, num_tiles, count, result);
+                           });
+}
+
+template <int LIMBS> void multiply_part(const Job<LIMBS> &job, const Part &part) {
+  constexpr int ROWS = Panel<LIMBS>::MAX_ROWS;
+  const auto multiply = job.layout.bits == 8     ? multiply_panel<8, LIMBS, false, ROWS>
+                        : job.layout.has_zeros ? multiply_panel<4, LIMBS, true, ROWS>
+                                               : multiply_panel<4, LIMBS, false, ROWS>;
+  for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel) multiply(job, *part.out, panel, part.first_tile, part.last_tile);
+}
+
+void fill_row(const Job<2> &job, const Panel<2> &panel, int64_t row, int64_t index) {
+  const Rows &rows = job.product.rows;
+  float *floats = row_buffer(rows.num_inputs);
+  read_floats(rows.x, rows.dtype, index * rows.num_inputs, rows.num_inputs, floats);
+  fix_row(job.all, panel, row, floats);
+}
+
+void fill_row(const Job<1> &job, const Panel<1> &panel, int64_t row, int64_t index) {
+  const Rows &rows = job.product.rows;
+  take_row(job.all, panel, row, static_cast<const int8_t *>(rows.x) + index * rows.num_inputs, rows.scales[index * rows.scale_stride]);
+}
+
+template <int LIMBS> void multiply_all(const Format &format, const std::vector<Product> &products) {
+  thread_local std::vector<Job<LIMBS>> jobs;
+  jobs.clear();
+  for (const Product &product : products) {
+    const Rows &rows = product.rows;
+    const Layout layout{format, rows.num_inputs};
+    const int64_t segment = LIMBS == 2 ? std::min(layout.whole_group(), SEGMENT) : layout.whole_group();
+    jobs.push_back({product, layout, {rows.num_rows, rows.num_inputs, segment, layout.num_steps(), layout.offset()}});
+  }
+  const auto fill = [](const Job<LIMBS> &job, int64_t number) {
+    const Panel<LIMBS> panel = job.all.panel(number);
+    for (int64_t row = 0; row < panel.num_rows; ++row) fill_row(job, panel, row, number * job.all.height + row);
+  };
+  run(jobs, fill, multiply_part<LIMBS>);
+}
+
+}  // namespace
+
+void multiply_ints(const Format &format, const std::vector<Product> &products) {
+  if (products.empty()) return;
+  if (products[0].rows.scales)
+    multiply_all<1>(format, products);
+  else
+    multiply_all<2>(format, products);
+}

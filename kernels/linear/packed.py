@@ -1,0 +1,280 @@
+"""Products with packed weights, of floats or of integers. M rows, K inputs, N outputs."""
+
+from collections.abc import Sequence
+from ctypes import Array, c_bool, c_void_p
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kernels.build import DTYPES, Library
+from kernels.linear import portable
+from kernels.linear.float_weight import FloatWeight
+from kernels.linear.int_weight import IntWeight
+from kernels.operator import Misfit, Parts, operator
+from kernels.quantize_rows import QuantizedRows, Rows
+from kernels.swiglu import swiglu
+
+MAX_TOGETHER = 3  # weights that one call multiplies: queries, keys and values
+
+PackedWeight: TypeAlias = FloatWeight | IntWeight
+Biases: TypeAlias = Sequence[Tensor | None]
+
+NO_WEIGHT = (None, False, None, None, 0)
+FLOATS = (0, 0, False)  # in the place of a weight's group size, bits and zero points
+
+
+class WeightGroup:
+    """Weights of one shape and format, each for rows of its own. Raises ValueError if they are not."""
+
+    def __init__(self, weights: Sequence[PackedWeight]) -> None:
+        self.weights = tuple(weights)
+        self.first = weights[0]
+        kinds = {(w.num_outputs, w.num_inputs, w.format) for w in weights}
+        if len(kinds) > 1:
+            raise ValueError(f"weights of several shapes or formats cannot share a product: {kinds}")
+
+    @cached_property
+    def addresses(self) -> "Array[c_void_p]":
+        return (c_void_p * len(self.weights))(*[weight.memory.data_ptr() for weight in self.weights])
+
+    @cached_property
+    def are_compressed(self) -> "Array[c_bool]":
+        return (c_bool * len(self.weights))(*[weight.is_compressed for weight in self.weights])
+
+
+def _row_parts(x: Rows) -> tuple[Tensor, Tensor | None, torch.dtype]:
+    return (x.codes, x.scales, x.dtype) if isinstance(x, QuantizedRows) else (x, None, x.dtype)
+
+
+def _make_rows(codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Rows:
+    return codes if scales is None else QuantizedRows(codes, scales, dtype)
+
+
+def _weight_parts(weight: PackedWeight) -> tuple[Tensor, int, int, int, int, bool]:
+    return weight.memory, weight.num_outputs, weight.num_inputs, *_format_numbers(weight)
+
+
+def _make_weight(
+    memory: Tensor, num_outputs: int, num_inputs: int, group_size: int, bits: int, has_zero_points: bool
+) -> PackedWeight:
+    if (group_size, bits, has_zero_points) == FLOATS:
+        return FloatWeight(memory, num_outputs, num_inputs)
+    return IntWeight(memory, num_outputs, num_inputs, group_size, bits, has_zero_points)
+
+
+def _group_parts(group: WeightGroup | None) -> tuple[list[Tensor], int, int, int, int, bool]:
+    if group is None:
+        return [], 0, 0, *FLOATS
+    first = group.first
+    return [w.memory for w in group.weights], first.num_outputs, first.num_inputs, *_format_numbers(first)
+
+
+def _make_group(
+    memories: Sequence[Tensor], num_outputs: int, num_inputs: int, group_size: int, bits: int, has_zero_points: bool
+) -> WeightGroup | None:
+    sizes = num_outputs, num_inputs, group_size, bits, has_zero_points
+    return WeightGroup([_make_weight(memory, *sizes) for memory in memories]) if memories else None
+
+
+ROWS, WEIGHT, GROUP = (
+    Parts(_row_parts, _make_rows),
+    Parts(_weight_parts, _make_weight),
+    Parts(_group_parts, _make_group),
+)
+
+
+def _empty_products(x: Rows, weights: Sequence[PackedWeight], *_: Any) -> list[Tensor]:
+    rows = x.codes if isinstance(x, QuantizedRows) else x
+    return [rows.new_empty(rows.shape[0], weight.num_outputs, dtype=x.dtype) for weight in weights]
+
+
+def _empty_product(x: Rows, gate: PackedWeight, *_: Any) -> Tensor:
+    return _empty_products(x, [gate])[0]
+
+
+def _check_together(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> None:
+    if len(weights) > MAX_TOGETHER:
+        raise ValueError(f"{len(weights)} weights: at most {MAX_TOGETHER} are multiplied together")
+    _check(x, weights, biases)
+
+
+def _matmul_together(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> list[Tensor]:
+    return [portable.matmul(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+@operator(
+    _matmul_together,
+    fake=_empty_products,
+    check=_check_together,
+    parts={"x": ROWS, "weights": replace(WEIGHT, of_each=True)},
+)
+def matmul_together(cpp: Library, x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> list[Tensor]:
+    """Return x times each weight transposed, plus its bias [N]: [M, N] each, to the bit what `matmul` gives for it alone.
+
+    Raises ValueError if shapes or dtypes do not belong together, for weights of several formats, and for more than MAX_TOGETHER.
+    """
+    if not x.is_cpu:
+        raise Misfit
+    outs = []
+    arguments: list[int | None] = []
+    for weight, bias in zip(weights, biases, strict=True):
+        out = torch.empty(len(x), weight.num_outputs, dtype=x.dtype)
+        arguments += (*_weight_arguments(weight, bias), out.data_ptr(), weight.num_outputs)
+        outs.append(out)
+    x = _contiguous(x)
+    arguments += NO_WEIGHT * (MAX_TOGETHER - len(weights))
+    cpp.matmul(*_row_arguments(x), *x.shape, *_format_numbers(weights[0]), *arguments)
+    return outs
+
+
+def _check_swiglu(
+    x: Rows, gate: PackedWeight, up: PackedWeight, gate_bias: Tensor | None = None, up_bias: Tensor | None = None
+) -> None:
+    if gate.num_outputs != up.num_outputs:
+        raise ValueError(f"a gate of {gate.num_outputs} outputs for {up.num_outputs}")
+    _check(x, (gate, up), (gate_bias, up_bias))
+
+
+def _matmul_swiglu(
+    x: Rows, gate: PackedWeight, up: PackedWeight, gate_bias: Tensor | None = None, up_bias: Tensor | None = None
+) -> Tensor:
+    return swiglu(portable.matmul(x, gate, gate_bias), portable.matmul(x, up, up_bias))
+
+
+@operator(_matmul_swiglu, fake=_empty_product, check=_check_swiglu, parts={"x": ROWS, "gate": WEIGHT, "up": WEIGHT})
+def matmul_swiglu(
+    cpp: Library,
+    x: Rows,
+    gate: PackedWeight,
+    up: PackedWeight,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+) -> Tensor:
+    """Return silu(x gate^T + gate_bias) * (x up^T + up_bias): [M, N], to the bit what `swiglu` makes of the two products.
+
+    Raises ValueError as `matmul_together` does, and if gate and up have different numbers of outputs.
+    """
+    if not x.is_cpu:
+        raise Misfit
+    x, out = _contiguous(x), torch.empty(len(x), gate.num_outputs, dtype=x.dtype)
+    weights = *_weight_arguments(gate, gate_bias), *_weight_arguments(up, up_bias)
+    cpp.matmul_swiglu(
+        *(*_row_arguments(x), *x.shape, *_format_numbers(gate)), *weights, out.data_ptr(), gate.num_outputs
+    )
+    return out
+
+
+def _check_grouped(x: Rows, weights: WeightGroup, starts: Tensor, ups: WeightGroup | None = None) -> None:
+    first, count = weights.first, len(weights.weights)
+    _check(x, [first], [None])
+    if (starts.shape, starts.dtype) != ((count + 1,), torch.int64):
+        raise ValueError(f"starts {list(starts.shape)} of {starts.dtype} for {count} weights")
+    if isinstance(x, QuantizedRows) and len(x.scales) != len(x):
+        raise ValueError(f"{len(x.scales)} scale for {len(x)} rows: each has its own beside weights in groups")
+    if ups is None:
+        return
+    _check(x, [first, ups.first], [None, None])
+    if (len(ups.weights), ups.first.num_outputs) != (count, first.num_outputs):
+        gates, others = (f"{len(each.weights)} of {each.first.num_outputs} outputs" for each in (weights, ups))
+        raise ValueError(f"gates {gates} beside {others}")
+
+
+def _grouped_matmul(x: Rows, weights: WeightGroup, starts: Tensor, ups: WeightGroup | None = None) -> Tensor:
+    ends, outs = starts.tolist(), []
+    for i, weight in enumerate(weights.weights):
+        rows = slice(ends[i], ends[i + 1])
+        part = QuantizedRows(x.codes[rows], x.scales[rows], x.dtype) if isinstance(x, QuantizedRows) else x[rows]
+        y = portable.matmul(part, weight, None)
+        outs.append(y if ups is None else swiglu(y, portable.matmul(part, ups.weights[i], None)))
+    return torch.cat(outs)
+
+
+def _empty_grouped(x: Rows, weights: WeightGroup, *_: Any) -> Tensor:
+    return _empty_products(x, [weights.first])[0]
+
+
+@operator(_grouped_matmul, fake=_empty_grouped, check=_check_grouped, parts={"x": ROWS, "weights": GROUP, "ups": GROUP})
+def grouped_matmul(
+    cpp: Library, x: Rows, weights: WeightGroup, starts: Tensor, ups: WeightGroup | None = None
+) -> Tensor:
+    """Return x [M, K], whose rows starts[i] to starts[i + 1] - 1 are multiplied by weight number i, transposed: [M, N] in x's dtype.
+
+    Int8 rows have a scale each. With `ups` the weights are gates, as of `matmul_swiglu`. starts int64 [weights + 1], on the CPU, from 0 to
+    M. Bits are those of `matmul` and `matmul_swiglu`; a weight without rows is not read. Raises ValueError as they do.
+    """
+    if not x.is_cpu:
+        raise Misfit
+    first = weights.first
+    x, starts, out = _contiguous(x), starts.contiguous(), torch.empty(len(x), first.num_outputs, dtype=x.dtype)
+    at, scales, _, dtype = _row_arguments(x)
+    cpp.grouped_matmul(
+        *(at, scales, dtype, first.num_inputs, *_format_numbers(first)),
+        *(weights.addresses, weights.are_compressed),
+        *((None, None) if ups is None else (ups.addresses, ups.are_compressed)),
+        *(starts.data_ptr(), out.data_ptr(), len(weights.weights), first.num_outputs),
+    )
+    return out
+
+
+def _check(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> None:
+    """Raise ValueError for what cannot be multiplied."""
+    shape, dtype, format = x.shape, x.dtype, weights[0].format
+    are_ints, are_codes = isinstance(weights[0], IntWeight), isinstance(x, QuantizedRows)
+    if dtype not in DTYPES:
+        raise ValueError(f"products of {dtype}: there are only those of {', '.join(map(str, DTYPES))}")
+    if not are_ints and (are_codes or dtype != format):
+        raise ValueError(
+            f"{'codes for ' if are_codes else ''}rows of {dtype} cannot be multiplied by a weight of {format}"
+        )
+    if isinstance(x, QuantizedRows):
+        _check_codes(x)
+    for weight, bias in zip(weights, biases, strict=True):
+        if len(shape) != 2 or shape[1] != weight.num_inputs:
+            raise ValueError(f"rows {list(shape)} cannot be multiplied by a weight of {weight.num_inputs} inputs")
+        if weight.format != format:
+            raise ValueError(f"weights of {format} and {weight.format} cannot be multiplied together")
+        if x.is_cpu != weight.memory.is_cpu:
+            device = x.codes.device if isinstance(x, QuantizedRows) else x.device
+            raise ValueError(f"rows on {device} and a weight on {weight.memory.device}")
+        if bias is not None and (
+            bias.shape != (weight.num_outputs,) or bias.dtype != dtype or not bias.is_contiguous()
+        ):
+            raise ValueError(
+                f"a bias {list(bias.shape)} of {bias.dtype} for {weight.num_outputs} outputs of {dtype}, side by side"
+            )
+
+
+def _check_codes(x: QuantizedRows) -> None:
+    if x.codes.dtype != torch.int8:
+        raise ValueError(f"rows of {x.codes.dtype}: weights of integers are multiplied by floats or int8")
+    if tuple(x.scales.shape) not in ((1, 1), (len(x), 1)):
+        raise ValueError(f"scales {list(x.scales.shape)} for {len(x)} rows: one of each, or [1, 1] of all")
+
+
+def _contiguous(x: Rows) -> Rows:
+    if not isinstance(x, QuantizedRows):
+        return x.contiguous()
+    if x.codes.is_contiguous() and x.scales.is_contiguous():
+        return x
+    return replace(x, codes=x.codes.contiguous(), scales=x.scales.contiguous())
+
+
+def _row_arguments(x: Rows) -> tuple[int, int | None, int, int]:
+    """Return what C++ wants of rows: their address, that of their scales, how far those are apart, and the number of the dtype."""
+    if isinstance(x, QuantizedRows):
+        return x.codes.data_ptr(), x.scales.data_ptr(), int(len(x.scales) > 1), DTYPES[x.dtype]
+    return x.data_ptr(), None, 0, DTYPES[x.dtype]
+
+
+def _weight_arguments(weight: PackedWeight, bias: Tensor | None) -> tuple[int, bool, int | None]:
+    return weight.memory.data_ptr(), weight.is_compressed, None if bias is None else bias.data_ptr()
+
+
+def _format_numbers(weight: PackedWeight) -> tuple[int, int, bool]:
+    """Return group size, bits and whether there are zero points."""
+    if not isinstance(weight, IntWeight):
+        return FLOATS
+    return weight.group_size, weight.bits, weight.has_zero_points

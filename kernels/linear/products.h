@@ -1,0 +1,133 @@
+// What products are made of, whatever their weights are held in, and how the pool's threads share them.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../rows.h"
+#include "../simd.h"
+#include "../swiglu.h"
+#include "../threads.h"
+#include "plain.h"
+
+constexpr int64_t TILES_PER_CHUNK = 4;
+
+// Rows of activations [num_rows, num_inputs].
+struct Rows {
+  const void *x;        // of the dtype, or int8 codes
+  const float *scales;  // of the codes; null if x is of the dtype
+  int64_t scale_stride;  // 1 if every row has its scale, 0 if all share one
+  Dtype dtype;           // of the product
+  int64_t num_rows, num_inputs;
+
+  int64_t out_bytes() const { return dtype == Dtype::float32 ? 4 : 2; }  // of a number of the product
+  // `count` rows from number `first` on
+  Rows part(int64_t first, int64_t count) const {
+    const int64_t row_bytes = num_inputs * (scales ? 1 : out_bytes());
+    return {static_cast<const char *>(x) + first * row_bytes, scales ? scales + first * scale_stride : nullptr, scale_stride, dtype, count, num_inputs};
+  }
+};
+
+// What weights that are multiplied together have in common, besides their inputs.
+struct Format {
+  int64_t group_size;  // inputs that share a scale
+  int32_t bits;        // of a code; 0: floats of the rows' dtype
+  bool has_zeros;
+};
+
+struct Weight {
+  const uint8_t *memory;  // as kernels/linear/float_weight.py and int_weight.py lay it out
+  bool is_compressed;     // floats in 12 bits
+  const void *bias;       // null if there is none
+  int64_t first_tile = 0;  // the number of the one that `memory` begins with, unless it is compressed
+};
+
+struct Output {
+  Weight weight, up;  // if up has memory, weight is the gate
+  void *memory;
+  int64_t num_outputs;
+
+  int64_t num_tiles() const { return divide_up(num_outputs, LANES); }
+  int64_t num_chunks() const { return divide_up(num_tiles(), TILES_PER_CHUNK); }
+};
+
+struct Product {
+  Rows rows;
+  Output outputs[3];
+  Plain plain = {};  // the weight of the first output, if it is not packed
+
+  int64_t num_chunks() const {
+    int64_t count = 0;
+    for (const Output &out : outputs) count += out.num_chunks();
+    return count;
+  }
+};
+
+void multiply_floats(const std::vector<Product> &products);
+void multiply_ints(const Format &format, const std::vector<Product> &products);
+
+// What a thread takes at a time: some tiles of one output and some panels of rows.
+struct Part {
+  const Output *out;
+  int64_t first_tile, last_tile, first_panel, last_panel;
+};
+
+// Part number `chunk` of a job, which is a product and its rows in `num_panels` panels, `panels_of_chunk` for a thread at a time.
+template <class Job> Part part_of(const Job &job, int64_t chunk) {
+  const int64_t panel_chunks = divide_up(job.num_panels(), job.panels_of_chunk());
+  const Output *out = job.product.outputs;
+  int64_t tiles = chunk / panel_chunks;
+  for (; tiles >= out->num_chunks(); ++out) tiles -= out->num_chunks();
+  const int64_t tile = tiles * TILES_PER_CHUNK, panel = chunk % panel_chunks * job.panels_of_chunk();
+  return {out, tile, std::min(tile + TILES_PER_CHUNK, out->num_tiles()), panel, std::min(panel + job.panels_of_chunk(), job.num_panels())};
+}
+
+// fill(job, panel) for every panel of all jobs, in memory that they are given; then multiply(job, part) for every part.
+template <class Job, class Fill, class Multiply> void run(std::vector<Job> &jobs, Fill &&fill, Multiply &&multiply) {
+  thread_local std::vector<char> kept;
+  thread_local std::vector<int64_t> panels, chunks;
+  panels.assign(1, 0), chunks.assign(1, 0);
+  int64_t bytes = 0;
+  for (const Job &job : jobs) {
+    bytes += job.panel_bytes();
+    panels.push_back(panels.back() + job.num_panels());
+    chunks.push_back(chunks.back() + job.product.num_chunks() * divide_up(job.num_panels(), job.panels_of_chunk()));
+  }
+  if (kept.size() < static_cast<size_t>(bytes)) kept.resize(bytes);
+  char *memory = kept.data();
+  for (Job &job : jobs) {
+    job.place(memory);
+    memory += job.panel_bytes();
+  }
+  parallel_for_each(panels, [&](int64_t job, int64_t panel) { fill(jobs[job], panel); });
+  parallel_for_each(chunks, [&](int64_t job, int64_t chunk) { multiply(jobs[job], part_of(jobs[job], chunk)); });
+}
+
+// Writes what ROWS rows from `first_row` on give with the tiles first .. last - 1, or silu(gate) * up of both.
+// compute(weight, tile, num_tiles, count, result) gives result [ROWS, num_tiles, 16], of which `count` numbers of a row are outputs.
+template <int ROWS, int TILES, class Compute>
+void write_tiles(const Output &out, Dtype dtype, int64_t first_row, int64_t first, int64_t last, Compute &&compute) {
+  alignas(64) float result[ROWS * TILES * LANES], up[ROWS * TILES * LANES];
+  for (int64_t tile = first; tile < last;) {
+    const int64_t num_tiles = tile + TILES <= last ? TILES : 1, width = num_tiles * LANES;
+    const int64_t count = std::min(width, out.num_outputs - tile * LANES);
+    compute(out.weight, tile, num_tiles, count, result);
+    if (out.up.memory) {  // both are rounded first, as if they had been written
+      compute(out.up, tile, num_tiles, count, up);
+      round_to(dtype, result, ROWS * width);
+      round_to(dtype, up, ROWS * width);
+      swiglu(dtype, result, up, ROWS * width);
+    }
+    for (int64_t row = 0; row < ROWS; ++row)
+      write_floats(out.memory, dtype, (first_row + row) * out.num_outputs + tile * LANES, count, result + row * width);
+    tile += num_tiles;
+  }
+}
+
+// result [num_rows, num_tiles, 16] plus the weight's bias, `count` numbers of a row from tile number `tile` on.
+inline void add_bias(const Weight &weight, Dtype dtype, int64_t num_rows, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
+  float bias[TILES_PER_CHUNK * LANES];
+  read_floats(weight.bias, dtype, tile * LANES, count, bias);
+  for (int64_t row = 0; row < num_rows; ++row)
+    for (int64_t i = 0; i < count; ++i) result[row * num_tiles * LANES + i] += bias[i];
+}

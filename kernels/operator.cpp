@@ -1,0 +1,25 @@
+#include "operator.h"
+
+thread_local Recording *recording = nullptr;
+
+extern "C" const Exported *first_exported() { return Exported::first; }
+
+namespace {
+
+// From here on this thread's calls are made and recorded, until end_recording.
+Recording *begin_recording() { return recording = new Recording; }
+
+void end_recording() { recording = nullptr; }
+
+void replay(const Recording *calls) {
+  for (const auto &call : *calls) call();
+}
+
+void forget(Recording *calls) { delete calls; }
+
+EXPORT(begin_recording);
+EXPORT(end_recording);
+EXPORT(replay);
+EXPORT(forget);
+
+}  // namespace

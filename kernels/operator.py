@@ -1,0 +1,169 @@
+"""One declaration of an operator: what computes it (the reference, C++ or Triton), and what torch's graphs know of it."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from kernels import build
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Misfit(Exception):
+    """Arguments that the C++ kernels do not take, so that the reference computes."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How an argument that is neither a tensor nor a number stands in a schema, which knows nothing else."""
+
+    take: Callable[[Any], tuple[Any, ...]]
+    make: Callable[..., Any]
+    """An equal argument out of what `take` gave. Its parameters have the names and annotations of the parts."""
+    of_each: bool = False
+    """Whether the argument is a list of such; then its parts are lists."""
+
+    @staticmethod
+    def of(record: type) -> "Parts":
+        """A dataclass by its fields."""
+        names = [field.name for field in fields(record)]
+        return Parts(lambda value: tuple(getattr(value, name) for name in names), record)
+
+    def flatten(self, argument: Any) -> Sequence[Any]:
+        return tuple(zip(*map(self.take, argument), strict=True)) if self.of_each else self.take(argument)
+
+    def unflatten(self, parts: Sequence[Any]) -> Any:
+        return [self.make(*each) for each in zip(*parts, strict=True)] if self.of_each else self.make(*parts)
+
+    def parameters(self, name: str) -> list[inspect.Parameter]:
+        """Of a schema, where those of an argument `name` stand side by side, each as `name_part`."""
+        parts = inspect.signature(self.make).parameters.values()
+        types: list[Any] = [Sequence[part.annotation] if self.of_each else part.annotation for part in parts]  # type: ignore[name-defined]
+        names = [f"{name}_{part.name}" for part in parts]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return [inspect.Parameter(each, kind, annotation=type) for each, type in zip(names, types, strict=True)]
+
+
+def operator(
+    reference: Callable[P, T],
+    *,
+    fake: Callable[..., T] | None = None,
+    check: Callable[..., None] | None = None,
+    has_triton: bool = False,
+    parts: Mapping[str, Parts] | None = None,
+    mutates_args: Sequence[str] = (),
+) -> Callable[[Callable[Concatenate[build.Library, P], T]], Callable[P, T]]:
+    """Declare an operator by the function that calls C++; the result takes the same arguments without the library.
+
+    Eagerly it computes, after `check`, which raises ValueError for what no way computes:
+
+    - on a GPU by the function of this name in the folder's triton.py, if `has_triton`;
+    - with the C++ kernels by the decorated function, unless it raises Misfit;
+    - else by `reference`.
+
+    In a graph it is the node `quintet::<name>`. Its annotations are the schema, with `parts` of the arguments that a schema does not know;
+    these are positional. It writes into no arguments but `mutates_args`, named as in the schema; its results share memory with none.
+    `fake` returns tensors of the results' shapes and dtypes; None: `reference` does.
+    """
+
+    def register(function: Callable[Concatenate[build.Library, P], T]) -> Callable[P, T]:
+        name, module = function.__name__, function.__module__
+
+        def compute(*args: P.args, **kwargs: P.kwargs) -> T:
+            if check is not None:
+                check(*args, **kwargs)
+            if has_triton and args[0].is_cuda:  # type: ignore[attr-defined]
+                return _in_triton(module, name)(*args, **kwargs)  # type: ignore[no-any-return]
+            library = build.library()
+            if library is not None:
+                try:
+                    return function(library, *args, **kwargs)
+                except Misfit:
+                    pass
+            return reference(*args, **kwargs)
+
+        signature = inspect.signature(function)
+        signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+        schema = _Schema(signature, parts or {})
+        op = _register(name, schema, compute, fake or reference, mutates_args)
+
+        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            if is_compiling():
+                return op(*schema.flatten(args), **kwargs)  # type: ignore[no-any-return]
+            return compute(*args, **kwargs)
+
+        functools.update_wrapper(called, function)
+        called.__signature__ = signature  # type: ignore[attr-defined]
+        return called
+
+    return register
+
+
+@functools.cache
+def _in_triton(module: str, name: str) -> Callable[..., Any]:
+    """The function of an operator's triton.py, imported by the first call: a process without a GPU need not load Triton."""
+    return getattr(importlib.import_module(f"{module}.triton"), name)  # type: ignore[no-any-return]
+
+
+def _register(
+    name: str, schema: "_Schema", compute: Callable[..., Any], fake: Callable[..., Any], mutates_args: Sequence[str]
+) -> Any:
+    """Make `quintet::<name>` known to torch. Outside of a graph nothing calls it: through torch a call takes 3 us more."""
+
+    def implementation(*flat: Any) -> Any:
+        return _contiguous(compute(*schema.unflatten(flat)))
+
+    def without_numbers(*flat: Any) -> Any:
+        return _contiguous(fake(*schema.unflatten(flat)))
+
+    implementation.__signature__ = schema.signature  # type: ignore[attr-defined]
+    # Not torch.library.custom_op: it adds autograd, which nobody wants, and 1 ms for each operator to every start.
+    qualified = f"quintet::{name}"
+    torch.library.define(qualified, torch.library.infer_schema(implementation, mutates_args=mutates_args))
+    torch.library.impl(qualified, "default", implementation)
+    torch.library.register_fake(qualified, without_numbers)
+    return getattr(torch.ops.quintet, name)
+
+
+class _Schema:
+    """The arguments of a function, flattened. The last ones may be missing, or have names."""
+
+    def __init__(self, signature: inspect.Signature, parts: Mapping[str, Parts]) -> None:
+        self._parts = [parts.get(name) for name in signature.parameters]
+        parameters = [
+            [parameter] if own is None else own.parameters(parameter.name)
+            for own, parameter in zip(self._parts, signature.parameters.values(), strict=True)
+        ]
+        self._counts = [len(each) for each in parameters]
+        self.signature = signature.replace(parameters=[*chain(*parameters)])
+
+    def flatten(self, args: Sequence[Any]) -> list[Any]:
+        flat: list[Any] = []
+        for own, argument in zip(self._parts, args, strict=False):
+            flat += [argument] if own is None else own.flatten(argument)
+        return flat
+
+    def unflatten(self, flat: Sequence[Any]) -> list[Any]:
+        args: list[Any] = []
+        start = 0
+        for own, count in zip(self._parts, self._counts, strict=True):
+            if start < len(flat):
+                args.append(flat[start] if own is None else own.unflatten(flat[start : start + count]))
+            start += count
+        return args
+
+
+def _contiguous(results: Any) -> Any:
+    """What follows in a graph is made for these strides, whether C++, Triton or torch computes."""
+    if isinstance(results, Tensor):
+        return results.contiguous()
+    return results if results is None else type(results)(result.contiguous() for result in results)
