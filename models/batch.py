@@ -1,16 +1,15 @@
-"""What the engine hands to a model: the tokens of one step and the cache they read and write.
+"""The tokens of one step, and the cache that they read and write: what the engine hands to a model.
 
 T tokens of S sequences, M blocks in the longest block table, N blocks of B slots, G key/value heads.
 """
 
 import math
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels.kv_format import PagedVectors
 
@@ -21,13 +20,13 @@ class BatchShape(NamedTuple):
     num_tokens: int
     num_sequences: int
     table_width: int
-    num_marks: int
+    num_prompt_features: int
     num_outputs: int
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of a batch's fields, tables last: of fewer sequences in the same memory, the numbers before tables stay where they are."""
-        tokens, sequences, width, marks, outputs = self
+        """Shapes of a batch's fields, in their order in memory. Tables come last, so that wider ones move no other field."""
+        tokens, sequences, width, features, outputs = self
         return {
             "token_ids": (tokens,),
             "positions": (tokens,),
@@ -35,7 +34,7 @@ class BatchShape(NamedTuple):
             "query_starts": (sequences + 1,),
             "context_lengths": (sequences,),
             "prompt_lengths": (tokens,),
-            "prompt_marks": (sequences, marks),
+            "prompt_features": (sequences, features),
             "output_rows": (outputs,),
             "output_starts": (sequences + 1,),
             "block_tables": (sequences, width),
@@ -43,7 +42,7 @@ class BatchShape(NamedTuple):
 
     @property
     def num_numbers(self) -> int:
-        """Numbers of a batch, with those that align its fields."""
+        """The count of int64 numbers of a batch, with padding between fields."""
         return sum(_aligned(math.prod(shape)) for shape in self.fields.values())
 
 
@@ -52,7 +51,7 @@ def _aligned(count: int) -> int:
 
 
 class _Field:
-    """A view of some of a batch's numbers. All are made when one is read first: a step that is replayed reads none."""
+    """A view of some of a batch's numbers. All views are made when one is read first: a step that is replayed reads none."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -74,32 +73,31 @@ class Batch:
     slots = _Field()  # [T] where each token's key and value go in the cache
     query_starts = _Field()  # [S+1]
     context_lengths = _Field()  # [S] tokens in the cache after this step
-    prompt_lengths = (
-        _Field()
-    )  # [T] length of the token's own prompt, or of its sequence past `key_border`: rotary scaling depends on it
-    prompt_marks = _Field()  # [S, K] what the model's `mark_prompt` said of each sequence's prompt
+    # [T] length of the token's own prompt, or of its sequence past `key_border`: rotary scaling depends on it
+    prompt_lengths = _Field()
+    prompt_features = _Field()  # [S, K] what the model's `prompt_features` returned for each sequence's prompt
     output_rows = _Field()  # [R] rows of the tokens whose hidden states and logits are wanted: a sequence's last ones
     output_starts = _Field()  # [S+1] sequence s owns output rows output_starts[s] to output_starts[s+1]
     block_tables = _Field()  # [S, M] padded with 0; context_lengths says how much counts
 
-    def __init__(self, numbers: Tensor, shape: BatchShape, in_last_layer: bool = False) -> None:
-        """`numbers`, int64: all fields one behind the other, so that one copy takes a batch elsewhere."""
-        self.numbers, self.shape, self._in_last_layer = numbers, shape, in_last_layer
+    def __init__(self, numbers: Tensor, shape: BatchShape, only_outputs_attend: bool = False) -> None:
+        """Take int64 numbers that hold all fields one behind the other, so that one copy moves a batch to a device."""
+        self.numbers, self.shape, self._only_outputs_attend = numbers, shape, only_outputs_attend
 
-    def by_layer(self, layers: nn.ModuleList, cache: "KVCache") -> Iterator[tuple[nn.Module, "Batch", "LayerCache"]]:
-        """Each layer, the batch as it takes it and its cache: in the last layer nobody attends but the output rows."""
-        all_are_outputs = self.shape.num_outputs == self.shape.num_tokens
-        last = self if all_are_outputs else Batch(self.numbers, self.shape, in_last_layer=True)
-        yield from zip(layers, [self] * (len(layers) - 1) + [last], cache.layers, strict=True)
+    def of_output_rows(self) -> "Batch":
+        """The batch as a model's last layer takes it: only output rows attend."""
+        if self.shape.num_outputs == self.shape.num_tokens:
+            return self
+        return Batch(self.numbers, self.shape, only_outputs_attend=True)
 
     def attending(self, x: Tensor) -> Tensor:
-        """Of x [T, *] the rows of the tokens that attend; in the last layer [R, *]."""
-        return x[self.output_rows] if self._in_last_layer else x
+        """Return the rows of x [T, *] whose tokens attend: all, or the output rows [R, *]."""
+        return x[self.output_rows] if self._only_outputs_attend else x
 
     @property
     def attending_starts(self) -> Tensor:
-        """[S+1] sequence s owns rows attending_starts[s] to attending_starts[s+1] of those that attend."""
-        return self.output_starts if self._in_last_layer else self.query_starts
+        """Starts [S+1] of sequences among the rows that attend: sequence s owns rows attending_starts[s] to attending_starts[s+1]."""
+        return self.output_starts if self._only_outputs_attend else self.query_starts
 
     @staticmethod
     def of(
@@ -110,11 +108,11 @@ class Batch:
         query_starts: list[int],
         context_lengths: list[int],
         prompt_lengths: list[int],
-        prompt_marks: list[tuple[int, ...]],
+        prompt_features: list[tuple[int, ...]],
         output_rows: list[int],
         output_starts: list[int],
     ) -> "Batch":
-        """On the CPU."""
+        """Make a batch on the CPU."""
         longest = max(map(len, block_tables))
         width = 1 << (longest - 1).bit_length()  # a power of two, so that decode steps have few different shapes
         tables: list[int] = []
@@ -128,7 +126,7 @@ class Batch:
             query_starts,
             context_lengths,
             prompt_lengths,
-            [mark for marks in prompt_marks for mark in marks],
+            [feature for features in prompt_features for feature in features],
             output_rows,
             output_starts,
             tables,
@@ -138,26 +136,26 @@ class Batch:
             numbers += field
             while len(numbers) % ALIGNMENT:
                 numbers.append(0)
-        shape = BatchShape(len(token_ids), len(block_tables), width, len(prompt_marks[0]), len(output_rows))
+        shape = BatchShape(len(token_ids), len(block_tables), width, len(prompt_features[0]), len(output_rows))
         return Batch(torch.frombuffer(array("q", numbers), dtype=torch.int64), shape)
 
 
 LayerCache: TypeAlias = tuple[PagedVectors, PagedVectors]
-"""One layer's keys and values."""
+"""The keys and the values of one layer."""
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of all sequences. Allocated by the engine, filled by the model."""
+    """Keys and values of all sequences in some layers. The engine allocates them, the model writes them."""
 
     layers: list[LayerCache]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is stored, each [N, B, G, *]."""
+        """The tensors of all layers, each [N, B, G, *]."""
         return [tensor for keys, values in self.layers for tensor in keys.tensors + values.tensors]
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The dtype that the model computes in."""
         return self.layers[0][0].dtype

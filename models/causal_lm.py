@@ -1,17 +1,25 @@
-"""What the engine needs to know of any architecture: its shape, and a model that gives hidden states and logits.
+"""The base of all architectures: a config, and a model that runs whole or in parts.
 
 T tokens, S sequences, E hidden channels, V vocabulary, R output rows.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from models.batch import Batch, KVCache
+from models.layers.attention import Heads
 from models.layers.linear import TiedHead
+from models.layers.module import Module
 from models.layers.moe import Experts
+from models.layers.norm import ResidualStream
+from models.layout import ModelLayout
+
+Stream: TypeAlias = Tensor | ResidualStream
+"""Hidden states [T, E] between two layers, as an architecture passes them on."""
 
 
 @dataclass(frozen=True)
@@ -20,19 +28,13 @@ class ModelShape(ABC):
 
     vocab_size: int
     num_hidden_layers: int
-    num_key_value_heads: int
-    head_dim: int
-    """Channels of a key head."""
-
-    @property
-    def value_head_dim(self) -> int:
-        """Channels of a value head; 0 where values are not kept beside the keys."""
-        return self.head_dim
+    tie_word_embeddings: bool
+    """Whether the head's weight is the embedding's."""
 
     @property
     @abstractmethod
     def context_length(self) -> int:
-        """Most tokens of a sequence."""
+        """The largest number of tokens of a sequence."""
 
     @property
     def keys_depend_on_length(self) -> bool:
@@ -53,22 +55,23 @@ class ModelShape(ABC):
         return False
 
 
-class CausalLM(nn.Module, ABC):
-    """The base of every architecture's model. Modules are named as the checkpoint's tensors are, so no map of names is needed, and are
-    registered in the order of the computation: what comes before the list of layers, the layers, what comes after."""
+class CausalLM(Module, ABC):
+    """The base of every architecture's model.
+
+    Modules have the names that their tensors have in the checkpoint. They are registered in the order of the computation: what comes before
+    the list of layers, the layers, what comes after. A layer is called with a stream, `layer_inputs`, a batch and its part of the cache.
+    """
 
     config: ModelShape
+    layout: ModelLayout = ModelLayout()
     float32_tensors: tuple[str, ...] = ()
     """Ends of the names of parameters that stay float32 in a model of another dtype."""
-    row_parallel: tuple[str, ...] = ("o_proj", "down_proj")
-    """Linear layers that write into the residual stream: tensor parallelism divides their inputs, of all others the outputs."""
-    attention: str = "self_attn"
-    """A layer's module that keeps keys and values."""
-    replicated: tuple[str, ...] = ()
-    """Linear layers and embeddings that every rank of tensor parallelism has whole: routers, tables of positions, latents."""
+    num_prompt_features: int = 0
+    """The length of what `prompt_features` returns."""
 
-    num_prompt_marks: int = 0
-    """How many numbers `mark_prompt` gives."""
+    def __init__(self, config: ModelShape) -> None:
+        super().__init__()
+        self.config = config
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
@@ -76,13 +79,32 @@ class CausalLM(nn.Module, ABC):
         return ()
 
     @property
+    def embedding(self) -> nn.Module:
+        """The embedding of tokens, from ids [T] to [T, E]."""
+        return self.get_submodule(self.layout.embedding)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, in their order."""
+        layers: nn.ModuleList = self.get_submodule(self.layout.layers)  # type: ignore[assignment]
+        return list(layers)
+
+    @property
     def head(self) -> nn.Module:
-        """What turns hidden states [R, E] into logits [R, V]."""
-        return self.get_submodule("lm_head")
+        """The layer that turns hidden states [R, E] into logits [R, V]."""
+        return self.get_submodule(self.layout.head)
+
+    @property
+    def attention_heads(self) -> list[Heads]:
+        """The heads of each layer's attention, by which its keys and values are stored."""
+        return [layer.get_submodule(self.layout.attention).heads for layer in self.layers]  # type: ignore[misc]
 
     def step_weight_bytes(self, num_sequences: int) -> float:
-        """Bytes of weights that a decode step reads: all but embeddings that are no head, of which it reads a few rows, and but experts
-        that no token goes to, whose number is the expected one of an even choice (for one sequence it is exact)."""
+        """Return the bytes of weights that a decode step reads.
+
+        Embeddings that are no head do not count: a step reads a few of their rows. Of a mixture's experts those count that tokens are
+        expected to choose if all are equally likely; for one sequence the number is exact.
+        """
         tied = self.head.weight if isinstance(self.head, TiedHead) else None
         embeddings = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
         skipped: float = sum(weight.nbytes for weight in embeddings if weight is not tied)
@@ -91,18 +113,48 @@ class CausalLM(nn.Module, ABC):
                 skipped += _num_bytes(module) * (1 - module.active_share(num_sequences))
         return _num_bytes(self) - skipped
 
-    def mark_prompt(self, token_ids: list[int]) -> tuple[int, ...]:
-        """What the model wants to know of each sequence's prompt in every step: numbers, as many for every prompt (`prompt_marks`)."""
+    def prompt_features(self, token_ids: list[int]) -> tuple[int, ...]:
+        """Return the numbers that the model needs of a prompt in every step; a batch has them as `prompt_features`.
+
+        Raises UserError for a prompt that the model cannot take.
+        """
         return ()
 
-    @abstractmethod
+    def embed(self, batch: Batch) -> Stream:
+        """Return what enters the first layer [T, E]."""
+        stream: Stream = self.embedding(batch.token_ids)
+        return stream
+
+    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Return what every layer gets between the stream and the batch: angles, slopes. `dtype` is the model's."""
+        return ()
+
+    def run_layers(self, stream: Stream, batch: Batch, cache: KVCache, numbers: range) -> Stream:
+        """Return the stream after the layers of these numbers, from the stream before them; write their keys and values into the cache.
+
+        `cache` has the caches of these layers alone. After the model's last layer the stream has the batch's output rows [R, E].
+        """
+        inputs, last = self.layer_inputs(batch, cache.dtype), self.config.num_hidden_layers - 1
+        layers = self.layers[numbers.start : numbers.stop]
+        for number, layer, layer_cache in zip(numbers, layers, cache.layers, strict=True):
+            layer_batch = batch.of_output_rows() if number == last else batch
+            stream = layer(stream, *inputs, layer_batch, layer_cache)
+        return stream
+
+    def finish(self, stream: Any) -> Tensor:
+        """Return normed hidden states [R, E] from the stream after the last layer."""
+        hidden: Tensor = self.get_submodule(self.layout.final_norm)(stream)
+        return hidden
+
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        """Hidden states [R, E] of the batch's output rows, normed; writes the batch's keys and values into the cache."""
+        """Return the normed hidden states [R, E] of the batch's output rows; write the batch's keys and values into the cache."""
+        return self.finish(self.run_layers(self.embed(batch), batch, cache, range(self.config.num_hidden_layers)))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, V] from hidden states [R, E]."""
-        return self.head(hidden)  # type: ignore[no-any-return]
+        """Return logits [R, V] of normed hidden states [R, E]."""
+        logits: Tensor = self.head(hidden)
+        return logits
 
 
 def _num_bytes(module: nn.Module) -> int:

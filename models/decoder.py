@@ -14,24 +14,32 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
 from kernels.quantize_rows import Rows
-from models.batch import Batch, KVCache, LayerCache
+from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
-from models.layers.attention import attend
+from models.layers.attention import Heads, attend
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear, linear_together, make_head
-from models.layers.named_parts import NamedParts
+from models.layers.module import Module
+from models.layers.named_parts import NamedParts, register
 from models.layers.norm import AddRMSNorm, ResidualStream
 from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding, read_rotary_config
 
 
 @dataclass(frozen=True)
-class DecoderConfig(ModelShape):
+class PreNormShape(ModelShape):
+    """The config of a model of pre-norm layers, whatever their attention and feed-forward are."""
+
     hidden_size: int
+    rms_norm_eps: float
+
+
+@dataclass(frozen=True)
+class DecoderConfig(PreNormShape):
     intermediate_size: int
     num_attention_heads: int
-    rms_norm_eps: float
-    tie_word_embeddings: bool
+    num_key_value_heads: int
+    head_dim: int
     rotary: RotaryConfig
 
     @property
@@ -46,7 +54,7 @@ class DecoderConfig(ModelShape):
 def read_decoder_config(
     config: ConfigReader, rms_norm_eps: float | None = None, max_position_embeddings: int | None = None
 ) -> DecoderConfig:
-    """The keys that all these architectures have; two of them with the defaults of those whose older files lack them.
+    """Read the keys that all these architectures have; two of them have defaults in those whose older files lack them.
 
     Raises UserError for a missing key, a wrong type or a value that is not implemented.
     """
@@ -73,7 +81,7 @@ def read_decoder_config(
     )
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Heads in groups that share keys and values (arXiv 2305.13245), over everything before or over a window."""
 
     soft_cap: float | None = None
@@ -82,6 +90,7 @@ class Attention(nn.Module):
         self, c: DecoderConfig, window: int | None = None, qkv_bias: bool = False, o_bias: bool = False
     ) -> None:
         super().__init__()
+        self.heads = Heads(c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.head_dim)
         self.head_dim = c.head_dim
         self.scale = c.head_dim**-0.5
         self.window = window
@@ -108,20 +117,9 @@ class Attention(nn.Module):
         return rope_and_store(query, key, value, *angles, *cache, batch.slots)  # type: ignore[no-any-return]
 
 
-class Sizes(Protocol):
-    """What a decoder of any kind of attention and feed-forward layers has in its config."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-
-
 class Rotary(Protocol):
     def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> Angles:
-        """From int64 [T] twice."""
+        """Return cos and sin of the tokens' angles, from positions and prompt_lengths [T] int64."""
 
 
 class DecoderLayer(NamedParts):
@@ -133,7 +131,7 @@ class DecoderLayer(NamedParts):
 
     names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
-    def __init__(self, c: Sizes, self_attn: nn.Module, mlp: nn.Module) -> None:
+    def __init__(self, c: PreNormShape, self_attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__(
             AddRMSNorm(c.hidden_size, c.rms_norm_eps), self_attn, AddRMSNorm(c.hidden_size, c.rms_norm_eps), mlp
         )
@@ -146,43 +144,34 @@ class DecoderLayer(NamedParts):
         return ResidualStream(x, mlp(normed))
 
 
-class Decoder(NamedParts):
-    """From token ids to normed hidden states. `rotary` is None where positions are known by other means."""
+class PreNormLM(CausalLM):
+    """A model of `DecoderLayer`s with any attention and feed-forward. Its modules are called as `layout` says."""
 
-    names = ("embed_tokens", "layers", "norm")
+    config: PreNormShape
 
-    def __init__(self, c: Sizes, layers: Iterable[nn.Module], rotary: Rotary | None) -> None:
-        super().__init__(
-            Embedding(c.vocab_size, c.hidden_size),
-            nn.ModuleList(layers),
-            AddRMSNorm(c.hidden_size, c.rms_norm_eps),
-        )
+    def __init__(self, config: PreNormShape, layers: Iterable[nn.Module], rotary: Rotary | None) -> None:
+        """`rotary` is None where positions are known by other means."""
+        super().__init__(config)
+        embedding = Embedding(config.vocab_size, config.hidden_size)
+        register(self, self.layout.embedding, embedding)
+        register(self, self.layout.layers, nn.ModuleList(layers))
+        register(self, self.layout.final_norm, AddRMSNorm(config.hidden_size, config.rms_norm_eps))
+        register(self, self.layout.head, make_head(embedding, config.tie_word_embeddings))
         self.rotary = rotary
 
-    @property
-    def embedding(self) -> Embedding:
-        return self.parts[0]  # type: ignore[no-any-return]
+    def embed(self, batch: Batch) -> ResidualStream:
+        return ResidualStream(self.embedding(batch.token_ids))
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        embedding, layers, norm = self.parts
-        stream = ResidualStream(embedding(batch.token_ids))
-        angles = self.rotary and self.rotary.angles(batch.positions, batch.prompt_lengths, stream.x.dtype)
-        for layer, layer_batch, layer_cache in batch.by_layer(layers, cache):
-            stream = layer(stream, angles, layer_batch, layer_cache)
-        normed, _ = norm(*stream)  # [R, E]
-        return normed  # type: ignore[no-any-return]
+    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Angles | None]:
+        return (None if self.rotary is None else self.rotary.angles(batch.positions, batch.prompt_lengths, dtype),)
+
+    def finish(self, stream: ResidualStream) -> Tensor:
+        normed: Tensor = self.get_submodule(self.layout.final_norm)(*stream)[0]
+        return normed
 
 
-class DecoderLM(CausalLM):
-    """A decoder of these layers, and the head, which may be the embedding."""
-
-    config: DecoderConfig
+class DecoderLM(PreNormLM):
+    """A model of layers with rotary attention."""
 
     def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.config = config
-        self.model = Decoder(config, layers, RotaryEmbedding(config.rotary))
-        self.lm_head = make_head(self.model.embedding, config.tie_word_embeddings)
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self.model(batch, cache)  # type: ignore[no-any-return]
+        super().__init__(config, layers, RotaryEmbedding(config.rotary))

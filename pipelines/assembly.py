@@ -21,6 +21,7 @@ from models.formats import Checkpoint, WeightFile, open_checkpoint, open_tokeniz
 from models.formats.base import CodedWeights
 from models.formats.hub import find_checkpoint
 from models.formats.manifest import verify_manifest
+from models.layers.attention import Heads
 from models.linear_layers import bring_together, pack_layers
 from models.outline import open_model
 from models.registry import find_architecture
@@ -92,7 +93,7 @@ def assemble(
     if packed:
         bring_together(model, device)
     formats, room = _cache_formats(model, run.quant, static_cache), max(AUTO_SEQUENCES, sequences)
-    cache = _kv_cache(run.device, shape, room, context, formats, dtype, device, reserved)
+    cache = _kv_cache(run.device, model.attention_heads, room, context, formats, dtype, device, reserved)
     sizes = max_num_requests, run.device.max_batched_tokens, sequences if run.device.cuda_graphs and packed else 0
     return Engine(model, cache, tokenizer, context, eos, decode, *sizes, run.device.decode_threads)
 
@@ -165,7 +166,7 @@ def _cache_formats(
     """Of each layer's keys and values."""
     if static:
         return static_kv_formats(model, static)
-    return [FORMATS[config.kv_cache.name]] * model.config.num_hidden_layers
+    return [FORMATS[config.kv_cache.name]] * len(model.attention_heads)
 
 
 def find_and_open(config: ModelConfig) -> Checkpoint:
@@ -198,7 +199,7 @@ def _reserve_memory(
 
 def _kv_cache(
     config: DeviceConfig,
-    shape: ModelShape,
+    heads: list[Heads],
     max_num_sequences: int,
     context: ContextLimit,
     formats: list[tuple[KVFormat, KVFormat]],
@@ -209,8 +210,8 @@ def _kv_cache(
     block_size = config.block_size or BLOCK_SIZE[device.type]
     wanted_blocks = max_num_sequences * -(-context.num_tokens // block_size)
     free = max(0, free_memory(device, config.memory_fraction) - reserved)
-    num_blocks = choose_num_blocks(shape, wanted_blocks, block_size, config.kv_cache_memory, free, formats, dtype)
-    return allocate_kv_cache(shape, num_blocks, block_size, formats, dtype, device)
+    num_blocks = choose_num_blocks(heads, wanted_blocks, block_size, config.kv_cache_memory, free, formats, dtype)
+    return allocate_kv_cache(heads, num_blocks, block_size, formats, dtype, device)
 
 
 def prepared_device(config: DeviceConfig) -> torch.device:

@@ -35,7 +35,7 @@ from pipelines.output_folder import complete_folder, only_maker, refuse_existing
 from pipelines.quantize_preflight import preflight, print_preflight
 from pipelines.quantize_report import Predictions, perplexity, write_report
 from quantization.artefact import Artefact, LayoutOf
-from quantization.calibration import PROBE_TOKENS, LayerByLayer
+from quantization.calibration import PROBE_TOKENS, SequentialCalibrator
 from quantization.file_layout import file_layout
 from quantization.kv_scales import place_kv_scales, static_kv_formats
 from quantization.quantizer import LinearReport, Quantizer, is_sequential, parts_of
@@ -187,20 +187,21 @@ def _quantize(
 ) -> list[LinearReport]:
     """All parts in their order; those that an earlier run finished are read."""
     model, cache = engine.runner.model, engine.runner.cache
-    one_layer = KVCache(
-        [cache.layers[0]] * len(cache.layers)
-    )  # a batch is computed in one step: layers need not remember
+    # a batch is computed in one step: layers need not remember
+    one_layer = KVCache([cache.layers[0]] * len(cache.layers))
     batches, probe = _batches(engine, data.samples)
-    layers = LayerByLayer(model, batches, probe, one_layer, is_sequential(config), config.has_static_kv_cache)
-    quantizer, reports = Quantizer(model, config, layers), []
+    calibrator = SequentialCalibrator(
+        model, batches, probe, one_layer, is_sequential(config), config.has_static_kv_cache
+    )
+    quantizer, reports = Quantizer(model, config, calibrator), []
     parts = parts_of(model, schemes)
     for i, part in enumerate(parts):
         if artefact.has(part):
-            if part.index < len(layers.layers):
-                layers.observe()
+            if part.index < len(model.layers):
+                calibrator.observe()
             reports += artefact.read(part, model)
-            if part.index < len(layers.layers):
-                layers.advance()
+            if part.index < len(model.layers):
+                calibrator.advance()
         else:
             stored, new = quantizer.quantize(part)
             artefact.write(part, model, stored, new)
@@ -213,7 +214,9 @@ def _quantize_cache(engine: Engine, format: KVCacheFormat) -> None:
     """Give the engine a cache under the scales that its model has now."""
     model, old = engine.runner.model, engine.runner.cache
     formats = static_kv_formats(model, format)
-    cache = allocate_kv_cache(model.config, engine.num_blocks, engine.block_size, formats, old.dtype, engine.device)
+    cache = allocate_kv_cache(
+        model.attention_heads, engine.num_blocks, engine.block_size, formats, old.dtype, engine.device
+    )
     engine.run_over(model, cache)
 
 
@@ -230,8 +233,10 @@ def _batches(engine: Engine, samples: list[list[int]]) -> tuple[list[Batch], Bat
 
     def batch(prompts: list[list[int]]) -> Batch:
         tables = [list(range(i * width, (i + 1) * width)) for i in range(len(prompts))]
-        marks = [engine.runner.mark_prompt(prompt) for prompt in prompts]
-        return engine.runner.on_device(whole_batch(prompts, list(map(len, prompts)), tables, marks, engine.block_size))
+        features = [engine.runner.prompt_features(prompt) for prompt in prompts]
+        return engine.runner.on_device(
+            whole_batch(prompts, list(map(len, prompts)), tables, features, engine.block_size)
+        )
 
     probe = samples[0] if engine.sees_later_tokens else samples[0][:PROBE_TOKENS]
     return [batch(samples[i : i + num_at_once]) for i in range(0, len(samples), num_at_once)], batch([probe])

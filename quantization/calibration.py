@@ -1,6 +1,6 @@
-"""Runs a model layer by layer over calibration batches and observes what reaches its linear layers.
+"""Runs a model layer by layer over calibration batches and observes the inputs of its linear layers.
 
-One layer's activations are in memory at a time. Hidden states are a tensor [T, E] or a ResidualStream, as a family's layers pass them on.
+One layer's activations are in memory at a time.
 
 T tokens of a batch, E hidden channels, I input channels of a linear layer, G key/value heads.
 """
@@ -17,7 +17,7 @@ from kernels import build
 from kernels.kv_format import PagedVectors
 from kernels.quantize_rows import Rows
 from models.batch import Batch, KVCache
-from models.causal_lm import CausalLM
+from models.causal_lm import CausalLM, Stream
 from models.layers.dense import DenseLinear
 from models.layers.linear import Layer
 from models.layers.norm import ResidualStream
@@ -26,20 +26,18 @@ from quantization.activations import ActivationRange, best_static_scale
 from quantization.codes import CodeKind
 from quantization.gptq import Hessian
 
-Hidden = Tensor | ResidualStream
-
 PROBE_TOKENS = 16  # a fold that changes what a layer computes changes it for every token
 NUM_SAMPLES = 512  # rows of activations that searches and reports work on
 
 
-class Observed:
-    """What came to one or more linear layers that share their input. Scales and shifts that are folded in later are counted in."""
+class ActivationStats:
+    """Statistics of the input of one or more linear layers that share it, as it is after all folds of scales and shifts."""
 
     def __init__(self, linears: list[str], norm: str | None, x: Tensor, with_hessian: bool) -> None:
         self.linears = linears
         """Their names."""
         self.norm = norm
-        """The name of the norm whose output it is."""
+        """The name of the norm whose output the input is."""
         self.hessian = Hessian(x.shape[1], x.device) if with_hessian else None
         self._range = ActivationRange(x.shape[1], x.device)
         self._samples: list[Tensor] = []  # [some T, I] each
@@ -48,7 +46,7 @@ class Observed:
         self._static_scales: dict[CodeKind, Tensor] = {}
 
     def add(self, x: Tensor, num_samples: int) -> None:
-        """Counts x [T, I], of which so many rows are kept."""
+        """Count x [T, I], and keep about `num_samples` of its rows."""
         self._range.add(x)
         self._samples.append(x[:: max(1, -(-len(x) // num_samples))].clone())
         if self.hessian:
@@ -56,13 +54,13 @@ class Observed:
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """The least and greatest value of each channel [I] float32."""
+        """The minimum and the maximum of each channel, [I] float32 each."""
         low, high = self._range.bounds()
         return (low - self._shift) / self._scales, (high - self._shift) / self._scales
 
     @property
     def absmax(self) -> Tensor:
-        """[I] float32"""
+        """The largest magnitude of each channel [I] float32."""
         low, high = self.bounds
         return torch.maximum(low.abs(), high.abs())
 
@@ -72,18 +70,18 @@ class Observed:
         return (torch.cat(self._samples).float() - self._shift) / self._scales
 
     def static_scale(self, kind: CodeKind) -> Tensor:
-        """The scale [] float32 with which the input, as it is now, becomes codes."""
+        """Return the scale [] float32 that quantises the input as it is now."""
         if kind not in self._static_scales:
             self._static_scales[kind] = best_static_scale(self.absmax, self.sample, kind)
         return self._static_scales[kind]
 
-    def lessen(self, shift: Tensor) -> None:
-        """From now on the input is lessened by shift [I]."""
+    def shift_by(self, shift: Tensor) -> None:
+        """Subtract shift [I] from the input from now on."""
         self._static_scales.clear()
         self._shift = self._shift + shift * self._scales
 
     def divide(self, scales: Tensor) -> None:
-        """From now on the input is divided by scales [I]."""
+        """Divide the input by scales [I] from now on."""
         self._static_scales.clear()
         self._scales = self._scales * scales
 
@@ -93,14 +91,12 @@ class _Passage:
     """A batch on its way through the layers."""
 
     batch: Batch
-    state: Hidden
+    stream: Stream
     """Before the next layer."""
-    others: tuple[Any, ...]
-    """What the layers get besides hidden states and their own cache."""
 
 
-class LayerByLayer:
-    """Holds the hidden states of all batches before the next layer.
+class SequentialCalibrator:
+    """Runs all batches through a model, one layer after the other. Holds their streams before the next layer.
 
     A layer's inputs are what the float layers before it give, so that one pass observes a layer and goes on to the next. With `sequential`
     they are what the quantised layers before it give: a second pass, through the quantised layer, goes on.
@@ -118,45 +114,45 @@ class LayerByLayer:
         """`probe` is a short batch of its own, whose output tells whether a change of a layer changes what it computes.
 
         `cache`, which is not quantised, has room for a batch, which is computed in one step: its layers may share their memory.
-        `with_cache`: what is written into it is observed, too.
+        `with_cache`: observe what is written into it, too.
         """
         self._model, self._cache, self._sequential, self._with_cache = model, cache, sequential, with_cache
-        self._parent, self._name = find_layers(model)
-        self.layers: nn.ModuleList = self._parent.get_submodule(self._name)  # type: ignore[assignment]
         self._next = 0
         self._probe = self._enter(probe)
         self._passages = [self._enter(batch) for batch in batches]
         self._samples_per_batch = -(-NUM_SAMPLES // len(batches))
         self._absmax: list[Tensor] = []  # [2, G] of each batch's keys and values in the pass that goes on
 
+    @torch.inference_mode()
     def _enter(self, batch: Batch) -> _Passage:
-        end = _Ends(None)
-        self._run_ends(end, batch)
-        assert end.state is not None
-        return _Passage(batch, end.state, end.others)
+        return _Passage(batch, self._model.embed(batch))
 
-    def observe(self, linears: Sequence[str] = (), with_hessian: bool = False) -> list[Observed]:
-        """What comes to the linear layers, by their names in the next layer. Those that nothing reaches are in no group."""
+    def observe(self, linears: Sequence[str] = (), with_hessian: bool = False) -> list[ActivationStats]:
+        """Return the statistics of inputs of the next layer's linear layers, given by their names in it.
+
+        Layers with the same input are in one group; those that no token reaches are in none.
+        """
         if self._sequential and not linears:
             return []
         observing = _Observing(self._samples_per_batch, with_hessian)
-        with self._multiplying_fast(), observing.hooked(self.layers[self._next], linears):
+        layer, norms = self._model.layers[self._next], self._model.layout.norms
+        with self._multiplying_fast(), observing.hooked(layer, linears, norms):
             self._pass(goes_on=not self._sequential, after_batch=observing.forget)
         return list(observing.groups.values())
 
     def output(self) -> Tensor:
-        """Hidden states [T, E] of the probe after the next layer, as it is now."""
-        hidden = self._through_layer(self._probe)
-        return hidden.total() if isinstance(hidden, ResidualStream) else hidden
+        """Return the probe's hidden states [T, E] after the next layer, as the layer is now."""
+        stream = self._through_layer(self._probe)
+        return stream.total() if isinstance(stream, ResidualStream) else stream
 
     def advance(self) -> tuple[Tensor, Tensor] | None:
-        """Go on behind the next layer, as it is now; if not `sequential`, it was observed before.
+        """Go on to the layer behind the next one. If not `sequential`, `observe` must have been called for the next one.
 
         Returns the largest magnitudes of its keys and of its values, of each head, [G] float32, or None without `with_cache`.
         """
         if self._sequential:
             self._pass(goes_on=True)
-        self._probe.state = self._through_layer(self._probe)
+        self._probe.stream = self._through_layer(self._probe)
         self._next += 1
         if not self._with_cache:
             return None
@@ -164,27 +160,26 @@ class LayerByLayer:
         return keys, values
 
     def _pass(self, goes_on: bool, after_batch: Callable[[], None] = lambda: None) -> None:
-        """All batches through the next layer; if it goes on, their states become its outputs."""
+        """Run all batches through the next layer; if it `goes_on`, their streams become its outputs."""
         caches = self._cache.layers[self._next]
         self._absmax.clear()
         for passage in self._passages:
-            state = self._through_layer(passage)
+            stream = self._through_layer(passage)
             if goes_on:
-                passage.state = state
+                passage.stream = stream
                 if self._with_cache:
                     self._absmax.append(torch.stack([_absmax(cache, passage.batch.slots) for cache in caches]))
             after_batch()
 
     @torch.inference_mode()
-    def _through_layer(self, passage: _Passage) -> Hidden:
-        cache = self._cache.layers[self._next]
-        hidden: Hidden = self.layers[self._next](passage.state, *passage.others[:-1], cache)
-        return hidden
+    def _through_layer(self, passage: _Passage) -> Stream:
+        cache = KVCache([self._cache.layers[self._next]])
+        return self._model.run_layers(passage.stream, passage.batch, cache, range(self._next, self._next + 1))
 
     @contextmanager
     def _multiplying_fast(self) -> Iterator[None]:
         """Let the next layer's linear layers multiply many rows fast meanwhile. Each is called by itself, so that hooks see its input."""
-        layer = self.layers[self._next]
+        layer = self._model.layers[self._next]
         floats = {}
         for found in linear_layers(layer).values():
             floats[found.name] = own = layer.get_submodule(found.name)
@@ -195,25 +190,16 @@ class LayerByLayer:
             for name, own in floats.items():
                 replace_layer(layer, name, own)
 
-    def observe_head(self, linears: list[str], with_hessian: bool) -> Observed:
-        """What comes to the head, after the last layer."""
+    @torch.inference_mode()
+    def observe_head(self, linears: list[str], with_hessian: bool) -> ActivationStats:
+        """Return the statistics of the head's inputs, after the last layer."""
         group = None
         for passage in self._passages:
-            x = self._run_ends(_Ends(passage.state), passage.batch)  # [T, E]
-            group = group or Observed(linears, None, x, with_hessian)
+            x = self._model.finish(passage.stream)  # [T, E]
+            group = group or ActivationStats(linears, None, x, with_hessian)
             group.add(x, self._samples_per_batch)
         assert group is not None
         return group
-
-    @torch.inference_mode()
-    def _run_ends(self, ends: "_Ends", batch: Batch) -> Tensor:
-        """The model with nothing between what comes before the layers and what comes after them."""
-        setattr(self._parent, self._name, nn.ModuleList([ends] * len(self.layers)))
-        try:
-            hidden: Tensor = self._model(batch, self._cache)
-        finally:
-            setattr(self._parent, self._name, self.layers)
-        return hidden
 
 
 def fast_layer(own: nn.Module, layer: Layer) -> nn.Module:
@@ -234,26 +220,11 @@ def _absmax(cache: PagedVectors, slots: Tensor) -> Tensor:
     return vectors.abs().amax((0, 2)).float() if vectors.shape[2] else vectors.new_zeros(vectors.shape[1]).float()
 
 
-class _Ends(nn.Module):
-    """Stands for every layer: remembers what the first one gets, and gives `state` where there is one."""
-
-    def __init__(self, state: Hidden | None) -> None:
-        super().__init__()
-        self.state = state
-        self.others: tuple[Any, ...] = ()
-
-    def forward(self, hidden: Hidden, *others: Any) -> Hidden:
-        if self.state is None:
-            self.state = hidden
-        self.others = self.others or others
-        return self.state
-
-
 class _Observing:
-    """Hooks that put linear layers with the same input tensor into one group, which is called by its first layer."""
+    """Hooks that put linear layers with the same input tensor into one group, named by its first layer."""
 
     def __init__(self, samples_per_batch: int, with_hessian: bool) -> None:
-        self.groups: dict[str, Observed] = {}
+        self.groups: dict[str, ActivationStats] = {}
         self._num_samples = samples_per_batch
         self._with_hessian = with_hessian
         # By tensor: the group's first layer, or the norm that made it. The tensors stay alive meanwhile.
@@ -261,11 +232,11 @@ class _Observing:
         self._norms: dict[int, tuple[str, Tensor]] = {}
 
     @contextmanager
-    def hooked(self, layer: nn.Module, linears: Sequence[str]) -> Iterator[None]:
-        """Observe these linear layers of a decoder layer meanwhile."""
-        norms = {name: module for name, module in layer.named_modules() if "norm" in type(module).__name__.lower()}
-        hooks = [layer.get_submodule(name).register_forward_pre_hook(self.input_of(name)) for name in linears]
-        hooks += [module.register_forward_hook(self.output_of(name)) for name, module in norms.items()]
+    def hooked(self, layer: nn.Module, linears: Sequence[str], norms: Sequence[str]) -> Iterator[None]:
+        """Observe these linear layers of a decoder layer meanwhile, and which of its norms they read, where it has them."""
+        modules = dict(layer.named_modules())
+        hooks = [modules[name].register_forward_pre_hook(self.input_of(name)) for name in linears]
+        hooks += [modules[name].register_forward_hook(self.output_of(name)) for name in norms if name in modules]
         try:
             yield
         finally:
@@ -291,19 +262,10 @@ class _Observing:
                 self._leaders[id(x)] = name, x
                 if name not in self.groups:
                     norm, _ = self._norms.get(id(x), (None, x))
-                    self.groups[name] = Observed([], norm, x, self._with_hessian)
+                    self.groups[name] = ActivationStats([], norm, x, self._with_hessian)
                 self.groups[name].linears += [name] * (name not in self.groups[name].linears)
                 self.groups[name].add(x, self._num_samples)
             group = self.groups[self._leaders[id(x)][0]]
             group.linears += [name] * (name not in group.linears)
 
         return observe
-
-
-def find_layers(model: CausalLM) -> tuple[nn.Module, str]:
-    """The module that has the list of layers, and the list's name in it: the first that is as long as the config says."""
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers:
-            parent, _, name = path.rpartition(".")
-            return model.get_submodule(parent), name
-    raise AssertionError("every architecture has a list of layers")

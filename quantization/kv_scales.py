@@ -1,4 +1,4 @@
-"""Static scales of the KV cache, one for each head: parameters of a model's attention modules, named as compressed-tensors names them.
+"""Static scales of the KV cache, one for each head: parameters of attention modules, named as in compressed-tensors.
 
 G key/value heads. Source: the package compressed-tensors, 0.20 (strategy `attn_head`: [G, 1, 1]; `tensor`: one number).
 """
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from conf.quantization import KVCacheFormat
 from kernels.kv_format import FLOAT8_MAX, INT8_MAX, STATIC_FORMATS, KVFormat, Unquantised
 from models.causal_lm import CausalLM
+from models.layers.attention import Heads
 from models.weights import assign
 from quantization.codes import scale_of
 from quantization.layouts.checks import positive
@@ -21,13 +22,14 @@ LARGEST_CODES = {KVCacheFormat.int8: INT8_MAX, KVCacheFormat.fp8: FLOAT8_MAX}
 
 
 def place_kv_scales(model: CausalLM, per_head: bool, found: Mapping[str, tuple[int, ...]]) -> None:
-    """Give all attention modules scales, not initialised, on the model's device, and float32 in a model of any dtype.
+    """Give every attention module scales: not initialised, on the model's device, and float32 in a model of any dtype.
 
     `found` are the shapes of a checkpoint's tensors, by name: some tools write [G] for [G, 1, 1], and [] for [1].
     """
-    heads, device = model.config.num_key_value_heads, next(model.parameters()).device
-    shapes = [(heads, 1, 1), (heads,)] if per_head else [(1,), ()]
-    for name in _scale_names(model):
+    device = next(model.parameters()).device
+    for name, heads in _scales(model).items():
+        count = heads.num_key_value_heads
+        shapes = [(count, 1, 1), (count,)] if per_head else [(1,), ()]
         shape = found[name] if found.get(name) in shapes else shapes[0]
         module, _, own = name.rpartition(".")
         scale = nn.Parameter(torch.empty(shape, device=device), requires_grad=False)
@@ -36,33 +38,36 @@ def place_kv_scales(model: CausalLM, per_head: bool, found: Mapping[str, tuple[i
 
 
 def choose_kv_scales(model: CausalLM, layer: int, absmax: tuple[Tensor, Tensor], format: KVCacheFormat) -> None:
-    """Fill a layer's scales, so that the largest magnitudes of its keys and of its values [G] meet the largest code."""
+    """Set a layer's scales to map the largest magnitudes of its keys and of its values, [G] each, to the largest code."""
     module = attention_names(model)[layer]
     for own, largest in zip((KEY, VALUE), absmax, strict=True):
         name = f"{module}.{own}"
-        if name in _scale_names(model):
+        if name in _scales(model):
             assign(model, name, scale_of(largest, LARGEST_CODES[format]).reshape(-1, 1, 1))
 
 
 def static_kv_formats(model: CausalLM, format: KVCacheFormat) -> list[tuple[KVFormat, KVFormat]]:
-    """Of each layer's keys and values. Raises UserError for scales that are not positive numbers."""
-    kind, heads = STATIC_FORMATS[format.name], model.config.num_key_value_heads
-    names = _scale_names(model)
+    """Return the formats of each layer's keys and values. Raises UserError for scales that are not positive numbers."""
+    kind, scales = STATIC_FORMATS[format.name], _scales(model)
 
     def format_of(name: str) -> KVFormat:
-        if name not in names:  # values that are not kept
+        if name not in scales:  # values that are not stored
             return Unquantised()
-        return kind(positive(model.get_parameter(name), name).flatten().expand(heads).contiguous())
+        count = scales[name].num_key_value_heads
+        return kind(positive(model.get_parameter(name), name).flatten().expand(count).contiguous())
 
     return [(format_of(f"{name}.{KEY}"), format_of(f"{name}.{VALUE}")) for name in attention_names(model)]
 
 
 def attention_names(model: CausalLM) -> list[str]:
-    """The modules that keep keys and values, in the order of the layers."""
-    return [name for name, _ in model.named_modules() if name.rpartition(".")[2] == model.attention]
+    """Return the names of the modules that keep keys and values, in the order of the layers."""
+    layout = model.layout
+    return [f"{layout.layers}.{i}.{layout.attention}" for i in range(model.config.num_hidden_layers)]
 
 
-def _scale_names(model: CausalLM) -> list[str]:
-    """Of latents the keys are the values, too."""
-    kept = (KEY, VALUE) if model.config.value_head_dim else (KEY,)
-    return [f"{name}.{own}" for name in attention_names(model) for own in kept]
+def _scales(model: CausalLM) -> dict[str, Heads]:
+    """Return the names of all scales with their layer's heads. Values that are not stored have none."""
+    layers = zip(attention_names(model), model.attention_heads, strict=True)
+    return {
+        f"{name}.{own}": heads for name, heads in layers for own in ((KEY, VALUE) if heads.value_head_dim else (KEY,))
+    }

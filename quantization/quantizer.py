@@ -1,4 +1,4 @@
-"""Quantises a model part by part, each on the inputs that `LayerByLayer` observed.
+"""Quantises a model part by part, each on the inputs that a `SequentialCalibrator` observed.
 
 O output channels, I input channels, T tokens.
 """
@@ -16,7 +16,7 @@ from models.causal_lm import CausalLM
 from models.linear_layers import linear_layers
 from quantization.activations import quantize_per_token, quantize_static
 from quantization.awq import search_clip
-from quantization.calibration import LayerByLayer, Observed, find_layers
+from quantization.calibration import ActivationStats, SequentialCalibrator
 from quantization.gptq import gptq
 from quantization.kv_scales import choose_kv_scales
 from quantization.layouts.base import StoredWeight
@@ -53,10 +53,8 @@ class LinearReport:
 
 
 def parts_of(model: CausalLM, schemes: dict[str, LinearScheme]) -> list[Part]:
-    """Every decoder layer, then the head where it has a scheme. Raises UserError for layers outside, which nothing reaches."""
-    parent, own = find_layers(model)
-    path = next(name for name, module in model.named_modules() if module is parent.get_submodule(own))
-    parts = [Part(i, f"{path}.{i}.", {}) for i in range(model.config.num_hidden_layers)]
+    """Return every decoder layer, then the head where it has a scheme. Raises UserError for linear layers that are in none of these."""
+    parts = [Part(i, f"{model.layout.layers}.{i}.", {}) for i in range(model.config.num_hidden_layers)]
     head = Part(len(parts), "", {})
     for name, scheme in schemes.items():
         part = next((part for part in parts if name.startswith(part.prefix)), None)
@@ -84,10 +82,10 @@ def is_sequential(config: QuantConfig) -> bool:
 
 
 class Quantizer:
-    """Takes the parts in their order, on the activations that `layers` has for them."""
+    """Takes the parts in their order, on the activations that the calibrator has for them."""
 
-    def __init__(self, model: CausalLM, config: QuantConfig, layers: LayerByLayer) -> None:
-        self._model, self._config, self._layers = model, config, layers
+    def __init__(self, model: CausalLM, config: QuantConfig, calibrator: SequentialCalibrator) -> None:
+        self._model, self._config, self._calibrator = model, config, calibrator
 
     def quantize(self, part: Part) -> tuple[dict[str, StoredWeight], list[LinearReport]]:
         """Puts quantised layers in the places of the part's linear layers, chooses scales of its cache where they are static, and goes on
@@ -112,30 +110,32 @@ class Quantizer:
         linears = linear_layers(self._model)
         for full_name, scheme in part.schemes.items():
             place_quantized(self._model, linears[full_name], scheme, stored[full_name])
-        if part.index < len(self._layers.layers):
-            absmax = self._layers.advance()
+        if part.index < len(self._model.layers):
+            absmax = self._calibrator.advance()
             if absmax is not None:
                 choose_kv_scales(self._model, part.index, absmax, self._config.kv_cache)
         return stored, reports
 
-    def _observe(self, part: Part, names: list[str]) -> list[Observed]:
+    def _observe(self, part: Part, names: list[str]) -> list[ActivationStats]:
         with_hessian = self._config.method is QuantMethod.gptq
-        if part.index == len(self._layers.layers):
-            return [self._layers.observe_head(names, with_hessian)]
-        return self._layers.observe(names, with_hessian)
+        if part.index == len(self._model.layers):
+            return [self._calibrator.observe_head(names, with_hessian)]
+        return self._calibrator.observe(names, with_hessian)
 
     def _smooth(
-        self, part: Part, weights: Weights, groups: list[Observed], schemes: dict[str, LinearScheme]
+        self, part: Part, weights: Weights, groups: list[ActivationStats], schemes: dict[str, LinearScheme]
     ) -> dict[str, str]:
         if self._config.method not in (QuantMethod.awq, QuantMethod.smoothquant):
             return {}
-        if part.index == len(self._layers.layers):
+        if part.index == len(self._model.layers):
             return dict.fromkeys(schemes, "not smoothed: the head")
-        layer = self._layers.layers[part.index]
-        smoother = Smoother(layer, weights, self._config, self._layers.output)
+        layer, layout = self._model.layers[part.index], self._model.layout
+        smoother = Smoother(layer, layout, weights, self._config, self._calibrator.output)
         return smoother.smooth(groups, {name: scheme.weights for name, scheme in schemes.items()})
 
-    def _choose(self, weight: Tensor, group: Observed | None, scheme: LinearScheme) -> tuple[QuantizedWeight, str]:
+    def _choose(
+        self, weight: Tensor, group: ActivationStats | None, scheme: LinearScheme
+    ) -> tuple[QuantizedWeight, str]:
         """Codes of weight [O, I], and a note."""
         if group is None:
             return quantize(weight, scheme.weights), "no calibration token came here: rounded to nearest"
@@ -156,7 +156,7 @@ def float_weight(model: CausalLM, name: str) -> Tensor:
     return weight.T if linear_layers(model)[name].is_transposed else weight
 
 
-def _input_scale(group: Observed | None, groups: list[Observed], scheme: LinearScheme) -> Tensor | None:
+def _input_scale(group: ActivationStats | None, groups: list[ActivationStats], scheme: LinearScheme) -> Tensor | None:
     """For a layer that no token reached the widest of its part."""
     if scheme.activations is not Activations.static:
         return None
@@ -180,7 +180,7 @@ def _sampled_weight(weight: QuantizedWeight) -> QuantizedWeight:
     return QuantizedWeight(_sampled(weight.codes), scales, zero_points, weight.permutation)
 
 
-def _rounded_error(weight: Tensor, scheme: LinearScheme, group: Observed) -> float:
+def _rounded_error(weight: Tensor, scheme: LinearScheme, group: ActivationStats) -> float:
     """The error of rounding weight [O, I] to nearest."""
     rows, format = _sampled(weight), scheme.weights
     scales, zero_points = choose_scales(weight if format.per_tensor else rows, format)
@@ -189,7 +189,7 @@ def _rounded_error(weight: Tensor, scheme: LinearScheme, group: Observed) -> flo
     )
 
 
-def _error(weight: Tensor, sampled: QuantizedWeight, scheme: LinearScheme, group: Observed) -> float:
+def _error(weight: Tensor, sampled: QuantizedWeight, scheme: LinearScheme, group: ActivationStats) -> float:
     """The error of x W^T, relative to it, that quantised weights and activations cause, on a sample of tokens and outputs. weight [O, I]"""
     x, kind = _sampled(group.sample), scheme.weights.kind
     outputs = x @ _sampled(weight).T

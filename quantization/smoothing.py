@@ -1,7 +1,7 @@
 """Scales and shifts that make a layer's activations or weights easier to quantise, folded into what stands before its linear layers.
 
-Whether a fold is possible - whether nothing else reads what is scaled - is not told by an architecture but tried: the float layer's output
-must stay what it was. I input channels of linear layers, D channels of a norm, T tokens.
+An architecture's layout names the candidates. Whether a fold is possible, because nothing else reads what is scaled, is tried: the float
+layer's output must stay what it was. I input channels of linear layers, D channels of a norm, T tokens.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from conf.quantization import QuantConfig, QuantMethod
 from models.layers.linear import Conv1D
+from models.layout import ModelLayout
 from quantization.awq import search_scales
-from quantization.calibration import Observed
+from quantization.calibration import ActivationStats
 from quantization.fold import divide_norm, divide_outputs, midpoint, multiply_inputs, shift_inputs, shift_norm
 from quantization.smoothquant import search_smooth_scales, smooth_scales
 from quantization.weight_format import WeightFormat
 
-# A linear layer whose output channels, times something, are the input channels of another one beside it.
-PRODUCERS = (("up_proj", "down_proj"), ("w3", "w2"), ("w1", "c_proj"), ("v_proj", "o_proj"))
 NUM_GROUPS = 3  # of channels that have an alpha of their own in a piecewise search
 # By how much a layer's output may differ after a fold, relatively: what two or three roundings in the dtype explain.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -31,12 +30,14 @@ Weights = dict[str, Tensor]
 class Smoother:
     """Folds scales into one decoder layer."""
 
-    def __init__(self, layer: nn.Module, weights: Weights, config: QuantConfig, run: Callable[[], Tensor]) -> None:
-        """`run` gives the layer's output on some data. `weights` and the layer's parameters are changed."""
-        self._layer, self._weights, self._config, self._run = layer, weights, config, run
+    def __init__(
+        self, layer: nn.Module, layout: ModelLayout, weights: Weights, config: QuantConfig, run: Callable[[], Tensor]
+    ) -> None:
+        """`run` returns the layer's output on some data. `weights` and the layer's parameters are changed."""
+        self._layer, self._layout, self._weights, self._config, self._run = layer, layout, weights, config, run
         self._expected = run()
 
-    def smooth(self, groups: list[Observed], formats: dict[str, WeightFormat]) -> dict[str, str]:
+    def smooth(self, groups: list[ActivationStats], formats: dict[str, WeightFormat]) -> dict[str, str]:
         """Scales every group whose producer is found; `groups` then tell of scaled inputs. Returns notes by linear layer.
 
         All folds are checked at once; where one of them changes the output, they are made again and checked one after the other.
@@ -56,7 +57,7 @@ class Smoother:
                 group.divide(scales)
         return notes
 
-    def _checked_fold(self, group: Observed, formats: dict[str, WeightFormat]) -> Tensor | None:
+    def _checked_fold(self, group: ActivationStats, formats: dict[str, WeightFormat]) -> Tensor | None:
         """As `_fold`; undone, and None, if it changes the layer's output."""
         if self._config.shift and group.norm is not None:
             self._shift(group)
@@ -77,7 +78,7 @@ class Smoother:
             parameter.data = parameters[name]
         self._weights.update(weights)
 
-    def _find_scales(self, group: Observed, format: WeightFormat) -> Tensor:
+    def _find_scales(self, group: ActivationStats, format: WeightFormat) -> Tensor:
         weights = [self._weights[name] for name in group.linears]
         if self._config.method is QuantMethod.awq:
             return search_scales(weights, group.sample, format)
@@ -85,7 +86,7 @@ class Smoother:
             return search_smooth_scales(group.sample, weights, NUM_GROUPS)
         return smooth_scales(group.absmax, weights, self._config.smooth.alpha)
 
-    def _fold(self, group: Observed, formats: dict[str, WeightFormat]) -> Tensor | None:
+    def _fold(self, group: ActivationStats, formats: dict[str, WeightFormat]) -> Tensor | None:
         """Divides the group's input by scales [I] and multiplies its weights' columns. Returns the scales, or None: no producer."""
         scales = self._find_scales(group, formats[group.linears[0]])
         if group.norm is not None:
@@ -97,9 +98,9 @@ class Smoother:
         return scales
 
     def _divide_norm(self, name: str, scales: Tensor) -> Tensor:
-        """Returns the scales that the norm's rounded weight stands for, so that the rounding is made up for where it is multiplied."""
+        """Divide a norm's output by scales [I]. Returns the scales that its rounded weight stands for, for its readers to multiply by."""
         weight, bias = self._parameters(name)
-        offset = float(getattr(self._layer.get_submodule(name), "weight_offset", 0))
+        offset = self._layout.norm_weight_offset
         divided, divided_bias = divide_norm(weight.data, None if bias is None else bias.data, scales, offset)
         exact = (weight.data.float() + offset) / (divided.float() + offset)
         weight.data = divided
@@ -108,22 +109,19 @@ class Smoother:
         return torch.where(exact.isfinite() & (exact > 0), exact, scales)
 
     def _divide_producer(self, consumer: str, scales: Tensor) -> bool:
-        """Whether there is one."""
+        """Divide the outputs of the layer whose output channels are the consumer's inputs. Returns whether there is one."""
         parent, _, own = consumer.rpartition(".")
-        for first, second in PRODUCERS:
-            producer = f"{parent}.{first}".strip(".")
-            if own == second and producer in self._weights and self._weights[producer].shape[0] == len(scales):
-                _, bias = self._parameters(producer)
-                divided, divided_bias = divide_outputs(
-                    self._weights[producer], None if bias is None else bias.data, scales
-                )
-                self._set_weight(producer, divided)
-                if bias is not None and divided_bias is not None:
-                    bias.data = divided_bias
-                return True
-        return False
+        producer = f"{parent}.{self._layout.producers.get(own)}".strip(".")
+        if producer not in self._weights or self._weights[producer].shape[0] != len(scales):
+            return False
+        _, bias = self._parameters(producer)
+        divided, divided_bias = divide_outputs(self._weights[producer], None if bias is None else bias.data, scales)
+        self._set_weight(producer, divided)
+        if bias is not None and divided_bias is not None:
+            bias.data = divided_bias
+        return True
 
-    def _shift(self, group: Observed) -> None:
+    def _shift(self, group: ActivationStats) -> None:
         """Raises UserError for a layer without the biases that a shift goes into."""
         assert group.norm is not None
         shift = midpoint(*group.bounds)
@@ -136,7 +134,7 @@ class Smoother:
             bias.data = shift_norm(bias.data, shift) if is_norm else shift_inputs(self._weights[name], bias.data, shift)
         if not self._keeps_output():
             raise UserError(f"quant.shift changes what this architecture computes after {group.norm}: leave it out")
-        group.lessen(shift)
+        group.shift_by(shift)
 
     def _parameters(self, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:
         """A module's weight and bias."""

@@ -16,25 +16,25 @@ from conf.errors import UserError
 from kernels.kv_store import kv_store, rope_and_store
 from kernels.linear import linear
 from kernels.quantize_rows import Rows
-from models.batch import Batch, KVCache, LayerCache
-from models.causal_lm import CausalLM, ModelShape
+from models.batch import Batch, LayerCache
 from models.config import ConfigReader
-from models.decoder import Decoder, DecoderLayer
-from models.layers.attention import alibi_slopes, attend
+from models.decoder import DecoderLayer, PreNormLM, PreNormShape
+from models.layers.attention import Heads, alibi_slopes, attend
 from models.layers.constant import Constant
 from models.layers.linear import Linear
 from models.layers.mlp import MLP
+from models.layers.module import Module
 from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding
+from models.layout import ModelLayout, Unit
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class BaichuanConfig(ModelShape):
-    hidden_size: int
+class BaichuanConfig(PreNormShape):
     intermediate_size: int
     num_attention_heads: int
-    rms_norm_eps: float
+    head_dim: int
     max_length: int
     alibi: bool
     normalised_head: bool
@@ -89,8 +89,8 @@ def read_config(config: ConfigReader) -> BaichuanConfig:
         hidden_size=hidden_size,
         intermediate_size=config.count("intermediate_size"),
         num_hidden_layers=config.num_layers(),
+        tie_word_embeddings=False,
         num_attention_heads=heads,
-        num_key_value_heads=heads,
         head_dim=hidden_size // heads,
         rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
         max_length=config.count("model_max_length" if alibi else "max_position_embeddings"),
@@ -99,9 +99,10 @@ def read_config(config: ConfigReader) -> BaichuanConfig:
     )
 
 
-class Attention(nn.Module):
+class Attention(Module):
     def __init__(self, c: BaichuanConfig, slopes: Constant | None) -> None:
         super().__init__()
+        self.heads = Heads(c.num_attention_heads, c.num_attention_heads, c.head_dim, c.head_dim)
         self.head_dim = c.head_dim
         self.slopes = slopes  # [H]
         self.W_pack = Linear(c.hidden_size, 3 * c.hidden_size, bias=False)
@@ -122,7 +123,7 @@ class Attention(nn.Module):
         return self.o_proj(attended)  # type: ignore[no-any-return]
 
 
-class NormHead(nn.Module):
+class NormHead(Module):
     """A head whose rows have length 1 (Baichuan 2, arXiv 2309.10305). Checkpoints hold it as it was trained."""
 
     output_axis = 0
@@ -144,22 +145,16 @@ class NormHead(nn.Module):
         return linear(x, self.unit_rows())
 
 
-class Baichuan(CausalLM):
-    config: BaichuanConfig
+class Baichuan(PreNormLM):
+    layout = ModelLayout(fused={"W_pack": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)})
 
-    def __init__(self, config: BaichuanConfig) -> None:
-        super().__init__()
-        self.config = config
-        c, layers = config, range(config.num_hidden_layers)
+    def __init__(self, c: BaichuanConfig) -> None:
         rotary = None if c.alibi else RotaryEmbedding(RotaryConfig(c.head_dim, c.max_length))
         slopes = Constant(alibi_slopes(c.num_attention_heads)) if c.alibi else None
-        self.model = Decoder(
-            c, (DecoderLayer(c, Attention(c, slopes), MLP(c.hidden_size, c.intermediate_size)) for _ in layers), rotary
+        layers = (
+            DecoderLayer(c, Attention(c, slopes), MLP(c.hidden_size, c.intermediate_size))
+            for _ in range(c.num_hidden_layers)
         )
-        if config.normalised_head:
-            self.lm_head: NormHead | Linear = NormHead(config)
-        else:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self.model(batch, cache)  # type: ignore[no-any-return]
+        super().__init__(c, layers, rotary)
+        if c.normalised_head:
+            self.lm_head = NormHead(c)

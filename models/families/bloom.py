@@ -5,27 +5,31 @@ T tokens, H heads, D channels per head, E hidden channels, V vocabulary, R outpu
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from kernels.kv_store import kv_store
-from models.batch import Batch, KVCache, LayerCache
+from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.activation import gelu_tanh
-from models.layers.attention import alibi_slopes, attend
+from models.layers.attention import Heads, alibi_slopes, attend
 from models.layers.constant import Constant
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear, make_head
+from models.layers.module import Module
+from models.layers.norm import LayerNorm
+from models.layout import ModelLayout, Unit
 
 
 @dataclass(frozen=True)
 class BloomConfig(ModelShape):
     hidden_size: int
-    num_key_value_heads: int  # one for each query head
+    num_attention_heads: int
+    head_dim: int
     seq_length: int
     layer_norm_epsilon: float
     apply_residual_connection_post_layernorm: bool
-    tie_word_embeddings: bool
 
     @property
     def context_length(self) -> int:
@@ -44,7 +48,7 @@ def read_config(config: ConfigReader) -> BloomConfig:
         vocab_size=config.count("vocab_size"),
         hidden_size=hidden_size,
         num_hidden_layers=config.num_layers("num_hidden_layers" if config.raw("n_layer") is None else "n_layer"),
-        num_key_value_heads=heads,
+        num_attention_heads=heads,
         head_dim=hidden_size // heads,
         seq_length=config.count("seq_length", 2048),
         layer_norm_epsilon=config.positive("layer_norm_epsilon", 1e-5),
@@ -53,9 +57,10 @@ def read_config(config: ConfigReader) -> BloomConfig:
     )
 
 
-class Attention(nn.Module):
+class Attention(Module):
     def __init__(self, c: BloomConfig) -> None:
         super().__init__()
+        self.heads = Heads(c.num_attention_heads, c.num_attention_heads, c.head_dim, c.head_dim)
         self.head_dim = c.head_dim
         self.query_key_value = Linear(c.hidden_size, 3 * c.hidden_size)
         self.dense = Linear(c.hidden_size, c.hidden_size)
@@ -68,7 +73,7 @@ class Attention(nn.Module):
         return self.dense(attended)  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
+class MLP(Module):
     def __init__(self, c: BloomConfig) -> None:
         super().__init__()
         self.dense_h_to_4h = Linear(c.hidden_size, 4 * c.hidden_size)
@@ -78,12 +83,12 @@ class MLP(nn.Module):
         return self.dense_4h_to_h(gelu_tanh(self.dense_h_to_4h(x)))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class Block(Module):
     def __init__(self, c: BloomConfig) -> None:
         super().__init__()
-        self.input_layernorm = nn.LayerNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.input_layernorm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
         self.self_attention = Attention(c)
-        self.post_attention_layernorm = nn.LayerNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.post_attention_layernorm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
         self.mlp = MLP(c)
         self.keeps_normed = c.apply_residual_connection_post_layernorm
 
@@ -94,33 +99,35 @@ class Block(nn.Module):
         return (normed if self.keeps_normed else x) + self.mlp(normed)  # type: ignore[no-any-return]
 
 
-class Transformer(nn.Module):
+class Transformer(Module):
     def __init__(self, c: BloomConfig) -> None:
         super().__init__()
         self.word_embeddings = Embedding(c.vocab_size, c.hidden_size)
-        self.word_embeddings_layernorm = nn.LayerNorm(c.hidden_size, c.layer_norm_epsilon)
+        self.word_embeddings_layernorm = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
         self.h = nn.ModuleList(Block(c) for _ in range(c.num_hidden_layers))
-        self.ln_f = nn.LayerNorm(c.hidden_size, c.layer_norm_epsilon)
-        self.slopes = Constant(alibi_slopes(c.num_key_value_heads))
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        x = self.word_embeddings_layernorm(self.word_embeddings(batch.token_ids))  # [T, E]
-        slopes = self.slopes.on(x.device)
-        for block, layer_batch, layer_cache in batch.by_layer(self.h, cache):
-            x = block(x, slopes, layer_batch, layer_cache)
-        return self.ln_f(x)  # type: ignore[no-any-return]
+        self.ln_f = LayerNorm(c.hidden_size, c.layer_norm_epsilon)
 
 
 class Bloom(CausalLM):
-    config: BloomConfig
-    row_parallel = ("dense", "dense_4h_to_h")
-    attention = "self_attention"
+    layout = ModelLayout(
+        embedding="transformer.word_embeddings",
+        layers="transformer.h",
+        final_norm="transformer.ln_f",
+        attention="self_attention",
+        producers={},
+        row_parallel=("dense", "dense_4h_to_h"),
+        fused={"query_key_value": (Unit.QKV_HEAD,)},
+    )
 
-    def __init__(self, config: BloomConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.transformer = Transformer(config)
-        self.lm_head = make_head(self.transformer.word_embeddings, config.tie_word_embeddings)
+    def __init__(self, c: BloomConfig) -> None:
+        super().__init__(c)
+        self.transformer = Transformer(c)
+        self.lm_head = make_head(self.transformer.word_embeddings, c.tie_word_embeddings)
+        self.slopes = Constant(alibi_slopes(c.num_attention_heads))  # [H]
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self.transformer(batch, cache)  # type: ignore[no-any-return]
+    def embed(self, batch: Batch) -> Tensor:
+        embedded: Tensor = self.transformer.word_embeddings(batch.token_ids)
+        return self.transformer.word_embeddings_layernorm(embedded)
+
+    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor]:
+        return (self.slopes.on(batch.numbers.device),)

@@ -14,14 +14,17 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from kernels.kv_store import kv_store
 from kernels.rope import rope
-from models.batch import Batch, KVCache, LayerCache
+from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.activation import gelu_tanh
-from models.layers.attention import attend
+from models.layers.attention import Heads, attend
 from models.layers.constant import Constant
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear
+from models.layers.module import Module
+from models.layers.norm import LayerNorm
+from models.layout import ModelLayout, Unit
 
 # The published code scales residuals by the square root of twice 28 layers, whatever num_layers is.
 RESIDUAL_SCALE = math.sqrt(2 * 28)
@@ -32,6 +35,7 @@ class ChatGLMConfig(ModelShape):
     hidden_size: int
     inner_hidden_size: int
     num_attention_heads: int
+    head_dim: int
     layernorm_epsilon: float
     max_sequence_length: int
     sop_token_id: int
@@ -61,11 +65,11 @@ def read_config(config: ConfigReader) -> ChatGLMConfig:
         )
     return ChatGLMConfig(
         vocab_size=config.count("vocab_size"),
+        tie_word_embeddings=False,
         hidden_size=hidden_size,
         inner_hidden_size=config.count("inner_hidden_size"),
         num_hidden_layers=config.num_layers("num_layers"),
         num_attention_heads=heads,
-        num_key_value_heads=heads,
         head_dim=hidden_size // heads,
         layernorm_epsilon=config.positive("layernorm_epsilon", 1e-5),
         max_sequence_length=config.count("max_sequence_length", 2048),
@@ -89,7 +93,7 @@ def positions_2d(batch: Batch) -> tuple[Tensor, Tensor]:
     owners = torch.bucketize(
         tokens, batch.query_starts[1:], right=True
     )  # [T]; of a row that pads a step behind the last sequence
-    text_length, mask_position = batch.prompt_marks[owners.clamp(max=len(batch.prompt_marks) - 1)].unbind(1)
+    text_length, mask_position = batch.prompt_features[owners.clamp(max=len(batch.prompt_features) - 1)].unbind(1)
     place = torch.where(batch.positions < text_length, batch.positions, mask_position)
     return place, (batch.positions - text_length + 1).clamp(min=0)
 
@@ -111,9 +115,10 @@ class RotaryEmbedding2D:
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-class Attention(nn.Module):
+class Attention(Module):
     def __init__(self, c: ChatGLMConfig, layer: int) -> None:
         super().__init__()
+        self.heads = Heads(c.num_attention_heads, c.num_attention_heads, c.head_dim, c.head_dim)
         self.head_dim = c.head_dim
         # Scores grow with the layers: as in the published code they are kept small while they may be float16, and scaled up after.
         self.coefficient = layer + 1.0
@@ -125,7 +130,7 @@ class Attention(nn.Module):
         query, key, value = heads.chunk(3, dim=-1)  # [T, H, D] each
         query, key = self._rope(query, angles), self._rope(key, angles)
         query = query / (math.sqrt(self.head_dim) * self.coefficient)
-        text_lengths = batch.prompt_marks[:, 0]  # [S]
+        text_lengths = batch.prompt_features[:, 0]  # [S]
         kv_store(key, value, *cache, batch.slots)
         attended = attend(query, cache, batch, self.coefficient, prefix_lengths=text_lengths)
         return self.dense(attended)  # type: ignore[no-any-return]
@@ -136,7 +141,7 @@ class Attention(nn.Module):
         return torch.cat((rope(first, *angles.place), rope(second, *angles.block)), dim=-1)
 
 
-class MLP(nn.Module):
+class MLP(Module):
     def __init__(self, c: ChatGLMConfig) -> None:
         super().__init__()
         self.dense_h_to_4h = Linear(c.hidden_size, c.inner_hidden_size)
@@ -146,12 +151,12 @@ class MLP(nn.Module):
         return self.dense_4h_to_h(gelu_tanh(self.dense_h_to_4h(x)))  # type: ignore[no-any-return]
 
 
-class GLMBlock(nn.Module):
+class GLMBlock(Module):
     def __init__(self, c: ChatGLMConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = nn.LayerNorm(c.hidden_size, c.layernorm_epsilon)
+        self.input_layernorm = LayerNorm(c.hidden_size, c.layernorm_epsilon)
         self.attention = Attention(c, layer)
-        self.post_attention_layernorm = nn.LayerNorm(c.hidden_size, c.layernorm_epsilon)
+        self.post_attention_layernorm = LayerNorm(c.hidden_size, c.layernorm_epsilon)
         self.mlp = MLP(c)
 
     def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
@@ -161,36 +166,35 @@ class GLMBlock(nn.Module):
         return x * RESIDUAL_SCALE + self.mlp(x)  # type: ignore[no-any-return]
 
 
-class Transformer(nn.Module):
+class Transformer(Module):
     def __init__(self, c: ChatGLMConfig) -> None:
         super().__init__()
         self.word_embeddings = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(GLMBlock(c, i) for i in range(c.num_hidden_layers))
-        self.final_layernorm = nn.LayerNorm(c.hidden_size, c.layernorm_epsilon)
-        self.rotary = RotaryEmbedding2D(c)
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        x = self.word_embeddings(batch.token_ids)  # [T, E]
-        angles = self.rotary.angles(batch, x.dtype)
-        for layer, layer_batch, layer_cache in batch.by_layer(self.layers, cache):
-            x = layer(x, angles, layer_batch, layer_cache)
-        return self.final_layernorm(x)  # type: ignore[no-any-return]
+        self.final_layernorm = LayerNorm(c.hidden_size, c.layernorm_epsilon)
 
 
 class ChatGLM(CausalLM):
     config: ChatGLMConfig
-    row_parallel = ("dense", "dense_4h_to_h")
-    attention = "attention"
-    num_prompt_marks = 2
+    layout = ModelLayout(
+        embedding="transformer.word_embeddings",
+        layers="transformer.layers",
+        final_norm="transformer.final_layernorm",
+        attention="attention",
+        producers={},
+        row_parallel=("dense", "dense_4h_to_h"),
+        fused={"query_key_value": (Unit.QKV_HEAD,)},
+    )
+    num_prompt_features = 2
 
-    def __init__(self, config: ChatGLMConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.transformer = Transformer(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+    def __init__(self, c: ChatGLMConfig) -> None:
+        super().__init__(c)
+        self.transformer = Transformer(c)
+        self.lm_head = Linear(c.hidden_size, c.vocab_size, bias=False)
+        self.rotary = RotaryEmbedding2D(c)
 
-    def mark_prompt(self, token_ids: list[int]) -> tuple[int, ...]:
-        """Where the text ends, which is the first <sop>, and where its [gMASK] is, or its [MASK] if it has none."""
+    def prompt_features(self, token_ids: list[int]) -> tuple[int, ...]:
+        """Return where the text ends, which is at the first <sop>, and where its [gMASK] is, or its [MASK] if it has none."""
         c = self.config
         mask = c.gmask_token_id if c.gmask_token_id in token_ids else c.mask_token_id
         if c.sop_token_id not in token_ids or mask not in token_ids:
@@ -200,5 +204,5 @@ class ChatGLM(CausalLM):
             )
         return token_ids.index(c.sop_token_id), token_ids.index(mask)
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self.transformer(batch, cache)  # type: ignore[no-any-return]
+    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Angles]:
+        return (self.rotary.angles(batch, dtype),)

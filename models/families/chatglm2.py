@@ -11,24 +11,23 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
 from kernels.quantize_rows import Rows
-from models.batch import Batch, KVCache, LayerCache
-from models.causal_lm import CausalLM, ModelShape
+from models.batch import Batch, LayerCache
 from models.config import ConfigReader
-from models.decoder import DecoderLayer
-from models.layers.attention import attend
-from models.layers.embedding import Embedding
+from models.decoder import DecoderLayer, PreNormLM, PreNormShape
+from models.layers.attention import Heads, attend
 from models.layers.linear import Linear
 from models.layers.mlp import FusedMLP
-from models.layers.norm import AddRMSNorm, ResidualStream
+from models.layers.module import Module
 from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding
+from models.layout import ModelLayout, Unit
 
 
 @dataclass(frozen=True)
-class ChatGLM2Config(ModelShape):
-    hidden_size: int
+class ChatGLM2Config(PreNormShape):
     ffn_hidden_size: int
     num_attention_heads: int
-    rms_norm_eps: float
+    num_key_value_heads: int
+    head_dim: int
     add_qkv_bias: bool
     seq_length: int
     rope_theta: float
@@ -66,6 +65,7 @@ def read_config(config: ConfigReader) -> ChatGLM2Config:
     config.expect("vocab_size", (None, vocab_size), None)
     return ChatGLM2Config(
         vocab_size=vocab_size,
+        tie_word_embeddings=False,
         hidden_size=config.count("hidden_size"),
         ffn_hidden_size=config.count("ffn_hidden_size"),
         num_hidden_layers=layers,
@@ -89,12 +89,12 @@ def _rope_ratio(config: ConfigReader) -> float:
     return ratio
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Module):
     def __init__(self, c: ChatGLM2Config) -> None:
         super().__init__()
         self.head_dim = c.head_dim
-        self.split = [c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads]
-        self.query_key_value = Linear(c.hidden_size, sum(self.split) * c.head_dim, bias=c.add_qkv_bias)
+        self.heads = Heads(c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.head_dim)
+        self.query_key_value = Linear(c.hidden_size, sum(self.heads.fused) * c.head_dim, bias=c.add_qkv_bias)
         self.dense = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
     @property
@@ -103,7 +103,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Rows, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         heads = self.query_key_value(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2G, D]
-        query, key, value = heads.split(self.split, dim=1)  # [T, H, D] and twice [T, G, D]
+        query, key, value = heads.split(self.heads.fused, dim=1)  # [T, H, D] and twice [T, G, D]
         query = rope_and_store(query, key, value, *angles, *cache, batch.slots, interleaved=True)
         return self.dense(attend(query, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
 
@@ -119,52 +119,21 @@ class GLMBlock(DecoderLayer):
         super().__init__(c, SelfAttention(c), GLMMLP(c.hidden_size, c.ffn_hidden_size))
 
 
-class GLMTransformer(nn.Module):
+class ChatGLM2(PreNormLM):
+    layout = ModelLayout(
+        embedding="transformer.embedding.word_embeddings",
+        layers="transformer.encoder.layers",
+        final_norm="transformer.encoder.final_layernorm",
+        head="transformer.output_layer",
+        attention="self_attention",
+        producers={},
+        row_parallel=("dense", "dense_4h_to_h"),
+        fused={
+            "query_key_value": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD),
+            "dense_h_to_4h": (Unit.CHANNEL, Unit.CHANNEL),
+        },
+    )
+
     def __init__(self, c: ChatGLM2Config) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(GLMBlock(c) for _ in range(c.num_hidden_layers))
-        self.final_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.rotary = RotaryEmbedding(RotaryConfig(c.head_dim // 2, c.seq_length, c.rope_theta))
-
-    def forward(self, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
-        angles = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)  # [T, D/4] twice
-        stream = ResidualStream(x)
-        for layer, layer_batch, layer_cache in batch.by_layer(self.layers, cache):
-            stream = layer(stream, angles, layer_batch, layer_cache)
-        normed, _ = self.final_layernorm(*stream)  # [R, E]
-        return normed  # type: ignore[no-any-return]
-
-
-class Embeddings(nn.Module):
-    def __init__(self, c: ChatGLM2Config) -> None:
-        super().__init__()
-        self.word_embeddings = Embedding(c.vocab_size, c.hidden_size)
-
-
-class Transformer(nn.Module):
-    def __init__(self, c: ChatGLM2Config) -> None:
-        super().__init__()
-        self.embedding = Embeddings(c)
-        self.encoder = GLMTransformer(c)
-        self.output_layer = Linear(c.hidden_size, c.vocab_size, bias=False)
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self.encoder(self.embedding.word_embeddings(batch.token_ids), batch, cache)  # type: ignore[no-any-return]
-
-
-class ChatGLM2(CausalLM):
-    config: ChatGLM2Config
-    row_parallel = ("dense", "dense_4h_to_h")
-    attention = "self_attention"
-
-    def __init__(self, config: ChatGLM2Config) -> None:
-        super().__init__()
-        self.config = config
-        self.transformer = Transformer(config)
-
-    @property
-    def head(self) -> nn.Module:
-        return self.transformer.output_layer
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self.transformer(batch, cache)  # type: ignore[no-any-return]
+        rotary = RotaryEmbedding(RotaryConfig(c.head_dim // 2, c.seq_length, c.rope_theta))
+        super().__init__(c, (GLMBlock(c) for _ in range(c.num_hidden_layers)), rotary)

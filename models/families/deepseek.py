@@ -16,16 +16,17 @@ from kernels.kv_store import kv_store
 from kernels.linear import linear, linear_per_head
 from kernels.quantize_rows import Rows
 from kernels.rope import rope
-from models.batch import Batch, KVCache, LayerCache
-from models.causal_lm import CausalLM, ModelShape
+from models.batch import Batch, LayerCache
 from models.config import ConfigReader
-from models.decoder import Decoder, DecoderLayer
-from models.layers.attention import attend_latent
-from models.layers.linear import Linear, PlainLinear, linear_together, make_head
+from models.decoder import DecoderLayer, PreNormLM, PreNormShape
+from models.layers.attention import Heads, attend_latent
+from models.layers.linear import Linear, PlainLinear, linear_together
 from models.layers.mlp import MLP
+from models.layers.module import Module
 from models.layers.moe import Experts
 from models.layers.norm import RMSNorm
 from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding, read_rotary_config, yarn_mscale
+from models.layout import ModelLayout
 
 LATENT_NORM_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps says: so in the models' own code
 
@@ -45,10 +46,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class DeepseekConfig(ModelShape):
-    """`num_key_value_heads` and `head_dim` are those of the cache: one key, the latent and the part with position, for all heads."""
-
-    hidden_size: int
+class DeepseekConfig(PreNormShape):
     intermediate_size: int
     moe_intermediate_size: int
     num_attention_heads: int
@@ -61,16 +59,10 @@ class DeepseekConfig(ModelShape):
     first_k_dense_replace: int
     moe_layer_freq: int
     num_nextn_predict_layers: int
-    rms_norm_eps: float
     attention_bias: bool
-    tie_word_embeddings: bool
     rope_interleave: bool
     rotary: RotaryConfig
     routing: Routing
-
-    @property
-    def value_head_dim(self) -> int:
-        return 0  # values are computed from the latent
 
     @property
     def context_length(self) -> int:
@@ -157,8 +149,6 @@ def _read_config(config: ConfigReader, routing: Routing, rope_interleave: bool) 
         moe_intermediate_size=config.count("moe_intermediate_size"),
         num_hidden_layers=num_layers,
         num_attention_heads=heads,
-        num_key_value_heads=1,
-        head_dim=rank + rope_dim,
         q_lora_rank=None if config.raw("q_lora_rank") is None else config.count("q_lora_rank"),
         kv_lora_rank=rank,
         qk_nope_head_dim=config.count("qk_nope_head_dim"),
@@ -177,7 +167,7 @@ def _read_config(config: ConfigReader, routing: Routing, rope_interleave: bool) 
     )
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Multi-head latent attention (arXiv 2405.04434, section 2.1) in its absorbed form.
 
     The models' own code computes a key and a value for every head and earlier token from that token's latent c: q (B c) and sum(w (A c)).
@@ -187,6 +177,8 @@ class Attention(nn.Module):
     def __init__(self, c: DeepseekConfig) -> None:
         super().__init__()
         self.c = c
+        # All heads share one key, which is the latent and the part with position; values are computed from the latent.
+        self.heads = Heads(c.num_attention_heads, 1, c.kv_lora_rank + c.qk_rope_head_dim, 0)
         query_size = c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
         if c.q_lora_rank is None:
             self.q_proj = Linear(c.hidden_size, query_size, bias=False)
@@ -210,11 +202,11 @@ class Attention(nn.Module):
         query, latent = linear_together(x, *self.input_layers)
         if c.q_lora_rank is not None:
             query = self.q_b_proj(self.q_a_layernorm(query, [self.q_b_proj]))
-        query = query.unflatten(-1, (c.num_attention_heads, -1))  # [T, H, N + P]
+        query = query.unflatten(-1, (-1, c.qk_nope_head_dim + c.qk_rope_head_dim))  # [T, H, N + P]
         query, query_rope = query.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
         latent, key_rope = latent[:, None].split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
         query_rope, key_rope = (rope(part, *angles, c.rope_interleave) for part in (query_rope, key_rope))
-        to_heads = self.kv_b_proj.weight.unflatten(0, (c.num_attention_heads, -1))  # [H, N + D, L]
+        to_heads = self.kv_b_proj.weight.unflatten(0, (-1, c.qk_nope_head_dim + c.v_head_dim))  # [H, N + D, L]
         to_key, to_value = to_heads.split((c.qk_nope_head_dim, c.v_head_dim), dim=1)
         query = torch.cat((linear_per_head(query, to_key.transpose(1, 2)), query_rope), dim=-1)  # [T, H, L + P]
         key = torch.cat((self.kv_a_layernorm(latent), key_rope), dim=-1)  # [T, 1, L + P]
@@ -223,7 +215,7 @@ class Attention(nn.Module):
         return self.o_proj(linear_per_head(attended, to_value).flatten(1))  # type: ignore[no-any-return]
 
 
-class Gate(nn.Module):
+class Gate(Module):
     """Routing in float32, limited to the best groups of experts (V2: section 2.2.2 of its paper; V3: section 2.1.2)."""
 
     def __init__(self, hidden_size: int, routing: Routing) -> None:
@@ -251,7 +243,7 @@ class Gate(nn.Module):
         return weights * r.scaling_factor, chosen
 
 
-class MoE(nn.Module):
+class MoE(Module):
     """K routed experts for each token, and the shared ones for all."""
 
     input_layers: tuple[nn.Module, ...] = ()  # the router reads x, too, and in floats
@@ -270,24 +262,23 @@ class MoE(nn.Module):
         return self.experts(x, weights, chosen) + self.shared_experts(x)  # type: ignore[no-any-return]
 
 
-class Deepseek(CausalLM):
+class Deepseek(PreNormLM):
     config: DeepseekConfig
-    replicated = ("q_a_proj", "kv_a_proj_with_mqa")
+    layout = ModelLayout(
+        norms=("input_layernorm", "self_attn.q_a_layernorm", "post_attention_layernorm"),
+        replicated=("q_a_proj", "kv_a_proj_with_mqa"),
+    )
     # Many experts' scores lie closer together than bfloat16 tells apart; the weight would be widened in every step.
     float32_tensors = ("e_score_correction_bias", "mlp.gate.weight")
 
-    def __init__(self, config: DeepseekConfig) -> None:
-        super().__init__()
-        self.config = config
-        c, layers = config, range(config.num_hidden_layers)
-        mlps = (MoE(c) if c.has_experts(layer) else MLP(c.hidden_size, c.intermediate_size) for layer in layers)
-        self.model = Decoder(c, (DecoderLayer(c, Attention(c), mlp) for mlp in mlps), RotaryEmbedding(c.rotary))
-        self.lm_head = make_head(self.model.embedding, config.tie_word_embeddings)
+    def __init__(self, c: DeepseekConfig) -> None:
+        layers = (
+            DecoderLayer(c, Attention(c), MoE(c) if c.has_experts(i) else MLP(c.hidden_size, c.intermediate_size))
+            for i in range(c.num_hidden_layers)
+        )
+        super().__init__(c, layers, RotaryEmbedding(c.rotary))
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
         first = self.config.num_hidden_layers  # the layers that predict more than one token come after the others
         return tuple(f"model.layers.{first + i}." for i in range(self.config.num_nextn_predict_layers))
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self.model(batch, cache)  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from conf.errors import UserError
 from kernels.quantize_rows import Rows
 from kernels.rms_norm import rms_norm
 from models import decoder
-from models.batch import Batch, KVCache, LayerCache
+from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.decoder import DecoderConfig
@@ -20,9 +20,12 @@ from models.layers import mlp
 from models.layers.activation import gelu_tanh
 from models.layers.embedding import Embedding
 from models.layers.linear import linear_together, make_head
+from models.layers.module import Module
 from models.layers.rotary import Angles, RotaryEmbedding, read_rotary_config
+from models.layout import ModelLayout
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+WEIGHT_OFFSET = 1  # norms multiply by 1 + weight
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,8 @@ def _read_windows(config: ConfigReader) -> tuple[int | None, ...]:
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-class RMSNorm(nn.Module):
-    """Multiplies by 1 + weight, and rounds to x's dtype last, as Gemma's own code does."""
-
-    weight_offset = 1
+class RMSNorm(Module):
+    """Multiply by WEIGHT_OFFSET + weight, and round to x's dtype last, as Gemma's own code does."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x.float(), self.weight_offset + self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x.float(), WEIGHT_OFFSET + self.weight.float(), self.eps).to(x.dtype)
 
 
 class Attention(decoder.Attention):
@@ -107,7 +108,7 @@ class MLP(mlp.MLP):
         return down_proj(gelu_tanh(gate) * up)  # type: ignore[no-any-return]
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Module):
     def __init__(self, c: Gemma2Config, window: int | None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
@@ -123,39 +124,34 @@ class DecoderLayer(nn.Module):
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))  # type: ignore[no-any-return]
 
 
-class Decoder(nn.Module):
+class Decoder(Module):
     def __init__(self, c: Gemma2Config) -> None:
         super().__init__()
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
-        self.embed_scale = c.hidden_size**0.5
         self.layers = nn.ModuleList(DecoderLayer(c, window) for window in c.windows)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.rotary = RotaryEmbedding(c.rotary)
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        x = self.embed_tokens(batch.token_ids)  # [T, E]
-        # The scale is rounded to the model's dtype, as in training: 59.8665 is 59.75 in bfloat16.
-        x = x * x.new_full((), self.embed_scale)
-        angles = self.rotary.angles(batch.positions, batch.prompt_lengths, x.dtype)
-        for layer, layer_batch, layer_cache in batch.by_layer(self.layers, cache):
-            x = layer(x, angles, layer_batch, layer_cache)
-        return self.norm(x)  # type: ignore[no-any-return]
 
 
 class Gemma2(CausalLM):
     config: Gemma2Config
+    layout = ModelLayout(norms=("input_layernorm", "pre_feedforward_layernorm"), norm_weight_offset=WEIGHT_OFFSET)
 
-    def __init__(self, config: Gemma2Config) -> None:
-        super().__init__()
-        self.config = config
-        self.model = Decoder(config)
-        self.lm_head = make_head(self.model.embed_tokens, config.tie_word_embeddings)
+    def __init__(self, c: Gemma2Config) -> None:
+        super().__init__(c)
+        self.model = Decoder(c)
+        self.lm_head = make_head(self.model.embed_tokens, c.tie_word_embeddings)
+        self.rotary = RotaryEmbedding(c.rotary)
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self.model(batch, cache)  # type: ignore[no-any-return]
+    def embed(self, batch: Batch) -> Tensor:
+        x: Tensor = self.model.embed_tokens(batch.token_ids)  # [T, E]
+        # The scale is rounded to the model's dtype, as in training: 59.8665 is 59.75 in bfloat16.
+        return x * x.new_full((), self.config.hidden_size**0.5)
+
+    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Angles]:
+        return (self.rotary.angles(batch.positions, batch.prompt_lengths, dtype),)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, V] from hidden states [R, E], soft capped: c * tanh(logit / c)."""
+        """Return logits [R, V] of hidden states [R, E], soft capped: c * tanh(logit / c)."""
         logits, cap = super().logits(hidden), self.config.final_logit_softcapping
         return logits if cap is None else cap * (logits / cap).tanh()

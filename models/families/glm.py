@@ -14,6 +14,7 @@ from models.config import ConfigReader
 from models.decoder import DecoderConfig, DecoderLayer, DecoderLM
 from models.layers.mlp import FusedMLP
 from models.layers.rotary import Angles, read_rotary_config
+from models.layout import ModelLayout, Unit
 
 
 @dataclass(frozen=True)
@@ -58,5 +59,7 @@ class GlmLayer(DecoderLayer):
 
 
 class Glm(DecoderLM):
+    layout = ModelLayout(fused={"gate_up_proj": (Unit.CHANNEL, Unit.CHANNEL)})
+
     def __init__(self, c: GlmConfig) -> None:
         super().__init__(c, (GlmLayer(c) for _ in range(c.num_hidden_layers)))

@@ -2,7 +2,7 @@
 
 from models.batch import Batch, LayerCache
 from models.decoder import DecoderLM
-from models.families.glm import GlmConfig, GlmLayer
+from models.families.glm import Glm, GlmConfig, GlmLayer
 from models.layers.norm import ResidualStream, RMSNorm
 from models.layers.rotary import Angles
 
@@ -22,5 +22,7 @@ class Glm4Layer(GlmLayer):
 
 
 class Glm4(DecoderLM):
+    layout = Glm.layout
+
     def __init__(self, c: GlmConfig) -> None:
         super().__init__(c, (Glm4Layer(c) for _ in range(c.num_hidden_layers)))

@@ -8,25 +8,28 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from kernels.kv_store import kv_store
-from models.batch import Batch, KVCache, LayerCache
+from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.activation import gelu_tanh
-from models.layers.attention import attend
+from models.layers.attention import Heads, attend
 from models.layers.embedding import Embedding
 from models.layers.linear import Conv1D, make_head
+from models.layers.module import Module
+from models.layers.norm import LayerNorm
+from models.layout import ModelLayout, Unit
 
 
 @dataclass(frozen=True)
 class GPT2Config(ModelShape):
     n_embd: int
     n_inner: int
-    num_key_value_heads: int  # one for each query head
+    num_attention_heads: int
+    head_dim: int
     n_positions: int
     layer_norm_epsilon: float
     scale_attn_weights: bool
     scale_attn_by_inverse_layer_idx: bool
-    tie_word_embeddings: bool
 
     @property
     def context_length(self) -> int:
@@ -44,7 +47,7 @@ def read_config(config: ConfigReader) -> GPT2Config:
         n_embd=n_embd,
         n_inner=config.count("n_inner", 4 * n_embd),
         num_hidden_layers=config.num_layers("n_layer"),
-        num_key_value_heads=heads,
+        num_attention_heads=heads,
         head_dim=n_embd // heads,
         n_positions=config.count("n_positions", 1024),
         layer_norm_epsilon=config.positive("layer_norm_epsilon", 1e-5),
@@ -54,9 +57,10 @@ def read_config(config: ConfigReader) -> GPT2Config:
     )
 
 
-class Attention(nn.Module):
+class Attention(Module):
     def __init__(self, c: GPT2Config, index: int) -> None:
         super().__init__()
+        self.heads = Heads(c.num_attention_heads, c.num_attention_heads, c.head_dim, c.head_dim)
         self.head_dim = c.head_dim
         self.scale = c.head_dim**-0.5 if c.scale_attn_weights else 1.0
         if c.scale_attn_by_inverse_layer_idx:
@@ -70,7 +74,7 @@ class Attention(nn.Module):
         return self.c_proj(attend(query, cache, batch, self.scale))  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
+class MLP(Module):
     def __init__(self, c: GPT2Config) -> None:
         super().__init__()
         self.c_fc = Conv1D(c.n_embd, c.n_inner)
@@ -80,12 +84,12 @@ class MLP(nn.Module):
         return self.c_proj(gelu_tanh(self.c_fc(x)))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class Block(Module):
     def __init__(self, c: GPT2Config, index: int) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(c.n_embd, c.layer_norm_epsilon)
+        self.ln_1 = LayerNorm(c.n_embd, c.layer_norm_epsilon)
         self.attn = Attention(c, index)
-        self.ln_2 = nn.LayerNorm(c.n_embd, c.layer_norm_epsilon)
+        self.ln_2 = LayerNorm(c.n_embd, c.layer_norm_epsilon)
         self.mlp = MLP(c)
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
@@ -93,32 +97,32 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
 
 
-class Transformer(nn.Module):
+class Transformer(Module):
     def __init__(self, c: GPT2Config) -> None:
         super().__init__()
         self.wte = Embedding(c.vocab_size, c.n_embd)
         self.wpe = Embedding(c.n_positions, c.n_embd)
         self.h = nn.ModuleList(Block(c, index) for index in range(c.num_hidden_layers))
-        self.ln_f = nn.LayerNorm(c.n_embd, c.layer_norm_epsilon)
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        x = self.wte(batch.token_ids) + self.wpe(batch.positions)  # [T, E]
-        for block, layer_batch, layer_cache in batch.by_layer(self.h, cache):
-            x = block(x, layer_batch, layer_cache)
-        return self.ln_f(x)  # type: ignore[no-any-return]
+        self.ln_f = LayerNorm(c.n_embd, c.layer_norm_epsilon)
 
 
 class GPT2(CausalLM):
-    config: GPT2Config
-    row_parallel = ("c_proj",)
-    attention = "attn"
-    replicated = ("wpe",)
+    layout = ModelLayout(
+        embedding="transformer.wte",
+        layers="transformer.h",
+        final_norm="transformer.ln_f",
+        attention="attn",
+        norms=("ln_1", "ln_2"),
+        producers={},
+        row_parallel=("c_proj",),
+        replicated=("wpe",),
+        fused={"c_attn": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)},
+    )
 
-    def __init__(self, config: GPT2Config) -> None:
-        super().__init__()
-        self.config = config
-        self.transformer = Transformer(config)
-        self.lm_head = make_head(self.transformer.wte, config.tie_word_embeddings)
+    def __init__(self, c: GPT2Config) -> None:
+        super().__init__(c)
+        self.transformer = Transformer(c)
+        self.lm_head = make_head(self.transformer.wte, c.tie_word_embeddings)
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self.transformer(batch, cache)  # type: ignore[no-any-return]
+    def embed(self, batch: Batch) -> Tensor:
+        return self.transformer.wte(batch.token_ids) + self.transformer.wpe(batch.positions)

@@ -8,6 +8,7 @@ from models.decoder import Attention, DecoderConfig, DecoderLayer, DecoderLM, re
 from models.layers.mlp import MLP
 from models.layers.moe import MixtureConfig, SparseMoeBlock
 from models.layers.sliding_window import read_window
+from models.layout import ModelLayout
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,9 @@ class MixtralLayer(DecoderLayer):
 
 
 class Mixtral(DecoderLM):
-    row_parallel = ("o_proj", "w2")
-    replicated = ("gate",)
+    layout = ModelLayout(
+        producers={"w2": "w3", "o_proj": "v_proj"}, row_parallel=("o_proj", "w2"), replicated=("gate",)
+    )
 
     def __init__(self, c: MixtralConfig) -> None:
         super().__init__(

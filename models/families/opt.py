@@ -10,12 +10,15 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, relu
 
 from kernels.kv_store import kv_store
-from models.batch import Batch, KVCache, LayerCache
+from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
-from models.layers.attention import attend
+from models.layers.attention import Heads, attend
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear, linear_together, make_head
+from models.layers.module import Module
+from models.layers.norm import LayerNorm
+from models.layout import ModelLayout
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": relu, "gelu": gelu}  # OPT's and Galactica's
 POSITION_OFFSET = 2  # the table's first rows belonged to padding
@@ -26,14 +29,14 @@ class OPTConfig(ModelShape):
     hidden_size: int
     ffn_dim: int
     word_embed_proj_dim: int
-    num_key_value_heads: int  # one for each query head
+    num_attention_heads: int
+    head_dim: int
     max_position_embeddings: int
     activation_function: str
     do_layer_norm_before: bool
     has_final_layer_norm: bool
     enable_bias: bool
     layer_norm_elementwise_affine: bool
-    tie_word_embeddings: bool
 
     @property
     def context_length(self) -> int:
@@ -52,7 +55,7 @@ def read_config(config: ConfigReader) -> OPTConfig:
         ffn_dim=config.count("ffn_dim"),
         word_embed_proj_dim=config.count("word_embed_proj_dim", hidden_size),
         num_hidden_layers=config.num_layers(),
-        num_key_value_heads=heads,
+        num_attention_heads=heads,
         head_dim=hidden_size // heads,
         max_position_embeddings=config.count("max_position_embeddings", 2048),
         activation_function=config.expect("activation_function", tuple(ACTIVATIONS), "relu"),
@@ -64,13 +67,14 @@ def read_config(config: ConfigReader) -> OPTConfig:
     )
 
 
-def layer_norm(c: OPTConfig) -> nn.LayerNorm:
-    return nn.LayerNorm(c.hidden_size, elementwise_affine=c.layer_norm_elementwise_affine)
+def layer_norm(c: OPTConfig) -> LayerNorm:
+    return LayerNorm(c.hidden_size, elementwise_affine=c.layer_norm_elementwise_affine)
 
 
-class Attention(nn.Module):
+class Attention(Module):
     def __init__(self, c: OPTConfig) -> None:
         super().__init__()
+        self.heads = Heads(c.num_attention_heads, c.num_attention_heads, c.head_dim, c.head_dim)
         self.head_dim = c.head_dim
         self.q_proj = Linear(c.hidden_size, c.hidden_size, bias=c.enable_bias)
         self.k_proj = Linear(c.hidden_size, c.hidden_size, bias=c.enable_bias)
@@ -88,7 +92,7 @@ class Attention(nn.Module):
         return self.out_proj(attend(query, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Module):
     def __init__(self, c: OPTConfig) -> None:
         super().__init__()
         self.self_attn = Attention(c)
@@ -110,7 +114,7 @@ class DecoderLayer(nn.Module):
         return self.fc2(self.activation(self.fc1(x)))  # type: ignore[no-any-return]
 
 
-class Decoder(nn.Module):
+class Decoder(Module):
     def __init__(self, c: OPTConfig) -> None:
         super().__init__()
         self.embed_tokens = Embedding(c.vocab_size, c.word_embed_proj_dim)
@@ -125,36 +129,38 @@ class Decoder(nn.Module):
         if self.is_projected:
             self.project_out = Linear(c.hidden_size, c.word_embed_proj_dim, bias=False)
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        x = self.embed_tokens(batch.token_ids)  # [T, P]
-        if self.is_projected:
-            x = self.project_in(x)  # [T, E]
-        x = x + self.embed_positions(batch.positions + POSITION_OFFSET)
-        for layer, layer_batch, layer_cache in batch.by_layer(self.layers, cache):
-            x = layer(x, layer_batch, layer_cache)
-        if self.has_final_layer_norm:
-            x = self.final_layer_norm(x)
-        if self.is_projected:
-            x = self.project_out(x)  # [R, P]
-        return x  # type: ignore[no-any-return]
 
-
-class Model(nn.Module):
+class Model(Module):
     def __init__(self, c: OPTConfig) -> None:
         super().__init__()
         self.decoder = Decoder(c)
 
 
 class OPT(CausalLM):
-    config: OPTConfig
-    row_parallel = ("out_proj", "fc2")
-    replicated = ("embed_positions", "project_in", "project_out")
+    layout = ModelLayout(
+        embedding="model.decoder.embed_tokens",
+        layers="model.decoder.layers",
+        final_norm="model.decoder.final_layer_norm",
+        norms=("self_attn_layer_norm", "final_layer_norm"),
+        producers={},
+        row_parallel=("out_proj", "fc2"),
+        replicated=("embed_positions", "project_in", "project_out"),
+    )
 
-    def __init__(self, config: OPTConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.model = Model(config)
-        self.lm_head = make_head(self.model.decoder.embed_tokens, config.tie_word_embeddings)
+    def __init__(self, c: OPTConfig) -> None:
+        super().__init__(c)
+        self.model = Model(c)
+        self.lm_head = make_head(self.model.decoder.embed_tokens, c.tie_word_embeddings)
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self.model.decoder(batch, cache)  # type: ignore[no-any-return]
+    def embed(self, batch: Batch) -> Tensor:
+        decoder = self.model.decoder
+        x: Tensor = decoder.embed_tokens(batch.token_ids)  # [T, P]
+        if decoder.is_projected:
+            x = decoder.project_in(x)  # [T, E]
+        return x + decoder.embed_positions(batch.positions + POSITION_OFFSET)
+
+    def finish(self, x: Tensor) -> Tensor:
+        decoder = self.model.decoder
+        if decoder.has_final_layer_norm:
+            x = decoder.final_layer_norm(x)
+        return decoder.project_out(x) if decoder.is_projected else x  # [R, P]

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
 from kernels.quantize_rows import Rows
-from models.batch import Batch, KVCache, LayerCache
-from models.causal_lm import CausalLM, ModelShape
+from models.batch import Batch, LayerCache
 from models.config import ConfigReader
-from models.decoder import Decoder, DecoderLayer
-from models.layers.attention import attend
+from models.decoder import DecoderLayer, PreNormLM, PreNormShape
+from models.layers.attention import Heads, attend
 from models.layers.constant import Constant
-from models.layers.linear import Linear, make_head
+from models.layers.linear import Linear
 from models.layers.mlp import FusedMLP
+from models.layers.module import Module
 from models.layers.rotary import Angles
+from models.layout import ModelLayout, Unit
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,13 @@ class LongRopeConfig:
 
 
 @dataclass(frozen=True)
-class Phi3Config(ModelShape):
-    hidden_size: int
+class Phi3Config(PreNormShape):
     intermediate_size: int
     num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
     max_position_embeddings: int
-    rms_norm_eps: float
     sliding_window: int | None
-    tie_word_embeddings: bool
     rotary: LongRopeConfig
 
     @property
@@ -146,13 +146,13 @@ class LongRope:
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
-class Attention(nn.Module):
+class Attention(Module):
     def __init__(self, c: Phi3Config) -> None:
         super().__init__()
         self.head_dim = c.head_dim
         self.window = c.sliding_window
-        self.heads = [c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads]
-        self.qkv_proj = Linear(c.hidden_size, sum(self.heads) * c.head_dim, bias=False)
+        self.heads = Heads(c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.head_dim)
+        self.qkv_proj = Linear(c.hidden_size, sum(self.heads.fused) * c.head_dim, bias=False)
         self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
     @property
@@ -161,24 +161,23 @@ class Attention(nn.Module):
 
     def forward(self, x: Rows, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         fused = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2G, D]
-        query, key, value = fused.split(self.heads, dim=1)  # [T, H, D], [T, G, D], [T, G, D]
+        query, key, value = fused.split(self.heads.fused, dim=1)  # [T, H, D], [T, G, D], [T, G, D]
         query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
         attended = attend(query, cache, batch, self.head_dim**-0.5, window=self.window)
         return self.o_proj(attended)  # type: ignore[no-any-return]
 
 
-class Phi3(CausalLM):
-    config: Phi3Config
+class Phi3(PreNormLM):
+    layout = ModelLayout(
+        fused={
+            "qkv_proj": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD),
+            "gate_up_proj": (Unit.CHANNEL, Unit.CHANNEL),
+        }
+    )
 
-    def __init__(self, config: Phi3Config) -> None:
-        super().__init__()
-        self.config = config
+    def __init__(self, c: Phi3Config) -> None:
         layers = (
-            DecoderLayer(config, Attention(config), FusedMLP(config.hidden_size, config.intermediate_size))
-            for _ in range(config.num_hidden_layers)
+            DecoderLayer(c, Attention(c), FusedMLP(c.hidden_size, c.intermediate_size))
+            for _ in range(c.num_hidden_layers)
         )
-        self.model = Decoder(config, layers, LongRope(config.rotary))
-        self.lm_head = make_head(self.model.embedding, config.tie_word_embeddings)
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self.model(batch, cache)  # type: ignore[no-any-return]
+        super().__init__(c, layers, LongRope(c.rotary))

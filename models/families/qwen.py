@@ -14,23 +14,23 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
 from kernels.quantize_rows import Rows
-from models.batch import Batch, KVCache, LayerCache
-from models.causal_lm import CausalLM, ModelShape
+from models.batch import Batch, LayerCache
 from models.config import ConfigReader
-from models.decoder import Decoder, DecoderLayer
-from models.layers.attention import attend
+from models.decoder import DecoderLayer, PreNormLM, PreNormShape
+from models.layers.attention import Heads, attend
 from models.layers.constant import Constant
 from models.layers.linear import Linear
 from models.layers.mlp import MLP
+from models.layers.module import Module
 from models.layers.rotary import Angles
+from models.layout import ModelLayout, Unit
 
 
 @dataclass(frozen=True)
-class QwenConfig(ModelShape):
-    hidden_size: int
+class QwenConfig(PreNormShape):
     intermediate_size: int
     num_attention_heads: int
-    rms_norm_eps: float
+    head_dim: int
     rotary_emb_base: float
     max_position_embeddings: int
     seq_length: int
@@ -74,7 +74,7 @@ def read_config(config: ConfigReader) -> QwenConfig:
     return QwenConfig(
         vocab_size=config.count("vocab_size"),
         num_hidden_layers=config.num_layers(),
-        num_key_value_heads=heads,
+        tie_word_embeddings=False,
         head_dim=head_dim,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -121,9 +121,10 @@ def logn_scales(positions: Tensor, seq_length: int) -> Tensor:
     return ((positions + 1).double().log() / math.log(seq_length)).clamp(min=1).float()
 
 
-class Attention(nn.Module):
+class Attention(Module):
     def __init__(self, c: QwenConfig) -> None:
         super().__init__()
+        self.heads = Heads(c.num_attention_heads, c.num_attention_heads, c.head_dim, c.head_dim)
         self.head_dim = c.head_dim
         self.logn_length = c.seq_length if c.use_logn_attn else None
         self.c_attn = Linear(c.hidden_size, 3 * c.hidden_size, bias=True)
@@ -152,21 +153,17 @@ class Block(DecoderLayer):
         super().__init__(c, Attention(c), QwenMLP(c.hidden_size, c.intermediate_size // 2))
 
 
-class Transformer(Decoder):
-    names = ("wte", "h", "ln_f")
+class Qwen(PreNormLM):
+    layout = ModelLayout(
+        embedding="transformer.wte",
+        layers="transformer.h",
+        final_norm="transformer.ln_f",
+        attention="attn",
+        norms=("ln_1", "ln_2"),
+        producers={"c_proj": "w1"},
+        row_parallel=("c_proj",),
+        fused={"c_attn": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)},
+    )
 
-
-class Qwen(CausalLM):
-    config: QwenConfig
-    row_parallel = ("c_proj",)
-    attention = "attn"
-
-    def __init__(self, config: QwenConfig) -> None:
-        super().__init__()
-        self.config = config
-        blocks = (Block(config) for _ in range(config.num_hidden_layers))
-        self.transformer = Transformer(config, blocks, Rotary(config))
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return self.transformer(batch, cache)  # type: ignore[no-any-return]
+    def __init__(self, c: QwenConfig) -> None:
+        super().__init__(c, (Block(c) for _ in range(c.num_hidden_layers)), Rotary(c))

@@ -13,6 +13,7 @@ from models.layers.linear import FloatLinear
 from models.layers.mlp import MLP
 from models.layers.moe import MixtureConfig, SparseMoeBlock, read_mixture
 from models.layers.sliding_window import read_windows
+from models.layout import ModelLayout
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class SharedExpertMoeBlock(SparseMoeBlock):
 
 
 class Qwen2Moe(DecoderLM):
-    replicated = ("gate", "shared_expert_gate")
+    layout = ModelLayout(replicated=("gate", "shared_expert_gate"))
 
     def __init__(self, c: Qwen2MoeConfig) -> None:
         super().__init__(

@@ -8,6 +8,7 @@ from models.families.qwen3 import Attention
 from models.layers.mlp import MLP
 from models.layers.moe import MixtureConfig, SparseMoeBlock, read_mixture
 from models.layers.sliding_window import read_windows
+from models.layout import ModelLayout
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ def read_config(config: ConfigReader) -> Qwen3MoeConfig:
 
 
 class Qwen3Moe(DecoderLM):
-    replicated = ("gate",)
+    layout = ModelLayout(replicated=("gate",))
 
     def __init__(self, c: Qwen3MoeConfig) -> None:
         super().__init__(

@@ -57,11 +57,11 @@ def partition(model: CausalLM, parameters: dict[str, str | None], tp: int, pp: i
 def split_axis(model: CausalLM, parameter: str) -> int | None:
     """The axis along which tensor parallelism divides a parameter; None: every rank has it whole."""
     path, _, leaf = parameter.rpartition(".")
-    module, layer = model.get_submodule(path), path.rpartition(".")[2]
+    module, layer, layout = model.get_submodule(path), path.rpartition(".")[2], model.layout
     output_axis: int | None = 0 if isinstance(module, nn.Embedding) else getattr(module, "output_axis", None)
-    if output_axis is None or layer in model.replicated:
+    if output_axis is None or layer in layout.replicated:
         return None
-    if layer in model.row_parallel:  # whose bias is added once, to the sum
+    if layer in layout.row_parallel:  # whose bias is added once, to the sum
         return 1 - output_axis if leaf == "weight" else None
     return output_axis if leaf == "weight" else 0
 
@@ -71,8 +71,7 @@ class _Stages:
 
     def __init__(self, model: CausalLM, pp: int) -> None:
         num_layers = model.config.num_hidden_layers
-        layers = next(name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
-        self._prefix, self._last = f"{layers}.", pp - 1
+        self._prefix, self._last = f"{model.layout.layers}.", pp - 1
         self._layers = {str(layer): layer * pp // num_layers for layer in range(num_layers)}
         names = (name for name, _ in model.named_parameters())
         self._before = set(itertools.takewhile(lambda name: not name.startswith(self._prefix), names))

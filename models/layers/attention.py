@@ -4,13 +4,30 @@ T tokens, R output rows, S sequences, H query heads, D channels per key head, E 
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kernels.paged_attention import paged_attention
 from models.batch import Batch, LayerCache
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of an attention layer. A layer that was cut for a rank has fewer than the config says."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    """Channels of a query and of a key."""
+    value_head_dim: int
+    """Channels of a value; 0 where the keys are the values, too, so that none are stored."""
+
+    @property
+    def fused(self) -> tuple[int, int, int]:
+        """The numbers of query, key and value heads in a fused projection."""
+        return self.num_attention_heads, self.num_key_value_heads, self.num_key_value_heads
 
 
 def attend(

@@ -9,6 +9,11 @@ from torch import Tensor, nn
 from kernels.quantize_rows import QuantizedRows, Rows
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from models.layers.linear import shared_row_codes
+from models.layers.module import Module
+
+
+class LayerNorm(nn.LayerNorm, Module):
+    """Subtract the mean, divide by the standard deviation, scale and shift (arXiv 1607.06450)."""
 
 
 class RMSNorm(nn.Module):

@@ -38,7 +38,7 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
         query_starts=starts,
         context_lengths=context_lengths,
         prompt_lengths=prompt_lengths,
-        prompt_marks=[item.sequence.prompt_marks for item in plan.scheduled],
+        prompt_features=[item.sequence.prompt_features for item in plan.scheduled],
         output_rows=output_rows,
         output_starts=output_starts,
     )
@@ -48,7 +48,7 @@ def whole_batch(
     prompts: list[list[int]],
     num_outputs: list[int],
     block_tables: list[list[int]],
-    prompt_marks: list[tuple[int, ...]],
+    prompt_features: list[tuple[int, ...]],
     block_size: int,
 ) -> Batch:
     """Flatten whole prompts, each over its own blocks; the last `num_outputs` tokens of each are output rows."""
@@ -65,7 +65,7 @@ def whole_batch(
         query_starts=[0, *ends],
         context_lengths=lengths,
         prompt_lengths=[length for length in lengths for _ in range(length)],
-        prompt_marks=prompt_marks,
+        prompt_features=prompt_features,
         output_rows=[row for end, n in zip(ends, num_outputs, strict=True) for row in range(end - n, end)],
         output_starts=[0, *itertools.accumulate(num_outputs)],
     )

@@ -167,7 +167,7 @@ class Engine:
         """Queue a request: `step` until its `sequences` are none, then take its `output`; or `scheduler.cancel` it."""
         params = request.params
         origin = Sequence.begin(request, self._detokenizer(request))
-        origin.prompt_marks = self.runner.mark_prompt(request.prompt_token_ids)
+        origin.prompt_features = self.runner.prompt_features(request.prompt_token_ids)
         if params.prompt_logprobs is not None or params.penalty_alpha > 0:
             origin.first_wanted = 0
         search: Search | None = None
@@ -347,8 +347,8 @@ class Engine:
         blocks = self.scheduler.block_manager
         tables = [blocks.allocate(blocks.num_blocks_for(len(prompt))) for prompt in prompts]
         try:
-            marks = [self.runner.mark_prompt(prompt) for prompt in prompts]
-            return self.runner.hidden(whole_batch(prompts, num_outputs, tables, marks, self.block_size))
+            features = [self.runner.prompt_features(prompt) for prompt in prompts]
+            return self.runner.hidden(whole_batch(prompts, num_outputs, tables, features, self.block_size))
         finally:
             for table in tables:
                 blocks.free(table)

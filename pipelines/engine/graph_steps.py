@@ -22,7 +22,7 @@ PADDING = {  # values of the rows behind a batch's own: sequences without new to
     "slots": -1,
     "context_lengths": 0,
     "prompt_lengths": 1,
-    "prompt_marks": 0,
+    "prompt_features": 0,
     "output_rows": 0,
 }
 
@@ -44,7 +44,7 @@ class GraphSteps:
         capture: Callable[[Callable[[], None]], Callable[[], None]],
         max_sequences: int,
         table_width: int,
-        num_marks: int,
+        num_prompt_features: int,
         device: torch.device,
     ) -> None:
         """Captures steps of all sizes, or none, with a warning, where the model does what a graph cannot hold.
@@ -53,7 +53,7 @@ class GraphSteps:
         """
         self._compute = compute
         self._sizes = graph_sizes(max_sequences)
-        shapes = {size: BatchShape(size, size, table_width, num_marks, size) for size in self._sizes}
+        shapes = {size: BatchShape(size, size, table_width, num_prompt_features, size) for size in self._sizes}
         count, on_gpu = shapes[max_sequences].num_numbers, device.type == "cuda"
         pinned = torch.zeros(count, dtype=torch.int64, pin_memory=on_gpu)
         numbers = torch.zeros(count, dtype=torch.int64, device=device)
@@ -76,7 +76,7 @@ class GraphSteps:
 
     @torch.inference_mode()
     def _capture_all(self, capture: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
-        largest, shape = self._sizes[-1], BatchShape(0, 0, 1, self._inputs[1].shape.num_marks, 0)
+        largest, shape = self._sizes[-1], BatchShape(0, 0, 1, self._inputs[1].shape.num_prompt_features, 0)
         nobody = Batch(torch.zeros(shape.num_numbers, dtype=torch.int64), shape)
         self._send(nobody, largest)
         self._outputs = StepOutputs(*map(torch.empty_like, self._compute(self._inputs[largest], None)))

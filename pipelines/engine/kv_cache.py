@@ -8,35 +8,43 @@ from conf.errors import UserError
 from conf.schema import num_bytes
 from kernels.kv_format import KVFormat, PagedVectors, Unquantised, allocate
 from models.batch import KVCache
-from models.causal_lm import ModelShape
+from models.layers.attention import Heads
 
 BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # token slots in a block, by kind of device
 AUTO_SHARE = 0.5  # of the memory that is free when the pool is made, at most
 
 
 def allocate_kv_cache(
-    shape: ModelShape,
+    heads: list[Heads],
     num_blocks: int,
     block_size: int,
     formats: list[tuple[KVFormat, KVFormat]],
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:
-    """Not initialised. `formats` of each layer's keys and values; `dtype` is what the model computes in."""
-    size = (num_blocks, block_size, shape.num_key_value_heads)
+    """Allocate a cache, not initialised, from the heads of each layer and the formats of its keys and values.
 
-    def paged(format: KVFormat, channels: int) -> PagedVectors:
-        # Of a latent cache the values have no channels, hence nothing to quantise.
+    `dtype` is what the model computes in.
+    """
+
+    def paged(format: KVFormat, num_heads: int, channels: int) -> PagedVectors:
+        size = (num_blocks, block_size, num_heads)
+        # The values of a latent cache have no channels, hence nothing to quantise.
         return allocate(format if channels else Unquantised(), size, channels, dtype, device)
 
-    assert len(formats) == shape.num_hidden_layers
     return KVCache(
-        [(paged(of_keys, shape.head_dim), paged(of_values, shape.value_head_dim)) for of_keys, of_values in formats]
+        [
+            (
+                paged(of_keys, layer.num_key_value_heads, layer.head_dim),
+                paged(of_values, layer.num_key_value_heads, layer.value_head_dim),
+            )
+            for layer, (of_keys, of_values) in zip(heads, formats, strict=True)
+        ]
     )
 
 
 def choose_num_blocks(
-    shape: ModelShape,
+    heads: list[Heads],
     wanted_blocks: int,
     block_size: int,
     memory: str,
@@ -44,11 +52,11 @@ def choose_num_blocks(
     formats: list[tuple[KVFormat, KVFormat]],
     dtype: torch.dtype,
 ) -> int:
-    """How many blocks `device.kv_cache_memory` holds where so many bytes are free; with auto no more than `wanted_blocks`.
+    """Return the number of blocks that `device.kv_cache_memory` holds where `free` bytes are free; with auto at most `wanted_blocks`.
 
     Raises UserError for none or too many.
     """
-    one_block = allocate_kv_cache(shape, 1, block_size, formats, dtype, torch.device("meta"))
+    one_block = allocate_kv_cache(heads, 1, block_size, formats, dtype, torch.device("meta"))
     block_bytes = sum(tensor.nbytes for tensor in one_block.tensors)
     if memory == "auto":
         return max(1, min(wanted_blocks, int(AUTO_SHARE * free) // block_bytes))

@@ -134,7 +134,7 @@ class Sequence(SamplingContext):
 
     request: Request = field(kw_only=True)
     detokenizer: Detokenizer | None = None
-    prompt_marks: tuple[int, ...] = ()
+    prompt_features: tuple[int, ...] = ()
     """Features of the prompt that the model reads in every step."""
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache."""

@@ -45,7 +45,7 @@ class Runner:
             self.decode_steps = RecordedSteps(self.compute, MAX_RECORDED_TOKENS, DECODES_BEFORE_RECORDING)
             self.prompt_steps = RecordedSteps(self.compute, max_tokens, PROMPTS_BEFORE_RECORDING)
         elif num_graph_sequences:
-            sizes = num_graph_sequences, table_width, model.num_prompt_marks
+            sizes = num_graph_sequences, table_width, model.num_prompt_features
             self.decode_steps = GraphSteps(self.compute, GraphPool().capture, *sizes, self._device)
 
     @property
@@ -62,9 +62,9 @@ class Runner:
         """Bytes of a token's keys and values in all layers."""
         return sum(tensor[0, 0].nbytes for tensor in self.cache.tensors)
 
-    def mark_prompt(self, token_ids: list[int]) -> tuple[int, ...]:
-        """Return the features of a prompt that the model reads in every step."""
-        return self.model.mark_prompt(token_ids)
+    def prompt_features(self, token_ids: list[int]) -> tuple[int, ...]:
+        """Return what the model needs of a prompt in every step. Raises UserError for one that it cannot take."""
+        return self.model.prompt_features(token_ids)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks of the cache in all layers, from and to."""
@@ -99,7 +99,7 @@ class Runner:
 
     def hidden(self, batch: Batch) -> Tensor:
         """Compute hidden states [R, E] of the batch's output rows, in the model's dtype."""
-        return self.model(self.on_device(batch), self.cache)  # type: ignore[no-any-return]
+        return self.model(self.on_device(batch), self.cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [R, V] of hidden states [R, E]. Raises UserError where one is not finite."""

@@ -24,7 +24,7 @@ SCHEMES = {
     "a8w8": QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic),
 }
 ATTENTION = ("matmul_together", "rope_and_store", "paged_attention", "matmul_together")
-SHAPE = BatchShape(num_tokens=5, num_sequences=2, table_width=1, num_marks=0, num_outputs=2)
+SHAPE = BatchShape(num_tokens=5, num_sequences=2, table_width=1, num_prompt_features=0, num_outputs=2)
 MLP = ("matmul_swiglu", "matmul_together")
 FLOATS = ["rope_angles", "rms_norm", *(*ATTENTION, "add_rms_norm", *MLP, "add_rms_norm") * 2, "matmul_together"]
 *BEFORE_HEAD, HEAD_NORM, HEAD = FLOATS

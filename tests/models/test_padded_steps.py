@@ -87,9 +87,9 @@ def test_a_step_of_two_sequences_in_one_of_four(family: str, tmp_path: Path, mon
         engine.step()
     batch = build_batch(engine.scheduler.plan(), engine.block_size)
     expected = engine.runner.hidden(batch)
-    num_marks = engine.runner.model.num_prompt_marks
-    assert batch.prompt_marks.shape == batch.token_ids.shape + (num_marks,)
-    shape = BatchShape(4, 4, batch.block_tables.shape[1] + 1, num_marks, 4)
+    num_prompt_features = engine.runner.model.num_prompt_features
+    assert batch.prompt_features.shape == batch.token_ids.shape + (num_prompt_features,)
+    shape = BatchShape(4, 4, batch.block_tables.shape[1] + 1, num_prompt_features, 4)
     padded = Batch(torch.full((shape.num_numbers,), 10**6), shape)
     fill(padded, batch)
     for module in [module for name, module in sys.modules.items() if name.startswith("models.")]:

@@ -13,7 +13,7 @@ from models.batch import KVCache
 from pipelines.assembly import assemble
 from pipelines.engine import Engine
 from pipelines.quantize import _batches
-from quantization.calibration import LayerByLayer
+from quantization.calibration import SequentialCalibrator
 from quantization.plan import plan
 from quantization.quantizer import float_weight
 from quantization.smoothing import Smoother
@@ -24,9 +24,9 @@ from tests.helpers.quantized_models import A8W8, SMOOTHQUANT, STATIC, random_row
 QUANT = QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC, smooth=SmoothConfig(alpha=0.7))
 
 
-def layer_by_layer(
+def calibrator_of(
     family: str, sequential: bool = True, dtype: DType = DType.float32
-) -> tuple[Engine, LayerByLayer, torch.Tensor]:
+) -> tuple[Engine, SequentialCalibrator, torch.Tensor]:
     """And what the whole model gives [T, E] for the same samples."""
     run = run_config(GOLDENS / family, allow_pickle=True)
     engine = assemble(replace(run, model=replace(run.model, dtype=dtype)), 3, packed=False)
@@ -36,15 +36,15 @@ def layer_by_layer(
     with torch.inference_mode():
         whole = torch.cat([model(batch, cache) for batch in batches])
     one_layer = KVCache([cache.layers[0]] * len(cache.layers))
-    return engine, LayerByLayer(model, batches, probe, one_layer, sequential, with_cache=True), whole
+    return engine, SequentialCalibrator(model, batches, probe, one_layer, sequential, with_cache=True), whole
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_in_turn_are_the_model(family: str) -> None:
-    engine, layers, whole = layer_by_layer(family)
-    for _ in layers.layers:
-        layers.advance()
-    head = layers.observe_head(["lm_head"], with_hessian=True)
+    engine, calibrator, whole = calibrator_of(family)
+    for _ in engine.runner.model.layers:
+        calibrator.advance()
+    head = calibrator.observe_head(["lm_head"], with_hessian=True)
     assert head.sample.equal(whole)
     assert head.absmax.equal(whole.abs().amax(0))
     assert head.hessian is not None
@@ -54,15 +54,15 @@ def test_layers_in_turn_are_the_model(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_that_observes_goes_on(family: str) -> None:
     """And notes what it leaves in the cache: the second way ends where the first one does."""
-    _, layers, whole = layer_by_layer(family, sequential=False)
-    _, again, _ = layer_by_layer(family)
-    for _ in layers.layers:
-        layers.observe()
-        observed, stepped = layers.advance(), again.advance()
+    engine, calibrator, whole = calibrator_of(family, sequential=False)
+    _, again, _ = calibrator_of(family)
+    for _ in engine.runner.model.layers:
+        calibrator.observe()
+        observed, stepped = calibrator.advance(), again.advance()
         assert observed is not None
         assert stepped is not None
         assert all(one.equal(other) for one, other in zip(observed, stepped, strict=True))
-    assert layers.observe_head(["lm_head"], with_hessian=False).sample.equal(whole)
+    assert calibrator.observe_head(["lm_head"], with_hessian=False).sample.equal(whole)
 
 
 SHARING = {
@@ -72,19 +72,19 @@ SHARING = {
 }
 
 
-def groups_of(engine: Engine, layers: LayerByLayer) -> tuple[list[str], str]:
-    """The first layer's linear layers, and what their names begin with."""
+def linears_of(engine: Engine) -> tuple[list[str], str]:
+    """The first layer's linear layers, by their names in it, and what their full names begin with."""
     model = engine.runner.model
     names = list(plan(model, QUANT))
-    prefix = next(name for name, module in model.named_modules() if module is layers.layers[0]) + "."
+    prefix = f"{model.layout.layers}.0."
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)], prefix
 
 
 @pytest.mark.parametrize("family", SHARING)
 def test_layers_that_share_an_input_are_a_group_of_their_norm(family: str) -> None:
-    engine, layers, _ = layer_by_layer(family)
-    own, _ = groups_of(engine, layers)
-    groups = layers.observe(own, with_hessian=False)
+    engine, calibrator, _ = calibrator_of(family)
+    own, _ = linears_of(engine)
+    groups = calibrator.observe(own, with_hessian=False)
     assert sorted(name for group in groups for name in group.linears) == sorted(own)
     assert [set(group.linears) for group in groups if group.norm is not None] == SHARING[family]
 
@@ -94,20 +94,20 @@ def test_layers_that_share_an_input_are_a_group_of_their_norm(family: str) -> No
 @pytest.mark.parametrize("family", ["llama3", "gpt2", "opt"])
 def test_layers_are_observed_in_fast_products(family: str, dtype: DType) -> None:
     """Which give what the model gives but for roundings, to the same groups, and leave the layer as it was."""
-    engine, layers, whole = layer_by_layer(family, sequential=False, dtype=dtype)
-    own, prefix = groups_of(engine, layers)
+    engine, calibrator, whole = calibrator_of(family, sequential=False, dtype=dtype)
+    own, prefix = linears_of(engine)
     modules = [engine.runner.model.get_submodule(prefix + name) for name in own]
     with pytest.MonkeyPatch.context() as patch:
         for module in set(map(type, modules)):  # the layers' own products may not be used
             patch.setattr(module, "forward", None)
-        groups = layers.observe(own, with_hessian=False)
+        groups = calibrator.observe(own, with_hessian=False)
     assert sorted(name for group in groups for name in group.linears) == sorted(own)
     assert [engine.runner.model.get_submodule(prefix + name) for name in own] == modules
-    layers.advance()
-    for _ in list(layers.layers)[1:]:
-        layers.observe()
-        layers.advance()
-    sample = layers.observe_head(["lm_head"], with_hessian=False).sample
+    calibrator.advance()
+    for _ in engine.runner.model.layers[1:]:
+        calibrator.observe()
+        calibrator.advance()
+    sample = calibrator.observe_head(["lm_head"], with_hessian=False).sample
     # a dozen roundings of one unit in the last place in each of two layers
     assert (sample - whole.float()).norm() < 24 * torch.finfo(whole.dtype).eps * whole.float().norm()
 
@@ -115,13 +115,13 @@ def test_layers_are_observed_in_fast_products(family: str, dtype: DType) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 def test_folds_leave_the_float_model_as_it_was(family: str) -> None:
     """And are undone where they would not: ChatGLM-6B's norms feed the residual, a mixture's second norm the router."""
-    engine, layers, whole = layer_by_layer(family)
-    own, prefix = groups_of(engine, layers)
+    engine, calibrator, whole = calibrator_of(family)
+    own, prefix = linears_of(engine)
     weights = {name: float_weight(engine.runner.model, prefix + name) for name in own}
     schemes = plan(engine.runner.model, QUANT)
-    groups = layers.observe(own, with_hessian=False)
+    groups = calibrator.observe(own, with_hessian=False)
     before = {name: weight.clone() for name, weight in weights.items()}
-    smoother = Smoother(layers.layers[0], weights, QUANT, layers.output)
+    smoother = Smoother(engine.runner.model.layers[0], engine.runner.model.layout, weights, QUANT, calibrator.output)
     notes = smoother.smooth(groups, {name: schemes[prefix + name].weights for name in own})
     for name in own:  # all or nothing
         assert (name in notes) or not weights[name].equal(before[name]) or family in WHOLE_PROMPTS
@@ -131,20 +131,20 @@ def test_folds_leave_the_float_model_as_it_was(family: str) -> None:
         assert normed <= notes.keys()
     elif not is_mixture:
         assert not normed & notes.keys()
-    for _ in layers.layers:
-        layers.advance()
-    after = layers.observe_head(["lm_head"], with_hessian=False).sample
+    for _ in engine.runner.model.layers:
+        calibrator.advance()
+    after = calibrator.observe_head(["lm_head"], with_hessian=False).sample
     assert (after - whole).norm() < 1e-4 * whole.norm()  # float32, a handful of roundings in one layer
 
 
 def test_what_is_folded_in_is_counted_in() -> None:
-    engine, layers, _ = layer_by_layer("llama3")
-    own, prefix = groups_of(engine, layers)
+    engine, calibrator, _ = calibrator_of("llama3")
+    own, prefix = linears_of(engine)
     weights = {name: float_weight(engine.runner.model, prefix + name) for name in own}
-    groups = layers.observe(own, with_hessian=False)
+    groups = calibrator.observe(own, with_hessian=False)
     schemes = plan(engine.runner.model, QUANT)
-    smoother = Smoother(layers.layers[0], weights, QUANT, layers.output)
+    smoother = Smoother(engine.runner.model.layers[0], engine.runner.model.layout, weights, QUANT, calibrator.output)
     smoother.smooth(groups, {name: schemes[prefix + name].weights for name in own})
-    for told, seen in zip(groups, layers.observe(own, with_hessian=False), strict=True):
+    for told, seen in zip(groups, calibrator.observe(own, with_hessian=False), strict=True):
         torch.testing.assert_close(told.absmax, seen.absmax)  # static scales are those of what will run
         torch.testing.assert_close(told.sample, seen.sample)

@@ -134,10 +134,10 @@ def test_a_reply_that_has_begun_goes_on_the_same(engine: Engine, golden: dict[st
 def test_marks_of_a_prompt(engine: Engine) -> None:
     model = engine.runner.model
     assert isinstance(model, ChatGLM)
-    assert model.mark_prompt([9, 9, GMASK, SOP]) == (3, 2)
-    assert model.mark_prompt([MASK, 9, GMASK, SOP, SOP, GMASK]) == (3, 2)
-    assert model.mark_prompt([9, MASK, 9, MASK, SOP, 9]) == (4, 1)
-    assert model.mark_prompt([SOP, 9, GMASK]) == (0, 2)
+    assert model.prompt_features([9, 9, GMASK, SOP]) == (3, 2)
+    assert model.prompt_features([MASK, 9, GMASK, SOP, SOP, GMASK]) == (3, 2)
+    assert model.prompt_features([9, MASK, 9, MASK, SOP, 9]) == (4, 1)
+    assert model.prompt_features([SOP, 9, GMASK]) == (0, 2)
 
 
 @pytest.mark.parametrize(

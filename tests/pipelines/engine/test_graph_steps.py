@@ -26,7 +26,7 @@ def compute_again(compute: Callable[[], None]) -> Callable[[], None]:
     return compute
 
 
-def batch_of(lengths: list[int], width: int = 2, num_marks: int = 1) -> Batch:
+def batch_of(lengths: list[int], width: int = 2, num_prompt_features: int = 1) -> Batch:
     rows = list(range(len(lengths)))
     return Batch.of(
         token_ids=[length % 7 for length in lengths],
@@ -36,7 +36,7 @@ def batch_of(lengths: list[int], width: int = 2, num_marks: int = 1) -> Batch:
         query_starts=[*rows, len(rows)],
         context_lengths=lengths,
         prompt_lengths=[3 for _ in rows],
-        prompt_marks=[(5,) * num_marks for _ in rows],
+        prompt_features=[(5,) * num_prompt_features for _ in rows],
         output_rows=rows,
         output_starts=[*rows, len(rows)],
     )
@@ -68,7 +68,7 @@ def test_padding_is_sequences_without_tokens() -> None:
     assert target.query_starts.tolist() == [0, 1, 2, 2, 2]
     assert target.context_lengths.tolist() == [9, 4, 0, 0]
     assert target.prompt_lengths.tolist() == [3, 3, 1, 1]
-    assert target.prompt_marks.tolist() == [[5], [5], [0], [0]]
+    assert target.prompt_features.tolist() == [[5], [5], [0], [0]]
     assert target.output_rows.tolist() == [0, 1, 0, 0]
     assert target.block_tables[:2, :2].tolist() == [[1, 1], [2, 2]]
     fill(target, batch_of([3] * 4, width=4))  # of a table that was widened to a power of two

@@ -29,7 +29,7 @@ def batch_of(context_lengths: list[int], num_blocks: int = 1) -> Batch:
         query_starts=[*rows, len(rows)],
         context_lengths=context_lengths,
         prompt_lengths=[1 for _ in rows],
-        prompt_marks=[() for _ in rows],
+        prompt_features=[() for _ in rows],
         output_rows=rows,
         output_starts=[*rows, len(rows)],
     )
