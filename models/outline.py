@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from conf.errors import UserError
 from models.causal_lm import CausalLM, ModelShape
 from models.formats.base import Checkpoint, WeightFile
+from models.formats.partition import expected_tensors
 from models.layers.linear import TiedHead
 from models.registry import Architecture
 from models.weights import HEAD, full_names, parameter_shapes
@@ -35,14 +36,14 @@ def open_model(
     model = outline(architecture, shape, checkpoint)
     if checkpoint is None:
         return model, []
-    files = checkpoint.open_weights(parameter_shapes(model))
+    files = checkpoint.open_weights(expected_tensors(model))
     if not isinstance(model.head, TiedHead):
         return model, files
     (embedding,) = (name for name, parameter in model.named_parameters() if parameter is model.head.weight)
     if not {HEAD, embedding} <= _stored(files, model).keys():
         return model, files
-    untied = outline(architecture, replace(shape, tie_word_embeddings=False), checkpoint)  # type: ignore[call-arg]
-    files = checkpoint.open_weights(parameter_shapes(untied))
+    untied = outline(architecture, replace(shape, tie_word_embeddings=False), checkpoint)
+    files = checkpoint.open_weights(expected_tensors(untied))
     stored = _stored(files, untied)
     head, weight = (next(file.read([name]))[1] for file, name in (stored[HEAD], stored[embedding]))
     if torch.equal(head.to(weight.dtype), weight):

@@ -29,12 +29,12 @@ from models.formats.gguf.writer import write_gguf
 from models.formats.huggingface_writer import write_companions, write_huggingface
 from models.formats.lora import merge_lora
 from models.formats.manifest import write_manifest
-from models.formats.partition import partition
+from models.formats.partition import expected_tensors, partition
 from models.formats.safetensors_writer import entries_of
 from models.formats.sharded import write_sharded
 from models.outline import open_model
 from models.registry import find_architecture
-from models.weights import DTYPES, CastFile, match_tensors, parameter_shapes, stored_dtype
+from models.weights import DTYPES, CastFile, match_tensors, stored_dtype
 from pipelines import report
 from pipelines.assembly import find_and_open
 from pipelines.output_folder import complete_folder, refuse_existing
@@ -92,7 +92,7 @@ def _writer(
     config: ConvertConfig, checkpoint: Checkpoint, model: CausalLM, matched: dict[str, str], dtype: torch.dtype | None
 ) -> Write:
     """Return the writer of `convert.format`. Raises UserError for a division that the model does not allow."""
-    files = checkpoint.open_weights(parameter_shapes(model))
+    files = checkpoint.open_weights(expected_tensors(model))
     names = {name: matched.get(name) for file in files for name in file.shapes}
     places = partition(model, names, config.tp, config.pp) if config.format is CheckpointFormat.sharded else {}
 

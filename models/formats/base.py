@@ -11,8 +11,20 @@ from torch import Tensor
 from models.config import ConfigReader
 from models.tokenizers import Tokenizer
 
-Shapes = Mapping[str, tuple[int, ...]]
 CODE_GROUP = 32  # values of a row that share a scale in CodedWeights
+
+
+@dataclass(frozen=True)
+class ExpectedTensor:
+    """What a model expects of a tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    cuts: tuple[int, ...] = ()
+    """The dimensions along which tensor parallelism may have cut it; none where its slices cannot be put together one behind the other."""
+
+
+ExpectedTensors = Mapping[str, ExpectedTensor]
+"""By name all tensors of a model."""
 
 
 class WeightFile(Protocol):
@@ -46,6 +58,6 @@ class Checkpoint:
     config: ConfigReader
     generation_config: dict[str, Any]
     """Keys of generation_config.json; empty where the layout has none."""
-    open_weights: Callable[[Shapes], list[WeightFile]]
-    """Opens the weight files. Layouts in pieces join them by the shapes of the model's parameters, which they are given."""
+    open_weights: Callable[[ExpectedTensors], list[WeightFile]]
+    """Opens the weight files. Layouts in pieces join them by what the model expects, which they are given."""
     load_tokenizer: Callable[[], Tokenizer | None]

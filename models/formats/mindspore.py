@@ -11,7 +11,7 @@ from pathlib import Path
 
 from conf.errors import UserError
 from models.config import ConfigReader, read_json
-from models.formats.base import Checkpoint, Shapes, WeightFile
+from models.formats.base import Checkpoint, ExpectedTensors, WeightFile
 from models.formats.huggingface import GENERATION_CONFIG
 from models.formats.meta import MODULES
 from models.formats.mindspore_ckpt import VALUE, CkptFile
@@ -62,7 +62,7 @@ def open_mindspore(folder: Path) -> Checkpoint:
     )
 
 
-def open_ckpt_files(folder: Path, expected: Shapes) -> list[WeightFile]:
+def open_ckpt_files(folder: Path, expected: ExpectedTensors) -> list[WeightFile]:
     """Open the folder's files, or all its ranks as one. Raises UserError where one is missing or damaged, or pieces do not fit."""
     files, ranks = sorted(folder.glob(CKPT)), rank_folders(folder, CKPT)
     if files and ranks:

@@ -2,7 +2,7 @@
 
 The axes are Megatron's (arXiv 1909.08053): linear layers are cut along their outputs, those that write into the residual stream along
 their inputs, embeddings and heads along the vocabulary; all else is whole on every rank. A fused matrix (queries, keys and values; gate
-and up) is cut evenly like any other: who reads it joins it again before using it, so where its parts begin need not be known here.
+and up) is cut evenly like any other: who reads it joins it again before using it.
 """
 
 import itertools
@@ -13,6 +13,7 @@ from torch import nn
 
 from conf.errors import UserError
 from models.causal_lm import CausalLM
+from models.formats.base import ExpectedTensor
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,25 @@ def partition(model: CausalLM, parameters: dict[str, str | None], tp: int, pp: i
     return places
 
 
+def expected_tensors(model: CausalLM) -> dict[str, ExpectedTensor]:
+    """Return what `model` expects of a checkpoint, whole or cut by tensor parallelism.
+
+    Other engines cut embeddings along either axis, and a fused matrix straight through or section by section. Its slices do not tell
+    which, so that it must be whole.
+    """
+    expected = {}
+    for name, parameter in model.named_parameters():
+        path = name.rpartition(".")[0]
+        axis, sections = split_axis(model, name), model.layout.fused.get(path.rpartition(".")[2], ())
+        cuts: tuple[int, ...] = () if axis is None or len(sections) > 1 else (axis,)
+        if cuts and isinstance(model.get_submodule(path), nn.Embedding):
+            cuts = 0, 1
+        expected[name] = ExpectedTensor(tuple(parameter.shape), cuts)
+    return expected
+
+
 def split_axis(model: CausalLM, parameter: str) -> int | None:
-    """The axis along which tensor parallelism divides a parameter; None: every rank has it whole."""
+    """Return the axis along which tensor parallelism divides a parameter; None: every rank has it whole."""
     path, _, leaf = parameter.rpartition(".")
     module, layer, layout = model.get_submodule(path), path.rpartition(".")[2], model.layout
     output_axis: int | None = 0 if isinstance(module, nn.Embedding) else getattr(module, "output_axis", None)

@@ -2,7 +2,7 @@
 
 A rank holds the tensors of its pipeline stage. Of each it holds a slice (tensor parallelism cuts a matrix's rows or columns,
 arXiv 1909.08053), or all of it, or the same slice as other ranks (key/value heads fewer than ranks, data parallelism). Which of
-these it is follows from the shape that the model expects and from the module's name; nothing else is guessed.
+these it is follows from the shape and the cuts that the model expects; nothing is guessed.
 """
 
 import re
@@ -15,25 +15,11 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from models.formats.base import Shapes, WeightFile
+from models.formats.base import ExpectedTensor, ExpectedTensors, WeightFile
 
 T = TypeVar("T")
 
 RANK_FOLDER = re.compile(r"rank_(0|[1-9][0-9]{0,4})")
-ROWS, COLUMNS = 0, 1
-# Only these are ever cut. Another cut of them is no tensor parallelism (an optimizer's parallelism cuts rows of everything), and a fused
-# matrix cut in one of two possible orders is none of these.
-CUTS = {
-    "embed_tokens": (ROWS, COLUMNS),
-    "lm_head": (ROWS,),
-    "q_proj": (ROWS,),
-    "k_proj": (ROWS,),
-    "v_proj": (ROWS,),
-    "o_proj": (COLUMNS,),
-    "gate_proj": (ROWS,),
-    "up_proj": (ROWS,),
-    "down_proj": (COLUMNS,),
-}
 LISTED = 4  # tensors that an error names
 
 
@@ -71,7 +57,7 @@ class JoinedRanks:
 
     is_mapped = False
 
-    def __init__(self, path: Path, ranks: Sequence[Sequence[WeightFile]], expected: Shapes) -> None:
+    def __init__(self, path: Path, ranks: Sequence[Sequence[WeightFile]], expected: ExpectedTensors) -> None:
         self.path = path
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
@@ -79,9 +65,10 @@ class JoinedRanks:
         faults: list[str] = []
         for name, files in _holders(ranks).items():
             shape = files[0].shapes[name]
-            self.shapes[name] = expected.get(name, shape)  # an unexpected one is refused where all are compared
+            wanted = expected.get(name, ExpectedTensor(shape))  # an unexpected one is refused where all are compared
+            self.shapes[name] = wanted.shape
             self.dtypes[name] = files[0].dtypes[name]
-            pieces = _match(name, files, self.shapes[name])
+            pieces = _match(name, files, wanted)
             if pieces is None:
                 other = next((file for file in files if file.shapes[name] != shape), files[0])
                 faults.append(
@@ -146,26 +133,19 @@ def _holders(ranks: Sequence[Sequence[WeightFile]]) -> dict[str, list[WeightFile
     return holders
 
 
-def _match(name: str, files: list[WeightFile], expected: tuple[int, ...]) -> Pieces | None:
-    """How the pieces make up a tensor of the expected shape; None where they do not."""
-    shape = files[0].shapes[name]
-    if len(shape) != len(expected) or any(file.shapes[name] != shape for file in files):
+def _match(name: str, files: list[WeightFile], expected: ExpectedTensor) -> Pieces | None:
+    """Return how the files' pieces make up the expected tensor; None where they do not."""
+    shape, whole = files[0].shapes[name], expected.shape
+    if len(shape) != len(whole) or any(file.shapes[name] != shape for file in files):
         return None
-    differing = [dim for dim in range(len(shape)) if shape[dim] != expected[dim]]
+    differing = [dim for dim in range(len(shape)) if shape[dim] != whole[dim]]
     if not differing:
         return Pieces(files, None, 1)
     dim = differing[0]
-    if len(differing) > 1 or dim not in _cuts(name) or shape[dim] < 1 or expected[dim] % shape[dim]:
+    if len(differing) > 1 or dim not in expected.cuts or shape[dim] < 1 or whole[dim] % shape[dim]:
         return None
-    count = expected[dim] // shape[dim]
+    count = whole[dim] // shape[dim]
     return None if len(files) % count else Pieces(files, dim, count)
-
-
-def _cuts(name: str) -> tuple[int, ...]:
-    """The dimensions along which tensor parallelism may cut; a bias follows its matrix's rows."""
-    module, _, leaf = name.rpartition(".")
-    cuts = CUTS.get(module.rpartition(".")[2], ())
-    return cuts if leaf == "weight" else (ROWS,) if ROWS in cuts else ()
 
 
 def _read_one(file: WeightFile, name: str) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from models.formats.base import Checkpoint, Shapes, WeightFile
+from models.formats.base import Checkpoint, ExpectedTensors, WeightFile
 from models.formats.huggingface import SafetensorsFile, open_huggingface
 from models.formats.ranks import JoinedRanks, in_order, rank_folders
 
@@ -35,7 +35,7 @@ def open_tensor_parallel(folder: Path, allow_pickle: bool) -> Checkpoint:
     return replace(open_huggingface(folder, allow_pickle), open_weights=partial(open_ranks, folder))
 
 
-def open_ranks(folder: Path, expected: Shapes) -> list[WeightFile]:
+def open_ranks(folder: Path, expected: ExpectedTensors) -> list[WeightFile]:
     """Open all ranks as one file. Raises UserError where one is missing or damaged, or pieces do not fit the expected shapes."""
     paths = _rank_files(folder)
     files = [[SafetensorsFile(path) for path in rank] for rank in paths]
@@ -61,7 +61,7 @@ def _rank_files(folder: Path) -> list[list[Path]]:
 class Unfused:
     """A rank's file with fused matrices split into views of their parts. Matrices that the model itself fuses stay whole."""
 
-    def __init__(self, file: SafetensorsFile, num_ranks: int, expected: Shapes, names: dict[str, str]) -> None:
+    def __init__(self, file: SafetensorsFile, num_ranks: int, expected: ExpectedTensors, names: dict[str, str]) -> None:
         self.path = file.path
         self.is_mapped = file.is_mapped
         self._file = file
@@ -84,7 +84,9 @@ class Unfused:
             for _, tensor in self._file.read([source]):
                 yield name, tensor.narrow(0, start, self.shapes[name][0]) if tensor.ndim else tensor
 
-    def _parts(self, source: str, shape: tuple[int, ...], num_ranks: int, expected: Shapes) -> list[tuple[str, int]]:
+    def _parts(
+        self, source: str, shape: tuple[int, ...], num_ranks: int, expected: ExpectedTensors
+    ) -> list[tuple[str, int]]:
         """Return the names of a tensor's parts and their numbers of rows."""
         rows = shape[0] if shape else 1
         prefix, _, leaf = source.rpartition(".")
@@ -93,7 +95,7 @@ class Unfused:
         if not names or names[0] not in expected:
             return [(source, rows)]
         # Ranks divide the queries evenly. Keys and values, which several ranks may share, are equal halves of the rest.
-        first = expected[names[0]][0] // num_ranks if module == "qkv_proj" else rows // 2
+        first = expected[names[0]].shape[0] // num_ranks if module == "qkv_proj" else rows // 2
         rest = (rows - first) // (len(names) - 1)
         if first < 1 or rest < 1 or first + rest * (len(names) - 1) != rows:
             raise UserError(

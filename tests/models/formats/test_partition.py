@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
-from models.formats.partition import Place, partition, split_axis
+from models.formats.partition import Place, expected_tensors, partition, split_axis
 from models.registry import find_architecture
 from tests.helpers.builders import SMALL
 from tests.helpers.goldens import GOLDENS
@@ -102,6 +102,34 @@ def test_embeddings_and_heads_are_cut_along_the_vocabulary_and_tables_of_positio
     ]  # fmt: skip
     assert split_axis(baichuan2, "lm_head.weight") == 0  # whose rows are normalised
     assert split_axis(opt, "model.decoder.embed_positions.weight") is None
+
+
+def cuts_of(model: CausalLM, layer: str) -> dict[str, tuple[int, ...]]:
+    """Of what is outside of the layers, and of one layer, by the last parts of their names."""
+    outside = {name: tensor for name, tensor in expected_tensors(model).items() if not re.search(r"\.\d+\.", name)}
+    inside = {name: tensor for name, tensor in expected_tensors(model).items() if layer in name}
+    return {".".join(name.split(".")[-2:]): tensor.cuts for name, tensor in (outside | inside).items()}
+
+
+def test_slices_that_ranks_may_hold() -> None:
+    """Embeddings along either axis; of what is fused nobody knows how it was cut."""
+    rows, columns, whole = (0,), (1,), ()
+    llama = build({**SMALL, "model_type": "llama", "rms_norm_eps": 1e-5, "attention_bias": True})
+    assert cuts_of(llama, "layers.1.") == {
+        "embed_tokens.weight": (0, 1), "norm.weight": whole, "lm_head.weight": rows,
+        "input_layernorm.weight": whole, "post_attention_layernorm.weight": whole,
+        **{f"{name}_proj.{kind}": rows for name in "qkv" for kind in ("weight", "bias")},
+        "o_proj.weight": columns, "o_proj.bias": whole,
+        "gate_proj.weight": rows, "up_proj.weight": rows, "down_proj.weight": columns,
+    }  # fmt: skip
+    gpt2 = cuts_of(golden("gpt2"), "h.1.")
+    assert [gpt2[f"{name}.weight"] for name in ("wpe", "c_attn", "c_fc", "c_proj")] == [whole, whole, columns, rows]
+    assert gpt2["c_attn.bias"] == whole
+    mixtral = cuts_of(golden("mixtral"), "layers.1.")
+    assert [mixtral[f"{name}.weight"] for name in ("gate", "w1", "w2", "w3")] == [whole, rows, columns, rows]
+    assert {tensor.shape for tensor in expected_tensors(llama).values()} == {
+        tuple(parameter.shape) for parameter in llama.parameters()
+    }
 
 
 DEEPSEEK = {
