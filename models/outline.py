@@ -17,7 +17,7 @@ from models.formats.base import Checkpoint, WeightFile
 from models.formats.partition import expected_tensors
 from models.layers.linear import TiedHead
 from models.registry import Architecture
-from models.weights import HEAD, full_names, parameter_shapes
+from models.weights import full_names, head_name, parameter_shapes
 
 log = logging.getLogger(__name__)
 
@@ -40,19 +40,20 @@ def open_model(
     if not isinstance(model.head, TiedHead):
         return model, files
     (embedding,) = (name for name, parameter in model.named_parameters() if parameter is model.head.weight)
-    if not {HEAD, embedding} <= _stored(files, model).keys():
+    head_weight = head_name(model)
+    if not {head_weight, embedding} <= _stored(files, model).keys():
         return model, files
     untied = outline(architecture, replace(shape, tie_word_embeddings=False), checkpoint)
     files = checkpoint.open_weights(expected_tensors(untied))
     stored = _stored(files, untied)
-    head, weight = (next(file.read([name]))[1] for file, name in (stored[HEAD], stored[embedding]))
+    head, weight = (next(file.read([name]))[1] for file, name in (stored[head_weight], stored[embedding]))
     if torch.equal(head.to(weight.dtype), weight):
         return model, files
     log.warning(
         "the config in %s ties the head to the embedding, but the files hold a %s that differs: it is used, as with "
         "tie_word_embeddings=false",
         checkpoint.path,
-        HEAD,
+        head_weight,
     )
     return untied, files
 

@@ -20,19 +20,18 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RANDOM_STD = 0.02  # the initializer_range of nearly every family
-HEAD = "lm_head.weight"
 LISTED = 8  # tensors that an error names of each sort
 
 
 def checkpoint_dtype(files: list[WeightFile]) -> torch.dtype:
-    """The dtype of the checkpoint's first tensor."""
+    """Return the dtype of the checkpoint's first tensor. Raises UserError where there is none."""
     if not files[0].dtypes:
         raise UserError(f"{files[0].path} holds no tensors")
     return next(iter(files[0].dtypes.values()))
 
 
 def stored_dtype(config: ConfigReader, files: list[WeightFile]) -> str:
-    """What config.json says, else what the first tensor is, else float32. Raises UserError for a dtype that models do not have."""
+    """Return the dtype of config.json, else of the first tensor, else float32. Raises UserError for one that models do not have."""
     name = config.raw("torch_dtype") or config.raw("dtype")
     if name is None:
         name = str(checkpoint_dtype(files)).removeprefix("torch.") if files else "float32"
@@ -42,14 +41,16 @@ def stored_dtype(config: ConfigReader, files: list[WeightFile]) -> str:
 
 
 def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, ...]) -> dict[str, str]:
-    """Which of the model's parameters each tensor of the checkpoint is.
+    """Return the model's name for each tensor of the checkpoint that it needs, by the name there.
 
-    Tensors whose names end in one of `ignored`, or begin as the model says, are none.
+    It needs none whose name ends in one of `ignored`, or begins as the model's `ignored_prefixes`.
     Raises UserError that lists all missing, unexpected and wrong-shaped tensors, and for parameters that are no floats.
     """
     expected = expected_shapes(model)
     names = full_names(expected)
-    _compare(expected, files, names, ignored, model.ignored_prefixes)
+    # A head that is tied to the embedding may be in the checkpoint as a second copy.
+    accepted = expected.keys() | {head_name(model)}
+    _compare(expected, accepted, files, names, ignored, model.ignored_prefixes)
     matched = {name: names[name] for file in files for name in file.shapes if name in names}
     floats = parameter_shapes(model).keys() | {n for n, (layer, _) in packed_parts(model).items() if layer.from_floats}
     for file in files:
@@ -62,7 +63,7 @@ def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, 
 
 
 def expected_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
-    """Of all tensors that are wanted of a checkpoint: parameters, and what packed layers are made of."""
+    """Return the shapes of all tensors that a checkpoint must have: parameters, and what packed layers are made of."""
     parts = packed_parts(model).items()
     return parameter_shapes(model) | {name: layer.tensors()[own] for name, (layer, own) in parts}
 
@@ -71,8 +72,16 @@ def parameter_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
+def head_name(model: CausalLM) -> str:
+    """Return the name of the head's weight in a checkpoint that has one."""
+    return f"{model.layout.head}.weight"
+
+
 def full_names(expected: Collection[str]) -> dict[str, str]:
-    """A checkpoint's names and the model's. Saved without its head, it lacks the trunk's name: h.0.weight is transformer.h.0.weight."""
+    """Return the model's name for each name that a checkpoint may have.
+
+    A model that was saved without its head lacks the first part of its names: h.0.weight is transformer.h.0.weight.
+    """
     return {name.partition(".")[2]: name for name in expected} | {name: name for name in expected}
 
 
@@ -140,7 +149,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 class CastFile:
-    """A file whose parameters are read in another dtype; what is no parameter, or stays float32 in every model, is read as it is."""
+    """A file whose parameters are read in another dtype. Tensors that are no parameters, or stay float32 in every model, keep theirs."""
 
     def __init__(self, file: WeightFile, model: CausalLM, matched: dict[str, str], dtype: torch.dtype) -> None:
         self._file = file
@@ -154,12 +163,13 @@ class CastFile:
 
 
 def parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dtype:
-    """In a model of `dtype`."""
+    """Return the dtype of a parameter in a model of `dtype`."""
     return torch.float32 if name.endswith(model.float32_tensors) else dtype
 
 
 def _compare(
     expected: dict[str, tuple[int, ...]],
+    accepted: set[str],
     files: list[WeightFile],
     names: dict[str, str],
     ignored: tuple[str, ...],
@@ -172,8 +182,6 @@ def _compare(
             full_name = names.get(name, name)
             twice += [name] if full_name in found else []
             found[full_name] = shape
-    # A head that is tied to the embedding may be in the checkpoint as a second copy.
-    accepted = expected.keys() | {HEAD}
     faults = {
         "missing": [name for name in expected if name not in found],
         "unexpected": [
@@ -201,7 +209,7 @@ def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def initialise_randomly(model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
-    """Norms 1, biases 0, all else normal with a standard deviation of 0.02; always the same values on one kind of device.
+    """Give norms 1, biases 0, and all else normal values of standard deviation 0.02; always the same on one kind of device.
 
     Raises UserError where a layer is made of other tensors than floats.
     """
