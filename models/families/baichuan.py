@@ -146,7 +146,10 @@ class NormHead(Module):
 
 
 class Baichuan(PreNormLM):
-    layout = ModelLayout(fused={"W_pack": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)})
+    layout = ModelLayout(
+        producers={"down_proj": "up_proj"},
+        fused={"W_pack": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)},
+    )
 
     def __init__(self, c: BaichuanConfig) -> None:
         rotary = None if c.alibi else RotaryEmbedding(RotaryConfig(c.head_dim, c.max_length))

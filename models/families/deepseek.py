@@ -266,6 +266,7 @@ class Deepseek(PreNormLM):
     config: DeepseekConfig
     layout = ModelLayout(
         norms=("input_layernorm", "self_attn.q_a_layernorm", "post_attention_layernorm"),
+        producers={"down_proj": "up_proj"},
         replicated=("q_a_proj", "kv_a_proj_with_mqa"),
     )
     # Many experts' scores lie closer together than bfloat16 tells apart; the weight would be widened in every step.

@@ -59,7 +59,7 @@ class GlmLayer(DecoderLayer):
 
 
 class Glm(DecoderLM):
-    layout = ModelLayout(fused={"gate_up_proj": (Unit.CHANNEL, Unit.CHANNEL)})
+    layout = ModelLayout(producers={"o_proj": "v_proj"}, fused={"gate_up_proj": (Unit.CHANNEL, Unit.CHANNEL)})
 
     def __init__(self, c: GlmConfig) -> None:
         super().__init__(c, (GlmLayer(c) for _ in range(c.num_hidden_layers)))

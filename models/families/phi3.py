@@ -169,10 +169,11 @@ class Attention(Module):
 
 class Phi3(PreNormLM):
     layout = ModelLayout(
+        producers={},
         fused={
             "qkv_proj": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD),
             "gate_up_proj": (Unit.CHANNEL, Unit.CHANNEL),
-        }
+        },
     )
 
     def __init__(self, c: Phi3Config) -> None:

@@ -1,0 +1,178 @@
+"""A model computed in parts is the model; a layer cut in two as its layout says is the layer."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import Glm4ForCausalLM, GlmForCausalLM, Phi3ForCausalLM
+
+from conf.schema import DType
+from models.batch import Batch, KVCache
+from models.causal_lm import CausalLM
+from models.formats.partition import split_axis
+from models.layers.attention import Heads
+from models.layers.norm import AddRMSNorm, ResidualStream
+from models.layout import Unit
+from pipelines.assembly import assemble
+from pipelines.engine import Engine
+from pipelines.engine.batch import whole_batch
+from pipelines.engine.kv_cache import allocate_kv_cache
+from tests.builders import run_config
+from tests.models.families.test_deepseek import V3_GROUPS
+from tests.models.families.test_deepseek import build as build_deepseek
+from tests.models.test_goldens import FAMILIES, GOLDENS, link
+from tests.oracle import write_model
+
+OTHERS = {"glm": GlmForCausalLM, "glm4": Glm4ForCausalLM, "phi3": Phi3ForCausalLM}
+RANKS = 2
+
+
+def float_engine(family: str, folder: Path) -> Engine:
+    """In float32, with layers as the architecture made them."""
+    if family == "deepseek":
+        build_deepseek(3, **V3_GROUPS).save_pretrained(folder)
+    elif family in OTHERS:
+        write_model(folder, OTHERS[family], pad_token_id=0, eos_token_id=1)
+    else:
+        link(family, folder)
+    return assemble(run_config(folder, allow_pickle=True), 3, packed=False)
+
+
+def batch_of(engine: Engine, family: str, num_outputs: tuple[int, int]) -> Batch:
+    """Two prompts; of each the last so many tokens are output rows."""
+    golden = GOLDENS / family / "golden.safetensors"
+    prompt = load_file(golden)["input_ids"][0].tolist() if golden.is_file() else list(range(3, 12))
+    prompts = [prompt, prompt[:1] + prompt[2:]] if len(prompt) > 8 else [prompt, prompt]
+    blocks = engine.scheduler.block_manager
+    tables = [blocks.allocate(blocks.num_blocks_for(len(ids))) for ids in prompts]
+    features = [engine.runner.model.prompt_features(ids) for ids in prompts]
+    return whole_batch(prompts, [*num_outputs], tables, features, blocks.block_size)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek"])
+@torch.inference_mode()
+def test_parts_in_turn_are_the_model(family: str, tmp_path: Path) -> None:
+    """To the bit, also where only the sum of a stream goes on; a part without the last layer drops no rows."""
+    engine = float_engine(family, tmp_path)
+    model, cache, batch = engine.runner.model, engine.runner.cache, batch_of(engine, family, (1, 2))
+    whole, num_layers = model(batch, cache), model.config.num_hidden_layers
+    assert len(whole) == 3
+    for first in range(1, num_layers):
+        before, after = range(first), range(first, num_layers)
+        stream = model.run_layers(model.embed(batch), batch, KVCache(cache.layers[: before.stop]), before)
+        if isinstance(stream, ResidualStream):
+            stream = ResidualStream(stream.total())
+        assert len(stream.x if isinstance(stream, ResidualStream) else stream) == batch.shape.num_tokens
+        stream = model.run_layers(stream, batch, KVCache(cache.layers[after.start :]), after)
+        assert model.finish(stream).equal(whole)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek", *OTHERS])
+def test_a_layout_names_what_there_is(family: str, tmp_path: Path) -> None:
+    model = float_engine(family, tmp_path).runner.model
+    layout, names = model.layout, {name for name, _ in model.named_modules()}
+    last_parts = {name.rpartition(".")[2] for name in names}
+    outside = {layout.embedding, layout.layers, layout.head}
+    inside = {f"{layout.layers}.1.{own}" for own in (layout.attention, *layout.norms)}
+    assert outside | inside <= names
+    assert last_parts >= {*layout.row_parallel, *layout.replicated, *layout.fused} - {"project_in", "project_out"}
+    assert last_parts >= {*layout.producers, *layout.producers.values()}
+    assert len(model.layers) == len(model.attention_heads) == model.config.num_hidden_layers
+    norms = {name for name, module in model.layers[1].named_modules() if "Norm" in type(module).__name__}
+    assert set(layout.norms) <= norms
+
+
+def share(tensor: Tensor, axis: int, rank: int, sections: list[tuple[int, int]]) -> Tensor:
+    """A rank's units of every section, given by the number of units and their size."""
+    rows: list[int] = []
+    start = 0
+    for count, size in sections:
+        rows += range(start + count * rank // RANKS * size, start + count * (rank + 1) // RANKS * size)
+        start += count * size
+    assert start == tensor.shape[axis]
+    return tensor.index_select(axis, torch.tensor(rows))
+
+
+def cut_layer(model: CausalLM, rank: int) -> nn.Module:
+    """A rank's first layer, by the layout alone."""
+    layout, layer = model.layout, copy.deepcopy(model.layers[0])
+    attention: Any = layer.get_submodule(layout.attention)
+    h = attention.heads
+    units = {
+        Unit.QUERY_HEAD: (h.num_attention_heads, h.head_dim),
+        Unit.KEY_VALUE_HEAD: (h.num_key_value_heads, h.head_dim),
+        Unit.QKV_HEAD: (h.num_attention_heads, 3 * h.head_dim),
+    }
+    for name, parameter in layer.named_parameters():
+        axis = split_axis(model, f"{layout.layers}.0.{name}")
+        if axis is None:
+            continue
+        path, _, leaf = name.rpartition(".")
+        fused, size = layout.fused.get(path.rpartition(".")[2], (Unit.CHANNEL,)), parameter.shape[axis]
+        sections = [units.get(unit, (size // len(fused), 1)) for unit in fused]
+        setattr(layer.get_submodule(path), leaf, nn.Parameter(share(parameter.data, axis, rank, sections), False))
+    groups = max(1, h.num_key_value_heads // RANKS)
+    attention.heads = Heads(h.num_attention_heads // RANKS, groups, h.head_dim, h.value_head_dim)
+    return layer
+
+
+def row_parallel_layers(model: CausalLM, layer: nn.Module) -> dict[str, nn.Module]:
+    return {n: m for n, m in layer.named_modules() if n.rpartition(".")[2] in model.layout.row_parallel}
+
+
+CUT = "baichuan-7b bloom chatglm chatglm2 gemma2 gpt2 llama3 mixtral opt qwen qwen2_moe qwen3 deepseek glm glm4 phi3".split()
+
+
+@pytest.mark.parametrize("family", CUT)
+@torch.inference_mode()
+def test_a_layer_cut_for_ranks_adds_up(family: str, tmp_path: Path) -> None:
+    """Each rank's inputs of row-parallel layers are its share of the whole layer's, and their outputs add up to the whole's."""
+    engine = float_engine(family, tmp_path)
+    model, batch = engine.runner.model, batch_of(engine, family, (1, 1))
+    stream, inputs = model.embed(batch), model.layer_inputs(batch, torch.float32)
+    ranks = [cut_layer(model, rank) for rank in range(RANKS)]
+    whole: dict[str, tuple[Tensor, Tensor]] = {}  # by a row-parallel layer its input and output
+    for name, module in row_parallel_layers(model, model.layers[0]).items():
+        module.register_forward_hook(lambda _, x, y, name=name: whole.update({name: (x[0].clone(), y.clone())}))
+    expected = model.layers[0](stream, *inputs, batch, engine.runner.cache.layers[0])
+    sums: dict[str, Tensor] = {}
+    for rank, layer in enumerate(ranks):
+        for name, module in row_parallel_layers(model, layer).items():
+
+            def reduce(
+                module: nn.Module, x: tuple[Tensor, ...], y: Tensor, name: str = name, rank: int = rank
+            ) -> Tensor:
+                given, result = whole[name]
+                torch.testing.assert_close(x[0], given.chunk(RANKS, -1)[rank], atol=1e-4, rtol=1e-4)
+                bias = getattr(module, "bias", None)
+                sums[name] = sums[name] + y - (0 if bias is None else bias) if rank else y  # the bias is added once
+                return result  # as after an all-reduce
+
+            module.register_forward_hook(reduce)
+        heads = layer.get_submodule(model.layout.attention).heads
+        blocks = engine.scheduler.block_manager
+        formats = [(each.format, each.format) for each in engine.runner.cache.layers[0][:1]]
+        cache = allocate_kv_cache([heads], blocks.num_blocks, blocks.block_size, formats, torch.float32, engine.device)
+        own = tuple(x.chunk(RANKS)[rank] for x in inputs) if family == "bloom" else inputs  # slopes of its heads
+        found = layer(stream, *own, batch, cache.layers[0])
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert sums.keys() == whole.keys()
+    for name, total in sums.items():
+        torch.testing.assert_close(total, whole[name][1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float16])
+@torch.inference_mode()
+def test_the_sum_of_a_stream_is_rounded_as_norms_round_it(dtype: DType) -> None:
+    """So that a stage may send it in place of both."""
+    x, update = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype.name))
+    norm = AddRMSNorm(64, 1e-5)
+    norm.weight = nn.Parameter(torch.rand(64).to(x.dtype), False)
+    both, total = norm(x, update)
+    alone, same = norm(ResidualStream(x, update).total(), None)
+    assert total.equal(same)
+    assert both.equal(alone)
