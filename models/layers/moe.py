@@ -15,6 +15,7 @@ from kernels.moe import combine_rows, group_rows, mixture, route
 from models.config import ConfigReader
 from models.layers.linear import FloatLinear, GPULinear, GroupedProduct, JointLinear
 from models.layers.mlp import MLP
+from models.layers.module import Module
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def read_mixture(config: ConfigReader, num_layers: int) -> MixtureConfig:
     )
 
 
-class Experts(nn.ModuleList):
+class Experts(nn.ModuleList, Module):
     """A layer's experts, gated feed-forward layers of one shape, under the checkpoint's names: `0.gate_proj.weight` and so on.
 
     `prepare` chooses how they are computed together; without it, or where their weights are held in ways that no kernel takes together,
@@ -104,7 +105,7 @@ class Experts(nn.ModuleList):
         return parts
 
 
-class SparseMoeBlock(nn.Module):
+class SparseMoeBlock(Module):
     """A router and the experts that it chooses from."""
 
     input_layers: tuple[nn.Module, ...] = ()  # the router reads x, too, and in floats
