@@ -147,6 +147,10 @@ class NormHead(Module):
 
 class Baichuan(PreNormLM):
     layout = ModelLayout(
+        norm_readers={
+            "input_layernorm": ("self_attn.W_pack",),
+            "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+        },
         producers={"down_proj": "up_proj"},
         fused={"W_pack": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)},
     )

@@ -3,7 +3,7 @@
 T tokens, H heads, D channels per head, E hidden channels, V vocabulary, R output rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +114,10 @@ class Bloom(CausalLM):
         layers="transformer.h",
         final_norm="transformer.ln_f",
         attention="self_attention",
+        norm_readers={
+            "input_layernorm": ("self_attention.query_key_value",),
+            "post_attention_layernorm": ("mlp.dense_h_to_4h",),
+        },
         producers={},
         row_parallel=("dense", "dense_4h_to_h"),
         fused={"query_key_value": (Unit.QKV_HEAD,)},
@@ -121,6 +125,8 @@ class Bloom(CausalLM):
 
     def __init__(self, c: BloomConfig) -> None:
         super().__init__(c)
+        if c.apply_residual_connection_post_layernorm:  # the residual is the normed one
+            self.layout = replace(self.layout, norm_readers={})
         self.transformer = Transformer(c)
         self.lm_head = make_head(self.transformer.word_embeddings, c.tie_word_embeddings)
         self.slopes = Constant(alibi_slopes(c.num_attention_heads))  # [H]

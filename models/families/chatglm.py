@@ -181,6 +181,7 @@ class ChatGLM(CausalLM):
         layers="transformer.layers",
         final_norm="transformer.final_layernorm",
         attention="attention",
+        norm_readers={},  # the residual is the normed one
         producers={},
         row_parallel=("dense", "dense_4h_to_h"),
         fused={"query_key_value": (Unit.QKV_HEAD,)},

@@ -126,6 +126,10 @@ class ChatGLM2(PreNormLM):
         final_norm="transformer.encoder.final_layernorm",
         head="transformer.output_layer",
         attention="self_attention",
+        norm_readers={
+            "input_layernorm": ("self_attention.query_key_value",),
+            "post_attention_layernorm": ("mlp.dense_h_to_4h",),
+        },
         producers={},
         row_parallel=("dense", "dense_4h_to_h"),
         fused={

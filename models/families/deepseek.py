@@ -6,7 +6,7 @@ Modules are named as the checkpoint's tensors are, so no map of names is needed.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -266,6 +266,11 @@ class Deepseek(PreNormLM):
     config: DeepseekConfig
     layout = ModelLayout(
         norms=("input_layernorm", "self_attn.q_a_layernorm", "post_attention_layernorm"),
+        norm_readers={
+            "input_layernorm": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+            "self_attn.q_a_layernorm": ("self_attn.q_b_proj",),
+            "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+        },
         producers={"down_proj": "up_proj"},
         replicated=("q_a_proj", "kv_a_proj_with_mqa"),
     )
@@ -278,6 +283,12 @@ class Deepseek(PreNormLM):
             for i in range(c.num_hidden_layers)
         )
         super().__init__(c, layers, RotaryEmbedding(c.rotary))
+        if c.q_lora_rank is None:
+            readers = {
+                **self.layout.norm_readers,
+                "input_layernorm": ("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"),
+            }
+            self.layout = replace(self.layout, norm_readers=readers)
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:

@@ -134,7 +134,14 @@ class Decoder(Module):
 
 class Gemma2(CausalLM):
     config: Gemma2Config
-    layout = ModelLayout(norms=("input_layernorm", "pre_feedforward_layernorm"), norm_weight_offset=WEIGHT_OFFSET)
+    layout = ModelLayout(
+        norms=("input_layernorm", "pre_feedforward_layernorm"),
+        norm_readers={
+            "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "pre_feedforward_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+        },
+        norm_weight_offset=WEIGHT_OFFSET,
+    )
 
     def __init__(self, c: Gemma2Config) -> None:
         super().__init__(c)

@@ -59,7 +59,14 @@ class GlmLayer(DecoderLayer):
 
 
 class Glm(DecoderLM):
-    layout = ModelLayout(producers={"o_proj": "v_proj"}, fused={"gate_up_proj": (Unit.CHANNEL, Unit.CHANNEL)})
+    layout = ModelLayout(
+        norm_readers={
+            "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "post_attention_layernorm": ("mlp.gate_up_proj",),
+        },
+        producers={"o_proj": "v_proj"},
+        fused={"gate_up_proj": (Unit.CHANNEL, Unit.CHANNEL)},
+    )
 
     def __init__(self, c: GlmConfig) -> None:
         super().__init__(c, (GlmLayer(c) for _ in range(c.num_hidden_layers)))

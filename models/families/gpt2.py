@@ -113,6 +113,7 @@ class GPT2(CausalLM):
         final_norm="transformer.ln_f",
         attention="attn",
         norms=("ln_1", "ln_2"),
+        norm_readers={"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",)},
         producers={},
         row_parallel=("c_proj",),
         replicated=("wpe",),

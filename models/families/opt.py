@@ -4,7 +4,7 @@ T tokens, H heads, D channels per head, E hidden channels, P channels of an embe
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.nn.functional import gelu, relu
@@ -142,6 +142,10 @@ class OPT(CausalLM):
         layers="model.decoder.layers",
         final_norm="model.decoder.final_layer_norm",
         norms=("self_attn_layer_norm", "final_layer_norm"),
+        norm_readers={
+            "self_attn_layer_norm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "final_layer_norm": ("fc1",),
+        },
         producers={},
         row_parallel=("out_proj", "fc2"),
         replicated=("embed_positions", "project_in", "project_out"),
@@ -149,6 +153,8 @@ class OPT(CausalLM):
 
     def __init__(self, c: OPTConfig) -> None:
         super().__init__(c)
+        if not c.do_layer_norm_before:  # the residual is the normed one
+            self.layout = replace(self.layout, norm_readers={})
         self.model = Model(c)
         self.lm_head = make_head(self.model.decoder.embed_tokens, c.tie_word_embeddings)
 

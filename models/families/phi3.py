@@ -169,6 +169,7 @@ class Attention(Module):
 
 class Phi3(PreNormLM):
     layout = ModelLayout(
+        norm_readers={"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
         producers={},
         fused={
             "qkv_proj": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD),
