@@ -15,7 +15,6 @@ from kernels.moe import combine_rows, group_rows, mixture, route
 from models.config import ConfigReader
 from models.layers.linear import FloatLinear, GPULinear, GroupedProduct, JointLinear
 from models.layers.mlp import MLP
-from models.layers.module import Module
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def read_mixture(config: ConfigReader, num_layers: int) -> MixtureConfig:
     )
 
 
-class Experts(nn.ModuleList, Module):
+class Experts(nn.ModuleList):
     """A layer's experts, gated feed-forward layers of one shape, under the checkpoint's names: `0.gate_proj.weight` and so on.
 
     `prepare` chooses how they are computed together; without it, or where their weights are held in ways that no kernel takes together,
@@ -105,7 +104,7 @@ class Experts(nn.ModuleList, Module):
         return parts
 
 
-class SparseMoeBlock(Module):
+class SparseMoeBlock(nn.Module):
     """A router and the experts that it chooses from."""
 
     input_layers: tuple[nn.Module, ...] = ()  # the router reads x, too, and in floats
