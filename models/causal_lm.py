@@ -5,6 +5,7 @@ T tokens, S sequences, E hidden channels, V vocabulary, R output rows.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -81,18 +82,28 @@ class CausalLM(Module, ABC):
     @property
     def embedding(self) -> nn.Module:
         """The embedding of tokens, from ids [T] to [T, E]."""
-        return self.get_submodule(self.layout.embedding)
+        return self._part(self.layout.embedding)
 
     @property
     def layers(self) -> list[nn.Module]:
         """The decoder layers, in their order."""
-        layers: nn.ModuleList = self.get_submodule(self.layout.layers)  # type: ignore[assignment]
+        layers: nn.ModuleList = self._part(self.layout.layers)  # type: ignore[assignment]
         return list(layers)
 
     @property
     def head(self) -> nn.Module:
         """The layer that turns hidden states [R, E] into logits [R, V]."""
-        return self.get_submodule(self.layout.head)
+        return self._part(self.layout.head)
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm of hidden states behind the last decoder layer."""
+        return self._part(self.layout.final_norm)
+
+    def _part(self, path: str) -> nn.Module:
+        """Return the submodule at a path. Every step asks for some, and torch's get_submodule makes three times as many calls."""
+        part: nn.Module = attrgetter(path)(self)
+        return part
 
     @property
     def attention_heads(self) -> list[Heads]:
@@ -143,7 +154,7 @@ class CausalLM(Module, ABC):
 
     def finish(self, stream: Any) -> Tensor:
         """Return normed hidden states [R, E] from the stream after the last layer."""
-        hidden: Tensor = self.get_submodule(self.layout.final_norm)(stream)
+        hidden: Tensor = self.final_norm(stream)
         return hidden
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:

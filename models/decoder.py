@@ -166,7 +166,7 @@ class PreNormLM(CausalLM):
         return (None if self.rotary is None else self.rotary.angles(batch.positions, batch.prompt_lengths, dtype),)
 
     def finish(self, stream: ResidualStream) -> Tensor:
-        normed: Tensor = self.get_submodule(self.layout.final_norm)(*stream)[0]
+        normed: Tensor = self.final_norm(*stream)[0]
         return normed
 
 
