@@ -21,11 +21,11 @@ from pipelines.assembly import assemble
 from pipelines.engine import Engine
 from pipelines.engine.batch import whole_batch
 from pipelines.engine.kv_cache import allocate_kv_cache
-from tests.builders import run_config
-from tests.models.families.test_deepseek import V3_GROUPS
-from tests.models.families.test_deepseek import build as build_deepseek
-from tests.models.test_goldens import FAMILIES, GOLDENS, link
-from tests.oracle import write_model
+from tests.helpers.builders import run_config
+from tests.helpers.deepseek import V3_GROUPS
+from tests.helpers.deepseek import build as build_deepseek
+from tests.helpers.goldens import FAMILIES, GOLDENS, link
+from tests.helpers.oracle import write_model
 
 OTHERS = {"glm": GlmForCausalLM, "glm4": Glm4ForCausalLM, "phi3": Phi3ForCausalLM}
 RANKS = 2
