@@ -125,8 +125,10 @@ class Engine:
         return self.scheduler.max_num_requests
 
     def request(self, id: int, prompt_token_ids: list[int], decode: DecodeConfig, sink: Sink | None = None) -> Request:
-        """Return a checked request. Raises UserError for ids outside the vocabulary and for lengths that do not fit."""
-        return self.requests.make(id, prompt_token_ids, decode, sink)
+        """Return a checked request. Raises UserError where `RequestFactory.make` does, and for a prompt that the model does not read."""
+        request = self.requests.make(id, prompt_token_ids, decode, sink)
+        self.runner.mark_prompt(prompt_token_ids)
+        return request
 
     def generate(
         self,

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from conf.compose import dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig
 from conf.schema import BenchConfig, PredictConfig, RunConfig, Task
+from models.batch import Batch
 from pipelines import bandwidth, bench
+from pipelines.engine.steps import StepOutputs
 from tests.helpers.builders import engine_of, run_config, write_llama
 
 
@@ -28,8 +31,13 @@ def test_lengths_are_exact_and_every_step_of_decode_is_timed(tmp_path: Path) -> 
     write_llama(tmp_path, eos_token_id=list(range(96)))  # every token would end a row
     engine = engine_of(tmp_path, batch_size=3, max_batched_tokens=16)
     sizes: list[tuple[int, int]] = []
-    run = engine.runner.run
-    engine.runner.run = lambda batch: (sizes.append((len(batch.token_ids), len(batch.output_rows))), run(batch))[1]  # type: ignore[method-assign]
+    execute = engine.runner.execute
+
+    def observed(batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
+        sizes.append((batch.shape.num_tokens, batch.shape.num_outputs))
+        return execute(batch, token_ids)
+
+    engine.runner.execute = observed  # type: ignore[method-assign]
     run_of = job(tmp_path, prompt_tokens=20, new_tokens=5, batch_size=3)
     prompts = next(bench._prompts(run_of.bench, engine))
     result = bench.measure(engine, prompts, bench._decode(run_of))

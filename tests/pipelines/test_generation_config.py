@@ -79,9 +79,9 @@ def test_what_is_switched_off_is_no_fault_of_the_checkpoint(tmp_path: Path) -> N
     }
     (tmp_path / "generation_config.json").write_text(json.dumps(suggested))
     engine = engine_of(tmp_path)
-    greedy = engine.resolve(compose_run_config(["decode=greedy"]).decode)
+    greedy = engine.requests.resolve(compose_run_config(["decode=greedy"]).decode)
     assert (greedy.temperature, greedy.top_k, greedy.top_p, greedy.length_penalty) == (0.0, None, None, None)
-    sampled = engine.resolve(greedy.replaced({"temperature": 1.0}))  # a row of its own ways in a greedy job
+    sampled = engine.requests.resolve(greedy.replaced({"temperature": 1.0}))  # a row of its own ways in a greedy job
     assert (sampled.top_k, sampled.top_p, sampled.length_penalty) == (7, 0.3, None)
     request = engine.request(0, [5, 6], greedy)
     assert (request.params.top_k, request.params.top_p, request.params.length_penalty) == (0, 1.0, 1.0)
@@ -105,14 +105,16 @@ def test_explicit_settings_win_and_the_rest_is_filled(tmp_path: Path) -> None:
     suggested = {"do_sample": True, "temperature": 0.6, "top_k": 7, "repetition_penalty": 1.3, "max_length": 9}
     (tmp_path / "generation_config.json").write_text(json.dumps(suggested))
     engine = engine_of(tmp_path)
-    resolved = engine.resolve(DecodeConfig(temperature=0.0, top_k=0))
+    resolved = engine.requests.resolve(DecodeConfig(temperature=0.0, top_k=0))
     assert (resolved.temperature, resolved.top_k, resolved.repetition_penalty) == (0.0, 0, 1.3)
     assert (resolved.max_length, resolved.max_new_tokens) == (9, None)
-    assert engine.resolve(DecodeConfig(max_new_tokens=30)).max_length is None  # a length that is set is not cut short
-    assert engine.resolve(DecodeConfig(max_length=30)).max_length == 30
+    assert (
+        engine.requests.resolve(DecodeConfig(max_new_tokens=30)).max_length is None
+    )  # a length that is set is not cut short
+    assert engine.requests.resolve(DecodeConfig(max_length=30)).max_length == 30
     assert all(getattr(resolved, name) is not None for name in NEUTRAL)
-    assert engine.resolve(resolved) == resolved
-    plain = engine.resolve(DecodeConfig())
+    assert engine.requests.resolve(resolved) == resolved
+    plain = engine.requests.resolve(DecodeConfig())
     assert (plain.temperature, plain.top_k, plain.top_p) == (0.6, 7, 1.0)
     assert len(complete(engine, [[5, 6]], DecodeConfig())[0].token_ids) == 7
     assert len(complete(engine, [[5, 6]], DecodeConfig(max_new_tokens=8))[0].token_ids) == 8

@@ -151,7 +151,7 @@ def test_model_max_length_limits_every_sequence(tmp_path: Path) -> None:
     engine = load_engine(run_config(tmp_path, max_length=20), 1)
     assert len(complete(engine, [[5] * 15], DecodeConfig())[0].token_ids) == 5
     with pytest.raises(UserError, match="decode.max_length=21 is more than the model takes .model.max_length=20"):
-        engine.check(DecodeConfig(max_length=21))
+        engine.requests.check(DecodeConfig(max_length=21))
 
 
 def test_an_automatic_pool_has_room_for_a_rows_own_beams_and_takes_no_memory(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_an_automatic_pool_has_room_for_a_rows_own_beams_and_takes_no_memory(tmp
     before = peak_memory_bytes(engine.device)
     write_llama(tmp_path, max_position_embeddings=2**20)
     pool = engine_of(tmp_path, batch_size=1)
-    assert pool.scheduler.block_manager.num_blocks * pool._block_size * pool.runner.kv_bytes_per_token > 2**31
+    assert pool.scheduler.block_manager.num_blocks * pool.block_size * pool.runner.kv_bytes_per_token > 2**31
     assert peak_memory_bytes(engine.device) - before < 2**30  # the pool's pages are not taken yet
 
 
