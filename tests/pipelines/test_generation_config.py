@@ -96,7 +96,7 @@ def test_a_setting_that_stays_unused_is_told(
 ) -> None:
     conf.decoding._warn_once.cache_clear()
     write_llama(tmp_path)
-    engine_of(tmp_path).resolve(compose_run_config(options).decode)
+    engine_of(tmp_path).requests.resolve(compose_run_config(options).decode)
     assert "decode.top_p=0.93 is not used with decode.temperature=0" in caplog.text
 
 
