@@ -22,7 +22,8 @@ MAX_TOGETHER = 3  # weights that one call multiplies: queries, keys and values
 PackedWeight: TypeAlias = FloatWeight | IntWeight
 Biases: TypeAlias = Sequence[Tensor | None]
 
-NO_WEIGHT = (None, False, None, None, 0)
+NO_WEIGHTS = [(None, False, None, None, 0) * (MAX_TOGETHER - count) for count in range(MAX_TOGETHER + 1)]
+"""Arguments in the places of missing weights, by the number of those that are there."""
 FLOATS = (0, 0, False)  # in the place of a weight's group size, bits and zero points
 
 
@@ -95,10 +96,41 @@ def _empty_product(x: Rows, gate: PackedWeight, *_: Any) -> Tensor:
     return _empty_products(x, [gate])[0]
 
 
-def _check_together(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> None:
+def _check(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> None:
+    """Raise ValueError for what cannot be multiplied."""
     if len(weights) > MAX_TOGETHER:
         raise ValueError(f"{len(weights)} weights: at most {MAX_TOGETHER} are multiplied together")
-    _check(x, weights, biases)
+    shape, dtype, format = x.shape, x.dtype, weights[0].format
+    are_ints, are_codes = isinstance(weights[0], IntWeight), isinstance(x, QuantizedRows)
+    if dtype not in DTYPES:
+        raise ValueError(f"products of {dtype}: there are only those of {', '.join(map(str, DTYPES))}")
+    if not are_ints and (are_codes or dtype != format):
+        raise ValueError(
+            f"{'codes for ' if are_codes else ''}rows of {dtype} cannot be multiplied by a weight of {format}"
+        )
+    if isinstance(x, QuantizedRows):
+        _check_codes(x)
+    for weight, bias in zip(weights, biases, strict=True):
+        if len(shape) != 2 or shape[1] != weight.num_inputs:
+            raise ValueError(f"rows {list(shape)} cannot be multiplied by a weight of {weight.num_inputs} inputs")
+        if weight.format != format:
+            raise ValueError(f"weights of {format} and {weight.format} cannot be multiplied together")
+        if x.is_cpu != weight.memory.is_cpu:
+            device = x.codes.device if isinstance(x, QuantizedRows) else x.device
+            raise ValueError(f"rows on {device} and a weight on {weight.memory.device}")
+        if bias is not None and (
+            bias.shape != (weight.num_outputs,) or bias.dtype != dtype or not bias.is_contiguous()
+        ):
+            raise ValueError(
+                f"a bias {list(bias.shape)} of {bias.dtype} for {weight.num_outputs} outputs of {dtype}, side by side"
+            )
+
+
+def _check_codes(x: QuantizedRows) -> None:
+    if x.codes.dtype != torch.int8:
+        raise ValueError(f"rows of {x.codes.dtype}: weights of integers are multiplied by floats or int8")
+    if tuple(x.scales.shape) not in ((1, 1), (len(x), 1)):
+        raise ValueError(f"scales {list(x.scales.shape)} for {len(x)} rows: one of each, or [1, 1] of all")
 
 
 def _matmul_together(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> list[Tensor]:
@@ -108,7 +140,7 @@ def _matmul_together(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -
 @operator(
     _matmul_together,
     fake=_empty_products,
-    check=_check_together,
+    check=_check,
     parts={"x": ROWS, "weights": replace(WEIGHT, of_each=True)},
 )
 def matmul_together(cpp: Library, x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> list[Tensor]:
@@ -122,11 +154,12 @@ def matmul_together(cpp: Library, x: Rows, weights: Sequence[PackedWeight], bias
     arguments: list[int | None] = []
     for weight, bias in zip(weights, biases, strict=True):
         out = torch.empty(len(x), weight.num_outputs, dtype=x.dtype)
-        arguments += (*_weight_arguments(weight, bias), out.data_ptr(), weight.num_outputs)
+        bias_at = None if bias is None else bias.data_ptr()
+        arguments += (weight.memory.data_ptr(), weight.is_compressed, bias_at, out.data_ptr(), weight.num_outputs)
         outs.append(out)
-    x = _contiguous(x)
-    arguments += NO_WEIGHT * (MAX_TOGETHER - len(weights))
-    cpp.matmul(*_row_arguments(x), *x.shape, *_format_numbers(weights[0]), *arguments)
+    arguments += NO_WEIGHTS[len(weights)]
+    x, rows = _rows(x)
+    cpp.matmul(*rows, *x.shape, *_format_numbers(weights[0]), *arguments)
     return outs
 
 
@@ -159,10 +192,12 @@ def matmul_swiglu(
     """
     if not x.is_cpu:
         raise Misfit
-    x, out = _contiguous(x), torch.empty(len(x), gate.num_outputs, dtype=x.dtype)
-    weights = *_weight_arguments(gate, gate_bias), *_weight_arguments(up, up_bias)
+    out, (x, rows) = torch.empty(len(x), gate.num_outputs, dtype=x.dtype), _rows(x)
     cpp.matmul_swiglu(
-        *(*_row_arguments(x), *x.shape, *_format_numbers(gate)), *weights, out.data_ptr(), gate.num_outputs
+        *(*rows, *x.shape, *_format_numbers(gate)),
+        *(gate.memory.data_ptr(), gate.is_compressed, None if gate_bias is None else gate_bias.data_ptr()),
+        *(up.memory.data_ptr(), up.is_compressed, None if up_bias is None else up_bias.data_ptr()),
+        *(out.data_ptr(), gate.num_outputs),
     )
     return out
 
@@ -208,8 +243,8 @@ def grouped_matmul(
     if not x.is_cpu:
         raise Misfit
     first = weights.first
-    x, starts, out = _contiguous(x), starts.contiguous(), torch.empty(len(x), first.num_outputs, dtype=x.dtype)
-    at, scales, _, dtype = _row_arguments(x)
+    starts, out = starts.contiguous(), torch.empty(len(x), first.num_outputs, dtype=x.dtype)
+    x, (at, scales, _, dtype) = _rows(x)
     cpp.grouped_matmul(
         *(at, scales, dtype, first.num_inputs, *_format_numbers(first)),
         *(weights.addresses, weights.are_compressed),
@@ -219,58 +254,14 @@ def grouped_matmul(
     return out
 
 
-def _check(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> None:
-    """Raise ValueError for what cannot be multiplied."""
-    shape, dtype, format = x.shape, x.dtype, weights[0].format
-    are_ints, are_codes = isinstance(weights[0], IntWeight), isinstance(x, QuantizedRows)
-    if dtype not in DTYPES:
-        raise ValueError(f"products of {dtype}: there are only those of {', '.join(map(str, DTYPES))}")
-    if not are_ints and (are_codes or dtype != format):
-        raise ValueError(
-            f"{'codes for ' if are_codes else ''}rows of {dtype} cannot be multiplied by a weight of {format}"
-        )
-    if isinstance(x, QuantizedRows):
-        _check_codes(x)
-    for weight, bias in zip(weights, biases, strict=True):
-        if len(shape) != 2 or shape[1] != weight.num_inputs:
-            raise ValueError(f"rows {list(shape)} cannot be multiplied by a weight of {weight.num_inputs} inputs")
-        if weight.format != format:
-            raise ValueError(f"weights of {format} and {weight.format} cannot be multiplied together")
-        if x.is_cpu != weight.memory.is_cpu:
-            device = x.codes.device if isinstance(x, QuantizedRows) else x.device
-            raise ValueError(f"rows on {device} and a weight on {weight.memory.device}")
-        if bias is not None and (
-            bias.shape != (weight.num_outputs,) or bias.dtype != dtype or not bias.is_contiguous()
-        ):
-            raise ValueError(
-                f"a bias {list(bias.shape)} of {bias.dtype} for {weight.num_outputs} outputs of {dtype}, side by side"
-            )
-
-
-def _check_codes(x: QuantizedRows) -> None:
-    if x.codes.dtype != torch.int8:
-        raise ValueError(f"rows of {x.codes.dtype}: weights of integers are multiplied by floats or int8")
-    if tuple(x.scales.shape) not in ((1, 1), (len(x), 1)):
-        raise ValueError(f"scales {list(x.scales.shape)} for {len(x)} rows: one of each, or [1, 1] of all")
-
-
-def _contiguous(x: Rows) -> Rows:
+def _rows(x: Rows) -> tuple[Rows, tuple[int, int | None, int, int]]:
+    """Return contiguous rows, and for C++: their address, that of their scales, how far those are apart, and the number of the dtype."""
     if not isinstance(x, QuantizedRows):
-        return x.contiguous()
-    if x.codes.is_contiguous() and x.scales.is_contiguous():
-        return x
-    return replace(x, codes=x.codes.contiguous(), scales=x.scales.contiguous())
-
-
-def _row_arguments(x: Rows) -> tuple[int, int | None, int, int]:
-    """Return what C++ wants of rows: their address, that of their scales, how far those are apart, and the number of the dtype."""
-    if isinstance(x, QuantizedRows):
-        return x.codes.data_ptr(), x.scales.data_ptr(), int(len(x.scales) > 1), DTYPES[x.dtype]
-    return x.data_ptr(), None, 0, DTYPES[x.dtype]
-
-
-def _weight_arguments(weight: PackedWeight, bias: Tensor | None) -> tuple[int, bool, int | None]:
-    return weight.memory.data_ptr(), weight.is_compressed, None if bias is None else bias.data_ptr()
+        x = x.contiguous()
+        return x, (x.data_ptr(), None, 0, DTYPES[x.dtype])
+    if not (x.codes.is_contiguous() and x.scales.is_contiguous()):
+        x = replace(x, codes=x.codes.contiguous(), scales=x.scales.contiguous())
+    return x, (x.codes.data_ptr(), x.scales.data_ptr(), int(len(x.scales) > 1), DTYPES[x.dtype])
 
 
 def _format_numbers(weight: PackedWeight) -> tuple[int, int, bool]:
