@@ -32,7 +32,7 @@ def test_slopes_are_float32_on_the_cpu_whatever_the_model_is() -> None:
     config = bloom.read_config(ConfigReader(SMALL, "here"))
     with torch.device("meta"):
         model = bloom.Bloom(config)
-    slopes = model.bfloat16().transformer.slopes.on(torch.device("cpu"))
+    slopes = model.bfloat16().slopes.on(torch.device("cpu"))
     assert slopes.dtype == torch.float32
     assert slopes.tolist() == [0.25, 0.0625, 0.015625, 0.00390625]
 
