@@ -1,8 +1,9 @@
 """Compare the bits that two versions of the code compute: `python tests/bench/same_bits.py BEFORE [AFTER]`.
 
 BEFORE and AFTER are git revisions; AFTER defaults to HEAD. Each version runs the same sweeps of its own `run.py`: every golden family,
-`tiny` and the small real models, in every dtype, scheme and cache format. Rows are greedy, seeded, beams and several samples, in ragged
-batches, with the 100 likeliest log probabilities of every position. Equal `predictions.jsonl` files mean equal bits.
+`tiny` and the small real models, in every dtype and cache format, and in every scheme; `tiny` and the real ones in every scheme with every
+cache format. Rows are greedy, seeded, beams and several samples, in ragged batches, with the 100 likeliest log probabilities of every
+position. Equal `predictions.jsonl` files mean equal bits.
 Prints the jobs that differ, and exits with 1 if there are any.
 """
 
@@ -21,9 +22,9 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 REAL = REPOSITORY.parent / "shared" / "data" / "models"
 GREEDY = {"max_new_tokens": 9, "temperature": 0.0}
-LOGPROBS = {"logprobs": 100, "prompt_logprobs": 100}
+LOGPROBS = {"logprobs": 100}
 DECODES = (
-    GREEDY | LOGPROBS,
+    GREEDY | LOGPROBS | {"prompt_logprobs": 100},
     {"max_new_tokens": 13, "temperature": 0.8, "top_p": 0.9, "seed": 7, "repetition_penalty": 1.2} | LOGPROBS,
     {"max_new_tokens": 6, "temperature": 1.0, "seed": 3, "n": 2} | LOGPROBS,
     GREEDY | {"num_beams": 3},
@@ -62,16 +63,18 @@ def write_rows(file: Path, settings: tuple[dict[str, object], ...], lengths: tup
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def sweeps(texts: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """The model of each sweep and its overrides. `texts` are what calibration reads."""
+def sweeps(texts: Path) -> Iterator[tuple[list[Path], tuple[str, ...]]]:
+    """The models of each sweep and its overrides. `texts` are what calibration reads."""
     goldens = sorted(path for path in (REPOSITORY / "tests" / "goldens").iterdir() if path.is_dir())
     real = [path for path in (REAL / "stories260K", REAL / "babyllama_tok105") if path.is_dir()]
-    for model in [*goldens, REPOSITORY / "models" / "tiny", *real]:
-        yield model, FLOATS
-        yield from ((model, (*codes, CACHES)) for codes in CODES)
-        for codes in CALIBRATED if model not in goldens else ():
-            has_cache = any(part.startswith("quant.kv_cache") for part in codes)
-            yield model, (*codes, f"calibrate.data={texts}", *FEW_SAMPLES, *(() if has_cache else (CACHES,)))
+    larger = [REPOSITORY / "models" / "tiny", *real]
+    yield [*goldens, *larger], FLOATS
+    for codes in CODES:
+        yield goldens, codes
+        yield larger, (*codes, CACHES)
+    for codes in CALIBRATED:
+        has_cache = any(part.startswith("quant.kv_cache") for part in codes)
+        yield larger, (*codes, f"calibrate.data={texts}", *FEW_SAMPLES, *(() if has_cache else (CACHES,)))
 
 
 def outcomes(checkout: Path, scratch: Path, pattern: str) -> dict[str, str]:
@@ -79,23 +82,25 @@ def outcomes(checkout: Path, scratch: Path, pattern: str) -> dict[str, str]:
     rows, texts, found = scratch / "rows.jsonl", scratch / "texts.jsonl", {}
     write_rows(rows, tuple({"decode": decode} for decode in DECODES), (1, 7, 33, 90))
     write_rows(texts, ({},), (64,) * 20)
-    for number, (model, overrides) in enumerate(sweeps(texts)):
-        if pattern not in f"{model.name} {' '.join(overrides)}":
+    for number, (models, overrides) in enumerate(sweeps(texts)):
+        chosen = [str(model) for model in models if pattern in f"{model.name} {' '.join(overrides)}"]
+        if not chosen:
             continue
-        folder = scratch / str(number)
-        given = (f"model.path={model}", f"predict.data={rows}", f"hydra.sweep.dir={folder}", *COMMON, *overrides)
+        folder, paths = scratch / str(number), ",".join(chosen)
+        given = (f"model.path={paths}", f"predict.data={rows}", f"hydra.sweep.dir={folder}", *COMMON, *overrides)
         subprocess.run(
             [sys.executable, "run.py", "-m", *given], cwd=checkout, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         for job in sorted(folder.glob("*/job.json")):
             record = json.loads(job.read_text())
+            (path,) = (text for text in record["overrides"] if text.startswith("model.path="))
             varied = [text for text in record["overrides"] if text.startswith(("quant", "model.dtype"))]
             predictions = job.with_name("predictions.jsonl")
             digest = (
                 hashlib.sha256(predictions.read_bytes()).hexdigest() if record["error"] is None else record["error"]
             )
-            found[" ".join([model.name, *varied])] = digest
-        print(f"{scratch.name}: {model.name} {' '.join(overrides)}", file=sys.stderr)
+            found[" ".join([Path(path).name, *varied])] = digest
+        print(f"{scratch.name}: {len(chosen)} models, {' '.join(overrides)}", file=sys.stderr)
     return found
 
 
