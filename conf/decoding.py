@@ -145,7 +145,7 @@ class DecodeConfig:
             text = f"decode.{name}={getattr(self, name)} is not used with {off}"
             if name == "num_return_sequences":  # fewer texts than were asked for
                 raise UserError(f"{text}: leave it out, or give more num_beams, or decode.n samples")
-            _warn_once(text)
+            warn_once(text)
         return replace(self, **filled | dict.fromkeys(unused & filled.keys()))
 
     def replaced(self, values: dict[str, Any]) -> "DecodeConfig":
@@ -176,7 +176,7 @@ def _is_unicode(text: str) -> bool:
 
 
 @functools.cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
     """Log a warning once, and not for each row of a job."""
     log.warning(text)
 

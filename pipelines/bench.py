@@ -42,7 +42,7 @@ LOW_SHARE = 0.3  # of the bandwidth: a slower decode step has a cause that the u
 def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Measure and write the results. Raises UserError, before anything is written, for a batch that the model does not take."""
     bench = run.bench
-    decode = _decode(run)
+    decode = decode_config(run)
     if bench.data is not None:
         find_file("bench.data", bench.data, ROWS, MISSING)  # an error here comes before anything is loaded
     with report.progress_bar() as progress:
@@ -51,15 +51,15 @@ def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         load_s = time.perf_counter() - start
         run = replace(run, decode=_resolved(engine.requests.resolve(run.decode)))
         decode = replace(decode, seed=run.decode.seed)
-        prompts = _prompts(bench, engine)
+        prompts = prompt_batches(bench, engine)
         for _ in range(bench.warmup):
             measure(engine, next(prompts), decode)
         rounds = []
         for i in range(bench.repeats):
             rounds.append(measure(engine, next(prompts), decode))
-            progress.generated(i + 1, bench.repeats, _rates(rounds, bench)["decode_tokens_per_s"] or 0.0)
+            progress.generated(i + 1, bench.repeats, rates(rounds, bench)["decode_tokens_per_s"] or 0.0)
     metrics = {
-        **_rates(rounds, bench),
+        **rates(rounds, bench),
         "time_to_first_token_s": _percentiles([s for r in rounds for s in r.first_token_s]),
         "time_per_output_token_s": _percentiles([s for r in rounds for s in r.step_s]),
         "seed": run.decode.seed,
@@ -72,7 +72,7 @@ def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     _print(metrics, bench, output_dir)
 
 
-def _decode(run: RunConfig) -> DecodeConfig:
+def decode_config(run: RunConfig) -> DecodeConfig:
     """Return the decode settings with exact lengths. Raises UserError for lengths and stops, which a bench sets itself."""
     for name in ("max_new_tokens", "min_new_tokens", "max_length", "stop", "stop_token_ids"):
         if value := getattr(run.decode, name):
@@ -93,7 +93,7 @@ def _resolved(decode: DecodeConfig) -> DecodeConfig:
     return replace(decode, seed=seed, max_new_tokens=None, min_new_tokens=None, max_length=None)
 
 
-def _prompts(bench: BenchConfig, engine: Engine) -> Iterator[list[list[int]]]:
+def prompt_batches(bench: BenchConfig, engine: Engine) -> Iterator[list[list[int]]]:
     """Yield a batch of token ids for each round: random ones, or the rows of the file in turn, over and over."""
     if bench.data is not None:
         rows = itertools.cycle(_replayed(find_file("bench.data", bench.data, ROWS, MISSING), engine.tokenizer))
@@ -155,7 +155,7 @@ def measure(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> R
     return Round(sum(map(len, prompts)), list(first_token_s.values()), step_s, before - start)
 
 
-def _rates(rounds: list[Round], bench: BenchConfig) -> dict[str, float | None]:
+def rates(rounds: list[Round], bench: BenchConfig) -> dict[str, float | None]:
     """Return medians over the rounds."""
     first = [max(r.first_token_s) for r in rounds]
     decode = [

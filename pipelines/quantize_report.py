@@ -80,7 +80,7 @@ def write_report(
         *(f"| {r.name} | {r.scheme} | {_share(r.rounded_error)} | {_share(r.error)} | {r.note} |" for r in reports),
     ]
     (folder / REPORT).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    _draw(folder / PICTURE, reports)
+    draw(folder / PICTURE, reports)
 
 
 def perplexity(value: float | None) -> str:
@@ -92,7 +92,7 @@ def _share(error: float | None) -> str:
     return "-" if error is None else f"{error:.3%}"
 
 
-def _draw(file: Path, reports: list[LinearReport]) -> None:
+def draw(file: Path, reports: list[LinearReport]) -> None:
     from matplotlib.figure import Figure  # not at the top: only this task needs it
 
     known = [(r.rounded_error, r.error) for r in reports if r.rounded_error is not None and r.error is not None]

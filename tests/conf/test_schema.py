@@ -134,7 +134,7 @@ def test_a_row_uses_what_its_job_gave_and_did_not_use() -> None:
 def test_what_another_switches_off_is_told_once(
     values: dict[str, object], text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    conf.decoding._warn_once.cache_clear()  # others may have been told
+    conf.decoding.warn_once.cache_clear()  # others may have been told
     for _ in range(2):
         DecodeConfig().replaced(values).resolved({})
     assert [record.getMessage() for record in caplog.records] == [text]

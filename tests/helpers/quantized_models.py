@@ -104,7 +104,7 @@ def make(run: RunConfig, output_dir: Path) -> Engine:
         return made[-1]
 
     quantize_assemble = quantize.assemble
-    with patch.object(quantize, "assemble", assemble), patch("pipelines.quantize_report._draw"):
+    with patch.object(quantize, "assemble", assemble), patch("pipelines.quantize_report.draw"):
         quantize.run_quantize(run, output_dir, dump)
     return made[0]  # others may have been made meanwhile
 

@@ -25,6 +25,20 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
 
 
 @pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes that are started from now on."""
+    processes: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        processes.append(real(*arguments, **named))
+        return processes[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    return processes
+
+
+@pytest.fixture
 def templates(monkeypatch: pytest.MonkeyPatch) -> TemplateProcess:
     monkeypatch.setattr(template_process, "CPU_S", 0.15)
     monkeypatch.setattr(template_process, "MEMORY", 2**28)
@@ -98,7 +112,9 @@ def test_it_serves_any_thread_and_leaves_none(templates: TemplateProcess) -> Non
     assert threading.active_count() == before
 
 
-def test_no_answer_is_taken_for_another_after_an_interrupt(templates: TemplateProcess) -> None:
+def test_no_answer_is_taken_for_another_after_an_interrupt(
+    templates: TemplateProcess, started: list[subprocess.Popen[bytes]]
+) -> None:
     assert render(templates, PLAIN) == "hi!"
 
     class Interrupted:
@@ -109,8 +125,7 @@ def test_no_answer_is_taken_for_another_after_an_interrupt(templates: TemplatePr
 
         closed = True
 
-    process = templates._process
-    assert process
+    (process,) = started
     process.stdout = Interrupted()  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         render(templates, "one")
@@ -120,26 +135,21 @@ def test_no_answer_is_taken_for_another_after_an_interrupt(templates: TemplatePr
 
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGKILL, OSError), (signal.SIGSEGV, UserError)])
 def test_a_process_that_was_killed_is_no_fault_of_the_row(
-    templates: TemplateProcess, number: signal.Signals, raised: type[Exception]
+    templates: TemplateProcess,
+    started: list[subprocess.Popen[bytes]],
+    number: signal.Signals,
+    raised: type[Exception],
 ) -> None:
     assert render(templates, PLAIN) == "hi!"
-    assert templates._process
-    assert os.getpgid(templates._process.pid) != os.getpgid(0)  # signals to the whole job do not reach it
-    os.kill(templates._process.pid, number)
+    (process,) = started
+    assert os.getpgid(process.pid) != os.getpgid(0)  # signals to the whole job do not reach it
+    os.kill(process.pid, number)
     with pytest.raises(raised, match="was killed|was stopped, because its process ended with -11"):
         render(templates, PLAIN)
     assert render(templates, PLAIN) == "hi!"
 
 
-def test_the_process_is_one_and_ends_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-    real = subprocess.Popen
-
-    def counted(*arguments: Any, **named: Any) -> Any:
-        started.append(real(*arguments, **named))
-        return started[-1]
-
-    monkeypatch.setattr(subprocess, "Popen", counted)
+def test_the_process_is_one_and_ends_with_its_owner(started: list[subprocess.Popen[bytes]]) -> None:
     templates = TemplateProcess()
     assert [render(templates, PLAIN) for _ in range(20)] == ["hi!"] * 20
     del templates

@@ -39,8 +39,8 @@ def test_lengths_are_exact_and_every_step_of_decode_is_timed(tmp_path: Path) -> 
 
     engine.runner.execute = observed  # type: ignore[method-assign]
     run_of = job(tmp_path, prompt_tokens=20, new_tokens=5, batch_size=3)
-    prompts = next(bench._prompts(run_of.bench, engine))
-    result = bench.measure(engine, prompts, bench._decode(run_of))
+    prompts = next(bench.prompt_batches(run_of.bench, engine))
+    result = bench.measure(engine, prompts, bench.decode_config(run_of))
     assert sum(tokens for tokens, _ in sizes) == 3 * (20 + 5 - 1)
     assert sum(rows for _, rows in sizes) == 3 * 5
     assert len(result.first_token_s) == 3
@@ -55,9 +55,9 @@ def test_rates_follow_their_definitions() -> None:
         bench.Round(20, [1.0, 4.0], [1.0, 1.0], 6.0),
         bench.Round(20, [0.5, 1.0], [1.0, 3.0], 5.0),
     ]
-    rates = bench._rates(rounds, BenchConfig(prompt_tokens=10, new_tokens=3, batch_size=2))
+    rates = bench.rates(rounds, BenchConfig(prompt_tokens=10, new_tokens=3, batch_size=2))
     assert rates == {"prefill_tokens_per_s": 10.0, "decode_tokens_per_s": 2.0}
-    only_first = bench._rates([bench.Round(10, [2.0], [], 2.0)], BenchConfig(prompt_tokens=10, new_tokens=1))
+    only_first = bench.rates([bench.Round(10, [2.0], [], 2.0)], BenchConfig(prompt_tokens=10, new_tokens=1))
     assert only_first == {"prefill_tokens_per_s": 5.0, "decode_tokens_per_s": None}
 
 
@@ -140,7 +140,7 @@ def test_every_way_to_choose_tokens_has_exact_lengths(tmp_path: Path, decode: De
     write_llama(tmp_path, eos_token_id=list(range(96)))
     run = job(tmp_path, decode, prompt_tokens=9, new_tokens=6, batch_size=2)
     engine = engine_of(tmp_path, batch_size=2)
-    result = bench.measure(engine, next(bench._prompts(run.bench, engine)), bench._decode(run))
+    result = bench.measure(engine, next(bench.prompt_batches(run.bench, engine)), bench.decode_config(run))
     assert len(result.first_token_s) == 2
     # A contrastive candidate is a token only once the step after it has chosen it.
     assert len(result.step_s) == 5
@@ -177,7 +177,7 @@ def test_prompts_of_a_file_are_replayed_with_their_lengths(chatty: Path, tmp_pat
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     engine = engine_of(chatty, tokenizer="")
     assert engine.tokenizer is not None
-    batches = bench._prompts(BenchConfig(data=str(data), batch_size=2), engine)
+    batches = bench.prompt_batches(BenchConfig(data=str(data), batch_size=2), engine)
     first, second, third = next(batches), next(batches), next(batches)
     assert first[0] == engine.tokenizer.encode("Write a story.", True)
     assert second[1] == first[0]  # after the last row the first one again
@@ -201,14 +201,14 @@ def test_a_file_that_cannot_be_replayed_is_refused(chatty: Path, tmp_path: Path,
     (tmp_path / "questions.jsonl").write_text(content)
     engine = engine_of(chatty, tokenizer="")
     with pytest.raises(UserError, match=message):
-        next(bench._prompts(BenchConfig(data=str(tmp_path / "questions.jsonl")), engine))
+        next(bench.prompt_batches(BenchConfig(data=str(tmp_path / "questions.jsonl")), engine))
 
 
 def test_a_table_is_replayed(chatty: Path, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt\nWrite a story.\n")
     engine = engine_of(chatty, tokenizer="")
     assert engine.tokenizer is not None
-    batch = next(bench._prompts(BenchConfig(data=str(tmp_path / "a.csv")), engine))
+    batch = next(bench.prompt_batches(BenchConfig(data=str(tmp_path / "a.csv")), engine))
     assert batch == [engine.tokenizer.encode("Write a story.", True)]
 
 

@@ -94,7 +94,7 @@ def test_what_is_switched_off_is_no_fault_of_the_checkpoint(tmp_path: Path) -> N
 def test_a_setting_that_stays_unused_is_told(
     options: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    conf.decoding._warn_once.cache_clear()
+    conf.decoding.warn_once.cache_clear()
     write_llama(tmp_path)
     engine_of(tmp_path).requests.resolve(compose_run_config(options).decode)
     assert "decode.top_p=0.93 is not used with decode.temperature=0" in caplog.text

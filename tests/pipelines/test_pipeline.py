@@ -77,7 +77,7 @@ def test_memory_of_a_gpu_that_ends_is_one_line(pipe: TextGenerationPipeline, mon
 def test_do_sample_false_warns_of_what_it_leaves_unused(
     pipe: TextGenerationPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    conf.decoding._warn_once.cache_clear()  # others may have been told
+    conf.decoding.warn_once.cache_clear()  # others may have been told
     greedy = text(pipe, "Once", max_new_tokens=9)
     assert text(pipe, "Once", max_new_tokens=9, do_sample=False, temperature=0.7, top_k=3, top_p=1) == greedy
     assert caplog.messages[0] == "do_sample=False makes no use of temperature=0.7"
