@@ -54,7 +54,7 @@ def read(**changes: Any) -> gemma2.Gemma2Config:
 
 def test_norm_equals_transformers_in_bfloat16() -> None:
     generator = torch.Generator().manual_seed(0)
-    theirs = transformers.models.families.gemma2.modeling_gemma2.Gemma2RMSNorm(48).bfloat16()
+    theirs = transformers.models.gemma2.modeling_gemma2.Gemma2RMSNorm(48).bfloat16()
     theirs.weight.data.normal_(0, 0.3, generator=generator)
     ours = gemma2.RMSNorm(48, 1e-6)
     ours.weight = theirs.weight
