@@ -50,3 +50,9 @@ def test_what_is_too_long_is_found() -> None:
     assert too_long("class C:\n    async def f():\n" + "        pass\n" * FUNCTION) == ["f: 51"]
     assert too_long("def f():\n" + body.removesuffix("    pass\n")) == []
     assert too_long("@triton.jit(do_not_specialize=COUNTS)\ndef f():\n" + body) == []
+
+
+def test_the_readme_is_read_in_four_minutes() -> None:
+    lines = (REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 120] == []
