@@ -127,7 +127,7 @@ class Engine:
     def request(self, id: int, prompt_token_ids: list[int], decode: DecodeConfig, sink: Sink | None = None) -> Request:
         """Return a checked request. Raises UserError where `RequestFactory.make` does, and for a prompt that the model does not read."""
         request = self.requests.make(id, prompt_token_ids, decode, sink)
-        self.runner.mark_prompt(prompt_token_ids)
+        self.runner.prompt_features(prompt_token_ids)
         return request
 
     def generate(
