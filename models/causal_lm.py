@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from models.batch import Batch, KVCache
 from models.layers.attention import Heads
-from models.layers.linear import TiedHead
+from models.layers.linear import tied_weight
 from models.layers.module import Module
 from models.layers.moe import Experts
 from models.layers.norm import ResidualStream
@@ -116,9 +116,8 @@ class CausalLM(Module, ABC):
         Embeddings that are no head do not count: a step reads a few of their rows. Of a mixture's experts those count that tokens are
         expected to choose if all are equally likely; for one sequence the number is exact.
         """
-        tied = self.head.weight if isinstance(self.head, TiedHead) else None
         embeddings = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
-        skipped: float = sum(weight.nbytes for weight in embeddings if weight is not tied)
+        skipped: float = sum(weight.nbytes for weight in embeddings if weight is not tied_weight(self.head))
         for module in self.modules():
             if isinstance(module, Experts):
                 skipped += _num_bytes(module) * (1 - module.active_share(num_sequences))
@@ -164,7 +163,7 @@ class CausalLM(Module, ABC):
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, V] of normed hidden states [R, E]."""
-        logits: Tensor = self.head(hidden)
+        logits: Tensor = self.head(hidden, None)
         return logits
 
 

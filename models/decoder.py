@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
-from kernels.quantize_rows import Rows
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import Heads, attend
 from models.layers.embedding import Embedding
-from models.layers.linear import Linear, linear_together, make_head
+from models.layers.linear import Linear, MergedLinear, make_head
 from models.layers.module import Module
 from models.layers.named_parts import NamedParts, register
 from models.layers.norm import AddRMSNorm, ResidualStream
@@ -97,18 +96,15 @@ class Attention(Module):
         self.q_proj = Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=qkv_bias)
         self.k_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=qkv_bias)
         self.v_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=qkv_bias)
+        self.qkv = MergedLinear(self.q_proj, self.k_proj, self.v_proj)
         self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=o_bias)
 
-    @property
-    def input_layers(self) -> tuple[nn.Module, ...]:
-        return self.q_proj, self.k_proj, self.v_proj
-
-    def forward(self, x: Rows, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
-        projected = linear_together(x, *self.input_layers)
+    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+        projected = self.qkv(x, batch)
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
         query = self.turn_and_store(query, key, value, angles, batch, cache)
         attended = attend(query, cache, batch, self.scale, self.soft_cap, self.window)
-        return self.o_proj(attended)  # type: ignore[no-any-return]
+        return self.o_proj(attended, batch)
 
     def turn_and_store(
         self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
@@ -123,11 +119,7 @@ class Rotary(Protocol):
 
 
 class DecoderLayer(NamedParts):
-    """Pre-norm: y = x + attention(norm(x)), then y + mlp(norm(y)). The attention is called as `Attention`, the mlp with [T, E].
-
-    Both have `input_layers`, the linear layers that read what they are called with: where these alone do, and make the same codes of it,
-    the norm makes the codes. None are named where something else reads it, too.
-    """
+    """Pre-norm: y = x + attention(norm(x)), then y + mlp(norm(y)). The attention is called as `Attention`, the mlp as `MLP`."""
 
     names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
@@ -138,10 +130,10 @@ class DecoderLayer(NamedParts):
 
     def forward(self, stream: ResidualStream, angles: Angles | None, batch: Batch, cache: LayerCache) -> ResidualStream:
         attention_norm, attention, mlp_norm, mlp = self.parts
-        normed, x = attention_norm(*stream, attention.input_layers)  # [T, E] each
+        normed, x = attention_norm(*stream)  # [T, E] each
         attended = attention(normed, angles, batch, cache)
-        normed, x = mlp_norm(batch.attending(x), attended, mlp.input_layers)
-        return ResidualStream(x, mlp(normed))
+        normed, x = mlp_norm(batch.attending(x), attended)
+        return ResidualStream(x, mlp(normed, batch))
 
 
 class PreNormLM(CausalLM):

@@ -1,78 +1,128 @@
-"""A model's linear layers: which of them may be held in another form, and putting such in their places."""
+"""All linear layers of a model: what a checkpoint calls their weights, how they are held, and what is computed together."""
 
 import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kernels import build
 from kernels.linear.float_weight import INPUTS_OF_STEP
 from models.causal_lm import CausalLM
-from models.layers.dense import DenseLinear
-from models.layers.linear import Conv1D, FloatLinear, Layer, Linear, SharesInput, TiedHead, join
+from models.layers.dense import DenseMethod, PackedDenseMethod, StoredFloats, TiedMethod
+from models.layers.linear import Linear, MergedLinear
 from models.layers.moe import Experts
+from models.layers.norm import AddRMSNorm, RMSNorm
 
 log = logging.getLogger(__name__)
 
-PACKABLE = (Linear, Conv1D, TiedHead)  # layers of other classes the model wants to keep as they are
+T = TypeVar("T", bound=nn.Module)
 
 
-def linear_layers(model: nn.Module, *kinds: type[nn.Module]) -> dict[str, Layer]:
-    """By name the layers of exactly these classes; without any those whose weights may be held in another form."""
-    parameters = {id(parameter): name.removesuffix(".weight") for name, parameter in model.named_parameters()}
-    layers = {}
-    for name, module in model.named_modules():
-        if type(module) in (kinds or PACKABLE):
-            weight: Tensor = module.weight  # type: ignore[assignment]
-            is_transposed = type(module) is Conv1D
-            outputs, inputs = weight.shape[::-1] if is_transposed else weight.shape
-            has_bias = getattr(module, "bias", None) is not None
-            layers[name] = Layer(name, parameters[id(weight)], (outputs, inputs), is_transposed, has_bias)
-    return layers
+@dataclass(frozen=True)
+class LinearSpec:
+    """What the files of a checkpoint must know of a linear layer."""
+
+    name: str
+    shape: tuple[int, int]
+    """[O, I]"""
+    is_transposed: bool
+    """Whether a float checkpoint holds it as [I, O]."""
+    has_bias: bool
 
 
-def replace_layer(model: nn.Module, name: str, new: nn.Module) -> None:
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, new)
+def linear_specs(model: nn.Module, quantizable: bool = True) -> dict[str, LinearSpec]:
+    """Return by name the linear layers whose weights may be held in codes, or those that stay floats."""
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, Linear))
+    return {
+        name: LinearSpec(name, layer.shape, layer.is_transposed, layer.bias is not None)
+        for name, layer in layers
+        if layer.is_quantizable is quantizable
+    }
+
+
+def linear_layer(model: nn.Module, name: str) -> Linear:
+    """Return the linear layer of this name."""
+    layer = model.get_submodule(name)
+    assert isinstance(layer, Linear)
+    return layer
+
+
+def checkpoint_parts(model: nn.Module) -> dict[str, tuple[Linear, str]]:
+    """Return by their names in the checkpoint the tensors that linear layers load: the layer, and the tensor's name within it."""
+    names = {module: name for name, module in model.named_modules()}
+    return {
+        f"{names[layer.embedding or layer]}.{own}": (layer, own)
+        for layer in names
+        if isinstance(layer, Linear)
+        for own in layer.method.tensors()
+    }
+
+
+def other_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that no linear layer's method holds."""
+    held = {f"{name}.{own}" for name, layer in model.named_modules() if isinstance(layer, Linear) for own in layer.held}
+    return {name: parameter for name, parameter in model.named_parameters() if name not in held}
+
+
+def packed_method(layer: Linear, dtype: torch.dtype, device: torch.device) -> PackedDenseMethod | None:
+    """Return the method by which the CPU's kernels multiply a layer in floats fastest; None where there is none."""
+    method = layer.method
+    if device.type != "cpu" or dtype not in INPUTS_OF_STEP or build.library() is None or not layer.is_packable:
+        return None
+    if isinstance(method, TiedMethod):
+        return PackedDenseMethod(StoredFloats(layer.shape))
+    return PackedDenseMethod(method.stored) if isinstance(method, DenseMethod) else None
 
 
 def pack_layers(model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
-    """Put in the places of the (meta) model's linear layers such that pack their weights when they come, if the kernels are there."""
-    if device.type != "cpu" or dtype not in INPUTS_OF_STEP or build.library() is None:
-        return
-    for layer in linear_layers(model, *PACKABLE, FloatLinear).values():
-        replace_layer(model, layer.name, DenseLinear(layer))
+    """Let the (meta) model's layers in floats pack their weights when they are loaded, if the kernels are there."""
+    for layer in _modules(model, Linear):
+        if (method := packed_method(layer, dtype, device)) is not None:
+            layer.method = method
 
 
 def bring_together(model: CausalLM, device: torch.device) -> None:
-    """Prepare what the kernels compute together, experts and layers that share an input, once all weights are in their places."""
-    prepare_experts(model, device)
-    join_layers(model)
+    """Prepare what is computed together, once all weights are loaded: experts, layers that read one input, norms and what reads them."""
+    merge_experts(model, device)
+    merge_layers(model)
+    connect_norms(model)
 
 
-def join_layers(model: CausalLM) -> None:
-    """Put the weights of layers that share an input into one (`join`), where they are in the GPU kernels' form.
-
-    Which these are, a module says (`SharesInput`); not within mixtures, whose experts lie in one weight already. No more than one
-    module's weights are there twice.
-    """
-    mixtures = [module for module in model.modules() if isinstance(module, Experts) and module.is_together]
-    in_mixtures = {module for mixture in mixtures for module in mixture.modules()}
-    for module in model.modules():
-        if isinstance(module, SharesInput) and module not in in_mixtures:
-            join(module.input_layers)
+def merge_layers(model: nn.Module) -> None:
+    """Merge all layers that share their input, but for experts that are merged already. At most one layer's weights are there twice."""
+    in_mixtures = {module for experts in _modules(model, Experts) if experts.is_merged for module in experts.modules()}
+    for layers in _modules(model, MergedLinear):
+        if layers not in in_mixtures:
+            layers.merge()
             torch.cuda.empty_cache()  # else a smaller weight takes a part of what these have left, and the rest serves no larger one
 
 
-def prepare_experts(model: CausalLM, device: torch.device) -> None:
-    """Mixtures compute their experts together where they can. On a GPU it is told where not."""
-    mixtures = [module for module in model.modules() if isinstance(module, Experts)]
+def merge_experts(model: nn.Module, device: torch.device) -> None:
+    """Merge the experts of all mixtures. A warning says where they cannot be merged on a GPU."""
+    mixtures = list(_modules(model, Experts))
     for mixture in mixtures:
-        mixture.prepare()
-    apart = sum(not mixture.is_together for mixture in mixtures)
+        mixture.merge()
+    apart = sum(not mixture.is_merged for mixture in mixtures)
     if apart and device.type == "cuda":
         log.warning(
             "the experts of %d layers are computed one by one, which no CUDA graph can hold: no kernel takes "
             "several forms of weights together, permuted channels, or gates and ups whose activations' scales differ",
             apart,
         )
+
+
+def connect_norms(model: CausalLM) -> None:
+    """Tell each norm the linear layers that read it, by the model's layout. A layer that lacks one of them has other readers there."""
+    for layer in model.get_submodule(model.layout.layers).children():
+        modules = dict(layer.named_modules())
+        for name, readers in model.layout.norm_readers.items():
+            norm, found = modules.get(name), [modules.get(reader) for reader in readers]
+            if isinstance(norm, RMSNorm | AddRMSNorm) and None not in found:
+                norm.readers = [reader for reader in found if isinstance(reader, Linear)]
+
+
+def _modules(model: nn.Module, kind: type[T]) -> Iterator[T]:
+    return (module for module in model.modules() if isinstance(module, kind))

@@ -15,7 +15,7 @@ from conf.errors import UserError
 from models.causal_lm import CausalLM, ModelShape
 from models.formats.base import Checkpoint, WeightFile
 from models.formats.partition import expected_tensors
-from models.layers.linear import TiedHead
+from models.layers.linear import tied_weight
 from models.registry import Architecture
 from models.weights import full_names, head_name, parameter_shapes
 
@@ -37,9 +37,10 @@ def open_model(
     if checkpoint is None:
         return model, []
     files = checkpoint.open_weights(expected_tensors(model))
-    if not isinstance(model.head, TiedHead):
+    tied = tied_weight(model.head)
+    if tied is None:
         return model, files
-    (embedding,) = (name for name, parameter in model.named_parameters() if parameter is model.head.weight)
+    (embedding,) = (name for name, parameter in model.named_parameters() if parameter is tied)
     head_weight = head_name(model)
     if not {head_weight, embedding} <= _stored(files, model).keys():
         return model, files

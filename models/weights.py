@@ -14,7 +14,8 @@ from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.formats.base import WeightFile
-from models.layers.linear import PackedLinear
+from models.layers.linear import Linear
+from models.linear_layers import checkpoint_parts, other_parameters
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, 
     accepted = expected.keys() | {head_name(model)}
     _compare(expected, accepted, files, names, ignored, model.ignored_prefixes)
     matched = {name: names[name] for file in files for name in file.shapes if name in names}
-    floats = parameter_shapes(model).keys() | {n for n, (layer, _) in packed_parts(model).items() if layer.from_floats}
+    parts = checkpoint_parts(model).items()
+    floats = other_parameters(model).keys() | {name for name, (layer, _) in parts if layer.method.takes_floats}
     for file in files:
         for name in matched.keys() & file.dtypes.keys():
             dtype = file.dtypes[name]
@@ -63,9 +65,9 @@ def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, 
 
 
 def expected_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors that a checkpoint must have: parameters, and what packed layers are made of."""
-    parts = packed_parts(model).items()
-    return parameter_shapes(model) | {name: layer.tensors()[own] for name, (layer, own) in parts}
+    """Return the shapes of all tensors that are wanted of a checkpoint, by name: parameters, and what linear layers load."""
+    parts = checkpoint_parts(model).items()
+    return parameter_shapes(model) | {name: layer.method.tensors()[own] for name, (layer, own) in parts}
 
 
 def parameter_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
@@ -93,15 +95,15 @@ def load_weights(
     device: torch.device,
     on_bytes: Callable[[int, int], None],
 ) -> None:
-    """Replace the model's (meta) parameters by the checkpoint's tensors, cast to `dtype` on `device`. Packed layers take theirs uncast.
+    """Replace the model's (meta) parameters by the checkpoint's tensors, cast to `dtype` on `device`. Linear layers take theirs uncast.
 
     `on_bytes(done, total)` is called after every tensor, with bytes of the dtype. Raises UserError as `match_tensors` does.
     """
     matched = match_tensors(model, files, ignored)
-    parameters, parts = parameter_shapes(model), packed_parts(model)
+    parameters, parts = other_parameters(model), checkpoint_parts(model)
     total = sum(torch.Size(shape).numel() for shape in expected_shapes(model).values()) * dtype.itemsize
     done, damaged = 0, []
-    incomplete: dict[PackedLinear, dict[str, Tensor]] = {}
+    incomplete: dict[Linear, dict[str, Tensor]] = {}
     for file in files:
         for found_name, tensor in file.read(name for name in file.shapes if name in matched):
             name = matched[found_name]
@@ -111,8 +113,8 @@ def load_weights(
                 layer, own = parts[name]
                 came = incomplete.setdefault(layer, {})
                 came[own] = tensor
-                if came.keys() == layer.tensors().keys():
-                    layer.load(incomplete.pop(layer), dtype, device)
+                if came.keys() == layer.method.tensors().keys():
+                    _load(layer, name.rpartition(".")[0], incomplete.pop(layer), dtype, device)
             if name in parameters:
                 assign(model, name, tensor.to(device, parameter_dtype(model, name, dtype), copy=file.is_mapped))
             done += tensor.numel() * dtype.itemsize
@@ -121,10 +123,11 @@ def load_weights(
         log.warning("%d tensors hold NaN: %s", len(damaged), _listed(damaged))
 
 
-def packed_parts(model: CausalLM) -> dict[str, tuple[PackedLinear, str]]:
-    """By their names in the checkpoint the tensors that packed layers are made of: the layer, and the tensor's own name in it."""
-    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    return {f"{layer.source}.{own}": (layer, own) for layer in layers for own in layer.tensors()}
+def _load(layer: Linear, name: str, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    try:
+        layer.load(tensors, dtype, device)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
 
 
 def _holds_nan(tensor: Tensor) -> bool:
@@ -221,7 +224,10 @@ def initialise_randomly(model: CausalLM, dtype: torch.dtype, device: torch.devic
             return tensor.fill_(0.0 if name.endswith("bias") else 1.0)
         return tensor.normal_(0, RANDOM_STD, generator=generator)
 
-    for name, parameter in list(model.named_parameters()):
-        assign(model, name, make(name, tuple(parameter.shape), parameter_dtype(model, name, dtype)))
-    for layer in dict.fromkeys(layer for layer, _ in packed_parts(model).values()):
-        layer.load({own: make(own, shape, dtype) for own, shape in layer.tensors().items()}, dtype, device)
+    parameters, parts = other_parameters(model), checkpoint_parts(model)
+    for name, shape in expected_shapes(model).items():
+        tensor = make(name, shape, parameter_dtype(model, name, dtype))
+        if name in parameters:
+            assign(model, name, tensor)
+        if name in parts:
+            _load(parts[name][0], name, {parts[name][1]: tensor}, dtype, device)

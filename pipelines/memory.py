@@ -7,15 +7,15 @@ import torch
 
 from conf.errors import UserError
 from models.causal_lm import CausalLM
-from models.layers.linear import PackedLinear
-from models.linear_layers import linear_layers
+from models.layers.linear import Linear
+from models.linear_layers import linear_specs, other_parameters
 from models.weights import parameter_dtype
 
 
 def weight_bytes(model: CausalLM, dtype: torch.dtype) -> int:
     """Of a model (on the meta device) whose layers are those that it will have, when `dtype` weights are in their places."""
-    floats = (p.numel() * parameter_dtype(model, name, dtype).itemsize for name, p in model.named_parameters())
-    return sum(floats) + sum(layer.num_bytes(dtype) for layer in model.modules() if isinstance(layer, PackedLinear))
+    floats = (p.numel() * parameter_dtype(model, name, dtype).itemsize for name, p in other_parameters(model).items())
+    return sum(floats) + sum(module.method.num_bytes(dtype) for module in model.modules() if isinstance(module, Linear))
 
 
 def widest_layer(model: CausalLM) -> int:
@@ -23,7 +23,7 @@ def widest_layer(model: CausalLM) -> int:
 
     Of a model whose layers are all floats yet; without the head, which has a row for each sequence alone.
     """
-    layers = [layer for name, layer in linear_layers(model).items() if model.get_submodule(name) is not model.head]
+    layers = [layer for name, layer in linear_specs(model).items() if model.get_submodule(name) is not model.head]
     return max((sum(layer.shape) + max(layer.shape) for layer in layers), default=0)
 
 

@@ -21,7 +21,7 @@ from models.config import ConfigReader
 from models.formats.hub import find_checkpoint
 from models.formats.huggingface_writer import write_companions
 from models.formats.manifest import MANIFEST, write_manifest
-from models.layers.linear import TiedHead
+from models.layers.linear import tied_weight
 from models.weights import refuse_damaged
 from pipelines import report
 from pipelines.assembly import assemble, find_and_open, is_quantized
@@ -245,7 +245,7 @@ def _batches(engine: Engine, samples: list[list[int]]) -> tuple[list[Batch], Bat
 def _finish(run: RunConfig, engine: Engine, artefact: Artefact, quantization_config: dict[str, Any]) -> None:
     checkpoint = find_and_open(run.model)
     changed: dict[str, Any] = {"quantization_config": quantization_config}
-    if not isinstance(engine.runner.model.head, TiedHead):  # its own, or in codes beside an embedding in floats
+    if tied_weight(engine.runner.model.head) is None:  # its own, or in codes beside an embedding in floats
         changed["tie_word_embeddings"] = False
     config = ConfigReader(checkpoint.config.values | changed, "config.json")
     artefact.write_index()

@@ -9,16 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from conf.quantization import QuantMethod
 from conf.schema import RunConfig
 from models.causal_lm import CausalLM
-from models.layers.linear import Layer, Linear
+from models.layers.linear import Linear
 from models.layers.moe import Experts
-from models.linear_layers import linear_layers
+from models.linear_layers import linear_specs
 from quantization.awq import NUM_CLIPS, NUM_RATIOS
-from quantization.calibration import NUM_SAMPLES, PROBE_TOKENS, fast_layer
+from quantization.calibration import NUM_SAMPLES, PROBE_TOKENS, fast_method
 from quantization.fold import multiply_inputs
 from quantization.gptq import BLOCK_SIZE, gptq
 from quantization.layouts.base import StoredWeight
@@ -65,7 +64,7 @@ def expected_seconds(
     run: RunConfig, model: CausalLM, schemes: dict[str, LinearScheme], dtype: torch.dtype, itemsizes: dict[str, float]
 ) -> float:
     """To calibrate a (meta) model and keep it. `itemsizes` are the bytes of a stored weight, by layer."""
-    layers, tokens = linear_layers(model), run.calibrate.num_tokens
+    layers, tokens = linear_specs(model), run.calibrate.num_tokens
     sizes = {name: layer.shape[0] * layer.shape[1] for name, layer in layers.items()}
     inner = {name: size for name, size in sizes.items() if model.get_submodule(name) is not model.head}
     shares = _shares(model)
@@ -98,7 +97,7 @@ def _shares(model: CausalLM) -> dict[str, float]:
     """Of the tokens, that reach an expert's layers."""
     mixtures = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
     return {
-        f"{name}.{own}": mixture.active_share(1) for name, mixture in mixtures.items() for own in linear_layers(mixture)
+        f"{name}.{own}": mixture.active_share(1) for name, mixture in mixtures.items() for own in linear_specs(mixture)
     }
 
 
@@ -113,32 +112,31 @@ def _gptq_seconds(shapes: list[tuple[int, int]], tokens: int, scheme: LinearSche
 @torch.inference_mode()
 def _measure(scheme: LinearScheme | None, dtype: torch.dtype, size: int, num_tokens: int) -> Costs:
     """On a layer [O, I] of `size` channels both ways."""
-    own = Linear(size, size, bias=False, device="meta")
-    own.weight = nn.Parameter(torch.randn(size, size).to(dtype), requires_grad=False)
-    layer = Layer("layer", "layer", (size, size), is_transposed=False, has_bias=False)
+    layer = Linear(size, size, bias=False)
+    layer.load({"weight": torch.randn(size, size)}, dtype, torch.device("cpu"))
+    own = layer.method
     x, weights = torch.randn(num_tokens, size).to(dtype), size * size
-    floats = own.weight
+    floats = layer.weight
     wide, wide_x = floats.float(), x[:NUM_SAMPLES].float()
     operations, wide_operations = 2 * weights * num_tokens, 2 * weights * len(wide_x)
-    probe = _seconds(lambda: own(x[:PROBE_TOKENS])) / (2 * weights * min(PROBE_TOKENS, num_tokens))
+    probe = _seconds(lambda: own.apply(x[:PROBE_TOKENS], None)) / (2 * weights * min(PROBE_TOKENS, num_tokens))
     read = _seconds(lambda: (floats.clone().amax(), floats.sum(dtype=torch.float32))) / weights
-    prepare = _seconds(lambda: fast_layer(own, layer)) / weights
-    fast = fast_layer(own, layer)
-    product = _seconds(lambda: fast(x)) / operations
+    prepare = _seconds(lambda: fast_method(layer)) / weights
+    fast = fast_method(layer)
+    product = _seconds(lambda: fast.apply(x, None)) / operations
     scales = smooth_scales(torch.rand(size), [wide])
     fold = _seconds(lambda: (smooth_scales(scales, [wide]), multiply_inputs(wide, scales).to(dtype))) / weights
     quantized = place = coded_product = 0.0
     if scheme is not None:
         stored = StoredWeight(quantize(wide, scheme.weights), torch.tensor(0.05))
         quantized = _seconds(lambda: quantize(floats.float(), scheme.weights)) / weights
-        holder = nn.Module()
 
         def put() -> None:
-            holder.layer = own
-            place_quantized(holder, layer, scheme, stored)
+            layer.method = own
+            place_quantized(layer, scheme, stored)
 
         place = _seconds(put) / weights
-        coded_product = _seconds(lambda: holder.get_submodule("layer")(x)) / operations
+        coded_product = _seconds(lambda: layer(x, None)) / operations
     wide_product = _seconds(lambda: wide_x @ wide) / wide_operations
     content = floats.view(torch.uint8).numpy().data
     keep = 2 * _seconds(lambda: hashlib.sha256(content)) / len(content.cast("B")) + 1e-9

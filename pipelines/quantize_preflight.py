@@ -7,7 +7,7 @@ import torch
 
 from conf.schema import DType, RunConfig, Weights
 from models.causal_lm import CausalLM
-from models.linear_layers import linear_layers
+from models.linear_layers import linear_specs
 from models.outline import outline
 from models.registry import find_architecture
 from models.weights import DTYPES, stored_dtype
@@ -51,7 +51,7 @@ def preflight(run: RunConfig) -> Preflight:
 def print_preflight(run: RunConfig) -> None:
     """Raises UserError as `preflight` does."""
     found = preflight(run)
-    layers, schemes, itemsize = linear_layers(found.model), found.schemes, found.dtype.itemsize
+    layers, schemes, itemsize = linear_specs(found.model), found.schemes, found.dtype.itemsize
     sizes = {name: layers[name].shape[0] * layers[name].shape[1] for name in schemes}
     before = sum(parameter.numel() for parameter in found.model.parameters()) * itemsize
     saved = sum(size * (itemsize - schemes[name].weights.bits / 8) for name, size in sizes.items())  # scales are little

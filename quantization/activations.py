@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from quantization.codes import FP8_MAX, CodeKind, scale_of, to_fp8, to_int8
+from kernels.kv_format import FLOAT8_MAX
+from quantization.codes import CodeKind, scale_of, to_fp8, to_int8
 
-HIGHEST = {CodeKind.INT: 127, CodeKind.FP8: FP8_MAX}
+HIGHEST = {CodeKind.INT: 127, CodeKind.FP8: FLOAT8_MAX}
 NUM_SHARES = 8  # of the largest value: 1, 9/10 .. 3/10
 
 

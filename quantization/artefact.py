@@ -14,11 +14,10 @@ from torch import Tensor
 from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.formats.safetensors_writer import save_tensors
-from models.layers.linear import Layer
-from models.linear_layers import linear_layers
-from models.weights import assign
+from models.layers.linear import Linear
+from models.linear_layers import LinearSpec, linear_layer, linear_specs
 from quantization.layouts.base import StoredWeight, WritableLayout
-from quantization.linear import CodedLinear
+from quantization.linear import CodedMethod
 from quantization.plan import place_quantized
 from quantization.quantizer import LinearReport, Part
 from quantization.scheme import LinearScheme
@@ -27,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 REST = "model-rest.safetensors"
 
 
-LayoutOf = Callable[[Layer, LinearScheme, Mapping[str, tuple[int, ...]]], WritableLayout]
+LayoutOf = Callable[[LinearSpec, LinearScheme, Mapping[str, tuple[int, ...]]], WritableLayout]
 """The layout of a layer's weight in the files. The shapes are of what is there, when it is read."""
 
 
@@ -45,10 +44,10 @@ class Artefact:
         """Keep a part that is quantised: codes and scales as they were chosen, and the part's other parameters."""
         tensors = _other_parameters(model, part.prefix)
         for name, scheme in part.schemes.items():
-            bias = getattr(model.get_submodule(name), "bias", None)
+            bias = linear_layer(model, name).bias
             outputs, inputs = stored[name].weight.codes.shape
-            layer = Layer(name, name, (outputs, inputs), is_transposed=False, has_bias=bias is not None)
-            own = self._layout_of(layer, scheme, {}).write(stored[name])
+            spec = LinearSpec(name, (outputs, inputs), is_transposed=False, has_bias=bias is not None)
+            own = self._layout_of(spec, scheme, {}).write(stored[name])
             own |= {} if bias is None else {"bias": bias.data}
             tensors |= {f"{name}.{own_name}": tensor for own_name, tensor in own.items()}
         save_tensors(
@@ -70,15 +69,15 @@ class Artefact:
                 reports = [LinearReport(**report) for report in json.loads(file.metadata()["reports"])]
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is damaged ({error}): remove {self.folder} to begin anew") from error
-        layers = linear_layers(model)
+        specs = linear_specs(model)
         for name, scheme in part.schemes.items():
             own = {t.removeprefix(f"{name}."): tensors.pop(t) for t in list(tensors) if t.startswith(f"{name}.")}
             if "bias" in own:
-                assign(model, f"{name}.bias", own.pop("bias").to(model.get_submodule(name).weight.device))  # type: ignore[arg-type]
-            layout = self._layout_of(layers[name], scheme, {n: tuple(t.shape) for n, t in own.items()})
-            place_quantized(model, layers[name], scheme, layout.read(own))
+                _fill(model, f"{name}.bias", own.pop("bias"))
+            layout = self._layout_of(specs[name], scheme, {n: tuple(t.shape) for n, t in own.items()})
+            place_quantized(linear_layer(model, name), scheme, layout.read(own))
         for name, tensor in tensors.items():
-            assign(model, name, tensor.to(model.get_parameter(name).device))
+            _fill(model, name, tensor)
         return reports
 
     def write_index(self) -> None:
@@ -100,8 +99,14 @@ def _name(part: Part) -> str:
     return f"model-{part.index:05}.safetensors"
 
 
+def _fill(model: CausalLM, name: str, tensor: Tensor) -> None:
+    parameter = model.get_parameter(name)
+    parameter.data = tensor.to(parameter.device)
+
+
 def _other_parameters(model: CausalLM, prefix: str) -> dict[str, Tensor]:
-    coded = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, CodedLinear))
+    linears = ((name, module) for name, module in model.named_modules() if isinstance(module, Linear))
+    coded = tuple(f"{name}." for name, layer in linears if isinstance(layer.method, CodedMethod))
     return {
         name: parameter.data
         for name, parameter in model.named_parameters()

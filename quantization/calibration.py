@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels import build
 from kernels.kv_format import PagedVectors
-from kernels.quantize_rows import Rows
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM, Stream
-from models.layers.dense import DenseLinear
-from models.layers.linear import Layer
+from models.layers.linear import Linear
+from models.layers.linear_method import LinearMethod
 from models.layers.norm import ResidualStream
-from models.linear_layers import linear_layers, replace_layer
+from models.linear_layers import packed_method
 from quantization.activations import ActivationRange, best_static_scale
 from quantization.codes import CodeKind
 from quantization.gptq import Hessian
@@ -178,17 +176,16 @@ class SequentialCalibrator:
 
     @contextmanager
     def _multiplying_fast(self) -> Iterator[None]:
-        """Let the next layer's linear layers multiply many rows fast meanwhile. Each is called by itself, so that hooks see its input."""
-        layer = self._model.layers[self._next]
-        floats = {}
-        for found in linear_layers(layer).values():
-            floats[found.name] = own = layer.get_submodule(found.name)
-            replace_layer(layer, found.name, fast_layer(own, found))
+        """Let the next layer's linear layers multiply many rows fast meanwhile."""
+        layers = [module for module in self._model.layers[self._next].modules() if isinstance(module, Linear)]
+        floats = [layer.method for layer in layers]
+        for layer in layers:
+            layer.method = fast_method(layer)
         try:
             yield
         finally:
-            for name, own in floats.items():
-                replace_layer(layer, name, own)
+            for layer, method in zip(layers, floats, strict=True):
+                layer.method = method
 
     @torch.inference_mode()
     def observe_head(self, linears: list[str], with_hessian: bool) -> ActivationStats:
@@ -202,15 +199,13 @@ class SequentialCalibrator:
         return group
 
 
-def fast_layer(own: nn.Module, layer: Layer) -> nn.Module:
-    """Return a layer that multiplies many rows as `own`, a float layer, does, but faster where the CPU's kernels are. It shares no call."""
-    weight: Tensor = own.weight  # type: ignore[assignment]
-    bias: Tensor | None = own.bias  # type: ignore[assignment]
-    if weight.device.type != "cpu" or build.library() is None:
-        return own
-    packed = DenseLinear(layer)
-    packed.load({"weight": weight} | ({} if bias is None else {"bias": bias}), weight.dtype, weight.device)
-    packed.kind = None
+def fast_method(layer: Linear) -> LinearMethod:
+    """Return a method that multiplies many rows as a float layer's own does, but faster where the CPU's kernels are."""
+    weight = layer.weight.detach()
+    packed = packed_method(layer, weight.dtype, weight.device)
+    if packed is None:
+        return layer.method
+    packed.load({"weight": weight}, weight.dtype, weight.device)
     return packed
 
 
@@ -248,16 +243,15 @@ class _Observing:
         self._norms.clear()
 
     def output_of(self, name: str) -> Callable[..., None]:
-        def remember(module: nn.Module, inputs: Any, output: Rows | tuple[Rows, Tensor]) -> None:
+        def remember(module: nn.Module, inputs: Any, output: Tensor | tuple[Tensor, Tensor]) -> None:
             normed = output[0] if isinstance(output, tuple) else output
-            if isinstance(normed, Tensor):  # and not codes, which nobody reads who is observed
-                self._norms[id(normed)] = name, normed
+            self._norms[id(normed)] = name, normed
 
         return remember
 
     def input_of(self, name: str) -> Callable[..., None]:
-        def observe(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            (x,) = inputs
+        def observe(module: nn.Module, inputs: tuple[Tensor, Batch | None]) -> None:
+            x, _ = inputs
             if id(x) not in self._leaders:
                 self._leaders[id(x)] = name, x
                 if name not in self.groups:

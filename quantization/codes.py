@@ -5,7 +5,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-FP8_MAX = 448.0  # the largest finite float8_e4m3fn
+from kernels.kv_format import FLOAT8_MAX
 
 
 class CodeKind(Enum):
@@ -20,7 +20,7 @@ def to_int8(ratio: Tensor, lowest: float = -128, highest: float = 127) -> Tensor
 
 def to_fp8(ratio: Tensor) -> Tensor:
     """Return float8_e4m3fn codes, without rounding to whole numbers first: below 8 the format has steps finer than 1."""
-    return ratio.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return ratio.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
 
 
 def scale_of(largest: Tensor, highest_code: float, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantizedFormat, QuantMethod
 from models.causal_lm import CausalLM
-from models.layers.linear import Layer, Linear, TiedHead
-from models.linear_layers import linear_layers
+from models.layers.linear import Linear
+from models.linear_layers import LinearSpec, linear_specs
 from quantization.artefact import LayoutOf
 from quantization.codes import CodeKind
 from quantization.layouts import awq, compressed_tensors, gptq
@@ -33,8 +33,8 @@ class FileLayout:
 def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) -> FileLayout:
     """Return the layout for a model in floats. Raises UserError as `plan` does, and for what the format cannot hold."""
     schemes = plan(model, quant)
-    linears = [name for name, module in model.named_modules() if isinstance(module, Linear | TiedHead)]
-    kept = [name for name in linears if name not in schemes]
+    linears = ((name, module) for name, module in model.named_modules() if isinstance(module, Linear))
+    kept = [name for name, layer in linears if not layer.is_transposed and name not in schemes]
     is_permuted = quant.method is QuantMethod.gptq and quant.gptq.act_order and not quant.gptq.static_groups
     kv_cache = quant.kv_cache if quant.has_static_kv_cache else None
     if format is QuantizedFormat.compressed_tensors:
@@ -46,7 +46,7 @@ def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) ->
         )
     if format is QuantizedFormat.vllm_cpu:
         schemes = {
-            name: on_vllm_cpu(layer, schemes[name]) for name, layer in linear_layers(model).items() if name in schemes
+            name: on_vllm_cpu(layer, schemes[name]) for name, layer in linear_specs(model).items() if name in schemes
         }
         if is_permuted:
             raise UserError("vLLM on a CPU has input channels in their own order: give quant.gptq.static_groups=true")
@@ -60,13 +60,13 @@ def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) ->
     config = gptq.write_config(schemes, kept, is_permuted)
     is_v1 = config["checkpoint_format"] == gptq.V1
 
-    def layout(layer: Layer, scheme: LinearScheme, found: Mapping[str, tuple[int, ...]]) -> WritableLayout:
+    def layout(layer: LinearSpec, scheme: LinearScheme, found: Mapping[str, tuple[int, ...]]) -> WritableLayout:
         return gptq.GptqWeight(layer.shape, scheme.weights, is_v1)
 
     return FileLayout(schemes, config, layout)
 
 
-def on_vllm_cpu(layer: Layer, scheme: LinearScheme) -> LinearScheme:
+def on_vllm_cpu(layer: LinearSpec, scheme: LinearScheme) -> LinearScheme:
     """The scheme of the same weight that vLLM, as of 0.32, computes on a CPU. Raises UserError where it has none.
 
     It multiplies int4 weights with floats, and int8 and fp8 ones with codes alone. A CPU without AMX cannot make static fp8 codes.
@@ -91,9 +91,9 @@ def on_vllm_cpu(layer: Layer, scheme: LinearScheme) -> LinearScheme:
     return scheme
 
 
-def _compressed(layer: Layer, scheme: LinearScheme, found: Mapping[str, tuple[int, ...]]) -> WritableLayout:
+def _compressed(layer: LinearSpec, scheme: LinearScheme, found: Mapping[str, tuple[int, ...]]) -> WritableLayout:
     return compressed_tensors.CompressedWeight(layer.shape, scheme, compressed_tensors.is_packed(scheme), found)
 
 
-def _awq(layer: Layer, scheme: LinearScheme, found: Mapping[str, tuple[int, ...]]) -> WritableLayout:
+def _awq(layer: LinearSpec, scheme: LinearScheme, found: Mapping[str, tuple[int, ...]]) -> WritableLayout:
     return awq.AwqWeight(layer.shape, scheme.weights)

@@ -4,17 +4,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantScheme
 from models.causal_lm import CausalLM
-from models.layers.linear import FloatLinear, Layer, PlainLinear
-from models.linear_layers import linear_layers, replace_layer
-from quantization.codes import CodeKind
-from quantization.layouts.base import StoredQuantization, StoredWeight, WeightLayout, holds_codes
+from models.layers.dense import DenseMethod
+from models.layers.linear import Linear
+from models.linear_layers import linear_layer, linear_specs
+from quantization.layouts.base import StoredQuantization, StoredWeight, holds_codes
 from quantization.layouts.floats import FloatLayout
-from quantization.linear import CodedLinear, DequantizedLinear, Fp8Linear, IntLinear
+from quantization.linear import Dequantized, IntMethod, method_of
 from quantization.scheme import LinearScheme, override_of, scheme_of
 
 HEAD = "lm_head"  # the head's name in skip and overrides, whatever a family calls it
@@ -27,7 +27,7 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
     """
     if config.scheme is QuantScheme.none:
         return {}
-    layers = linear_layers(model)
+    layers = linear_specs(model)
     aliases = {name: (name, HEAD) if model.get_submodule(name) is model.head else (name,) for name in layers}
     if HEAD not in {alias for names in aliases.values() for alias in names}:
         aliases[HEAD] = (HEAD,)  # a head that is kept anyway may be skipped, too
@@ -62,52 +62,63 @@ def _kinds(names: Iterable[str]) -> list[str]:
 
 
 def quantize_while_loading(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
-    """Put in the places of the model's layers, which are on the meta device, such that quantise their float weights when they come.
+    """Let the model's layers, which are on the meta device, quantise their float weights when they are loaded.
 
     Returns the schemes by layer. Raises UserError as `plan` does.
     """
-    schemes, layers = plan(model, config), linear_layers(model)
+    schemes = plan(model, config)
     for name, scheme in schemes.items():
-        layer = layers[name]
-        _replace(model, layer, layer.source, scheme, FloatLayout(layer.shape, layer.is_transposed, scheme.weights))
+        layer = linear_layer(model, name)
+        layout = FloatLayout(layer.shape, layer.is_transposed, scheme.weights)
+        layer.method = method_of(scheme, layout, layer.shape)
     return schemes
 
 
 def place_stored_layers(
     model: CausalLM, stored: StoredQuantization, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, LinearScheme]:
-    """Put in the places of the model's layers those that the checkpoint holds quantised. `shapes` are those of its tensors, by name."""
+    """Let the model's layers load what the checkpoint holds quantised. `shapes` are those of its tensors, by name.
+
+    Returns the schemes by layer, without those of layers that stay floats. Raises UserError for tensors that cannot be.
+    """
     tensors: dict[str, dict[str, tuple[int, ...]]] = {}  # by module and own name
     for tensor, shape in shapes.items():
         module, _, own = tensor.rpartition(".")
         tensors.setdefault(module, {})[own] = shape
-    quantizable = linear_layers(model)
     schemes = {}
-    for name, layer in (quantizable | linear_layers(model, FloatLinear, PlainLinear)).items():
-        found = tensors.get(name, {})
-        scheme = stored.scheme(layer, found)
-        is_kept = name not in quantizable or layer.source != name  # a tied head may be quantised beside its embedding
-        if scheme is None or is_kept and not holds_codes(found):
+    for name, spec in (linear_specs(model) | linear_specs(model, quantizable=False)).items():
+        layer, found = linear_layer(model, name), tensors.get(name, {})
+        scheme = stored.scheme(spec, found)
+        is_float = (
+            not layer.is_quantizable or layer.embedding is not None
+        )  # a tied head may be quantised beside its embedding
+        if scheme is None or is_float and not holds_codes(found):
             continue
         try:
-            layout = stored.layout(layer, found)
+            layout = stored.layout(spec, found)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
-        if name in quantizable:
-            _replace(model, layer, name, scheme, layout)
+        if layer.is_quantizable:
+            layer.method = method_of(scheme, layout, layer.shape)
+            layer.untie()
             schemes[name] = scheme
         else:
-            replace_layer(model, name, DequantizedLinear(name, scheme, layout, layer.shape, layer.has_bias))
+            layer.method = DenseMethod(Dequantized(layout, layer.shape))
     return schemes
 
 
-def place_quantized(model: nn.Module, layer: Layer, scheme: LinearScheme, stored: StoredWeight) -> None:
-    """Put a layer with a weight that is quantised already in the place of one that has a float weight; the bias stays."""
-    old = model.get_submodule(layer.name)
-    weight: Tensor = old.weight  # type: ignore[assignment]
-    layout = FloatLayout(layer.shape, layer.is_transposed, scheme.weights)
-    new = _replace(model, layer, layer.source, scheme, layout)
-    new.hold(stored, getattr(old, "bias", None), weight.dtype, weight.device)
+def float_weight(layer: Linear) -> Tensor:
+    """Return the weight [O, I] of a layer that is in floats."""
+    weight = layer.method.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach()
+
+
+def place_quantized(layer: Linear, scheme: LinearScheme, stored: StoredWeight) -> None:
+    """Replace the float weight of a layer by one that is quantised already; the bias stays."""
+    method = method_of(scheme, FloatLayout(layer.shape, layer.is_transposed, scheme.weights), layer.shape)
+    method.hold(stored, float_weight(layer).device)
+    layer.method = method
 
 
 def make_activations_auto(model: CausalLM) -> None:
@@ -115,18 +126,12 @@ def make_activations_auto(model: CausalLM) -> None:
 
     Raises UserError if there is no such layer.
     """
-    layers = [m for m in model.modules() if isinstance(m, IntLinear) and m.scheme.activations is Activations.none]
-    if not layers:
+    methods = [module.method for module in model.modules() if isinstance(module, Linear)]
+    found = [m for m in methods if isinstance(m, IntMethod) and m.scheme.activations is Activations.none]
+    if not found:
         raise UserError(
             "quant.activations=auto is for int8 and int4 weights with float activations, and this model has none: "
             "leave it out, or give a float model with quant=int8 or quant=int4"
         )
-    for layer in layers:
-        layer.scheme = replace(layer.scheme, activations=Activations.auto)
-
-
-def _replace(model: nn.Module, layer: Layer, source: str, scheme: LinearScheme, layout: WeightLayout) -> CodedLinear:
-    kind = Fp8Linear if scheme.weights.kind is CodeKind.FP8 else IntLinear
-    new = kind(source, scheme, layout, layer.shape, layer.has_bias)
-    replace_layer(model, layer.name, new)
-    return new
+    for method in found:
+        method.scheme = replace(method.scheme, activations=Activations.auto)

@@ -13,14 +13,14 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantMethod
 from models.causal_lm import CausalLM
-from models.linear_layers import linear_layers
+from models.linear_layers import linear_layer
 from quantization.activations import quantize_per_token, quantize_static
 from quantization.awq import search_clip
 from quantization.calibration import ActivationStats, SequentialCalibrator
 from quantization.gptq import gptq
 from quantization.kv_scales import choose_kv_scales
 from quantization.layouts.base import StoredWeight
-from quantization.plan import place_quantized
+from quantization.plan import float_weight, place_quantized
 from quantization.scheme import LinearScheme
 from quantization.smoothing import Smoother, Weights
 from quantization.weight_format import QuantizedWeight, choose_scales, encode, quantize
@@ -92,7 +92,7 @@ class Quantizer:
         to the next part. Raises UserError, naming the layer, for what cannot be."""
         schemes = {name.removeprefix(part.prefix): scheme for name, scheme in part.schemes.items()}
         full_names = dict(zip(schemes, part.schemes, strict=True))
-        weights = {name: float_weight(self._model, full_names[name]) for name in schemes}
+        weights = {name: float_weight(linear_layer(self._model, full_names[name])).float() for name in schemes}
         groups = self._observe(part, list(schemes))
         inputs = {name: group for group in groups for name in group.linears}
         with _naming(part.prefix):
@@ -107,9 +107,8 @@ class Quantizer:
             error = _error(weights[name], _sampled_weight(chosen), scheme, group) if group else None
             note = "; ".join(filter(None, (notes.get(name), note)))
             reports.append(LinearReport(full_names[name], str(scheme), rounded_errors.get(name), error, note))
-        linears = linear_layers(self._model)
         for full_name, scheme in part.schemes.items():
-            place_quantized(self._model, linears[full_name], scheme, stored[full_name])
+            place_quantized(linear_layer(self._model, full_name), scheme, stored[full_name])
         if part.index < len(self._model.layers):
             absmax = self._calibrator.advance()
             if absmax is not None:
@@ -148,12 +147,6 @@ class Quantizer:
         if self._config.auto_clip:
             weight = search_clip(weight, group.sample, scheme.weights)
         return quantize(weight, scheme.weights), ""
-
-
-def float_weight(model: CausalLM, name: str) -> Tensor:
-    """The weight [O, I] float32 of a linear layer."""
-    weight: Tensor = model.get_submodule(name).weight.detach().float()  # type: ignore[operator, union-attr]
-    return weight.T if linear_layers(model)[name].is_transposed else weight
 
 
 def _input_scale(group: ActivationStats | None, groups: list[ActivationStats], scheme: LinearScheme) -> Tensor | None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from conf.quantization import QuantConfig, QuantMethod
-from models.layers.linear import Conv1D
 from models.layout import ModelLayout
+from models.linear_layers import linear_layer
 from quantization.awq import search_scales
 from quantization.calibration import ActivationStats
 from quantization.fold import divide_norm, divide_outputs, midpoint, multiply_inputs, shift_inputs, shift_norm
@@ -145,7 +145,7 @@ class Smoother:
         """weight [O, I] float32"""
         self._weights[name] = weight
         parameter, _ = self._parameters(name)
-        is_transposed = isinstance(self._layer.get_submodule(name), Conv1D)
+        is_transposed = linear_layer(self._layer, name).is_transposed
         parameter.data = (weight.T if is_transposed else weight).to(parameter.dtype)
 
     def _keeps_output(self) -> bool:

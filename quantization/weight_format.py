@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError, check
-from quantization.codes import FP8_MAX, CodeKind, scale_of, to_fp8, to_int8
+from kernels.kv_format import FLOAT8_MAX
+from quantization.codes import CodeKind, scale_of, to_fp8, to_int8
 
 # Numbers quantised at once: 1 MB in float32. A block of 4 MB gets new memory each time and takes 4.8 ns a number instead of 2.3 for int8,
 # 13.0 instead of 6.5 for int4 (one thread of a busy machine). In smaller blocks torch's threads wait for each other more often.
@@ -55,7 +56,7 @@ class WeightFormat:
     def code_range(self) -> tuple[float, float]:
         """Return the lowest and the highest code."""
         if self.kind is CodeKind.FP8:
-            return -FP8_MAX, FP8_MAX
+            return -FLOAT8_MAX, FLOAT8_MAX
         return (-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1) if self.symmetric else (0, 2**self.bits - 1)
 
 

@@ -23,6 +23,10 @@ class Float8Weight:
     def num_inputs(self) -> int:
         return self.codes.shape[1]
 
+    def cut(self, outputs: slice) -> "Float8Weight":
+        """Return the weight of some outputs: a view."""
+        return Float8Weight(self.codes[outputs], self.scales if len(self.scales) == 1 else self.scales[outputs])
+
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All of its memory, by name."""

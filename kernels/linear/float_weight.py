@@ -65,6 +65,10 @@ class FloatWeight:
         rows = tiles.transpose(1, 2).reshape(len(tiles) * TILE, -1)
         return rows[: self.num_outputs, : self.num_inputs].contiguous()
 
+    def cut(self, outputs: slice) -> "FloatWeight":
+        """Return the weight of some outputs: a copy."""
+        return pack(self.unpack()[outputs])
+
 
 def pack(weight: Tensor) -> FloatWeight:
     """Pack a weight [N, K] of float32, bfloat16 or float16; bfloat16 is compressed where that is a gain. Raises ValueError for others."""

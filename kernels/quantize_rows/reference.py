@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-FLOAT8_MAX, INT8_MAX = 448.0, 127.0
+from kernels.kv_format import FLOAT8_MAX, INT8_MAX
 
 
 def quantize_rows(

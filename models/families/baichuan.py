@@ -15,7 +15,6 @@ from torch.nn import functional
 from conf.errors import UserError
 from kernels.kv_store import kv_store, rope_and_store
 from kernels.linear import linear
-from kernels.quantize_rows import Rows
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderLayer, PreNormLM, PreNormShape
@@ -108,19 +107,15 @@ class Attention(Module):
         self.W_pack = Linear(c.hidden_size, 3 * c.hidden_size, bias=False)
         self.o_proj = Linear(c.hidden_size, c.hidden_size, bias=False)
 
-    @property
-    def input_layers(self) -> tuple[nn.Module, ...]:
-        return (self.W_pack,)
-
-    def forward(self, x: Rows, angles: Angles | None, batch: Batch, cache: LayerCache) -> Tensor:
-        query, key, value = self.W_pack(x).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # each [T, H, D]
+    def forward(self, x: Tensor, angles: Angles | None, batch: Batch, cache: LayerCache) -> Tensor:
+        query, key, value = self.W_pack(x, batch).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # each [T, H, D]
         if angles is None:
             kv_store(key, value, *cache, batch.slots)
         else:
             query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
         slopes = None if self.slopes is None else self.slopes.on(query.device)
         attended = attend(query, cache, batch, self.head_dim**-0.5, alibi_slopes=slopes)
-        return self.o_proj(attended)  # type: ignore[no-any-return]
+        return self.o_proj(attended, batch)
 
 
 class NormHead(Module):
@@ -141,7 +136,7 @@ class NormHead(Module):
             self._normalised = (self.weight,)
         return self.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         return linear(x, self.unit_rows())
 
 

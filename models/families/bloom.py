@@ -66,11 +66,11 @@ class Attention(Module):
         self.dense = Linear(c.hidden_size, c.hidden_size)
 
     def forward(self, x: Tensor, slopes: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        fused = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_dim))  # [T, H, 3, D]
+        fused = self.query_key_value(x, batch).unflatten(-1, (-1, 3, self.head_dim))  # [T, H, 3, D]
         query, key, value = fused.unbind(2)  # [T, H, D] each
         kv_store(key, value, *cache, batch.slots)
         attended = attend(query, cache, batch, self.head_dim**-0.5, alibi_slopes=slopes)
-        return self.dense(attended)  # type: ignore[no-any-return]
+        return self.dense(attended, batch)
 
 
 class MLP(Module):
@@ -79,8 +79,8 @@ class MLP(Module):
         self.dense_h_to_4h = Linear(c.hidden_size, 4 * c.hidden_size)
         self.dense_4h_to_h = Linear(4 * c.hidden_size, c.hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dense_4h_to_h(gelu_tanh(self.dense_h_to_4h(x)))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.dense_4h_to_h(gelu_tanh(self.dense_h_to_4h(x, batch)), batch)
 
 
 class Block(Module):
@@ -96,7 +96,7 @@ class Block(Module):
         normed = self.input_layernorm(x)
         x = batch.attending(normed if self.keeps_normed else x) + self.self_attention(normed, slopes, batch, cache)
         normed = self.post_attention_layernorm(x)
-        return (normed if self.keeps_normed else x) + self.mlp(normed)  # type: ignore[no-any-return]
+        return (normed if self.keeps_normed else x) + self.mlp(normed, batch)  # type: ignore[no-any-return]
 
 
 class Transformer(Module):

@@ -126,14 +126,14 @@ class Attention(Module):
         self.dense = Linear(c.hidden_size, c.hidden_size)
 
     def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
-        heads = self.query_key_value(x).unflatten(-1, (-1, 3 * self.head_dim))  # [T, H, 3D]
+        heads = self.query_key_value(x, batch).unflatten(-1, (-1, 3 * self.head_dim))  # [T, H, 3D]
         query, key, value = heads.chunk(3, dim=-1)  # [T, H, D] each
         query, key = self._rope(query, angles), self._rope(key, angles)
         query = query / (math.sqrt(self.head_dim) * self.coefficient)
         text_lengths = batch.prompt_features[:, 0]  # [S]
         kv_store(key, value, *cache, batch.slots)
         attended = attend(query, cache, batch, self.coefficient, prefix_lengths=text_lengths)
-        return self.dense(attended)  # type: ignore[no-any-return]
+        return self.dense(attended, batch)
 
     def _rope(self, x: Tensor, angles: Angles) -> Tensor:
         """The first half of every head turns by one position, the second by the other."""
@@ -147,8 +147,8 @@ class MLP(Module):
         self.dense_h_to_4h = Linear(c.hidden_size, c.inner_hidden_size)
         self.dense_4h_to_h = Linear(c.inner_hidden_size, c.hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dense_4h_to_h(gelu_tanh(self.dense_h_to_4h(x)))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.dense_4h_to_h(gelu_tanh(self.dense_h_to_4h(x, batch)), batch)
 
 
 class GLMBlock(Module):
@@ -163,7 +163,7 @@ class GLMBlock(Module):
         x = self.input_layernorm(x)  # the residual is the normed one
         x = batch.attending(x) * RESIDUAL_SCALE + self.attention(x, angles, batch, cache)
         x = self.post_attention_layernorm(x)
-        return x * RESIDUAL_SCALE + self.mlp(x)  # type: ignore[no-any-return]
+        return x * RESIDUAL_SCALE + self.mlp(x, batch)  # type: ignore[no-any-return]
 
 
 class Transformer(Module):

@@ -6,11 +6,10 @@ The first half of a head's channels is turned, in pairs of neighbours. Modules a
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
-from kernels.quantize_rows import Rows
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderLayer, PreNormLM, PreNormShape
@@ -97,15 +96,11 @@ class SelfAttention(Module):
         self.query_key_value = Linear(c.hidden_size, sum(self.heads.fused) * c.head_dim, bias=c.add_qkv_bias)
         self.dense = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
-    @property
-    def input_layers(self) -> tuple[nn.Module, ...]:
-        return (self.query_key_value,)
-
-    def forward(self, x: Rows, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
-        heads = self.query_key_value(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2G, D]
+    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+        heads = self.query_key_value(x, batch).unflatten(-1, (-1, self.head_dim))  # [T, H + 2G, D]
         query, key, value = heads.split(self.heads.fused, dim=1)  # [T, H, D] and twice [T, G, D]
         query = rope_and_store(query, key, value, *angles, *cache, batch.slots, interleaved=True)
-        return self.dense(attend(query, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
+        return self.dense(attend(query, cache, batch, self.head_dim**-0.5), batch)
 
 
 class GLMMLP(FusedMLP):

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from kernels.kv_store import kv_store
 from kernels.linear import linear, linear_per_head
-from kernels.quantize_rows import Rows
 from kernels.rope import rope
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderLayer, PreNormLM, PreNormShape
 from models.layers.attention import Heads, attend_latent
-from models.layers.linear import Linear, PlainLinear, linear_together
+from models.layers.linear import Linear, MergedLinear
 from models.layers.mlp import MLP
 from models.layers.module import Module
 from models.layers.moe import Experts
@@ -188,20 +187,17 @@ class Attention(Module):
             self.q_b_proj = Linear(c.q_lora_rank, query_size, bias=False)
         self.kv_a_proj_with_mqa = Linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim, bias=c.attention_bias)
         self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, LATENT_NORM_EPS)
-        self.kv_b_proj = PlainLinear(
-            c.kv_lora_rank, c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim), bias=False
-        )
+        first = self.q_proj if c.q_lora_rank is None else self.q_a_proj
+        self.first = MergedLinear(first, self.kv_a_proj_with_mqa)
+        to_heads = c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim)
+        self.kv_b_proj = Linear(c.kv_lora_rank, to_heads, bias=False, is_quantizable=False, is_packable=False)
         self.o_proj = Linear(c.num_attention_heads * c.v_head_dim, c.hidden_size, bias=c.attention_bias)
 
-    @property
-    def input_layers(self) -> tuple[nn.Module, ...]:
-        return self.q_proj if self.c.q_lora_rank is None else self.q_a_proj, self.kv_a_proj_with_mqa
-
-    def forward(self, x: Rows, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         c = self.c
-        query, latent = linear_together(x, *self.input_layers)
+        query, latent = self.first(x, batch)
         if c.q_lora_rank is not None:
-            query = self.q_b_proj(self.q_a_layernorm(query, [self.q_b_proj]))
+            query = self.q_b_proj(self.q_a_layernorm(query), batch)
         query = query.unflatten(-1, (-1, c.qk_nope_head_dim + c.qk_rope_head_dim))  # [T, H, N + P]
         query, query_rope = query.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
         latent, key_rope = latent[:, None].split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
@@ -212,7 +208,7 @@ class Attention(Module):
         key = torch.cat((self.kv_a_layernorm(latent), key_rope), dim=-1)  # [T, 1, L + P]
         kv_store(key, key[..., :0], *cache, batch.slots)
         attended = attend_latent(query, c.kv_lora_rank, cache, batch, c.softmax_scale)  # [T, H, L]
-        return self.o_proj(linear_per_head(attended, to_value).flatten(1))  # type: ignore[no-any-return]
+        return self.o_proj(linear_per_head(attended, to_value).flatten(1), batch)
 
 
 class Gate(Module):
@@ -246,8 +242,6 @@ class Gate(Module):
 class MoE(Module):
     """K routed experts for each token, and the shared ones for all."""
 
-    input_layers: tuple[nn.Module, ...] = ()  # the router reads x, too, and in floats
-
     def __init__(self, c: DeepseekConfig) -> None:
         super().__init__()
         self.gate = Gate(c.hidden_size, c.routing)
@@ -257,9 +251,11 @@ class MoE(Module):
         )
         self.shared_experts = MLP(c.hidden_size, c.moe_intermediate_size * c.n_shared_experts)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         weights, chosen = self.gate(x)
-        return self.experts(x, weights, chosen) + self.shared_experts(x)  # type: ignore[no-any-return]
+        routed: Tensor = self.experts(x, weights, chosen)
+        shared: Tensor = self.shared_experts(x, batch)
+        return routed + shared
 
 
 class Deepseek(PreNormLM):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from kernels.quantize_rows import Rows
 from kernels.rms_norm import rms_norm
 from models import decoder
 from models.batch import Batch, LayerCache
@@ -19,7 +18,7 @@ from models.decoder import DecoderConfig
 from models.layers import mlp
 from models.layers.activation import gelu_tanh
 from models.layers.embedding import Embedding
-from models.layers.linear import linear_together, make_head
+from models.layers.linear import Linear, make_head
 from models.layers.module import Module
 from models.layers.rotary import Angles, RotaryEmbedding, read_rotary_config
 from models.layout import ModelLayout
@@ -102,10 +101,10 @@ class Attention(decoder.Attention):
 
 
 class MLP(mlp.MLP):
-    def forward(self, x: Rows) -> Tensor:
-        gate_proj, up_proj, down_proj = self.parts
-        gate, up = linear_together(x, gate_proj, up_proj)  # [T, F] each
-        return down_proj(gelu_tanh(gate) * up)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
+        gate, up = self.gate_up(x, batch)  # [T, F] each
+        down: Linear = self.parts[-1]
+        return down(gelu_tanh(gate) * up, batch)
 
 
 class DecoderLayer(Module):
@@ -121,7 +120,7 @@ class DecoderLayer(Module):
     def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         attended = self.self_attn(self.input_layernorm(x), angles, batch, cache)
         x = batch.attending(x) + self.post_attention_layernorm(attended)
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))  # type: ignore[no-any-return]
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), batch))  # type: ignore[no-any-return]
 
 
 class Decoder(Module):

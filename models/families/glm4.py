@@ -15,10 +15,10 @@ class Glm4Layer(GlmLayer):
 
     def forward(self, stream: ResidualStream, angles: Angles | None, batch: Batch, cache: LayerCache) -> ResidualStream:
         attention_norm, attention, mlp_norm, mlp = self.parts
-        normed, x = attention_norm(*stream, attention.input_layers)  # [T, E] each
+        normed, x = attention_norm(*stream)  # [T, E] each
         attended = self.post_self_attn_layernorm(attention(normed, angles, batch, cache))
-        normed, x = mlp_norm(batch.attending(x), attended, mlp.input_layers)
-        return ResidualStream(x, self.post_mlp_layernorm(mlp(normed)))
+        normed, x = mlp_norm(batch.attending(x), attended)
+        return ResidualStream(x, self.post_mlp_layernorm(mlp(normed, batch)))
 
 
 class Glm4(DecoderLM):

@@ -14,7 +14,7 @@ from models.config import ConfigReader
 from models.layers.activation import gelu_tanh
 from models.layers.attention import Heads, attend
 from models.layers.embedding import Embedding
-from models.layers.linear import Conv1D, make_head
+from models.layers.linear import Linear, make_head
 from models.layers.module import Module
 from models.layers.norm import LayerNorm
 from models.layout import ModelLayout, Unit
@@ -65,23 +65,23 @@ class Attention(Module):
         self.scale = c.head_dim**-0.5 if c.scale_attn_weights else 1.0
         if c.scale_attn_by_inverse_layer_idx:
             self.scale /= index + 1
-        self.c_attn = Conv1D(c.n_embd, 3 * c.n_embd)
-        self.c_proj = Conv1D(c.n_embd, c.n_embd)
+        self.c_attn = Linear(c.n_embd, 3 * c.n_embd, is_transposed=True)
+        self.c_proj = Linear(c.n_embd, c.n_embd, is_transposed=True)
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        query, key, value = self.c_attn(x).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # [T, H, D] each
+        query, key, value = self.c_attn(x, batch).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # [T, H, D] each
         kv_store(key, value, *cache, batch.slots)
-        return self.c_proj(attend(query, cache, batch, self.scale))  # type: ignore[no-any-return]
+        return self.c_proj(attend(query, cache, batch, self.scale), batch)
 
 
 class MLP(Module):
     def __init__(self, c: GPT2Config) -> None:
         super().__init__()
-        self.c_fc = Conv1D(c.n_embd, c.n_inner)
-        self.c_proj = Conv1D(c.n_inner, c.n_embd)
+        self.c_fc = Linear(c.n_embd, c.n_inner, is_transposed=True)
+        self.c_proj = Linear(c.n_inner, c.n_embd, is_transposed=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(gelu_tanh(self.c_fc(x)))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.c_proj(gelu_tanh(self.c_fc(x, batch)), batch)
 
 
 class Block(Module):
@@ -94,7 +94,7 @@ class Block(Module):
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         x = batch.attending(x) + self.attn(self.ln_1(x), batch, cache)
-        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
+        return x + self.mlp(self.ln_2(x), batch)  # type: ignore[no-any-return]
 
 
 class Transformer(Module):

@@ -15,7 +15,7 @@ from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import Heads, attend
 from models.layers.embedding import Embedding
-from models.layers.linear import Linear, linear_together, make_head
+from models.layers.linear import Linear, MergedLinear, make_head
 from models.layers.module import Module
 from models.layers.norm import LayerNorm
 from models.layout import ModelLayout
@@ -79,17 +79,14 @@ class Attention(Module):
         self.q_proj = Linear(c.hidden_size, c.hidden_size, bias=c.enable_bias)
         self.k_proj = Linear(c.hidden_size, c.hidden_size, bias=c.enable_bias)
         self.v_proj = Linear(c.hidden_size, c.hidden_size, bias=c.enable_bias)
+        self.qkv = MergedLinear(self.q_proj, self.k_proj, self.v_proj)
         self.out_proj = Linear(c.hidden_size, c.hidden_size, bias=c.enable_bias)
 
-    @property
-    def input_layers(self) -> tuple[nn.Module, ...]:
-        return self.q_proj, self.k_proj, self.v_proj
-
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        projected = linear_together(x, *self.input_layers)
+        projected = self.qkv(x, batch)
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D] each
         kv_store(key, value, *cache, batch.slots)
-        return self.out_proj(attend(query, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
+        return self.out_proj(attend(query, cache, batch, self.head_dim**-0.5), batch)
 
 
 class DecoderLayer(Module):
@@ -106,12 +103,12 @@ class DecoderLayer(Module):
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         if self.norm_before:
             x = batch.attending(x) + self.self_attn(self.self_attn_layer_norm(x), batch, cache)
-            return x + self._mlp(self.final_layer_norm(x))  # type: ignore[no-any-return]
+            return x + self._mlp(self.final_layer_norm(x), batch)  # type: ignore[no-any-return]
         x = self.self_attn_layer_norm(batch.attending(x) + self.self_attn(x, batch, cache))
-        return self.final_layer_norm(x + self._mlp(x))  # type: ignore[no-any-return]
+        return self.final_layer_norm(x + self._mlp(x, batch))  # type: ignore[no-any-return]
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x)))  # type: ignore[no-any-return]
+    def _mlp(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.fc2(self.activation(self.fc1(x, batch)), batch)
 
 
 class Decoder(Module):
@@ -162,11 +159,11 @@ class OPT(CausalLM):
         decoder = self.model.decoder
         x: Tensor = decoder.embed_tokens(batch.token_ids)  # [T, P]
         if decoder.is_projected:
-            x = decoder.project_in(x)  # [T, E]
+            x = decoder.project_in(x, batch)  # [T, E]
         return x + decoder.embed_positions(batch.positions + POSITION_OFFSET)
 
     def finish(self, x: Tensor) -> Tensor:
         decoder = self.model.decoder
         if decoder.has_final_layer_norm:
             x = decoder.final_layer_norm(x)
-        return decoder.project_out(x) if decoder.is_projected else x  # [R, P]
+        return decoder.project_out(x, None) if decoder.is_projected else x  # [R, P]

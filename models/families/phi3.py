@@ -7,11 +7,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
-from kernels.quantize_rows import Rows
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderLayer, PreNormLM, PreNormShape
@@ -155,16 +154,12 @@ class Attention(Module):
         self.qkv_proj = Linear(c.hidden_size, sum(self.heads.fused) * c.head_dim, bias=False)
         self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
-    @property
-    def input_layers(self) -> tuple[nn.Module, ...]:
-        return (self.qkv_proj,)
-
-    def forward(self, x: Rows, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
-        fused = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2G, D]
+    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+        fused = self.qkv_proj(x, batch).unflatten(-1, (-1, self.head_dim))  # [T, H + 2G, D]
         query, key, value = fused.split(self.heads.fused, dim=1)  # [T, H, D], [T, G, D], [T, G, D]
         query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
         attended = attend(query, cache, batch, self.head_dim**-0.5, window=self.window)
-        return self.o_proj(attended)  # type: ignore[no-any-return]
+        return self.o_proj(attended, batch)
 
 
 class Phi3(PreNormLM):

@@ -9,11 +9,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
-from kernels.quantize_rows import Rows
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderLayer, PreNormLM, PreNormShape
@@ -130,16 +129,12 @@ class Attention(Module):
         self.c_attn = Linear(c.hidden_size, 3 * c.hidden_size, bias=True)
         self.c_proj = Linear(c.hidden_size, c.hidden_size, bias=False)
 
-    @property
-    def input_layers(self) -> tuple[nn.Module, ...]:
-        return (self.c_attn,)
-
-    def forward(self, x: Rows, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
-        query, key, value = self.c_attn(x).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # each [T, H, D]
+    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+        query, key, value = self.c_attn(x, batch).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # each [T, H, D]
         query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
         if self.logn_length is not None:
-            query = query * logn_scales(batch.positions, self.logn_length).to(x.dtype)[:, None, None]
-        return self.c_proj(attend(query, cache, batch, self.head_dim**-0.5))  # type: ignore[no-any-return]
+            query = query * logn_scales(batch.positions, self.logn_length).to(query.dtype)[:, None, None]
+        return self.c_proj(attend(query, cache, batch, self.head_dim**-0.5), batch)
 
 
 class QwenMLP(MLP):

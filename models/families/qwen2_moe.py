@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from models.batch import Batch
 from models.config import ConfigReader
 from models.decoder import Attention, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
-from models.layers.linear import FloatLinear
+from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.moe import MixtureConfig, SparseMoeBlock, read_mixture
 from models.layers.sliding_window import read_windows
@@ -40,15 +41,15 @@ class SharedExpertMoeBlock(SparseMoeBlock):
     def __init__(self, c: Qwen2MoeConfig) -> None:
         super().__init__(c.hidden_size, c.mixture)
         self.shared_expert = MLP(c.hidden_size, c.shared_expert_intermediate_size)
-        self.shared_expert_gate = FloatLinear(c.hidden_size, 1, bias=False)
+        self.shared_expert_gate = Linear(c.hidden_size, 1, bias=False, is_quantizable=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        shared: Tensor = self._shared_weight(x) * self.shared_expert(x)
-        return super().forward(x) + shared
+    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
+        shared: Tensor = self._shared_weight(x, batch) * self.shared_expert(x, batch)
+        return super().forward(x, batch) + shared
 
-    def _shared_weight(self, x: Tensor) -> Tensor:
+    def _shared_weight(self, x: Tensor, batch: Batch | None) -> Tensor:
         """sigmoid(x . gate) [T, 1]. Not torch's sigmoid, which on a CPU takes another way for the last of many numbers; exp does not."""
-        logit: Tensor = self.shared_expert_gate(x).float()
+        logit = self.shared_expert_gate(x, batch).float()
         return (1 / (1 + (-logit).exp())).to(x.dtype)
 
 

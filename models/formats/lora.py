@@ -19,7 +19,7 @@ from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.formats.base import WeightFile
 from models.formats.huggingface import SafetensorsFile
-from models.layers.linear import Conv1D, TiedHead
+from models.layers.linear import Linear, tied_weight
 from models.weights import full_names, parameter_shapes
 
 Number = TypeVar("Number", int, float)
@@ -180,7 +180,8 @@ def _check(name: str, change: Change, weights: SafetensorsFile, settings: Settin
     """Compares shapes and fills in how the factors are applied."""
     module = name.rpartition(".")[0]
     parameter = dict(model.named_parameters()).get(name)
-    if isinstance(model.head, TiedHead) and (module == HEAD or parameter is model.head.weight):
+    tied = tied_weight(model.head)
+    if tied is not None and (module == HEAD or parameter is tied):
         raise UserError(
             f"{weights.path} changes {module}, but head and embedding of this model are one and cannot change apart"
         )
@@ -195,9 +196,9 @@ def _check(name: str, change: Change, weights: SafetensorsFile, settings: Settin
     if change.a is None or change.b is None:
         raise UserError(f"{weights.path}: {change.a or change.b} has no partner: LoRA has two factors, A and B")
     layer = model.get_submodule(module)
-    if not isinstance(layer, (nn.Linear, nn.Embedding, Conv1D)):
+    if not isinstance(layer, Linear | nn.Embedding):
         raise UserError(f"{weights.path} adapts {module}, but LoRA on {type(layer).__name__} is not supported")
-    change.is_transposed = not isinstance(layer, nn.Linear)
+    change.is_transposed = isinstance(layer, nn.Embedding) or layer.is_transposed
     change.scale = settings.scale(module)
     outputs, inputs = reversed(parameter.shape) if change.is_transposed else parameter.shape
     rank = settings.rank(module)

@@ -13,7 +13,9 @@ from torch import Tensor
 from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.formats.safetensors_writer import save_tensors
-from models.layers.linear import PackedLinear, take
+from models.layers.linear import Linear
+from models.layers.linear_method import take
+from models.linear_layers import other_parameters
 from models.weights import assign, parameter_dtype
 
 IDENTITY = "identity"
@@ -59,12 +61,13 @@ def restore(model: CausalLM, path: Path, tensors: dict[str, Tensor], dtype: torc
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
         own[module][leaf] = tensor
-    parameters = dict(model.named_parameters())  # those of packed layers are not there yet
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     try:
-        for name, parameter in parameters.items():
+        for name, parameter in other_parameters(model).items():
             module, _, leaf = name.rpartition(".")
-            assign(model, name, take(own[module], leaf, tuple(parameter.shape), parameter_dtype(model, name, dtype)))
+            if module not in layers:
+                wanted = tuple(parameter.shape), parameter_dtype(model, name, dtype)
+                assign(model, name, take(own[module], leaf, *wanted))
         for name, layer in layers.items():
             layer.restore(own[name], dtype)
     except (KeyError, ValueError) as error:

@@ -1,70 +1,196 @@
-"""Linear layers whose float weights are held in the order in which the CPU's kernels read them."""
+"""Weights in floats: as checkpoints have them, in the order in which the CPU's kernels read them, or an embedding's.
+
+R rows, I input channels, O output channels.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from kernels.linear import FloatWeight, WeightGroup, grouped_matmul, matmul, matmul_swiglu, matmul_together, pack
+from kernels.linear import FloatWeight, GPUWeight, linear, matmul, pack
+from kernels.linear.gpu_weight import of_floats
 from kernels.quantize_rows import Rows
-from models.layers.linear import GroupedProduct, JointLinear, Layer, take
+from models.layers.linear_method import LinearMethod, Weight, take
 
 
-class DenseLinear(JointLinear):
-    """x [R, I] -> [R, O]. The packed weight takes the place of the checkpoint's."""
+class StoredMatrix(Protocol):
+    """A matrix in a checkpoint, which becomes floats."""
 
-    from_floats = True
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[O, I]"""
 
-    def __init__(self, layer: Layer) -> None:
-        super().__init__()
-        self.source = layer.source
-        self._layer = layer
-        self.bias: nn.Parameter | None = None  # [O]
+    @property
+    def is_float(self) -> bool:
+        """Whether the checkpoint has floats of 16 or 32 bits."""
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        (outputs, inputs), bias = self._layer.shape, {"bias": (self._layer.shape[0],)} if self._layer.has_bias else {}
-        return {"weight": (inputs, outputs) if self._layer.is_transposed else (outputs, inputs), **bias}
+        """Return the names and shapes of the tensors that hold it."""
 
-    def num_bytes(self, dtype: torch.dtype) -> int:
-        return sum(math.prod(shape) for shape in self.tensors().values()) * dtype.itemsize
+    def read(self, tensors: dict[str, Tensor]) -> Tensor:
+        """Return the matrix [O, I]. Raises UserError for impossible values."""
 
-    def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        weight = tensors["weight"].to(dtype)
-        bias = tensors["bias"].to(dtype, copy=True) if self._layer.has_bias else None
-        self._hold(pack(weight.T if self._layer.is_transposed else weight), bias)
 
-    def restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-        weight = FloatWeight(tensors.pop("tiles"), *self._layer.shape)
-        if weight.dtype != dtype:
-            raise ValueError(f"packed weights of {weight.dtype}, not {dtype}")
-        weight.check()
-        self._hold(weight, take(tensors, "bias", self._layer.shape[:1], dtype) if self._layer.has_bias else None)
+@dataclass(frozen=True)
+class StoredFloats:
+    """The tensor `weight` [O, I], or [I, O] where it is transposed."""
 
-    def _hold(self, weight: FloatWeight, bias: Tensor | None) -> None:
-        self._weight = weight
-        self.kind = weight.dtype
-        self.tiles = nn.Parameter(weight.memory, requires_grad=False)  # the same memory, so that it is counted
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    shape: tuple[int, int]
+    is_transposed: bool = False
+    is_float = True
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": self.shape[::-1] if self.is_transposed else self.shape}
+
+    def read(self, tensors: dict[str, Tensor]) -> Tensor:
+        return tensors["weight"].T if self.is_transposed else tensors["weight"]
+
+
+class DenseMethod(LinearMethod):
+    """The parameter `weight`, as the checkpoint has it."""
+
+    def __init__(
+        self, stored: StoredMatrix, is_transposed: bool = False, parameter: nn.Parameter | None = None
+    ) -> None:
+        """`parameter` [O, I], or [I, O] where it is transposed."""
+        self.stored = stored
+        self.takes_floats = stored.is_float
+        self.is_transposed = is_transposed
+        self._parameter = parameter
 
     @property
     def weight(self) -> Tensor:
-        """[O, I], a copy."""
-        return self._weight.unpack()
+        assert self._parameter is not None
+        return self._parameter.T if self.is_transposed else self._parameter
 
-    def forward(self, x: Tensor) -> Tensor:
-        return matmul(x, self._weight, self.bias)
+    @property
+    def held(self) -> dict[str, Tensor]:
+        return {} if self._parameter is None else {"weight": self._parameter}
 
-    def multiply_together(self, x: Rows, layers: Sequence["DenseLinear"]) -> list[Tensor]:
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return self.stored.tensors()
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        return math.prod(self.stored.shape) * dtype.itemsize
+
+    def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        matrix = self.stored.read(tensors)
+        self._hold((matrix.T if self.is_transposed else matrix).to(device, dtype, copy=True))
+
+    def restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+        shape = self.stored.shape[::-1] if self.is_transposed else self.stored.shape
+        self._hold(take(tensors, "weight", shape, dtype))
+
+    def _hold(self, weight: Tensor) -> None:
+        self._parameter = nn.Parameter(weight, requires_grad=False)
+
+    def with_weight(self, weight: Weight) -> "DenseMethod":
+        matrix = weight.codes if isinstance(weight, GPUWeight) else weight
+        assert isinstance(matrix, Tensor)
+        outputs, inputs = matrix.shape
+        parameter = nn.Parameter(matrix.T if self.is_transposed else matrix, requires_grad=False)
+        return DenseMethod(StoredFloats((outputs, inputs), self.is_transposed), self.is_transposed, parameter)
+
+    def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
         assert isinstance(x, Tensor)
-        return matmul_together(x, [layer._weight for layer in layers], [layer.bias for layer in layers])
+        return linear(x, self.weight, bias)
 
-    def multiply_swiglu(self, x: Rows, up: "DenseLinear") -> Tensor:
+    @property
+    def gpu_weight(self) -> GPUWeight | None:
+        is_readable = self._parameter is not None and self._parameter.is_cuda and not self.is_transposed
+        return of_floats(self.weight.detach()) if is_readable else None
+
+    @property
+    def merge_key(self) -> Hashable:
+        weight = self.gpu_weight
+        return None if weight is None else (DenseMethod, weight.output_format)
+
+
+class PackedDenseMethod(LinearMethod):
+    """The parameter `tiles`: the weight in the order in which a CPU's kernels read it, bfloat16 in 12 bits where that is a gain."""
+
+    def __init__(self, stored: StoredMatrix) -> None:
+        self.stored = stored
+        self.takes_floats = stored.is_float
+        self._weight: FloatWeight | None = None
+
+    @property
+    def weight(self) -> FloatWeight:
+        assert self._weight is not None
+        return self._weight
+
+    @property
+    def held(self) -> dict[str, Tensor]:
+        # the memory that the kernels read, so that it is counted
+        return {} if self._weight is None else {"tiles": nn.Parameter(self._weight.memory, requires_grad=False)}
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return self.stored.tensors()
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        return math.prod(self.stored.shape) * dtype.itemsize
+
+    def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self._weight = pack(self.stored.read(tensors).to(dtype))
+
+    def restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+        weight = FloatWeight(tensors.pop("tiles"), *self.stored.shape)
+        if weight.dtype != dtype:
+            raise ValueError(f"packed weights of {weight.dtype}, not {dtype}")
+        weight.check()
+        self._weight = weight
+
+    def with_weight(self, weight: Weight) -> "PackedDenseMethod":
+        assert isinstance(weight, FloatWeight)
+        method = PackedDenseMethod(StoredFloats((weight.num_outputs, weight.num_inputs)))
+        method._weight = weight
+        return method
+
+    def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
+        return matmul(x, self.weight, bias)
+
+    @property
+    def merge_key(self) -> Hashable:
+        return None if self._weight is None else (PackedDenseMethod, self._weight.num_inputs, self._weight.dtype)
+
+
+class TiedMethod(LinearMethod):
+    """The parameter of an embedding [O, I], which is the embedding's and not the layer's."""
+
+    takes_floats = True
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        self._embedding = embedding
+
+    @property
+    def weight(self) -> Tensor:
+        return self._embedding.weight
+
+    @property
+    def held(self) -> dict[str, Tensor]:
+        return {}
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        return 0
+
+    def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        """Do nothing: the embedding is loaded by itself."""
+
+    def restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+        """Do nothing, as `load`."""
+
+    def with_weight(self, weight: Weight) -> DenseMethod:
+        assert isinstance(weight, Tensor)
+        outputs, inputs = weight.shape
+        return DenseMethod(StoredFloats((outputs, inputs)), parameter=nn.Parameter(weight, requires_grad=False))
+
+    def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
         assert isinstance(x, Tensor)
-        return matmul_swiglu(x, self._weight, up._weight, self.bias, up.bias)
-
-    @classmethod
-    def grouped(cls, layers: Sequence["DenseLinear"], ups: Sequence["DenseLinear"] | None = None) -> GroupedProduct:
-        weights = WeightGroup([layer._weight for layer in layers])
-        gated = None if ups is None else WeightGroup([up._weight for up in ups])
-        return lambda x, starts: grouped_matmul(x, weights, starts, gated)
+        return linear(x, self.weight, bias)

@@ -3,10 +3,10 @@
 T tokens, E hidden channels, F feed-forward channels.
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from kernels.quantize_rows import Rows
-from models.layers.linear import Linear, linear_swiglu, swiglu_into
+from models.batch import Batch
+from models.layers.linear import Linear, MergedLinear, swiglu_for
 from models.layers.named_parts import NamedParts
 
 
@@ -14,19 +14,16 @@ class MLP(NamedParts):
     names = ("gate_proj", "up_proj", "down_proj")
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
-        super().__init__(
-            Linear(hidden_size, intermediate_size, bias),
-            Linear(hidden_size, intermediate_size, bias),
-            Linear(intermediate_size, hidden_size, bias),
-        )
+        gate = Linear(hidden_size, intermediate_size, bias)
+        up = Linear(hidden_size, intermediate_size, bias)
+        down = Linear(intermediate_size, hidden_size, bias)
+        super().__init__(gate, up, down)
+        self.gate_up = MergedLinear(gate, up, reader=down)
 
-    @property
-    def input_layers(self) -> tuple[nn.Module, ...]:
-        return self.parts[:2]
-
-    def forward(self, x: Rows) -> Tensor:
-        gate, up, down = self.parts
-        return down(linear_swiglu(x, gate, up, into=down))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
+        down = self.parts[-1]
+        result: Tensor = down(self.gate_up.swiglu(x, batch), batch)
+        return result
 
 
 class FusedMLP(NamedParts):
@@ -39,11 +36,8 @@ class FusedMLP(NamedParts):
             Linear(hidden_size, 2 * intermediate_size, bias=False), Linear(intermediate_size, hidden_size, bias=False)
         )
 
-    @property
-    def input_layers(self) -> tuple[nn.Module, ...]:
-        return self.parts[:1]
-
-    def forward(self, x: Rows) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         gate_up, down = self.parts
-        gate, up = gate_up(x).chunk(2, dim=-1)  # [T, F] each
-        return down(swiglu_into(gate, up, down))  # type: ignore[no-any-return]
+        gate, up = gate_up(x, batch).chunk(2, dim=-1)  # [T, F] each
+        result: Tensor = down(swiglu_for([down], gate, up), batch)
+        return result

@@ -5,16 +5,21 @@ T tokens, E hidden channels, F channels of an expert, N experts, K experts of ea
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from kernels.linear import FloatWeight, IntWeight, WeightGroup, grouped_matmul
 from kernels.linear.gpu_weight import GPUWeight, stack
 from kernels.moe import combine_rows, group_rows, mixture, route
+from models.batch import Batch
 from models.config import ConfigReader
-from models.layers.linear import FloatLinear, GPULinear, GroupedProduct, JointLinear
+from models.layers.linear import Linear
+from models.layers.linear_method import LinearMethod, are_alike, share_input_scale
 from models.layers.mlp import MLP
+from models.layers.module import Module
 
 
 @dataclass(frozen=True)
@@ -51,104 +56,127 @@ def read_mixture(config: ConfigReader, num_layers: int) -> MixtureConfig:
 class Experts(nn.ModuleList):
     """A layer's experts, gated feed-forward layers of one shape, under the checkpoint's names: `0.gate_proj.weight` and so on.
 
-    `prepare` chooses how they are computed together; without it, or where their weights are held in ways that no kernel takes together,
-    one expert computes its tokens after the other. With the C++ kernels a token's bits never depend on the other tokens.
+    `merge` prepares how they are computed together. Without it, or where their methods do not allow it, one expert computes its tokens
+    after the other. With the C++ kernels a token's bits never depend on the other tokens.
     """
 
     def __init__(self, experts: Iterable[MLP], num_experts_per_tok: int) -> None:
         super().__init__(experts)
         self.num_experts_per_tok = num_experts_per_tok
-        self._products: tuple[GroupedProduct, GroupedProduct] | None = None  # gate with up, and down
-        self._stacked: tuple[GPUWeight, GPUWeight] | None = None  # gates and then ups; downs
-        # of the same two: a layer, and the `row_scale` of each expert
-        self._rows: tuple[tuple[GPULinear, Tensor | None], ...] = ()
+        self._merged: MergedExperts | StackedExperts | None = None
 
     def active_share(self, num_tokens: int) -> float:
-        """Of all experts, those that so many tokens read together, if each is as likely chosen as any other."""
+        """Return the expected share of all experts that `num_tokens` tokens read, if each is as likely chosen as any other."""
         return 1 - (1 - self.num_experts_per_tok / len(self)) ** num_tokens
 
-    def prepare(self) -> None:
-        """Once the weights are there and stay: all experts in a few calls. On a GPU their weights come to lie in one for all experts."""
-        gate, up, down = map(list, zip(*(expert.parts for expert in self), strict=True))
-        gates_and_ups, downs = _alike(gate + up), _alike(down)
-        gates, ups = gates_and_ups[: len(self)], gates_and_ups[len(self) :]
-        if gates and downs and all(map(_share_codes, gates, ups)):
-            self._stacked = _stack(gates_and_ups), _stack(downs)
-            self._rows = (gates[0], _row_scales(gates)), (downs[0], _row_scales(downs))
-        elif _can_group(gate + up) and _can_group(down):
-            self._products = gate[0].grouped(gate, up), down[0].grouped(down)  # type: ignore[operator]
+    def merge(self) -> None:
+        """Prepare to compute all experts in a few calls, once their weights are loaded. On a GPU these come to lie in one."""
+        gates, ups, downs = map(list, zip(*(expert.parts for expert in self), strict=True))
+        methods = [[layer.method for layer in layers] for layers in (gates, ups, downs)]
+        has_bias = any(layer.bias is not None for layer in (*gates, *ups, *downs))
+        if has_bias or not are_alike(methods[0] + methods[1]) or not are_alike(methods[2]):
+            return
+        if all(method.gpu_weight is None for method in chain(*methods)):
+            self._merged = MergedExperts(*methods) if all(m.input_scale is None for m in chain(*methods)) else None
+        elif can_stack(*methods):
+            self._merged = StackedExperts(*methods)
+            for layer, method in zip((*gates, *ups, *downs), self._merged.pieces, strict=True):
+                layer.method = method
 
     @property
-    def is_together(self) -> bool:
-        """Whether `prepare` found a way."""
-        return self._stacked is not None or self._products is not None
+    def is_merged(self) -> bool:
+        return self._merged is not None
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The weighted sum of each token's experts. x and the result [T, E]; weights float32 and chosen int64 [T, K]."""
-        if self._stacked is not None:
-            codes = (layer.row_codes(chosen.numel(), len(self), scales) for layer, scales in self._rows)
-            return mixture(x, *self._stacked, weights, chosen, *codes)
+        """Return the weighted sum of each token's experts, [T, E] as x; weights float32 and chosen int64 [T, K]."""
+        if isinstance(self._merged, StackedExperts):
+            return self._merged(x, weights, chosen)
         rows, starts, places = group_rows(x, chosen, len(self))
-        if self._products is None:
-            parts = self._one_by_one(rows, starts.tolist())
-        else:
-            gated, down = self._products
-            parts = down(gated(rows, starts), starts)
+        parts = self._one_by_one(rows, starts.tolist()) if self._merged is None else self._merged(rows, starts)
         return combine_rows(parts, weights, places)
 
     def _one_by_one(self, rows: Tensor, starts: list[int]) -> Tensor:
         parts = torch.empty_like(rows)
         for expert, start, end in zip(self, starts, starts[1:], strict=False):
             if start < end:
-                parts[start:end] = expert(rows[start:end])
+                parts[start:end] = expert(rows[start:end], None)
         return parts
 
 
-class SparseMoeBlock(nn.Module):
-    """A router and the experts that it chooses from."""
+class MergedExperts:
+    """Experts on a CPU, whose kernels multiply each expert's rows by its own weight in one call."""
 
-    input_layers: tuple[nn.Module, ...] = ()  # the router reads x, too, and in floats
+    def __init__(self, gates: list[LinearMethod], ups: list[LinearMethod], downs: list[LinearMethod]) -> None:
+        self._gate, self._down, self._count = gates[0], downs[0], len(gates)
+        self._weights = [_group(methods) for methods in (gates, ups, downs)]
+
+    def __call__(self, rows: Tensor, starts: Tensor) -> Tensor:
+        """Return each row's expert of it, [R, E] as rows; those of expert i begin at starts[i], int64 [N + 1]."""
+        gates, ups, downs = self._weights
+        gated = grouped_matmul(self._gate.quantized(rows, self._count), gates, starts, ups)
+        return grouped_matmul(self._down.quantized(gated, self._count), downs, starts)
+
+
+class StackedExperts:
+    """Experts on a GPU, in one weight for gates and ups and one for downs."""
+
+    def __init__(self, gates: list[LinearMethod], ups: list[LinearMethod], downs: list[LinearMethod]) -> None:
+        self._gate_up, gate_up_pieces = _stack(gates + ups)
+        self._down, down_pieces = _stack(downs)
+        self.pieces = gate_up_pieces + down_pieces
+        """The methods of gates, ups and downs, whose weights are views of the two."""
+        self._formats = [(methods[0], _input_scales(methods)) for methods in (gates, downs)]
+
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        num_rows, num_experts = chosen.numel(), self._down.codes.shape[0]
+        formats = [method.activations(num_rows, num_experts) for method, _ in self._formats]
+        for i, (_, scales) in enumerate(self._formats):
+            format = formats[i]
+            if format is not None and scales is not None:
+                formats[i] = format._replace(static_scales=scales)
+        return mixture(x, self._gate_up, self._down, weights, chosen, *formats)
+
+
+class SparseMoeBlock(Module):
+    """A router and the experts that it chooses from."""
 
     def __init__(self, hidden_size: int, c: MixtureConfig, expert: type[MLP] = MLP) -> None:
         super().__init__()
         self.renormalise = c.norm_topk_prob
-        self.gate = FloatLinear(hidden_size, c.num_experts, bias=False)
+        self.gate = Linear(hidden_size, c.num_experts, bias=False, is_quantizable=False)
         self.experts = Experts(
             (expert(hidden_size, c.moe_intermediate_size) for _ in range(c.num_experts)), c.num_experts_per_tok
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         """x and the result [T, E]."""
-        weights, chosen = route(self.gate(x), self.experts.num_experts_per_tok, self.renormalise)  # from logits [T, N]
-        return self.experts(x, weights, chosen)  # type: ignore[no-any-return]
+        logits = self.gate(x, batch)  # [T, N]
+        weights, chosen = route(logits, self.experts.num_experts_per_tok, self.renormalise)
+        result: Tensor = self.experts(x, weights, chosen)
+        return result
 
 
-def _alike(layers: list[nn.Module]) -> list[GPULinear]:
-    """These, if they can lie in one weight, else none."""
-    found = [layer for layer in layers if isinstance(layer, GPULinear)]
-    kinds = {layer.expert_kind for layer in found}
-    return found if len(found) == len(layers) and len(kinds) == 1 and None not in kinds else []
+def can_stack(gates: list[LinearMethod], ups: list[LinearMethod], downs: list[LinearMethod]) -> bool:
+    """Return whether the weights have the same sizes, and each gate and its up quantise their input alike."""
+    formats = [
+        {method.gpu_weight and method.gpu_weight.format for method in methods} for methods in (gates + ups, downs)
+    ]
+    pairs = zip(gates, ups, strict=True)
+    return all(len(each) == 1 for each in formats) and all(share_input_scale(pair) for pair in pairs)
 
 
-def _share_codes(gate: GPULinear, up: GPULinear) -> bool:
-    """Whether one of two alike can multiply what rows became for the other."""
-    return gate.row_scale is None or up.row_scale is None or torch.equal(gate.row_scale, up.row_scale)
+def _group(methods: list[LinearMethod]) -> WeightGroup:
+    """Return the packed weights of all, each for rows of its own."""
+    return WeightGroup([weight for method in methods if isinstance(weight := method.weight, FloatWeight | IntWeight)])
 
 
-def _row_scales(layers: list[GPULinear]) -> Tensor | None:
-    """float32 [layers]"""
-    scales = [layer.row_scale for layer in layers if layer.row_scale is not None]
+def _stack(methods: list[LinearMethod]) -> tuple[GPUWeight, list[LinearMethod]]:
+    """Return one weight for all, and methods like these with views of it."""
+    weight = stack([each for method in methods if (each := method.gpu_weight) is not None])
+    return weight, [method.with_weight(weight.expert(number)) for number, method in enumerate(methods)]
+
+
+def _input_scales(methods: list[LinearMethod]) -> Tensor | None:
+    """Return the scales of all activations before each weight, float32 [N], or None where each row has its own."""
+    scales = [method.input_scale for method in methods if method.input_scale is not None]
     return torch.stack(scales) if scales else None
-
-
-def _can_group(layers: list[nn.Module]) -> bool:
-    first = layers[0]
-    return isinstance(first, JointLinear) and all(first.joins(layer) and layer.bias is None for layer in layers)
-
-
-def _stack(layers: list[GPULinear]) -> GPUWeight:
-    """One weight for all, of which each layer's becomes a piece."""
-    weight = stack([layer.gpu_weight for layer in layers])
-    for number, layer in enumerate(layers):
-        layer.keep(weight.expert(number))
-    return weight

@@ -1,4 +1,7 @@
-"""Normalisation."""
+"""Normalisation.
+
+T tokens, E hidden channels.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels.quantize_rows import QuantizedRows, Rows
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
-from models.layers.linear import shared_row_codes
+from models.layers.linear import Linear, shared_activations
+from models.layers.linear_method import quantized_rows
 from models.layers.module import Module
 
 
@@ -16,21 +19,23 @@ class LayerNorm(nn.LayerNorm, Module):
     """Subtract the mean, divide by the standard deviation, scale and shift (arXiv 1607.06450)."""
 
 
-class RMSNorm(nn.Module):
-    """The norm of x [T, E], for the layers `into` to read."""
+class RMSNorm(Module):
+    """The norm of x [T, E] (arXiv 1910.07467)."""
+
+    readers: Sequence[Linear] = ()
+    """The layers that alone read the norm: it has the activation format that they all expect, floats where they differ."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, x: Tensor, into: Sequence[nn.Module] = ()) -> Rows:
-        """Quantised, if that is what all of `into` make of their rows."""
-        return _norm(x, self.weight, self.eps, into)
+    def forward(self, x: Tensor) -> Tensor:
+        return _norm(x, self.weight, self.eps, self.readers)
 
 
 class ResidualStream(NamedTuple):
-    """Hidden states x + update [T, E] between two layers. The sum is left to the norm that reads it next, which makes it on its way."""
+    """Hidden states x + update [T, E] between two layers. The norm that reads the sum next makes it."""
 
     x: Tensor
     update: Tensor | None = None
@@ -39,27 +44,30 @@ class ResidualStream(NamedTuple):
         return self.x if self.update is None else self.x + self.update
 
 
-class AddRMSNorm(nn.Module):
-    """The norm of a residual stream, for the layers `into` to read, and the stream itself: both [T, E]."""
+class AddRMSNorm(Module):
+    """The norm of a residual stream, and the stream itself: both [T, E]."""
+
+    readers: Sequence[Linear] = ()
+    """As of `RMSNorm`."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, x: Tensor, update: Tensor | None, into: Sequence[nn.Module] = ()) -> tuple[Rows, Tensor]:
-        """The norm as of `RMSNorm`."""
+    def forward(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
         if update is None:
-            return _norm(x, self.weight, self.eps, into), x
-        codes = shared_row_codes(len(x), into)
-        if codes is None:
+            return _norm(x, self.weight, self.eps, self.readers), x
+        format = shared_activations(len(x), self.readers)
+        if format is None:
             return add_rms_norm(update, x, self.weight, self.eps)
-        normed, scales, total = add_rms_norm_quantize(update, x, self.weight, self.eps, codes.dtype, codes.group_size)
-        return QuantizedRows(normed, scales, x.dtype, codes.group_size), total
+        codes, scales, total = add_rms_norm_quantize(update, x, self.weight, self.eps, format.dtype, format.group_size)
+        return quantized_rows(codes, scales, x.dtype, format.group_size), total
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float, into: Sequence[nn.Module]) -> Rows:
-    codes = shared_row_codes(len(x), into)
-    if codes is None:
+def _norm(x: Tensor, weight: Tensor, eps: float, readers: Sequence[Linear]) -> Tensor:
+    format = shared_activations(len(x), readers)
+    if format is None:
         return rms_norm(x, weight, eps)
-    return QuantizedRows(*rms_norm_quantize(x, weight, eps, codes.dtype, codes.group_size), x.dtype, codes.group_size)
+    codes, scales = rms_norm_quantize(x, weight, eps, format.dtype, format.group_size)
+    return quantized_rows(codes, scales, x.dtype, format.group_size)

@@ -13,7 +13,7 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.quantization import Activations
 from models.config import ConfigReader
-from models.layers.linear import Layer
+from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight, holds_codes
 from quantization.layouts.checks import as_float16, divided, of_type, positive
@@ -36,10 +36,10 @@ class Awq:
 
     format: WeightFormat
 
-    def scheme(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
+    def scheme(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
         return LinearScheme(self.format) if holds_codes(found) else None
 
-    def layout(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> "AwqWeight":
+    def layout(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> "AwqWeight":
         return AwqWeight(layer.shape, self.format, has_zero_points=not self.format.symmetric or "qzeros" in found)
 
 

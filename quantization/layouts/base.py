@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from models.layers.linear import Layer
+from models.linear_layers import LinearSpec
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight
 
@@ -36,10 +36,10 @@ class WritableLayout(WeightLayout, Protocol):
 class StoredQuantization(Protocol):
     """The `quantization_config` of a checkpoint: which layers are quantised, and how files hold them."""
 
-    def scheme(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
+    def scheme(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
         """Return the layer's scheme, or None for one stored in floats. found: shapes of the tensors in the file under the layer's name."""
 
-    def layout(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> WeightLayout:
+    def layout(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> WeightLayout:
         """Return the layout of a layer that has a scheme."""
 
 

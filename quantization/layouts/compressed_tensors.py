@@ -13,7 +13,7 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.quantization import Activations, KVCacheFormat
 from models.config import ConfigReader
-from models.layers.linear import Layer
+from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight
 from quantization.layouts.checks import channel_order, divided, of_type, positive, scalar_shape
@@ -46,11 +46,11 @@ class CompressedTensors:
     groups: tuple[_Group, ...]
     ignore: tuple[str, ...]
 
-    def scheme(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
+    def scheme(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
         group = self._group(layer.name)
         return group.scheme if group else None
 
-    def layout(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> "CompressedWeight":
+    def layout(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> "CompressedWeight":
         group = self._group(layer.name)
         assert group is not None
         return CompressedWeight(layer.shape, group.scheme, group.is_packed, found)

@@ -14,7 +14,7 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.quantization import Activations
 from models.config import ConfigReader
-from models.layers.linear import Layer
+from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight, holds_codes
 from quantization.layouts.checks import of_type, positive, scalar_shape
@@ -33,12 +33,12 @@ class Fp8:
     block: tuple[int, int] | None
     activations: Activations
 
-    def scheme(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
+    def scheme(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
         size = self.block[1] if self.block else None
         format = WeightFormat(8, CodeKind.FP8, group_size=size, per_tensor=size is None)
         return LinearScheme(format, self.activations) if holds_codes(found) else None
 
-    def layout(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> "Fp8Weight":
+    def layout(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> "Fp8Weight":
         return Fp8Weight(layer.shape, self.block, self.activations is Activations.static, found)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from models.formats.base import CODE_GROUP, CodedWeights, WeightFile
-from models.layers.linear import Layer
+from models.linear_layers import LinearSpec
 from quantization.layouts.base import StoredWeight
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat
@@ -22,11 +22,11 @@ class GGUFQuantization:
 
     bits: dict[str, int]
 
-    def scheme(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
+    def scheme(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
         bits = self.bits.get(layer.name)
         return None if bits is None else LinearScheme(WeightFormat(bits, group_size=CODE_GROUP))
 
-    def layout(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> "GGUFWeight":
+    def layout(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> "GGUFWeight":
         return GGUFWeight(layer.shape)
 
 

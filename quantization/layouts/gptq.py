@@ -15,7 +15,7 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.quantization import Activations
 from models.config import ConfigReader
-from models.layers.linear import Layer
+from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight, holds_codes
 from quantization.layouts.checks import as_float16, channel_order, divided, of_type, positive
@@ -45,11 +45,11 @@ class Gptq:
     is_v1: bool
     act_order: bool
 
-    def scheme(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
+    def scheme(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
         format = self._format(layer.name)
         return LinearScheme(format) if format and holds_codes(found) else None
 
-    def layout(self, layer: Layer, found: Mapping[str, tuple[int, ...]]) -> "GptqWeight":
+    def layout(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> "GptqWeight":
         format = self._format(layer.name)
         assert format is not None
         has_unused_bias = "bias" in found and not layer.has_bias

@@ -39,7 +39,8 @@ def test_tokens_are_the_cpus_with_graphs_and_without(scheme: str, kv_cache: str,
     captured = engine_on("cuda", tmp_path, scheme, kv_cache)
     assert captured.runner.decode_steps.sizes == [1, 2, 4, 6]  # type: ignore[attr-defined]
     for layer in captured.runner.model.get_submodule("model.layers"):
-        assert all(each.piece for part in (layer.self_attn, layer.mlp) for each in part.input_layers)
+        assert layer.self_attn.qkv.is_merged
+        assert layer.mlp.gate_up.is_merged
     assert tokens(captured) == expected
     assert tokens(captured, PROMPTS[2:5]) == expected[2:5]  # three rows, padded to four
     assert tokens(engine_on("cuda", tmp_path, scheme, kv_cache, cuda_graphs=False)) == expected

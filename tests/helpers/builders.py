@@ -18,7 +18,8 @@ from conf.schema import (
     RunConfig,
 )
 from models.causal_lm import CausalLM
-from models.layers.dense import DenseLinear
+from models.layers.dense import PackedDenseMethod
+from models.layers.linear import Linear
 from pipelines.engine import Completion, Engine, Output
 from pipelines.engine.batch import build_batch
 from pipelines.loading import load_engine
@@ -84,12 +85,11 @@ def engine_of(
 
 def weights_of(model: CausalLM) -> dict[str, torch.Tensor]:
     """By the checkpoint's names; those that are packed for the machine unpacked."""
-    packed = {name: module for name, module in model.named_modules() if isinstance(module, DenseLinear)}
-    weights = {n: p.data for n, p in model.named_parameters() if n.rpartition(".")[0] not in packed}
-    for name, layer in packed.items():
-        if layer.source == name:  # not of a head that is tied
-            weights[f"{name}.weight"] = layer.weight
-            weights |= {} if layer.bias is None else {f"{name}.bias": layer.bias.data}
+    weights = {name: parameter.data for name, parameter in model.named_parameters() if not name.endswith(".tiles")}
+    for name, layer in model.named_modules():
+        # not of a head that is tied
+        if isinstance(layer, Linear) and isinstance(layer.method, PackedDenseMethod) and layer.embedding is None:
+            weights[f"{name}.weight"] = layer.method.weight.unpack()
     return weights
 
 

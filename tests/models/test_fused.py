@@ -11,7 +11,7 @@ from conf.quantization import Activations, QuantConfig, QuantScheme
 from conf.schema import DType
 from kernels.rms_norm import rms_norm
 from models.layers import norm
-from models.layers.linear import JointLinear
+from models.layers.linear import MergedLinear
 from pipelines.loading import load_engine
 from tests.helpers.builders import all_logits, run_config, write_llama
 
@@ -39,8 +39,8 @@ def test_logits_of_fused_operators(
     sizes = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 3, "num_key_value_heads": 1}
     write_llama(tmp_path, **sizes, attention_bias=biases, mlp_bias=biases)
     run = run_config(tmp_path)
-    engine = load_engine(replace(run, model=replace(run.model, dtype=dtype), quant=SCHEMES[scheme]), 1)
-    fused = all_logits(engine, PROMPT)
-    monkeypatch.setattr(JointLinear, "joins", lambda *layers: False)
+    run = replace(run, model=replace(run.model, dtype=dtype), quant=SCHEMES[scheme])
+    fused = all_logits(load_engine(run, 1), PROMPT)
+    monkeypatch.setattr(MergedLinear, "merge", lambda layers: None)
     monkeypatch.setattr(norm, "add_rms_norm", added_by_torch)
-    assert torch.equal(all_logits(engine, PROMPT), fused)
+    assert torch.equal(all_logits(load_engine(run, 1), PROMPT), fused)

@@ -7,8 +7,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from models.layers.linear import Linear
-from models.linear_layers import join_layers
+from kernels.linear.gpu_weight import GPUWeight, of_floats
+from models.layers.dense import DenseMethod
+from models.layers.linear import Linear, MergedLinear
+from models.linear_layers import merge_layers
 from pipelines.assembly import assemble
 from pipelines.engine import Engine
 from tests.helpers.builders import all_logits, run_config
@@ -16,9 +18,13 @@ from tests.helpers.deepseek import CASES, build
 from tests.helpers.goldens import FAMILIES, GOLDENS, TOLERANCE, greedy, link
 
 
+def gpu_weight(method: DenseMethod) -> GPUWeight | None:
+    return None if method.is_transposed else of_floats(method.weight.detach())
+
+
 @pytest.fixture(autouse=True)
 def _floats_are_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Linear, "input_kind", property(lambda layer: layer.gpu_weight.output_format))
+    monkeypatch.setattr(DenseMethod, "gpu_weight", property(gpu_weight))
 
 
 def unpacked(folder: Path) -> Engine:
@@ -30,11 +36,13 @@ def layers_by_input(engine: Engine, prompt: list[int]) -> list[list[Linear]]:
     found: dict[int, list[Linear]] = {}
     inputs: list[Tensor] = []  # kept, so that no other tensor gets the number of one
 
-    def note(layer: nn.Module, args: tuple[Tensor]) -> None:
+    def note(layer: nn.Module, args: tuple[Tensor, object]) -> None:
         inputs.append(args[0])
         found.setdefault(id(args[0]), []).append(layer)  # type: ignore[arg-type]
 
-    layers = [module for module in engine.runner.model.modules() if type(module) is Linear]
+    layers = [
+        module for module in engine.runner.model.modules() if isinstance(module, Linear) and module.is_quantizable
+    ]
     hooks = [layer.register_forward_pre_hook(note) for layer in layers]
     all_logits(engine, prompt)
     for hook in hooks:
@@ -51,10 +59,10 @@ def test_every_family_joins_what_it_can(family: str, tmp_path: Path) -> None:
     model, shared = engine.runner.model, layers_by_input(engine, prompt)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     num_bytes = engine.runner.weight_bytes, engine.runner.step_weight_bytes(3)
-    join_layers(model)
+    merge_layers(model)
     assert layers_by_input(engine, prompt) == []
-    for layers in shared:
-        assert len({layer.piece.whole for layer in layers if layer.piece}) == 1
+    merged = [set(module.layers) for module in model.modules() if isinstance(module, MergedLinear) and module.is_merged]
+    assert all(set(layers) in merged for layers in shared)
     torch.testing.assert_close(all_logits(engine, prompt), golden["logits"][0], atol=TOLERANCE, rtol=0)
     assert greedy(engine, [prompt], len(tokens)) == [tokens]
     assert (engine.runner.weight_bytes, engine.runner.step_weight_bytes(3)) == num_bytes
@@ -70,7 +78,7 @@ def test_queries_and_latents_of_deepseek(name: str, tmp_path: Path) -> None:
     engine, prompt = unpacked(tmp_path), list(range(2, 20))
     expected = all_logits(engine, prompt)  # transformers', as tests/models/families/test_deepseek.py says
     assert layers_by_input(engine, prompt)
-    join_layers(engine.runner.model)
+    merge_layers(engine.runner.model)
     assert layers_by_input(engine, prompt) == []
     # float32 sums in another order; the logits are of order 1 to 10
     torch.testing.assert_close(all_logits(engine, prompt), expected, atol=1e-4, rtol=0)
@@ -78,7 +86,9 @@ def test_queries_and_latents_of_deepseek(name: str, tmp_path: Path) -> None:
 
 def test_no_weight_is_there_twice(tmp_path: Path) -> None:
     model = unpacked(link("llama3", tmp_path)).runner.model
-    join_layers(model)
-    assert all(layer.piece for name, layer in model.named_modules() if name.endswith(("q_proj", "v_proj", "up_proj")))
+    merge_layers(model)
+    merged = [module for module in model.modules() if isinstance(module, MergedLinear)]
+    assert len(merged) == 2 * model.config.num_hidden_layers
+    assert all(module.is_merged for module in merged)
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in model.parameters()}
     assert sum(storages.values()) == sum(part.nbytes for part in model.parameters())

@@ -8,8 +8,7 @@ from kernels import build
 from kernels.capture import capture
 from kernels.linear import linear
 from kernels.moe import group_rows, route
-from models.layers.dense import DenseLinear
-from models.layers.linear import Layer
+from models.layers.dense import PackedDenseMethod, StoredFloats
 from models.layers.mlp import MLP
 from models.layers.moe import Experts
 
@@ -17,7 +16,6 @@ HIDDEN, INTERMEDIATE = (
     40,
     32,
 )  # torch's silu has other bits in other numbers of rows where 32 channels do not fill vectors
-NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def random_experts(count: int, dtype: torch.dtype, num_experts_per_tok: int, packed: bool = False) -> Experts:
@@ -27,12 +25,10 @@ def random_experts(count: int, dtype: torch.dtype, num_experts_per_tok: int, pac
         for parameter in experts.parameters():
             parameter.normal_(0, 0.3, generator=generator)
     if packed:
-        for expert in experts:
-            for name in NAMES:
-                weight = getattr(expert, name).weight.detach()
-                layer = DenseLinear(Layer(name, name, tuple(weight.shape), is_transposed=False, has_bias=False))
-                layer.load({"weight": weight}, dtype, torch.device("cpu"))
-                setattr(expert, name, layer)
+        for layer in (part for expert in experts for part in expert.parts):
+            method = PackedDenseMethod(StoredFloats(layer.shape))
+            method.load({"weight": layer.weight.detach()}, dtype, torch.device("cpu"))
+            layer.method = method
     return experts
 
 
@@ -48,7 +44,7 @@ def test_equals_the_formula(renormalise: bool) -> None:
     for t in range(23):
         best = sorted(range(7), key=lambda n: -probabilities[t, n].item())[:3]
         total = sum(probabilities[t, n] for n in best) if renormalise else 1
-        expected[t] = sum(probabilities[t, n] / total * experts[n](x[t : t + 1])[0] for n in best)
+        expected[t] = sum(probabilities[t, n] / total * experts[n](x[t : t + 1], None)[0] for n in best)
     weights, chosen = route(logits, 3, renormalise)
     # 1e-6: the weights are float32, the values are of order 1
     torch.testing.assert_close(experts(x, weights, chosen), expected, atol=1e-6, rtol=0)
@@ -66,7 +62,7 @@ def test_a_token_is_the_same_in_any_company(dtype: torch.dtype, count: int, pack
     x = torch.randn(90, HIDDEN, generator=generator).to(dtype)
     router = torch.randn(count, HIDDEN, generator=generator).to(dtype)
     experts = random_experts(count, dtype, min(count, 4), packed)
-    experts.prepare()
+    experts.merge()
 
     def block(rows: torch.Tensor) -> torch.Tensor:
         return experts(rows, *route(linear(rows, router), min(count, 4), True))  # type: ignore[no-any-return]
@@ -88,7 +84,7 @@ def test_all_in_a_few_calls_equals_one_by_one_and_reads_no_idle_expert(dtype: to
     for number in idle:
         experts[number].up_proj.tiles.fill_(torch.nan)
     one_by_one = experts(x[:, :HIDDEN], weights, chosen)
-    experts.prepare()
+    experts.merge()
     called: list[nn.Module] = []
     for expert in experts:
         expert.register_forward_pre_hook(lambda module, inputs: called.append(module))
@@ -100,7 +96,7 @@ def test_all_in_a_few_calls_equals_one_by_one_and_reads_no_idle_expert(dtype: to
 @torch.inference_mode()
 def test_a_replay_chooses_its_own_experts() -> None:
     experts = random_experts(9, torch.bfloat16, 3, packed=True)
-    experts.prepare()
+    experts.merge()
 
     def block(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return experts(x, *route(logits, 3, True))  # type: ignore[no-any-return]
@@ -126,9 +122,9 @@ def test_one_by_one_is_not_captured() -> None:
 
 def test_a_layer_of_another_kind_leaves_them_one_by_one() -> None:
     mixed, plain = random_experts(4, torch.float32, 2, packed=True), random_experts(4, torch.float32, 2)
-    mixed[2].down_proj = plain[2].down_proj
+    mixed[2].down_proj.method = plain[2].down_proj.method
     x, (weights, chosen) = torch.randn(6, HIDDEN), route(torch.randn(6, 4), 2, True)
-    mixed.prepare()
+    mixed.merge()
     # both sum up to 40 products in float32, in different orders
     torch.testing.assert_close(mixed(x, weights, chosen), plain(x, weights, chosen), atol=1e-5, rtol=1e-5)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from models.linear_specs import linear_specs
 
 from conf.compose import compose_run_config
 from conf.errors import UserError
@@ -22,7 +23,6 @@ from conf.quantization import Activations, CalibrateConfig, QuantConfig, QuantMe
 from conf.schema import RunConfig, Task
 from models.decoder import DecoderLayer
 from models.formats.manifest import MANIFEST
-from models.linear_layers import linear_layers
 from pipelines import quantize, quantize_estimate, report
 from pipelines.output_folder import only_maker
 from pipelines.quantize import find_or_make
@@ -224,7 +224,7 @@ def test_the_estimate_counts_the_passes_that_are_made(
     monkeypatch.setattr("pipelines.quantize.MADE", tmp_path / "quantized")
     run = quantize_run(LLAMA, CALIBRATED[scheme], None, data)
     model = preflight(run).model
-    sizes = [layer.shape[0] * layer.shape[1] for name, layer in linear_layers(model).items() if ".layers." in name]
+    sizes = [layer.shape[0] * layer.shape[1] for name, layer in linear_specs(model).items() if ".layers." in name]
     once = 2.0 * 6 * 16 * sum(sizes)
     assert expected(run, monkeypatch, product=1.0) == pytest.approx(passes * once)
     assert expected(run, monkeypatch, coded_product=1.0) == pytest.approx(coded_passes * once)
@@ -251,7 +251,7 @@ def _rows_through_the_first_layer(run: RunConfig, monkeypatch: pytest.MonkeyPatc
 
 def test_operations_of_gptq_and_of_searches_are_counted(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = quantize_run(LLAMA, CALIBRATED["int8 gptq"], None, data)
-    shapes = [layer.shape for layer in linear_layers(preflight(run).model).values()]
+    shapes = [layer.shape for layer in linear_specs(preflight(run).model).values()]
     hessians_and_rounding = sum(2 * 6 * 16 * i * i + i**3 + o * i * i for o, i in shapes)
     monkeypatch.setattr(quantize_estimate, "_seconds", lambda work: 0.0)
     assert expected(run, monkeypatch, wide_product=1.0) == pytest.approx(hessians_and_rounding)

@@ -15,10 +15,11 @@ from conf.errors import UserError
 from conf.quantization import Activations, KVCacheFormat, QuantConfig
 from kernels.linear import matmul, pack_codes
 from kernels.quantize_rows import QuantizedRows, quantize_rows
+from models.layers.linear import Linear
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
 from quantization.layouts.floats import FloatLayout
-from quantization.linear import MANY_ROWS, IntLinear
+from quantization.linear import MANY_ROWS, IntMethod
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat, quantize
 from tests.helpers.builders import all_logits, complete, run_config
@@ -37,10 +38,11 @@ FORMATS = {
 }
 
 
-def layer_of(format: WeightFormat, weight: Tensor, activations: Activations) -> IntLinear:
+def layer_of(format: WeightFormat, weight: Tensor, activations: Activations) -> Linear:
     outputs, inputs = weight.shape
     layout = FloatLayout((outputs, inputs), False, format)
-    layer = IntLinear("layer", LinearScheme(format, activations), layout, (outputs, inputs), has_bias=False)
+    layer = Linear(inputs, outputs, bias=False)
+    layer.method = IntMethod(LinearScheme(format, activations), layout, layer.shape)
     layer.load({"weight": weight}, torch.float32, torch.device("cpu"))
     return layer
 
@@ -56,12 +58,12 @@ def test_few_rows_stay_floats_and_many_are_quantised(name: str) -> None:
     stored = quantize(weight, FORMATS[name])
     packed = pack_codes(stored.codes, stored.scales, stored.zero_points, FORMATS[name].bits)
     for num_rows in (0, 1, MANY_ROWS - 1):
-        assert auto(x[:num_rows]).equal(none(x[:num_rows]))
-        assert auto(x[:num_rows]).equal(matmul(x[:num_rows], packed))
+        assert auto(x[:num_rows], None).equal(none(x[:num_rows], None))
+        assert auto(x[:num_rows], None).equal(matmul(x[:num_rows], packed))
     for num_rows in (MANY_ROWS, MANY_ROWS + 1, 3 * MANY_ROWS):
         codes, scales = quantize_rows(x[:num_rows])
-        assert auto(x[:num_rows]).equal(matmul(QuantizedRows(codes, scales, torch.float32), packed))
-        assert not auto(x[:num_rows]).equal(none(x[:num_rows]))
+        assert auto(x[:num_rows], None).equal(matmul(QuantizedRows(codes, scales, torch.float32), packed))
+        assert not auto(x[:num_rows], None).equal(none(x[:num_rows], None))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -72,7 +74,7 @@ def test_the_error_is_half_a_step_of_each_input(name: str) -> None:
     exact = x.double() @ values.T
     steps = x.double().abs().amax(1, keepdim=True) / 127  # [R, 1]
     float32 = 2**-20 * (x.double().abs() @ values.abs().T)  # sums of 3 groups, and the scale's own rounding
-    error = (layer_of(FORMATS[name], weight, AUTO)(x) - exact).abs()
+    error = (layer_of(FORMATS[name], weight, AUTO)(x, None) - exact).abs()
     assert (error <= steps / 2 * values.abs().sum(1) + float32).all()
     assert (error > float32).any()
 

@@ -10,12 +10,12 @@ from conf.quantization import QuantConfig, SmoothConfig
 from conf.schema import DType
 from kernels import build
 from models.batch import KVCache
+from models.linear_layers import linear_layer
 from pipelines.assembly import assemble
 from pipelines.engine import Engine
 from pipelines.quantize import _batches
 from quantization.calibration import SequentialCalibrator
-from quantization.plan import plan
-from quantization.quantizer import float_weight
+from quantization.plan import float_weight, plan
 from quantization.smoothing import Smoother
 from tests.helpers.builders import run_config
 from tests.helpers.goldens import FAMILIES, GOLDENS, WHOLE_PROMPTS
@@ -96,13 +96,13 @@ def test_layers_are_observed_in_fast_products(family: str, dtype: DType) -> None
     """Which give what the model gives but for roundings, to the same groups, and leave the layer as it was."""
     engine, calibrator, whole = calibrator_of(family, sequential=False, dtype=dtype)
     own, prefix = linears_of(engine)
-    modules = [engine.runner.model.get_submodule(prefix + name) for name in own]
+    methods = [linear_layer(engine.runner.model, prefix + name).method for name in own]
     with pytest.MonkeyPatch.context() as patch:
-        for module in set(map(type, modules)):  # the layers' own products may not be used
-            patch.setattr(module, "forward", None)
+        for method in set(map(type, methods)):  # the layers' own products may not be used
+            patch.setattr(method, "apply", None)
         groups = calibrator.observe(own, with_hessian=False)
     assert sorted(name for group in groups for name in group.linears) == sorted(own)
-    assert [engine.runner.model.get_submodule(prefix + name) for name in own] == modules
+    assert [linear_layer(engine.runner.model, prefix + name).method for name in own] == methods
     calibrator.advance()
     for _ in engine.runner.model.layers[1:]:
         calibrator.observe()
@@ -117,7 +117,7 @@ def test_folds_leave_the_float_model_as_it_was(family: str) -> None:
     """And are undone where they would not: ChatGLM-6B's norms feed the residual, a mixture's second norm the router."""
     engine, calibrator, whole = calibrator_of(family)
     own, prefix = linears_of(engine)
-    weights = {name: float_weight(engine.runner.model, prefix + name) for name in own}
+    weights = {name: float_weight(linear_layer(engine.runner.model, prefix + name)).float() for name in own}
     schemes = plan(engine.runner.model, QUANT)
     groups = calibrator.observe(own, with_hessian=False)
     before = {name: weight.clone() for name, weight in weights.items()}
@@ -140,7 +140,7 @@ def test_folds_leave_the_float_model_as_it_was(family: str) -> None:
 def test_what_is_folded_in_is_counted_in() -> None:
     engine, calibrator, _ = calibrator_of("llama3")
     own, prefix = linears_of(engine)
-    weights = {name: float_weight(engine.runner.model, prefix + name) for name in own}
+    weights = {name: float_weight(linear_layer(engine.runner.model, prefix + name)).float() for name in own}
     groups = calibrator.observe(own, with_hessian=False)
     schemes = plan(engine.runner.model, QUANT)
     smoother = Smoother(engine.runner.model.layers[0], engine.runner.model.layout, weights, QUANT, calibrator.output)

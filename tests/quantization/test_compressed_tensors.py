@@ -14,7 +14,7 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.quantization import Activations
 from models.config import ConfigReader
-from models.layers.linear import Layer
+from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
 from quantization.gptq import Hessian, gptq
 from quantization.layouts import read_quantization
@@ -41,7 +41,7 @@ COMPRESSORS = {
     "float-quantized": FloatQuantizationCompressor,
 }
 SHAPE = (40, 96)
-LAYER = Layer("model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj", SHAPE, is_transposed=False, has_bias=False)
+LAYER = LinearSpec("model.layers.0.mlp.up_proj", SHAPE, is_transposed=False, has_bias=False)
 
 
 def stored(scheme: LinearScheme) -> StoredWeight:
@@ -184,7 +184,7 @@ def test_layers_are_found_by_name_by_expression_and_by_class() -> None:
     config = read_quantization(ConfigReader({"quantization_config": values}, "config.json"))
     assert config is not None
     found = {
-        name: config.scheme(Layer(name, name, SHAPE, False, False), {})
+        name: config.scheme(LinearSpec(name, SHAPE, False, False), {})
         for name in ("model.layers.3.mlp.up_proj", "model.layers.3.mlp.down_proj", "lm_head", "model.layers.0.mlp.gate")
     }
     assert list(found.values()) == [SCHEMES["int4"], SCHEMES["int8"], None, None]

@@ -14,10 +14,10 @@ from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 from conf.errors import UserError
 from conf.quantization import Activations
 from models.config import ConfigReader
-from models.layers.linear import Layer
+from models.linear_layers import LinearSpec
 from quantization.layouts import read_quantization
 from quantization.layouts.base import StoredWeight
-from quantization.linear import Fp8Linear
+from quantization.linear import Float8Method
 from quantization.scheme import LinearScheme
 from tests.helpers.builders import all_logits, engine_of
 from tests.helpers.oracle import random_prompts, write_model
@@ -83,7 +83,7 @@ def read(
     config: dict[str, Any], tensors: dict[str, Tensor], shape: tuple[int, int]
 ) -> tuple[LinearScheme, StoredWeight]:
     stored = read_quantization(ConfigReader({"quantization_config": config}, "config.json"))
-    layer = Layer(NAME, NAME, shape, is_transposed=False, has_bias=False)
+    layer = LinearSpec(NAME, shape, is_transposed=False, has_bias=False)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert stored is not None
     scheme, layout = stored.scheme(layer, shapes), stored.layout(layer, shapes)
@@ -107,15 +107,15 @@ def test_a_layer_is_the_product_of_rounded_activations(
 ) -> None:
     tensors, weight = encode(config, random(*shape))
     scheme, stored = read(config, tensors, shape)
-    layer = Fp8Linear(NAME, scheme, None, shape[0], has_bias=False)  # type: ignore[arg-type]
-    layer.hold(stored, None, dtype, torch.device("cpu"))
+    method = Float8Method(scheme, None, shape)  # type: ignore[arg-type]
+    method.hold(stored, torch.device("cpu"))
     x = (random(5, shape[1], seed=1) * torch.linspace(0.1, 3, shape[1])).to(dtype)
     expected = rounded(x.float(), config).double() @ weight.double().T
     # float32: sums of up to 384 terms. bfloat16: the product, its scale and the result are rounded, each by 2^-9.
     tolerance = 1e-5 if dtype is torch.float32 else 3 * 2**-9
-    error = (layer(x).double() - expected).abs().max() / expected.abs().max()
+    error = (method.apply(x, None).double() - expected).abs().max() / expected.abs().max()
     assert error < tolerance
-    assert layer(x)[2].equal(layer(x[2:3])[0])
+    assert method.apply(x, None)[2].equal(method.apply(x[2:3], None)[0])
 
 
 @pytest.mark.parametrize(

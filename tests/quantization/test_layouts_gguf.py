@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM
 
 from conf.compose import dump
@@ -18,10 +18,11 @@ from conf.errors import UserError
 from conf.quantization import KVCacheFormat, KVCacheScales, QuantConfig, QuantMethod, QuantScheme
 from models.formats import open_checkpoint
 from models.formats.gguf.reader import GGUFWeights
+from models.layers.linear import Linear
 from pipelines.loading import load_engine
 from pipelines.quantize import run_quantize
 from quantization.layouts.gguf import GGUFWeight, read_gguf_quantization
-from quantization.linear import IntLinear
+from quantization.linear import IntMethod
 from tests.helpers.builders import all_logits, complete, engine_of, run_config
 from tests.helpers.gguf_files import add_shape, llama_cpp_tensors, write_twin
 from tests.helpers.oracle import random_prompts, write_model
@@ -35,6 +36,10 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixtral": (MixtralForCausalLM, {"num_local_experts": 3, "num_experts_per_tok": 2}),
     "qwen2": (Qwen2ForCausalLM, {}),
 }
+
+
+def is_int(module: nn.Module) -> bool:
+    return isinstance(module, Linear) and isinstance(module.method, IntMethod)
 
 
 def rounded(tensor: Tensor, kind: str) -> Tensor:
@@ -96,7 +101,7 @@ def test_a_file_runs_packed_without_an_option(family: str, kind: str, tmp_path: 
     assert [output.token_ids for output in complete(own, prompts, decode)] == ids
     assert_rows_are_independent(own, prompts)
     model = own.runner.model
-    assert isinstance(model.head, IntLinear) == (family != "llama_tied")
+    assert is_int(model.head) == (family != "llama_tied")
     embedding = model.get_submodule("model.embed_tokens").weight
     assert embedding.equal(load_file(folder / "model.safetensors")["model.embed_tokens.weight"])  # type: ignore[union-attr, operator]
 
@@ -115,7 +120,7 @@ def test_other_types_are_dequantised_beside_them(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     model = engine_of(file).runner.model
-    packed = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, IntLinear)}
+    packed = {name.rpartition(".")[2] for name, module in model.named_modules() if is_int(module)}
     assert packed == {"v_proj", "up_proj"}
 
 
@@ -147,7 +152,7 @@ def test_a_file_of_floats_is_quantised_where_an_option_says_so(tmp_path: Path) -
     file = write_twin(tmp_path, tmp_path / "twin.gguf", "F16")
     assert read_gguf_quantization(open_checkpoint(file, False).open_weights({})) is None
     engine = load_engine(replace(run_config(file), quant=QuantConfig(QuantScheme.int8)), 3)
-    assert isinstance(engine.runner.model.get_submodule("model.layers.0.mlp.up_proj"), IntLinear)
+    assert is_int(engine.runner.model.get_submodule("model.layers.0.mlp.up_proj"))
 
 
 def test_a_damaged_scale_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.schema import Weights
 from models.config import ConfigReader
-from models.layers.linear import Layer
+from models.linear_layers import LinearSpec
 from pipelines.loading import load_engine
 from quantization.codes import CodeKind
 from quantization.gptq import Hessian, gptq
@@ -79,7 +79,7 @@ def quantization(config: dict[str, Any]) -> StoredQuantization:
 
 def read(config: dict[str, Any], tensors: dict[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    layer = Layer(NAME, NAME, shape, is_transposed=False, has_bias=False)
+    layer = LinearSpec(NAME, shape, is_transposed=False, has_bias=False)
     layout = quantization(config).layout(layer, shapes)
     assert layout.tensors() == shapes
     return layout.read(tensors).weight
@@ -239,7 +239,7 @@ def test_several_schemes_are_rules() -> None:
     config = gptq_layout.write_config(schemes, ["model.layers.1.mlp.down_proj"], act_order=False)
     stored, found = quantization(config), {"qweight": (1, 1)}
     for name, scheme in {**schemes, "model.layers.1.mlp.down_proj": None}.items():
-        own = stored.scheme(Layer(name, name, (32, 32), False, False), found)
+        own = stored.scheme(LinearSpec(name, (32, 32), False, False), found)
         assert own == (scheme and LinearScheme(replace(scheme.weights, scale_dtype=torch.float32)))
 
 

@@ -1,26 +1,26 @@
-"""Layers that share their input: whatever holds their weights, together they give what each gives alone, to the bit."""
+"""Linear layers of every method: those that share their input give together what each gives alone, to the bit."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.quantization import Activations
 from kernels.quantize_rows import QuantizedRows, RowCodes
 from kernels.swiglu import swiglu
-from models.layers.dense import DenseLinear
-from models.layers.linear import JointLinear, Layer, Linear, linear_swiglu, linear_together, shared_row_codes
+from models.layers.dense import DenseMethod, PackedDenseMethod, StoredFloats
+from models.layers.linear import Linear, MergedLinear, shared_activations
 from models.layers.norm import AddRMSNorm, RMSNorm
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight
 from quantization.layouts.floats import FloatLayout
-from quantization.linear import MANY_ROWS, DequantizedLinear, Fp8Linear, IntLinear
-from quantization.quantizer import quantize
+from quantization.linear import MANY_ROWS, Dequantized, method_of
 from quantization.scheme import LinearScheme
-from quantization.weight_format import WeightFormat
+from quantization.weight_format import WeightFormat, quantize
 
 INPUTS, CPU = 96, torch.device("cpu")
 INT8, INT4, FP8 = WeightFormat(8), WeightFormat(4, symmetric=False, group_size=32), WeightFormat(8, CodeKind.FP8)
@@ -31,16 +31,25 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def dense(num_outputs: int, dtype: torch.dtype, has_bias: bool = True) -> DenseLinear:
-    layer = DenseLinear(Layer("l", "l", (num_outputs, INPUTS), is_transposed=False, has_bias=has_bias))
-    layer.load({"weight": randn(num_outputs, INPUTS), "bias": randn(num_outputs)}, dtype, CPU)
+def empty(num_outputs: int, dtype: torch.dtype, has_bias: bool, inputs: int = INPUTS) -> Linear:
+    """A layer whose bias alone is there."""
+    layer = Linear(inputs, num_outputs, has_bias).requires_grad_(False)
+    if layer.bias is not None:
+        layer.bias.data = randn(num_outputs).to(dtype)
+    return layer
+
+
+def dense(num_outputs: int, dtype: torch.dtype, has_bias: bool = True) -> Linear:
+    layer = empty(num_outputs, dtype, has_bias)
+    layer.method = PackedDenseMethod(StoredFloats(layer.shape))
+    layer.load({"weight": randn(num_outputs, INPUTS)}, dtype, CPU)
     return layer
 
 
 def floats(num_outputs: int, dtype: torch.dtype) -> Linear:
-    layer = Linear(INPUTS, num_outputs).to(dtype)
-    layer.load_state_dict({"weight": randn(num_outputs, INPUTS), "bias": randn(num_outputs)})
-    return layer.requires_grad_(False)
+    layer = empty(num_outputs, dtype, has_bias=True)
+    layer.load({"weight": randn(num_outputs, INPUTS)}, dtype, CPU)
+    return layer
 
 
 def coded(
@@ -51,72 +60,83 @@ def coded(
     has_bias: bool = True,
     permuted: bool = False,
     inputs: int = INPUTS,
-) -> IntLinear | Fp8Linear:
-    layout = FloatLayout((num_outputs, inputs), False, format)
-    kind = Fp8Linear if format.kind is CodeKind.FP8 else IntLinear
-    layer = kind("l", LinearScheme(format, activations), layout, (num_outputs, inputs), has_bias)
+    scale: float = 0.02,
+) -> Linear:
+    layer = empty(num_outputs, dtype, has_bias, inputs)
+    method = method_of(LinearScheme(format, activations), FloatLayout(layer.shape, False, format), layer.shape)
     weight = quantize(randn(num_outputs, inputs), format)
     if permuted:
         weight = replace(weight, permutation=torch.randperm(INPUTS, generator=torch.Generator().manual_seed(0)))
-    scale = torch.tensor(0.02) if activations is Activations.static else None
-    layer.hold(StoredWeight(weight, scale), randn(num_outputs) if has_bias else None, dtype, CPU)
+    method.hold(StoredWeight(weight, torch.tensor(scale) if activations is Activations.static else None), CPU)
+    layer.method = method
     return layer
 
 
+def merged(layers: Sequence[Linear], reader: Linear | None = None) -> MergedLinear:
+    together = MergedLinear(*layers, reader=reader)
+    together.merge()
+    return together
+
+
+DYNAMIC, AUTO, STATIC = Activations.dynamic, Activations.auto, Activations.static
 TOGETHER: dict[str, Any] = {
     "dense": lambda dtype: [dense(17, dtype), dense(100, dtype, has_bias=False), dense(17, dtype)],
     "int8": lambda dtype: [coded(17, dtype, INT8), coded(100, dtype, INT8, has_bias=False), coded(17, dtype, INT8)],
     "int4": lambda dtype: [coded(17, dtype, INT4), coded(17, dtype, INT4)],
-    "a8w8": lambda dtype: [coded(size, dtype, INT8, Activations.dynamic) for size in (17, 5, 17)],
+    "a8w8": lambda dtype: [coded(size, dtype, INT8, DYNAMIC) for size in (17, 5, 17)],
+    "static": lambda dtype: [coded(17, dtype, INT8, STATIC) for _ in range(2)],
 }
 APART: dict[str, Any] = {
     "floats": lambda dtype: [floats(17, dtype), floats(17, dtype)],
     "dense beside int8": lambda dtype: [dense(17, dtype), coded(17, dtype, INT8)],
     "int8 beside floats": lambda dtype: [coded(17, dtype, INT8), floats(17, dtype)],
     "int4 beside int8": lambda dtype: [coded(17, dtype, INT4), coded(17, dtype, INT8)],
-    "a8w8 beside int8": lambda dtype: [coded(17, dtype, INT8, Activations.dynamic), coded(17, dtype, INT8)],
+    "a8w8 beside int8": lambda dtype: [coded(17, dtype, INT8, DYNAMIC), coded(17, dtype, INT8)],
     "permuted": lambda dtype: [coded(17, dtype, INT4, permuted=True), coded(17, dtype, INT4, permuted=True)],
-    "static": lambda dtype: [coded(17, dtype, INT8, Activations.static) for _ in range(2)],
-    "fp8": lambda dtype: [coded(17, dtype, FP8, Activations.dynamic) for _ in range(2)],
+    "two static scales": lambda dtype: [coded(17, dtype, INT8, STATIC, scale=scale) for scale in (0.02, 0.03)],
+    "fp8": lambda dtype: [coded(17, dtype, FP8, DYNAMIC) for _ in range(2)],
+    "static fp8": lambda dtype: [coded(17, dtype, FP8, STATIC) for _ in range(2)],
 }
 
 
-def check(layers: list[nn.Module], dtype: torch.dtype) -> None:
+def check(layers: list[Linear], dtype: torch.dtype) -> None:
+    first, last = layers[0], layers[-1]
     for num_rows in (1, 3, 40):
         x = randn(num_rows, INPUTS, dtype=dtype)
-        alone = [layer(x) for layer in layers]
-        for result, expected in zip(linear_together(x, *layers), alone, strict=True):
+        alone = [layer(x, None) for layer in layers]
+        for result, expected in zip(merged(layers)(x, None), alone, strict=True):
             assert result.dtype == dtype
             assert torch.equal(result, expected)
         gated = swiglu(alone[0], alone[-1])
-        assert torch.equal(linear_swiglu(x, layers[0], layers[-1], into=floats(5, dtype)), gated)
-        for down in (coded(5, dtype, format, Activations.dynamic, inputs=gated.shape[1]) for format in (INT8, FP8)):
-            assert torch.equal(down(linear_swiglu(x, layers[0], layers[-1], into=down)), down(gated))
+        assert torch.equal(merged([first, last]).swiglu(x, None), gated)
+        assert torch.equal(merged([first, last], reader=floats(5, dtype)).swiglu(x, None), gated)
+        for down in (coded(5, dtype, format, DYNAMIC, inputs=gated.shape[1]) for format in (INT8, FP8)):
+            assert torch.equal(down(merged([first, last], reader=down).swiglu(x, None), None), down(gated, None))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", TOGETHER)
-def test_layers_of_one_kind_are_one_call(name: str, dtype: torch.dtype) -> None:
+def test_layers_of_one_method_are_one_call(name: str, dtype: torch.dtype) -> None:
     layers = TOGETHER[name](dtype)
     check(layers, dtype)
-    with patch.object(type(layers[0]), "forward", side_effect=AssertionError("called alone")):
-        linear_together(randn(2, INPUTS, dtype=dtype), *layers)
-        linear_swiglu(randn(2, INPUTS, dtype=dtype), layers[0], layers[-1], into=floats(5, dtype))
+    together, gated = merged(layers), merged([layers[0], layers[-1]])
+    with patch.object(type(layers[0].method), "apply", side_effect=AssertionError("called alone")):
+        together(randn(2, INPUTS, dtype=dtype), None)
+        gated.swiglu(randn(2, INPUTS, dtype=dtype), None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", APART)
-def test_layers_of_other_kinds_just_work(name: str, dtype: torch.dtype) -> None:
+def test_layers_of_other_methods_just_work(name: str, dtype: torch.dtype) -> None:
     layers = APART[name](dtype)
-    assert not isinstance(layers[0], JointLinear) or not layers[0].joins(layers[1])
+    assert not merged(layers).is_merged
     check(layers, dtype)
 
 
-def test_dense_layers_of_two_dtypes_do_not_join() -> None:
-    assert not dense(17, torch.float32).joins(dense(17, torch.bfloat16))
+def test_dense_layers_of_two_dtypes_do_not_merge() -> None:
+    assert not merged([dense(17, torch.float32), dense(17, torch.bfloat16)]).is_merged
 
 
-DYNAMIC, AUTO = Activations.dynamic, Activations.auto
 SHARED: dict[str, tuple[Any, RowCodes]] = {
     "a8w8": (TOGETHER["a8w8"], RowCodes(torch.int8)),
     "auto": (lambda dtype: [coded(17, dtype, INT4, AUTO), coded(5, dtype, INT4, AUTO)], RowCodes(torch.int8)),
@@ -132,6 +152,7 @@ SHARED: dict[str, tuple[Any, RowCodes]] = {
 }
 UNSHARED: dict[str, Any] = APART | {
     "int8": TOGETHER["int8"],
+    "static": TOGETHER["static"],
     "nobody": lambda dtype: [],
     "a8w8 beside fp8": lambda dtype: [coded(17, dtype, INT8, DYNAMIC), coded(17, dtype, FP8, DYNAMIC)],
     "a8w8, one permuted": lambda dtype: [
@@ -141,52 +162,112 @@ UNSHARED: dict[str, Any] = APART | {
 del UNSHARED["fp8"]
 
 
+def read_by(norm: RMSNorm | AddRMSNorm, readers: Sequence[Linear]) -> RMSNorm | AddRMSNorm:
+    """The same norm before these layers."""
+    same = type(norm)(INPUTS, norm.eps)
+    same.weight, same.readers = norm.weight, readers
+    return same
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SHARED)
 def test_a_norm_quantises_its_rows_once_for_all_who_read_them(name: str, dtype: torch.dtype) -> None:
-    make, codes = SHARED[name]
+    make, format = SHARED[name]
     layers = make(dtype)
+    together = merged(layers)
     norm, add_norm = (kind(INPUTS, 1e-5).to(dtype).requires_grad_(False) for kind in (RMSNorm, AddRMSNorm))
     for each in (norm, add_norm):
         each.weight.copy_(randn(INPUTS))
     for num_rows in (MANY_ROWS, 40):
         x, update = randn(num_rows, INPUTS, dtype=dtype), randn(num_rows, INPUTS + 1, dtype=dtype)[:, 1:]
-        assert shared_row_codes(num_rows, layers) == codes
+        assert shared_activations(num_rows, layers) == format
         for found, alone in (
-            (norm(x, layers), norm(x)),
-            (add_norm(x, None, layers)[0], norm(x)),
-            (add_norm(x, update, layers)[0], add_norm(x, update)[0]),
+            (read_by(norm, layers)(x), norm(x)),
+            (read_by(add_norm, layers)(x, None)[0], norm(x)),
+            (read_by(add_norm, layers)(x, update)[0], add_norm(x, update)[0]),
         ):
             assert isinstance(found, QuantizedRows)
-            assert found.codes.dtype == codes.dtype
-            for result, layer in zip(linear_together(found, *layers), layers, strict=True):
-                assert torch.equal(result, layer(alone))
+            assert found.codes.dtype == format.dtype
+            for result, layer in zip(together(found, None), layers, strict=True):
+                assert torch.equal(result, layer(alone, None))
             down = coded(5, dtype, INT8, DYNAMIC, inputs=17)
-            gated = swiglu(layers[0](alone), layers[0](alone))
-            assert torch.equal(down(linear_swiglu(found, layers[0], layers[0], into=down)), down(gated))
-        assert torch.equal(add_norm(x, update, layers)[1], x + update)
+            gated = swiglu(layers[0](alone, None), layers[0](alone, None))
+            result = merged([layers[0], layers[0]], reader=down).swiglu(found, None)
+            assert torch.equal(down(result, None), down(gated, None))
+        assert torch.equal(read_by(add_norm, layers)(x, update)[1], x + update)
 
 
 @pytest.mark.parametrize("name", UNSHARED)
 def test_rows_stay_floats_where_not_all_make_the_same_of_them(name: str) -> None:
     layers, x, norm = UNSHARED[name](torch.float32), randn(40, INPUTS), RMSNorm(INPUTS, 1e-5).requires_grad_(False)
     norm.weight.fill_(1)
-    assert shared_row_codes(40, layers) is None
-    rows = norm(x, layers)
+    assert shared_activations(40, layers) is None
+    rows = read_by(norm, layers)(x)
     assert torch.equal(rows, norm(x))
-    for result, layer in zip(linear_together(rows, *layers) if layers else [], layers, strict=True):
-        assert torch.equal(result, layer(rows))
+    for result, layer in zip(merged(layers)(rows, None) if layers else [], layers, strict=True):
+        assert torch.equal(result, layer(rows, None))
 
 
 def test_few_rows_stay_floats_with_auto() -> None:
     layers = [coded(17, torch.float32, INT4, AUTO) for _ in range(3)]
-    assert shared_row_codes(MANY_ROWS - 1, layers) is None
-    assert shared_row_codes(MANY_ROWS, layers) == RowCodes(torch.int8)
+    assert shared_activations(MANY_ROWS - 1, layers) is None
+    assert shared_activations(MANY_ROWS, layers) == RowCodes(torch.int8)
+
+
+METHODS: dict[str, Any] = {
+    "floats": lambda: floats(70, torch.float32),
+    "dense": lambda: dense(70, torch.float32),
+    "dense in 12 bits": lambda: dense(70, torch.bfloat16),
+    "int8": lambda: coded(70, torch.float32, INT8, DYNAMIC),
+    "int4 with zero points": lambda: coded(70, torch.float32, INT4),
+    "int4, permuted": lambda: coded(70, torch.float32, INT4, permuted=True),
+    "static": lambda: coded(70, torch.float32, INT8, STATIC),
+    "fp8": lambda: coded(70, torch.float32, FP8, DYNAMIC),
+    "fp8 per tensor": lambda: coded(70, torch.float32, replace(FP8, per_tensor=True)),
+    "fp8, groups": lambda: coded(70, torch.float32, FP8_GROUPS, DYNAMIC),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_cut_gives_a_range_of_the_outputs(name: str) -> None:
+    layer = METHODS[name]()
+    dtype = layer.bias.dtype
+    for num_rows in (1, 40):
+        x = randn(num_rows, INPUTS, dtype=dtype)
+        whole = layer.method.apply(x, None)
+        for outputs in (slice(0, 70), slice(0, 16), slice(5, 6), slice(33, 70)):
+            assert torch.equal(layer.method.cut(outputs).apply(x, None), whole[:, outputs])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_restores_what_it_held(name: str) -> None:
+    layer, other = METHODS[name](), METHODS[name]()
+    dtype = layer.bias.dtype
+    held = {own: tensor.clone() for own, tensor in layer.method.held.items()}
+    assert set(held) == set(layer.state_dict()) - {"bias"}
+    other.restore({**held, "bias": layer.bias.data.clone()}, dtype)
+    x = randn(3, INPUTS, dtype=dtype)
+    assert torch.equal(other(x, None), layer(x, None))
+    for missing in held:
+        if missing != "permutation":  # whether there is one, only the file says
+            with pytest.raises(KeyError, match=missing):
+                other.method.restore({own: part for own, part in held.items() if own != missing}, dtype)
+
+
+def test_a_layer_has_the_tensors_of_its_method_alone() -> None:
+    layer = floats(5, torch.float32)
+    own = layer.method
+    assert set(layer.state_dict()) == {"weight", "bias"}
+    layer.method = coded(5, torch.float32, INT8, STATIC).method
+    assert set(layer.state_dict()) == {"packed", "input_scale", "bias"}
+    assert [name for name, _ in layer.named_parameters()] == ["bias", "packed"]
+    layer.method = own
+    assert set(layer.state_dict()) == {"weight", "bias"}
 
 
 def test_a_layer_whose_codes_became_floats_takes_back_such_floats_alone() -> None:
-    layout = FloatLayout((5, INPUTS), False, INT8)
-    layer = DequantizedLinear("l", LinearScheme(INT8), layout, (5, INPUTS), has_bias=False)
+    layer = Linear(INPUTS, 5, bias=False)
+    layer.method = DenseMethod(Dequantized(FloatLayout((5, INPUTS), False, INT8), (5, INPUTS)))
     for other in (randn(INPUTS, 5), randn(5, INPUTS, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match=r"not \[5, 96\] of torch.float32, for its weight"):
             layer.restore({"weight": other}, torch.float32)
@@ -194,4 +275,4 @@ def test_a_layer_whose_codes_became_floats_takes_back_such_floats_alone() -> Non
     left = {"weight": weight, "permutation": foreign}
     layer.restore(left, torch.float32)
     assert left == {"permutation": foreign}  # which is nobody's, and whoever reads the file says so
-    torch.testing.assert_close(layer(randn(2, INPUTS)), randn(2, INPUTS) @ weight.T)
+    torch.testing.assert_close(layer(randn(2, INPUTS), None), randn(2, INPUTS) @ weight.T)

@@ -78,7 +78,7 @@ def test_experts_together_are_the_experts_one_by_one(family: str, scheme: str) -
     together = all_logits(engine, prompt)
     assert bool(called) == (scheme == "fp8")
     for mixture in mixtures:
-        mixture._products = None
+        mixture._merged = None
     assert torch.equal(all_logits(engine, prompt), together)
     assert called
 

@@ -71,7 +71,8 @@ def test_so_does_one_whose_layers_are_joined(scheme: str, tmp_path: Path, monkey
     monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
     engine = load_engine(run, 3)
     for layer in engine.runner.model.get_submodule("model.layers"):
-        assert all(each.piece for part in (layer.self_attn, layer.mlp) for each in part.input_layers)
+        assert layer.self_attn.qkv.is_merged
+        assert layer.mlp.gate_up.is_merged
     assert padded_tokens(engine, monkeypatch) == expected
 
 
@@ -85,5 +86,5 @@ def test_so_does_one_with_quantised_experts(scheme: str, monkeypatch: pytest.Mon
     expected = tokens(load_engine(run, 3))
     monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
     engine = load_engine(run, 3)
-    assert all(module._stacked for module in engine.runner.model.modules() if isinstance(module, Experts))
+    assert all(module.is_merged for module in engine.runner.model.modules() if isinstance(module, Experts))
     assert padded_tokens(engine, monkeypatch) == expected

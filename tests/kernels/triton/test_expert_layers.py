@@ -6,17 +6,18 @@ from torch import Tensor, nn
 
 import kernels.linear
 from conf.quantization import Activations
+from kernels.linear.gpu_weight import of_floats
 from kernels.moe import route
-from models.layers.linear import Linear
+from models.layers.dense import DenseMethod
 from models.layers.mlp import MLP
 from models.layers.moe import Experts
-from models.linear_layers import prepare_experts
+from models.linear_layers import merge_experts
 from quantization.layouts.base import StoredWeight
-from quantization.linear import CodedLinear, Fp8Linear, IntLinear
+from quantization.linear import method_of
 from quantization.scheme import LinearScheme
 from quantization.weight_format import quantize
 from tests.helpers.triton_cases import DEVICE, assert_near, noise
-from tests.kernels.triton.test_quantised_layers import CASES, FP8, WEIGHTS
+from tests.kernels.triton.test_quantised_layers import CASES, WEIGHTS
 
 HIDDEN, CHANNELS = 256, 128
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -35,11 +36,10 @@ def make_experts(scheme: LinearScheme | None, count: int = 3, dtype: torch.dtype
         if scheme is None:
             getattr(expert, name).weight.data.copy_(weight)
             continue
-        kind = Fp8Linear if scheme.weights.kind is FP8 else IntLinear
-        layer: CodedLinear = kind(name, scheme, None, tuple(weight.shape), has_bias=False)  # type: ignore[arg-type]
+        method = method_of(scheme, None, tuple(weight.shape))  # type: ignore[arg-type]
         scale = torch.tensor(0.02 + 0.01 * (number // 3)) if scheme.activations is Activations.static else None
-        layer.hold(StoredWeight(quantize(weight, scheme.weights), scale), None, dtype, torch.device(DEVICE))
-        setattr(expert, name, layer)
+        method.hold(StoredWeight(quantize(weight, scheme.weights), scale), torch.device(DEVICE))
+        getattr(expert, name).method = method
     return experts
 
 
@@ -63,7 +63,7 @@ def test_together_they_are_what_each_is_alone(weights: str, activations: Activat
     experts = make_experts(LinearScheme(WEIGHTS[weights], activations))
     one_by_one = experts(*inputs(tokens))
     num_bytes = sum(parameter.nbytes for parameter in experts.parameters())
-    experts.prepare()
+    experts.merge()
     called = own_forwards(experts)
     # where activations are codes, one that lies between two may fall to either side: silu is not rounded before its product here
     tolerance = 1e-5 if activations is Activations.none else 1e-2
@@ -77,11 +77,11 @@ def test_together_they_are_what_each_is_alone(weights: str, activations: Activat
 
 @torch.inference_mode()
 def test_floats_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Linear, "expert_kind", property(lambda layer: layer.gpu_weight.format))  # a GPU's
+    monkeypatch.setattr(DenseMethod, "gpu_weight", property(lambda method: of_floats(method.weight.detach())))
     experts = make_experts(None)
     before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
     one_by_one = experts(*inputs(7))
-    experts.prepare()
+    experts.merge()
     called = own_forwards(experts)
     assert_near(experts(*inputs(7)), one_by_one)
     assert called == []
@@ -96,7 +96,7 @@ def test_activations_auto_count_the_rows_of_all_experts() -> None:
         for activations in (Activations.auto, Activations.none, Activations.dynamic)
     )
     for experts in (auto, none, dynamic):
-        experts.prepare()
+        experts.merge()
     assert torch.equal(auto(*inputs(11)), none(*inputs(11)))
     assert torch.equal(auto(*inputs(12)), dynamic(*inputs(12)))
 
@@ -104,16 +104,16 @@ def test_activations_auto_count_the_rows_of_all_experts() -> None:
 @torch.inference_mode()
 def test_what_no_kernel_takes_together_stays_one_by_one_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
     static = make_experts(LinearScheme(WEIGHTS["int8"], Activations.static))
-    static[1].up_proj.input_scale += 0.01
+    static[1].up_proj.method.input_scale += 0.01
     mixed, other = (make_experts(LinearScheme(WEIGHTS[weights])) for weights in ("int4", "int8"))
-    mixed[2].up_proj = other[2].up_proj
+    mixed[2].up_proj.method = other[2].up_proj.method
     permuted = make_experts(LinearScheme(WEIGHTS["int4 groups"]))
-    permuted[1].gate_proj.permutation = torch.arange(HIDDEN).flip(0)
+    permuted[1].gate_proj.method._permutation = torch.arange(HIDDEN).flip(0)
     model = nn.ModuleList([static, mixed, permuted])
-    prepare_experts(model, torch.device("cuda"))  # type: ignore[arg-type]
+    merge_experts(model, torch.device("cuda"))  # type: ignore[arg-type]
     assert "the experts of 3 layers are computed one by one, which no CUDA graph can hold" in caplog.text
     for experts in (static, mixed, permuted):
-        assert not experts.is_together
+        assert not experts.is_merged
         called = own_forwards(experts)
         experts(*inputs(3))
         assert called

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,14 +10,15 @@ from torch import Tensor, nn
 
 import kernels.linear
 from conf.quantization import Activations
+from kernels.linear.gpu_weight import of_floats
 from kernels.swiglu import swiglu
-from models.layers.linear import GPULinear, Linear, join, linear_swiglu, linear_together
+from models.layers.dense import DenseMethod
+from models.layers.linear import Linear, MergedLinear
 from quantization.layouts.base import StoredWeight
-from quantization.linear import Fp8Linear, IntLinear
 from quantization.scheme import LinearScheme
 from quantization.weight_format import quantize
 from tests.helpers.triton_cases import DEVICE, assert_near, noise
-from tests.kernels.triton.test_quantised_layers import CASES, FP8, WEIGHTS
+from tests.kernels.triton.test_quantised_layers import CASES, WEIGHTS, make_layer
 
 OUTPUTS = (128, 256, 70)  # blocks of 128 outputs end with a weight's, but for the last
 FLOATS, BLOCKS = "floats", "fp8 blocks"
@@ -25,7 +27,7 @@ FLOATS, BLOCKS = "floats", "fp8 blocks"
 @pytest.fixture(autouse=True)
 def _weights_are_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(Linear, "input_kind", property(lambda layer: layer.gpu_weight.output_format))
+    monkeypatch.setattr(DenseMethod, "gpu_weight", property(lambda method: of_floats(method.weight.detach())))
 
 
 def make_layers(
@@ -35,9 +37,9 @@ def make_layers(
     inputs: int = 256,
     dtype: torch.dtype = torch.float32,
     has_bias: bool = True,
-) -> list[GPULinear]:
+) -> list[Linear]:
     """`kind`: one of WEIGHTS, FLOATS, or BLOCKS of 128 outputs and inputs that share a scale."""
-    layers: list[GPULinear] = []
+    layers: list[Linear] = []
     for seed, size in enumerate(outputs):
         weight, bias = noise(size, inputs, seed=seed) / 16, noise(size, seed=seed) if has_bias else None
         if kind == FLOATS:
@@ -50,40 +52,48 @@ def make_layers(
         if kind == BLOCKS:
             scales = quantized.scales[::128].repeat_interleave(128, 0)[:size]
             quantized = replace(quantized, scales=scales)
-        make = Fp8Linear if scheme.weights.kind is FP8 else IntLinear
         scale = torch.tensor(0.03) if activations is Activations.static else None
-        coded = make("layer", scheme, None, (size, inputs), has_bias)  # type: ignore[arg-type]
-        coded.hold(StoredWeight(quantized, scale), bias, dtype, torch.device(DEVICE))
-        layers.append(coded)
+        layers.append(make_layer(StoredWeight(quantized, scale), scheme, bias, dtype, DEVICE))
     return layers
 
 
 def each_alone(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-    return [layer(x) for layer in layers]
+    return [layer(x, None) for layer in layers]
 
 
-def check_joined(layers: list[GPULinear], x: Tensor) -> None:
+def merged(layers: Sequence[Linear]) -> MergedLinear:
+    together = MergedLinear(*layers)
+    together.merge()
+    return together
+
+
+def check_joined(layers: list[Linear], x: Tensor) -> None:
     """Against what they gave before, whose own kernels are proved elsewhere; what differs is the order of sums."""
     alone = each_alone(x, layers)
-    names = [[(name, part.shape, part.nbytes) for name, part in layer.named_parameters()] for layer in layers]
-    join(layers)
-    assert names == [[(name, part.shape, part.nbytes) for name, part in layer.named_parameters()] for layer in layers]
+    names = [{name: (part.shape, part.nbytes) for name, part in layer.named_parameters()} for layer in layers]
+    together = merged(layers)
+    assert together.is_merged
+    assert names == [{name: (part.shape, part.nbytes) for name, part in layer.named_parameters()} for layer in layers]
     # each layer has become a piece of what all are read from
     held = {part.untyped_storage().data_ptr() for layer in layers for part in layer.parameters()}
     assert len(held) == len(list(layers[0].parameters()))
     for result, expected in zip(each_alone(x, layers), alone, strict=True):
         assert_near(result, expected)
-    wholes: list[Tensor] = []
     for layer in layers:
         layer.register_forward_pre_hook(lambda module, inputs: pytest.fail("called alone"))
-    assert layers[0].piece
-    layers[0].piece.whole.register_forward_pre_hook(lambda module, inputs: wholes.extend(inputs))
-    for result, expected in zip(linear_together(x, *layers), alone, strict=True):
+    method = type(layers[0].method)
+    with patch.object(method, "apply", autospec=True, side_effect=method.apply) as apply:
+        results = together(x, None)
+    assert apply.call_count == 1
+    for result, expected in zip(results, alone, strict=True):
         assert_near(result, expected)
-    for result, expected in zip(linear_together(x, *reversed(layers)), reversed(alone), strict=True):
-        assert_near(result, expected)
-    assert_near(linear_swiglu(x, layers[0], layers[0], into=nn.Identity()), swiglu(alone[0], alone[0]))
-    assert len(wholes) == 3
+
+
+@torch.inference_mode()
+def test_gates_and_ups() -> None:
+    layers, x = make_layers("int8", outputs=(64, 64)), noise(3, 256).to(DEVICE)
+    expected = swiglu(*each_alone(x, layers))
+    assert_near(merged(layers).swiglu(x, None), expected)
 
 
 @pytest.mark.parametrize(("kind", "activations"), [(FLOATS, Activations.none), (BLOCKS, Activations.dynamic), *CASES])
@@ -105,13 +115,13 @@ def test_activations_auto_count_the_rows_of_all() -> None:
         check_joined(make_layers("int8", Activations.auto), noise(rows, 256).to(DEVICE))
 
 
-def apart() -> dict[str, list[GPULinear]]:
+def apart() -> dict[str, list[Linear]]:
     """Layers of which no kernel makes one product."""
     int4, int8 = make_layers("int4 groups"), make_layers("int8")
     permuted = make_layers("int8")
-    permuted[1].permutation = torch.arange(256, device=DEVICE).flip(0)
+    permuted[1].method._permutation = torch.arange(256, device=DEVICE).flip(0)  # type: ignore[attr-defined]
     static = make_layers("int8", Activations.static)
-    static[1].input_scale = torch.tensor(0.04, device=DEVICE)
+    static[1].method.input_scale = torch.tensor(0.04, device=DEVICE)
     return {
         "none": [],
         "one": [int8[2]],
@@ -130,28 +140,16 @@ def apart() -> dict[str, list[GPULinear]]:
 def test_layers_of_several_kinds_stay_apart() -> None:
     for name, layers in apart().items():
         held = [part.data_ptr() for layer in layers for part in layer.parameters()]
-        join(layers)
+        assert not merged(layers).is_merged, name
         assert [part.data_ptr() for layer in layers for part in layer.parameters()] == held, name
-        assert all(layer.piece is None for layer in layers), name
     x, layers = noise(3, 256).to(DEVICE), apart()["two formats"]
-    for result, expected in zip(linear_together(x, *layers), each_alone(x, layers), strict=True):
+    for result, expected in zip(merged(layers)(x, None), each_alone(x, layers), strict=True):
         assert torch.equal(result, expected)
 
 
-@torch.inference_mode()
-def test_pieces_of_two_wholes_stay_apart() -> None:
-    first, second = make_layers("int8"), make_layers("int8", outputs=(64, 32))
-    join(first)
-    join(second)
-    x = noise(3, 256).to(DEVICE)
-    for result, expected in zip(
-        linear_together(x, first[0], second[1]), each_alone(x, [first[0], second[1]]), strict=True
-    ):
-        assert torch.equal(result, expected)
-
-
-def test_on_a_cpu_nothing_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_nothing_lies_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for layers in (make_layers(FLOATS), make_layers("int8"), make_layers("fp8")):
-        join(layers)
-        assert all(layer.piece is None for layer in layers) == (DEVICE == "cpu")
+        held = [part.data_ptr() for layer in layers for part in layer.parameters()]
+        merged(layers)
+        assert ([part.data_ptr() for layer in layers for part in layer.parameters()] == held) == (DEVICE == "cpu")

@@ -13,11 +13,11 @@ import quantization.linear
 from conf.quantization import Activations
 from kernels.linear import Float8Weight, GPUWeight
 from kernels.swiglu import swiglu
-from models.layers.linear import linear_swiglu
+from models.layers.linear import Linear, MergedLinear
 from models.layers.norm import AddRMSNorm
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight
-from quantization.linear import CodedLinear, Fp8Linear, IntLinear
+from quantization.linear import method_of
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat, quantize
 from tests.helpers.triton_cases import DEVICE, assert_near, noise
@@ -36,11 +36,15 @@ WEIGHTS = {
 
 
 def make_layer(
-    stored: StoredWeight, scheme: LinearScheme, bias: Tensor, dtype: torch.dtype, device: str
-) -> CodedLinear:
-    kind = Fp8Linear if scheme.weights.kind is FP8 else IntLinear
-    layer = kind("layer", scheme, None, (len(bias), 256), has_bias=True)  # type: ignore[arg-type]
-    layer.hold(stored, bias, dtype, torch.device(device))
+    stored: StoredWeight, scheme: LinearScheme, bias: Tensor | None, dtype: torch.dtype, device: str
+) -> Linear:
+    outputs, inputs = stored.weight.codes.shape
+    layer = Linear(inputs, outputs, bias is not None).requires_grad_(False)
+    if bias is not None:
+        layer.bias.data = bias.to(device, dtype)  # type: ignore[union-attr]
+    method = method_of(scheme, None, layer.shape)  # type: ignore[arg-type]
+    method.hold(stored, torch.device(device))
+    layer.method = method
     return layer
 
 
@@ -64,17 +68,17 @@ def test_a_layer_is_the_cpus(
     stored = StoredWeight(
         quantize(noise(70, 256, seed=1), scheme.weights), scale if activations is Activations.static else None
     )
-    expected = make_layer(stored, scheme, bias, dtype, "cpu")(x)
+    expected = make_layer(stored, scheme, bias, dtype, "cpu")(x, None)
     monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
     layer = make_layer(stored, scheme, bias, dtype, DEVICE)
-    assert isinstance(layer._weight, GPUWeight)
+    assert isinstance(layer.method.weight, GPUWeight)
     # float32: the CPU has 16 bits of an activation that is not quantised. bfloat16: float8 weights, or their products, are rounded
     # once more on a CPU, and results and their sum with the bias everywhere.
     tolerance = 1e-4 if dtype is torch.float32 else 4 * 2**-9
-    assert_near(layer(x.to(DEVICE)), expected, tolerance)
-    assert_near(layer(x[2:3].to(DEVICE)), expected[2:3], tolerance)
-    assert sum(part.nbytes for part in layer.parameters()) == num_bytes(stored, scheme) + layer.bias.nbytes
-    assert sum(part.nbytes for part in layer.parameters()) == layer.num_bytes(dtype)
+    assert_near(layer(x.to(DEVICE), None), expected, tolerance)
+    assert_near(layer(x[2:3].to(DEVICE), None), expected[2:3], tolerance)
+    held = sum(part.nbytes for part in layer.parameters()) - layer.bias.nbytes
+    assert held == num_bytes(stored, scheme) == layer.method.num_bytes(dtype)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4 groups", "fp8", "fp8 groups"])
@@ -91,7 +95,7 @@ def test_a_norm_and_swiglu_leave_nothing_to_quantise(
     norm.weight.copy_(noise(256))
     gate, up, down = (make_layer(stored, scheme, bias, dtype, "cpu") for stored, bias in parts)
     normed, total = norm(x, update)
-    expected = down(swiglu(gate(normed), up(normed)))
+    expected = down(swiglu(gate(normed, None), up(normed, None)), None)
     monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
     for module, kernel in (
         (models.layers.norm, kernels.rms_norm.triton.add_rms_norm_quantize),
@@ -100,11 +104,14 @@ def test_a_norm_and_swiglu_leave_nothing_to_quantise(
         monkeypatch.setattr(module, kernel.__name__, kernel)
     monkeypatch.setattr(quantization.linear, "quantize_rows", None)
     gate, up, down = (make_layer(stored, scheme, bias, dtype, DEVICE) for stored, bias in parts)
-    rows, again = norm.to(DEVICE)(x.to(DEVICE), update.to(DEVICE), [gate, up])
+    gate_up = MergedLinear(gate, up, reader=down)
+    gate_up.merge()
+    norm.readers = [gate, up]
+    rows, again = norm.to(DEVICE)(x.to(DEVICE), update.to(DEVICE))
     assert torch.equal(again.cpu(), total)
     # what lies between two codes may fall to either side: those of int8 are 1/127 apart, of float8 1/16
     tolerance = 1 / 127 if scheme.weights.kind is CodeKind.INT else 1 / 16
-    assert_near(down(linear_swiglu(rows, gate, up, into=down)), expected, tolerance)
+    assert_near(down(gate_up.swiglu(rows, None), None), expected, tolerance)
 
 
 def num_bytes(stored: StoredWeight, scheme: LinearScheme) -> int:
