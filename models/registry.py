@@ -1,5 +1,6 @@
 """Architectures by the `model_type` of config.json."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -7,37 +8,39 @@ from typing import Any
 from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
-from models.families import (
-    baichuan,
-    bloom,
-    chatglm,
-    chatglm2,
-    deepseek,
-    gemma2,
-    glm,
-    glm4,
-    gpt2,
-    llama,
-    mistral,
-    mixtral,
-    opt,
-    phi3,
-    qwen,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
-)
+
+FAMILIES = "models.families"
 
 
 @dataclass(frozen=True)
 class Architecture:
+    """Imports its modules when they are first used: a run needs one of them."""
+
     families: str
     """Names of the families, for people."""
-    read_config: Callable[[ConfigReader], Any]
-    build: Callable[[Any], CausalLM]
+    reader: str
+    """`MODULE.FUNCTION` in models/families that makes the ModelShape of a config."""
+    model: str
+    """`MODULE.CLASS` there of the CausalLM."""
     ignored_tensors: tuple[str, ...] = ()
     """Suffixes of tensors that some checkpoints hold, but this architecture computes itself."""
+
+    @property
+    def read_config(self) -> Callable[[ConfigReader], Any]:
+        """Makes the architecture's own ModelShape."""
+        read: Callable[[ConfigReader], Any] = _named(self.reader)
+        return read
+
+    @property
+    def build(self) -> Callable[[Any], CausalLM]:
+        """Makes the model of what `read_config` gave."""
+        model: type[CausalLM] = _named(self.model)
+        return model
+
+
+def _named(name: str) -> Any:
+    module, _, own = name.rpartition(".")
+    return getattr(importlib.import_module(f"{FAMILIES}.{module}"), own)
 
 
 INV_FREQ = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
@@ -45,40 +48,40 @@ INV_FREQ = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
 ARCHITECTURES = {
     "baichuan": Architecture(
         "Baichuan 7B and 13B, Baichuan2 7B and 13B",
-        baichuan.read_config,
-        baichuan.Baichuan,
+        "baichuan.read_config",
+        "baichuan.Baichuan",
         INV_FREQ,
     ),
-    "bloom": Architecture("BLOOM", bloom.read_config, bloom.Bloom),
-    "chatglm": Architecture("ChatGLM-6B", chatglm.read_config, chatglm.ChatGLM, INV_FREQ),
-    "deepseek_v2": Architecture("DeepSeek-V2", deepseek.read_config_v2, deepseek.Deepseek, INV_FREQ),
-    "deepseek_v3": Architecture("DeepSeek-V3, R1", deepseek.read_config_v3, deepseek.Deepseek, INV_FREQ),
-    "gemma2": Architecture("Gemma 2", gemma2.read_config, gemma2.Gemma2, INV_FREQ),
-    "glm": Architecture("GLM-4-9B", glm.read_config, glm.Glm, INV_FREQ),
-    "glm4": Architecture("GLM-4-0414", glm.read_config, glm4.Glm4, INV_FREQ),
-    "gpt2": Architecture("GPT-2", gpt2.read_config, gpt2.GPT2, (".attn.bias", ".attn.masked_bias")),
+    "bloom": Architecture("BLOOM", "bloom.read_config", "bloom.Bloom"),
+    "chatglm": Architecture("ChatGLM-6B", "chatglm.read_config", "chatglm.ChatGLM", INV_FREQ),
+    "deepseek_v2": Architecture("DeepSeek-V2", "deepseek.read_config_v2", "deepseek.Deepseek", INV_FREQ),
+    "deepseek_v3": Architecture("DeepSeek-V3, R1", "deepseek.read_config_v3", "deepseek.Deepseek", INV_FREQ),
+    "gemma2": Architecture("Gemma 2", "gemma2.read_config", "gemma2.Gemma2", INV_FREQ),
+    "glm": Architecture("GLM-4-9B", "glm.read_config", "glm.Glm", INV_FREQ),
+    "glm4": Architecture("GLM-4-0414", "glm.read_config", "glm4.Glm4", INV_FREQ),
+    "gpt2": Architecture("GPT-2", "gpt2.read_config", "gpt2.GPT2", (".attn.bias", ".attn.masked_bias")),
     "llama": Architecture(
         "Llama 1, 2, 3, 3.1, 3.2, Llama Guard, TinyLlama and their kin",
-        llama.read_config,
-        llama.Llama,
+        "llama.read_config",
+        "llama.Llama",
         INV_FREQ,
     ),
-    "mistral": Architecture("Mistral", mistral.read_config, mistral.Mistral),
-    "mixtral": Architecture("Mixtral 8x7B, 8x22B", mixtral.read_config, mixtral.Mixtral),
-    "opt": Architecture("OPT, Galactica", opt.read_config, opt.OPT),
-    "phi3": Architecture("Phi-3, Phi-4", phi3.read_config, phi3.Phi3, INV_FREQ),
-    "qwen": Architecture("Qwen (2023)", qwen.read_config, qwen.Qwen, ("rotary_emb.inv_freq", "attn.masked_bias")),
-    "qwen2": Architecture("Qwen 1.5, 2, 2.5", qwen2.read_config, qwen2.Qwen2),
-    "qwen2_moe": Architecture("Qwen1.5-MoE, Qwen2-MoE", qwen2_moe.read_config, qwen2_moe.Qwen2Moe),
-    "qwen3": Architecture("Qwen 3", qwen3.read_config, qwen3.Qwen3),
-    "qwen3_moe": Architecture("Qwen3-MoE", qwen3_moe.read_config, qwen3_moe.Qwen3Moe),
+    "mistral": Architecture("Mistral", "mistral.read_config", "mistral.Mistral"),
+    "mixtral": Architecture("Mixtral 8x7B, 8x22B", "mixtral.read_config", "mixtral.Mixtral"),
+    "opt": Architecture("OPT, Galactica", "opt.read_config", "opt.OPT"),
+    "phi3": Architecture("Phi-3, Phi-4", "phi3.read_config", "phi3.Phi3", INV_FREQ),
+    "qwen": Architecture("Qwen (2023)", "qwen.read_config", "qwen.Qwen", ("rotary_emb.inv_freq", "attn.masked_bias")),
+    "qwen2": Architecture("Qwen 1.5, 2, 2.5", "qwen2.read_config", "qwen2.Qwen2"),
+    "qwen2_moe": Architecture("Qwen1.5-MoE, Qwen2-MoE", "qwen2_moe.read_config", "qwen2_moe.Qwen2Moe"),
+    "qwen3": Architecture("Qwen 3", "qwen3.read_config", "qwen3.Qwen3"),
+    "qwen3_moe": Architecture("Qwen3-MoE", "qwen3_moe.read_config", "qwen3_moe.Qwen3Moe"),
 }
 
 # ChatGLM2, ChatGLM3 and GLM-4 also have the model_type chatglm. Only ChatGLM-6B has no padded_vocab_size.
 CHATGLM2 = Architecture(
     "ChatGLM2-6B, ChatGLM3-6B, GLM-4 in its own layout",
-    chatglm2.read_config,
-    chatglm2.ChatGLM2,
+    "chatglm2.read_config",
+    "chatglm2.ChatGLM2",
     INV_FREQ,
 )
 
