@@ -33,10 +33,9 @@ from models.formats.partition import expected_tensors, partition
 from models.formats.safetensors_writer import entries_of
 from models.formats.sharded import write_sharded
 from models.outline import open_model
-from models.registry import find_architecture
 from models.weights import DTYPES, CastFile, match_tensors, stored_dtype
 from pipelines import report
-from pipelines.assembly import find_and_open
+from pipelines.opening import open_source
 from pipelines.output_folder import complete_folder, refuse_existing
 
 GGUF_FILE = "model.gguf"
@@ -48,7 +47,8 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     if run.convert.output is None:
         raise UserError("convert.output is missing: give the folder to make")
     start = time.perf_counter()
-    checkpoint = find_and_open(run.model)
+    source = open_source(run.model)
+    checkpoint = source.checkpoint
     target = Path(os.path.abspath(Path(run.convert.output).expanduser()))
     _refuse_overlap(target, checkpoint.path, output_dir)
     refuse_existing(target, run.convert.overwrite, "convert")
@@ -56,14 +56,12 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         raise UserError(
             f"{checkpoint.path} is quantised, and task=convert takes float checkpoints only: give the float model"
         )
-    architecture = find_architecture(checkpoint.config)
-    shape = architecture.read_config(checkpoint.config)
-    model, files = open_model(architecture, shape, checkpoint)
-    if model.config != shape:  # the files hold a head of their own
+    model, files = open_model(source.architecture, source.shape, checkpoint)
+    if model.config != source.shape:  # the files hold a head of their own
         untied = checkpoint.config.values | {"tie_word_embeddings": False}
         checkpoint = replace(checkpoint, config=ConfigReader(untied, str(checkpoint.path)))
     num_source_bytes = sum(entry.nbytes for entry in entries_of(files))
-    matched = match_tensors(model, files, architecture.ignored_tensors)
+    matched = match_tensors(model, files, source.architecture.ignored_tensors)
     if run.convert.lora is not None:
         files = merge_lora(files, Path(run.convert.lora).expanduser(), model)
     dtype = DTYPES.get(run.convert.dtype.name)

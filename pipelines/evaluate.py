@@ -14,14 +14,13 @@ from typing import Any
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig
 from conf.schema import EvaluateConfig, RunConfig, Weights
 from models.tokenizers import Tokenizer
 from pipelines import report
-from pipelines.assembly import assemble
 from pipelines.data_files import FORMS, ROWS, DataFile, decoded, find_file
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
+from pipelines.planning import without_quantization
 from pipelines.prompts import FIELDS, Lines, PromptEncoder, PromptRow, parse_row
 from pipelines.scoring import Scores, score, sliding_windows
 
@@ -61,7 +60,7 @@ def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
             raise UserError("task=evaluate measures on text, but there is no tokenizer: give model.tokenizer=PATH")
         run = _resolved(run, engine)
         token_ids = [_encode(engine.tokenizer, text) for text in texts]
-        reference = _load_reference(run, engine, dict(zip(texts, token_ids, strict=True)), progress.loaded)
+        reference = _load_reference(run, engine, dict(zip(texts, token_ids, strict=True)), progress)
         load_s, start = time.perf_counter() - start, time.perf_counter()
         right = right_answers(engine, questions, run.decode, progress.generated)
         scores = _score(run.evaluate, engine, reference, token_ids, progress) if texts else None
@@ -216,7 +215,7 @@ def _score(
 
 
 def _load_reference(
-    run: RunConfig, engine: Engine, token_ids: dict[Text, list[int]], on_bytes: Callable[[int, int], None]
+    run: RunConfig, engine: Engine, token_ids: dict[Text, list[int]], progress: report.ProgressSink
 ) -> Engine | None:
     """Load the reference, not quantised, with the same model.dtype. Raises UserError where its tokenizer differs."""
     path = run.evaluate.reference
@@ -225,9 +224,8 @@ def _load_reference(
     where = f"evaluate.reference={path}"
     # Its cache need hold no more than windows.
     model = replace(run.model, path=path, weights=Weights.checkpoint, max_length=run.evaluate.window)
-    float_run = replace(run, model=model, quant=QuantConfig(), calibrate=CalibrateConfig(), quantize=QuantizeConfig())
     try:
-        reference = assemble(float_run, 1, on_bytes)
+        reference = load_engine(without_quantization(replace(run, model=model)), 1, progress)
     except UserError as error:
         raise UserError(f"{where} cannot be loaded: {error}") from error
     if reference.vocab_size != engine.vocab_size:

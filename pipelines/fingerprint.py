@@ -7,11 +7,11 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
-from conf.schema import RunConfig, Weights
-from models.formats.hub import find_checkpoint
+from conf.schema import RunConfig
 from pipelines.calibration_data import calibration_file
 from pipelines.engine import Engine
 from pipelines.journal import Fingerprint, dumps
+from pipelines.opening import ModelSource
 from pipelines.prompts import Prompts
 
 READ = (
@@ -37,9 +37,12 @@ WEIGHTS = (
 SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")  # one of the files of a GGUF model: all of them count
 
 
-def fingerprint(run: RunConfig, engine: Engine, prompts: Prompts) -> Fingerprint:
-    """`run` with the resolved decode settings. Where input and model lie, and how the work is divided, is no part of it."""
-    model = find_checkpoint(run.model.path, run.model.weights is Weights.checkpoint, run.model.allow_pickle)
+def fingerprint(run: RunConfig, source: ModelSource, engine: Engine, prompts: Prompts) -> Fingerprint:
+    """Name what decides the rows of `run`, whose decode settings are resolved.
+
+    Where input and model lie, and how the work is divided, is no part of it.
+    """
+    model = source.checkpoint.path
     tokenizer = engine.tokenizer.source if engine.tokenizer else None
     parts: Fingerprint = {
         "input": prompts.sha256,

@@ -3,30 +3,53 @@
 import logging
 from dataclasses import replace
 
+import torch
+
 from conf.errors import UserError
 from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig, QuantizeConfig
 from conf.schema import RunConfig
-from pipelines.assembly import assemble, is_quantized
+from pipelines.assembly import assemble
+from pipelines.device import prepare_device
 from pipelines.engine import Engine
+from pipelines.opening import ModelSource, open_source
+from pipelines.planning import plan_model
 from pipelines.report import NO_PROGRESS, ProgressSink
+from pipelines.request_settings import read_request_settings
 
 log = logging.getLogger(__name__)
 
 
 def load_engine(run: RunConfig, max_num_requests: int, progress: ProgressSink = NO_PROGRESS) -> Engine:
-    """An engine for so many requests at once. Raises UserError as `assemble` and `find_or_make` do."""
-    if run.quant.needs_calibration and is_quantized(run.model):
+    """Open the checkpoint of `run` and return its engine, for at most `max_num_requests` at once.
+
+    Raises UserError as `prepare_device`, `open_source` and `load_engine_on` do.
+    """
+    return load_engine_on(prepare_device(run.device), run, open_source(run.model), max_num_requests, progress)
+
+
+def load_engine_on(
+    device: torch.device, run: RunConfig, source: ModelSource, max_num_requests: int, progress: ProgressSink
+) -> Engine:
+    """Return the engine of the opened checkpoint of `run` on the prepared device.
+
+    Raises UserError for whatever is wrong with the checkpoint or its tokenizer, and as `find_or_make` does.
+    """
+    if run.quant.needs_calibration and source.is_quantized:
         if (run.calibrate, run.quantize) != (CalibrateConfig(), QuantizeConfig()):
             unused = "calibrate and quantize.format are not used by a model that is quantised already"
             raise UserError(f"{unused}: leave them out, or give the float model")
     elif run.quant.needs_calibration:
         from pipelines.quantize import find_or_make  # here, because other runs have nothing to calibrate
 
-        folder = find_or_make(run, progress)
+        folder = find_or_make(run, source, progress)
         log.warning("what runs is the calibrated model in %s", folder)
         found_when_run = KVCacheFormat.none if run.quant.has_static_kv_cache else run.quant.kv_cache
         model, quant = replace(run.model, path=str(folder)), QuantConfig(kv_cache=found_when_run)
         if run.quant.activations is Activations.auto:  # which is not in the model's files, either
             quant = replace(quant, activations=Activations.auto)
         run = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), quantize=QuantizeConfig())
-    return assemble(run, max_num_requests, progress.loaded)
+        source = open_source(run.model)
+    settings = read_request_settings(run.model, source)
+    plan = plan_model(run, source, device, packed=True)
+    source.warn_of_unread_keys()
+    return assemble(run, plan, settings, max_num_requests, progress.loaded)

@@ -13,28 +13,30 @@ from models.weights import parameter_dtype
 
 
 def weight_bytes(model: CausalLM, dtype: torch.dtype) -> int:
-    """Of a model (on the meta device) whose layers are those that it will have, when `dtype` weights are in their places."""
+    """Return the bytes that a model on the meta device takes once its weights are loaded in `dtype`."""
     floats = (p.numel() * parameter_dtype(model, name, dtype).itemsize for name, p in other_parameters(model).items())
     return sum(floats) + sum(module.method.num_bytes(dtype) for module in model.modules() if isinstance(module, Linear))
 
 
-def widest_layer(model: CausalLM) -> int:
-    """The most numbers of a token that are there at once around a linear layer, about: its input, its output and what that is gated with.
+def max_layer_values(model: CausalLM) -> int:
+    """Return about the most values of one token that exist at once around a linear layer: its input, its output and a gate.
 
-    Of a model whose layers are all floats yet; without the head, which has a row for each sequence alone.
+    The model's layers must still be floats. The head does not count: it has a row for each sequence only.
     """
     layers = [layer for name, layer in linear_specs(model).items() if model.get_submodule(name) is not model.head]
     return max((sum(layer.shape) + max(layer.shape) for layer in layers), default=0)
 
 
-def step_bytes(widest: int, vocab_size: int, dtype: torch.dtype, num_tokens: int, num_sequences: int) -> int:
-    """Of the tensors that are there at once in a step, about: around the widest layer for each token, and logits, in `dtype` and in
-    float32, for each sequence."""
-    return num_tokens * widest * dtype.itemsize + num_sequences * vocab_size * (dtype.itemsize + 4)
+def step_bytes(max_values: int, vocab_size: int, dtype: torch.dtype, num_tokens: int, num_sequences: int) -> int:
+    """Return about the bytes of the tensors that exist at once in a step.
+
+    These are `max_values` for each token, and for each sequence its logits in `dtype` and in float32.
+    """
+    return num_tokens * max_values * dtype.itemsize + num_sequences * vocab_size * (dtype.itemsize + 4)
 
 
 def check_memory(weights: int, step: int, free: int, memory_fraction: float) -> None:
-    """Raises UserError where the bytes of weights and of a step are more than what is free for this process."""
+    """Raise UserError where the bytes of weights and of a step are more than what is free for this process."""
     if weights + step > free:
         raise UserError(
             f"the GPU has {_gb(free)} free within device.memory_fraction={memory_fraction}, but the weights need {_gb(weights)} and a step "
@@ -44,7 +46,7 @@ def check_memory(weights: int, step: int, free: int, memory_fraction: float) -> 
 
 @contextmanager
 def explained_out_of_memory() -> Iterator[None]:
-    """What only shows when it runs, as a UserError."""
+    """Turn torch's error of a full GPU into a UserError."""
     try:
         yield
     except torch.OutOfMemoryError as error:

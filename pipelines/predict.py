@@ -16,6 +16,7 @@ from conf.errors import UserError
 from conf.schema import RunConfig
 from conf.terminal import visible, visible_line
 from pipelines import report
+from pipelines.device import prepare_device
 from pipelines.engine import Completion, Engine, Output, Request
 from pipelines.engine.faults import belongs_to_request, row_error
 from pipelines.engine.request import FinishReason, SamplingParams, TokenLogprobs
@@ -23,7 +24,8 @@ from pipelines.engine.request_factory import too_many_new_tokens
 from pipelines.fingerprint import fingerprint
 from pipelines.interrupt import Interrupted, Interruption, interruption
 from pipelines.journal import ANEW, Journal, dumps, named_folder, open_journal
-from pipelines.loading import load_engine
+from pipelines.loading import load_engine_on
+from pipelines.opening import open_source
 from pipelines.prompts import GIVE, PromptEncoder, PromptRow, Prompts, read_prompts
 
 PRINTED = 8  # rows that are shown at the end; all are in the files
@@ -42,13 +44,14 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     prompts = read_prompts(run.predict.data)
     start = time.perf_counter()
     with report.progress_bar() as progress:
-        engine = load_engine(run, run.predict.batch_size, progress)
+        device, source = prepare_device(run.device), open_source(run.model)
+        engine = load_engine_on(device, run, source, run.predict.batch_size, progress)
     run = replace(run, decode=engine.requests.resolve(run.decode))
     engine.requests.check(run.decode)
     encoder = PromptEncoder(engine.tokenizer, run.predict.add_special_tokens, run.predict.chat_template)
     _check_new_tokens(run, engine, encoder, prompts)
     load_s = time.perf_counter() - start
-    with closing(open_journal(run.predict.resume, output_dir, fingerprint(run, engine, prompts))) as journal:
+    with closing(open_journal(run.predict.resume, output_dir, fingerprint(run, source, engine, prompts))) as journal:
         run = replace(run, decode=replace(run.decode, seed=journal.seed))
         job = PredictJob(run, engine, encoder, journal)
         if journal.num_rows:

@@ -1,153 +1,173 @@
-"""How long a calibration is going to take: operations and weights are counted, and what each costs is measured on a small layer.
+"""How long a quantisation is going to take: one layer of each kind, with random weights, is quantised as the model's are, and timed."""
 
-T tokens, O output channels, I input channels.
-"""
-
-import hashlib
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
+from torch import nn
 
-from conf.quantization import QuantMethod
-from conf.schema import RunConfig
+from conf.schema import DType, RunConfig, Task
 from models.causal_lm import CausalLM
-from models.layers.linear import Linear
-from models.layers.moe import Experts
-from models.linear_layers import linear_specs
-from quantization.awq import NUM_CLIPS, NUM_RATIOS
-from quantization.calibration import NUM_SAMPLES, PROBE_TOKENS, fast_method
-from quantization.fold import multiply_inputs
-from quantization.gptq import BLOCK_SIZE, gptq
-from quantization.layouts.base import StoredWeight
-from quantization.plan import place_quantized
-from quantization.quantizer import is_sequential
+from pipelines.assembly import assemble
+from pipelines.calibration_data import CalibrationData
+from pipelines.engine import Engine
+from pipelines.fingerprint import sha256_of
+from pipelines.planning import ModelPlan, plan_model, without_quantization
+from pipelines.quantize_layers import calibrator_of
+from pipelines.quantize_report import measured_texts
+from pipelines.request_settings import RequestSettings
+from quantization.calibration import NUM_SAMPLES
+from quantization.file_layout import FileLayout
+from quantization.kv_scales import place_kv_scales
+from quantization.part_files import REST, PartFiles
+from quantization.quantizer import Part, Quantizer, parts_of
 from quantization.scheme import LinearScheme
-from quantization.smoothquant import smooth_scales
-from quantization.weight_format import quantize
 
-MOST_CHANNELS = 2048  # of the small layer: its weights leave the caches, as those of large models do
-START_S = 3.0  # the tokenizer's imports, and the built-in texts
-CHANNELS = 128  # a multiple of these, which groups divide
-PROBES = 3  # outputs of a layer: before and after its folds, and to go on
-GPTQ_OUTPUTS = 1024
+START_S = 3.0  # imports, and the texts' tokens
+REPORT_S = 2.0  # its picture
+HEAD_OUTPUTS = 8192  # of the measured head: a larger one takes longer in proportion
+READ_BYTES = 2**26  # of the checkpoint, that reading all of it is reckoned from: beyond any cache
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Seconds, measured now, in as many threads as a run has."""
+class PartCost:
+    """Seconds of a part."""
 
-    read: float
-    """Of a weight, until it is known to be finite."""
-    prepare: float
-    """Of a weight, to be multiplied by fast."""
-    product: float
-    """Of an operation of such products, of many tokens."""
-    probe: float
-    """Of an operation of products of a few tokens."""
-    fold: float
-    """Of a weight, to smooth it."""
-    quantize: float
-    """Of a weight, to codes."""
-    place: float
-    """Of a weight, from codes to what the kernels read."""
-    coded_product: float
-    """Of an operation with quantised weights."""
-    wide_product: float
-    """Of an operation in float32."""
-    keep: float
-    """Of a byte that is written, hashed and read again."""
+    per_token: float
+    """To observe it on a token, and to go on."""
+    fixed: float
+    """To choose its codes, to put them in place and to keep them."""
+
+
+@dataclass(frozen=True)
+class PredictionCost:
+    """Seconds of a text that the report is measured on."""
+
+    layers: float
+    head: float
 
 
 def expected_seconds(
-    run: RunConfig, model: CausalLM, schemes: dict[str, LinearScheme], dtype: torch.dtype, itemsizes: dict[str, float]
+    run: RunConfig, plan: ModelPlan, settings: RequestSettings, layout: FileLayout, data: CalibrationData, folder: Path
 ) -> float:
-    """To calibrate a (meta) model and keep it. `itemsizes` are the bytes of a stored weight, by layer."""
-    layers, tokens = linear_specs(model), run.calibrate.num_tokens
-    sizes = {name: layer.shape[0] * layer.shape[1] for name, layer in layers.items()}
-    inner = {name: size for name, size in sizes.items() if model.get_submodule(name) is not model.head}
-    shares = _shares(model)
-    multiplied = sum(size * shares.get(name, 1.0) for name, size in inner.items())
-    coded = sum(size for name, size in sizes.items() if name in schemes)
-    scheme = next(iter(schemes.values()), None)
-    widest = max(max(layer.shape[:2]) for name, layer in layers.items() if name in inner)
-    size = min(MOST_CHANNELS, -(-widest // CHANNELS) * CHANNELS)
-    cost = _measure(scheme, dtype, size, min(tokens, NUM_SAMPLES))
-    method = run.quant.method
-    seconds = START_S + sum(parameter.numel() for parameter in model.parameters()) * cost.read
-    if schemes or not is_sequential(run.quant):
-        seconds += sum(inner.values()) * cost.prepare + 2 * tokens * multiplied * cost.product
-    if is_sequential(run.quant):
-        seconds += 2 * tokens * multiplied * cost.coded_product
-    if method in (QuantMethod.smoothquant, QuantMethod.awq):
-        seconds += 2 * PROBES * PROBE_TOKENS * multiplied * cost.probe + coded * cost.fold
-    if method is QuantMethod.awq:
-        seconds += NUM_RATIOS * coded * (2 * cost.quantize + cost.fold + 2 * NUM_SAMPLES * cost.wide_product)
-    if run.quant.auto_clip:
-        seconds += NUM_CLIPS * coded * (2 * cost.quantize + 2 * NUM_SAMPLES * cost.wide_product)
-    if method is QuantMethod.gptq and scheme is not None:
-        shapes = [layers[name].shape for name in schemes]
-        seconds += _gptq_seconds(shapes, tokens, scheme, cost)
-    seconds += coded * (cost.quantize + cost.place)
-    return seconds + sum(sizes[name] * itemsizes[name] for name in schemes) * cost.keep
+    """Return the seconds to quantise a planned float model into a folder in `folder`, those of this measurement among them."""
+    start, model = time.perf_counter(), plan.model
+    parts = parts_of(model, layout.schemes)
+    kinds = _kinds(model, parts)
+    engine = _first_layers(run, plan, settings, max(kinds) + 1)
+    samples, text = (
+        _folded(data.samples, engine),
+        _folded(measured_texts(data.held_out, engine.sees_later_tokens), engine)[0],
+    )
+    with TemporaryDirectory(dir=next(place for place in (folder, *folder.parents) if place.is_dir())) as scratch:
+        files = PartFiles(Path(scratch), layout.layout_of)
+        keep_rest = _seconds_to_keep_rest(engine, files)
+        before = _predict(engine, text)
+        costs = _measure(run, engine, files, _schemes(parts, kinds), samples)
+        after = _predict(engine, text)
+    num_tokens, head_share = sum(map(len, data.samples)), model.config.vocab_size / engine.vocab_size
+    layers = [costs[kind] for kind in kinds]
+    seconds = START_S + _seconds_to_read(plan) + keep_rest * head_share
+    seconds += sum(cost.fixed + num_tokens * cost.per_token for cost in layers)
+    if len(parts) > len(layers):
+        seconds += num_tokens * costs[-1].per_token + head_share * costs[-1].fixed
+    if run.task is Task.quantize:
+        num_texts, depth = len(data.held_out), len(layers) / engine.runner.model.config.num_hidden_layers
+        predictions = (depth * cost.layers + head_share * cost.head for cost in (before, after))
+        seconds += REPORT_S + num_texts * sum(predictions)
+    return seconds + time.perf_counter() - start
 
 
-def _shares(model: CausalLM) -> dict[str, float]:
-    """Of the tokens, that reach an expert's layers."""
-    mixtures = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    return {
-        f"{name}.{own}": mixture.active_share(1) for name, mixture in mixtures.items() for own in linear_specs(mixture)
-    }
+def _kinds(model: CausalLM, parts: list[Part]) -> list[int]:
+    """Return for each decoder layer the first that has parameters of the same names and shapes."""
+    shapes = [(name, parameter.shape) for name, parameter in model.named_parameters()]
+    own = [
+        [(name.removeprefix(part.prefix), shape) for name, shape in shapes if name.startswith(part.prefix)]
+        for part in parts[: model.config.num_hidden_layers]
+    ]
+    return list(map(own.index, own))
 
 
-def _gptq_seconds(shapes: list[tuple[int, int]], tokens: int, scheme: LinearScheme, cost: Costs) -> float:
-    """Hessians, their factors, the errors that are passed on from block to block, and rounding within blocks."""
-    weight, hessian = torch.randn(GPTQ_OUTPUTS, BLOCK_SIZE), torch.eye(BLOCK_SIZE)
-    block = _seconds(lambda: gptq(weight, hessian, scheme.weights)) / GPTQ_OUTPUTS  # of an output
-    operations = sum(2 * tokens * i * i + i * i * i + 2 * o * i * i / 2 for o, i in shapes)
-    return operations * cost.wide_product + sum(o * i / BLOCK_SIZE for o, i in shapes) * block
+def _schemes(parts: list[Part], kinds: list[int]) -> dict[str, LinearScheme]:
+    """Return the schemes of the first layers, each as the last of its kind has them, and the head's."""
+    last = {kind: parts[index] for index, kind in enumerate(kinds)}
+    schemes = {name: scheme for head in parts[len(kinds) :] for name, scheme in head.schemes.items()}
+    for part, kind in zip(parts[: max(kinds) + 1], kinds, strict=False):
+        like = last[kind]
+        schemes |= {part.prefix + name.removeprefix(like.prefix): scheme for name, scheme in like.schemes.items()}
+    return schemes
+
+
+def _first_layers(run: RunConfig, plan: ModelPlan, settings: RequestSettings, num_layers: int) -> Engine:
+    """Return an engine of the model's first layers and of a part of its vocabulary, with random weights."""
+    shape = plan.model.config
+    # A prompt that is seen whole has marks, which are ids of their own.
+    vocab_size = shape.vocab_size if shape.needs_whole_prompt else min(shape.vocab_size, HEAD_OUTPUTS)
+    source = replace(plan.source, shape=replace(shape, vocab_size=vocab_size), has_weights=False)
+    dtype = DType[str(plan.dtype).removeprefix("torch.")]
+    float_run = without_quantization(replace(run, model=replace(run.model, dtype=dtype)))
+    small = plan_model(float_run, source, plan.device, packed=False)
+    parent, _, name = small.model.layout.layers.rpartition(".")
+    setattr(small.model.get_submodule(parent), name, nn.ModuleList(small.model.layers[:num_layers]))
+    small.model.config = replace(small.model.config, num_hidden_layers=num_layers)
+    return assemble(float_run, small, settings, 1)
+
+
+def _folded(texts: list[list[int]], engine: Engine) -> list[list[int]]:
+    """Return texts of about NUM_SAMPLES tokens, with ids of the engine's vocabulary: what does not grow with tokens works on so many."""
+    taken: list[list[int]] = []
+    for text in texts:
+        if sum(map(len, taken)) < NUM_SAMPLES:
+            taken.append([token_id % engine.vocab_size for token_id in text])
+    return taken
+
+
+def _measure(
+    run: RunConfig, engine: Engine, files: PartFiles, schemes: dict[str, LinearScheme], samples: list[list[int]]
+) -> list[PartCost]:
+    """Quantise and keep all parts of a small model."""
+    model, costs, num_tokens = engine.runner.model, [], sum(map(len, samples))
+    if run.quant.has_static_kv_cache:
+        place_kv_scales(model, per_head=True, found={})
+    calibrator = calibrator_of(engine, run.quant, samples)
+    quantizer = Quantizer(model, run.quant, calibrator)
+    for part in parts_of(model, schemes):
+        start, growing = time.perf_counter(), -calibrator.batch_seconds
+        files.write(part, model, *quantizer.quantize(part))
+        sha256_of(files.path_of(part))
+        growing += calibrator.batch_seconds
+        costs.append(PartCost(growing / num_tokens, time.perf_counter() - start - growing))
+    return costs
+
+
+def _seconds_to_keep_rest(engine: Engine, files: PartFiles) -> float:
+    start = time.perf_counter()
+    files.write_rest(engine.runner.model, parts_of(engine.runner.model, {}))
+    sha256_of(files.folder / REST)
+    return time.perf_counter() - start
 
 
 @torch.inference_mode()
-def _measure(scheme: LinearScheme | None, dtype: torch.dtype, size: int, num_tokens: int) -> Costs:
-    """On a layer [O, I] of `size` channels both ways."""
-    layer = Linear(size, size, bias=False)
-    layer.load({"weight": torch.randn(size, size)}, dtype, torch.device("cpu"))
-    own = layer.method
-    x, weights = torch.randn(num_tokens, size).to(dtype), size * size
-    floats = layer.weight
-    wide, wide_x = floats.float(), x[:NUM_SAMPLES].float()
-    operations, wide_operations = 2 * weights * num_tokens, 2 * weights * len(wide_x)
-    probe = _seconds(lambda: own.apply(x[:PROBE_TOKENS], None)) / (2 * weights * min(PROBE_TOKENS, num_tokens))
-    read = _seconds(lambda: (floats.clone().amax(), floats.sum(dtype=torch.float32))) / weights
-    prepare = _seconds(lambda: fast_method(layer)) / weights
-    fast = fast_method(layer)
-    product = _seconds(lambda: fast.apply(x, None)) / operations
-    scales = smooth_scales(torch.rand(size), [wide])
-    fold = _seconds(lambda: (smooth_scales(scales, [wide]), multiply_inputs(wide, scales).to(dtype))) / weights
-    quantized = place = coded_product = 0.0
-    if scheme is not None:
-        stored = StoredWeight(quantize(wide, scheme.weights), torch.tensor(0.05))
-        quantized = _seconds(lambda: quantize(floats.float(), scheme.weights)) / weights
-
-        def put() -> None:
-            layer.method = own
-            place_quantized(layer, scheme, stored)
-
-        place = _seconds(put) / weights
-        coded_product = _seconds(lambda: layer(x, None)) / operations
-    wide_product = _seconds(lambda: wide_x @ wide) / wide_operations
-    content = floats.view(torch.uint8).numpy().data
-    keep = 2 * _seconds(lambda: hashlib.sha256(content)) / len(content.cast("B")) + 1e-9
-    return Costs(read, prepare, product, probe, fold, quantized, place, coded_product or product, wide_product, keep)
+def _predict(engine: Engine, text: list[int]) -> PredictionCost:
+    start = time.perf_counter()
+    hidden = engine.hidden_states([text], [len(text)])
+    middle = time.perf_counter()
+    engine.runner.logits(hidden).float().log_softmax(-1)
+    return PredictionCost(middle - start, time.perf_counter() - middle)
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    """Of the faster of two times: the first one warms caches and makes threads."""
-    times = []
-    for _ in range(2):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def _seconds_to_read(plan: ModelPlan) -> float:
+    """Return the seconds to read the whole checkpoint until it is known to be finite, reckoned from its first tensors."""
+    size = sum(math.prod(file.shapes[n]) * file.dtypes[n].itemsize for file in plan.files for n in file.shapes)
+    done, start = 0, time.perf_counter()
+    for _, tensor in chain.from_iterable(file.read(file.shapes) for file in plan.files):
+        copied = tensor.to(plan.dtype, copy=True)
+        copied.amax().isnan(), copied.sum(dtype=torch.float32).isfinite()
+        done += tensor.nbytes
+        if done >= READ_BYTES:
+            break
+    return (time.perf_counter() - start) * size / done if done else 0.0

@@ -2,58 +2,53 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
-import torch
-
-from conf.schema import DType, RunConfig, Weights
-from models.causal_lm import CausalLM
+from conf.schema import RunConfig
 from models.linear_layers import linear_specs
-from models.outline import outline
-from models.registry import find_architecture
-from models.weights import DTYPES, stored_dtype
-from pipelines.assembly import find_and_open, prepared_device
+from pipelines.calibration_data import CalibrationData, read_calibration_data
+from pipelines.device import prepare_device
+from pipelines.opening import ModelSource
+from pipelines.planning import ModelPlan, plan_model, without_quantization
 from pipelines.quantize_estimate import expected_seconds
 from pipelines.report import print_table
-from quantization.file_layout import file_layout
-from quantization.scheme import LinearScheme
+from pipelines.request_settings import RequestSettings, read_request_settings
+from quantization.file_layout import FileLayout, file_layout
 
 
 @dataclass(frozen=True)
 class Preflight:
-    model: CausalLM
-    """On the meta device."""
-    schemes: dict[str, LinearScheme]
-    """By layer; of the others there are none."""
-    dtype: torch.dtype
+    plan: ModelPlan
+    """Of the float model."""
+    layout: FileLayout
+    data: CalibrationData
     duration: str
     """What it is expected to take on this machine: `about 8 s`."""
 
 
-def preflight(run: RunConfig) -> Preflight:
-    """Raises UserError as quantising would, for what can be told from the config, the device and the layers' shapes."""
-    device = prepared_device(run.device)  # whose threads the estimate is measured with
-    checkpoint = find_and_open(run.model)
-    architecture = find_architecture(checkpoint.config)
-    bound = None if run.model.weights is Weights.random else checkpoint
-    model = outline(architecture, architecture.read_config(checkpoint.config), bound)
-    schemes = file_layout(model, run.quant, run.quantize.format).schemes
-    wanted = run.model.dtype
-    names_one = checkpoint.config.raw("torch_dtype") or checkpoint.config.raw("dtype")
-    files = [] if names_one or wanted is not DType.auto else checkpoint.open_weights({})
-    dtype = DTYPES[stored_dtype(checkpoint.config, files) if wanted is DType.auto else wanted.name]
+def preflight(run: RunConfig, source: ModelSource, settings: RequestSettings, folder: Path) -> Preflight:
+    """Raises UserError as quantising would, for what can be told from the files' headers, the device, the layers' shapes and the texts.
+
+    What quantising takes is measured, with files in `folder`, where the model is going to be.
+    """
+    device = prepare_device(run.device)  # whose threads the estimate is measured with
+    plan = plan_model(without_quantization(run), source, device, packed=False)
+    layout = file_layout(plan.model, run.quant, run.quantize.format)
+    are_prompts = source.shape.needs_whole_prompt
+    data = read_calibration_data(run.calibrate, settings.tokenizer, settings.context.num_tokens, are_prompts)
     if device.type != "cpu":
-        return Preflight(model, schemes, dtype, "a time that is only known on a CPU")
-    stored = {name: scheme.weights.bits / 8 for name, scheme in schemes.items()}
-    seconds = expected_seconds(run, model, schemes, dtype, stored)
-    return Preflight(model, schemes, dtype, f"about {seconds:,.0f} s")
+        return Preflight(plan, layout, data, "a time that is only known on a CPU")
+    seconds = expected_seconds(run, plan, settings, layout, data, folder)
+    return Preflight(plan, layout, data, f"about {seconds:,.0f} s")
 
 
-def print_preflight(run: RunConfig) -> None:
+def print_preflight(run: RunConfig, source: ModelSource, folder: Path) -> None:
     """Raises UserError as `preflight` does."""
-    found = preflight(run)
-    layers, schemes, itemsize = linear_specs(found.model), found.schemes, found.dtype.itemsize
+    found = preflight(run, source, read_request_settings(run.model, source), folder)
+    model, schemes, itemsize = found.plan.model, found.layout.schemes, found.plan.dtype.itemsize
+    layers = linear_specs(model)
     sizes = {name: layers[name].shape[0] * layers[name].shape[1] for name in schemes}
-    before = sum(parameter.numel() for parameter in found.model.parameters()) * itemsize
+    before = sum(parameter.numel() for parameter in model.parameters()) * itemsize
     saved = sum(size * (itemsize - schemes[name].weights.bits / 8) for name, size in sizes.items())  # scales are little
     largest = max(sizes.values(), default=0)
     counts = Counter(str(scheme) for scheme in schemes.values())

@@ -15,7 +15,7 @@ from pipelines.scoring import LOGIT_ROWS, Scores
 from quantization.quantizer import LinearReport
 
 REPORT, PICTURE = "report.md", "errors.png"
-MOST_TOKENS = 1024  # whose predictions are remembered: [1024, V] in float32
+MAX_TOKENS = 1024  # whose predictions are remembered: [1024, V] in float32
 
 
 class Predictions:
@@ -23,8 +23,7 @@ class Predictions:
 
     def __init__(self, engine: Engine, texts: list[list[int]]) -> None:
         self._are_prompts = engine.sees_later_tokens
-        per_text = max(2, MOST_TOKENS // len(texts))
-        self._texts = texts if self._are_prompts else [text[-per_text:] for text in texts]
+        self._texts = measured_texts(texts, self._are_prompts)
         self._log_probabilities = [self._predict(engine, text) for text in self._texts]
 
     def compared_with(self, engine: Engine) -> dict[str, float | None]:
@@ -53,6 +52,12 @@ class Predictions:
         hidden = engine.hidden_states([seen], [num_outputs])
         rows = [engine.runner.logits(part).float().log_softmax(-1).cpu() for part in hidden.split(LOGIT_ROWS)]
         return torch.cat(rows)
+
+
+def measured_texts(texts: list[list[int]], are_prompts: bool) -> list[list[int]]:
+    """Return the ends of texts that hold MAX_TOKENS in all; prompts that see themselves whole stay as they are."""
+    per_text = max(2, MAX_TOKENS // len(texts))
+    return texts if are_prompts else [text[-per_text:] for text in texts]
 
 
 def write_report(

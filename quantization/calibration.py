@@ -8,6 +8,7 @@ T tokens of a batch, E hidden channels, I input channels of a linear layer, G ke
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -119,6 +120,8 @@ class SequentialCalibrator:
         self._probe = self._enter(probe)
         self._passages = [self._enter(batch) for batch in batches]
         self._samples_per_batch = -(-NUM_SAMPLES // len(batches))
+        self.batch_seconds = 0.0
+        """Time that the batches took so far to go through layers and to be observed, which grows with their tokens."""
         self._absmax: list[Tensor] = []  # [2, G] of each batch's keys and values in the pass that goes on
 
     @torch.inference_mode()
@@ -159,7 +162,7 @@ class SequentialCalibrator:
 
     def _pass(self, goes_on: bool, after_batch: Callable[[], None] = lambda: None) -> None:
         """Run all batches through the next layer; if it `goes_on`, their streams become its outputs."""
-        caches = self._cache.layers[self._next]
+        caches, start = self._cache.layers[self._next], perf_counter()
         self._absmax.clear()
         for passage in self._passages:
             stream = self._through_layer(passage)
@@ -168,6 +171,7 @@ class SequentialCalibrator:
                 if self._with_cache:
                     self._absmax.append(torch.stack([_absmax(cache, passage.batch.slots) for cache in caches]))
             after_batch()
+        self.batch_seconds += perf_counter() - start
 
     @torch.inference_mode()
     def _through_layer(self, passage: _Passage) -> Stream:
@@ -190,12 +194,13 @@ class SequentialCalibrator:
     @torch.inference_mode()
     def observe_head(self, linears: list[str], with_hessian: bool) -> ActivationStats:
         """Return the statistics of the head's inputs, after the last layer."""
-        group = None
+        group, start = None, perf_counter()
         for passage in self._passages:
             x = self._model.finish(passage.stream)  # [T, E]
             group = group or ActivationStats(linears, None, x, with_hessian)
             group.add(x, self._samples_per_batch)
         assert group is not None
+        self.batch_seconds += perf_counter() - start
         return group
 
 

@@ -11,10 +11,10 @@ from conf.quantization import Activations, QuantConfig, QuantizedFormat, QuantMe
 from models.causal_lm import CausalLM
 from models.layers.linear import Linear
 from models.linear_layers import LinearSpec, linear_specs
-from quantization.artefact import LayoutOf
 from quantization.codes import CodeKind
 from quantization.layouts import awq, compressed_tensors, gptq
 from quantization.layouts.base import WritableLayout
+from quantization.part_files import LayoutOf
 from quantization.plan import plan
 from quantization.scheme import LinearScheme
 

@@ -30,6 +30,8 @@ from conf.quantization import QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
 from pipelines.assembly import assemble
 from tests.helpers.builders import SMALL, complete, engine_of, write_llama
+from pipelines.loading import load_engine
+from tests.helpers.builders import SMALL, complete, engine_of, write_llama
 
 with tempfile.TemporaryDirectory() as folder:
     write_llama(Path(folder))
@@ -38,7 +40,7 @@ with tempfile.TemporaryDirectory() as folder:
     for scheme in QuantScheme.none, QuantScheme.int8, QuantScheme.int4:
         model = ModelConfig(folder, DType.bfloat16, Weights.random, tokenizer=None)
         run = RunConfig(model=model, device=DeviceConfig(DeviceType.cpu), quant=QuantConfig(scheme))
-        print(*(len(row.token_ids) for row in complete(assemble(run, 2), prompts, decode)))
+        print(*(len(row.token_ids) for row in complete(load_engine(run, 2), prompts, decode)))
 """
 COLLECT = """
 import runpy

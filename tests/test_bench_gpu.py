@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import pipelines.assembly
+import pipelines.loading
 from conf.schema import DeviceType
-from pipelines.assembly import assemble
+from pipelines.loading import load_engine
 from tests.bench import gpu, gpu_rows
 from tests.bench.gpu_rows import CEILINGS, rows
 from tests.bench.supervise import Row, supervise
@@ -118,9 +118,9 @@ def test_rows_of_whole_models_run(scheme: str, monkeypatch: pytest.MonkeyPatch) 
     small |= {"num_key_value_heads": 1, "vocab_size": 2000, "max_position_embeddings": 300}
     monkeypatch.setitem(gpu_rows.CONFIGS, "8B", gpu_rows.CONFIGS["8B"] | small)
     monkeypatch.setattr(
-        pipelines.assembly,
-        "assemble",
-        lambda run, rows: assemble(replace(run, device=replace(run.device, type=DeviceType.cpu)), rows),
+        pipelines.loading,
+        "load_engine",
+        lambda run, rows: load_engine(replace(run, device=replace(run.device, type=DeviceType.cpu)), rows),
     )
     for row in (
         gpu_rows.decode_step("8B", scheme, 2),

@@ -1,11 +1,13 @@
-"""Layouts of quantised checkpoints, chosen by `quant_method` in the `quantization_config` of config.json."""
+"""Layouts of quantised checkpoints, chosen by `quant_method` in the `quantization_config` of config.json, or by the types of GGUF."""
 
 from collections.abc import Callable
 
 from conf.errors import UserError
 from models.config import ConfigReader
+from models.formats.base import WeightFile
 from quantization.layouts import awq, compressed_tensors, fp8, gptq
 from quantization.layouts.base import StoredQuantization
+from quantization.layouts.gguf import read_gguf_quantization
 
 READERS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     compressed_tensors.METHOD: compressed_tensors.read_compressed_tensors,
@@ -15,14 +17,14 @@ READERS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
 }
 
 
-def read_quantization(config: ConfigReader) -> StoredQuantization | None:
-    """Return what config.json says of quantisation; None for a float checkpoint.
+def read_quantization(config: ConfigReader, files: list[WeightFile]) -> StoredQuantization | None:
+    """Return what the config says of its `files`, or the types that GGUF files have; None for a float checkpoint.
 
     Raises UserError for methods and settings that are not implemented.
     """
     section = config.section("quantization_config")
     if section is None:
-        return None
+        return read_gguf_quantization(files)
     method = section.require("quant_method", str)
     if method not in READERS:
         raise UserError(f"quantization_config: quant_method={method!r} is not supported: only {', '.join(READERS)}")

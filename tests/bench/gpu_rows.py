@@ -204,7 +204,7 @@ def engine(size: str, scheme: str, rows: int, kv_cache: str = "none", **options:
     """Of random weights."""
     from conf.quantization import Activations, KVCacheFormat, QuantConfig, QuantScheme
     from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
-    from pipelines.assembly import assemble
+    from pipelines.loading import load_engine
 
     activations = Activations.dynamic if scheme in ("a8w8", "fp8") else Activations.none
     group_size = 128 if scheme == "int4" else -1
@@ -214,7 +214,7 @@ def engine(size: str, scheme: str, rows: int, kv_cache: str = "none", **options:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[size]))
         model = ModelConfig(folder, DType.bfloat16, Weights.random, tokenizer=None)
-        return assemble(RunConfig(model=model, device=DeviceConfig(DeviceType.cuda, **options), quant=quant), rows)
+        return load_engine(RunConfig(model=model, device=DeviceConfig(DeviceType.cuda, **options), quant=quant), rows)
 
 
 def decode_step(size: str, scheme: str, rows: int) -> Row:

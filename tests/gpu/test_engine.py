@@ -11,8 +11,8 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import Activations, KVCacheFormat, QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType
-from pipelines.assembly import assemble
 from pipelines.engine import Engine
+from pipelines.loading import load_engine
 from tests.helpers.builders import complete, run_config, write_llama
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
@@ -24,7 +24,7 @@ def engine_on(device: str, folder: Path, scheme: str = "none", kv_cache: str = "
     """In float32, whose sums differ in their order alone."""
     activations = Activations.dynamic if scheme in ("a8w8", "fp8") else Activations.none
     quant = QuantConfig(QuantScheme[scheme], activations=activations, kv_cache=KVCacheFormat[kv_cache])
-    return assemble(replace(run_config(folder), device=DeviceConfig(DeviceType[device], **options), quant=quant), 6)
+    return load_engine(replace(run_config(folder), device=DeviceConfig(DeviceType[device], **options), quant=quant), 6)
 
 
 def tokens(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:

@@ -20,9 +20,14 @@ from conf.schema import (
 from models.causal_lm import CausalLM
 from models.layers.dense import PackedDenseMethod
 from models.layers.linear import Linear
+from pipelines.assembly import assemble
+from pipelines.device import prepare_device
 from pipelines.engine import Completion, Engine, Output
 from pipelines.engine.batch import build_batch
 from pipelines.loading import load_engine
+from pipelines.opening import open_source
+from pipelines.planning import plan_model
+from pipelines.request_settings import read_request_settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHARED = (
@@ -81,6 +86,13 @@ def engine_of(
     return load_engine(
         replace(run, model=model, device=config, quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache])), batch_size
     )
+
+
+def unpacked_engine(run: RunConfig, batch_size: int) -> Engine:
+    """An engine whose layers hold their weights as the checkpoint does, as calibration wants them."""
+    source = open_source(run.model)
+    plan = plan_model(run, source, prepare_device(run.device), packed=False)
+    return assemble(run, plan, read_request_settings(run.model, source), batch_size)
 
 
 def weights_of(model: CausalLM) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from conf.quantization import (
     SmoothConfig,
 )
 from conf.schema import PredictConfig, RunConfig, Task
-from pipelines import quantize
+from pipelines import quantize, quantize_model
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
 from tests.helpers.builders import run_config
@@ -103,8 +103,8 @@ def make(run: RunConfig, output_dir: Path) -> Engine:
         made.append(quantize_assemble(*arguments, **options))
         return made[-1]
 
-    quantize_assemble = quantize.assemble
-    with patch.object(quantize, "assemble", assemble), patch("pipelines.quantize_report.draw"):
+    quantize_assemble = quantize_model.assemble
+    with patch.object(quantize_model, "assemble", assemble), patch("pipelines.quantize_report.draw"):
         quantize.run_quantize(run, output_dir, dump)
     return made[0]  # others may have been made meanwhile
 

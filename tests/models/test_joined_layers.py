@@ -11,9 +11,8 @@ from kernels.linear.gpu_weight import GPUWeight, of_floats
 from models.layers.dense import DenseMethod
 from models.layers.linear import Linear, MergedLinear
 from models.linear_layers import merge_layers
-from pipelines.assembly import assemble
 from pipelines.engine import Engine
-from tests.helpers.builders import all_logits, run_config
+from tests.helpers.builders import all_logits, run_config, unpacked_engine
 from tests.helpers.deepseek import CASES, build
 from tests.helpers.goldens import FAMILIES, GOLDENS, TOLERANCE, greedy, link
 
@@ -28,7 +27,7 @@ def _floats_are_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unpacked(folder: Path) -> Engine:
-    return assemble(run_config(folder, allow_pickle=True), 3, packed=False)
+    return unpacked_engine(run_config(folder, allow_pickle=True), 3)
 
 
 def layers_by_input(engine: Engine, prompt: list[int]) -> list[list[Linear]]:

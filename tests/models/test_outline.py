@@ -13,7 +13,8 @@ from conf.errors import UserError
 from conf.schema import CheckpointFormat, ModelConfig, Weights
 from models.decoder import DecoderLayer
 from models.layers.linear import Linear
-from pipelines.assembly import assemble
+from pipelines.loading import load_engine
+from pipelines.opening import open_source
 from pipelines.quantize_preflight import print_preflight
 from tests.helpers.builders import engine_of, run_config
 from tests.helpers.conversion import convert
@@ -83,8 +84,9 @@ def test_every_layout_and_task_is_bounded(tmp_path: Path, num_made: list[int]) -
     for format in (CheckpointFormat.hf, CheckpointFormat.gguf):
         with pytest.raises(UserError, match=REFUSED):
             convert(tmp_path / "hf", tmp_path / "made", format=format)
+    run = run_config(tmp_path / "hf")
     with pytest.raises(UserError, match=REFUSED):
-        print_preflight(run_config(tmp_path / "hf"))
+        print_preflight(run, open_source(run.model))
     assert num_made[0] < 10_000
 
 
@@ -106,6 +108,6 @@ def test_random_weights_are_bounded_by_nothing(tmp_path: Path) -> None:
     write_model(tmp_path, LlamaForCausalLM, **SIZES)
     change(tmp_path, num_hidden_layers=200)
     run = run_config(tmp_path, weights=Weights.random)
-    assert assemble(run, 1).runner.model.config.num_hidden_layers == 200
+    assert load_engine(run, 1).runner.model.config.num_hidden_layers == 200
     with pytest.raises(UserError, match=REFUSED):
-        assemble(replace(run, model=ModelConfig(path=str(tmp_path), tokenizer=None)), 1)
+        load_engine(replace(run, model=ModelConfig(path=str(tmp_path), tokenizer=None)), 1)

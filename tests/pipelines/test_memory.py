@@ -12,10 +12,11 @@ from conf.schema import DeviceConfig, DeviceType, RunConfig, Task
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.registry import find_architecture
-from pipelines import assembly, launch
+from pipelines import assembly, launch, loading
 from pipelines.engine.graph_steps import GraphSteps
 from pipelines.engine.steps import StepOutputs
-from pipelines.memory import check_memory, step_bytes, weight_bytes, widest_layer
+from pipelines.loading import load_engine
+from pipelines.memory import check_memory, max_layer_values, step_bytes, weight_bytes
 from quantization.plan import quantize_while_loading
 from tests.bench.gpu_rows import CONFIGS
 from tests.helpers.builders import run_config, write_llama
@@ -48,7 +49,7 @@ def test_quantised_weights() -> None:
 
 def test_a_step() -> None:
     """Around `down_proj`: 14336 in, 4096 out, and the gate; logits of two sequences."""
-    widest = widest_layer(on_meta("8B"))
+    widest = max_layer_values(on_meta("8B"))
     assert widest == 14336 + 4096 + 14336
     assert step_bytes(widest, 128256, torch.bfloat16, 10, 2) == 10 * widest * 2 + 2 * 128256 * (2 + 4)
 
@@ -65,14 +66,14 @@ def test_what_does_not_fit_is_said_in_one_line() -> None:
 
 def test_nothing_is_loaded_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_llama(tmp_path)
-    monkeypatch.setattr(assembly, "prepared_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(loading, "prepare_device", lambda config: torch.device("cuda"))
     monkeypatch.setattr(assembly, "free_memory", lambda device, fraction: 100_000)
     monkeypatch.setattr(assembly, "load_weights", lambda *args: pytest.fail("weights were read"))
     run = replace(run_config(tmp_path), device=DeviceConfig(DeviceType.cuda))
     with pytest.raises(
         UserError, match=r"the GPU has 0.00 GB free .*, but the weights need 0.00 GB and a step 0.00 GB"
     ):
-        assembly.assemble(run, 3)
+        load_engine(run, 3)
 
 
 def test_memory_that_ends_in_a_run_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from models.linear_specs import linear_specs
 
 from conf.compose import compose_run_config
 from conf.errors import UserError
@@ -23,7 +22,9 @@ from conf.quantization import Activations, CalibrateConfig, QuantConfig, QuantMe
 from conf.schema import RunConfig, Task
 from models.decoder import DecoderLayer
 from models.formats.manifest import MANIFEST
-from pipelines import quantize, quantize_estimate, report
+from models.linear_layers import linear_specs
+from pipelines import quantize, quantize_estimate, quantize_job, report
+from pipelines.opening import open_source
 from pipelines.output_folder import only_maker
 from pipelines.quantize import find_or_make
 from pipelines.quantize_estimate import Costs
@@ -38,13 +39,14 @@ LLAMA = GOLDENS / "llama3"
 DRIVER = """
 import json, logging, os, signal, sys
 from pathlib import Path
-from pipelines import quantize
+from pipelines import quantize, quantize_job
+from pipelines.opening import open_source
 from tests.helpers.quantized_models import CALIBRATED, quantize_run
 
 model, data, made = map(Path, json.loads(sys.argv[1]))
-quantize.MADE = made
+quantize_job.MADE = made
 waiting, ended = os.pipe(), os.pipe()
-calibrate = quantize._calibrate
+make_model = quantize.make_model
 dead = made.parent / "dead"
 
 
@@ -54,12 +56,12 @@ class Waiting(logging.Handler):
             os.write(waiting[1], b"w")
 
 
-def die_first(*arguments):
+def die_first(*arguments, **options):
     try:
         dead.touch(exist_ok=False)
     except FileExistsError:
         os.write(ended[1], b"made ")
-        return calibrate(*arguments)
+        return make_model(*arguments, **options)
     for _ in range(2):
         os.read(waiting[0], 1)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -70,9 +72,9 @@ for i in range(3):
     children.append(os.fork())
     if children[-1] == 0:
         logging.getLogger().addHandler(Waiting())
-        quantize._calibrate = die_first
+        quantize.make_model = die_first
         run = quantize_run(model, CALIBRATED["a8w8 dynamic smoothquant"], None, data)
-        folder = quantize.find_or_make(run, quantize.report.NO_PROGRESS)
+        folder = quantize.find_or_make(run, open_source(run.model), quantize.report.NO_PROGRESS)
         os.write(ended[1], b"found " if (folder / "config.json").is_file() else b"nothing ")
         os._exit(0)
 codes = sorted(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
@@ -102,9 +104,10 @@ def test_several_processes_make_a_model_once_also_when_the_first_is_killed(data:
 def test_what_is_made_is_said_at_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pipelines.quantize.MADE", tmp_path / "quantized")
+    monkeypatch.setattr("pipelines.quantize_job.MADE", tmp_path / "quantized")
     with caplog.at_level(logging.WARNING):
-        folder = find_or_make(quantize_run(LLAMA, CALIBRATED["a8w8 static"], None, data), report.NO_PROGRESS)
+        run = quantize_run(LLAMA, CALIBRATED["a8w8 static"], None, data)
+        folder = find_or_make(run, open_source(run.model), report.NO_PROGRESS)
     what = f"calibrating {LLAMA} by quant=a8w8 on 6 samples of at most 16 tokens: about "
     assert re.search(rf"^{re.escape(what)}[\d,]+ s; it is kept in {re.escape(str(folder))}$", caplog.messages[0])
     assert not (folder / "report.md").exists()  # which task=quantize alone makes
@@ -112,9 +115,9 @@ def test_what_is_made_is_said_at_once(
 
 def test_a_task_that_makes_the_same_model_waits(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And then finds that it is there: no message speaks of another run that writes."""
-    monkeypatch.setattr(quantize, "MADE", tmp_path / "quantized")
+    monkeypatch.setattr(quantize_job, "MADE", tmp_path / "quantized")
     run = replace(quantize_run(LLAMA, CALIBRATED["a8w8 dynamic smoothquant"], None, data), task=Task.quantize)
-    calibrate, waiting, refused = quantize._calibrate, threading.Event(), []
+    make_model, waiting, refused = quantize.make_model, threading.Event(), []
 
     class Noted(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -128,15 +131,15 @@ def test_a_task_that_makes_the_same_model_waits(data: Path, tmp_path: Path, monk
 
     task, handler = threading.Thread(target=make_by_task), Noted()
 
-    def beside_a_task(*arguments: Any) -> Any:
+    def beside_a_task(*arguments: Any, **options: Any) -> Any:
         task.start()
         assert waiting.wait(60)
-        return calibrate(*arguments)
+        return make_model(*arguments, **options)
 
-    monkeypatch.setattr(quantize, "_calibrate", beside_a_task)
+    monkeypatch.setattr(quantize, "make_model", beside_a_task)
     logging.getLogger().addHandler(handler)
     try:
-        folder = find_or_make(run, report.NO_PROGRESS)
+        folder = find_or_make(run, open_source(run.model), report.NO_PROGRESS)
         task.join(60)
     finally:
         logging.getLogger().removeHandler(handler)
@@ -205,7 +208,9 @@ def expected(run: RunConfig, monkeypatch: pytest.MonkeyPatch, **costs: float) ->
     free = dict.fromkeys(Costs.__dataclass_fields__, 0.0)
     monkeypatch.setattr(quantize_estimate, "_measure", lambda *arguments: Costs(**free | costs))
     monkeypatch.setattr(quantize_estimate, "START_S", 0.0)
-    return float(preflight(replace(run, task=Task.quantize)).duration.split()[1].replace(",", ""))
+    return float(
+        preflight(replace(run, task=Task.quantize), open_source(run.model)).duration.split()[1].replace(",", "")
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,9 +226,9 @@ def test_the_estimate_counts_the_passes_that_are_made(
     scheme: str, passes: int, coded_passes: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Operations of products: two for each weight and token. Of the head there are none."""
-    monkeypatch.setattr("pipelines.quantize.MADE", tmp_path / "quantized")
+    monkeypatch.setattr("pipelines.quantize_job.MADE", tmp_path / "quantized")
     run = quantize_run(LLAMA, CALIBRATED[scheme], None, data)
-    model = preflight(run).model
+    model = preflight(run, open_source(run.model)).plan.model
     sizes = [layer.shape[0] * layer.shape[1] for name, layer in linear_specs(model).items() if ".layers." in name]
     once = 2.0 * 6 * 16 * sum(sizes)
     assert expected(run, monkeypatch, product=1.0) == pytest.approx(passes * once)
@@ -245,13 +250,13 @@ def _rows_through_the_first_layer(run: RunConfig, monkeypatch: pytest.MonkeyPatc
         return forward(self, stream, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DecoderLayer, "forward", counted)
-    find_or_make(run, report.NO_PROGRESS)
+    find_or_make(run, open_source(run.model), report.NO_PROGRESS)
     return rows
 
 
 def test_operations_of_gptq_and_of_searches_are_counted(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = quantize_run(LLAMA, CALIBRATED["int8 gptq"], None, data)
-    shapes = [layer.shape for layer in linear_specs(preflight(run).model).values()]
+    shapes = [layer.shape for layer in linear_specs(preflight(run, open_source(run.model)).plan.model).values()]
     hessians_and_rounding = sum(2 * 6 * 16 * i * i + i**3 + o * i * i for o, i in shapes)
     monkeypatch.setattr(quantize_estimate, "_seconds", lambda work: 0.0)
     assert expected(run, monkeypatch, wide_product=1.0) == pytest.approx(hessians_and_rounding)

@@ -11,13 +11,12 @@ from conf.schema import DType
 from kernels import build
 from models.batch import KVCache
 from models.linear_layers import linear_layer
-from pipelines.assembly import assemble
 from pipelines.engine import Engine
-from pipelines.quantize import _batches
+from pipelines.quantize_layers import calibration_batches
 from quantization.calibration import SequentialCalibrator
 from quantization.plan import float_weight, plan
 from quantization.smoothing import Smoother
-from tests.helpers.builders import run_config
+from tests.helpers.builders import run_config, unpacked_engine
 from tests.helpers.goldens import FAMILIES, GOLDENS, WHOLE_PROMPTS
 from tests.helpers.quantized_models import A8W8, SMOOTHQUANT, STATIC, random_rows
 
@@ -29,10 +28,10 @@ def calibrator_of(
 ) -> tuple[Engine, SequentialCalibrator, torch.Tensor]:
     """And what the whole model gives [T, E] for the same samples."""
     run = run_config(GOLDENS / family, allow_pickle=True)
-    engine = assemble(replace(run, model=replace(run.model, dtype=dtype)), 3, packed=False)
+    engine = unpacked_engine(replace(run, model=replace(run.model, dtype=dtype)), 3)
     golden = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
     samples = random_rows(3, 17, golden[-2:] if family in WHOLE_PROMPTS else ())
-    model, cache, (batches, probe) = engine.runner.model, engine.runner.cache, _batches(engine, samples)
+    model, cache, (batches, probe) = engine.runner.model, engine.runner.cache, calibration_batches(engine, samples)
     with torch.inference_mode():
         whole = torch.cat([model(batch, cache) for batch in batches])
     one_layer = KVCache([cache.layers[0]] * len(cache.layers))

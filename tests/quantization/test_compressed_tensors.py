@@ -56,7 +56,8 @@ def shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 def layout(scheme: LinearScheme, found: dict[str, tuple[int, ...]] | None = None) -> CompressedWeight:
     config = read_quantization(
-        ConfigReader({"quantization_config": write_config({LAYER.name: scheme}, [], permuted=False)}, "config.json")
+        ConfigReader({"quantization_config": write_config({LAYER.name: scheme}, [], permuted=False)}, "config.json"),
+        [],
     )
     assert config is not None
     assert config.scheme(LAYER, {}) == scheme
@@ -172,7 +173,7 @@ def test_an_impossible_group_index() -> None:
 def test_unknown_settings(change: dict[str, Any], message: str) -> None:
     values = write_config({LAYER.name: SCHEMES["int4"]}, [], permuted=False) | change
     with pytest.raises(UserError, match=message):
-        read_quantization(ConfigReader({"quantization_config": values}, "config.json"))
+        read_quantization(ConfigReader({"quantization_config": values}, "config.json"), [])
 
 
 def test_layers_are_found_by_name_by_expression_and_by_class() -> None:
@@ -181,7 +182,7 @@ def test_layers_are_found_by_name_by_expression_and_by_class() -> None:
         "targets": ["re:.*down_proj"]
     }
     values["config_groups"]["group_1"] = other
-    config = read_quantization(ConfigReader({"quantization_config": values}, "config.json"))
+    config = read_quantization(ConfigReader({"quantization_config": values}, "config.json"), [])
     assert config is not None
     found = {
         name: config.scheme(LinearSpec(name, SHAPE, False, False), {})
@@ -196,4 +197,4 @@ def test_layers_are_found_by_name_by_expression_and_by_class() -> None:
 )
 def test_what_is_no_quantization_config(value: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        read_quantization(ConfigReader({"quantization_config": value}, "config.json"))
+        read_quantization(ConfigReader({"quantization_config": value}, "config.json"), [])

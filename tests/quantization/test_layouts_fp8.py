@@ -82,7 +82,7 @@ def rounded(x: Tensor, config: dict[str, Any]) -> Tensor:
 def read(
     config: dict[str, Any], tensors: dict[str, Tensor], shape: tuple[int, int]
 ) -> tuple[LinearScheme, StoredWeight]:
-    stored = read_quantization(ConfigReader({"quantization_config": config}, "config.json"))
+    stored = read_quantization(ConfigReader({"quantization_config": config}, "config.json"), [])
     layer = LinearSpec(NAME, shape, is_transposed=False, has_bias=False)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert stored is not None
@@ -190,7 +190,7 @@ def test_a_layer_that_the_model_keeps_in_floats_is_dequantised(tmp_path: Path) -
 )
 def test_unknown_settings(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        read_quantization(ConfigReader({"quantization_config": config}, "config.json"))
+        read_quantization(ConfigReader({"quantization_config": config}, "config.json"), [])
 
 
 @pytest.mark.parametrize(

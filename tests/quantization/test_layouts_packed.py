@@ -72,7 +72,7 @@ def gptq_tensors(weight: Tensor, config: dict[str, Any], shuffled: bool = False)
 
 
 def quantization(config: dict[str, Any]) -> StoredQuantization:
-    stored = read_quantization(ConfigReader({"quantization_config": config}, "config.json"))
+    stored = read_quantization(ConfigReader({"quantization_config": config}, "config.json"), [])
     assert stored is not None
     return stored
 

@@ -14,11 +14,10 @@ from conf.errors import UserError
 from conf.schema import DType
 from models.config import ConfigReader
 from models.families.chatglm import ChatGLM, positions_2d, read_config
-from pipelines.assembly import assemble
 from pipelines.engine import Engine
 from pipelines.engine.batch import build_batch
 from pipelines.engine.scheduler import StepPlan
-from tests.helpers.builders import REPOSITORY, all_logits, complete, engine_of, generate, run_config
+from tests.helpers.builders import REPOSITORY, all_logits, complete, engine_of, generate, run_config, unpacked_engine
 from tests.helpers.goldens import TOLERANCE, greedy, link
 
 GOLDENS = REPOSITORY / "tests" / "goldens"
@@ -116,7 +115,7 @@ def test_large_scores_fit_in_float16(folder: Path, golden: dict[str, Tensor]) ->
     run = run_config(folder)
     logits = []
     for dtype in (DType.float16, DType.float32):
-        engine = assemble(replace(run, model=replace(run.model, dtype=dtype)), 1, packed=False)
+        engine = unpacked_engine(replace(run, model=replace(run.model, dtype=dtype)), 1)
         for name, parameter in engine.runner.model.named_parameters():
             if "query_key_value" in name:
                 parameter.unflatten(0, (4, 3, 16))[:, :2].mul_(100)  # queries and keys: products are above 65504

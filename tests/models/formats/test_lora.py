@@ -18,8 +18,7 @@ from models.formats import WeightFile, open_checkpoint
 from models.formats.lora import merge_lora
 from models.registry import find_architecture
 from models.weights import load_weights, parameter_shapes
-from pipelines.assembly import assemble
-from tests.helpers.builders import all_logits, run_config, write_llama
+from tests.helpers.builders import all_logits, run_config, unpacked_engine, write_llama
 
 PROMPT = list(range(3, 40))
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -67,7 +66,7 @@ def merge(tmp_path: Path) -> list[WeightFile]:
 
 def merged_logits(tmp_path: Path) -> Tensor:
     """Logits [T, V] of the engine whose weights are the merged ones."""
-    engine = assemble(run_config(tmp_path / "base"), 3, packed=False)
+    engine = unpacked_engine(run_config(tmp_path / "base"), 3)
     load_weights(engine.runner.model, merge(tmp_path), (), torch.float32, torch.device("cpu"), lambda done, total: None)
     return all_logits(engine, PROMPT)
 

@@ -1,20 +1,26 @@
-"""A quantised checkpoint while it is made: a file for each part, so that what is done is kept, and at the end what makes a model of them.
+"""A quantised checkpoint while it is made: a file for each part, so that a later run continues, and at the end the files beside them.
 
 Files appear by rename when they are complete. The parts' reports are in their files' metadata.
 """
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from conf.errors import UserError
 from models.causal_lm import CausalLM
+from models.config import ConfigReader
+from models.formats.base import Checkpoint
+from models.formats.huggingface_writer import write_companions
+from models.formats.manifest import write_manifest
 from models.formats.safetensors_writer import save_tensors
-from models.layers.linear import Linear
+from models.layers.linear import Linear, tied_weight
 from models.linear_layers import LinearSpec, linear_layer, linear_specs
 from quantization.layouts.base import StoredWeight, WritableLayout
 from quantization.linear import CodedMethod
@@ -24,21 +30,37 @@ from quantization.scheme import LinearScheme
 
 INDEX = "model.safetensors.index.json"
 REST = "model-rest.safetensors"
-
+JOB = "job.json"
 
 LayoutOf = Callable[[LinearSpec, LinearScheme, Mapping[str, tuple[int, ...]]], WritableLayout]
 """The layout of a layer's weight in the files. The shapes are of what is there, when it is read."""
 
 
-class Artefact:
+class PartFiles:
     """The folder of a model that is being quantised."""
 
     def __init__(self, folder: Path, layout_of: LayoutOf) -> None:
         self.folder = folder
         self._layout_of = layout_of
 
+    @classmethod
+    def begin(cls, folder: Path, job: dict[str, Any], layout_of: LayoutOf) -> "PartFiles":
+        """Keep what is in the folder where it is of the same `job`, and remove anything else."""
+        try:
+            same = json.loads((folder / JOB).read_text(encoding="utf-8")) == job
+        except (OSError, ValueError):
+            same = False
+        if not same:
+            for file in folder.iterdir():
+                file.unlink()
+            (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
+        return cls(folder, layout_of)
+
+    def path_of(self, part: Part) -> Path:
+        return self.folder / f"model-{part.index:05}.safetensors"
+
     def has(self, part: Part) -> bool:
-        return (self.folder / _name(part)).is_file()
+        return (self.path_of(part)).is_file()
 
     def write(self, part: Part, model: CausalLM, stored: dict[str, StoredWeight], reports: list[LinearReport]) -> None:
         """Keep a part that is quantised: codes and scales as they were chosen, and the part's other parameters."""
@@ -50,9 +72,7 @@ class Artefact:
             own = self._layout_of(spec, scheme, {}).write(stored[name])
             own |= {} if bias is None else {"bias": bias.data}
             tensors |= {f"{name}.{own_name}": tensor for own_name, tensor in own.items()}
-        save_tensors(
-            self.folder / _name(part), tensors, {"reports": json.dumps([asdict(report) for report in reports])}
-        )
+        save_tensors(self.path_of(part), tensors, {"reports": json.dumps([asdict(report) for report in reports])})
 
     def write_rest(self, model: CausalLM, parts: list[Part]) -> None:
         """What is in no part: embeddings, the last norm, a head that stays as it is."""
@@ -62,7 +82,7 @@ class Artefact:
 
     def read(self, part: Part, model: CausalLM) -> list[LinearReport]:
         """Put a part that was kept into the model, which has float layers there. Raises UserError if the file is damaged."""
-        path = self.folder / _name(part)
+        path = self.path_of(part)
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -80,8 +100,23 @@ class Artefact:
             _fill(model, name, tensor)
         return reports
 
-    def write_index(self) -> None:
-        """Raises UserError if a part's file is damaged."""
+    def complete(
+        self, source: Checkpoint, model: CausalLM, quantization_config: dict[str, Any], dtype: torch.dtype
+    ) -> None:
+        """Write what makes a model of the parts: their index, the config, the tokenizer's files and the manifest.
+
+        `source`: the float checkpoint, whose files are copied. Raises UserError if a part's file is damaged.
+        """
+        changed: dict[str, Any] = {"quantization_config": quantization_config}
+        if tied_weight(model.head) is None:  # its own, or in codes beside an embedding in floats
+            changed["tie_word_embeddings"] = False
+        config = ConfigReader(source.config.values | changed, "config.json")
+        self._write_index()
+        write_companions(replace(source, config=config), self.folder, dtype)
+        (self.folder / JOB).unlink()
+        write_manifest(self.folder, {})
+
+    def _write_index(self) -> None:
         weight_map: dict[str, str] = {}
         size = 0
         for path in sorted(self.folder.glob("*.safetensors")):
@@ -95,15 +130,6 @@ class Artefact:
         (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _name(part: Part) -> str:
-    return f"model-{part.index:05}.safetensors"
-
-
-def _fill(model: CausalLM, name: str, tensor: Tensor) -> None:
-    parameter = model.get_parameter(name)
-    parameter.data = tensor.to(parameter.device)
-
-
 def _other_parameters(model: CausalLM, prefix: str) -> dict[str, Tensor]:
     linears = ((name, module) for name, module in model.named_modules() if isinstance(module, Linear))
     coded = tuple(f"{name}." for name, layer in linears if isinstance(layer.method, CodedMethod))
@@ -112,3 +138,8 @@ def _other_parameters(model: CausalLM, prefix: str) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters()
         if name.startswith(prefix) and not name.startswith(coded)
     }
+
+
+def _fill(model: CausalLM, name: str, tensor: Tensor) -> None:
+    parameter = model.get_parameter(name)
+    parameter.data = tensor.to(parameter.device)

@@ -21,8 +21,10 @@ from conf.schema import DType, ModelConfig, RunConfig, Weights
 from kernels import build
 from models.formats.safetensors_writer import ALIGNMENT
 from pipelines.engine import Engine
-from pipelines.kept import load_kept
 from pipelines.loading import load_engine
+from pipelines.opening import open_source
+from pipelines.packed_cache import load_packed
+from pipelines.planning import plan_model
 from pipelines.report import reset_peak_memory
 from tests.helpers.builders import all_logits, complete, run_config, write_llama
 from tests.helpers.damage import MUTATIONS, mutated
@@ -51,8 +53,8 @@ STORED = (
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "kept"
-    monkeypatch.setattr("pipelines.kept.KEPT", folder)
-    monkeypatch.setattr("pipelines.quantize.MADE", tmp_path / "made")
+    monkeypatch.setattr("pipelines.packed_cache.FOLDER", folder)
+    monkeypatch.setattr("pipelines.quantize_job.MADE", tmp_path / "made")
     return folder
 
 
@@ -172,7 +174,7 @@ def test_a_changed_checkpoint_takes_its_place(tmp_path: Path, kept: Path, caplog
 
 def test_changed_code_takes_its_place(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
     load_engine(job(GOLDENS / "llama3"), 3)
-    with patch("pipelines.kept.SOURCES", ("kernels",)):
+    with patch("pipelines.packed_cache.SOURCES", ("kernels",)):
         load_engine(job(GOLDENS / "llama3"), 3)
     assert "is of other files, settings or another version" in caplog.text
     assert len(list(kept.iterdir())) == 1
@@ -310,7 +312,7 @@ def test_a_permutation_of_weights_that_have_none_is_refused(scheme: str, kept: P
 def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path, torch.Tensor]:
     """A job, the file that is kept of its model, and the logits."""
     folder, run = tmp_path_factory.mktemp("packed"), job(GOLDENS / "llama_tied_bias", SCHEMES["int8"])
-    with patch("pipelines.kept.KEPT", folder):
+    with patch("pipelines.packed_cache.FOLDER", folder):
         logits = all_logits(load_engine(run, 3), PROMPT)
     (file,) = folder.iterdir()
     return run, file, logits
@@ -326,7 +328,7 @@ def test_a_damaged_header_is_noticed_or_harmless(
     whole, message = file.read_bytes(), ""
     damaged = mutated(whole, mutations, head=8 + int.from_bytes(whole[:8], "little"))
     (tmp_path / file.name).write_bytes(damaged)
-    with patch("pipelines.kept.KEPT", tmp_path):
+    with patch("pipelines.packed_cache.FOLDER", tmp_path):
         try:
             assert all_logits(load_engine(run, 3), PROMPT).equal(expected)
         except UserError as error:
@@ -377,5 +379,8 @@ def test_where_nothing_can_be_kept() -> None:
         UserError, match="model.keep_packed=true is not allowed: give false, or model.weights=checkpoint"
     ):
         ModelConfig("x", keep_packed=True, weights=Weights.random)
+    run = job(GOLDENS / "llama3")
+    source = open_source(run.model)
+    plan = plan_model(run, source, torch.device("cuda"), packed=False)
     with pytest.raises(UserError, match="model.keep_packed=true is not used by device=cuda"):
-        load_kept(torch.nn.Module(), job(GOLDENS / "llama3"), torch.float32, torch.device("cuda"), lambda: None)  # type: ignore[arg-type]
+        load_packed(run, plan, lambda: None)

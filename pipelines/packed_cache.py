@@ -1,4 +1,4 @@
-"""`model.keep_packed`: a packed model is found again by the files that it was made of and by the code that made it, and mapped."""
+"""`model.keep_packed`: a packed model is kept in a file, and found again by the checkpoint and the code that it was made of."""
 
 import fcntl
 import hashlib
@@ -15,37 +15,36 @@ import torch
 from conf.errors import UserError
 from conf.schema import RunConfig
 from kernels import build
-from models.causal_lm import CausalLM
-from models.formats.hub import find_checkpoint
 from models.formats.packed_file import NotUsable, is_packed, read_packed, restore, save_packed
 from pipelines.fingerprint import file_fingerprint
+from pipelines.opening import ModelSource
+from pipelines.planning import ModelPlan
 from pipelines.report import REPOSITORY
 
 log = logging.getLogger(__name__)
 
-KEPT = REPOSITORY / "outputs" / "packed"
+FOLDER = REPOSITORY / "outputs" / "packed"
 SOURCES = ("kernels", "models", "quantization")  # packages whose code decides what a checkpoint's numbers become
 
 
-def load_kept(
-    model: CausalLM, run: RunConfig, dtype: torch.dtype, device: torch.device, read: Callable[[], None]
-) -> None:
-    """Map the (meta) model's weights from the file that is kept of them; else `read` them, and keep them for the next start.
+def load_packed(run: RunConfig, plan: ModelPlan, read: Callable[[], None]) -> None:
+    """Map the planned model's weights from the file that is kept of them; else `read` them, and keep them for the next start.
 
     A file of other files, settings or code is replaced; several processes may do that at once. Raises UserError as `restore` does, where
     the file cannot be written, and for a device that maps nothing.
     """
-    if device.type != "cpu":
-        raise UserError(f"model.keep_packed=true is not used by device={device.type}: leave it out, or give device=cpu")
-    path, identity = _place(run, dtype), _identity(run)
+    if plan.device.type != "cpu":
+        unused = f"model.keep_packed=true is not used by device={plan.device.type}"
+        raise UserError(f"{unused}: leave it out, or give device=cpu")
+    path, identity = _place(run, plan.dtype), _identity(plan.source)
     try:
-        restore(model, path, read_packed(path, identity), dtype)
+        restore(plan.model, path, read_packed(path, identity), plan.dtype)
     except NotUsable as error:
         read()
         try:
             with _only_writer(path.parent):
                 if not is_packed(path, identity):  # another process may have made it meanwhile
-                    save_packed(model, path, identity)
+                    save_packed(plan.model, path, identity)
         except OSError as failed:
             reason = f"{path} cannot be written ({failed.strerror or failed})"
             raise UserError(f"model.keep_packed=true, but {reason}: make room for it, or leave it out") from failed
@@ -53,22 +52,22 @@ def load_kept(
 
 
 def _place(run: RunConfig, dtype: torch.dtype) -> Path:
-    """One file for each model, quantisation and dtype: that of a newer checkpoint or of newer code takes the older one's place."""
+    """Return the path of one file for each model, quantisation and dtype: a newer checkpoint or newer code replaces it."""
     local = Path(run.model.path).expanduser()
     model = local.resolve() if local.exists() else Path(run.model.path)  # or a hub id
     quant = {name: value for name, value in asdict(run.quant).items() if name != "kv_cache"}
     quant |= {"activations": run.quant.activations.of_model}
     what = {"model": model, "quant": quant, "kernels": build.library() is not None}
     names = model.name, run.quant.scheme.name, str(dtype).removeprefix("torch."), _digest(what)[:12]
-    return KEPT / f"{'-'.join(names)}.safetensors"
+    return FOLDER / f"{'-'.join(names)}.safetensors"
 
 
-def _identity(run: RunConfig) -> str:
-    """Of the checkpoint's files, and of the code that reads, quantises and packs them."""
+def _identity(source: ModelSource) -> str:
+    """Return the digest of the checkpoint's files, and of the code that reads, quantises and packs them."""
     code = hashlib.sha256()
-    for source in sorted(file for name in SOURCES for file in (REPOSITORY / name).rglob("*.py")):
-        code.update(source.read_bytes())
-    files = file_fingerprint(find_checkpoint(run.model.path, True, run.model.allow_pickle), "model")
+    for file in sorted(file for name in SOURCES for file in (REPOSITORY / name).rglob("*.py")):
+        code.update(file.read_bytes())
+    files = file_fingerprint(source.checkpoint.path, "model")
     return _digest({"files": files, "code": code.hexdigest(), "torch": torch.__version__})
 
 

@@ -1,0 +1,50 @@
+"""The device of a run, with the threads and the memory that the run gives it."""
+
+import torch
+
+from conf.errors import UserError
+from conf.schema import DeviceConfig, DeviceType, typed
+from kernels import build
+from kernels.threads import set_threads
+
+DEFAULT_THREADS = torch.get_num_threads()  # torch's choice, before anybody set another number
+
+
+def prepare_device(config: DeviceConfig) -> torch.device:
+    """Return the device, and set what its operators may use. Raises UserError for one that is not there and for options it has not."""
+    device = _device(config)
+    _refuse_options_of_others(config, device)
+    torch.set_num_threads(config.threads or DEFAULT_THREADS)
+    if device.type == "cpu":
+        set_threads(config.threads)
+    else:
+        torch.cuda.set_per_process_memory_fraction(float(config.memory_fraction))
+        torch.cuda.reset_peak_memory_stats(device)
+    return device
+
+
+def _refuse_options_of_others(config: DeviceConfig, device: torch.device) -> None:
+    own = {"cpu": ("decode_threads",), "cuda": ("cuda_graphs", "memory_fraction")}
+    (other,) = own.keys() - {device.type}
+    for name in own[other]:
+        value, default = getattr(config, name), getattr(DeviceConfig(), name)
+        if value != default:
+            here, remedy = (
+                device.type.upper().replace("CUDA", "GPU"),
+                f"leave it at {typed(default)}, or give device={other}",
+            )
+            raise UserError(f"device.{name}={typed(value)} is not used on a {here}: {remedy}")
+    if config.decode_threads is not None and build.library() is None:
+        raise UserError(
+            f"device.decode_threads={config.decode_threads} needs the C++ kernels, which are off: leave it out"
+        )
+
+
+def _device(config: DeviceConfig) -> torch.device:
+    if config.type is DeviceType.cuda and not torch.cuda.is_available():
+        raise UserError(
+            "device=cuda, but torch sees no CUDA device: give device=cpu or device=auto, or check the driver with nvidia-smi"
+        )
+    if config.type is DeviceType.auto:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.type.name)

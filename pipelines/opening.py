@@ -1,0 +1,51 @@
+"""Stage 1 of an engine: the checkpoint of `model.path`, found, verified and opened once. Every stage and task reads it from here."""
+
+import logging
+from dataclasses import dataclass
+
+from conf.schema import ModelConfig, Weights
+from models.causal_lm import ModelShape
+from models.formats import Checkpoint, open_checkpoint
+from models.formats.hub import find_checkpoint
+from models.formats.manifest import verify_manifest
+from models.registry import Architecture, find_architecture
+from quantization.layouts.gguf import read_gguf_quantization
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A checkpoint whose config is read. Its weights and its tokenizer are opened by who needs them."""
+
+    checkpoint: Checkpoint
+    architecture: Architecture
+    shape: ModelShape
+    has_weights: bool
+    """False with model.weights=random, which takes the config alone."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the files hold quantised weights."""
+        if self.checkpoint.path.suffix == ".gguf":  # only its tensors say it
+            return read_gguf_quantization(self.checkpoint.open_weights({})) is not None
+        return self.checkpoint.config.section("quantization_config") is not None
+
+    def warn_of_unread_keys(self) -> None:
+        """Warn of keys of the config that may mean something and that no stage has read."""
+        if unread := self.checkpoint.config.unread():
+            log.warning("the config in %s has keys that are not used: %s", self.checkpoint.path, ", ".join(unread))
+
+
+def open_source(config: ModelConfig) -> ModelSource:
+    """Open the checkpoint of `model.path`; with `model.verify` all its files are compared with the manifest first.
+
+    Raises UserError where there is none, where it is damaged, and for a config that no architecture here has.
+    """
+    has_weights = config.weights is Weights.checkpoint
+    path = find_checkpoint(config.path, has_weights, config.allow_pickle)
+    if config.verify:
+        verify_manifest(path)
+    checkpoint = open_checkpoint(path, config.allow_pickle)
+    architecture = find_architecture(checkpoint.config)
+    return ModelSource(checkpoint, architecture, architecture.read_config(checkpoint.config), has_weights)

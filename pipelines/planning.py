@@ -1,0 +1,128 @@
+"""Stage 2 of an engine: the model on the meta device, with the layers that it will have. No weight is read yet."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from conf.errors import UserError
+from conf.quantization import (
+    Activations,
+    CalibrateConfig,
+    KVCacheFormat,
+    KVCacheScales,
+    QuantConfig,
+    QuantizeConfig,
+    QuantScheme,
+)
+from conf.schema import DType, RunConfig
+from models.causal_lm import CausalLM
+from models.formats.base import CodedWeights, WeightFile
+from models.linear_layers import pack_layers
+from models.outline import open_model
+from models.weights import DTYPES, stored_dtype
+from pipelines.memory import max_layer_values
+from pipelines.opening import ModelSource
+from quantization.kv_scales import ZERO_POINTS, place_kv_scales
+from quantization.layouts import read_quantization
+from quantization.layouts.base import StoredQuantization
+from quantization.layouts.kv_cache import read_kv_cache_scheme
+from quantization.plan import make_activations_auto, place_stored_layers, plan, quantize_while_loading
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What is going to be loaded, and where to."""
+
+    source: ModelSource
+    model: CausalLM
+    """On the meta device."""
+    files: list[WeightFile]
+    """The checkpoint's weights; none with model.weights=random."""
+    ignored_tensors: tuple[str, ...]
+    """Suffixes of names in the files that are no parameters."""
+    dtype: torch.dtype
+    device: torch.device
+    packed: bool
+    """Whether layers hold their weights as the machine's kernels read them, and decode steps are captured."""
+    static_cache: KVCacheFormat | None
+    """The format of a KV cache whose scales are among the files' tensors."""
+    max_layer_values: int
+    """The most values of a token at once around a linear layer."""
+
+
+def plan_model(run: RunConfig, source: ModelSource, device: torch.device, packed: bool) -> ModelPlan:
+    """Build the model on the meta device and put the layers in their places that the checkpoint or the `quant` option asks for.
+
+    `packed` is not for a model whose layers will be replaced. A scheme that needs calibration must be the checkpoint's own.
+    Raises UserError for files that cannot be opened, and where the options contradict them.
+    """
+    config = source.checkpoint.config
+    model, files = open_model(source.architecture, source.shape, source.checkpoint if source.has_weights else None)
+    model.eval()
+    max_values = max_layer_values(model)
+    _quantize(model, run.quant, read_quantization(config, files), files)
+    static_cache = _place_cache_scales(model, run.quant, source, files)
+    dtype = DTYPES[stored_dtype(config, files) if run.model.dtype is DType.auto else run.model.dtype.name]
+    if packed:
+        pack_layers(model, dtype, device)
+    ignored = (*source.architecture.ignored_tensors, *(ZERO_POINTS if static_cache else ()))
+    return ModelPlan(source, model, files, ignored, dtype, device, packed, static_cache, max_values)
+
+
+def without_quantization(run: RunConfig) -> RunConfig:
+    """The run of the float model."""
+    return replace(run, quant=QuantConfig(), calibrate=CalibrateConfig(), quantize=QuantizeConfig())
+
+
+def _quantize(model: CausalLM, config: QuantConfig, stored: StoredQuantization | None, files: list[WeightFile]) -> None:
+    """Put quantised layers in the model: those that the checkpoint holds, or else those of the `quant` option."""
+    if stored is not None:
+        _place_stored(model, config, stored, files)
+    elif config.scheme is not QuantScheme.none:
+        assert not config.needs_calibration
+        quantize_while_loading(model, config)
+    if config.activations is Activations.auto:
+        make_activations_auto(model)
+
+
+def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantization, files: list[WeightFile]) -> None:
+    if not files:
+        raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
+    wanted = plan(model, config)
+    schemes = place_stored_layers(model, stored, _shapes(files))
+    for file in files:
+        if isinstance(file, CodedWeights):
+            file.keep_codes(schemes)
+    for name in wanted | schemes if wanted else ():
+        given, held = (str(each.get(name, "a float")) for each in (wanted, schemes))
+        if given != held:
+            raise UserError(
+                f"quant={config.scheme.name} contradicts the checkpoint, which is quantised already: {name} is {held} there, "
+                f"not {given}: leave quant out, or give the float model"
+            )
+
+
+def _place_cache_scales(
+    model: CausalLM, config: QuantConfig, source: ModelSource, files: list[WeightFile]
+) -> KVCacheFormat | None:
+    """Give attention modules the scales of the KV cache that the checkpoint holds; returns their format, or None without such scales."""
+    stored = read_kv_cache_scheme(source.checkpoint.config)
+    if stored is None:
+        if config.has_static_kv_cache:
+            raise UserError(
+                "quant.kv_cache_scales=static, but the checkpoint, which is quantised already, has no scales of the KV cache: "
+                "give quant.kv_cache_scales=dynamic, or the float model"
+            )
+        return None
+    given = config.kv_cache, config.kv_cache_scales
+    if given not in ((KVCacheFormat.none, KVCacheScales.dynamic), (stored.format, KVCacheScales.static)):
+        raise UserError(
+            f"quant.kv_cache={given[0].name} with {given[1].name} scales contradicts the checkpoint, whose KV cache is "
+            f"{stored.format.name} with static scales: leave quant.kv_cache out"
+        )
+    place_kv_scales(model, stored.per_head, _shapes(files))
+    return stored.format
+
+
+def _shapes(files: list[WeightFile]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for file in files for name, shape in file.shapes.items()}

@@ -1,0 +1,48 @@
+"""What decides the outcome of a quantisation, and the folder that a model without a name gets by it."""
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from conf.schema import RunConfig
+from pipelines.fingerprint import calibration_fingerprint, file_fingerprint
+from pipelines.journal import dumps
+from pipelines.opening import ModelSource
+from pipelines.report import REPOSITORY
+
+VERSION = 2  # of what the same settings make: raise it with every change of codes, scales or what is observed
+MADE = REPOSITORY / "outputs" / "quantized"  # models that were made without a name
+
+
+def default_target(run: RunConfig, source: ModelSource) -> Path:
+    """Return a folder whose name tells apart weights, quantisation and calibration."""
+    digest = hashlib.sha256(dumps(job_of(run, source)).encode()).hexdigest()
+    name = Path(run.model.path).resolve().name if Path(run.model.path).exists() else run.model.path.replace("/", "_")
+    cache = f"-kv_{run.quant.kv_cache.name}" if run.quant.has_static_kv_cache else ""
+    return MADE / f"{name}-{run.quant.scheme.name}-{run.quant.method.name}{cache}-{digest[:12]}"
+
+
+def job_of(run: RunConfig, source: ModelSource) -> dict[str, Any]:
+    """Return the model's files, how they are quantised, and on which texts. Raises UserError where there are no weights."""
+    if not source.has_weights:
+        raise UserError(
+            "model.weights=random has nothing to calibrate: leave it out, or give quant.method=rtn with dynamic activations, "
+            "which calibrates nothing"
+        )
+    cache = () if run.quant.has_static_kv_cache else ("kv_cache", "kv_cache_scales")
+    quant = {key: value for key, value in asdict(run.quant).items() if key not in cache}
+    quant |= {"activations": run.quant.activations.of_model}
+    tokenizer = run.model.tokenizer
+    job = {
+        "version": VERSION,
+        "quant": quant,
+        **calibration_fingerprint(run),
+        "dtype": run.model.dtype,
+        "max_length": run.model.max_length,
+        "tokenizer": tokenizer and file_fingerprint(Path(tokenizer).expanduser(), "tokenizer"),
+        "files": file_fingerprint(source.checkpoint.path, "model"),
+    }
+    return dict(json.loads(json.dumps(job, default=lambda value: value.name)))
