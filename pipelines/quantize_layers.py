@@ -28,7 +28,6 @@ def quantize_layers(
     """
     model = engine.runner.model
     parts = parts_of(model, schemes)
-    files.write_rest(model, parts)
     if config.has_static_kv_cache:
         place_kv_scales(model, per_head=True, found={})
     calibrator = calibrator_of(engine, config, samples)

@@ -19,6 +19,7 @@ from pipelines.quantize_preflight import Preflight, preflight
 from pipelines.quantize_report import Predictions, write_report
 from pipelines.request_settings import read_request_settings
 from quantization.part_files import PartFiles
+from quantization.quantizer import parts_of
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,9 @@ def _make(
     bytes_before = engine.runner.weight_bytes
     with complete_folder(target, run.quantize.overwrite, "quantize", resumable=True) as folder:
         files = PartFiles.begin(folder, job_of(run, source), layout.layout_of)
+        files.write_rest(
+            model, parts_of(model, layout.schemes)
+        )  # before predictions, which may normalise a head in place
         before = Predictions(engine, data.held_out) if with_report else None
         reports = quantize_layers(engine, run.quant, layout.schemes, data.samples, files, progress)
         metrics: dict[str, Any] = {

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,21 +20,21 @@ import torch
 from conf.compose import compose_run_config
 from conf.errors import UserError
 from conf.quantization import Activations, CalibrateConfig, QuantConfig, QuantMethod, QuantScheme
-from conf.schema import RunConfig, Task
+from conf.schema import Task
 from models.decoder import DecoderLayer
 from models.formats.manifest import MANIFEST
-from models.linear_layers import linear_specs
 from pipelines import quantize, quantize_estimate, quantize_job, report
 from pipelines.opening import open_source
 from pipelines.output_folder import only_maker
 from pipelines.quantize import find_or_make
-from pipelines.quantize_estimate import Costs
 from pipelines.quantize_preflight import preflight
+from pipelines.request_settings import read_request_settings
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.goldens import GOLDENS
 from tests.helpers.quantized_models import CALIBRATED, quantize_run, random_rows, write_rows
 
 LLAMA = GOLDENS / "llama3"
+NUM_TOKENS = 6 * 16  # of quantize_run's samples, which are all in one step
 
 # Three processes want one model. The first to get the lock waits until both others have said that they wait, and is then killed.
 DRIVER = """
@@ -203,62 +204,62 @@ def test_a8w8_alone_finds_smoothing_from_few_tokens() -> None:
     assert not compose_run_config(["quant=a8w8", "quant.method=rtn"]).quant.needs_calibration
 
 
-def expected(run: RunConfig, monkeypatch: pytest.MonkeyPatch, **costs: float) -> float:
-    """Seconds where these things alone cost something."""
-    free = dict.fromkeys(Costs.__dataclass_fields__, 0.0)
-    monkeypatch.setattr(quantize_estimate, "_measure", lambda *arguments: Costs(**free | costs))
-    monkeypatch.setattr(quantize_estimate, "START_S", 0.0)
-    return float(
-        preflight(replace(run, task=Task.quantize), open_source(run.model)).duration.split()[1].replace(",", "")
-    )
-
-
 @pytest.mark.parametrize(
-    ("scheme", "passes", "coded_passes"),
+    ("scheme", "passes"),
     [
-        ("a8w8 dynamic smoothquant", 1, 0),
-        ("a8w8 static", 1, 0),
-        ("fp8 dynamic smoothquant, static cache", 1, 1),
-        ("int8 gptq", 1, 1),
+        ("a8w8 dynamic smoothquant", 1),
+        ("a8w8 static", 1),
+        ("fp8 dynamic smoothquant, static cache", 2),
+        ("int8 gptq", 2),
     ],
 )
-def test_the_estimate_counts_the_passes_that_are_made(
-    scheme: str, passes: int, coded_passes: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_estimate_counts_the_tokens_that_a_layer_sees(
+    scheme: str, passes: int, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Operations of products: two for each weight and token. Of the head there are none."""
-    monkeypatch.setattr("pipelines.quantize_job.MADE", tmp_path / "quantized")
-    run = quantize_run(LLAMA, CALIBRATED[scheme], None, data)
-    model = preflight(run, open_source(run.model)).plan.model
-    sizes = [layer.shape[0] * layer.shape[1] for name, layer in linear_specs(model).items() if ".layers." in name]
-    once = 2.0 * 6 * 16 * sum(sizes)
-    assert expected(run, monkeypatch, product=1.0) == pytest.approx(passes * once)
-    assert expected(run, monkeypatch, coded_product=1.0) == pytest.approx(coded_passes * once)
-    seen = _rows_through_the_first_layer(run, monkeypatch)
-    assert seen.count(6 * 16) == passes + coded_passes  # all samples in a step
-    assert max(set(seen) - {6 * 16}, default=0) <= 16  # the others are probes
-
-
-def _rows_through_the_first_layer(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of each time that it is computed, while the model is made."""
-    rows: list[int] = []
-    forward, first = DecoderLayer.forward, []
+    """Where a pass of a token takes a second and all else no time, a run takes one for each token, layer and pass. The head has none."""
+    run, clock = quantize_run(LLAMA, CALIBRATED[scheme], None, data), Clock()
+    monkeypatch.setattr(quantize_estimate, "START_S", 0.0)
+    monkeypatch.setattr(quantize_estimate, "REPORT_S", 0.0)
+    monkeypatch.setattr("pipelines.quantize_estimate.time.perf_counter", clock)
+    monkeypatch.setattr("quantization.calibration.perf_counter", clock)
+    forward = DecoderLayer.forward
 
     def counted(self: DecoderLayer, stream: tuple[torch.Tensor, ...], *others: object) -> object:
-        first.append(self)
-        if self is first[0]:
-            rows.append(len(stream[0]))
+        clock.seconds += len(stream[0]) if len(stream[0]) == NUM_TOKENS else 0  # else a probe
         return forward(self, stream, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DecoderLayer, "forward", counted)
-    find_or_make(run, open_source(run.model), report.NO_PROGRESS)
-    return rows
+    source = open_source(run.model)
+    ready = preflight(run, source, read_request_settings(run.model, source), data.parent)
+    measured = passes * NUM_TOKENS  # one of the layers, which are all alike
+    layers = source.shape.num_hidden_layers
+    assert ready.duration == f"about {measured + passes * NUM_TOKENS * layers:,.0f} s"
+    assert [file.name for file in data.parent.iterdir()] == [data.name]  # what was made to measure is gone
 
 
-def test_operations_of_gptq_and_of_searches_are_counted(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = quantize_run(LLAMA, CALIBRATED["int8 gptq"], None, data)
-    shapes = [layer.shape for layer in linear_specs(preflight(run, open_source(run.model)).plan.model).values()]
-    hessians_and_rounding = sum(2 * 6 * 16 * i * i + i**3 + o * i * i for o, i in shapes)
-    monkeypatch.setattr(quantize_estimate, "_seconds", lambda work: 0.0)
-    assert expected(run, monkeypatch, wide_product=1.0) == pytest.approx(hessians_and_rounding)
-    clip = replace(run, quant=QuantConfig(QuantScheme.int8, auto_clip=True))
-    assert expected(clip, monkeypatch, wide_product=1.0) == pytest.approx(10 * 2 * 512 * sum(o * i for o, i in shapes))
+def test_layers_of_other_shapes_are_measured_apart(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer has an MLP where the others have experts; the weights, which are others, are only read for their time."""
+    shutil.copytree(GOLDENS / "qwen2_moe", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"mlp_only_layers": [0]}))
+    run = quantize_run(tmp_path / "model", QuantConfig(QuantScheme.int8, QuantMethod.gptq), None, data)
+    costs, measure = [], quantize_estimate._measure
+
+    def noted(*arguments: Any) -> Any:
+        costs.extend(measure(*arguments))
+        return costs
+
+    monkeypatch.setattr(quantize_estimate, "_measure", noted)
+    source = open_source(run.model)
+    preflight(run, source, read_request_settings(run.model, source), data.parent)
+    assert len(costs) == 3  # two kinds of layers, and the head
+
+
+class Clock:
+    """Time that only what counts makes pass."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
