@@ -86,7 +86,7 @@ def test_every_layout_and_task_is_bounded(tmp_path: Path, num_made: list[int]) -
             convert(tmp_path / "hf", tmp_path / "made", format=format)
     run = run_config(tmp_path / "hf")
     with pytest.raises(UserError, match=REFUSED):
-        print_preflight(run, open_source(run.model))
+        print_preflight(run, open_source(run.model), tmp_path)
     assert num_made[0] < 10_000
 
 
