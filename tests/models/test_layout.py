@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from models.layers.linear import Linear
 from models.layers.norm import AddRMSNorm, RMSNorm
 from models.linear_layers import connect_norms
-from pipelines.assembly import assemble
-from tests.helpers.builders import all_logits, run_config
+from tests.helpers.builders import all_logits, run_config, unpacked_engine
 from tests.helpers.deepseek import CASES, build
 from tests.helpers.goldens import FAMILIES, WHOLE_PROMPTS, link
 
@@ -42,7 +41,7 @@ def readers_seen(layer: nn.Module, compute: Any) -> dict[str, set[str]]:
 
 
 def check_layout(folder: Path) -> None:
-    engine = assemble(run_config(folder, allow_pickle=True), 3, packed=False)
+    engine = unpacked_engine(run_config(folder, allow_pickle=True), 3)
     model, prompt = engine.runner.model, list(range(2, 20))
     connect_norms(model)
     found = set()

@@ -15,13 +15,13 @@ from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
 from models.formats.partition import split_axis
 from models.layers.attention import Heads
+from models.layers.linear import Linear
 from models.layers.norm import AddRMSNorm, ResidualStream
 from models.layout import Unit
-from pipelines.assembly import assemble
 from pipelines.engine import Engine
 from pipelines.engine.batch import whole_batch
 from pipelines.engine.kv_cache import allocate_kv_cache
-from tests.helpers.builders import run_config
+from tests.helpers.builders import run_config, unpacked_engine
 from tests.helpers.deepseek import V3_GROUPS
 from tests.helpers.deepseek import build as build_deepseek
 from tests.helpers.goldens import FAMILIES, GOLDENS, link
@@ -39,7 +39,7 @@ def float_engine(family: str, folder: Path) -> Engine:
         write_model(folder, OTHERS[family], pad_token_id=0, eos_token_id=1)
     else:
         link(family, folder)
-    return assemble(run_config(folder, allow_pickle=True), 3, packed=False)
+    return unpacked_engine(run_config(folder, allow_pickle=True), 3)
 
 
 def batch_of(engine: Engine, family: str, num_outputs: tuple[int, int]) -> Batch:
@@ -107,14 +107,18 @@ def cut_layer(model: CausalLM, rank: int) -> nn.Module:
         Unit.KEY_VALUE_HEAD: (h.num_key_value_heads, h.head_dim),
         Unit.QKV_HEAD: (h.num_attention_heads, 3 * h.head_dim),
     }
-    for name, parameter in layer.named_parameters():
+    for name, parameter in list(layer.named_parameters()):
         axis = split_axis(model, f"{layout.layers}.0.{name}")
         if axis is None:
             continue
         path, _, leaf = name.rpartition(".")
         fused, size = layout.fused.get(path.rpartition(".")[2], (Unit.CHANNEL,)), parameter.shape[axis]
         sections = [units.get(unit, (size // len(fused), 1)) for unit in fused]
-        setattr(layer.get_submodule(path), leaf, nn.Parameter(share(parameter.data, axis, rank, sections), False))
+        module, own = layer.get_submodule(path), share(parameter.data, axis, rank, sections)
+        if isinstance(module, Linear) and leaf == "weight":
+            module.method = module.method.with_weight(own.T if module.is_transposed else own)
+        else:
+            setattr(module, leaf, nn.Parameter(own, False))
     groups = max(1, h.num_key_value_heads // RANKS)
     attention.heads = Heads(h.num_attention_heads // RANKS, groups, h.head_dim, h.value_head_dim)
     return layer
