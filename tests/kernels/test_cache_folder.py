@@ -18,11 +18,12 @@ from tests.kernels.conftest import have
 STRANGER = 12345
 
 
-# What runs when the library is loaded says so.
+# What runs when the library is loaded says so. It declares no function.
 SOURCE = """
 #include <cstdio>
 #include <cstdlib>
 __attribute__((constructor)) void begin() { std::fclose(std::fopen(std::getenv("LOADED"), "w")); }
+extern "C" void *first_exported() { return nullptr; }
 """
 
 
