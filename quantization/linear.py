@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from conf.quantization import Activations
 from kernels.linear import Float8Weight, GPUWeight, IntWeight, matmul, pack_codes, pack_float8
-from kernels.quantize_rows import QuantizedRows, RowCodes, Rows, quantize_rows
+from kernels.quantize_rows import ActivationFormat, QuantizedActivations, Rows, quantize_rows
 from models.layers.linear_method import LinearMethod, Weight, take
 from quantization.activations import quantize_static
 from quantization.codes import CodeKind
@@ -52,7 +52,7 @@ class CodedMethod(LinearMethod):
         """Take a CPU's weight out of `tensors`. Raises KeyError and ValueError as `restore` does."""
 
     @abstractmethod
-    def code_format(self, num_rows: int, num_weights: int) -> RowCodes | None:
+    def code_format(self, num_rows: int, num_weights: int) -> ActivationFormat | None:
         """Return the activation format for `num_rows` rows that `num_weights` weights divide, without static scales; None for floats."""
 
     @property
@@ -110,7 +110,7 @@ class CodedMethod(LinearMethod):
             x = x[:, self._permutation]
         return matmul(self.quantized(x), self.weight, bias)
 
-    def activations(self, num_rows: int, num_weights: int = 1) -> RowCodes | None:
+    def activations(self, num_rows: int, num_weights: int = 1) -> ActivationFormat | None:
         """Return None also where activations are permuted first, as no others are."""
         format = self.code_format(num_rows, num_weights)
         return (
@@ -118,16 +118,16 @@ class CodedMethod(LinearMethod):
         )
 
     def quantized(self, x: Rows, num_weights: int = 1) -> Rows:
-        if isinstance(x, QuantizedRows):
+        if isinstance(x, QuantizedActivations):
             return x
         format = self.code_format(len(x), num_weights)
         if format is None:
             return x
         if self.input_scale is None:
-            return QuantizedRows(*quantize_rows(x, format.dtype, format.group_size), x.dtype, format.group_size)
+            return QuantizedActivations(*quantize_rows(x, format.dtype, format.group_size), x.dtype, format.group_size)
         # not by `quantize_rows`, whose static scales are for experts: on a CPU that takes 640 us instead of 61 for 64 rows of 2048
         codes = quantize_static(x, self.input_scale, self.scheme.weights.kind)
-        return QuantizedRows(codes, self.input_scale.reshape(1, 1), x.dtype)
+        return QuantizedActivations(codes, self.input_scale.reshape(1, 1), x.dtype)
 
     @property
     def merge_key(self) -> Hashable:
@@ -153,11 +153,11 @@ class IntMethod(CodedMethod):
         size = w.group_size or self._shape[1]
         return IntWeight(tensors.pop("packed"), *self._shape, size, w.bits, has_zero_points=not w.symmetric)
 
-    def code_format(self, num_rows: int, num_weights: int) -> RowCodes | None:
+    def code_format(self, num_rows: int, num_weights: int) -> ActivationFormat | None:
         activations = self.scheme.activations
         if activations is Activations.none or activations is Activations.auto and num_rows < MANY_ROWS * num_weights:
             return None
-        return RowCodes(torch.int8)
+        return ActivationFormat(torch.int8)
 
 
 class Float8Method(CodedMethod):
@@ -173,9 +173,9 @@ class Float8Method(CodedMethod):
         codes = take(tensors, "codes", self._shape, torch.float8_e4m3fn)
         return Float8Weight(codes, take(tensors, "scales", scales, torch.float32))
 
-    def code_format(self, num_rows: int, num_weights: int) -> RowCodes | None:
+    def code_format(self, num_rows: int, num_weights: int) -> ActivationFormat | None:
         is_float = self.scheme.activations is Activations.none
-        return None if is_float else RowCodes(torch.float8_e4m3fn, self.scheme.weights.group_size)
+        return None if is_float else ActivationFormat(torch.float8_e4m3fn, self.scheme.weights.group_size)
 
 
 METHODS: dict[CodeKind, type[CodedMethod]] = {CodeKind.INT: IntMethod, CodeKind.FP8: Float8Method}

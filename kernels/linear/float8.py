@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear.plain import linear
-from kernels.quantize_rows.rows import QuantizedRows, Rows
+from kernels.quantize_rows.rows import QuantizedActivations, Rows
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Float8Weight:
 
 def matmul(x: Rows, weight: Float8Weight) -> Tensor:
     """x [M, K] times weight transposed: [M, N] in x's dtype. Beside floats the weight is rounded to their dtype first."""
-    if isinstance(x, QuantizedRows):
+    if isinstance(x, QuantizedActivations):
         return _matmul_codes(x, weight)
     codes, scales = weight.codes.to(x.dtype), weight.scales
     values = codes.unflatten(1, (scales.shape[1], -1)) * scales[:, :, None]  # [N, G, K / G]
     return linear(x, values.flatten(1).to(x.dtype))
 
 
-def _matmul_codes(x: QuantizedRows, weight: Float8Weight) -> Tensor:
+def _matmul_codes(x: QuantizedActivations, weight: Float8Weight) -> Tensor:
     """Sums of a group are made of codes alone, scales come after."""
     codes, scales = weight.codes, weight.scales
     if scales.shape[1] == 1:

@@ -14,7 +14,7 @@ from kernels.linear import portable
 from kernels.linear.float_weight import FloatWeight
 from kernels.linear.int_weight import IntWeight
 from kernels.operator import Misfit, Parts, operator
-from kernels.quantize_rows import QuantizedRows, Rows
+from kernels.quantize_rows import QuantizedActivations, Rows
 from kernels.swiglu import swiglu
 
 MAX_TOGETHER = 3  # weights that one call multiplies: queries, keys and values
@@ -47,11 +47,11 @@ class WeightGroup:
 
 
 def _row_parts(x: Rows) -> tuple[Tensor, Tensor | None, torch.dtype]:
-    return (x.codes, x.scales, x.dtype) if isinstance(x, QuantizedRows) else (x, None, x.dtype)
+    return (x.codes, x.scales, x.dtype) if isinstance(x, QuantizedActivations) else (x, None, x.dtype)
 
 
 def _make_rows(codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Rows:
-    return codes if scales is None else QuantizedRows(codes, scales, dtype)
+    return codes if scales is None else QuantizedActivations(codes, scales, dtype)
 
 
 def _weight_parts(weight: PackedWeight) -> tuple[Tensor, int, int, int, int, bool]:
@@ -88,7 +88,7 @@ ROWS, WEIGHT, GROUP = (
 
 
 def _empty_products(x: Rows, weights: Sequence[PackedWeight], *_: Any) -> list[Tensor]:
-    rows = x.codes if isinstance(x, QuantizedRows) else x
+    rows = x.codes if isinstance(x, QuantizedActivations) else x
     return [rows.new_empty(rows.shape[0], weight.num_outputs, dtype=x.dtype) for weight in weights]
 
 
@@ -101,14 +101,14 @@ def _check(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> None:
     if len(weights) > MAX_TOGETHER:
         raise ValueError(f"{len(weights)} weights: at most {MAX_TOGETHER} are multiplied together")
     shape, dtype, format = x.shape, x.dtype, weights[0].format
-    are_ints, are_codes = isinstance(weights[0], IntWeight), isinstance(x, QuantizedRows)
+    are_ints, are_codes = isinstance(weights[0], IntWeight), isinstance(x, QuantizedActivations)
     if dtype not in DTYPES:
         raise ValueError(f"products of {dtype}: there are only those of {', '.join(map(str, DTYPES))}")
     if not are_ints and (are_codes or dtype != format):
         raise ValueError(
             f"{'codes for ' if are_codes else ''}rows of {dtype} cannot be multiplied by a weight of {format}"
         )
-    if isinstance(x, QuantizedRows):
+    if isinstance(x, QuantizedActivations):
         _check_codes(x)
     for weight, bias in zip(weights, biases, strict=True):
         if len(shape) != 2 or shape[1] != weight.num_inputs:
@@ -116,7 +116,7 @@ def _check(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> None:
         if weight.format != format:
             raise ValueError(f"weights of {format} and {weight.format} cannot be multiplied together")
         if x.is_cpu != weight.memory.is_cpu:
-            device = x.codes.device if isinstance(x, QuantizedRows) else x.device
+            device = x.codes.device if isinstance(x, QuantizedActivations) else x.device
             raise ValueError(f"rows on {device} and a weight on {weight.memory.device}")
         if bias is not None and (
             bias.shape != (weight.num_outputs,) or bias.dtype != dtype or not bias.is_contiguous()
@@ -126,7 +126,7 @@ def _check(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> None:
             )
 
 
-def _check_codes(x: QuantizedRows) -> None:
+def _check_codes(x: QuantizedActivations) -> None:
     if x.codes.dtype != torch.int8:
         raise ValueError(f"rows of {x.codes.dtype}: weights of integers are multiplied by floats or int8")
     if tuple(x.scales.shape) not in ((1, 1), (len(x), 1)):
@@ -207,7 +207,7 @@ def _check_grouped(x: Rows, weights: WeightGroup, starts: Tensor, ups: WeightGro
     _check(x, [first], [None])
     if (starts.shape, starts.dtype) != ((count + 1,), torch.int64):
         raise ValueError(f"starts {list(starts.shape)} of {starts.dtype} for {count} weights")
-    if isinstance(x, QuantizedRows) and len(x.scales) != len(x):
+    if isinstance(x, QuantizedActivations) and len(x.scales) != len(x):
         raise ValueError(f"{len(x.scales)} scale for {len(x)} rows: each has its own beside weights in groups")
     if ups is None:
         return
@@ -221,7 +221,11 @@ def _grouped_matmul(x: Rows, weights: WeightGroup, starts: Tensor, ups: WeightGr
     ends, outs = starts.tolist(), []
     for i, weight in enumerate(weights.weights):
         rows = slice(ends[i], ends[i + 1])
-        part = QuantizedRows(x.codes[rows], x.scales[rows], x.dtype) if isinstance(x, QuantizedRows) else x[rows]
+        part = (
+            QuantizedActivations(x.codes[rows], x.scales[rows], x.dtype)
+            if isinstance(x, QuantizedActivations)
+            else x[rows]
+        )
         y = portable.matmul(part, weight, None)
         outs.append(y if ups is None else swiglu(y, portable.matmul(part, ups.weights[i], None)))
     return torch.cat(outs)
@@ -256,7 +260,7 @@ def grouped_matmul(
 
 def _rows(x: Rows) -> tuple[Rows, tuple[int, int | None, int, int]]:
     """Return contiguous rows, and for C++: their address, that of their scales, how far those are apart, and the number of the dtype."""
-    if not isinstance(x, QuantizedRows):
+    if not isinstance(x, QuantizedActivations):
         x = x.contiguous()
         return x, (x.data_ptr(), None, 0, DTYPES[x.dtype])
     if not (x.codes.is_contiguous() and x.scales.is_contiguous()):

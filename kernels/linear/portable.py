@@ -6,7 +6,7 @@ from torch import Tensor
 from kernels.linear.float_weight import FloatWeight
 from kernels.linear.int_weight import IntWeight
 from kernels.linear.reference import dequantize, linear
-from kernels.quantize_rows.rows import QuantizedRows, Rows
+from kernels.quantize_rows.rows import QuantizedActivations, Rows
 
 BLOCK_BYTES = 2**25  # of dequantised weights at a time: small beside a model, large beside the cost of a call
 
@@ -21,7 +21,7 @@ def matmul(x: Rows, weight: FloatWeight | IntWeight, bias: Tensor | None) -> Ten
     if isinstance(weight, FloatWeight):
         assert isinstance(x, Tensor)
         return linear(x, weight.unpack(), bias)
-    y = _int8_matmul(x, weight) if isinstance(x, QuantizedRows) else _int_matmul(x, weight)
+    y = _int8_matmul(x, weight) if isinstance(x, QuantizedActivations) else _int_matmul(x, weight)
     return y if bias is None else y + bias
 
 
@@ -30,7 +30,7 @@ def _int_matmul(x: Tensor, weight: IntWeight) -> Tensor:
     return torch.cat(parts, dim=1).to(x.dtype)
 
 
-def _int8_matmul(x: QuantizedRows, weight: IntWeight) -> Tensor:
+def _int8_matmul(x: QuantizedActivations, weight: IntWeight) -> Tensor:
     """Exact integers in a group, groups in float32 in their order, then the scales of x."""
     parts = []
     for block in blocks(weight):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.launches import Launch, tuned_launch
 from kernels.linear.gpu_weight import BLOCK, GPUWeight
-from kernels.quantize_rows.rows import QuantizedRows, Rows
+from kernels.quantize_rows.rows import QuantizedActivations, Rows
 
 FULL_GPU = 264  # programs that keep an H200 busy: two for each of its 132 multiprocessors
 EPILOGUE_SIZE = 1024
@@ -26,7 +26,7 @@ LARGE = Launch(128, 128, 8, 3)
 
 def matmul(x: Rows, weight: GPUWeight) -> Tensor:
     """As the package says, with float32 sums; those of int8 are exact within a chunk at least."""
-    if isinstance(x, QuantizedRows):
+    if isinstance(x, QuantizedActivations):
         return _multiply(x.codes, x.scales, weight, x.dtype, x.group_size)
     return _multiply(x, None, weight, x.dtype)
 

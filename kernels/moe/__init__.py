@@ -7,7 +7,7 @@ from kernels.build import DTYPES, Library
 from kernels.linear.gpu_weight import GPUWeight
 from kernels.moe import reference
 from kernels.operator import Misfit, operator
-from kernels.quantize_rows import RowCodes
+from kernels.quantize_rows import ActivationFormat
 
 __all__ = ["combine_rows", "group_rows", "mixture", "route"]
 
@@ -76,8 +76,8 @@ def mixture(
     down: GPUWeight,
     weights: Tensor,
     chosen: Tensor,
-    gate_up_rows: RowCodes | None = None,
-    down_rows: RowCodes | None = None,
+    gate_up_rows: ActivationFormat | None = None,
+    down_rows: ActivationFormat | None = None,
 ) -> Tensor:
     """See kernels/moe/reference.py. The weights, floats or quantised, are the values there; on a GPU alone, which nothing waits for."""
     from kernels.moe import triton

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.quantize_rows.reference import quantize_rows
-from kernels.quantize_rows.rows import RowCodes
+from kernels.quantize_rows.rows import ActivationFormat
 from kernels.swiglu.reference import swiglu
 
 
@@ -14,8 +14,8 @@ def mixture(
     down: Tensor,
     weights: Tensor,
     chosen: Tensor,
-    gate_up_rows: RowCodes | None = None,
-    down_rows: RowCodes | None = None,
+    gate_up_rows: ActivationFormat | None = None,
+    down_rows: ActivationFormat | None = None,
 ) -> Tensor:
     """The weighted sum of each token's experts (arXiv 1701.06538): down(silu(gate(x)) * up(x)).
 
@@ -74,7 +74,7 @@ def combine_rows(parts: Tensor, weights: Tensor, places: Tensor) -> Tensor:
     return total.to(parts.dtype)
 
 
-def _rounded(x: Tensor, rows: RowCodes | None, expert: int) -> Tensor:
+def _rounded(x: Tensor, rows: ActivationFormat | None, expert: int) -> Tensor:
     """The numbers that quantised rows stand for."""
     if rows is None:
         return x

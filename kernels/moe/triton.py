@@ -19,7 +19,7 @@ from kernels.launches import Launch, tuned_launch
 from kernels.linear.gpu_weight import GPUWeight
 from kernels.linear.triton import chunks_at_once, format_of, multiply_row, multiply_rows
 from kernels.paged_attention.triton import find_segment
-from kernels.quantize_rows.rows import RowCodes
+from kernels.quantize_rows.rows import ActivationFormat
 from kernels.quantize_rows.triton import quantize_rows
 from kernels.swiglu.triton import silu
 
@@ -64,8 +64,8 @@ def mixture(
     down: GPUWeight,
     weights: Tensor,
     chosen: Tensor,
-    gate_up_rows: RowCodes | None = None,
-    down_rows: RowCodes | None = None,
+    gate_up_rows: ActivationFormat | None = None,
+    down_rows: ActivationFormat | None = None,
 ) -> Tensor:
     """As kernels/moe/__init__.py says, with float32 sums."""
     (tokens, per_token), experts = chosen.shape, len(down.codes)
@@ -89,7 +89,7 @@ def _sorted(chosen: Tensor, num_experts: int) -> Pairs:
 
 
 def _multiply(
-    x: Tensor, weight: GPUWeight, rows: RowCodes | None, pairs: Pairs, weights: Tensor | None, output: Tensor
+    x: Tensor, weight: GPUWeight, rows: ActivationFormat | None, pairs: Pairs, weights: Tensor | None, output: Tensor
 ) -> None:
     """The gated product if `weights` is None, else the weighted one. x has a row for each token, or for each pair."""
     num_pairs, experts = len(pairs.experts), len(weight.codes) // (2 if weights is None else 1)

@@ -9,9 +9,9 @@ from torch import Tensor
 from kernels.build import DTYPES, Library
 from kernels.operator import Misfit, operator
 from kernels.quantize_rows import reference
-from kernels.quantize_rows.rows import QuantizedRows, RowCodes, Rows
+from kernels.quantize_rows.rows import ActivationFormat, QuantizedActivations, Rows
 
-__all__ = ["QuantizedRows", "RowCodes", "Rows", "quantize_rows"]
+__all__ = ["QuantizedActivations", "ActivationFormat", "Rows", "quantize_rows"]
 
 
 @operator(reference.quantize_rows, has_triton=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class RowCodes(NamedTuple):
+class ActivationFormat(NamedTuple):
     """What rows are quantised to before a product, with a scale for each row, for each group of its inputs, or for each expert."""
 
     dtype: torch.dtype
@@ -18,7 +18,7 @@ class RowCodes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QuantizedRows:
+class QuantizedActivations:
     """Rows that were quantised: codes * scales."""
 
     codes: Tensor
@@ -41,5 +41,5 @@ class QuantizedRows:
         return len(self.codes)
 
 
-Rows: TypeAlias = Tensor | QuantizedRows
+Rows: TypeAlias = Tensor | QuantizedActivations
 """What a weight is multiplied by."""

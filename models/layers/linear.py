@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from kernels.linear import FloatWeight, IntWeight, PackedWeight, gpu_weight, matmul_swiglu, matmul_together
-from kernels.quantize_rows import RowCodes
+from kernels.quantize_rows import ActivationFormat
 from kernels.swiglu import swiglu, swiglu_quantize
 from models.batch import Batch
 from models.layers.dense import DenseMethod, StoredFloats, TiedMethod
-from models.layers.linear_method import LinearMethod, are_alike, quantized_rows, share_input_scale, take
+from models.layers.linear_method import LinearMethod, are_alike, quantized_activations, share_input_scale, take
 from models.layers.module import Module
 
 
@@ -180,7 +180,7 @@ class MergedLinear(Module):
         return swiglu_for(self._readers, gate, up)
 
 
-def shared_activations(num_rows: int, readers: Sequence[Linear]) -> RowCodes | None:
+def shared_activations(num_rows: int, readers: Sequence[Linear]) -> ActivationFormat | None:
     """Return the activation format that all these layers expect for `num_rows` rows and may share, or None for floats."""
     wanted = {reader.method.activations(num_rows) for reader in readers}
     format = wanted.pop() if len(wanted) == 1 else None
@@ -193,7 +193,7 @@ def swiglu_for(readers: Sequence[Linear], gate: Tensor, up: Tensor) -> Tensor:
     if format is None:
         return swiglu(gate, up)
     codes, scales = swiglu_quantize(gate, up, format.dtype, format.group_size)
-    return quantized_rows(codes, scales, gate.dtype, format.group_size)
+    return quantized_activations(codes, scales, gate.dtype, format.group_size)
 
 
 def make_head(embedding: nn.Embedding, tied: bool) -> Linear:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import Float8Weight, GPUWeight, PackedWeight
-from kernels.quantize_rows import QuantizedRows, RowCodes, Rows
+from kernels.quantize_rows import ActivationFormat, QuantizedActivations, Rows
 
 Weight: TypeAlias = Tensor | PackedWeight | Float8Weight | GPUWeight
 
@@ -66,7 +66,7 @@ class LinearMethod(ABC):
         """Return the method of a range of outputs."""
         return self.with_weight(_cut(self.weight, outputs))
 
-    def activations(self, num_rows: int, num_weights: int = 1) -> RowCodes | None:
+    def activations(self, num_rows: int, num_weights: int = 1) -> ActivationFormat | None:
         """Return the activation format that the weight is multiplied by, or None for floats.
 
         `num_weights`: how many weights divide `num_rows` rows among them.
@@ -105,9 +105,9 @@ def share_input_scale(methods: Sequence[LinearMethod]) -> bool:
     return all(scale is scales[0] or (scale is not None and scale.equal(scales[0])) for scale in scales)  # type: ignore[arg-type]
 
 
-def quantized_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype, group_size: int | None) -> Tensor:
+def quantized_activations(codes: Tensor, scales: Tensor, dtype: torch.dtype, group_size: int | None) -> Tensor:
     """Return quantised activations as what an architecture passes on: only the linear layers behind a norm or a gate look inside."""
-    return cast(Tensor, QuantizedRows(codes, scales, dtype, group_size))
+    return cast(Tensor, QuantizedActivations(codes, scales, dtype, group_size))
 
 
 def take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

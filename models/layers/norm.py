@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from models.layers.linear import Linear, shared_activations
-from models.layers.linear_method import quantized_rows
+from models.layers.linear_method import quantized_activations
 from models.layers.module import Module
 
 
@@ -62,7 +62,7 @@ class AddRMSNorm(Module):
         if format is None:
             return add_rms_norm(update, x, self.weight, self.eps)
         codes, scales, total = add_rms_norm_quantize(update, x, self.weight, self.eps, format.dtype, format.group_size)
-        return quantized_rows(codes, scales, x.dtype, format.group_size), total
+        return quantized_activations(codes, scales, x.dtype, format.group_size), total
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float, readers: Sequence[Linear]) -> Tensor:
@@ -70,4 +70,4 @@ def _norm(x: Tensor, weight: Tensor, eps: float, readers: Sequence[Linear]) -> T
     if format is None:
         return rms_norm(x, weight, eps)
     codes, scales = rms_norm_quantize(x, weight, eps, format.dtype, format.group_size)
-    return quantized_rows(codes, scales, x.dtype, format.group_size)
+    return quantized_activations(codes, scales, x.dtype, format.group_size)

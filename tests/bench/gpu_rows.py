@@ -79,7 +79,7 @@ def large_product(dtype: torch.dtype) -> list[Step]:
 def product(kind: str, rows: int, outputs: int, inputs: int) -> Step:
     """Counted as bytes of the weight for one row, else as operations."""
     from kernels.linear import gpu_weight, triton
-    from kernels.quantize_rows import QuantizedRows
+    from kernels.quantize_rows import QuantizedActivations
     from kernels.quantize_rows.triton import quantize_rows
 
     bits = {"bf16": 16, "int4 g128": 4}.get(kind, 8)
@@ -96,7 +96,7 @@ def product(kind: str, rows: int, outputs: int, inputs: int) -> Step:
     if kind in ("int8", "int4 g128"):
         return lambda: triton.matmul(x, weight), counted
     x_codes, x_scales = quantize_rows(x, codes.dtype)
-    return lambda: triton.matmul(QuantizedRows(x_codes, x_scales, BF16), weight), counted
+    return lambda: triton.matmul(QuantizedActivations(x_codes, x_scales, BF16), weight), counted
 
 
 def products_of_a_layer(kind: str, rows: int) -> list[Step]:
@@ -130,7 +130,7 @@ def mixture(kind: str, tokens: int) -> list[Step]:
     """Mixtral-8x7B. Counts the bytes of the experts that are chosen: of one token two, of many all."""
     from kernels.linear import gpu_weight
     from kernels.moe.triton import mixture as run
-    from kernels.quantize_rows import RowCodes
+    from kernels.quantize_rows import ActivationFormat
 
     def experts(count: int, outputs: int, inputs: int) -> gpu_weight.GPUWeight:
         if kind == "bf16":
@@ -144,7 +144,7 @@ def mixture(kind: str, tokens: int) -> list[Step]:
         return gpu_weight.GPUWeight(codes, torch.rand(count, 1, outputs, device="cuda"), None, inputs, 128)
 
     gate_up, down = experts(16, 14336, 4096), experts(8, 4096, 14336)
-    rows = {"a8w8": RowCodes(INT8), "fp8": RowCodes(FP8)}.get(kind)
+    rows = {"a8w8": ActivationFormat(INT8), "fp8": ActivationFormat(FP8)}.get(kind)
     nbytes = sum(part.nbytes for weight in (gate_up, down) for part in weight.tensors.values())
 
     def step(first: int) -> Step:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kernels import build  # noqa: E402
 from kernels import linear as products  # noqa: E402
-from kernels.quantize_rows import QuantizedRows, quantize_rows  # noqa: E402
+from kernels.quantize_rows import QuantizedActivations, quantize_rows  # noqa: E402
 
 SHAPES = {
     "q, o": (2048, 2048),
@@ -82,7 +82,7 @@ def variants(num_outputs: int, num_inputs: int, num_rows: int) -> dict[str, tupl
         made[name] = (nbytes, lambda w=weights: products.matmul(x, next(w)))
         made[f"{name} a8"] = (
             nbytes,
-            lambda w=weights: products.matmul(QuantizedRows(*quantize_rows(x), x.dtype), next(w)),
+            lambda w=weights: products.matmul(QuantizedActivations(*quantize_rows(x), x.dtype), next(w)),
         )
     return made
 

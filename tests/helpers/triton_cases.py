@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.quantize_rows import RowCodes
+from kernels.quantize_rows import ActivationFormat
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -12,7 +12,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 FP8 = torch.float8_e4m3fn
-EXPERT_FORMATS: dict[str, tuple[int, torch.dtype, int | None, bool, RowCodes | None]] = {
+EXPERT_FORMATS: dict[str, tuple[int, torch.dtype, int | None, bool, ActivationFormat | None]] = {
     # bits and dtype of codes, inputs that share a scale, zero points, what rows become
     "w8a16": (8, torch.int8, None, False, None),
     "w8a16 g64": (8, torch.int8, 64, False, None),
@@ -20,9 +20,9 @@ EXPERT_FORMATS: dict[str, tuple[int, torch.dtype, int | None, bool, RowCodes | N
     "w4a16 g128": (4, torch.int8, 128, False, None),
     "w4a16 g32 zero": (4, torch.int8, 32, True, None),
     "fp8 weight": (8, FP8, None, False, None),
-    "w8a8": (8, torch.int8, None, False, RowCodes(torch.int8)),
-    "fp8": (8, FP8, None, False, RowCodes(FP8)),
-    "fp8 blocks": (8, FP8, 128, False, RowCodes(FP8, 128)),
+    "w8a8": (8, torch.int8, None, False, ActivationFormat(torch.int8)),
+    "fp8": (8, FP8, None, False, ActivationFormat(FP8)),
+    "fp8 blocks": (8, FP8, 128, False, ActivationFormat(FP8, 128)),
 }
 
 

@@ -12,7 +12,7 @@ from kernels.linear.gpu_weight import GPUWeight, of_floats
 from kernels.linear.triton import matmul
 from kernels.moe.triton import mixture, route
 from kernels.paged_attention.triton import paged_attention
-from kernels.quantize_rows import QuantizedRows, RowCodes
+from kernels.quantize_rows import ActivationFormat, QuantizedActivations
 from kernels.quantize_rows.triton import quantize_rows
 from kernels.rms_norm.triton import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from kernels.rope.triton import rope
@@ -86,7 +86,7 @@ def rows() -> None:
     angles = torch.empty(64, 64, dtype=BF16)
     for interleaved in (False, True):
         rope(torch.empty(64, 32, 128, dtype=BF16), angles, angles, interleaved)
-    for codes in (RowCodes(torch.int8), RowCodes(FP8), RowCodes(FP8, 128)):
+    for codes in (ActivationFormat(torch.int8), ActivationFormat(FP8), ActivationFormat(FP8, 128)):
         quantize_rows(x, *codes)
         rms_norm_quantize(x, x[0], 1e-5, codes.dtype, codes.group_size)
         add_rms_norm_quantize(x, x, x[0], 1e-5, codes.dtype, codes.group_size)
@@ -116,7 +116,7 @@ def multiply_codes(num_rows: int, dtype: torch.dtype, blocks: bool = False) -> N
     groups = 32 if blocks else 1
     codes, scales = torch.empty(14336, 4096, dtype=dtype), torch.empty(groups, 112 if blocks else 14336)
     x = torch.empty(num_rows, 4096, dtype=dtype)
-    rows = QuantizedRows(x, torch.empty(num_rows, groups), BF16, 128 if blocks else None)
+    rows = QuantizedActivations(x, torch.empty(num_rows, groups), BF16, 128 if blocks else None)
     matmul(rows, GPUWeight(codes, scales, None, 4096, 128))
 
 

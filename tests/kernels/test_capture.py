@@ -28,7 +28,7 @@ from kernels.linear import (
 )
 from kernels.moe import combine_rows, group_rows, route
 from kernels.paged_attention import paged_attention
-from kernels.quantize_rows import QuantizedRows, quantize_rows
+from kernels.quantize_rows import QuantizedActivations, quantize_rows
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from kernels.rope import rope, rope_angles
 from kernels.sampling import most_likely
@@ -80,8 +80,8 @@ PLACES = torch.tensor([0, 1, 8, 9])
 CHOSEN, MATRICES, CODED = torch.tensor([[0], [1], [2], [0]]), WeightGroup([UP, UP, UP]), WeightGroup([CODES] * 3)
 
 
-def codes(x: Tensor) -> QuantizedRows:
-    return QuantizedRows(*quantize_rows(x), x.dtype)
+def codes(x: Tensor) -> QuantizedActivations:
+    return QuantizedActivations(*quantize_rows(x), x.dtype)
 
 
 def attended(x: Tensor) -> Tensor:

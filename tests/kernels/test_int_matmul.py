@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import IntWeight, matmul, pack_codes, pack_float8, reference
-from kernels.quantize_rows import QuantizedRows, quantize_rows
+from kernels.quantize_rows import QuantizedActivations, quantize_rows
 
 ROWS = [1, 2, 3, 7, 8, 9, 63, 65]
 SHAPES = [
@@ -96,16 +96,16 @@ def test_int8_equals_exact_integers_and_itself_in_any_batch(any_way: str, bits: 
         x_codes[0], x_codes[1] = -128, 127  # the largest sums
         expected = reference.int8_matmul(x_codes, x_scales, codes, scales, points, size)
         values = reference.dequantize(codes, scales.double(), points, size)
-        whole = matmul(QuantizedRows(x_codes, x_scales, torch.float32), packed)
+        whole = matmul(QuantizedActivations(x_codes, x_scales, torch.float32), packed)
         assert ((whole - expected).abs() <= FLOAT32 * ((x_codes * x_scales).double().abs() @ values.abs().T)).all()
         for num_rows in ROWS:
             assert torch.equal(
-                matmul(QuantizedRows(x_codes[:num_rows], x_scales[:num_rows], torch.float32), packed),
+                matmul(QuantizedActivations(x_codes[:num_rows], x_scales[:num_rows], torch.float32), packed),
                 whole[:num_rows],
             )
-        one = matmul(QuantizedRows(x_codes, x_scales[:1], torch.float32), packed)
+        one = matmul(QuantizedActivations(x_codes, x_scales[:1], torch.float32), packed)
         assert torch.equal(
-            one, matmul(QuantizedRows(x_codes, x_scales[:1].expand(max(ROWS), 1), torch.float32), packed)
+            one, matmul(QuantizedActivations(x_codes, x_scales[:1].expand(max(ROWS), 1), torch.float32), packed)
         )
 
 
@@ -116,14 +116,14 @@ def test_bits_do_not_depend_on_rows_or_threads(
     packed, x = pack_codes(*make(100, 321, bits, group, zeros)[:3], bits), randn(512, 321)
     compiled(1)
     codes, scales = quantize_rows(x)
-    whole, whole_int8 = matmul(x, packed), matmul(QuantizedRows(codes, scales, torch.float32), packed)
+    whole, whole_int8 = matmul(x, packed), matmul(QuantizedActivations(codes, scales, torch.float32), packed)
     for num_threads in (1, 2, 3, 4):
         compiled(num_threads)
         for rows in [*range(1, 41), 64, 65, 512]:
             assert torch.equal(matmul(x[-rows:], packed), whole[-rows:]), (num_threads, rows)
             part = quantize_rows(x[-rows:])
             assert torch.equal(part[0], codes[-rows:])
-            assert torch.equal(matmul(QuantizedRows(*part, torch.float32), packed), whole_int8[-rows:]), (
+            assert torch.equal(matmul(QuantizedActivations(*part, torch.float32), packed), whole_int8[-rows:]), (
                 num_threads,
                 rows,
             )
@@ -135,7 +135,7 @@ def test_half_precision_is_float32_rounded_once(any_way: str, dtype: torch.dtype
     assert torch.equal(matmul(x, packed), matmul(x.float(), packed).to(dtype))
     codes, scales = quantize_rows(x)
     assert torch.equal(quantize_rows(x.float())[0], codes)
-    narrow, wide = (matmul(QuantizedRows(codes, scales, kind), packed) for kind in (dtype, torch.float32))
+    narrow, wide = (matmul(QuantizedActivations(codes, scales, kind), packed) for kind in (dtype, torch.float32))
     assert torch.equal(narrow, wide.to(dtype))
 
 
@@ -150,7 +150,7 @@ def test_float8_products_equal_float64(any_way: str, groups: int, dtype: torch.d
     scales, row_scales = torch.rand(33, groups, generator=generator) / 448, torch.rand(max(ROWS), 1) / 448
     weight, x = pack_float8(codes, scales), (row_codes.float() * row_scales).to(dtype)
     values = codes.double() * scales.double().repeat_interleave(128 // groups, 1)
-    rows = QuantizedRows(row_codes, row_scales, dtype, 128 if groups > 1 else None)
+    rows = QuantizedActivations(row_codes, row_scales, dtype, 128 if groups > 1 else None)
     # Everything is positive, so errors are relative. A weight, a sum and a scaled sum are rounded once each, by half a unit.
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3 * 2**-8, torch.float16: 3 * 2**-10}[dtype]
     for given, exact in ((x, x.double()), (rows, row_codes.double() * row_scales.double())):
@@ -159,7 +159,7 @@ def test_float8_products_equal_float64(any_way: str, groups: int, dtype: torch.d
         torch.testing.assert_close(whole.double(), exact @ values.T, rtol=tolerance, atol=0)
         for count in ROWS:
             part = (
-                QuantizedRows(row_codes[:count], row_scales[:count], dtype, rows.group_size)
+                QuantizedActivations(row_codes[:count], row_scales[:count], dtype, rows.group_size)
                 if given is rows
                 else x[:count]
             )
@@ -195,7 +195,7 @@ def test_not_finite_rows_are_seen_and_do_not_touch_others(any_way: str) -> None:
     assert torch.equal(result[[0, 3]], before[[0, 3]])
     assert not result[1:3].isfinite().any()
     codes, scales = quantize_rows(x)
-    int8 = matmul(QuantizedRows(codes, scales, torch.float32), packed)
+    int8 = matmul(QuantizedActivations(codes, scales, torch.float32), packed)
     assert int8[[0, 3]].isfinite().all()
     assert int8[1:3].isnan().all()
 
@@ -204,7 +204,7 @@ def test_no_rows_and_tiny_numbers(any_way: str) -> None:
     packed = pack_codes(*make(17, 64, 4, 32, True)[:3], 4)
     assert matmul(torch.zeros(0, 64), packed).shape == (0, 17)
     assert matmul(
-        QuantizedRows(torch.zeros(0, 64, dtype=torch.int8), torch.zeros(0, 1), torch.bfloat16), packed
+        QuantizedActivations(torch.zeros(0, 64, dtype=torch.int8), torch.zeros(0, 1), torch.bfloat16), packed
     ).shape == (
         0,
         17,
@@ -218,7 +218,7 @@ def test_the_largest_sums_do_not_overflow(any_way: str) -> None:
     num_inputs = 2**17 - 1
     codes = torch.full((2, num_inputs), -128, dtype=torch.int8)
     packed = pack_codes(codes, torch.ones(2, 1), None, 8)
-    result = matmul(QuantizedRows(codes[:1], torch.ones(1, 1), torch.float32), packed)
+    result = matmul(QuantizedActivations(codes[:1], torch.ones(1, 1), torch.float32), packed)
     assert result.tolist() == [[float(num_inputs * 2**14)] * 2]
     assert matmul(torch.full((1, num_inputs), -3.0), packed).tolist() == [
         [pytest.approx(384.0 * num_inputs, rel=2**-15)] * 2

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels import linear as products
 from kernels.moe import combine_rows, group_rows, reference, route
-from kernels.quantize_rows import QuantizedRows, quantize_rows
+from kernels.quantize_rows import QuantizedActivations, quantize_rows
 
 SIZES = [(1, 1, 1, 8), (1, 8, 128, 33), (5, 2, 3, 1500), (63, 4, 60, 40), (1000, 8, 128, 5)]  # T, K, N, E
 
@@ -144,9 +144,9 @@ def test_grouped_quantised_product_has_the_bits_of_single_ones(
     both = zip(starts, starts[1:], packed, packed[::-1], strict=False)
     assert torch.equal(found, torch.cat([products.matmul_swiglu(x[a:b], w, up) for a, b, w, up in both]))
     codes, scales = quantize_rows(x)
-    rows = QuantizedRows(codes, scales, x.dtype)
+    rows = QuantizedActivations(codes, scales, x.dtype)
     found = products.grouped_matmul(rows, weights, torch.tensor(starts))
-    single = [products.matmul(QuantizedRows(codes[a:b], scales[a:b], x.dtype), w) for a, b, w in each]
+    single = [products.matmul(QuantizedActivations(codes[a:b], scales[a:b], x.dtype), w) for a, b, w in each]
     assert torch.equal(found, torch.cat(single))
 
 
@@ -194,7 +194,7 @@ def test_refuses_gates_and_partners_that_differ(any_way: str) -> None:
         products.grouped_matmul(x, weights, starts, products.WeightGroup([coded[17]]))
     codes = torch.ones(6, 64, dtype=torch.int8)
     with pytest.raises(ValueError, match="1 scale for 6 rows: each has its own beside weights in groups"):
-        products.grouped_matmul(QuantizedRows(codes, torch.ones(1, 1), x.dtype), weights, starts)
+        products.grouped_matmul(QuantizedActivations(codes, torch.ones(1, 1), x.dtype), weights, starts)
 
 
 def test_refuses_weights_that_differ() -> None:

@@ -14,7 +14,7 @@ from kernels.kv_format import FORMATS, PagedVectors, allocate
 from kernels.kv_store import kv_store, rope_and_store
 from kernels.moe import combine_rows, group_rows, route
 from kernels.paged_attention import paged_attention
-from kernels.quantize_rows import QuantizedRows, quantize_rows
+from kernels.quantize_rows import QuantizedActivations, quantize_rows
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope, rope_angles
 from kernels.sampling import draw
@@ -90,7 +90,7 @@ def coded_products(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
     )
     row_codes, scales = quantize_rows(x)
     outs = [row_codes, scales]
-    for each in (x, QuantizedRows(at(row_codes), at(scales), x.dtype)):
+    for each in (x, QuantizedActivations(at(row_codes), at(scales), x.dtype)):
         outs += products.matmul_together(each, [gate, up], [None, None])
         outs.append(products.matmul_swiglu(each, gate, up))
         outs.append(products.grouped_matmul(each, both, starts, both))

@@ -18,7 +18,7 @@ from kernels.kv_store import kv_store
 from kernels.linear.packed import GROUP, WEIGHT
 from kernels.moe import group_rows
 from kernels.paged_attention import paged_attention
-from kernels.quantize_rows import QuantizedRows, quantize_rows
+from kernels.quantize_rows import QuantizedActivations, quantize_rows
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope, rope_angles
 from kernels.swiglu import swiglu
@@ -189,7 +189,7 @@ class Layer(nn.Module):
         normed, total = add_rms_norm(y, x, self.norm, eps=1e-5)
         of_floats = products.matmul_swiglu(normed, *[self.coded[0]] * 2, gate_bias=self.bias)
         of_codes = products.matmul_together(
-            QuantizedRows(*quantize_rows(of_floats), x.dtype), [self.coded[1]], [self.bias]
+            QuantizedActivations(*quantize_rows(of_floats), x.dtype), [self.coded[1]], [self.bias]
         )
         return of_floats, *of_codes, total, all_finite(total)
 

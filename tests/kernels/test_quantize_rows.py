@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.quantize_rows import RowCodes, quantize_rows, reference
+from kernels.quantize_rows import ActivationFormat, quantize_rows, reference
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from kernels.swiglu import swiglu, swiglu_quantize
 
-INT8, FP8 = RowCodes(torch.int8), RowCodes(torch.float8_e4m3fn)
-CODES = [INT8, FP8, RowCodes(torch.float8_e4m3fn, 32), RowCodes(torch.float8_e4m3fn, 128)]
+INT8, FP8 = ActivationFormat(torch.int8), ActivationFormat(torch.float8_e4m3fn)
+CODES = [INT8, FP8, ActivationFormat(torch.float8_e4m3fn, 32), ActivationFormat(torch.float8_e4m3fn, 128)]
 SHAPES = [(1, 8), (0, 16), (5, 1), (20, 17), (63, 80), (20, 1000)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -31,7 +31,7 @@ def assert_same(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> No
 @pytest.mark.usefixtures("any_way", "poisoned")
 @pytest.mark.parametrize("codes", CODES, ids=str)
 @pytest.mark.parametrize("num_inputs", [1, 15, 16, 17, 1000])
-def test_equals_formula(codes: RowCodes, num_inputs: int) -> None:
+def test_equals_formula(codes: ActivationFormat, num_inputs: int) -> None:
     x, largest = randn(20, num_inputs), 127 if codes == INT8 else 448
     x[3] = 0
     x[5] = torch.arange(num_inputs) + 0.5  # ties
@@ -70,7 +70,9 @@ def odd_rows(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("codes", CODES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_norm_makes_the_codes_of_its_rows(shape: tuple[int, int], dtype: torch.dtype, codes: RowCodes) -> None:
+def test_a_norm_makes_the_codes_of_its_rows(
+    shape: tuple[int, int], dtype: torch.dtype, codes: ActivationFormat
+) -> None:
     x, weight = odd_rows(shape, dtype), randn(shape[1], dtype=dtype)
     residual = randn(shape[0], 2 * shape[1], dtype=dtype)[:, ::2]
     expected = reference.quantize_rows(rms_norm(x, weight, 1e-5), *codes[:2])
@@ -87,7 +89,9 @@ def test_a_norm_makes_the_codes_of_its_rows(shape: tuple[int, int], dtype: torch
 @pytest.mark.parametrize("codes", CODES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_swiglu_makes_the_codes_of_its_rows(shape: tuple[int, int], dtype: torch.dtype, codes: RowCodes) -> None:
+def test_swiglu_makes_the_codes_of_its_rows(
+    shape: tuple[int, int], dtype: torch.dtype, codes: ActivationFormat
+) -> None:
     gate, up = odd_rows((shape[0], 2 * shape[1]), dtype).chunk(2, dim=1)  # halves of one matrix
     assert_same(swiglu_quantize(gate, up, *codes[:2]), reference.quantize_rows(swiglu(gate, up), *codes[:2]))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import linear as products
-from kernels.quantize_rows import QuantizedRows, Rows, quantize_rows
+from kernels.quantize_rows import QuantizedActivations, Rows, quantize_rows
 from kernels.swiglu import swiglu
 from tests.kernels.test_int_matmul import FORMATS, make
 
@@ -70,7 +70,7 @@ def rows_of(x: Tensor, kind: str) -> Rows:
     if kind == "floats":
         return x
     codes, scales = quantize_rows(x)
-    return QuantizedRows(codes, scales[:1] if kind == "one scale" else scales, x.dtype)
+    return QuantizedActivations(codes, scales[:1] if kind == "one scale" else scales, x.dtype)
 
 
 def product(rows: Rows, weight: products.IntWeight, bias: Tensor | None) -> Tensor:
@@ -158,10 +158,10 @@ def test_what_does_not_belong_together_is_refused(any_way: str) -> None:
         products.matmul_together(x, coded[:1], [torch.zeros(17, dtype=torch.bfloat16)])
     with pytest.raises(ValueError, match="products of torch.float64: there are only those of torch.float32, torch.bfl"):
         products.matmul_together(x.double(), coded[:1], [None])
-    rows = QuantizedRows(torch.zeros(3, 32, dtype=torch.int8), torch.ones(2, 1), x.dtype)
+    rows = QuantizedActivations(torch.zeros(3, 32, dtype=torch.int8), torch.ones(2, 1), x.dtype)
     with pytest.raises(ValueError, match=r"scales \[2, 1\] for 3 rows: one of each, or \[1, 1\] of all"):
         products.matmul_together(rows, coded[:1], [None])
-    rows = QuantizedRows(torch.zeros(3, 32, dtype=torch.float8_e4m3fn), torch.ones(3, 1), x.dtype)
+    rows = QuantizedActivations(torch.zeros(3, 32, dtype=torch.float8_e4m3fn), torch.ones(3, 1), x.dtype)
     with pytest.raises(
         ValueError, match="rows of torch.float8_e4m3fn: weights of integers are multiplied by floats or"
     ):

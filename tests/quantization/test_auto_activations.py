@@ -14,7 +14,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import Activations, KVCacheFormat, QuantConfig
 from kernels.linear import matmul, pack_codes
-from kernels.quantize_rows import QuantizedRows, quantize_rows
+from kernels.quantize_rows import QuantizedActivations, quantize_rows
 from models.layers.linear import Linear
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
@@ -62,7 +62,7 @@ def test_few_rows_stay_floats_and_many_are_quantised(name: str) -> None:
         assert auto(x[:num_rows], None).equal(matmul(x[:num_rows], packed))
     for num_rows in (MANY_ROWS, MANY_ROWS + 1, 3 * MANY_ROWS):
         codes, scales = quantize_rows(x[:num_rows])
-        assert auto(x[:num_rows], None).equal(matmul(QuantizedRows(codes, scales, torch.float32), packed))
+        assert auto(x[:num_rows], None).equal(matmul(QuantizedActivations(codes, scales, torch.float32), packed))
         assert not auto(x[:num_rows], None).equal(none(x[:num_rows], None))
 
 

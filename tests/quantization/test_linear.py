@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from conf.quantization import Activations
-from kernels.quantize_rows import QuantizedRows, RowCodes
+from kernels.quantize_rows import ActivationFormat, QuantizedActivations
 from kernels.swiglu import swiglu
 from models.layers.dense import DenseMethod, PackedDenseMethod, StoredFloats
 from models.layers.linear import Linear, MergedLinear, shared_activations
@@ -137,17 +137,17 @@ def test_dense_layers_of_two_dtypes_do_not_merge() -> None:
     assert not merged([dense(17, torch.float32), dense(17, torch.bfloat16)]).is_merged
 
 
-SHARED: dict[str, tuple[Any, RowCodes]] = {
-    "a8w8": (TOGETHER["a8w8"], RowCodes(torch.int8)),
-    "auto": (lambda dtype: [coded(17, dtype, INT4, AUTO), coded(5, dtype, INT4, AUTO)], RowCodes(torch.int8)),
+SHARED: dict[str, tuple[Any, ActivationFormat]] = {
+    "a8w8": (TOGETHER["a8w8"], ActivationFormat(torch.int8)),
+    "auto": (lambda dtype: [coded(17, dtype, INT4, AUTO), coded(5, dtype, INT4, AUTO)], ActivationFormat(torch.int8)),
     "int8 beside int4": (
         lambda dtype: [coded(17, dtype, INT8, DYNAMIC), coded(5, dtype, INT4, DYNAMIC)],
-        RowCodes(torch.int8),
+        ActivationFormat(torch.int8),
     ),
-    "fp8": (APART["fp8"], RowCodes(torch.float8_e4m3fn)),
+    "fp8": (APART["fp8"], ActivationFormat(torch.float8_e4m3fn)),
     "fp8, groups": (
         lambda dtype: [coded(17, dtype, FP8_GROUPS, DYNAMIC) for _ in range(3)],
-        RowCodes(torch.float8_e4m3fn, 32),
+        ActivationFormat(torch.float8_e4m3fn, 32),
     ),
 }
 UNSHARED: dict[str, Any] = APART | {
@@ -186,7 +186,7 @@ def test_a_norm_quantises_its_rows_once_for_all_who_read_them(name: str, dtype: 
             (read_by(add_norm, layers)(x, None)[0], norm(x)),
             (read_by(add_norm, layers)(x, update)[0], add_norm(x, update)[0]),
         ):
-            assert isinstance(found, QuantizedRows)
+            assert isinstance(found, QuantizedActivations)
             assert found.codes.dtype == format.dtype
             for result, layer in zip(together(found, None), layers, strict=True):
                 assert torch.equal(result, layer(alone, None))
@@ -211,7 +211,7 @@ def test_rows_stay_floats_where_not_all_make_the_same_of_them(name: str) -> None
 def test_few_rows_stay_floats_with_auto() -> None:
     layers = [coded(17, torch.float32, INT4, AUTO) for _ in range(3)]
     assert shared_activations(MANY_ROWS - 1, layers) is None
-    assert shared_activations(MANY_ROWS, layers) == RowCodes(torch.int8)
+    assert shared_activations(MANY_ROWS, layers) == ActivationFormat(torch.int8)
 
 
 METHODS: dict[str, Any] = {

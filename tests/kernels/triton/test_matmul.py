@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import gpu_weight, triton
-from kernels.quantize_rows import QuantizedRows
+from kernels.quantize_rows import QuantizedActivations
 from kernels.quantize_rows.triton import quantize_rows
 from tests.helpers.triton_cases import DEVICE, assert_near, noise
 
@@ -62,7 +62,7 @@ def test_rows_of_int8(rows: int, bits: int, group_size: int | None, one_scale: b
     x_codes, x_scales = quantize_rows(noise(rows, 328).to(DEVICE))
     x_scales = x_scales[:1] if one_scale else x_scales
     weight = on_device(gpu_weight.pack(codes, scales, None, bits))
-    result = triton.matmul(QuantizedRows(x_codes, x_scales, torch.float32), weight)
+    result = triton.matmul(QuantizedActivations(x_codes, x_scales, torch.float32), weight)
     x = x_codes.cpu().double() * x_scales.cpu().double()
     # integers are exact: what remains is float32 scaling
     assert_near(result, x @ values(codes, scales, None, group_size or 328).T, 1e-6)
@@ -83,7 +83,7 @@ def test_float8(rows: int, kind: str, group_size: int | None, x_group_size: int 
     x_codes, x_scales = quantize_rows(noise(rows, inputs).to(DEVICE), torch.float8_e4m3fn, x_group_size)
     weight = on_device(gpu_weight.pack(codes, scales, None, 8))
     assert weight.has_blocks == (kind == "blocks")  # whose scales are held once
-    result = triton.matmul(QuantizedRows(x_codes, x_scales, torch.float32, x_group_size), weight)
+    result = triton.matmul(QuantizedActivations(x_codes, x_scales, torch.float32, x_group_size), weight)
     whole = values(x_codes.cpu(), x_scales.cpu(), None, x_group_size or inputs)
     # Hopper's matrix units add float8 products of a chunk with 14 bits
     tolerance = 1e-3 if DEVICE == "cuda" else 1e-5
@@ -98,7 +98,7 @@ def test_refuses_scales_that_do_not_belong_to_the_weight() -> None:
     weight = on_device(gpu_weight.pack(codes, noise(8, 2), None, 8))
     x_codes, x_scales = quantize_rows(noise(2, 256).to(DEVICE), torch.float8_e4m3fn, 64)
     with pytest.raises(ValueError, match=r"scales \[2, 4\] of groups of 64 inputs beside a weight with groups of 128"):
-        triton.matmul(QuantizedRows(x_codes, x_scales, torch.float32, 64), weight)
+        triton.matmul(QuantizedActivations(x_codes, x_scales, torch.float32, 64), weight)
 
 
 def test_refuses_other_shapes() -> None:

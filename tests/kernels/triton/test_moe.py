@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels.linear.gpu_weight import GPUWeight, of_floats, pack, stack
 from kernels.moe import reference, route, triton
-from kernels.quantize_rows import RowCodes
+from kernels.quantize_rows import ActivationFormat
 from kernels.swiglu.reference import swiglu
 from tests.helpers.triton_cases import DEVICE, EXPERT_FORMATS, FP8, assert_near, noise
 from tests.kernels.triton.test_matmul import on_device, random_codes, values
@@ -73,9 +73,9 @@ def test_each_expert_quantises_with_its_own_scale(kind: str, tokens: int) -> Non
     dtype = EXPERT_FORMATS[kind][1]
     hidden = swiglu(x.double() @ gate_up_values[0].T, x.double() @ gate_up_values[5].T).abs().max().float()
     scales = torch.arange(1, 6) / (200 if dtype == torch.int8 else 1000)
-    rows = [RowCodes(dtype, None, scale) for scale in (scales, scales * hidden)]
+    rows = [ActivationFormat(dtype, None, scale) for scale in (scales, scales * hidden)]
     expected = reference.mixture(x.double(), gate_up_values, down_values, weights, chosen, *rows)
-    on_gpu = (RowCodes(dtype, None, each.static_scales.to(DEVICE)) for each in rows)
+    on_gpu = (ActivationFormat(dtype, None, each.static_scales.to(DEVICE)) for each in rows)
     result = triton.mixture(x.to(DEVICE), gate_up, down, weights.to(DEVICE), chosen.to(DEVICE), *on_gpu)
     assert_near(result, expected, 2e-3 if dtype == torch.int8 else 1e-2)  # as in `check_mixture`
 

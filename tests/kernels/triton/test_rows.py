@@ -17,7 +17,7 @@ import kernels.rope.triton
 import kernels.swiglu.reference
 import kernels.swiglu.triton
 from kernels.kv_format import PagedVectors, allocate
-from kernels.quantize_rows import RowCodes
+from kernels.quantize_rows import ActivationFormat
 from tests.helpers.cache_formats import NAMES, formats_of
 from tests.helpers.triton_cases import DEVICE, FP8, assert_near, noise
 
@@ -28,10 +28,10 @@ ONE_DTYPE = [
     DTYPES[2],
 ]
 CODES = [
-    RowCodes(torch.int8),
-    RowCodes(FP8),
-    RowCodes(FP8, 128),
-    RowCodes(FP8, 48),
+    ActivationFormat(torch.int8),
+    ActivationFormat(FP8),
+    ActivationFormat(FP8, 128),
+    ActivationFormat(FP8, 48),
 ]  # 48 channels no program can cut out
 
 
@@ -79,7 +79,9 @@ def test_quantize_rows(dtype: torch.dtype, group_size: int | None) -> None:
 @pytest.mark.parametrize("codes", CODES, ids=str)
 @pytest.mark.parametrize("dtype", ONE_DTYPE, ids=str)
 @pytest.mark.parametrize("shape", [(1, 16), (5, 80), (7, 1000), (0, 16)], ids=str)
-def test_norms_and_swiglu_make_codes_in_one_launch(dtype: torch.dtype, codes: RowCodes, shape: tuple[int, int]) -> None:
+def test_norms_and_swiglu_make_codes_in_one_launch(
+    dtype: torch.dtype, codes: ActivationFormat, shape: tuple[int, int]
+) -> None:
     """To the bit what the kernels of norm or activation and of codes give one after the other; natively, where threads share a row in
     other ways, the last bit of a norm may turn a code to its neighbour."""
     x, residual, both = noise(*shape, dtype=dtype), noise(*shape, dtype=dtype, seed=1), noise(shape[0], 2 * shape[1])
