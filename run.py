@@ -25,7 +25,7 @@ from conf.terminal import visible
 
 def main() -> None:
     """Run one job, or with -m a sweep: its jobs, then their table. Raises UserError if jobs of a sweep failed."""
-    sweep_id, swept = uuid4().hex, swept_tasks(sys.argv[1:])  # which reach a launcher's workers within run_job
+    sweep_id, swept = uuid4().hex, swept_tasks(sys.argv[1:])  # a launcher's workers get both with run_job
 
     @hydra.main(version_base="1.3", config_path="conf", config_name="config")
     def run_job(config: DictConfig) -> Any:

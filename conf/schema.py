@@ -286,7 +286,7 @@ class ConvertConfig:
 
 @dataclass
 class SweepConfig:
-    """What the jobs of a sweep (-m) do beyond their task."""
+    """Settings of a sweep (-m)."""
 
     objective: Any = None
     """What each job hands to a sweeper that searches, such as Optuna's: the key of a number in its metrics.json, as

@@ -129,7 +129,7 @@ def sources() -> list[Path]:
 
 
 def fingerprint(compiler: str, name: str) -> str:
-    """What the library depends on: the sources, the flags, and the compiler with its version."""
+    """Return a digest of what the library is built from: sources, flags, and the compiler with its version."""
     version = subprocess.run([compiler, "--version"], capture_output=True).stdout
     parts = [version, repr((FLAGS, INSTRUCTION_SETS[name][1])).encode()]
     parts += [file.read_bytes() for file in [*sources(), *sorted(KERNELS.glob("**/*.h"))]]

@@ -23,7 +23,7 @@ REGISTER_BYTES = 64
 
 
 class KVFormat(Protocol):
-    """What is stored of a vector of D channels. Each vector is encoded on its own, so nothing depends on a token's company."""
+    """The encoding of cached vectors of D channels. Each vector is encoded on its own, so nothing depends on a token's company."""
 
     def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
         """The tensors to store, each [..., G, *] for vectors [..., G, D]."""

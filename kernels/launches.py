@@ -37,7 +37,7 @@ class Launch(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a launch was measured for."""
+    """The problem that a launch was measured for."""
 
     kernel: str
     """product, gated experts, weighted experts"""

@@ -51,7 +51,7 @@ def common_upper_bytes(tiles: Tensor) -> tuple[Tensor, int]:
 
 
 def compress_with(upper_bytes: Tensor, num_exceptions: int, tiles: Tensor) -> Tensor:
-    """As `common_upper_bytes` gave them."""
+    """Compress tiles with the upper bytes and the number of exceptions that `common_upper_bytes` returned."""
     num_tiles, num_steps = tiles.shape[:2]
     memory = torch.empty(_fixed_bytes(num_tiles, num_steps) + 8 * (num_tiles + num_exceptions), dtype=torch.uint8)
     memory[:HEADER_BYTES] = 0
@@ -71,7 +71,7 @@ def decompress(memory: Tensor, num_tiles: int, num_steps: int) -> Tensor:
 
 
 def decompress_portably(memory: Tensor, num_tiles: int, num_steps: int) -> Tensor:
-    """The same in plain torch."""
+    """Return what `decompress` does, in plain torch."""
     groups, _, exceptions = _parts(memory, num_tiles, num_steps)
     lower, codes = groups[..., :128].unflatten(-1, (2, 64)), groups[..., None, 128:]  # [T, G, 2, 64], [T, G, 1, 64]
     codes = torch.cat((codes & 15, codes >> 4), dim=2)

@@ -47,7 +47,7 @@ class FloatWeight:
 
     @property
     def format(self) -> torch.dtype:
-        """What weights that are multiplied together have in common, besides their inputs."""
+        """Return the key that weights must share, besides their inputs, to be multiplied together."""
         return self.dtype
 
     @property
