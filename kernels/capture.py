@@ -60,7 +60,7 @@ REPEATABLE = {  # the shapes of their results do not depend on the numbers in th
 
 
 class Graph:
-    """The recorded calls of a computation, in order. A replay reads inputs and weights where they were, and writes the results where they were."""
+    """The recorded calls of a computation, in order. A replay reads inputs and weights, and writes results, where they were."""
 
     def __init__(self, steps: list[Callable[[], Any]], kept: list[Tensor]) -> None:
         self._steps = steps
