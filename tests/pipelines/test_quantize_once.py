@@ -158,14 +158,20 @@ def test_a_lock_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
 
 
 class Lines(io.StringIO):
-    """Notes when a line has come."""
+    """A stream whose reader waits for a line to come."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.came = threading.Event()
+        self.written = threading.Condition()
 
     def flush(self) -> None:
-        self.came.set()
+        with self.written:
+            self.written.notify_all()
+
+    def comes(self, line: str, times: int = 1) -> bool:
+        """Whether a line of the pattern comes so many times within a minute."""
+        with self.written:
+            return self.written.wait_for(lambda: len(re.findall(line, self.getvalue(), re.MULTILINE)) >= times, 60)
 
 
 def test_without_a_terminal_lines_tell_how_far_a_calibration_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,16 +181,11 @@ def test_without_a_terminal_lines_tell_how_far_a_calibration_is(monkeypatch: pyt
     with report.progress_bar() as progress:
         with progress.calibrating():
             progress.loaded(5_000_000, 20_000_000)
-            assert lines.came.wait(60)
-            lines.came.clear()
+            assert lines.comes(r"^calibrating: 5 of 20 MB loaded, \d+ s$")
             progress.quantized(3, 32)
-            assert lines.came.wait(60)
-            lines.came.clear()
-            assert lines.came.wait(60)  # also while nothing is done
+            assert lines.comes(r"^calibrating: 3 of 32 layers done, \d+ s$", times=2)  # also while nothing is done
         told = lines.getvalue()
         progress.quantized(4, 32)
-    assert re.search(r"^calibrating: 5 of 20 MB loaded, \d+ s$", told, re.MULTILINE)
-    assert re.search(r"^calibrating: 3 of 32 layers done, \d+ s$", told, re.MULTILINE)
     assert lines.getvalue() == told
     assert not [thread for thread in threading.enumerate() if thread.name == "calibrating"]
 
