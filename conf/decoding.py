@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args, get_origin, get_type_hints
 
 from conf.errors import UserError, check, shortened, there_are
+from conf.speculation import Speculate, SpeculationConfig, speculate_named, speculation_of
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,9 @@ class DecodeConfig:
     """Take keys and values of a prompt's beginning from an earlier row that began the same way."""
     cache_salt: str | None = None
     """Share beginnings only with rows of the same salt, so that nobody learns from timing what others asked."""
+    speculate: Speculate = Speculate.none
+    """Who drafts next tokens, of which a step computes several: none, ngram, model or mtp. No token depends on it."""
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
         for name, allowed, holds in _DECODE_CHECKS:
@@ -159,6 +163,10 @@ class DecodeConfig:
                 given[name] = value = [value]
             if name == "logit_bias" and isinstance(value, dict):  # JSON has no other keys than texts
                 given[name] = value = {_token_id(key): bias for key, bias in value.items()}
+            if name == "speculate":
+                given[name] = value = speculate_named(value)
+            if name == "speculation":
+                given[name] = value = speculation_of(self.speculation, value)
             if not _is_of(value, hints[name]):
                 expected = getattr(hints[name], "__name__", hints[name]) if not get_args(hints[name]) else hints[name]
                 raise UserError(f"decode.{name}={shortened(repr(value))} is not of type {expected}")

@@ -9,7 +9,7 @@ UNKNOWN = 0  # stands for a token that only the device knows yet
 
 
 def build_batch(plan: StepPlan, block_size: int) -> Batch:
-    """Flatten the plan's new tokens, without padding."""
+    """Flatten the plan's new tokens, each sequence's with its drafts behind them, without padding."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -17,9 +17,13 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
     context_lengths: list[int] = []
     output_rows: list[int] = []
     starts, output_starts = [0], [0]
-    for _, sequence, start, num_new_tokens, num_outputs in plan.scheduled:
+    for item in plan.scheduled:
+        sequence, start, num_new_tokens = item.sequence, item.start, item.num_new_tokens
+        known = sequence.token_ids[start : start + num_new_tokens]
+        if item.drafts:
+            known += item.drafts
+            num_new_tokens += len(item.drafts)
         table, after = sequence.block_table, start + num_new_tokens
-        known = sequence.token_ids[start:after]
         token_ids += known + [UNKNOWN] * (num_new_tokens - len(known))
         positions += range(start, after)
         slots += [table[p // block_size] * block_size + p % block_size for p in range(start, after)]
@@ -28,7 +32,7 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
         context_lengths.append(after)
         end = len(token_ids)
         starts.append(end)
-        output_rows += range(end - num_outputs, end)
+        output_rows += range(end - item.num_outputs - len(item.drafts), end)
         output_starts.append(len(output_rows))
     return Batch.of(
         token_ids=token_ids,

@@ -45,6 +45,11 @@ class BlockManager:
         """Number of blocks that `allocate` can give: the free ones, and the cached ones, which it evicts."""
         return len(self._free) + len(self._cached)
 
+    @property
+    def num_empty_blocks(self) -> int:
+        """Number of blocks that hold nothing: `allocate` gives them without evicting a cached one."""
+        return len(self._free)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,17 +14,16 @@ from models.tokenizers import Tokenizer
 from pipelines.engine.batch import build_batch, whole_batch
 from pipelines.engine.beam_search import BeamSearch
 from pipelines.engine.block_manager import BlockManager
+from pipelines.engine.choices import Choices, Sampled, add_prompt_logprobs, chosen_logprobs, next_contexts
 from pipelines.engine.contrastive_search import ContrastiveSearch
 from pipelines.engine.detokenizer import Detokenizer
 from pipelines.engine.faults import belongs_to_request, not_finite
 from pipelines.engine.lookahead import LaunchedStep, can_choose_ahead
 from pipelines.engine.request import (
     ContextLimit,
-    Continuation,
     FinishReason,
     Output,
     Request,
-    SamplingContext,
     Search,
     Sequence,
     SequenceGroup,
@@ -33,29 +32,10 @@ from pipelines.engine.request import (
 )
 from pipelines.engine.request_factory import RequestFactory
 from pipelines.engine.runner import Runner
-from pipelines.engine.sampler import choose, sample, token_logprobs
-from pipelines.engine.scheduler import Scheduled, Scheduler, StepPlan
+from pipelines.engine.sampler import choose, sample
+from pipelines.engine.scheduler import Scheduler, StepPlan
+from pipelines.engine.speculation import Speculator
 from pipelines.engine.stopping import Piece, completion_of, extend_text, take_piece
-
-LOGPROB_ROWS = 256  # rows of prompt log probabilities at a time: float32 copies of them stay small
-
-
-class Sampled(NamedTuple):
-    """The next token of a sequence, or the first one of a sample that begins as a fork of it."""
-
-    group: SequenceGroup
-    sequence: Sequence
-    sample: int
-    token: int | None
-    """None where all were banned."""
-    logprobs: list[TokenLogprobs]
-
-
-class Choices(NamedTuple):
-    """What a step chose."""
-
-    sampled: list[Sampled]
-    searched: list[tuple[SequenceGroup, list[Continuation]]]
 
 
 class Engine:
@@ -112,6 +92,7 @@ class Engine:
         """Whether a step is launched before the tokens of the one before it are known, where that is possible."""
         self.num_generated_tokens = 0  # by all requests so far
         self._decode_threads = decode_threads
+        self.speculator = Speculator(self.scheduler)
         self.run_over(model, cache, num_graph_sequences)
 
     def run_over(self, model: CausalLM, cache: KVCache, num_graph_sequences: int = 0) -> None:
@@ -124,9 +105,16 @@ class Engine:
     def max_num_requests(self) -> int:
         return self.scheduler.max_num_requests
 
-    def request(self, id: int, prompt_token_ids: list[int], decode: DecodeConfig, sink: Sink | None = None) -> Request:
+    def request(
+        self,
+        id: int,
+        prompt_token_ids: list[int],
+        decode: DecodeConfig,
+        sink: Sink | None = None,
+        prediction_token_ids: list[int] | None = None,
+    ) -> Request:
         """Return a checked request. Raises UserError where `RequestFactory.make` does, and for a prompt that the model does not read."""
-        request = self.requests.make(id, prompt_token_ids, decode, sink)
+        request = self.requests.make(id, prompt_token_ids, decode, sink, prediction_token_ids)
         self.runner.prompt_features(prompt_token_ids)
         return request
 
@@ -189,14 +177,16 @@ class Engine:
         """
         step, self._launched = self._launched, None
         if step is None or not step.is_wanted():
-            plan = self.scheduler.plan(max_tokens)
+            plan = self.speculator.extend(self.scheduler.plan(max_tokens), max_tokens)
             self.runner.copy_blocks(plan.copies)
             step = self._launch(plan)
         ahead = self._launch_ahead(step)
         choices = self._sample(step)
+        self.speculator.sampled()
         self.scheduler.commit(step.plan)
         self._launched = ahead
         self._accept(choices)
+        self._launched = ahead or step.confirmed()
 
     def _launch(self, plan: StepPlan, last_tokens: Tensor | None = None) -> LaunchedStep:
         """Build the plan's batch and execute it. `last_tokens` [S]: its inputs, where only the device knows them."""
@@ -234,10 +224,9 @@ class Engine:
 
     def _observe(self, step: LaunchedStep, finite: list[bool]) -> dict[Sequence, int]:
         """Keep what requests want of their prompts. Returns the row of the last token of each sequence that has not ended or failed."""
-        rows, end, all_finite = {}, 0, all(finite)
-        for item in step.plan.scheduled:
-            begin, end = end, end + item.num_outputs
-            group = item.group
+        rows, all_finite = {}, all(finite)
+        for item, begin in zip(step.plan.scheduled, step.first_rows, strict=True):
+            group, end = item.group, begin + item.num_outputs
             if item.sequence not in group.sequences:
                 continue
             try:
@@ -246,7 +235,7 @@ class Engine:
                 if group.search:
                     group.search.observe(step.outputs.hidden[begin:end])
                 if group.request.params.prompt_logprobs is not None:
-                    _add_prompt_logprobs(item, step.outputs.logits[begin:end])
+                    add_prompt_logprobs(item, step.outputs.logits[begin:end])
             except BaseException as error:
                 self._fail(group, error)
                 continue
@@ -257,14 +246,19 @@ class Engine:
         """Choose a token for each sequence of groups that do not search."""
         if not groups:
             return []
-        chosen = [(group, sequence, context) for group in groups for sequence, context in _next_contexts(group)]
+        chosen = [
+            (group, sequence, context)
+            for group in groups
+            for sequence, context in next_contexts(group)
+            if sequence in rows
+        ]
         contexts = [context for _, _, context in chosen]
         indices = [rows[sequence] for _, sequence, _ in chosen]
         wanted = logits if indices == list(range(logits.shape[0])) else logits[indices]
         try:
             tokens = sample(wanted, contexts)
             return [
-                Sampled(group, sequence, context.sample, token, _logprobs(wanted, row, context, token))
+                Sampled(group, sequence, context.sample, token, chosen_logprobs(wanted, row, context, token))
                 for row, ((group, sequence, context), token) in enumerate(zip(chosen, tokens, strict=True))
             ]
         except BaseException as error:
@@ -295,6 +289,7 @@ class Engine:
             if reason:
                 group.completions[sequence.sample] = completion_of(sequence, reason)
                 self.scheduler.finish(group, sequence)
+                self.speculator.learn(sequence)
         for group, continuations in choices.searched:
             group.first_token_s = group.first_token_s or now
             for sequence in group.sequences:
@@ -354,33 +349,3 @@ class Engine:
         finally:
             for table in tables:
                 blocks.free(table)
-
-
-def _next_contexts(group: SequenceGroup) -> list[tuple[Sequence, SamplingContext]]:
-    """Return contexts of the group's next tokens, each with the sequence that it continues.
-
-    Samples that begin now come before the sequence that they are forked from, so that it has not grown by then.
-    """
-    n = group.request.params.n
-    if len(group.sequences) == n or group.num_output_tokens:
-        return [(sequence, sequence) for sequence in group.sequences]
-    (first,) = group.sequences
-    return [*((first, first.as_sample(i)) for i in range(1, n)), (first, first)]
-
-
-def _logprobs(logits: Tensor, row: int, context: SamplingContext, token: int | None) -> list[TokenLogprobs]:
-    """Return those of the token that was chosen from a row of logits [R, V], if the request asks for them."""
-    num_top = context.params.logprobs
-    return [] if token is None or num_top is None else token_logprobs(logits[row : row + 1], [token], num_top)
-
-
-def _add_prompt_logprobs(item: Scheduled, logits: Tensor) -> None:
-    """Add what logits [P, V], of the last P tokens of the item, say of the prompt's next tokens."""
-    request, known = item.group.request, item.group.prompt_logprobs
-    first = item.start + item.num_new_tokens - len(logits)
-    logits = logits[max(0, len(known) - first) :]  # without what was known before a preemption
-    targets = request.prompt_token_ids[len(known) + 1 :][: len(logits)]
-    for start in range(0, len(targets), LOGPROB_ROWS):
-        chunk = targets[start : start + LOGPROB_ROWS]
-        rows = logits[start : start + len(chunk)]
-        known += token_logprobs(rows, chunk, request.params.prompt_logprobs or 0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
+from conf.speculation import Speculate, SpeculationConfig
 from pipelines.engine.detokenizer import Detokenizer
 from pipelines.engine.ngrams import NgramIndex
 from pipelines.engine.token_counts import TokenCounts
@@ -64,6 +65,8 @@ class SamplingParams:
     skip_special_tokens: bool
     prefix_cache: bool
     cache_salt: str | None
+    speculate: Speculate = Speculate.none
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     @property
     def samples(self) -> bool:
@@ -102,6 +105,8 @@ class Request:
     params: SamplingParams
     sink: Sink | None = None
     """Called for each new token."""
+    prediction_token_ids: list[int] = field(default_factory=list)
+    """What the output may be, for drafts to be copied from."""
 
 
 @dataclass(eq=False)

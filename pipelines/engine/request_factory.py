@@ -37,7 +37,14 @@ class RequestFactory:
         """Complete the settings: what the checkpoint suggests, or a neutral value, where they say nothing."""
         return decode.resolved(self.decode_defaults)
 
-    def make(self, id: int, prompt_token_ids: list[int], decode: DecodeConfig, sink: Sink | None = None) -> Request:
+    def make(
+        self,
+        id: int,
+        prompt_token_ids: list[int],
+        decode: DecodeConfig,
+        sink: Sink | None = None,
+        prediction_token_ids: list[int] | None = None,
+    ) -> Request:
         """Return a checked request. Raises UserError for ids outside the vocabulary and for lengths that do not fit."""
         if not prompt_token_ids:
             raise UserError("the prompt has no tokens, and the tokenizer no BOS to begin with")
@@ -53,7 +60,7 @@ class RequestFactory:
                 f"decode.num_beams={params.num_beams} cannot be streamed, because it has no single text that grows: give no streamer"
             )
         self._check_size(params, num_prompt)
-        return Request(id, prompt_token_ids, params, sink)
+        return Request(id, prompt_token_ids, params, sink, prediction_token_ids or [])
 
     def check(self, decode: DecodeConfig) -> None:
         """Raise UserError for settings that no prompt could be run with."""

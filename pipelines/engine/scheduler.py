@@ -16,6 +16,8 @@ class Scheduled(NamedTuple):
     num_new_tokens: int
     num_outputs: int
     """How many of the new tokens, the last ones, have outputs that are wanted."""
+    drafts: tuple[int, ...] = ()
+    """Guesses of the tokens behind the new ones, which are computed, with outputs, in the same step."""
 
 
 class StepPlan(NamedTuple):
@@ -67,6 +69,8 @@ class Scheduler:
         """
         copies: list[tuple[int, int]] = []
         for group in self.running:
+            for sequence in group.sequences:
+                self._drop_reserved(sequence)
             self._recompute_past_border(group)
         if self._grow(copies):
             while self.waiting and self._may_run(self.waiting[0]) and self._admit(self.waiting[0]):
@@ -108,8 +112,35 @@ class Scheduler:
         ahead = [item._replace(start=item.start + item.num_new_tokens, num_new_tokens=1) for item in plan.scheduled]
         return StepPlan(ahead, plan.ready, [])
 
+    def reserve(self, plan: StepPlan, wanted: list[int], max_tokens: int | None = None) -> list[int]:
+        """Give each of the plan's sequences the blocks for as many drafts as it wants and there is place for; returns how many.
+
+        Drafts take what is left of the step's budget and of the blocks that hold nothing: nobody gives way and nothing cached is evicted.
+        `plan` takes back what is not used. A draft is on the same side of the model's `key_border` as its sequence.
+        """
+        blocks, budget = self.block_manager, self._budget(max_tokens, len(plan.scheduled))
+        budget -= sum(item.num_new_tokens for item in plan.scheduled)
+        reserved = []
+        for item, most in zip(plan.scheduled, wanted, strict=True):
+            sequence, num_tokens = item.sequence, len(item.sequence.token_ids)
+            most = min(most, budget, sequence.params.max_new_tokens - sequence.num_output_tokens - 1)
+            most = min(
+                most,
+                len(sequence.block_table) * blocks.block_size
+                - num_tokens
+                + blocks.num_empty_blocks * blocks.block_size,
+            )
+            if self._key_border is not None and not sequence.is_past_border:
+                most = min(most, self._key_border - num_tokens)
+            most = max(0, most)
+            missing = blocks.num_blocks_for(num_tokens + most) - len(sequence.block_table)
+            sequence.block_table += blocks.allocate(max(0, missing))
+            budget -= most
+            reserved.append(most)
+        return reserved
+
     def commit(self, plan: StepPlan) -> None:
-        """Record that the plan's tokens are in the cache: blocks that became full can be found by later prompts.
+        """Record that the plan's tokens, without drafts, are in the cache: blocks that became full can be found by later prompts.
 
         Sequences that have ended or failed since the plan was made have given their blocks back.
         """
@@ -177,9 +208,7 @@ class Scheduler:
 
     def _share_budget(self, sequences: list[Sequence], max_tokens: int | None) -> dict[Sequence, int]:
         """Return the new tokens of each sequence: what it needs, or an even share of what those who need less leave."""
-        budget = self.max_batched_tokens
-        if max_tokens is not None and not self._whole_prompts:
-            budget = min(budget, max(max_tokens, len(sequences)))
+        budget = self._budget(max_tokens, len(sequences))
         num_new_tokens = {sequence: sequence.num_uncomputed_tokens for sequence in sequences}
         if sum(num_new_tokens.values()) <= budget:
             return num_new_tokens
@@ -187,6 +216,12 @@ class Scheduler:
             num_new_tokens[sequence] = min(num_new_tokens[sequence], budget // (len(sequences) - i))
             budget -= num_new_tokens[sequence]
         return num_new_tokens
+
+    def _budget(self, max_tokens: int | None, num_sequences: int) -> int:
+        """Return the most tokens of a step: a token for each sequence at least."""
+        if max_tokens is None or self._whole_prompts:
+            return self.max_batched_tokens
+        return min(self.max_batched_tokens, max(max_tokens, num_sequences))
 
     def _may_run(self, group: SequenceGroup) -> bool:
         """Return whether steps are large enough for the group beside the others, even when it has all its sequences."""
@@ -266,6 +301,12 @@ class Scheduler:
 
     def _num_missing(self, sequence: Sequence) -> int:
         return self.block_manager.num_blocks_for(len(sequence.token_ids)) - len(sequence.block_table)
+
+    def _drop_reserved(self, sequence: Sequence) -> None:
+        """Take back the blocks behind the sequence's tokens, which drafts were written into."""
+        if (surplus := -self._num_missing(sequence)) > 0:
+            self.block_manager.free(sequence.block_table[-surplus:])
+            del sequence.block_table[-surplus:]
 
     def _written_block(self, sequence: Sequence) -> int | None:
         """Return the block that the sequence's next token goes to, if it has earlier ones too. Only such a block is shared and written."""

@@ -1,0 +1,114 @@
+"""Drafts copied from where the last tokens stood before: in the row itself, in its prediction, in rows that have finished.
+
+Prompt lookup (Saxena 2023) and llama.cpp's lookup decoding are this. A token costs the same however long the text is.
+"""
+
+from weakref import WeakKeyDictionary
+
+from conf.speculation import DraftOrder, SpeculationConfig
+from pipelines.engine.proposers.shared_table import SharedTables
+from pipelines.engine.request import Sequence
+
+
+class Places:
+    """The latest place behind each n-gram of a growing list of tokens, for n from `fewest` to `most`."""
+
+    def __init__(self, fewest: int, most: int) -> None:
+        self._sizes = range(most, fewest - 1, -1)
+        self._places: dict[tuple[int, ...], int] = {}
+        self._num_known = 0
+
+    def update(self, token_ids: list[int]) -> None:
+        """Take the tokens that came since the last call. The n-grams at the very end have nothing behind them yet."""
+        for end in range(max(1, self._num_known), len(token_ids)):
+            for size in self._sizes:
+                if size <= end:
+                    self._places[tuple(token_ids[end - size : end])] = end
+        self._num_known = len(token_ids)
+
+    def find(self, last: list[int]) -> int | None:
+        """Return the latest place behind the longest n-gram that the last tokens end with."""
+        for size in self._sizes:
+            if size <= len(last) and (place := self._places.get(tuple(last[-size:]))) is not None:
+                return place
+        return None
+
+
+def copied(token_ids: list[int], place: int, most: int) -> list[int]:
+    """Return the tokens from a place on; behind the last one comes again what was copied, as in a text that repeats itself."""
+    draft = token_ids[place : place + most]
+    while len(draft) < most:
+        draft += draft[: most - len(draft)]
+    return draft
+
+
+class NgramProposer:
+    """Looks first in the row's prediction, then in its prompt and output, then in finished rows of its cache_salt."""
+
+    def __init__(self) -> None:
+        self._own: WeakKeyDictionary[Sequence, Places] = WeakKeyDictionary()
+        self._predicted: WeakKeyDictionary[Sequence, Places] = WeakKeyDictionary()
+        self._shared = SharedTables()
+
+    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        """Return at most so many tokens that may follow each sequence."""
+        return [self._draft(sequence, most) for sequence, most in wanted]
+
+    def _draft(self, sequence: Sequence, most: int) -> list[int]:
+        settings = sequence.params.speculation
+        if settings.order is DraftOrder.paddle:
+            return paddle_draft(sequence, settings.max_ngram, most)
+        token_ids, last = sequence.token_ids, sequence.token_ids[-settings.max_ngram :]
+        prediction = sequence.request.prediction_token_ids
+        if prediction:
+            draft = self._from_prediction(sequence, prediction, last, most)
+            if draft:
+                return draft
+        places = self._places(self._own, sequence, settings)
+        places.update(token_ids)
+        place = places.find(last)
+        if place is not None:
+            return copied(token_ids, place, most)
+        return self._shared.propose(sequence.params.cache_salt, last, most) if settings.shared else []
+
+    def learn(self, sequence: Sequence) -> None:
+        """Let later rows copy from a sequence that has finished."""
+        settings = sequence.params.speculation
+        if settings.shared and settings.order is not DraftOrder.paddle:
+            self._shared.learn(sequence.params.cache_salt, sequence.token_ids)
+
+    def _from_prediction(self, sequence: Sequence, prediction: list[int], last: list[int], most: int) -> list[int]:
+        """Return what follows in the prediction: behind the output where it begins so, else behind the last tokens."""
+        num_said = sequence.num_output_tokens
+        if prediction[:num_said] == sequence.output_token_ids:
+            return prediction[num_said : num_said + most]
+        places = self._places(self._predicted, sequence, sequence.params.speculation)
+        places.update(prediction)
+        place = places.find(last[-num_said:])
+        return [] if place is None else prediction[place : place + most]
+
+    @staticmethod
+    def _places(
+        known: "WeakKeyDictionary[Sequence, Places]", sequence: Sequence, settings: SpeculationConfig
+    ) -> Places:
+        places = known.get(sequence)
+        if places is None:
+            places = known[sequence] = Places(settings.min_ngram, settings.max_ngram)
+        return places
+
+
+def paddle_draft(sequence: Sequence, max_ngram: int, most: int) -> list[int]:
+    """Return PaddleNLP's draft (`ngram_match.cc` of inference_with_reference): for n from `max_ngram` down to 1, what follows the first place
+    of the last n tokens in the prompt, clipped at the prompt's end; else the first place in the output.
+
+    The last tokens are the last one of the prompt and the output.
+    """
+    prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+    said = sequence.token_ids[sequence.num_prompt_tokens - 1 :]
+    for size in range(min(max_ngram, len(said)), 0, -1):
+        key = said[-size:]
+        for text in (prompt, said):
+            for place in range(size, len(text)):
+                if text[place - size : place] == key:
+                    return text[place : place + most]
+    return []

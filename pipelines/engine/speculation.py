@@ -1,0 +1,133 @@
+"""Drafts of the next tokens: whose a step computes, how many, and what became of them."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from conf.speculation import DraftOrder, Speculate
+from pipelines.engine.draft_budget import PROBE_EVERY, Acceptance, StepCosts, draft_lengths
+from pipelines.engine.proposers import Proposer
+from pipelines.engine.proposers.ngram import NgramProposer
+from pipelines.engine.request import Sequence
+from pipelines.engine.scheduler import Scheduled, Scheduler, StepPlan
+
+
+class Drafted(NamedTuple):
+    """Drafts of a plan, whose fate is known when the next one is made."""
+
+    sequence: Sequence
+    num_tokens: int
+    """Length of the sequence before any draft was confirmed."""
+    num_drafts: int
+
+    @property
+    def num_accepted(self) -> int:
+        """The count of drafts that became tokens: one token more than these has come."""
+        return max(0, min(self.num_drafts, len(self.sequence.token_ids) - self.num_tokens - 1))
+
+
+class Speculator:
+    """Adds drafts to plans. A draft stays if it is the token that is chosen without it: no draft changes a token."""
+
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self.proposers: dict[Speculate, Proposer] = {Speculate.ngram: NgramProposer()}
+        self._costs = StepCosts()
+        self._acceptance = Acceptance()  # of all rows
+        self._own_acceptance: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
+        self._paddle_lengths: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
+        self._drafted: list[Drafted] = []  # in the last plan
+        self._num_without = 0  # steps since the last draft
+        self._measured: tuple[int, float] | None = None  # tokens of the step that runs, and when it began
+        self.num_drafted_tokens = 0
+        self.num_accepted_tokens = 0
+
+    def extend(self, plan: StepPlan, max_tokens: int | None = None) -> StepPlan:
+        """Return the plan with drafts behind the last tokens of sequences that want them and whose next tokens come of it.
+
+        `max_tokens`: the step's budget, as for `Scheduler.plan`.
+        """
+        self._settle()
+        most = [_most(item) if item.group in plan.ready else 0 for item in plan.scheduled]
+        if not any(most):
+            return plan
+        reserved = self._scheduler.reserve(plan, self._lengths(plan, most), max_tokens)
+        drafts = self._propose(
+            [(item.sequence, count) for item, count in zip(plan.scheduled, reserved, strict=True) if count]
+        )
+        scheduled = [item._replace(drafts=drafts.get(item.sequence, ())) for item in plan.scheduled]
+        if all(item.num_new_tokens == item.num_outputs for item in scheduled):
+            self._measured = sum(item.num_new_tokens + len(item.drafts) for item in scheduled), self._clock()
+        return plan._replace(scheduled=scheduled)
+
+    def sampled(self) -> None:
+        """Note that the step of the last plan has given its first tokens."""
+        if self._measured:
+            num_tokens, start = self._measured
+            self._costs.took(num_tokens, self._clock() - start)
+            self._measured = None
+
+    def learn(self, sequence: Sequence) -> None:
+        """Let later rows profit from a sequence that has finished."""
+        if proposer := self.proposers.get(sequence.params.speculate):
+            proposer.learn(sequence)
+
+    def _propose(self, wanted: list[tuple[Sequence, int]]) -> dict[Sequence, tuple[int, ...]]:
+        """Return the drafts of each sequence, at most as many as it has blocks for."""
+        drafts = {}
+        for kind, proposer in self.proposers.items():
+            own = [(sequence, most) for sequence, most in wanted if sequence.params.speculate is kind]
+            for (sequence, most), draft in zip(own, proposer.propose(own) if own else [], strict=True):
+                drafts[sequence] = tuple(draft[:most])
+                self._drafted.append(Drafted(sequence, len(sequence.token_ids), len(drafts[sequence])))
+        return drafts
+
+    def _lengths(self, plan: StepPlan, most: list[int]) -> list[int]:
+        """Return how many drafts each of the plan's items gets, at most `most`."""
+        lengths = list(most)
+        adaptive = []
+        for row, item in enumerate(plan.scheduled):
+            settings = item.sequence.params.speculation
+            if not most[row] or not settings.adaptive:
+                continue
+            if settings.order is DraftOrder.paddle:
+                lengths[row] = min(most[row], self._paddle_lengths.get(item.sequence, most[row]))
+            else:
+                adaptive.append(row)
+        if not adaptive:
+            return lengths
+        prior = self._acceptance.chance(0.5)
+        own = [self._own_acceptance.get(plan.scheduled[row].sequence, Acceptance()) for row in adaptive]
+        chances = [each.chance(prior) for each in own]
+        num_tokens = sum(item.num_new_tokens for item in plan.scheduled)
+        chosen = draft_lengths(chances, [most[row] for row in adaptive], num_tokens, self._costs)
+        self._num_without = 0 if any(chosen) else self._num_without + 1
+        if self._num_without == PROBE_EVERY:
+            self._num_without = 0
+            chosen[chances.index(max(chances))] = 1
+        for row, length in zip(adaptive, chosen, strict=True):
+            lengths[row] = length
+        return lengths
+
+    def _settle(self) -> None:
+        """Learn what became of the drafts of the last plan."""
+        for drafted in self._drafted:
+            sequence, accepted = drafted.sequence, drafted.num_accepted
+            self.num_drafted_tokens += drafted.num_drafts
+            self.num_accepted_tokens += accepted
+            self._acceptance.add(accepted, drafted.num_drafts)
+            self._own_acceptance.setdefault(sequence, Acceptance()).add(accepted, drafted.num_drafts)
+            length = self._paddle_lengths.get(sequence, sequence.params.speculation.num_tokens)
+            length = length + 2 if accepted == drafted.num_drafts else length - 1
+            self._paddle_lengths[sequence] = max(1, min(length, sequence.params.speculation.num_tokens))
+        self._drafted.clear()
+
+
+def _most(item: Scheduled) -> int:
+    """Return how many drafts the item's sequence asks for: none in searches, and none before its samples have begun."""
+    params, group = item.sequence.params, item.group
+    if params.speculate is Speculate.none or group.search or not group.num_output_tokens:
+        return 0
+    return params.speculation.num_tokens

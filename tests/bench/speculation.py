@@ -1,0 +1,131 @@
+"""Tokens per second with drafts that are right by chance, over the plain ones: `python tests/bench/speculation.py model.path=FOLDER device=cpu`.
+
+For each format and number of rows the plain run and the drafted ones take turns in one process. A proposer knows what the plain run says, and
+spoils a draft with the chance 1 - acceptance. `--data FILE` measures the n-grams of a file of prompts instead. Medians of the ratios, in
+tests/bench/results/speculation.json, where rows that are measured again are replaced.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+from conf.compose import compose_run_config  # noqa: E402
+from conf.decoding import DecodeConfig  # noqa: E402
+from conf.speculation import Speculate, SpeculationConfig  # noqa: E402
+from pipelines.engine import Engine, Output  # noqa: E402
+from pipelines.engine.request import Sequence  # noqa: E402
+from pipelines.loading import load_engine  # noqa: E402
+from pipelines.prompts import PromptEncoder, read_prompts  # noqa: E402
+from pipelines.report import environment, write_atomically  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results" / "speculation.json"
+PROMPT_TOKENS = 64
+
+
+class Spoiled:
+    """Drafts the tokens of a plain run, each of them right with one chance."""
+
+    def __init__(self, known: dict[int, list[int]], acceptance: float) -> None:
+        self._known = known
+        self._acceptance = acceptance
+        self._random = random.Random(0)
+
+    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        return [self._draft(sequence, most) for sequence, most in wanted]
+
+    def _draft(self, sequence: Sequence, most: int) -> list[int]:
+        said = sequence.num_output_tokens
+        right = self._known[sequence.request.id][said : said + most]
+        return [token if self._random.random() < self._acceptance else token ^ 1 for token in right]
+
+    def learn(self, sequence: Sequence) -> None:
+        """Do nothing: all is known."""
+
+
+def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> tuple[list[Output], float]:
+    """Return the outputs in the order of the prompts, and the decoded tokens per second behind the first token of every row."""
+    requests = [engine.request(i, prompt, decode) for i, prompt in enumerate(prompts)]
+    outputs = sorted(engine.generate(requests), key=lambda output: output.request_id)
+    first = max(output.first_token_s or 0.0 for output in outputs)
+    num_tokens = sum(len(output.completions[0].token_ids) - 1 for output in outputs)
+    return outputs, num_tokens / (max(output.finished_s for output in outputs) - first)
+
+
+def measure(
+    engine: Engine, prompts: list[list[int]], plain: DecodeConfig, acceptances: list[float | None], rounds: int
+) -> dict[str, Any]:
+    """Return ratios of the drafted speeds to the plain one, by acceptance; None stands for n-grams."""
+    outputs, _ = generate(engine, prompts, plain)
+    said = {output.request_id: output.completions[0].token_ids for output in outputs}
+    drafted = replace(plain, speculate=Speculate.ngram, speculation=SpeculationConfig(shared=False))
+    ngram = engine.speculator.proposers[Speculate.ngram]
+    ratios: dict[str, list[float]] = {str(a): [] for a in acceptances}
+    speeds = []
+    for turn in range(rounds + 1):  # the first one warms up
+        _, speed = generate(engine, prompts, plain)
+        speeds.append(speed)
+        for acceptance in acceptances:
+            proposer = ngram if acceptance is None else Spoiled(said, acceptance)
+            engine.speculator.proposers[Speculate.ngram] = proposer
+            again, with_drafts = generate(engine, prompts, drafted)
+            assert {output.request_id: output.completions[0].token_ids for output in again} == said
+            if turn:
+                ratios[str(acceptance)].append(with_drafts / speed)
+    row = {"plain_tokens_per_s": round(statistics.median(speeds[1:]), 2)}
+    return row | {f"ratio at {name}": round(statistics.median(each), 3) for name, each in ratios.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--formats", nargs="+", default=["none", "a8w8", "int8", "int4"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--acceptances", nargs="+", type=float, default=[0.0, 0.5, 0.8])
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--data", help="prompts, whose n-grams are measured")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("overrides", nargs="+")
+    args = parser.parse_args()
+    found: dict[str, Any] = json.loads(args.results.read_text()) if args.results.is_file() else {"rows": {}}
+    for scheme in args.formats:
+        quant = [f"quant={scheme}", *(["quant.method=rtn"] if scheme == "a8w8" else [])]
+        run = compose_run_config([*args.overrides, *quant])
+        engine = load_engine(run, max(args.rows))
+        plain = DecodeConfig(max_new_tokens=args.new_tokens, temperature=0.0, ignore_eos=True, prefix_cache=False)
+        for num_rows in args.rows:
+            prompts = read(args.data, engine, num_rows) if args.data else random_prompts(engine, num_rows)
+            acceptances = [None] if args.data else args.acceptances
+            start = time.perf_counter()
+            row = measure(engine, prompts, plain, acceptances, args.rounds)
+            name = f"{Path(run.model.path).name}, {scheme}, {num_rows} rows" + (
+                f", {Path(args.data).name}" if args.data else ""
+            )
+            found["rows"][name] = row
+            print(f"{name}: {row} in {time.perf_counter() - start:.0f} s", flush=True)
+            about = {"what": (__doc__ or "").splitlines()[0], "date": str(date.today()), "environment": environment()}
+            write_atomically(args.results, [json.dumps(about | {"rows": found["rows"]}, indent=2) + "\n"])
+
+
+def random_prompts(engine: Engine, num_rows: int) -> list[list[int]]:
+    generator = random.Random(1)
+    return [[generator.randrange(5, engine.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(num_rows)]
+
+
+def read(data: str, engine: Engine, num_rows: int) -> list[list[int]]:
+    encoder = PromptEncoder(engine.tokenizer, True, "auto")
+    rows = [encoder.encode(row).token_ids for row in read_prompts(data)]
+    return [rows[i % len(rows)] for i in range(num_rows)]
+
+
+if __name__ == "__main__":
+    main()
