@@ -6,8 +6,11 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from conf.decoding import DecodeConfig
 from conf.schema import RunConfig
+from conf.speculation import Acceptance
 from pipelines.calibration_data import calibration_file
 from pipelines.engine import Engine
 from pipelines.journal import Fingerprint, dumps
@@ -51,17 +54,30 @@ def fingerprint(run: RunConfig, source: ModelSource, engine: Engine, prompts: Pr
         "model.max_length": run.model.max_length,
         "model.tokenizer": tokenizer is not None,
         "device.type": engine.device.type,
-        "quant": json.loads(json.dumps(asdict(run.quant), default=lambda value: value.name)),
+        "quant": _plain(asdict(run.quant)),
         "predict.add_special_tokens": run.predict.add_special_tokens,
         "predict.chat_template": _chat_template(run.predict.chat_template),
     }
     if run.quant.needs_calibration:
         parts |= calibration_fingerprint(run)
-    parts |= {f"decode.{name}": value for name, value in asdict(run.decode).items()}
+    parts |= {f"decode.{name}": value for name, value in _plain(_deciding(run.decode)).items()}
     parts |= file_fingerprint(model, "model")
     if tokenizer and not tokenizer.samefile(model):
         parts |= file_fingerprint(tokenizer, "tokenizer")
     return dict(json.loads(dumps(parts)))  # as a journal gives it back: there all keys are texts
+
+
+def _deciding(decode: DecodeConfig) -> dict[str, Any]:
+    """Return the settings that decide tokens: drafts do where they stay by another rule than equality."""
+    settings = asdict(decode)
+    if decode.speculation.acceptance is Acceptance.exact:
+        del settings["speculate"], settings["speculation"]
+    return settings
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings as JSON has them: choices by their names."""
+    return dict(json.loads(json.dumps(settings, default=lambda value: value.name)))
 
 
 def calibration_fingerprint(run: RunConfig) -> Fingerprint:

@@ -113,7 +113,8 @@ def check_sides(scheduler: Scheduler, plan: StepPlan, sides: dict[int, bool]) ->
     for source, target in plan.copies:
         sides[target] = sides[source]
     size = scheduler.block_manager.block_size
-    for _, sequence, _, num_new_tokens, _ in plan.scheduled:
+    for item in plan.scheduled:
+        sequence, num_new_tokens = item.sequence, item.num_new_tokens
         is_past_border = scheduler._key_border is not None and len(sequence.token_ids) > scheduler._key_border
         before, after = sequence.num_computed_tokens, sequence.num_computed_tokens + num_new_tokens
         assert all(sides[block] == is_past_border for block in sequence.block_table[: -(-before // size)])
