@@ -1,0 +1,191 @@
+"""A job: rows in, results into a journal as they finish, and files when all are there. It goes on after any end."""
+
+import json
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from conf.errors import UserError
+from conf.schema import PredictConfig
+from pipelines import report
+from pipelines.engine import Engine, Output, Request
+from pipelines.interrupt import Interrupted, Interruption, interruption
+from pipelines.journal import ANEW, Journal, named_folder
+from pipelines.prompts import GIVE, PromptRow, Prompts, read_prompts
+
+PRINTED = 8  # rows that are shown at the end; all are in the files
+
+Row = dict[str, Any]
+"""A row of a job's results."""
+Record = dict[str, Any]
+"""A line of the journal: the `row`, the `digest` of its input, and what else a job keeps of it."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A job whose files are written."""
+
+    first: list[Row]
+    """The first rows, at most PRINTED."""
+    metrics: dict[str, Any]
+
+
+def open_prompts(config: PredictConfig) -> Prompts:
+    """Return the rows of `predict.data`. Raises UserError where they cannot be read, and for a job to resume that does not exist."""
+    if config.data is None:
+        raise UserError(f"predict.data is missing: {GIVE}")
+    if config.resume not in ("auto", "none"):
+        named_folder(config.resume)
+    return read_prompts(config.data)
+
+
+class Job(ABC):
+    """Rows in, results into the journal as they finish. A bad row becomes an error and does not stop the others.
+
+    Of the rows it holds only those that run. A task says what a row asks of the engine and what becomes of its output.
+    """
+
+    def __init__(self, engine: Engine, journal: Journal, max_errors: int | None) -> None:
+        """`max_errors`: as `predict.max_errors`."""
+        self.engine = engine
+        self.journal = journal
+        self._max_errors = max_errors
+        self._running: dict[int, PromptRow] = {}
+        self._num_errors, self._first_error = 0, ""
+        self.totals: Counter[str] = Counter()
+        for record in journal.read():  # what an earlier process did
+            self.totals.update(_counts(record))
+        self.resumed = self.totals.copy()
+
+    @abstractmethod
+    def request(self, row: PromptRow) -> Request:
+        """Return the request of a row, whose id is the row's index. What it raises becomes the row's error."""
+
+    @abstractmethod
+    def record(self, row: PromptRow, output: Output) -> Record:
+        """Return what the journal keeps of a row that has finished: its `row`, and what else the job's files need."""
+
+    @abstractmethod
+    def failed(self, row: PromptRow, error: BaseException) -> Row:
+        """Return the row of results for one that failed. Raises the exception again where it does not belong to the row."""
+
+    @abstractmethod
+    def metrics(self, prompts: Prompts, load_s: float, run_s: float) -> dict[str, Any]:
+        """Return the numbers of metrics.json, of all rows, also of those that were done before; times and speed of this process."""
+
+    @abstractmethod
+    def write(self, records: Callable[[], Iterator[Record]]) -> None:
+        """Write the files of the results. `records` begins anew at each call, in the order of the rows."""
+
+    def complete(self, prompts: Prompts, config_yaml: str, load_s: float) -> Finished:
+        """Do every row that is not done, write all files and remove the journal.
+
+        Raises Interrupted after a step, and UserError where the job cannot go on; what is done stays in the journal.
+        """
+        journal = self.journal
+        if journal.num_rows:
+            print(f"resuming {journal.folder}: {journal.num_rows} rows are done", file=sys.stderr)
+        try:
+            with journal.writing():
+                report.write_run(journal.folder, config_yaml, {})
+            with interruption() as signals:
+                run_s = self._run_shown(prompts, signals)
+                metrics = self.metrics(prompts, load_s, run_s)
+                with journal.writing():
+                    self.write(lambda: signals.checked(journal.records()))
+                    report.write_atomically(journal.folder / "metrics.json", [json.dumps(metrics, indent=2) + "\n"])
+        except Interrupted:
+            journal.sync()
+            print(f"interrupted: {journal.kept}", file=sys.stderr)
+            raise
+        first = [record["row"] for record in islice(journal.records(), PRINTED)]
+        journal.remove()
+        return Finished(first, metrics)
+
+    def base_metrics(self, prompts: Prompts) -> dict[str, Any]:
+        """Return the metrics that every job has."""
+        return {
+            "num_prompts": self.totals["num_prompts"],
+            "num_resumed_rows": self.resumed["num_prompts"],
+            "num_errors": self.totals["num_errors"],
+            "num_blank_lines": prompts.num_blank_lines,
+            "unused_fields": prompts.unused_fields,
+            "num_prompt_tokens": self.totals["num_prompt_tokens"],
+            "num_cached_tokens": self.totals["num_cached_tokens"],
+        }
+
+    def _run_shown(self, prompts: Prompts, signals: Interruption) -> float:
+        """Run with a progress bar; returns seconds."""
+        start = time.perf_counter()
+        with report.progress_bar() as progress:
+
+            def after_step() -> None:
+                speed = self.engine.num_generated_tokens / (time.perf_counter() - start)
+                progress.generated(self.totals["num_prompts"], prompts.num_rows, speed)
+                signals.check()
+
+            for output in self.engine.generate(self._requests(signals.checked(prompts)), on_step=after_step):
+                row = self._running.pop(output.request_id)
+                error = output.error
+                record = {"row": self.failed(row, error)} if error else self.record(row, output)
+                self._finish(row, record, output.num_cached_tokens)
+            self.journal.sync()
+        return time.perf_counter() - start
+
+    def _requests(self, rows: Iterator[PromptRow]) -> Iterator[Request]:
+        for row in self._undone(rows):
+            try:
+                request = self.request(row)
+            except BaseException as error:
+                self._finish(row, {"row": self.failed(row, error)})
+                continue
+            self._running[row.index] = row
+            yield request
+
+    def _undone(self, rows: Iterator[PromptRow]) -> Iterator[PromptRow]:
+        """Rows that the journal does not have. Those before its last one wait until that one has shown the input to be the same."""
+        waiting: list[PromptRow] = []  # no more than ran at once when the job ended
+        num_read = 0
+        for row in rows:
+            num_read = row.index + 1
+            if row.index >= self.journal.end:
+                yield from waiting
+                waiting.clear()
+                yield row
+            elif not self.journal.has(row.index, row.digest):
+                waiting.append(row)
+        if num_read < self.journal.end:
+            have = f"{self.journal.folder} has a row {self.journal.end - 1} that is done"
+            raise UserError(f"the input has {num_read} rows, but {have}: give the same input, or {ANEW}")
+        yield from waiting
+
+    def _finish(self, row: PromptRow, record: Record, num_cached_tokens: int = 0) -> None:
+        record = {"digest": row.digest, "num_cached_tokens": num_cached_tokens, **record}
+        self.journal.append(record)
+        self.totals.update(_counts(record))
+        error = record["row"]["error"]
+        if error is None:
+            return
+        self._num_errors += 1
+        self._first_error = self._first_error or f"row {row.index}: {error}"
+        most = self._max_errors
+        if most is not None and self._num_errors > most:
+            self.journal.sync()
+            what = f"more than predict.max_errors={most} rows failed; the first is {self._first_error}"
+            raise UserError(f"{what}; {self.journal.kept}")
+
+
+def _counts(record: Record) -> dict[str, int]:
+    row = record["row"]
+    return {
+        "num_prompts": 1,
+        "num_errors": int(row["error"] is not None),
+        "num_prompt_tokens": row["num_prompt_tokens"],
+        "num_cached_tokens": record["num_cached_tokens"],
+        "num_generated_tokens": row.get("num_generated_tokens", 0),
+    }
