@@ -28,10 +28,8 @@ from pathlib import Path
 from conf.decoding import DecodeConfig
 from conf.quantization import QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
-from pipelines.assembly import assemble
-from tests.helpers.builders import SMALL, complete, engine_of, write_llama
 from pipelines.loading import load_engine
-from tests.helpers.builders import SMALL, complete, engine_of, write_llama
+from tests.helpers.builders import complete, engine_of, write_llama
 
 with tempfile.TemporaryDirectory() as folder:
     write_llama(Path(folder))

@@ -3,14 +3,11 @@
 import csv
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.builders import REPOSITORY
-from tests.test_run import run, wait_until
+from tests.helpers.command import run, run_interrupted
 
 SEARCHING = '''
 import json
@@ -46,7 +43,7 @@ def table(sweep_dir: Path) -> list[dict[str, str]]:
 
 def measured(metric: str) -> bool:
     """Whether two runs differ in it. What a row's tasks measured alike has one column, and otherwise one for each."""
-    return metric.endswith("_s") or any(part in metric for part in ("_s.p", "peak_memory", "share_of_bandwidth"))
+    return metric.endswith("_s") or any(part in metric for part in ("_s.p", "peak_memory", "decode_share"))
 
 
 def test_launchers_give_equal_tables(chatty: Path, tmp_path: Path) -> None:
@@ -113,21 +110,14 @@ def test_an_objective_that_is_no_metric_ends_the_sweep_at_its_first_job(chatty: 
 
 
 def test_ctrl_c_leaves_the_table_of_what_was_done(chatty: Path, tmp_path: Path) -> None:
-    (tmp_path / "many.txt").write_text("Once upon a time\n" * 25)
-    arguments = ["device=cpu", f"model.path={chatty}", f"predict.data={tmp_path / 'many.txt'}", "predict.batch_size=1"]
-    arguments += ["decode.ignore_eos=true", "decode.max_new_tokens=1,100,2", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
-    command = [sys.executable, "run.py", "-m", *arguments]
-    process = subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
-    )
-    journal = tmp_path / "sweep" / "1" / "journal.jsonl"
-    wait_until(process, lambda: journal.exists() and journal.read_bytes().count(b"\n") > 2)
-    process.send_signal(signal.SIGINT)
-    printed, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
-    assert "interrupted: " in errors
-    assert "Traceback" not in errors
+    (tmp_path / "rows.txt").write_text("Once upon a time\n" * 5)
+    arguments = ["device=cpu", f"model.path={chatty}", f"predict.data={tmp_path / 'rows.txt'}", "predict.batch_size=1"]
+    arguments += ["decode.max_new_tokens=1,2,3", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    done = run_interrupted(signal.SIGINT, tmp_path / "sweep" / "1", 3, "-m", *arguments)
+    assert done.returncode == 128 + signal.SIGINT
+    assert "interrupted: 3 rows are done and kept" in done.stderr
+    assert "Traceback" not in done.stderr
     assert [(row["decode.max_new_tokens"], row["error"]) for row in table(tmp_path / "sweep")] == [
-        ("1", ""), ("100", "did not finish"),
+        ("1", ""), ("2", "did not finish"),
     ]  # fmt: skip
-    assert printed.endswith(f"output: {tmp_path / 'sweep'}\n")
+    assert done.stdout.endswith(f"output: {tmp_path / 'sweep'}\n")

@@ -17,7 +17,7 @@ import pytest
 
 from conf.compose import compose_run_config, quote_prompt
 from tests.helpers.builders import REPOSITORY, said
-from tests.helpers.command import run
+from tests.helpers.command import run, run_interrupted
 
 FILES = {"config.yaml", "environment.json", "metrics.json", "predictions.jsonl", "text_generation_result.txt"}
 
@@ -186,20 +186,11 @@ def test_what_hydra_says_has_a_remedy(argument: str, message: str) -> None:
     assert message in line
 
 
-NUM_ROWS = 25
-
-
-def start_long_job(chatty: Path, folder: Path) -> subprocess.Popen[str]:
-    data = folder / "many.txt"
-    data.write_text("Once upon a time\n" * NUM_ROWS)
-    overrides = [
-        "device=cpu",
-        f"model.path={chatty}",
-        f"predict.data={data}",
-        "hydra.run.dir=" + quoted(folder / "out"),
-    ]
-    overrides += ["predict.batch_size=1", "model.dtype=float32", "decode.ignore_eos=true", "decode.max_new_tokens=100"]
-    return subprocess.Popen([sys.executable, "run.py", *overrides], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+def start_waiting(chatty: Path, folder: Path) -> subprocess.Popen[str]:
+    """A job whose input does not come: it stays before its first row, however long the test takes to interrupt it."""
+    overrides = ["device=cpu", f"model.path={chatty}", "predict.data=-", f"hydra.run.dir={folder / 'out'}"]
+    command = [sys.executable, "run.py", *overrides]
+    return subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def quoted(folder: Path) -> str:
@@ -228,7 +219,7 @@ def has_mapped(process: subprocess.Popen[str], library: str) -> bool:
 def test_ctrl_c_before_the_first_row_leaves_nothing(
     chatty: Path, tmp_path: Path, library: str, ends: list[tuple[int, str]]
 ) -> None:
-    process = start_long_job(chatty, tmp_path)
+    process = start_waiting(chatty, tmp_path)
     wait_until(process, lambda: has_mapped(process, library))  # that of the imports, or of the run itself
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
@@ -237,7 +228,7 @@ def test_ctrl_c_before_the_first_row_leaves_nothing(
 
 
 def test_sigterm_before_the_first_row_leaves_nothing(chatty: Path, tmp_path: Path) -> None:
-    process = start_long_job(chatty, tmp_path)
+    process = start_waiting(chatty, tmp_path)
     wait_until(process, lambda: has_mapped(process, "libtorch_cpu"))
     process.terminate()
     process.communicate(timeout=60)
@@ -251,19 +242,24 @@ def test_a_job_that_was_interrupted_prints_the_command_that_ends_it(
 ) -> None:
     folder = tmp_path / "it's here, {a b}"
     folder.mkdir()
-    process = start_long_job(chatty, folder)
-    journal = folder / "out" / "journal.jsonl"
-    wait_until(process, lambda: journal.exists() and journal.read_bytes().count(b"\n") > 2)
-    process.send_signal(number)
-    errors = said(process.communicate(timeout=60)[1])
-    assert process.returncode == 128 + number
+    journal, data, num_rows = folder / "out" / "journal.jsonl", folder / "many.txt", 5
+    data.write_text("Once upon a time\n" * num_rows)
+    overrides = [
+        "device=cpu",
+        f"model.path={chatty}",
+        f"predict.data={data}",
+        "hydra.run.dir=" + quoted(folder / "out"),
+    ]
+    overrides += ["predict.batch_size=1", "decode.max_new_tokens=2"]
+    ended = run_interrupted(number, folder / "out", 3, *overrides)
+    assert ended.returncode == 128 + number
     assert not (folder / "out" / "predictions.jsonl").exists()
-    num_done = journal.read_bytes().count(b"\n") - 1
-    begin = f"interrupted: {num_done} rows are done and kept, go on with: python "
-    assert errors.startswith(begin)
-    done = run(*shlex.split(errors.removeprefix(begin))[1:], cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, f"resuming {folder / 'out'}: {num_done} rows are done\n")
-    assert [row["index"] for row in rows(folder / "out")] == list(range(NUM_ROWS))
+    assert journal.read_bytes().count(b"\n") - 1 == 3
+    begin = "interrupted: 3 rows are done and kept, go on with: python "
+    assert ended.stderr.startswith(begin)
+    done = run(*shlex.split(ended.stderr.removeprefix(begin))[1:], cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, f"resuming {folder / 'out'}: 3 rows are done\n")
+    assert [row["index"] for row in rows(folder / "out")] == list(range(num_rows))
     assert {file.name for file in (folder / "out").iterdir()} == FILES
     assert {file.name for file in folder.iterdir()} == {"out", "many.txt"}
     again = run("predict.resume=" + str(folder / "out"))

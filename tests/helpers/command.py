@@ -1,14 +1,45 @@
 """The command as its user types it, in a process of its own."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.helpers.builders import REPOSITORY, said
 
+# A signal that comes when so many rows of a folder are finished, and neither earlier nor later, however busy the machine is.
+INTERRUPTED = """
+import os, runpy, sys
+from pipelines.journal import Journal
+
+number, folder, num_rows = int(sys.argv.pop(1)), sys.argv.pop(1), int(sys.argv.pop(1))
+append = Journal.append
+
+
+def hooked(self, record):
+    append(self, record)
+    if (str(self.folder), self.num_rows) == (folder, num_rows):
+        os.kill(os.getpid(), number)
+
+
+Journal.append = hooked
+runpy.run_path("run.py", run_name="__main__")
+"""
+
 
 def run(*arguments: str, cwd: Path = REPOSITORY, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(REPOSITORY / "run.py"), *arguments]
+    return _done([str(REPOSITORY / "run.py"), *arguments], cwd, stdin)
+
+
+def run_interrupted(
+    number: signal.Signals, folder: Path, num_rows: int, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """The command, whose process gets the signal when `num_rows` rows of the job in `folder` are finished."""
+    return _done(["-c", INTERRUPTED, str(number.value), str(folder), str(num_rows), *arguments], REPOSITORY)
+
+
+def _done(arguments: list[str], cwd: Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, text=True, encoding="utf-8")
     done.stderr = said(done.stderr)
     return done

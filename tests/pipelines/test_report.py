@@ -45,29 +45,31 @@ def test_bytes_are_written_as_they_are(tmp_path: Path) -> None:
     assert (tmp_path / "file.png").read_bytes() == b"\x89PNG\r\n"
 
 
-def draw(stderr: int) -> subprocess.CompletedProcess[bytes]:
+def draw(stderr: int) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run([sys.executable, "-c", DRAW], stderr=stderr, stdout=subprocess.PIPE, env=environment)
+    return subprocess.Popen([sys.executable, "-c", DRAW], stderr=stderr, stdout=subprocess.PIPE, env=environment)
 
 
 def test_progress_is_drawn_on_a_terminal() -> None:
     ours, theirs = pty.openpty()
-    done = draw(theirs)
+    process = draw(theirs)
     os.close(theirs)
     drawn = b""
     try:
-        while chunk := os.read(ours, 65536):
+        while chunk := os.read(ours, 65536):  # while it draws: a terminal holds a few frames, and then keeps it waiting
             drawn += chunk
     except OSError:  # the other side is closed and all is read
         pass
-    assert done.returncode == 0
+    process.communicate()
+    os.close(ours)
+    assert process.returncode == 0
     assert b"load" in drawn
     assert b"4 of 4 rows, 99 tokens/s" in drawn
 
 
 def test_nothing_is_drawn_elsewhere() -> None:
-    done = draw(subprocess.PIPE)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    process = draw(subprocess.PIPE)
+    assert (*process.communicate(), process.returncode) == (b"", b"", 0)
 
 
 def test_environment_names_versions_and_machine() -> None:
