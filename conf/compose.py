@@ -14,13 +14,13 @@ from typing import Any, cast
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf import quantization, schema
-from conf.errors import UserError, did_you_mean, there_are
+from conf.errors import UserError, did_you_mean, shortened, there_are
 from conf.schema import RunConfig, SweepConfig, Task
 
 CONF = Path(__file__).resolve().parent
@@ -32,7 +32,9 @@ HYDRAS_OWN = re.compile(  # quoted values and sweep functions
     rf"null|(?:{_QUOTED})(?:\s*,\s*(?:{_QUOTED}|[^\s,'\"]+))*|(?:choice|range|interval|glob|shuffle|sort|tag)\(.*\)",
     re.DOTALL,
 )
-NOISE = re.compile("full_key:|Config search path:|To append to your config")  # Hydra's errors do not help from here on
+HOME = re.compile(r"(?<=[=,])~(?=/)")
+# Hydra's errors do not help from here on.
+NOISE = re.compile("full_key:|Config search path:|To append to your config|See https://hydra.cc")
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 REMEDIES = {  # for errors that only say what is wrong
     "is not a ListConfig": "give a list: KEY=[a,b], or KEY=[] for none",
@@ -42,6 +44,7 @@ REMEDIES = {  # for errors that only say what is wrong
     "is incompatible with type hint": "give a value of one of these types",
     "is not a subclass of": "a group's options need a config that has the group in its defaults; give KEY.NAME=VALUE",
 }
+QUOTE = """close what is open, or give the value in quotes of its own: 'KEY="VALUE"'"""
 MOVED = {  # sections of saved configs that have another name now
     "export": "did you mean quantize.format? In the config.yaml of an earlier run, "
     "move `format` from the section export to the section quantize, and remove export",
@@ -123,6 +126,8 @@ def explain(error: Exception) -> str:
         begin, end = error.object.rfind(b"\n", 0, error.start) + 1, error.object.find(b"\n", error.start)
         there = error.object[begin : end if end > 0 else None].decode("utf-8", "backslashreplace").strip()
         line = f"a file of the config is not UTF-8, in the line {there!r}: convert it first"
+    if isinstance(error, OverrideParseException) and "missing EQUAL" not in line:
+        line = f"{shortened(str(error.override))} cannot be read: {QUOTE}"
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # here only folders are made
         line += ": give a folder that can be written as hydra.run.dir, or with -m as hydra.sweep.dir"
     if remedy := next((text for wrong, text in REMEDIES.items() if re.search(wrong, line)), None):
@@ -155,7 +160,7 @@ def for_hydra(arguments: list[str]) -> list[str]:
     if {"--help", "-h"} & set(arguments):
         text = (CONF / "help.txt").read_text(encoding="utf-8").replace("$GROUPS", _groups(arguments))
         arguments = [*arguments, _quote(f"hydra.help.template={text}")]
-    return flags_first(quote_prompt(options_over_saved(saved_config(checked(arguments)))))
+    return flags_first(quote_prompt(options_over_saved(saved_config(checked(with_home(arguments))))))
 
 
 def _groups(arguments: list[str]) -> str:
@@ -173,6 +178,11 @@ def version() -> str:
 
     with open(REPOSITORY / "pyproject.toml", "rb") as file:
         return str(tomllib.load(file)["project"]["version"])
+
+
+def with_home(arguments: list[str]) -> list[str]:
+    """Put the home folder in the place of `~/` where a value begins: no shell does behind KEY=, and Hydra's grammar has no `~` there."""
+    return [a if a.startswith(DATA) or set(a) & set("'\"") else HOME.sub(os.path.expanduser("~"), a) for a in arguments]
 
 
 def checked(arguments: list[str]) -> list[str]:
@@ -233,7 +243,7 @@ def _as_saved(run: RunConfig) -> RunConfig:
     if data and data != "-" and os.path.isfile(path := os.path.expanduser(data)):
         data = os.path.abspath(path)
     if template not in ("auto", "none"):
-        template = os.path.abspath(template)
+        template = os.path.abspath(os.path.expanduser(template))
     resume = "none" if predict.resume == "none" else "auto"
     saved = replace(predict, data=data, chat_template=template, resume=resume)
     measured_on: dict[str, Any] = {

@@ -7,7 +7,6 @@ hold them.
 from collections.abc import Callable
 from functools import partial
 
-from conf.errors import UserError
 from conf.schema import DeviceConfig, RunConfig
 from kernels.kv_format import FORMATS, KVFormat
 from models.batch import KVCache
@@ -35,7 +34,6 @@ def assemble(
 
     Raises UserError for weights that are not the model's, and where memory is too small.
     """
-    _check_batch_size(max_num_requests, run.device)
     decode = run.decode.resolved(settings.decode_defaults)
     num_sequences = max_num_requests * max(decode.n, decode.num_beams or 1)
     reserved = _reserve_memory(run.device, plan, num_sequences)
@@ -54,14 +52,6 @@ def assemble(
         num_graph_sequences=num_sequences if run.device.cuda_graphs and plan.packed else 0,
         decode_threads=run.device.decode_threads,
     )
-
-
-def _check_batch_size(max_num_requests: int, device: DeviceConfig) -> None:
-    if max_num_requests > device.max_batched_tokens:
-        raise UserError(
-            f"batch_size={max_num_requests} is more than device.max_batched_tokens={device.max_batched_tokens}: "
-            "every row that runs needs a token of each step"
-        )
 
 
 def _reserve_memory(config: DeviceConfig, plan: ModelPlan, num_sequences: int) -> int:

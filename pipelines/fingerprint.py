@@ -12,6 +12,7 @@ from conf.decoding import DecodeConfig
 from conf.schema import RunConfig
 from conf.speculation import Acceptance
 from pipelines.calibration_data import calibration_file
+from pipelines.data_files import expanded
 from pipelines.engine import Engine
 from pipelines.journal import Fingerprint, dumps
 from pipelines.opening import ModelSource
@@ -88,7 +89,7 @@ def calibration_fingerprint(run: RunConfig) -> Fingerprint:
 
 
 def _chat_template(chat_template: str) -> str:
-    return chat_template if chat_template in ("auto", "none") else sha256_of(Path(chat_template))
+    return chat_template if chat_template in ("auto", "none") else sha256_of(expanded(chat_template))
 
 
 def file_fingerprint(path: Path, name: str) -> Fingerprint:

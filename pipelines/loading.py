@@ -34,6 +34,11 @@ def load_engine_on(
 
     Raises UserError for whatever is wrong with the checkpoint or its tokenizer, and as `find_or_make` does.
     """
+    if max_num_requests > run.device.max_batched_tokens:
+        raise UserError(
+            f"batch_size={max_num_requests} is more than device.max_batched_tokens={run.device.max_batched_tokens}: "
+            "every row that runs needs a token of each step"
+        )
     if run.quant.needs_calibration and source.is_quantized:
         if (run.calibrate, run.quantize) != (CalibrateConfig(), QuantizeConfig()):
             unused = "calibrate and quantize.format are not used by a model that is quantised already"

@@ -50,9 +50,9 @@ def pipeline(
     >>> pipe = pipeline("text_generation", model="tiny", decode="greedy", device="cpu")
     >>> pipe("Once upon a time", max_new_tokens=20)
 
-    `model` is an option of conf/model or a folder; `dtype` a name or torch's own ("bfloat16", torch.bfloat16), None: as stored;
-    `tokenizer` a folder or a GGUF file, None: the model's own; `overrides` are as on the command line; `arguments` are defaults for every
-    call. Raises UserError, a ValueError, for an unknown task, option or argument, and for whatever is wrong with the model.
+    `model` is an option of conf/model, a folder or a GGUF file; `dtype` a name or torch's own ("bfloat16", torch.bfloat16), None: as
+    stored; `tokenizer` a folder or a GGUF file, None: the model's own; `overrides` are as on the command line; `arguments` are defaults for
+    every call. Raises UserError, a ValueError, for an unknown task, option or argument, and for whatever is wrong with the model.
     """
     if task not in TASKS:
         raise UserError(f"task {task!r} does not exist: there are {', '.join(TASKS)}")
@@ -68,8 +68,8 @@ def pipeline(
         if choice not in options(group):
             raise UserError(f"{group}={choice} does not exist: {there_are(options(group), choice)}")
     path = None if str(model) in options("model") else str(model)
-    if path is not None and "/" not in path and not Path(path).is_dir():
-        raise UserError(f"model={path} is neither a folder nor an option: there are {', '.join(options('model'))}")
+    if path is not None and "/" not in path and not Path(path).exists():
+        raise UserError(f"model={path} is neither a folder or file nor an option: {there_are(options('model'), path)}")
     names = [f"{group}={choice}" for group, choice in choices.items()] + ([] if path else [f"model={model}"])
     names += [] if dtype is None else [f"model.dtype={str(dtype).removeprefix('torch.')}"]
     run = compose_run_config([*names, *(overrides or [])], path, _tokenizer_path(tokenizer))

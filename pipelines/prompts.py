@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from conf.errors import UserError, shortened
 from models.tokenizers import Tokenizer
-from pipelines.data_files import FORMS, DataFile, decode_utf8, find_file, names_a_file
+from pipelines.data_files import FORMS, DataFile, decode_utf8, expanded, find_file, names_a_file
 from pipelines.engine.faults import row_error
 
 GIVE = "give a prompt, a .txt, a .jsonl, or - for stdin; .csv and .json are read, too, and .gz of .txt or .jsonl, .csv or .json"
@@ -246,7 +246,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._add_special_tokens = add_special_tokens
         self._use_templates = chat_template != "none"
-        self._template = None if chat_template in ("auto", "none") else _read_template(Path(chat_template))
+        self._template = None if chat_template in ("auto", "none") else _read_template(expanded(chat_template))
 
     def encode(self, row: PromptRow) -> EncodedPrompt:
         """Encode a row. Raises UserError for a row with an error, and for one that needs a missing tokenizer or template."""

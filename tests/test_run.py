@@ -177,6 +177,19 @@ def test_a_config_that_is_not_utf_8_is_shown(tmp_path: Path) -> None:
         ("decode.stop=", "is not a ListConfig, list or tuple: give a list: KEY=[a,b], or KEY=[] for none"),
         ("decode.stop=null", "'decode.stop' is not Optional: leave it out for its default"),
         ("quant.overrides=x", "Cannot assign str to Dict[str, str]: give names with values: KEY={a:b}"),
+        (
+            "model.path=a~b",
+            """model.path=a~b cannot be read: close what is open, or give the value in quotes of its own: 'KEY="VALUE"'""",
+        ),
+        (
+            "model.path=a(b)",
+            "model.path=a(b) cannot be read: close what is open, or give the value in quotes of its own",
+        ),
+        (
+            'decode.stop=["."',
+            'decode.stop=["." cannot be read: close what is open, or give the value in quotes of its own',
+        ),
+        ("predict", "missing EQUAL at '<EOF>': give KEY=VALUE"),
     ],
 )
 def test_what_hydra_says_has_a_remedy(argument: str, message: str) -> None:

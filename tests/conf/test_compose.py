@@ -14,6 +14,7 @@ from conf.compose import (
     compose_run_config,
     dump,
     explain,
+    for_hydra,
     options,
     options_over_saved,
     quote_prompt,
@@ -161,6 +162,22 @@ def test_a_prompt_is_taken_as_typed(prompt: str, tmp_path: Path) -> None:
     assert to_run_config(saved) == run
 
 
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("model.path=~/llama", "model.path=/home/me/llama"),
+        ("model.path=~/a,~/b", "model.path=/home/me/a,/home/me/b"),
+        ("model.path=~", "model.path=~"),
+        ("model.path=a~/b", "model.path=a~/b"),
+        ("model.path='~/a'", "model.path='~/a'"),  # whose reader knows it
+        ("predict.data=~/a=~/b", "predict.data='~/a=~/b'"),
+    ],
+)
+def test_the_home_folder_is_found_behind_a_key(argument: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert for_hydra([argument]) == [expected]
+
+
 def test_a_saved_config_runs_again_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("model", "conf"):
@@ -174,6 +191,8 @@ def test_a_saved_config_runs_again_from_any_folder(tmp_path: Path, monkeypatch: 
     saved_home = OmegaConf.create(dump(compose_run_config(quote_prompt(["predict.data=~/rows.csv.gz"])), tmp_path))
     assert saved_home.predict.data == saved.predict.data
     assert saved.predict.chat_template == str(tmp_path / "chat.jinja")
+    template = OmegaConf.create(dump(compose_run_config(["predict.chat_template='~/chat.jinja'"]), tmp_path))
+    assert template.predict.chat_template == saved.predict.chat_template
     sweep_dir = OmegaConf.to_container(saved.hydra.sweep)["dir"]  # type: ignore[call-overload, index]
     assert sweep_dir.startswith("${repository:outputs}/multirun/")
     saved = OmegaConf.create(dump(compose_run_config(["task=convert", "convert.output=made"]), tmp_path))

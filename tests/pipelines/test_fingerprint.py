@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig, QuantizedFormat, QuantMethod, QuantScheme
 from conf.schema import RunConfig
 from pipelines.fingerprint import fingerprint
@@ -38,14 +40,16 @@ def test_as_many_new_tokens_as_fit_are_no_number(chatty: Path) -> None:
     assert of(run)["decode.max_new_tokens"] == "auto"
 
 
-def test_a_template_is_what_it_says(chatty: Path, tmp_path: Path) -> None:
-    sums = []
+def test_a_template_is_what_it_says(chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name, content in (("a", "x"), ("b", "x"), ("c", "y")):
         (tmp_path / name).write_text(content)
+    sums = []
+    for path in (str(tmp_path / "a"), "~/a", str(tmp_path / "b"), str(tmp_path / "c")):
         run = run_config(chatty)
-        parts = of(replace(run, predict=replace(run.predict, chat_template=str(tmp_path / name))))
+        parts = of(replace(run, predict=replace(run.predict, chat_template=path)))
         sums.append(parts["predict.chat_template"])
-    assert sums[0] == sums[1] != sums[2]
+    assert sums[0] == sums[1] == sums[2] != sums[3]
 
 
 def test_a_tokenizer_of_its_own_is_a_part(chatty: Path, tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ from conf.errors import UserError
 from conf.schema import DeviceConfig, DeviceType, DType
 from kernels import build
 from kernels.threads import set_threads
+from pipelines import quantize
 from pipelines.engine.kv_cache import free_memory
 from pipelines.loading import load_engine
 from pipelines.report import peak_memory_bytes
 from tests.helpers.builders import all_logits, complete, engine_of, run_config, write_llama
+from tests.helpers.quantized_models import CALIBRATED
 
 
 def test_threads_are_set(tmp_path: Path) -> None:
@@ -193,3 +195,13 @@ def test_on_a_gpu_no_more_is_free_than_the_fraction_leaves(monkeypatch: pytest.M
 def test_stretched_context_counts(tmp_path: Path) -> None:
     write_llama(tmp_path, rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=32)
     assert engine_of(tmp_path).context.num_tokens == 64
+
+
+def test_a_batch_that_no_step_takes_is_refused_before_anything_is_calibrated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_llama(tmp_path)
+    monkeypatch.setattr(quantize, "find_or_make", None)
+    run = replace(run_config(tmp_path), quant=CALIBRATED["a8w8 static"])
+    with pytest.raises(UserError, match="batch_size=2049 is more than device.max_batched_tokens=2048: every row"):
+        load_engine(run, 2049)

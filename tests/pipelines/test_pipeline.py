@@ -230,6 +230,13 @@ def test_what_was_sampled_has_the_seed_that_repeats_it(pipe: TextGenerationPipel
         assert pipe("Once", seed=results[i]["seed"], **short) == [results[i]]
 
 
+def test_a_file_is_named_without_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"something else")
+    with pytest.raises(UserError, match="model.gguf is a file: model.path must be a folder .*, a GGUF file"):
+        pipeline("text_generation", model="model.gguf", device="cpu")
+
+
 def test_dtype_and_tokenizer_are_arguments(chatty: Path, tmp_path: Path) -> None:
     save(byte_level(), tmp_path / "it's ${another}, {x}")
     for dtype in ("bfloat16", torch.bfloat16):
@@ -328,7 +335,11 @@ def test_bad_prompts_are_refused_before_any_is_run(pipe: TextGenerationPipeline,
     ("task", "arguments", "message"),
     [
         ("translation", {}, "task 'translation' does not exist: there are text_generation"),
-        ("text_generation", {"model": "tinny"}, "model=tinny is neither a folder nor an option: there are .*tiny"),
+        (
+            "text_generation",
+            {"model": "tinny"},
+            "model=tinny is neither a folder or file nor an option: there are .*: did you mean tiny",
+        ),
         ("text_generation", {"model": "./nowhere"}, "there is no folder ./nowhere"),
         (
             "text_generation",

@@ -108,6 +108,12 @@ def test_template_that_fails(tokenizer: Tokenizer, tmp_path: Path, template: str
         encoder.encode(PromptRow(0, messages=HELLO))
 
 
+def test_a_template_in_the_home_folder(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "template.jinja", "{{ messages[0].content }}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert PromptEncoder(tokenizer, True, "~/template.jinja").encode(PromptRow(0, messages=HELLO)).text == "hi"
+
+
 @pytest.mark.parametrize("content", [None, b"\xff"], ids=["missing", "not UTF-8"])
 def test_template_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
     path = str(tmp_path / "nope") if content is None else write(tmp_path, "template.jinja", content)
