@@ -1,8 +1,9 @@
 """Steps whose outputs are computed, or will be, before the tokens that go into them are known.
 
-One step of lookahead: a GPU begins the next decode step while the CPU still learns what this one chose. A step's tokens stay on the GPU and are the next one's inputs. Texts, stops and new requests come one step late, as the tokens do;
-what was computed for a row that turns out to have stopped is dropped. All that steps read and write on a GPU is ordered by its
-one stream, so blocks that are freed meanwhile may be given to others at once.
+One step of lookahead: a GPU begins the next decode step while the CPU still learns what this one chose. A step's tokens stay on the GPU
+and are the next one's inputs. Texts, stops and new requests come one step late, as the tokens do; what was computed for a row that turns
+out to have stopped is dropped. All that steps read and write on a GPU is ordered by its one stream, so blocks that are freed meanwhile may
+be given to others at once.
 
 A step with drafts holds the next steps' outputs for as long as the drafts turn out to be the tokens that are chosen.
 """

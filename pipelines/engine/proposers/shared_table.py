@@ -29,7 +29,7 @@ class SharedTables:
         return draft
 
     def learn(self, salt: str | None, token_ids: list[int]) -> None:
-        """Take all tokens of a row. A later follower of the same tokens, or of tokens with their hash, takes the place of an earlier one."""
+        """Take all tokens of a row. A later follower of the same tokens, or of tokens with their hash, replaces an earlier one."""
         table = self._tables.pop(salt, None)
         self._tables[salt] = table = table or array("q", [EMPTY]) * NUM_PLACES
         if len(self._tables) > MAX_TABLES:
