@@ -239,6 +239,7 @@ def _as_saved(run: RunConfig) -> RunConfig:
     """Return the run as it runs again alone and from any folder: absolute paths, nothing resumed. Hub ids and prompts stay as they are."""
     model, predict = run.model, run.predict
     files: dict[str, Any] = {key: _absolute(getattr(model, key)) for key in ("path", "tokenizer")}
+    files["prefixes"] = model.prefixes and {name: _absolute(path) for name, path in model.prefixes.items()}
     data, template = predict.data, predict.chat_template
     if data and data != "-" and os.path.isfile(path := os.path.expanduser(data)):
         data = os.path.abspath(path)

@@ -95,11 +95,17 @@ class ModelConfig:
     """Read `.bin`, `.pt` and `.pth` files too (with `weights_only=True`)."""
     verify: bool = False
     """Compare every file with the folder's manifest.json before loading."""
+    prefixes: Any = None
+    """Soft prefixes by the names that rows give, {NAME: PATH, ...}: a pre_caches.npy of PaddleNLP or a folder with one, or the folder of a
+    PEFT adapter of prefix_tuning, prompt_tuning or p_tuning."""
     keep_packed: bool = False
     """Keep the model as the CPU kernels read it in outputs/packed, as large as in memory, and map that file at the next start."""
 
     def __post_init__(self) -> None:
         check(bool(self.path), "model.path", repr(self.path), "a folder or a hub id")
+        prefixes = self.prefixes.items() if isinstance(self.prefixes, dict) else [(self.prefixes, self.prefixes)]
+        are_paths = all(isinstance(text, str) and text for pair in prefixes for text in pair)
+        check(self.prefixes is None or are_paths, "model.prefixes", self.prefixes, "paths by name: {NAME: PATH, ...}")
         random = self.weights is Weights.random
         check(not (self.verify and random), "model.verify", "true", "false, or model.weights=checkpoint")
         check(not (self.keep_packed and random), "model.keep_packed", "true", "false, or model.weights=checkpoint")
@@ -164,6 +170,8 @@ class PredictConfig:
     chat_template: str = "auto"
     """auto: `messages` rows use the tokenizer's template, text prompts none; none: no template at all;
     a path: a Jinja file, used for `messages` rows and for text prompts (as one user message)."""
+    prefix: str | None = None
+    """Name of the prefix in `model.prefixes` that stands before every prompt; a row's own `prefix` beats it. null: none."""
     resume: str = "auto"
     """auto: go on with an unfinished job of the same input, model and decode settings, in the run's own folder or beside it;
     none: begin anew; a folder: go on with the job in it, which must be the same. From standard input only in a folder named."""
@@ -178,6 +186,7 @@ class PredictConfig:
             self.max_errors,
             "a number from 0, or null",
         )
+        check(self.prefix != "", "predict.prefix", repr(self.prefix), "a name of model.prefixes, or null")
         check(self.batch_size > 0, "predict.batch_size", self.batch_size, "a number above 0")
         check(
             bool(self.chat_template),
@@ -321,6 +330,8 @@ class RunConfig:
         if not calibrates and self.calibrate != CalibrateConfig():
             scheme = f"quant={self.quant.scheme.name} with task={self.task.name}"
             raise UserError(f"calibrate is not used by {scheme}: leave it out, or give task=quantize")
+        if self.model.prefixes and self.task is not Task.predict:
+            raise UserError(f"model.prefixes is not used by task={self.task.name}: leave it out, or give task=predict")
         for other in [task for task in Task if task is not self.task]:
             section = getattr(self, other.name)
             unchanged = type(section)()

@@ -153,6 +153,8 @@ FORMATS: dict[str, tuple[KVFormat, KVFormat]] = {
 """Of keys and of values, by the names of `quant.kv_cache`."""
 STATIC_FORMATS: dict[str, type[StaticInt8] | type[StaticFloat8]] = {"int8": StaticInt8, "fp8": StaticFloat8}
 """Those with scales that were chosen before."""
+STATIC_MAX = {StaticInt8: INT8_MAX, StaticFloat8: FLOAT8_MAX}
+"""Codes reach from minus this to this."""
 
 
 _NAMES: dict[KVFormat, str] = {

@@ -69,7 +69,7 @@ class Batch:
     """One step's tokens, flattened: sequence s owns rows query_starts[s] to query_starts[s+1]. No padding. All int64."""
 
     token_ids = _Field()  # [T]
-    positions = _Field()  # [T] from 0 in each sequence
+    positions = _Field()  # [T] from 0 in each sequence, or from where a prefix says
     slots = _Field()  # [T] where each token's key and value go in the cache
     query_starts = _Field()  # [S+1]
     context_lengths = _Field()  # [S] tokens in the cache after this step

@@ -55,6 +55,16 @@ class ModelShape(ABC):
         """Whether a prompt's tokens see later ones, so that it must be computed in one step and cannot share its beginning."""
         return False
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether a layer sees a window of the latest tokens only."""
+        return False
+
+    @property
+    def has_alibi(self) -> bool:
+        """Whether attention falls with the distance of two tokens in the cache, whatever their positions are (arXiv 2108.12409)."""
+        return False
+
 
 class CausalLM(Module, ABC):
     """The base of every architecture's model.

@@ -17,6 +17,7 @@ from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_
 from pipelines.memory import check_memory, step_bytes, weight_bytes
 from pipelines.packed_cache import load_packed
 from pipelines.planning import ModelPlan
+from pipelines.prefixes import place_prefixes, read_prefixes
 from pipelines.request_settings import RequestSettings
 from quantization.kv_scales import static_kv_formats
 
@@ -37,12 +38,15 @@ def assemble(
     decode = run.decode.resolved(settings.decode_defaults)
     num_sequences = max_num_requests * max(decode.n, decode.num_beams or 1)
     reserved = _reserve_memory(run.device, plan, num_sequences)
+    prefixes = read_prefixes(run.model.prefixes or {}, plan, settings)
     _load(run, plan, on_bytes)
     if plan.packed:
         bring_together(plan.model, plan.device)
-    return Engine(
+    num_tokens = [settings.context.num_tokens] * max(AUTO_SEQUENCES, num_sequences)
+    num_tokens += [prefix.num_tokens for prefix in prefixes.values()]
+    engine = Engine(
         plan.model,
-        _make_cache(run, plan, settings, max(AUTO_SEQUENCES, num_sequences), reserved),
+        _make_cache(run, plan, num_tokens, reserved),
         settings.tokenizer,
         settings.context,
         settings.eos_token_ids,
@@ -52,6 +56,8 @@ def assemble(
         num_graph_sequences=num_sequences if run.device.cuda_graphs and plan.packed else 0,
         decode_threads=run.device.decode_threads,
     )
+    place_prefixes(engine, prefixes)
+    return engine
 
 
 def _reserve_memory(config: DeviceConfig, plan: ModelPlan, num_sequences: int) -> int:
@@ -77,13 +83,11 @@ def _load(run: RunConfig, plan: ModelPlan, on_bytes: Callable[[int, int], None])
         read()
 
 
-def _make_cache(
-    run: RunConfig, plan: ModelPlan, settings: RequestSettings, num_sequences: int, reserved: int
-) -> KVCache:
-    """Allocate the KV cache, for at most `num_sequences` where its size is automatic, beside `reserved` bytes for a step."""
+def _make_cache(run: RunConfig, plan: ModelPlan, num_tokens: list[int], reserved: int) -> KVCache:
+    """Allocate the KV cache, where its size is automatic for at most so many tokens each, beside `reserved` bytes for a step."""
     config, heads, formats = run.device, plan.model.attention_heads, _cache_formats(run, plan)
     block_size = config.block_size or BLOCK_SIZE[plan.device.type]
-    wanted_blocks = num_sequences * -(-settings.context.num_tokens // block_size)
+    wanted_blocks = sum(-(-n // block_size) for n in num_tokens)
     free = max(0, free_memory(plan.device, config.memory_fraction) - reserved)
     num_blocks = choose_num_blocks(heads, wanted_blocks, block_size, config.kv_cache_memory, free, formats, plan.dtype)
     return allocate_kv_cache(heads, num_blocks, block_size, formats, plan.dtype, plan.device)

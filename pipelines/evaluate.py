@@ -126,7 +126,7 @@ def read_questions(data: str | Path) -> list[Question]:
     missing = "is not a file that ends in .jsonl, .csv or .json, or .gz of these: give one"
     file = find_file("evaluate.questions", data, ROWS, missing)
     questions: list[Question] = []
-    for row, values in _read_rows(file, {*FIELDS, "answer"}):
+    for row, values in _read_rows(file, {*FIELDS, "answer"} - {"prefix"}):
         prompt, answer = parse_row(len(questions), values), values.get("answer")
         if prompt.error:
             raise UserError(f"{row} cannot be asked: {prompt.error}")

@@ -59,6 +59,9 @@ def fingerprint(run: RunConfig, source: ModelSource, engine: Engine, prompts: Pr
         "predict.add_special_tokens": run.predict.add_special_tokens,
         "predict.chat_template": _chat_template(run.predict.chat_template),
     }
+    if run.model.prefixes:
+        digests = {name: prefix.digest for name, prefix in engine.requests.prefixes.items()}
+        parts |= {"model.prefixes": digests, "predict.prefix": run.predict.prefix}
     if run.quant.needs_calibration:
         parts |= calibration_fingerprint(run)
     parts |= {f"decode.{name}": value for name, value in _plain(_deciding(run.decode)).items()}

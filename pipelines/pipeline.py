@@ -137,7 +137,7 @@ class TextGenerationPipeline:
         of these. A generator of them is read as places become free, and gives an iterator of the results, in order: memory stays flat.
 
         Arguments: every field of DecodeConfig; `do_sample`; `return_full_text` (False leaves the prompt out); `streamer`;
-        `batch_size` (most sequences at once); `add_special_tokens`; `chat_template`. They beat those given to the constructor.
+        `batch_size` (most sequences at once); `add_special_tokens`; `chat_template`; `prefix`. They beat those given to the constructor.
         Raises UserError for the first prompt that cannot be run, of a list before any is.
         """
         streamer: Streamer | None = _checked_streamer({**self._defaults, **arguments}.get("streamer"))
@@ -212,7 +212,7 @@ class TextGenerationPipeline:
         streamer: Streamer | None,
     ) -> Generator[Result, None, None]:
         """In the order of the prompts. A generator's are taken when there is a place; others are all checked before the first runs."""
-        prepared: Iterable[Prepared] = self._prepare(rows_from_python(prompts), encoder, decode, streamer)
+        prepared: Iterable[Prepared] = self._prepare(rows_from_python(prompts), encoder, decode, given, streamer)
         if not isinstance(prompts, Iterator):
             prepared = list(prepared)
             if streamer:
@@ -247,14 +247,20 @@ class TextGenerationPipeline:
                     next_row += 1
 
     def _prepare(
-        self, rows: Iterable[PromptRow], encoder: PromptEncoder, decode: DecodeConfig, streamer: Streamer | None
+        self,
+        rows: Iterable[PromptRow],
+        encoder: PromptEncoder,
+        decode: DecodeConfig,
+        given: dict[str, Any],
+        streamer: Streamer | None,
     ) -> Iterator[Prepared]:
-        num_texts = 0
+        num_texts, prefix = 0, given.get("prefix", self.run.predict.prefix)
         for row in rows:
             sink = _sink(streamer, num_texts) if streamer else None
             try:
                 prompt = encoder.encode(row)
-                request = self.engine.request(row.index, prompt.token_ids, decode.replaced(row.decode), sink)
+                own = decode.replaced(row.decode)
+                request = self.engine.request(row.index, prompt.token_ids, own, sink, prefix=row.prefix or prefix)
             except UserError as error:
                 raise UserError(f"prompt {row.index}: {error}") from error
             yield Prepared(prompt, request, num_texts)
@@ -294,7 +300,15 @@ def _steps(steps: list[TokenLogprobs]) -> list[dict[int, dict[str, float]]]:
 
 TASKS = {"text_generation": TextGenerationPipeline}
 DECODE_ARGUMENTS = tuple(field.name for field in fields(DecodeConfig))
-OTHER_ARGUMENTS = ("do_sample", "return_full_text", "streamer", "batch_size", "add_special_tokens", "chat_template")
+OTHER_ARGUMENTS = (
+    "do_sample",
+    "return_full_text",
+    "streamer",
+    "batch_size",
+    "add_special_tokens",
+    "chat_template",
+    "prefix",
+)
 
 
 def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -306,6 +320,8 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"{name}={arguments[name]!r} is neither True nor False")
     if not isinstance(arguments.get("chat_template", ""), str | Path):
         raise UserError(f"chat_template={arguments['chat_template']!r} is neither auto nor none nor a path")
+    if not isinstance(arguments.get("prefix"), str | None):
+        raise UserError(f"prefix={arguments['prefix']!r} is no name of model.prefixes")
     batch_size = arguments.get("batch_size", 1)
     if type(batch_size) is not int or batch_size < 1:
         raise UserError(f"batch_size={batch_size!r} is not a number above 0")

@@ -35,6 +35,7 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         engine = load_engine_on(device, run, source, run.predict.batch_size, progress)
     run = replace(run, decode=engine.requests.resolve(run.decode))
     engine.requests.check(run.decode)
+    engine.requests.prefix(run.predict.prefix)
     encoder = PromptEncoder(engine.tokenizer, run.predict.add_special_tokens, run.predict.chat_template)
     _check_new_tokens(run, engine, encoder, prompts)
     load_s = time.perf_counter() - start
@@ -59,7 +60,8 @@ class PredictJob(Job):
 
     def request(self, row: PromptRow) -> Request:
         prompt = self._encoder.encode(row)
-        request = self.engine.request(row.index, prompt.token_ids, self._decode_of(row))
+        prefix = row.prefix or self._run.predict.prefix
+        request = self.engine.request(row.index, prompt.token_ids, self._decode_of(row), prefix=prefix)
         self._prompts[row.index] = prompt.text, request.params
         return request
 

@@ -19,7 +19,7 @@ GIVE = "give a prompt, a .txt, a .jsonl, or - for stdin; .csv and .json are read
 MISSING = f"cannot be read (it looks like a path, but there is no such file): {GIVE}; a prompt that looks so goes into a .jsonl"
 INPUTS = ("prompt", "messages", "prompt_token_ids", "src")
 MAX_TOKEN_ID = 2**31  # what a tokenizer can decode; the engine knows the real vocabulary
-FIELDS = (*INPUTS, "tgt", "id", "decode")
+FIELDS = (*INPUTS, "tgt", "id", "decode", "prefix")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class PromptRow:
     messages: list[dict[str, Any]] | None = None
     prompt_token_ids: list[int] | None = None
     decode: dict[str, Any] = field(default_factory=dict)
+    prefix: str | None = None
+    """Name of the prefix that stands before it."""
     error: str | None = None
     digest: str = field(default="", compare=False)
     """sha256 of the input line."""
@@ -169,7 +171,8 @@ def parse_row(index: int, values: object) -> PromptRow:
     try:
         if id is not None and known_id is None:
             raise UserError(f"id={shortened(repr(id))} is neither a text nor a number")
-        row = PromptRow(index, known_id, decode=_checked(values, "decode", dict, {}), **_input(values))
+        prefix = None if values.get("prefix") is None else _checked(values, "prefix", str)
+        row = PromptRow(index, known_id, decode=_checked(values, "decode", dict, {}), prefix=prefix, **_input(values))
         _check_unicode("id", str(known_id))
         return row
     except Exception as error:

@@ -35,6 +35,10 @@ class Gemma2Config(DecoderConfig):
     final_logit_softcapping: float | None
     windows: tuple[int | None, ...]  # of each layer
 
+    @property
+    def has_windows(self) -> bool:
+        return any(window is not None for window in self.windows)
+
 
 def read_config(config: ConfigReader) -> Gemma2Config:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""

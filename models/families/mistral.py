@@ -12,6 +12,10 @@ from models.layers.sliding_window import read_window
 class MistralConfig(DecoderConfig):
     sliding_window: int | None
 
+    @property
+    def has_windows(self) -> bool:
+        return self.sliding_window is not None
+
 
 def read_config(config: ConfigReader) -> MistralConfig:
     return MistralConfig(**vars(read_decoder_config(config)), sliding_window=read_window(config))

@@ -16,6 +16,10 @@ class MixtralConfig(DecoderConfig):
     sliding_window: int | None
     mixture: MixtureConfig
 
+    @property
+    def has_windows(self) -> bool:
+        return self.sliding_window is not None
+
 
 def read_config(config: ConfigReader) -> MixtralConfig:
     experts, chosen = config.count("num_local_experts"), config.count("num_experts_per_tok")

@@ -52,6 +52,10 @@ class Phi3Config(PreNormShape):
     def key_border(self) -> int | None:
         return self.rotary.original_length if self.rotary.short_factor != self.rotary.long_factor else None
 
+    @property
+    def has_windows(self) -> bool:
+        return self.sliding_window is not None
+
 
 def read_config(config: ConfigReader) -> Phi3Config:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""

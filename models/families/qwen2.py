@@ -15,6 +15,10 @@ from models.layers.sliding_window import read_windows
 class Qwen2Config(DecoderConfig):
     windows: tuple[int | None, ...]
 
+    @property
+    def has_windows(self) -> bool:
+        return any(window is not None for window in self.windows)
+
 
 def read_config(config: ConfigReader) -> Qwen2Config:
     shape = read_decoder_config(config)

@@ -20,6 +20,10 @@ class Qwen3Config(DecoderConfig):
     attention_bias: bool
     windows: tuple[int | None, ...]
 
+    @property
+    def has_windows(self) -> bool:
+        return any(window is not None for window in self.windows)
+
 
 def read_config(config: ConfigReader) -> Qwen3Config:
     config.count("head_dim")  # transformers would take 128 where it is missing

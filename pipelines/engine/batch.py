@@ -23,13 +23,14 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
         if item.drafts:
             known += item.drafts
             num_new_tokens += len(item.drafts)
-        table, after = sequence.block_table, start + num_new_tokens
+        table, prefix, after = sequence.block_table, sequence.prefix, start + num_new_tokens
         token_ids += known + [UNKNOWN] * (num_new_tokens - len(known))
-        positions += range(start, after)
-        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, after)]
+        positions += range(prefix.first_position + start, prefix.first_position + after)
+        places = range(prefix.num_tokens + start, prefix.num_tokens + after)
+        slots += [table[p // block_size] * block_size + p % block_size for p in places]
         length = len(sequence.token_ids) if sequence.is_past_border else sequence.num_prompt_tokens
         prompt_lengths += [length] * num_new_tokens
-        context_lengths.append(after)
+        context_lengths.append(prefix.num_tokens + after)
         end = len(token_ids)
         starts.append(end)
         output_rows += range(end - item.num_outputs - len(item.drafts), end)

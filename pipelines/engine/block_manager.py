@@ -10,20 +10,26 @@ from collections import Counter
 from collections.abc import Iterable
 
 
-def extend_hashes(hashes: list[bytes], token_ids: list[int], num_blocks: int, block_size: int, salt: bytes) -> None:
+def extend_hashes(
+    hashes: list[bytes], token_ids: list[int], num_blocks: int, block_size: int, salt: bytes, num_prefix_tokens: int = 0
+) -> None:
     """Extend the sha256 of each full block, over the one before it and the block's tokens, to the first `num_blocks` blocks.
 
-    Two hashes are equal only where the salt and everything up to the end of the block are equal.
+    Two hashes are equal only where the salt and everything up to the end of the block are equal. `num_prefix_tokens`: virtual tokens
+    before the first one, of which the salt tells.
     """
     for i in range(len(hashes), num_blocks):
-        block = array("q", token_ids[i * block_size : (i + 1) * block_size]).tobytes()
+        first, end = (max(0, j * block_size - num_prefix_tokens) for j in (i, i + 1))
+        block = array("q", token_ids[first:end]).tobytes()
         hashes.append(hashlib.sha256((hashes[-1] if hashes else salt) + block).digest())
 
 
-def salt_bytes(salt: str | None, is_past_border: bool) -> bytes:
-    """Return the beginning of the first block's hash, which differs by salt and by the side of the model's `key_border`."""
+def salt_bytes(salt: str | None, is_past_border: bool, prefix: str = "") -> bytes:
+    """Return the beginning of the first block's hash, which differs by salt, by the side of the model's `key_border`, and by the digest
+    of a prefix."""
     # The words in front are no token ids, so that no salt can pass for a block of tokens.
     parts = [b"past border:"] if is_past_border else []
+    parts += [b"prefix:" + prefix.encode()] if prefix else []
     parts += [] if salt is None else [b"salt:" + salt.encode("utf-8", "surrogatepass")]
     return hashlib.sha256(b"".join(parts)).digest() if parts else b""
 
@@ -39,6 +45,11 @@ class BlockManager:
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._cached: dict[int, None] = {}  # in the order of their last use
+        self._pinned: list[int] = []
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        return len(self._pinned)
 
     @property
     def num_free_blocks(self) -> int:
@@ -60,6 +71,10 @@ class BlockManager:
         for block in blocks:
             self._references[block] = 1
         return blocks
+
+    def pin(self, blocks: list[int]) -> None:
+        """Keep the caller's blocks for good."""
+        self._pinned += blocks
 
     def find_prefix(self, hashes: list[bytes]) -> list[int]:
         """Return the blocks of the longest known beginning of a chain of hashes. The caller does not own them yet."""
@@ -103,7 +118,7 @@ class BlockManager:
 
     def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
         """Raises RuntimeError unless reference counts match the tables, and each block is free, cached or used exactly once."""
-        owned = Counter(block for table in block_tables for block in table)
+        owned = Counter(block for table in [*block_tables, self._pinned] for block in table)
         if any(self._references[block] != owned[block] for block in range(self.num_blocks)):
             raise RuntimeError("reference counts differ from what the sequences own")
         if sorted([*self._free, *self._cached, *owned]) != list(range(self.num_blocks)):

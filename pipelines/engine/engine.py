@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,11 +113,18 @@ class Engine:
         decode: DecodeConfig,
         sink: Sink | None = None,
         prediction_token_ids: list[int] | None = None,
+        prefix: str | None = None,
     ) -> Request:
         """Return a checked request. Raises UserError where `RequestFactory.make` does, and for a prompt that the model does not read."""
-        request = self.requests.make(id, prompt_token_ids, decode, sink, prediction_token_ids)
+        request = self.requests.make(id, prompt_token_ids, decode, sink, prediction_token_ids, prefix)
         self.runner.prompt_features(prompt_token_ids)
         return request
+
+    def pin(self, blocks: list[int]) -> None:
+        """Keep blocks that were allocated for good: requests have the others."""
+        self.scheduler.block_manager.pin(blocks)
+        num_blocks = self.num_blocks - self.scheduler.block_manager.num_pinned_blocks
+        self.requests = replace(self.requests, num_blocks=num_blocks)
 
     def generate(
         self,

@@ -25,9 +25,17 @@ class ContextLimit:
 
     num_tokens: int
     source: str
+    num_prefix_tokens: int = 0
+    """Virtual tokens of a prefix, which take their places in the context."""
+
+    @property
+    def num_places(self) -> int:
+        """How many tokens fit behind the prefix."""
+        return self.num_tokens - self.num_prefix_tokens
 
     def __str__(self) -> str:
-        return f"{self.source}={self.num_tokens}"
+        taken = f", of which a prefix takes {self.num_prefix_tokens}" if self.num_prefix_tokens else ""
+        return f"{self.source}={self.num_tokens}{taken}"
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,22 @@ The pieces of a sample, joined, are its completion.
 
 
 @dataclass(frozen=True)
+class PlacedPrefix:
+    """Virtual tokens that stand before a prompt's first token: they are in the cache, and in no list or count of tokens."""
+
+    num_tokens: int
+    first_position: int
+    """Position of the prompt's first token."""
+    digest: str
+    """sha256 of what its keys and values were made of."""
+    blocks: tuple[int, ...]
+    """Its blocks of the cache. Sequences share them; the last one, if not full, is copied by those that write behind it."""
+
+
+NO_PREFIX = PlacedPrefix(0, 0, "", ())
+
+
+@dataclass(frozen=True)
 class Request:
     """A prompt and how to continue it, checked by `RequestFactory.make`."""
 
@@ -107,6 +131,7 @@ class Request:
     """Called for each new token."""
     prediction_token_ids: list[int] = field(default_factory=list)
     """What the output may be, for drafts to be copied from."""
+    prefix: PlacedPrefix = NO_PREFIX
 
 
 @dataclass(eq=False)
@@ -167,6 +192,10 @@ class Sequence(SamplingContext):
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def prefix(self) -> PlacedPrefix:
+        return self.request.prefix
 
     @property
     def num_uncomputed_tokens(self) -> int:

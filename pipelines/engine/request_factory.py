@@ -1,14 +1,14 @@
 """Checked requests, made from numbers and a tokenizer: no model, no memory and no torch, so that any process can make them."""
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from conf.decoding import NEUTRAL, DecodeConfig
-from conf.errors import UserError
+from conf.errors import UserError, shortened, there_are
 from models.tokenizers.base import Tokenizer
-from pipelines.engine.request import ContextLimit, Request, SamplingParams, Sink
+from pipelines.engine.request import NO_PREFIX, ContextLimit, PlacedPrefix, Request, SamplingParams, Sink
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
@@ -24,6 +24,7 @@ class RequestFactory:
     decode_defaults: dict[str, Any]
     """Settings of DecodeConfig that hold where a request says nothing."""
     num_blocks: int
+    """Blocks of the KV cache that requests can have."""
     block_size: int
     max_batched_tokens: int
     shares_prefixes: bool = True
@@ -32,6 +33,8 @@ class RequestFactory:
     """Whether a prompt must be computed in one step."""
     key_border: int | None = None
     """Length past which every key of a text is another one."""
+    prefixes: Mapping[str, PlacedPrefix] = field(default_factory=dict)
+    """By the names that requests give."""
 
     def resolve(self, decode: DecodeConfig) -> DecodeConfig:
         """Complete the settings: what the checkpoint suggests, or a neutral value, where they say nothing."""
@@ -44,8 +47,12 @@ class RequestFactory:
         decode: DecodeConfig,
         sink: Sink | None = None,
         prediction_token_ids: list[int] | None = None,
+        prefix: str | None = None,
     ) -> Request:
-        """Return a checked request. Raises UserError for ids outside the vocabulary and for lengths that do not fit."""
+        """Return a checked request, behind the prefix of this name.
+
+        Raises UserError for ids outside the vocabulary, for lengths that do not fit, and for an unknown prefix.
+        """
         if not prompt_token_ids:
             raise UserError("the prompt has no tokens, and the tokenizer no BOS to begin with")
         self._check_ids("prompt token id", prompt_token_ids)
@@ -53,14 +60,24 @@ class RequestFactory:
         self.check(decode)
         if not self.shares_prefixes:
             decode = replace(decode, prefix_cache=False)
-        num_prompt, bad_words = len(prompt_token_ids), self._bad_words(decode.bad_words)
-        params = resolve_sampling_params(decode, num_prompt, self.context, self.eos_token_ids, bad_words)
+        num_prompt, bad_words, placed = len(prompt_token_ids), self._bad_words(decode.bad_words), self.prefix(prefix)
+        context = replace(self.context, num_prefix_tokens=placed.num_tokens)
+        params = resolve_sampling_params(decode, num_prompt, context, self.eos_token_ids, bad_words)
         if sink is not None and params.num_beams > 1:
             raise UserError(
                 f"decode.num_beams={params.num_beams} cannot be streamed, because it has no single text that grows: give no streamer"
             )
-        self._check_size(params, num_prompt)
-        return Request(id, prompt_token_ids, params, sink, prediction_token_ids or [])
+        self._check_size(params, num_prompt, placed.num_tokens)
+        return Request(id, prompt_token_ids, params, sink, prediction_token_ids or [], placed)
+
+    def prefix(self, name: str | None) -> PlacedPrefix:
+        """Return the prefix of this name. Raises UserError for an unknown one."""
+        if name is None:
+            return NO_PREFIX
+        if name not in self.prefixes:
+            known = there_are(self.prefixes, name) if self.prefixes else "give model.prefixes={NAME: PATH}"
+            raise UserError(f"prefix {shortened(repr(name))} does not exist: {known}")
+        return self.prefixes[name]
 
     def check(self, decode: DecodeConfig) -> None:
         """Raise UserError for settings that no prompt could be run with."""
@@ -85,10 +102,11 @@ class RequestFactory:
         written = [self.tokenizer.encode(text, False) for word in words for text in (word, f" {word}")]
         return tuple(dict.fromkeys(tuple(ids) for ids in written if ids))
 
-    def _check_size(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+    def _check_size(self, params: SamplingParams, num_prompt_tokens: int, num_prefix_tokens: int) -> None:
         """Raise UserError for a request that could never run, because the pool or a step is too small for it."""
         num_tokens, width = num_prompt_tokens + params.max_new_tokens, params.num_sequences
-        if max_blocks(params, num_prompt_tokens, self.block_size, self.key_border) > self.num_blocks:
+        own_blocks = max_blocks(params, num_prompt_tokens, self.block_size, self.key_border, num_prefix_tokens)
+        if own_blocks > self.num_blocks:
             what = f"prompt and new tokens are {num_tokens}" + (f", in {width} sequences" if width > 1 else "")
             capacity = self.num_blocks * self.block_size
             remedy = "raise device.kv_cache_memory, or ask for fewer new tokens"
@@ -103,14 +121,24 @@ class RequestFactory:
             raise UserError(f"the request has {width} sequences, but {limit}: every one needs a token of each step")
 
 
-def max_blocks(params: SamplingParams, num_prompt_tokens: int, block_size: int, key_border: int | None = None) -> int:
-    """Return how many blocks a request may own at most: one that needs more than there are could wait for ever."""
-    num_tokens = num_prompt_tokens + params.max_new_tokens
+def max_blocks(
+    params: SamplingParams,
+    num_prompt_tokens: int,
+    block_size: int,
+    key_border: int | None = None,
+    num_prefix_tokens: int = 0,
+) -> int:
+    """Return how many blocks a request may own at most: one that needs more than there are could wait for ever.
+
+    Those that its prefix fills do not count.
+    """
+    num_tokens = num_prefix_tokens + num_prompt_tokens + params.max_new_tokens
     # Sequences share the prompt's full blocks. Candidates share all but the block that their one token is in.
-    num_shared = (num_tokens - 1 if params.penalty_alpha else num_prompt_tokens) // block_size
+    num_shared = (num_tokens - 1 if params.penalty_alpha else num_prefix_tokens + num_prompt_tokens) // block_size
     if key_border is not None and num_prompt_tokens <= key_border < num_tokens:
         num_shared = 0  # each is computed again by itself
-    return num_shared + params.num_sequences * (-(-num_tokens // block_size) - num_shared)
+    num_blocks = num_shared + params.num_sequences * (-(-num_tokens // block_size) - num_shared)
+    return num_blocks - num_prefix_tokens // block_size
 
 
 def resolve_sampling_params(
@@ -149,14 +177,14 @@ def too_many_new_tokens(max_new_tokens: int, num_prompt_tokens: int | None, cont
     """Return the error for more new tokens than fit. It names the number that fits after this prompt, if its length is known."""
     number = ""
     if num_prompt_tokens is not None:
-        number = f"at most {context.num_tokens - num_prompt_tokens} with {num_prompt_tokens} tokens of prompt, or "
+        number = f"at most {context.num_places - num_prompt_tokens} with {num_prompt_tokens} tokens of prompt, or "
     what = f"decode.max_new_tokens={max_new_tokens} is more than the model takes ({context})"
     return UserError(f"{what}: give {number}auto, which is as many as fit after each prompt")
 
 
 def _resolve_max_new_tokens(decode: DecodeConfig, num_prompt_tokens: int, context: ContextLimit) -> int:
     check_max_length(decode, context)
-    max_fitting = context.num_tokens - num_prompt_tokens
+    max_fitting = context.num_places - num_prompt_tokens
     if max_fitting < 1:
         raise UserError(f"the prompt has {num_prompt_tokens} tokens, which leaves no room for new ones ({context})")
     max_new_tokens = min(DEFAULT_MAX_NEW_TOKENS, max_fitting)
@@ -170,7 +198,7 @@ def _resolve_max_new_tokens(decode: DecodeConfig, num_prompt_tokens: int, contex
         raise UserError(
             f"the prompt has {num_prompt_tokens} tokens, which leaves no room for new ones (decode.max_length={decode.max_length})"
         )
-    if max_new_tokens >= context.num_tokens:
+    if max_new_tokens >= context.num_places:
         raise too_many_new_tokens(max_new_tokens, num_prompt_tokens, context)
     if max_new_tokens > max_fitting:
         raise UserError(

@@ -73,7 +73,7 @@ class Scheduler:
                 self._drop_reserved(sequence)
             self._recompute_past_border(group)
         if self._grow(copies):
-            while self.waiting and self._may_run(self.waiting[0]) and self._admit(self.waiting[0]):
+            while self.waiting and self._may_run(self.waiting[0]) and self._admit(self.waiting[0], copies):
                 self.running.append(self.waiting.popleft())
         sequences = [sequence for group in self.running for sequence in group.sequences]
         num_new_tokens = self._share_budget(sequences, max_tokens)
@@ -99,7 +99,7 @@ class Scheduler:
         Returns None where another plan may be wanted by then: somebody waits, ends or is computed again, or there are too few blocks.
         """
         sequences = [item.sequence for item in plan.scheduled]
-        missing = {s: self.block_manager.num_blocks_for(len(s.token_ids) + 1) - len(s.block_table) for s in sequences}
+        missing = {s: self._num_missing(s, 1) for s in sequences}
         if (
             self.waiting
             or any(self._is_past_border(len(s.token_ids) + 1) and not s.is_past_border for s in sequences)
@@ -124,17 +124,12 @@ class Scheduler:
         for item, most in zip(plan.scheduled, wanted, strict=True):
             sequence, num_tokens = item.sequence, len(item.sequence.token_ids)
             most = min(most, budget, sequence.params.max_new_tokens - sequence.num_output_tokens - 1)
-            most = min(
-                most,
-                len(sequence.block_table) * blocks.block_size
-                - num_tokens
-                + blocks.num_empty_blocks * blocks.block_size,
-            )
+            num_slots = (len(sequence.block_table) + blocks.num_empty_blocks) * blocks.block_size
+            most = min(most, num_slots - sequence.prefix.num_tokens - num_tokens)
             if self._key_border is not None and not sequence.is_past_border:
                 most = min(most, self._key_border - num_tokens)
             most = max(0, most)
-            missing = blocks.num_blocks_for(num_tokens + most) - len(sequence.block_table)
-            sequence.block_table += blocks.allocate(max(0, missing))
+            sequence.block_table += blocks.allocate(max(0, self._num_missing(sequence, most)))
             budget -= most
             reserved.append(most)
         return reserved
@@ -149,9 +144,10 @@ class Scheduler:
             sequence = item.sequence
             if sequence not in item.group.sequences:
                 continue
-            before = sequence.num_computed_tokens // blocks.block_size
+            first = sequence.prefix.num_tokens
+            before = (first + sequence.num_computed_tokens) // blocks.block_size
             sequence.num_computed_tokens += item.num_new_tokens
-            full = sequence.num_computed_tokens // blocks.block_size
+            full = (first + sequence.num_computed_tokens) // blocks.block_size
             if full > before and sequence.params.prefix_cache:
                 self._extend_hashes(sequence, full)
                 for i in range(before, full):
@@ -264,24 +260,33 @@ class Scheduler:
     def _is_past_border(self, num_tokens: int) -> bool:
         return self._key_border is not None and num_tokens > self._key_border
 
-    def _admit(self, group: SequenceGroup) -> bool:
+    def _admit(self, group: SequenceGroup, copies: list[tuple[int, int]]) -> bool:
         """Take over what the cache knows of the group's one sequence and allocate the rest; False if the pool cannot hold it."""
-        blocks, sequence = self.block_manager, group.sequences[0]
+        sequence = group.sequences[0]
         self._place_at_border(sequence)
-        if sequence.params.prefix_cache and sequence.first_wanted is None:
-            # At least one token is computed again, because its logits are wanted.
-            num_blocks = (len(sequence.token_ids) - 1) // blocks.block_size
-            self._extend_hashes(sequence, num_blocks)
-            sequence.block_table = blocks.find_prefix(sequence.block_hashes[:num_blocks])
-            blocks.share(sequence.block_table)
-        if self._num_missing_blocks(group) > blocks.num_free_blocks:
+        self._share_computed(sequence)
+        if self._num_missing_blocks(group) > self.block_manager.num_free_blocks:
             self._release(sequence)
             return False
-        sequence.num_computed_tokens = len(sequence.block_table) * blocks.block_size
         if group.num_cached_tokens is None:  # what is found after a preemption, it had computed itself
             group.num_cached_tokens = sequence.num_computed_tokens
-        self._allocate(sequence, [])
+        self._allocate(sequence, copies)
         return True
+
+    def _share_computed(self, sequence: Sequence) -> None:
+        """Begin a sequence with its prefix's blocks, and with what the cache knows of its tokens."""
+        blocks, prefix, found = self.block_manager, sequence.prefix, list[int]()
+        num_full = prefix.num_tokens // blocks.block_size
+        if sequence.params.prefix_cache and sequence.first_wanted is None:
+            # At least one token is computed again, because its logits are wanted.
+            num_blocks = (prefix.num_tokens + len(sequence.token_ids) - 1) // blocks.block_size
+            self._extend_hashes(sequence, num_blocks)
+            found = blocks.find_prefix(sequence.block_hashes[num_full:num_blocks])
+        # The first block that was found holds the rest of the prefix, too.
+        sequence.block_table = [*prefix.blocks[:num_full], *found] if found else [*prefix.blocks]
+        blocks.share(sequence.block_table)
+        if found:
+            sequence.num_computed_tokens = len(sequence.block_table) * blocks.block_size - prefix.num_tokens
 
     def _preempt(self, group: SequenceGroup) -> None:
         self.running.remove(group)
@@ -294,13 +299,15 @@ class Scheduler:
     def _num_missing_blocks(self, group: SequenceGroup) -> int:
         """Count blocks for the tokens that have none, and copies of blocks that several of the group are about to write into."""
         missing = sum(map(self._num_missing, group.sequences))
-        if len(group.sequences) == 1:
+        if len(group.sequences) == 1 and not group.request.prefix.blocks:
             return missing
         written = Counter(block for s in group.sequences if (block := self._written_block(s)) is not None)
-        return missing + sum(owners - 1 for owners in written.values())
+        # The last of a block's owners writes into it; a prefix, which owns it too, never does.
+        return missing + sum(n - (self.block_manager.num_owners(block) == n) for block, n in written.items())
 
-    def _num_missing(self, sequence: Sequence) -> int:
-        return self.block_manager.num_blocks_for(len(sequence.token_ids)) - len(sequence.block_table)
+    def _num_missing(self, sequence: Sequence, num_more_tokens: int = 0) -> int:
+        num_tokens = sequence.prefix.num_tokens + len(sequence.token_ids) + num_more_tokens
+        return self.block_manager.num_blocks_for(num_tokens) - len(sequence.block_table)
 
     def _drop_reserved(self, sequence: Sequence) -> None:
         """Take back the blocks behind the sequence's tokens, which drafts were written into."""
@@ -310,7 +317,8 @@ class Scheduler:
 
     def _written_block(self, sequence: Sequence) -> int | None:
         """Return the block that the sequence's next token goes to, if it has earlier ones too. Only such a block is shared and written."""
-        index, offset = divmod(sequence.num_computed_tokens, self.block_manager.block_size)
+        num_cached_tokens = sequence.prefix.num_tokens + sequence.num_computed_tokens
+        index, offset = divmod(num_cached_tokens, self.block_manager.block_size)
         return sequence.block_table[index] if offset else None
 
     def _allocate(self, sequence: Sequence, copies: list[tuple[int, int]]) -> None:
@@ -319,14 +327,15 @@ class Scheduler:
         if shared is not None and blocks.num_owners(shared) > 1:
             (own,) = blocks.allocate(1)
             blocks.free([shared])
-            sequence.block_table[sequence.num_computed_tokens // blocks.block_size] = own
+            sequence.block_table[sequence.block_table.index(shared)] = own
             copies.append((shared, own))
         if missing := self._num_missing(sequence):
             sequence.block_table += blocks.allocate(missing)
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        salt = salt_bytes(sequence.params.cache_salt, sequence.is_past_border)
-        extend_hashes(sequence.block_hashes, sequence.token_ids, num_blocks, self.block_manager.block_size, salt)
+        prefix, size = sequence.prefix, self.block_manager.block_size
+        salt = salt_bytes(sequence.params.cache_salt, sequence.is_past_border, prefix.digest)
+        extend_hashes(sequence.block_hashes, sequence.token_ids, num_blocks, size, salt, prefix.num_tokens)
 
     def _release(self, sequence: Sequence) -> None:
         self.block_manager.free(sequence.block_table)

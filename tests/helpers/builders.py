@@ -105,26 +105,31 @@ def weights_of(model: CausalLM) -> dict[str, torch.Tensor]:
     return weights
 
 
-def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> list[Output]:
+def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig, prefix: str | None = None) -> list[Output]:
     """Outputs in the order of the prompts; checks the blocks' accounting after every finished row and that all come back."""
     outputs = []
-    for output in engine.generate(engine.request(i, prompt, decode) for i, prompt in enumerate(prompts)):
+    requests = (engine.request(i, prompt, decode, prefix=prefix) for i, prompt in enumerate(prompts))
+    for output in engine.generate(requests):
         engine.scheduler.check_integrity()
         outputs.append(output)
-    assert engine.scheduler.block_manager.num_free_blocks == engine.scheduler.block_manager.num_blocks
+    blocks = engine.scheduler.block_manager
+    assert blocks.num_free_blocks == blocks.num_blocks - blocks.num_pinned_blocks
     return sorted(outputs, key=lambda output: output.request_id)
 
 
-def complete(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> list[Completion]:
+def complete(
+    engine: Engine, prompts: list[list[int]], decode: DecodeConfig, prefix: str | None = None
+) -> list[Completion]:
     """The first completion of each prompt."""
-    return [output.completions[0] for output in generate(engine, prompts, decode)]
+    return [output.completions[0] for output in generate(engine, prompts, decode, prefix)]
 
 
 @torch.inference_mode()
-def all_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
+def all_logits(engine: Engine, prompt: list[int], prefix: str | None = None) -> torch.Tensor:
     """Logits [T, V] at every position of a prompt, in one prefill."""
-    group = engine.add(engine.request(0, prompt, DecodeConfig(max_new_tokens=1, prefix_cache=False)))
+    group = engine.add(engine.request(0, prompt, DecodeConfig(max_new_tokens=1, prefix_cache=False), prefix=prefix))
     plan = engine.scheduler.plan()
+    engine.runner.copy_blocks(plan.copies)
     all_rows = plan._replace(scheduled=[plan.scheduled[0]._replace(num_outputs=len(prompt))])
     logits = engine.runner.execute(build_batch(all_rows, engine.block_size)).logits
     engine.scheduler.cancel(group)

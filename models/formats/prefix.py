@@ -1,0 +1,136 @@
+"""Read soft prefixes: trained keys and values, or embeddings, of virtual tokens that stand before a prompt.
+
+L layers, G key/value heads, D channels per head, P virtual tokens, E channels of an embedding.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from models.causal_lm import CausalLM
+from models.config import ConfigReader
+from models.formats.huggingface import SafetensorsFile
+
+PADDLE = "pre_caches.npy"
+PEFT_CONFIG, PEFT_WEIGHTS, PEFT_TENSOR = "adapter_config.json", "adapter_model.safetensors", "prompt_embeddings"
+KEYS_AND_VALUES, EMBEDDINGS = "PREFIX_TUNING", ("PROMPT_TUNING", "P_TUNING")  # of PEFT
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Virtual tokens: either `layers` or `embeddings`."""
+
+    path: Path
+    num_tokens: int
+    first_position: int
+    """Position of the prompt's first token."""
+    digest: str
+    """sha256 of the values, and of where the prompt begins."""
+    layers: list[tuple[Tensor, Tensor]]
+    """Keys and values [P, G, D] of each layer, as attention reads them: they are not rotated."""
+    embeddings: Tensor | None = None
+    """[P, E] what enters the model in the place of the tokens' embeddings, at positions from 0."""
+
+
+def read_prefix(path: Path, model: CausalLM, model_type: str) -> Prefix:
+    """Read PaddleNLP's pre_caches.npy (the file, or a folder with it) or a folder of PEFT's; `model` may be on the meta device.
+
+    Raises UserError for a file that is not there, damaged or of another model, and for a model that takes no prefix.
+    """
+    if path.is_file() or (path / PADDLE).is_file():
+        prefix = _read_paddle(path if path.is_file() else path / PADDLE, model)
+    elif (path / PEFT_CONFIG).is_file():
+        prefix = _read_peft(path, model)
+    else:
+        raise UserError(f"{path} holds no prefix: give a {PADDLE}, or a folder with one or with an {PEFT_CONFIG}")
+    if reason := _unfit(model, prefix):
+        raise UserError(f"{prefix.path} is not possible with model_type={model_type}, {reason}: leave the prefix out")
+    return prefix
+
+
+def _unfit(model: CausalLM, prefix: Prefix) -> str | None:
+    """Return why the model cannot take the prefix, if it cannot."""
+    shape = model.config
+    if shape.needs_whole_prompt:
+        return "whose prompts see themselves whole"
+    if shape.keys_depend_on_length or shape.key_border is not None:
+        return "whose keys depend on the length of the text"
+    if any(not heads.value_head_dim for heads in model.attention_heads):
+        return "which caches latents instead of keys and values"
+    if shape.has_windows:
+        return "whose sliding windows would lose the prefix"
+    if shape.has_alibi and prefix.first_position != prefix.num_tokens:
+        return "whose ALiBi counts distances in the cache, so that prompts cannot begin at position 0"
+    return None
+
+
+def _read_paddle(path: Path, model: CausalLM) -> Prefix:
+    """Read PaddleNLP's float array [L, 2, G, P, D] of keys and values. The prompt's positions begin at 0."""
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path} is damaged or no array of numpy: {error}") from error
+    if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or array.dtype.itemsize > 8:
+        kind = array.dtype if isinstance(array, np.ndarray) else "several arrays"
+        raise UserError(f"{path} holds {kind}: give an array of float16, float32 or float64")
+    values = torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
+    num_tokens = values.shape[3] if values.ndim == 5 else 0
+    _check_shape(path, values, model, lambda num_layers, g, d: (num_layers, 2, g, num_tokens, d), "[L, 2, G, P, D]")
+    layers = [(layer[0].transpose(0, 1), layer[1].transpose(0, 1)) for layer in values]
+    return Prefix(path, num_tokens, 0, _digest(path, "keys and values", 0, values), layers)
+
+
+def _read_peft(folder: Path, model: CausalLM) -> Prefix:
+    """Read PEFT's `prompt_embeddings`, in which the encoders of all variants are computed already. Positions begin at P."""
+    config, path = ConfigReader.from_folder(folder, PEFT_CONFIG), folder / PEFT_WEIGHTS
+    kind = config.expect("peft_type", (KEYS_AND_VALUES, *EMBEDDINGS), None)
+    config.expect("num_transformer_submodules", (1, None), None)
+    if not path.is_file():
+        raise UserError(f"{folder} has no {PEFT_WEIGHTS}: save the adapter as safetensors")
+    file = SafetensorsFile(path)
+    if file.shapes.keys() != {PEFT_TENSOR} or file.dtypes[PEFT_TENSOR] not in FLOATS:
+        raise UserError(f"{path} holds {', '.join(file.shapes) or 'nothing'}: give one float tensor {PEFT_TENSOR}")
+    ((_, values),) = file.read([PEFT_TENSOR])
+    num_tokens = len(values) if values.ndim else 0
+    if num_tokens != (said := config.count("num_virtual_tokens")):
+        raise UserError(f"{path} has {num_tokens} virtual tokens, but {PEFT_CONFIG} num_virtual_tokens={said}")
+    digest = _digest(path, "keys and values" if kind == KEYS_AND_VALUES else "embeddings", num_tokens, values)
+    if kind in EMBEDDINGS:
+        wanted = num_tokens, model.embedding.embedding_dim
+        if values.shape != wanted:
+            raise UserError(f"{path} is {list(values.shape)}, but the model's embeddings need [P, E] = {list(wanted)}")
+        return Prefix(path, num_tokens, num_tokens, digest, [], values)
+    _check_shape(
+        path, values, model, lambda num_layers, g, d: (num_tokens, 2 * num_layers * g * d), "[P, L * 2 * G * D]"
+    )
+    heads = model.attention_heads
+    both = values.view(num_tokens, len(heads), 2, heads[0].num_key_value_heads, heads[0].head_dim).unbind(1)
+    return Prefix(path, num_tokens, num_tokens, digest, [(layer[:, 0], layer[:, 1]) for layer in both])
+
+
+def _check_shape(
+    path: Path, values: Tensor, model: CausalLM, shape: Callable[[int, int, int], tuple[int, ...]], names: str
+) -> None:
+    """Raise UserError unless the values have the `shape` of the model's L, G and D."""
+    heads = model.attention_heads
+    sizes = {(each.num_key_value_heads, each.head_dim, each.value_head_dim) for each in heads}
+    (g, d, value_d), *others = sizes
+    wanted = shape(len(heads), g, d)
+    if values.shape != wanted or not values.numel() or others or (value_d and value_d != d):
+        numbers = f"L={len(heads)}, G={g}, D={d}"
+        raise UserError(f"{path} is {list(values.shape)}, but the model needs {names} = {list(wanted)} ({numbers})")
+
+
+def _digest(path: Path, kind: str, first_position: int, values: Tensor) -> str:
+    """Raises UserError for values that are not finite."""
+    if not values.isfinite().all():
+        raise UserError(f"{path} holds NaN or infinite numbers")
+    head = f"{kind} {first_position} {list(values.shape)} {values.dtype} ".encode()
+    return hashlib.sha256(head + values.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

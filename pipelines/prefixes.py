@@ -1,0 +1,90 @@
+"""`model.prefixes`: soft prefixes in the KV cache of an engine, once for all rows that name them."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from kernels.kv_format import STATIC_MAX, PagedVectors
+from kernels.kv_store import kv_store
+from models.formats.prefix import Prefix, read_prefix
+from pipelines.engine import Engine
+from pipelines.engine.batch import whole_batch
+from pipelines.engine.request import PlacedPrefix
+from pipelines.planning import ModelPlan
+from pipelines.request_settings import RequestSettings
+
+log = logging.getLogger(__name__)
+
+
+def read_prefixes(paths: Mapping[str, str], plan: ModelPlan, settings: RequestSettings) -> dict[str, Prefix]:
+    """Read the prefixes of these names, before the model's weights are. Raises UserError for one that is not the model's."""
+    model_type, prefixes = str(plan.source.checkpoint.config.raw("model_type")), dict[str, Prefix]()
+    for name, path in paths.items():
+        try:
+            prefix = read_prefix(Path(path).expanduser(), plan.model, model_type)
+        except UserError as error:
+            raise UserError(f"model.prefixes.{name}: {error}") from error
+        if prefix.num_tokens > (most := settings.context.num_tokens - 2):  # a token of prompt, and a new one
+            what = f"model.prefixes.{name} has {prefix.num_tokens} virtual tokens"
+            raise UserError(f"{what}, which leaves no room for a prompt ({settings.context}): give at most {most}")
+        prefixes[name] = prefix
+    return prefixes
+
+
+def place_prefixes(engine: Engine, prefixes: Mapping[str, Prefix]) -> None:
+    """Write the prefixes into blocks of the engine's cache, which stay theirs. Raises UserError where there are too few blocks."""
+    blocks = engine.scheduler.block_manager
+    for name, prefix in prefixes.items():
+        num_blocks = blocks.num_blocks_for(prefix.num_tokens)
+        if num_blocks > blocks.num_free_blocks:
+            what = f"model.prefixes.{name} needs {num_blocks} blocks of the KV cache, but {blocks.num_free_blocks} are free"
+            raise UserError(f"{what}: raise device.kv_cache_memory, or give fewer prefixes")
+        table = blocks.allocate(num_blocks)
+        engine.pin(table)
+        if prefix.embeddings is None:
+            _write(engine, name, table, prefix.layers)
+        else:
+            _compute(engine, table, prefix.embeddings)
+        placed = PlacedPrefix(prefix.num_tokens, prefix.first_position, prefix.digest, tuple(table))
+        engine.requests = replace(engine.requests, prefixes={**engine.requests.prefixes, name: placed})
+
+
+@torch.inference_mode()
+def _write(engine: Engine, name: str, table: list[int], layers: list[tuple[Tensor, Tensor]]) -> None:
+    """Store keys and values in the cache's format, as they are."""
+    saturated = []
+    for cache, vectors in zip(engine.runner.cache.layers, layers, strict=True):
+        keys, values = (each.to(engine.device, engine.dtype) for each in vectors)  # [P, G, D]
+        places = range(len(keys))
+        slots = [table[i // engine.block_size] * engine.block_size + i % engine.block_size for i in places]
+        kv_store(keys, values, *cache, torch.tensor(slots, device=engine.device))
+        saturated += [_saturated(paged, each) for paged, each in zip(cache, (keys, values), strict=True)]
+    if share := sum(saturated) / len(saturated):
+        log.warning("model.prefixes.%s: %.2g %% of it is beyond the static scales of the KV cache", name, 100 * share)
+
+
+def _saturated(paged: PagedVectors, vectors: Tensor) -> float:
+    """Return the share of the vectors' numbers that static scales do not reach."""
+    if not paged.has_static_scales or paged.scales is None:
+        return 0.0
+    largest = paged.scales.to(vectors.device) * STATIC_MAX[type(paged.format)]  # [G]
+    return float((vectors.float().abs() > largest[:, None]).float().mean())
+
+
+@torch.inference_mode()
+def _compute(engine: Engine, table: list[int], embeddings: Tensor) -> None:
+    """Run embeddings [P, E] through the model, in the place of those of tokens, and keep their keys and values."""
+    own = embeddings.to(engine.device, engine.dtype)
+    model = engine.runner.model
+    tokens = [0] * len(own)
+    batch = whole_batch([tokens], [1], [table], [model.prompt_features(tokens)], engine.block_size)
+    handle = model.embedding.register_forward_hook(lambda *_: own)
+    try:
+        engine.runner.hidden(batch)
+    finally:
+        handle.remove()
