@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from conf import quantization, schema
+from conf import quantization, schema, speculation
 from conf.errors import UserError, did_you_mean, shortened, there_are
 from conf.schema import RunConfig, SweepConfig, Task
 
@@ -132,7 +132,7 @@ def explain(error: Exception) -> str:
         line += ": give a folder that can be written as hydra.run.dir, or with -m as hydra.sweep.dir"
     if remedy := next((text for wrong, text in REMEDIES.items() if re.search(wrong, line)), None):
         line = f"{line.rstrip('.')}: {remedy}"
-    ours = vars(quantization) | vars(schema)
+    ours = vars(quantization) | vars(speculation) | vars(schema)
     for key, class_name in re.findall(r"Key '(\w+)' not in '(\w+)'", line):
         if config := ours.get(class_name):  # Hydra's own are not ours to list
             names = [field.name for field in fields(config)] + ["experiment"] * (config is RunConfig)

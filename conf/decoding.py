@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
 
 from conf.errors import UserError, check, shortened, there_are
@@ -129,7 +130,10 @@ class DecodeConfig:
         """Raises UserError for a setting that is neither the default nor NEUTRAL, because nothing would use it."""
         for name, default in vars(DecodeConfig()).items():
             if (value := getattr(self, name)) not in (default, NEUTRAL.get(name)):
-                raise UserError(f"decode.{name}={value} is not used {where}: {remedy}")
+                if isinstance(value, SpeculationConfig):
+                    name, value = next((f"speculation.{name}", value) for name, value in value.changed().items())
+                shown = value.name if isinstance(value, Enum) else value
+                raise UserError(f"decode.{name}={shown} is not used {where}: {remedy}")
 
     def resolved(self, defaults: dict[str, Any]) -> "DecodeConfig":
         """Return a copy without open settings: null becomes the value of `defaults`, else of NEUTRAL, but stays null where it is not used.
@@ -150,7 +154,18 @@ class DecodeConfig:
             if name == "num_return_sequences":  # fewer texts than were asked for
                 raise UserError(f"{text}: leave it out, or give more num_beams, or decode.n samples")
             warn_once(text)
-        return replace(self, **filled | dict.fromkeys(unused & filled.keys()))
+        resolved = replace(self, **filled | dict.fromkeys(unused & filled.keys()))
+        resolved._warn_of_unused_drafts()
+        return resolved
+
+    def _warn_of_unused_drafts(self) -> None:
+        searches = {name: getattr(self, name) for name in ("num_beams", "penalty_alpha")}
+        for name, value in searches.items() if self.speculate is not Speculate.none else ():
+            if value not in (None, NEUTRAL[name]):
+                search = f"decode.{name}={value}, whose candidates compete"
+                warn_once(f"decode.speculate={self.speculate.name} is not used with {search}")
+        for text in self.speculation.unused(self.speculate):
+            warn_once(text)
 
     def replaced(self, values: dict[str, Any]) -> "DecodeConfig":
         """Return a copy with the values of a row or of a call of the pipeline. Raises UserError for unknown names and wrong types."""

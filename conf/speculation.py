@@ -50,7 +50,7 @@ class SpeculationConfig:
     max_candidates: int = 5
     """top_p_window: the most candidates for a draft."""
     model_path: str | None = None
-    """speculate=model: the drafting model's folder, GGUF file or hub id. Not for a row."""
+    """speculate=model: the drafting model's folder, GGUF file or hub id."""
 
     def __post_init__(self) -> None:
         name = "decode.speculation"
@@ -61,6 +61,37 @@ class SpeculationConfig:
         check(self.min_ngram <= self.max_ngram <= 16, f"{name}.max_ngram", self.max_ngram, allowed)
         check(1 <= self.verify_window <= 16, f"{name}.verify_window", self.verify_window, "a number from 1 to 16")
         check(1 <= self.max_candidates <= 64, f"{name}.max_candidates", self.max_candidates, "a number from 1 to 64")
+
+    def changed(self) -> dict[str, Any]:
+        """Return the settings that are not the defaults, choices by their names."""
+        pairs = ((name, value) for name, value in vars(self).items() if value != getattr(SpeculationConfig(), name))
+        return {name: value.name if isinstance(value, Enum) else value for name, value in pairs}
+
+    def unused(self, speculate: Speculate) -> list[str]:
+        """Return a line for each setting that is not the default, and that nothing reads."""
+        by = {"speculate": speculate, "speculation.order": self.order, "speculation.acceptance": self.acceptance}
+        lines = []
+        for name, value in self.changed().items():
+            off = [(by[user], user) for user, readers in _READ_WITH.get(name, {}).items() if by[user] not in readers]
+            if speculate is Speculate.none:
+                off = [(speculate, "speculate")]
+            if off:
+                lines.append(f"decode.speculation.{name}={value} is not used with decode.{off[0][1]}={off[0][0].name}")
+        return lines
+
+
+_NGRAM = (Speculate.ngram,)
+_READ_WITH: dict[str, dict[str, tuple[Enum, ...]]] = {
+    "min_ngram": {"speculate": _NGRAM, "speculation.order": (DraftOrder.longest,)},
+    "max_ngram": {"speculate": _NGRAM},
+    "order": {"speculate": _NGRAM},
+    "shared": {"speculate": _NGRAM, "speculation.order": (DraftOrder.longest,)},
+    "adaptive": {"speculation.acceptance": (Acceptance.exact,)},
+    "verify_window": {"speculation.acceptance": (Acceptance.top_p_window,)},
+    "max_candidates": {"speculation.acceptance": (Acceptance.top_p_window,)},
+    "model_path": {"speculate": (Speculate.model,)},
+}
+"""Settings that are read only where each of these others is one of these."""
 
 
 def speculate_named(value: object) -> Speculate:
@@ -81,7 +112,7 @@ def speculation_of(known: SpeculationConfig, value: object) -> SpeculationConfig
         dotted = f"decode.speculation.{shortened(str(name))}"
         if name not in kinds:
             raise UserError(f"{dotted} does not exist: {there_are(list(kinds), str(name))}")
-        if name == "model_path":
+        if name in ("model_path", "acceptance"):
             raise UserError(f"{dotted} is not for a row: give it to the run")
         if issubclass(kinds[name], Enum):
             setting = _member(kinds[name], dotted, setting)

@@ -7,7 +7,9 @@ hold them.
 from collections.abc import Callable
 from functools import partial
 
+from conf.quantization import Activations
 from conf.schema import DeviceConfig, RunConfig
+from conf.speculation import Speculate
 from kernels.kv_format import FORMATS, KVFormat
 from models.batch import KVCache
 from models.linear_layers import bring_together
@@ -55,9 +57,19 @@ def assemble(
         run.device.max_batched_tokens,
         num_graph_sequences=num_sequences if run.device.cuda_graphs and plan.packed else 0,
         decode_threads=run.device.decode_threads,
+        undrafted=_undrafted(run),
     )
     place_prefixes(engine, prefixes)
     return engine
+
+
+def _undrafted(run: RunConfig) -> dict[Speculate, str]:
+    """Return who cannot draft the engine's tokens, and why."""
+    reasons = dict.fromkeys((Speculate.model, Speculate.mtp), "does not exist yet: give ngram or none")
+    if run.quant.activations is Activations.auto:
+        bits = "quant.activations=auto, with which bits depend on how many tokens are computed at once"
+        reasons |= {each: f"contradicts {bits}: leave one of them out" for each in Speculate if each.value != "none"}
+    return reasons
 
 
 def _reserve_memory(config: DeviceConfig, plan: ModelPlan, num_sequences: int) -> int:

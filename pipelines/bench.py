@@ -54,14 +54,15 @@ def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         prompts = prompt_batches(bench, engine)
         for _ in range(bench.warmup):
             measure(engine, next(prompts), decode)
-        rounds = []
+        rounds, drafts = [], engine.speculator.counts
         for i in range(bench.repeats):
             rounds.append(measure(engine, next(prompts), decode))
             progress.generated(i + 1, bench.repeats, rates(rounds, bench)["decode_tokens_per_s"] or 0.0)
     metrics = {
         **rates(rounds, bench),
         "time_to_first_token_s": _percentiles([s for r in rounds for s in r.first_token_s]),
-        "time_per_output_token_s": _percentiles([s for r in rounds for s in r.step_s]),
+        "time_per_output_token_s": _percentiles([s for r in rounds for s in r.token_s]),
+        **report.draft_metrics(engine.speculator.counts.since(drafts)),
         "seed": run.decode.seed,
         "start_s": report.START_S,
         "load_s": load_s,
@@ -84,7 +85,15 @@ def decode_config(run: RunConfig) -> DecodeConfig:
             f"decode.n={run.decode.n} is not used by task=bench: leave it out, bench.batch_size is the number of rows"
         )
     size = run.bench.new_tokens
-    return replace(run.decode, max_new_tokens=size, min_new_tokens=size, ignore_eos=True, prefix_cache=False)
+    speculation = replace(run.decode.speculation, shared=False)
+    return replace(
+        run.decode,
+        max_new_tokens=size,
+        min_new_tokens=size,
+        ignore_eos=True,
+        prefix_cache=False,
+        speculation=speculation,
+    )
 
 
 def _resolved(decode: DecodeConfig) -> DecodeConfig:
@@ -113,6 +122,8 @@ def _replayed(file: DataFile, tokenizer: Tokenizer | None) -> list[list[int]]:
             values = json.loads(line)
             if isinstance(values, dict) and "decode" in values:
                 raise UserError("the row has decode settings of its own, but a bench has one for all")
+            if isinstance(values, dict) and "prediction" in values:
+                raise UserError("the row has a prediction, which a bench does not use: leave it out")
             if isinstance(values, dict) and isinstance(values.get("turns"), list):
                 values = {"prompt": next(iter(values["turns"]), None)}
             token_ids.append(encoder.encode(parse_row(index, values)).token_ids)
@@ -127,7 +138,8 @@ class Round:
 
     num_prompt_tokens: int  # of all rows
     first_token_s: list[float]  # per row
-    step_s: list[float]  # of each step in which every row gets a token
+    step_s: list[float]  # of each step in which every row gets tokens
+    token_s: list[float]  # of each of these, for a token of a row: with drafts a step gives several
     total_s: float
 
 
@@ -137,13 +149,16 @@ def measure(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> R
     start = time.perf_counter()
     groups = [engine.add(request) for request in requests]
     first_token_s: dict[int, float] = {}
-    step_s, before = [], start
-    while any(group.sequences for group in groups):
-        generating = len(first_token_s) == len(groups)
+    step_s, token_s, before = list[float](), list[float](), start
+    while num_rows := sum(bool(group.sequences) for group in groups):
+        generating, num_tokens = len(first_token_s) == len(groups), engine.num_generated_tokens
         engine.step()
+        while engine.is_next_computed:
+            engine.step()
         now = time.perf_counter()
         if generating:
             step_s.append(now - before)
+            token_s.append((now - before) * num_rows / max(1, engine.num_generated_tokens - num_tokens))
         else:
             for i, group in enumerate(groups):
                 if group.num_output_tokens:
@@ -152,7 +167,7 @@ def measure(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> R
     for group in groups:
         if group.error:
             raise group.error
-    return Round(sum(map(len, prompts)), list(first_token_s.values()), step_s, before - start)
+    return Round(sum(map(len, prompts)), list(first_token_s.values()), step_s, token_s, before - start)
 
 
 def rates(rounds: list[Round], bench: BenchConfig) -> dict[str, float | None]:
@@ -213,6 +228,7 @@ def _print(metrics: dict[str, Any], bench: BenchConfig, output_dir: Path) -> Non
             ),
             ("prefill", shown("prefill_tokens_per_s", "tokens/s")),
             ("decode", shown("decode_tokens_per_s", "tokens/s")),
+            *report.draft_lines(metrics),
             ("weights", shown("weight_bytes", "MB", 1e-6)),
             ("share of the bandwidth", metrics["decode_share_unknown"] or shown("decode_share_of_bandwidth", "%", 100)),
         ]

@@ -130,6 +130,8 @@ def read_questions(data: str | Path) -> list[Question]:
         prompt, answer = parse_row(len(questions), values), values.get("answer")
         if prompt.error:
             raise UserError(f"{row} cannot be asked: {prompt.error}")
+        if prompt.prediction is not None:
+            raise UserError(f"{row} has a prediction, which task=evaluate does not use: leave it out")
         if prompt.decode:
             raise UserError(f"{row} has decode settings of its own, but all questions are asked alike: leave them out")
         if not isinstance(answer, str) or not answer.strip():

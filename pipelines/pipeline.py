@@ -118,6 +118,10 @@ class TextGenerationPipeline:
         }
         unset = vars(DecodeConfig())
         parts |= {name: v for name, v in vars(self._decode).items() if v not in (unset[name], NEUTRAL.get(name))}
+        if "speculate" in parts:
+            parts["speculate"] = self._decode.speculate.name
+        if "speculation" in parts:
+            parts["speculation"] = self._decode.speculation.changed()
         return f"TextGenerationPipeline({', '.join(f'{name}={value}' for name, value in parts.items())})"
 
     def __reduce__(self) -> NoReturn:
@@ -259,8 +263,8 @@ class TextGenerationPipeline:
             sink = _sink(streamer, num_texts) if streamer else None
             try:
                 prompt = encoder.encode(row)
-                own = decode.replaced(row.decode)
-                request = self.engine.request(row.index, prompt.token_ids, own, sink, prefix=row.prefix or prefix)
+                own, prediction, behind = decode.replaced(row.decode), prompt.prediction_token_ids, row.prefix or prefix
+                request = self.engine.request(row.index, prompt.token_ids, own, sink, prediction, behind)
             except UserError as error:
                 raise UserError(f"prompt {row.index}: {error}") from error
             yield Prepared(prompt, request, num_texts)

@@ -60,8 +60,9 @@ class PredictJob(Job):
 
     def request(self, row: PromptRow) -> Request:
         prompt = self._encoder.encode(row)
+        decode, prediction = self._decode_of(row), prompt.prediction_token_ids
         prefix = row.prefix or self._run.predict.prefix
-        request = self.engine.request(row.index, prompt.token_ids, self._decode_of(row), prefix=prefix)
+        request = self.engine.request(row.index, prompt.token_ids, decode, None, prediction, prefix)
         self._prompts[row.index] = prompt.text, request.params
         return request
 
@@ -87,6 +88,7 @@ class PredictJob(Job):
             "load_s": load_s,
             "generate_s": run_s,
             "tokens_per_s": (totals["num_generated_tokens"] - self.resumed["num_generated_tokens"]) / run_s,
+            **report.draft_metrics(self.engine.speculator.counts),
             "weight_bytes": self.engine.runner.weight_bytes,
             "peak_memory_bytes": report.peak_memory_bytes(self.engine.device),
         }
@@ -202,6 +204,7 @@ def _print(rows: list[Row], metrics: dict[str, Any], output_dir: Path) -> None:
             ("load", f"{metrics['load_s']:.2f} s"),
             ("generate", f"{metrics['generate_s']:.2f} s"),
             ("speed", f"{metrics['tokens_per_s']:,.1f} tokens/s"),
+            *report.draft_lines(metrics),
             ("peak memory", f"{metrics['peak_memory_bytes'] / 1e6:,.0f} MB"),
         ]
     )

@@ -19,7 +19,7 @@ GIVE = "give a prompt, a .txt, a .jsonl, or - for stdin; .csv and .json are read
 MISSING = f"cannot be read (it looks like a path, but there is no such file): {GIVE}; a prompt that looks so goes into a .jsonl"
 INPUTS = ("prompt", "messages", "prompt_token_ids", "src")
 MAX_TOKEN_ID = 2**31  # what a tokenizer can decode; the engine knows the real vocabulary
-FIELDS = (*INPUTS, "tgt", "id", "decode", "prefix")
+FIELDS = (*INPUTS, "tgt", "id", "decode", "prefix", "prediction")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class PromptRow:
     decode: dict[str, Any] = field(default_factory=dict)
     prefix: str | None = None
     """Name of the prefix that stands before it."""
+    prediction: str | None = None
+    """What the answer may be, for drafts to be copied from."""
     error: str | None = None
     digest: str = field(default="", compare=False)
     """sha256 of the input line."""
@@ -171,8 +173,11 @@ def parse_row(index: int, values: object) -> PromptRow:
     try:
         if id is not None and known_id is None:
             raise UserError(f"id={shortened(repr(id))} is neither a text nor a number")
+        decode, prediction = _checked(values, "decode", dict, {}), values.get("prediction")
+        if prediction is not None:
+            _check_unicode("prediction", _checked(values, "prediction", str))
         prefix = None if values.get("prefix") is None else _checked(values, "prefix", str)
-        row = PromptRow(index, known_id, decode=_checked(values, "decode", dict, {}), prefix=prefix, **_input(values))
+        row = PromptRow(index, known_id, decode=decode, prefix=prefix, prediction=prediction, **_input(values))
         _check_unicode("id", str(known_id))
         return row
     except Exception as error:
@@ -240,6 +245,7 @@ class EncodedPrompt:
     text: str | None
     """The model's input as text; None without a tokenizer."""
     token_ids: list[int]
+    prediction_token_ids: list[int] = field(default_factory=list)
 
 
 class PromptEncoder:
@@ -255,6 +261,14 @@ class PromptEncoder:
         """Encode a row. Raises UserError for a row with an error, and for one that needs a missing tokenizer or template."""
         if row.error is not None:
             raise UserError(row.error)
+        prompt = self._input(row)
+        if row.prediction is None:
+            return prompt
+        if self._tokenizer is None:
+            raise UserError("there is no tokenizer for the prediction: leave it out, or give model.tokenizer=PATH")
+        return replace(prompt, prediction_token_ids=self._tokenizer.encode(row.prediction, add_special_tokens=False))
+
+    def _input(self, row: PromptRow) -> EncodedPrompt:
         tokenizer = self._tokenizer
         if row.prompt_token_ids is not None:
             text = None if tokenizer is None else tokenizer.decode(row.prompt_token_ids, skip_special_tokens=True)

@@ -21,6 +21,7 @@ import torch
 
 from conf.schema import RunConfig
 from conf.terminal import visible_line
+from pipelines.engine.speculation import DraftCounts
 
 if TYPE_CHECKING:  # rich is imported where something is shown, because an engine shows nothing
     from rich.progress import Progress, TaskID
@@ -246,6 +247,21 @@ def progress_bar() -> Iterator[ProgressSink]:
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         yield _Bar(progress)
+
+
+def draft_metrics(counts: DraftCounts) -> dict[str, Any]:
+    """Return what metrics.json says of drafts."""
+    return {
+        "num_drafted_tokens": counts.num_drafted_tokens,
+        "num_accepted_tokens": counts.num_accepted_tokens,
+        "acceptance": counts.acceptance,
+    }
+
+
+def draft_lines(metrics: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what a printed table says of drafts: a line, where there were some."""
+    drafted, accepted = metrics["num_drafted_tokens"], metrics["num_accepted_tokens"]
+    return [("drafts", f"{accepted:,} of {drafted:,} tokens accepted")] if drafted else []
 
 
 def print_table(rows: list[tuple[str, str]]) -> None:

@@ -36,6 +36,7 @@ MAIN = {  # metric: name, unit, factor
     "prefill_tokens_per_s": ("prefill", "tokens/s", 1),
     "decode_tokens_per_s": ("decode", "tokens/s", 1),
     "tokens_per_s": ("speed", "tokens/s", 1),
+    "acceptance": ("drafts accepted", "%", 100),
     "time_to_first_token_s.p50": ("first token p50", "ms", 1e3),
     "time_per_output_token_s.p50": ("next token p50", "ms", 1e3),
     "weight_bytes": ("weights", "MB", 1e-6),

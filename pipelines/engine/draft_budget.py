@@ -1,7 +1,7 @@
 """How many drafts pay: from the seconds that steps took, and from the share of drafts that stayed.
 
-Drafts are taken in the order of their chance to stay for as long as tokens per second rise (goodput, arXiv 2406.14066). Times may
-decide here, because no token depends on a draft.
+Drafts are taken in the order of their chance to stay for as long as tokens per second rise (goodput, arXiv 2406.14066). Times may decide
+here, because no token depends on a draft.
 """
 
 from collections import deque
@@ -27,8 +27,7 @@ class StepCosts:
         self._times.setdefault(_bucket(num_tokens), deque(maxlen=NUM_TIMES)).append(seconds)
 
     def seconds(self, num_tokens: int) -> float:
-        """Return the seconds of a step; 1 where none is known. A size that was not seen takes as long as the next smaller one, so that it
-        is tried."""
+        """Return what a step takes, 1 where nothing is known. A size that was not seen counts as the next smaller one: so it is tried."""
         bucket = _bucket(num_tokens)
         smaller = [size for size in self._times if size <= bucket]
         known = max(smaller) if smaller else min(self._times, default=None)

@@ -1,7 +1,7 @@
 """Runs requests step by step: plan, build, execute, sample, commit."""
 
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from conf.decoding import DecodeConfig
+from conf.speculation import Speculate
 from models.batch import KVCache
 from models.causal_lm import CausalLM
 from models.tokenizers import Tokenizer
@@ -58,11 +59,12 @@ class Engine:
         max_batched_tokens: int,
         num_graph_sequences: int = 0,
         decode_threads: int | None = None,
+        undrafted: Mapping[Speculate, str] | None = None,
     ) -> None:
         """`decode_defaults`: settings of DecodeConfig that hold where a request says nothing.
 
         `num_graph_sequences`: size of the largest decode step that is captured as a CUDA graph, where there is a GPU.
-        `decode_threads`: threads of decode steps on a CPU, if not all.
+        `decode_threads`: threads of decode steps on a CPU, if not all. `undrafted`: who cannot draft, and why.
         """
         self.num_blocks, self.block_size = cache.tensors[0].shape[:2]
         self.device, self.dtype = cache.tensors[0].device, cache.dtype
@@ -84,6 +86,7 @@ class Engine:
             shares_prefixes=not (shape.keys_depend_on_length or shape.needs_whole_prompt),
             needs_whole_prompt=shape.needs_whole_prompt,
             key_border=shape.key_border,
+            undrafted=undrafted or {},
         )
         blocks = BlockManager(self.num_blocks, self.block_size)
         self.scheduler = Scheduler(
@@ -105,6 +108,11 @@ class Engine:
     @property
     def max_num_requests(self) -> int:
         return self.scheduler.max_num_requests
+
+    @property
+    def is_next_computed(self) -> bool:
+        """Whether the next step computes nothing, because it is the rest of one whose drafts were right."""
+        return self._launched is not None and self._launched.is_confirmed
 
     def request(
         self,
@@ -195,6 +203,8 @@ class Engine:
         self._launched = ahead
         self._accept(choices)
         self._launched = ahead or step.confirmed()
+        if not self.is_next_computed:
+            self.speculator.settle()
 
     def _launch(self, plan: StepPlan, last_tokens: Tensor | None = None) -> LaunchedStep:
         """Build the plan's batch and execute it. `last_tokens` [S]: its inputs, where only the device knows them."""

@@ -31,6 +31,8 @@ class LaunchedStep:
         self.tokens = tokens
         self.first_rows = _first_rows(plan)
         """The first output row of each of the plan's items, which has as many as it has outputs; its drafts' rows follow."""
+        self.is_confirmed = False
+        """Whether nothing is computed for it, because it is the rest of a step whose drafts were right."""
         self._results = outputs.finite
         self._arrived: torch.cuda.Event | None = None
         if tokens is not None:
@@ -62,6 +64,7 @@ class LaunchedStep:
         step = copy.copy(self)
         step.plan = StepPlan(scheduled, list(dict.fromkeys(item.group for item in scheduled)), [])
         step.first_rows = first_rows
+        step.is_confirmed = True
         return step
 
     def wait(self) -> tuple[list[bool], list[int | None]]:

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from conf.decoding import NEUTRAL, DecodeConfig
+from conf.decoding import NEUTRAL, DecodeConfig, warn_once
 from conf.errors import UserError, shortened, there_are
+from conf.speculation import DraftOrder, Speculate
 from models.tokenizers.base import Tokenizer
 from pipelines.engine.request import NO_PREFIX, ContextLimit, PlacedPrefix, Request, SamplingParams, Sink
 
@@ -35,6 +36,8 @@ class RequestFactory:
     """Length past which every key of a text is another one."""
     prefixes: Mapping[str, PlacedPrefix] = field(default_factory=dict)
     """By the names that requests give."""
+    undrafted: Mapping[Speculate, str] = field(default_factory=dict)
+    """Who cannot draft here, and why."""
 
     def resolve(self, decode: DecodeConfig) -> DecodeConfig:
         """Complete the settings: what the checkpoint suggests, or a neutral value, where they say nothing."""
@@ -52,6 +55,7 @@ class RequestFactory:
         """Return a checked request, behind the prefix of this name.
 
         Raises UserError for ids outside the vocabulary, for lengths that do not fit, and for an unknown prefix.
+        `prediction_token_ids`: what the output may be, for drafts to be copied from.
         """
         if not prompt_token_ids:
             raise UserError("the prompt has no tokens, and the tokenizer no BOS to begin with")
@@ -68,7 +72,17 @@ class RequestFactory:
                 f"decode.num_beams={params.num_beams} cannot be streamed, because it has no single text that grows: give no streamer"
             )
         self._check_size(params, num_prompt, placed.num_tokens)
-        return Request(id, prompt_token_ids, params, sink, prediction_token_ids or [], placed)
+        prediction = prediction_token_ids or []
+        self._check_prediction(prediction, params)
+        return Request(id, prompt_token_ids, params, sink, prediction, placed)
+
+    def _check_prediction(self, token_ids: list[int], params: SamplingParams) -> None:
+        """Raise UserError for ids outside the vocabulary; warn of a prediction that nothing reads."""
+        self._check_ids("prediction token id", token_ids)
+        speculate, order = params.speculate, params.speculation.order
+        if token_ids and (speculate, order) != (Speculate.ngram, DraftOrder.longest):
+            drafts = f"decode.speculate={speculate.name} decode.speculation.order={order.name}"
+            warn_once(f"a row's prediction is not used with {drafts}: give decode.speculate=ngram and order=longest")
 
     def prefix(self, name: str | None) -> PlacedPrefix:
         """Return the prefix of this name. Raises UserError for an unknown one."""
@@ -82,6 +96,8 @@ class RequestFactory:
     def check(self, decode: DecodeConfig) -> None:
         """Raise UserError for settings that no prompt could be run with."""
         check_max_length(decode, self.context)
+        if reason := self.undrafted.get(decode.speculate):
+            raise UserError(f"decode.speculate={decode.speculate.name} {reason}")
         self._check_ids("stop token id", decode.stop_token_ids)
         self._check_ids("allowed token id", decode.allowed_token_ids)
         self._check_ids("logit_bias token id", decode.logit_bias or {})

@@ -14,7 +14,7 @@ from pipelines.engine.scheduler import Scheduled, Scheduler, StepPlan
 
 
 class Drafted(NamedTuple):
-    """Drafts of a plan, whose fate is known when the next one is made."""
+    """Drafts of a plan, whose fate is known when the next one can be made."""
 
     sequence: Sequence
     num_tokens: int
@@ -25,6 +25,22 @@ class Drafted(NamedTuple):
     def num_accepted(self) -> int:
         """The count of drafts that became tokens: one token more than these has come."""
         return max(0, min(self.num_drafts, len(self.sequence.token_ids) - self.num_tokens - 1))
+
+
+class DraftCounts(NamedTuple):
+    """Drafts that steps computed, and how many of them became tokens."""
+
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share that became tokens; None where there were no drafts."""
+        return self.num_accepted_tokens / self.num_drafted_tokens if self.num_drafted_tokens else None
+
+    def since(self, earlier: "DraftCounts") -> "DraftCounts":
+        """Return the counts without those of an earlier moment."""
+        return DraftCounts(*(now - then for now, then in zip(self, earlier, strict=True)))
 
 
 class Speculator:
@@ -41,15 +57,13 @@ class Speculator:
         self._drafted: list[Drafted] = []  # in the last plan
         self._num_without = 0  # steps since the last draft
         self._measured: tuple[int, float] | None = None  # tokens of the step that runs, and when it began
-        self.num_drafted_tokens = 0
-        self.num_accepted_tokens = 0
+        self.counts = DraftCounts()
 
     def extend(self, plan: StepPlan, max_tokens: int | None = None) -> StepPlan:
         """Return the plan with drafts behind the last tokens of sequences that want them and whose next tokens come of it.
 
         `max_tokens`: the step's budget, as for `Scheduler.plan`.
         """
-        self._settle()
         most = [_most(item) if item.group in plan.ready else 0 for item in plan.scheduled]
         if not any(most):
             return plan
@@ -111,12 +125,12 @@ class Speculator:
             lengths[row] = length
         return lengths
 
-    def _settle(self) -> None:
-        """Learn what became of the drafts of the last plan."""
+    def settle(self) -> None:
+        """Learn what became of the drafts of the last plan, when no step follows of what they gave."""
         for drafted in self._drafted:
             sequence, accepted = drafted.sequence, drafted.num_accepted
-            self.num_drafted_tokens += drafted.num_drafts
-            self.num_accepted_tokens += accepted
+            drafted_before, accepted_before = self.counts
+            self.counts = DraftCounts(drafted_before + drafted.num_drafts, accepted_before + accepted)
             self._acceptance.add(accepted, drafted.num_drafts)
             self._own_acceptance.setdefault(sequence, Acceptance()).add(accepted, drafted.num_drafts)
             length = self._paddle_lengths.get(sequence, sequence.params.speculation.num_tokens)

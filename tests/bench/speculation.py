@@ -1,9 +1,9 @@
-"""Tokens per second with drafts that are right by chance, over the plain ones.
+"""Tokens per second with drafts that are right by chance, over those without.
 
-`python tests/bench/speculation.py model.path=FOLDER device=cpu`. For each format and number of rows the plain run and the drafted ones
-take turns in one process. A proposer knows what the plain run says, and spoils a draft with the chance 1 - acceptance. `--data FILE`
-measures the n-grams of a file of prompts instead. Medians of the ratios, in tests/bench/results/speculation.json, where rows that are
-measured again are replaced.
+`python tests/bench/speculation.py model.path=FOLDER device=cpu`. For each format and number of rows the plain run and the drafted ones take
+turns in one process. A proposer knows what the plain run says, and spoils a draft with the chance 1 - acceptance. `--data FILE` measures
+the n-grams of a file of prompts instead. Medians of the ratios, in tests/bench/results/speculation.json, where rows that are measured again
+are replaced.
 """
 
 import argparse

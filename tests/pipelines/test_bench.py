@@ -51,13 +51,13 @@ def test_lengths_are_exact_and_every_step_of_decode_is_timed(tmp_path: Path) -> 
 
 def test_rates_follow_their_definitions() -> None:
     rounds = [
-        bench.Round(20, [1.0, 2.0], [0.5, 1.5], 4.0),
-        bench.Round(20, [1.0, 4.0], [1.0, 1.0], 6.0),
-        bench.Round(20, [0.5, 1.0], [1.0, 3.0], 5.0),
+        bench.Round(20, [1.0, 2.0], [0.5, 1.5], [0.5, 1.5], 4.0),
+        bench.Round(20, [1.0, 4.0], [1.0, 1.0], [1.0, 1.0], 6.0),
+        bench.Round(20, [0.5, 1.0], [1.0, 3.0], [1.0, 3.0], 5.0),
     ]
     rates = bench.rates(rounds, BenchConfig(prompt_tokens=10, new_tokens=3, batch_size=2))
     assert rates == {"prefill_tokens_per_s": 10.0, "decode_tokens_per_s": 2.0}
-    only_first = bench.rates([bench.Round(10, [2.0], [], 2.0)], BenchConfig(prompt_tokens=10, new_tokens=1))
+    only_first = bench.rates([bench.Round(10, [2.0], [], [], 2.0)], BenchConfig(prompt_tokens=10, new_tokens=1))
     assert only_first == {"prefill_tokens_per_s": 5.0, "decode_tokens_per_s": None}
 
 

@@ -12,10 +12,12 @@ import pytest
 from conf.decoding import DecodeConfig
 from conf.quantization import KVCacheFormat, QuantConfig
 from conf.schema import DeviceConfig, DeviceType
+from conf.speculation import Speculate, SpeculationConfig
 from pipelines.engine import Engine
 from pipelines.engine.request import SequenceGroup
 from pipelines.loading import load_engine
 from tests.helpers.builders import REPOSITORY, generate, run_config, write_llama
+from tests.helpers.drafts import Hostile, at_random
 from tests.helpers.quantized_models import (
     A8W8,
     CALIBRATED,
@@ -49,6 +51,7 @@ BEGINNING = list(range(5, 15))
 PROMPTS = [[*BEGINNING, 20], [21], [*BEGINNING, 22, 23, 24, 25], [*BEGINNING, 20], [30, 31, 32]]
 GREEDY = DecodeConfig(max_new_tokens=12, ignore_eos=True, prefix_cache=False)
 CACHED = replace(GREEDY, prefix_cache=True)
+DRAFTED = replace(CACHED, speculate=Speculate.ngram, speculation=SpeculationConfig(adaptive=False))
 BEAMS = replace(GREEDY, max_new_tokens=8, num_beams=3, num_return_sequences=3)
 MOST_BLOCKS = 14  # of 4 tokens: for one row with three beams, or two without
 
@@ -78,10 +81,21 @@ def check_preemption(alone: list[Any], beams: list[Any], engine: "Make", preempt
     assert tokens(small, PROMPTS, BEAMS) == beams
 
 
+def check_speculation(alone: list[Any], beams: list[Any], engine: "Make") -> None:
+    """With chunks and the prefix cache, too."""
+    drafting = engine(max_batched_tokens=9, block_size=4)
+    known = {(i, 0): row[0] for i, row in enumerate(alone)}
+    drafting.speculator.proposers[Speculate.ngram] = Hostile(known, at_random(0.7))
+    assert tokens(drafting, PROMPTS, DRAFTED) == alone
+    drafted, accepted = drafting.speculator.counts
+    assert 0 < accepted < drafted
+
+
 CHECKS = {
     "batch": check_batch,
     "beams": check_beams,
     "prefix cache": check_prefix_cache,
+    "speculation": check_speculation,
 }
 
 

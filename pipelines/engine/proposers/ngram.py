@@ -98,10 +98,10 @@ class NgramProposer:
 
 
 def paddle_draft(sequence: Sequence, max_ngram: int, most: int) -> list[int]:
-    """Return PaddleNLP's draft (`ngram_match.cc` of inference_with_reference): for n from `max_ngram` down to 1, what follows the first
-    place of the last n tokens in the prompt, clipped at the prompt's end; else the first place in the output.
+    """Return PaddleNLP's draft (`ngram_match.cc` of inference_with_reference).
 
-    The last tokens are the last one of the prompt and the output.
+    For n from `max_ngram` down to 1: what follows the first place of the last n tokens in the prompt, clipped at the prompt's end; else the
+    first place in the output. The last tokens are the last one of the prompt and the output.
     """
     prompt = sequence.token_ids[: sequence.num_prompt_tokens]
     said = sequence.token_ids[sequence.num_prompt_tokens - 1 :]

@@ -12,9 +12,8 @@ class SharedTables:
     """Two rows of different salts share nothing, as in the prefix cache."""
 
     def __init__(self) -> None:
-        self._tables: dict[
-            str | None, array[int]
-        ] = {}  # token ids, by the hash of the tokens before; the last used table last
+        # token ids, by the hash of the tokens before; the last used table last
+        self._tables: dict[str | None, array[int]] = {}
 
     def propose(self, salt: str | None, last: list[int], most: int) -> list[int]:
         """Return what followed the last tokens, one token after the other, as far as it is known."""
@@ -29,7 +28,7 @@ class SharedTables:
         return draft
 
     def learn(self, salt: str | None, token_ids: list[int]) -> None:
-        """Take all tokens of a row. A later follower of the same tokens, or of tokens with their hash, replaces an earlier one."""
+        """Take all tokens of a row. A later follower of the same tokens, or of others with their hash, takes an earlier one's place."""
         table = self._tables.pop(salt, None)
         self._tables[salt] = table = table or array("q", [EMPTY]) * NUM_PLACES
         if len(self._tables) > MAX_TABLES:

@@ -1,19 +1,26 @@
-"""Rows with drafts against the same rows without: not a token, a log probability or a remembered block may differ."""
+"""Rows with drafts against the same rows without: not a token, a text, a log probability or a remembered block may differ."""
 
-import random
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from conf.decoding import DecodeConfig
-from conf.speculation import Speculate, SpeculationConfig
+from conf.speculation import DraftOrder, Speculate, SpeculationConfig
 from pipelines.engine import Engine
-from pipelines.engine.request import Output, Sequence, SequenceGroup
+from pipelines.engine.lookahead import LaunchedStep
+from pipelines.engine.request import Output, SequenceGroup
+from pipelines.engine.scheduler import StepPlan
 from tests.helpers.builders import engine_of, write_llama
+from tests.helpers.drafts import EOS, Hostile, at_random
 
-PROMPTS = [[3 + i, 9, 4] * (2 * i + 1) for i in range(6)]
+PROMPTS = [[0, 70 + i, 9, 4] * (i + 1) for i in range(6)]
 KEY_VALUE_BYTES = 2 * 2 * 2 * 16 * 4  # of a token: keys and values, layers, heads, channels, float32
 GREEDY = DecodeConfig(max_new_tokens=23, ignore_eos=True)
 DRAWN = DecodeConfig(max_new_tokens=17, temperature=1.3, top_p=0.9, top_k=20, seed=5)
@@ -25,41 +32,23 @@ SETTINGS = {
     "n-grams": replace(GREEDY, no_repeat_ngram_size=2),
     "logprobs": replace(DRAWN, logprobs=3, prompt_logprobs=1),
     "min_new_tokens": replace(DRAWN, min_new_tokens=5),
+    "bias": replace(DRAWN, logit_bias={EOS: 4.0, 80: 3.0}),
     "last token": replace(GREEDY, max_new_tokens=1),
 }
 DEVICES = {
     "roomy": {},
     "one block a token": {"block_size": 1},
     "chunks": {"block_size": 4, "max_batched_tokens": 7},
-    "preemption": {"block_size": 4, "kv_cache_memory": str(24 * 4 * KEY_VALUE_BYTES)},
+    "preemption": {"block_size": 4, "kv_cache_memory": str(22 * 4 * KEY_VALUE_BYTES)},
 }
 
 
-class Hostile:
-    """Drafts what follows in the plain run, spoilt at random places, longer than asked for and beyond the end."""
-
-    def __init__(self, known: list[Output], right: float) -> None:
-        self._known = {output.request_id: output for output in known}
-        self._right = right
-        self._random = random.Random(1)
-
-    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-        return [self._draft(sequence) for sequence, _ in wanted]
-
-    def _draft(self, sequence: Sequence) -> list[int]:
-        completion = self._known[sequence.request.id].completions[sequence.sample]
-        right = [*completion.token_ids[sequence.num_output_tokens :], *range(3, 12)]
-        return [token if self._random.random() < self._right else self._random.randrange(3, 90) for token in right]
-
-    def learn(self, sequence: Sequence) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    write_llama(folder)
-    return folder
+RIGHT: dict[str, Callable[[int], bool]] = {
+    "all right": lambda place: True,
+    "all wrong": lambda place: False,
+    "one wrong": lambda place: place != 2,
+    "random": at_random(0.7),
+}
 
 
 def run(engine: Engine, decode: DecodeConfig) -> list[Output]:
@@ -68,48 +57,217 @@ def run(engine: Engine, decode: DecodeConfig) -> list[Output]:
     outputs = list(engine.generate(requests, on_step=engine.scheduler.check_integrity))
     blocks = engine.scheduler.block_manager
     assert blocks.num_free_blocks == blocks.num_blocks
-    return [replace(output, num_cached_tokens=0) for output in sorted(outputs, key=lambda output: output.request_id)]
+    return [
+        replace(output, num_cached_tokens=0, num_preemptions=0)
+        for output in sorted(outputs, key=lambda output: output.request_id)
+    ]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("right", [1.0, 0.7, 0.0])
+def drafted(decode: DecodeConfig, **speculation: Any) -> DecodeConfig:
+    return replace(
+        decode, speculate=Speculate.ngram, speculation=SpeculationConfig(**{"adaptive": False, **speculation})
+    )
+
+
+def hostile(engine: Engine, known: list[Output], right: Callable[[int], bool]) -> Engine:
+    tokens = {(output.request_id, i): c.token_ids for output in known for i, c in enumerate(output.completions)}
+    engine.speculator.proposers[Speculate.ngram] = Hostile(tokens, right)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def plain(chatty: Path) -> Callable[[str], list[Output]]:
+    """What each of SETTINGS gives without drafts, with room for everything."""
+    known: dict[str, list[Output]] = {}
+
+    def outputs(setting: str) -> list[Output]:
+        if setting not in known:
+            known[setting] = run(engine_of(chatty, tokenizer=""), SETTINGS[setting])
+        return known[setting]
+
+    return outputs
+
+
+def cases() -> list[Any]:
+    """All of them; those that `make test` runs have every pair of a setting and a device."""
+    places = [(a, b, c) for a in range(len(SETTINGS)) for b in range(len(DEVICES)) for c in range(len(RIGHT))]
+    return [
+        pytest.param(*names, marks=[] if (a + b) % len(RIGHT) == c else pytest.mark.long)
+        for names, (a, b, c) in zip(itertools.product(SETTINGS, DEVICES, RIGHT), places, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("setting", "device", "right"), cases())
 def test_drafts_change_nothing(
-    folder: Path, setting: str, device: str, right: float, preempted: list[SequenceGroup]
+    chatty: Path,
+    plain: Callable[[str], list[Output]],
+    setting: str,
+    device: str,
+    right: str,
+    preempted: list[SequenceGroup],
 ) -> None:
-    decode = SETTINGS[setting]
-    expected = run(engine_of(folder), decode)
-    engine = engine_of(folder, **DEVICES[device])
-    engine.speculator.proposers[Speculate.ngram] = Hostile(expected, right)
-    drafted = replace(decode, speculate=Speculate.ngram, speculation=SpeculationConfig(adaptive=False))
-    assert run(engine, drafted) == expected
-    assert run(engine, drafted) == expected  # over what the prefix cache knows from the first time
-    if decode.max_new_tokens != 1:
-        assert engine.speculator.num_drafted_tokens > 0
-        assert (engine.speculator.num_accepted_tokens > 0) == (right > 0) or right == 0.0
+    expected, decode = plain(setting), drafted(SETTINGS[setting])
+    engine = hostile(engine_of(chatty, tokenizer="", **DEVICES[device]), expected, RIGHT[right])
+    assert run(engine, decode) == expected
+    assert run(engine, decode) == expected  # over what the prefix cache knows from the first time
+    assert preempted or device != "preemption" or setting not in ("greedy", "three samples")
+    counts = engine.speculator.counts
+    assert (counts.num_drafted_tokens > 0) == (setting != "last token")
+    if (right, setting) == ("all right", "greedy"):
+        assert counts.num_accepted_tokens == counts.num_drafted_tokens
+    assert right != "all wrong" or counts.num_accepted_tokens == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    setting=st.sampled_from([name for name in SETTINGS if name != "last token"]),
+    chance=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    speculation=st.fixed_dictionaries({"num_tokens": st.integers(1, 15), "adaptive": st.booleans()}),
+    block_size=st.integers(1, 9),
+    budget=st.integers(9, 40),
+    num_tokens=st.integers(110, 400),
+    batch_size=st.integers(1, 6),
+)
+def test_drafts_change_nothing_wherever_steps_are_cut(
+    chatty: Path,
+    plain: Callable[[str], list[Output]],
+    setting: str,
+    chance: float,
+    speculation: dict[str, Any],
+    block_size: int,
+    budget: int,
+    num_tokens: int,
+    batch_size: int,
+) -> None:
+    memory = -(-num_tokens // block_size) * block_size * KEY_VALUE_BYTES
+    device = {"block_size": block_size, "max_batched_tokens": budget, "kv_cache_memory": str(memory)}
+    engine = engine_of(chatty, batch_size=batch_size, tokenizer="", **device)
+    expected = plain(setting)
+    assert run(hostile(engine, expected, at_random(chance)), drafted(SETTINGS[setting], **speculation)) == expected
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("adaptive", [True, False])
-def test_copied_drafts_change_nothing(folder: Path, setting: str, adaptive: bool) -> None:
-    decode = SETTINGS[setting]
-    expected = run(engine_of(folder), decode)
-    engine = engine_of(folder)
-    drafted = replace(decode, speculate=Speculate.ngram, speculation=SpeculationConfig(adaptive=adaptive, min_ngram=1))
-    assert run(engine, drafted) == expected
-    assert run(engine, drafted) == expected  # with drafts from the rows of the first time
+@pytest.mark.parametrize("order", DraftOrder, ids=lambda order: order.name)
+@pytest.mark.parametrize("adaptive", [True, False], ids=["adaptive", "fixed"])
+def test_copied_drafts_change_nothing(
+    chatty: Path, plain: Callable[[str], list[Output]], setting: str, order: DraftOrder, adaptive: bool
+) -> None:
+    engine, expected = engine_of(chatty, tokenizer=""), plain(setting)
+    decode = drafted(SETTINGS[setting], adaptive=adaptive, order=order, min_ngram=1)
+    assert run(engine, decode) == expected
+    assert run(engine, decode) == expected  # with drafts from the rows of the first time
+    if setting == "greedy" and not adaptive and order is DraftOrder.longest:
+        assert engine.speculator.counts.num_accepted_tokens > 0
 
 
-def remembered(engine: Engine) -> set[Any]:
-    """Hashes of the blocks that a later prompt would find."""
-    return set(engine.scheduler.block_manager._block_of)
+@pytest.mark.parametrize("right", RIGHT)
+def test_a_stop_string_among_drafts_ends_the_row_where_it_does_without(
+    chatty: Path, plain: Callable[[str], list[Output]], right: str
+) -> None:
+    known = plain("greedy")
+    texts = [output.completions[0].text or "" for output in known]
+    decode = replace(GREEDY, stop=[text[len(text) // 2 :][:2] for text in texts])
+    expected = run(engine_of(chatty, tokenizer=""), decode)
+    assert all(output.completions[0].stop_reason in decode.stop for output in expected)
+    assert run(hostile(engine_of(chatty, tokenizer=""), known, RIGHT[right]), drafted(decode)) == expected
 
 
-@pytest.mark.parametrize("right", [1.0, 0.5])
-def test_remembered_blocks_are_those_of_a_plain_run(folder: Path, right: float) -> None:
-    plain = engine_of(folder, block_size=2)
-    expected = run(plain, DRAWN)
-    engine = engine_of(folder, block_size=2)
-    engine.speculator.proposers[Speculate.ngram] = Hostile(expected, right)
-    run(engine, replace(DRAWN, speculate=Speculate.ngram, speculation=SpeculationConfig(adaptive=False)))
-    assert remembered(engine) == remembered(plain)
+@pytest.mark.parametrize("right", RIGHT)
+def test_pieces_arrive_as_they_do_without(chatty: Path, plain: Callable[[str], list[Output]], right: str) -> None:
+    def pieces(engine: Engine, decode: DecodeConfig) -> dict[tuple[int, int], list[Any]]:
+        got: dict[tuple[int, int], list[Any]] = {}
+        for i, prompt in enumerate(PROMPTS):
+
+            def sink(sample: int, *piece: Any, row: int = i) -> None:
+                got.setdefault((row, sample), []).append(piece)
+
+            engine.add(engine.request(i, prompt, decode, sink))
+        while engine.scheduler.running or engine.scheduler.waiting:
+            engine.step()
+        return got
+
+    decode = SETTINGS["three samples"]
+    expected = pieces(engine_of(chatty, tokenizer=""), decode)
+    assert len(expected) == 3 * len(PROMPTS)
+    engine = hostile(engine_of(chatty, tokenizer=""), plain("three samples"), RIGHT[right])
+    assert pieces(engine, drafted(decode)) == expected
+
+
+@pytest.mark.parametrize("right", ["all right", "random"])
+def test_remembered_blocks_are_those_of_a_plain_run(
+    chatty: Path, plain: Callable[[str], list[Output]], right: str
+) -> None:
+    def remembered(engine: Engine) -> set[bytes]:
+        return set(engine.scheduler.block_manager._block_of)
+
+    without = engine_of(chatty, tokenizer="", block_size=2)
+    engine = hostile(engine_of(chatty, tokenizer="", block_size=2), plain("drawn"), RIGHT[right])
+    assert run(without, DRAWN) == run(engine, drafted(DRAWN))
+    assert remembered(engine) == remembered(without)
+    followed = [
+        [*prompt, *output.completions[0].token_ids, 7] for prompt, output in zip(PROMPTS, plain("drawn"), strict=True)
+    ]
+    for i, prompt in enumerate(followed):  # what the blocks hold is what a later prompt reads
+        for each in (without, engine):
+            each.add(each.request(i, prompt, GREEDY))
+    for each in (without, engine):
+        groups = [*each.scheduler.waiting]
+        while each.scheduler.running or each.scheduler.waiting:
+            each.step()
+        assert all(group.num_cached_tokens for group in groups)
+        assert [g.output().completions for g in groups] == [c.completions for c in _alone(chatty, followed)]
+
+
+def _alone(folder: Path, prompts: list[list[int]]) -> list[Output]:
+    engine = engine_of(folder, tokenizer="")
+    requests = [engine.request(i, prompt, replace(GREEDY, prefix_cache=False)) for i, prompt in enumerate(prompts)]
+    return sorted(engine.generate(requests), key=lambda output: output.request_id)
+
+
+def test_what_a_wrong_draft_overflows_to_is_nobodys_error(
+    chatty: Path, plain: Callable[[str], list[Output]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Engine._launch
+
+    def overflowing(self: Engine, plan: StepPlan, last_tokens: torch.Tensor | None = None) -> LaunchedStep:
+        step = launch(self, plan, last_tokens)
+        for item, first in zip(plan.scheduled, step.first_rows, strict=True):
+            rows = slice(first + item.num_outputs, first + item.num_outputs + len(item.drafts))
+            step.outputs.logits[rows] = torch.nan
+            step.outputs.finite[rows] = False
+        return step
+
+    monkeypatch.setattr(Engine, "_launch", overflowing)
+    engine = hostile(engine_of(chatty, tokenizer=""), plain("drawn"), RIGHT["all wrong"])
+    assert run(engine, drafted(DRAWN)) == plain("drawn")
+    assert engine.speculator.counts.num_drafted_tokens > 0
+    failed = run(hostile(engine_of(chatty, tokenizer=""), plain("drawn"), RIGHT["all right"]), drafted(DRAWN))
+    assert all("not finite" in str(output.error) or "NaN" in str(output.error) for output in failed)
+
+
+def test_searches_are_not_drafted(chatty: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(chatty, tokenizer="")
+    for search in ({"num_beams": 3}, {"penalty_alpha": 0.6, "top_k": 3}):
+        decode = DecodeConfig(max_new_tokens=6, **search)  # type: ignore[arg-type]
+        assert run(engine, drafted(decode)) == run(engine, decode)
+        (name, value), *_ = search.items()
+        text = f"decode.speculate=ngram is not used with decode.{name}={value}, whose candidates compete"
+        assert caplog.text.count(text) == 1
+    assert engine.speculator.counts.num_drafted_tokens == 0
+
+
+def test_tokens_are_those_of_transformers_prompt_lookup(tmp_path: Path) -> None:
+    model = write_llama(tmp_path)
+    engine = engine_of(tmp_path)
+    decode = drafted(DecodeConfig(max_new_tokens=40, ignore_eos=True), num_tokens=3, min_ngram=1, max_ngram=2)
+    for prompt in ([5, 9, 4, 5, 9], [7, 8], [30, 31] * 5):
+        (output,) = engine.generate([engine.request(0, prompt, decode)])
+        expected = model.generate(
+            torch.tensor([prompt]),
+            prompt_lookup_num_tokens=3,
+            max_matching_ngram_size=2,
+            do_sample=False,
+            max_new_tokens=40,
+        )
+        assert prompt + output.completions[0].token_ids == expected[0].tolist()
+    assert engine.speculator.counts.num_accepted_tokens > 0

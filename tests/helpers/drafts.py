@@ -1,0 +1,38 @@
+"""A proposer for tests that knows what the plain run says, and spoils it."""
+
+import random
+from collections.abc import Callable, Mapping
+
+from pipelines.engine.request import Sequence
+
+EOS = 1
+
+
+class Hostile:
+    """Drafts what follows in the plain run, longer than asked for and beyond its end, with tokens that are not it, the eos among them."""
+
+    def __init__(self, known: Mapping[tuple[int, int], list[int]], right: Callable[[int], bool]) -> None:
+        """`known`: tokens of the plain run by request and sample. `right(place)`: whether the draft has the right token there."""
+        self._known = known
+        self._right = right
+        self._random = random.Random(1)
+
+    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        return [self._draft(sequence) for sequence, _ in wanted]
+
+    def _draft(self, sequence: Sequence) -> list[int]:
+        said = self._known[sequence.request.id, sequence.sample]
+        follows = [*said[sequence.num_output_tokens :], *range(3, 12)]
+        return [token if self._right(place) else self._wrong(token) for place, token in enumerate(follows)]
+
+    def _wrong(self, token: int) -> int:
+        return EOS if token != EOS and self._random.random() < 0.3 else (token + self._random.randrange(1, 90)) % 91
+
+    def learn(self, sequence: Sequence) -> None:
+        pass
+
+
+def at_random(chance: float) -> Callable[[int], bool]:
+    """Right with this chance at every place."""
+    generator = random.Random(2)
+    return lambda place: generator.random() < chance
