@@ -159,7 +159,7 @@ def test_the_engine_changes_no_token(
     assert [output.num_cached_tokens for output in outputs] == [7, 0, 11, 7, 0]
     drafted = replace(CACHED, speculate=Speculate.ngram, speculation=SpeculationConfig(adaptive=False, num_tokens=5))
     assert tokens_of(generate(small, PROMPTS, drafted, "p")) == alone[0]
-    assert small.speculator.num_drafted_tokens > 0
+    assert small.speculator.counts.num_drafted_tokens > 0
 
 
 def stepped(engine: Engine, rows: list[tuple[list[int], str | None]]) -> list[Output]:
