@@ -48,7 +48,7 @@ def _multiply(
     splits = 1 if rows == 1 else min(triton.cdiv(FULL_GPU, programs), triton.cdiv(chunks, 4))
     parts = output if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
     shared = format_of(weight, x_scales, x_group_size) | launch.options
-    # those of a piece (`GPUWeight.piece`) lie apart
+    # those of a part of a weight (`GPUWeight.cut`) lie apart
     scales, zeros = (None if part is None else part.contiguous() for part in (weight.scales, weight.zero_points))
     tensors = (x, x_scales, weight.codes, scales, zeros)
     if rows == 1:

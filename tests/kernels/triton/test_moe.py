@@ -58,7 +58,7 @@ def choose(tokens: int, experts: int, per_token: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", EXPERT_FORMATS)
-@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.long), 21])
+@pytest.mark.parametrize("tokens", [1, 21])
 def test_quantised_experts(kind: str, tokens: int) -> None:
     check_mixture(kind, choose(tokens, 9, 2), 9, 200, 72 if "blocks" not in kind else 140)
 
