@@ -1,13 +1,14 @@
 """Read a checkpoint's config.json by type. It is untrusted input: wrong types and unsupported values are refused by name."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any, TypeVar
 
 from conf.errors import UserError
 
 T = TypeVar("T", bool, int, float, str, dict)  # type: ignore[type-arg]
+
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # products and quotients of a few such numbers are neither infinite nor 0
 
 # Keys without effect on inference: names, versions, training settings, and what is read elsewhere.
 HARMLESS = frozenset(
@@ -84,10 +85,10 @@ class ConfigReader:
         return self.count(key, bits=20)
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """Return a finite number above 0."""
+        """Return a number from MIN_NUMBER to MAX_NUMBER."""
         value = self.require(key, float) if default is None else self.get(key, float, default)
-        if not 0 < value < math.inf:
-            raise UserError(f"{self._where}: {key}={value} is not a finite number above 0")
+        if not MIN_NUMBER <= value <= MAX_NUMBER:
+            raise UserError(f"{self._where}: {key}={value} is not a number from {MIN_NUMBER} to {MAX_NUMBER}")
         return value
 
     def expect(self, key: str, supported: tuple[Any, ...], default: Any) -> Any:

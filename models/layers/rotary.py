@@ -81,7 +81,7 @@ def read_rotary_config(
         fields |= {name: scaling.positive(name, default) for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))}
         fields["truncate"] = scaling.get("truncate", bool, True)
         fields["attention_factor"] = _yarn_attention_factor(scaling, fields["factor"])
-        fields["mscale_all_dim"] = scaling.get("mscale_all_dim", float, 0.0)
+        fields["mscale_all_dim"] = _positive_or_zero(scaling, "mscale_all_dim")
         if theta == 1:
             raise UserError("config.json: rope_theta=1.0 leaves yarn no wavelengths to choose from")
     elif kind == "dynamic" and head_dim == 2:
@@ -109,13 +109,18 @@ def yarn_mscale(factor: float, weight: float) -> float:
 
 
 def _yarn_attention_factor(scaling: ConfigReader, factor: float) -> float:
-    given = scaling.get("attention_factor", float, 0.0)
-    numerator, denominator = scaling.get("mscale", float, 0.0), scaling.get("mscale_all_dim", float, 0.0)
+    given = _positive_or_zero(scaling, "attention_factor")
+    numerator, denominator = _positive_or_zero(scaling, "mscale"), _positive_or_zero(scaling, "mscale_all_dim")
     if given:
         return given
     if numerator and denominator:
         return yarn_mscale(factor, numerator) / yarn_mscale(factor, denominator)
     return yarn_mscale(factor, 1.0)
+
+
+def _positive_or_zero(scaling: ConfigReader, key: str) -> float:
+    """Return a number above 0, or 0 where the key is absent or 0."""
+    return scaling.positive(key) if scaling.get(key, float, 0.0) else 0.0
 
 
 def _frequencies(theta: float | Tensor, head_dim: int) -> Tensor:

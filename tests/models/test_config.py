@@ -1,6 +1,7 @@
 """config.json is untrusted: what is wrong or not supported is refused by name."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,12 @@ def test_count_is_above_0(value: int) -> None:
         reader(a=value).count("a")
     with pytest.raises(UserError, match=f"here: a={value} is not a number above 0"):
         reader(a=value).count("a", 5)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, 1e-31, 1e31, math.inf, math.nan])
+def test_positive_is_neither_0_nor_beyond_all_products(value: float) -> None:
+    with pytest.raises(UserError, match=r"^here: a=\S+ is not a number from 1e-30 to 1e\+30$"):
+        reader(a=value).positive("a")
 
 
 def test_expect_takes_supported_values_only() -> None:
@@ -301,8 +308,8 @@ def test_yarn_factor_follows_from_the_lengths() -> None:
         ({"type": "linear"}, "rope_scaling: factor is missing"),
         ({"type": "linear", "factor": "2"}, "factor='2' is not of type float"),
         ({"type": "linear", "factor": 0.5}, "factor=0.5 is less than 1"),
-        ({"type": "linear", "factor": float("inf")}, "factor=inf is not a finite number"),
-        ({"type": "linear", "factor": float("nan")}, "factor=nan is not a finite number"),
+        ({"type": "linear", "factor": float("inf")}, "factor=inf is not a number from 1e-30"),
+        ({"type": "linear", "factor": float("nan")}, "factor=nan is not a number from 1e-30"),
         ({"type": "llama3", "factor": 8.0}, "low_freq_factor is missing"),
         ({"type": "linear", "factor": 2.0, "finetuned": True}, "not supported: finetuned"),
         ({"type": "default", "short_factor": [1.0]}, "not supported: short_factor"),
@@ -325,6 +332,13 @@ def test_rotary_refuses(scaling: object, message: str) -> None:
         pytest.param({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 0}}, id="low_freq_factor 0"),
         pytest.param({"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 0}}, id="high_freq_factor 0"),
         pytest.param({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 0}}, id="beta_fast 0"),
+        pytest.param({"rope_scaling": {"type": "linear", "factor": 1e308}}, id="factor too large"),
+        pytest.param({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1e308}}, id="beta_fast too large"),
+        pytest.param({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 1e-308}}, id="beta_slow too small"),
+        pytest.param({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": float("nan")}}, id="NaN"),
+        pytest.param(  # the divisor 0.1 * mscale_all_dim * log(factor) + 1 would be 0
+            {"rope_scaling": {"type": "yarn", "factor": math.e, "mscale": 1.0, "mscale_all_dim": -10.0}}, id="mscale"
+        ),
         pytest.param(
             {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": -64}},
             id="original length below 0",

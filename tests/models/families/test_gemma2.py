@@ -80,9 +80,9 @@ def test_caps_and_windows_that_the_config_does_not_name() -> None:
         ({"layer_types": ["full_attention"]}, r"layer_types=\['full_attention'\] is not 3 times 'sliding_attention'"),
         ({"layer_types": [1, 2, 3]}, r"layer_types=\[1, 2, 3\] is not 3 times"),
         ({"layer_types": "full"}, "layer_types='full' is not 3 times"),
-        ({"attn_logit_softcapping": 0}, "attn_logit_softcapping=0.0 is not a finite number above 0"),
+        ({"attn_logit_softcapping": 0}, "attn_logit_softcapping=0.0 is not a number from 1e-30"),
         ({"final_logit_softcapping": "x"}, "final_logit_softcapping='x' is not of type float"),
-        ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1.0 is not a finite number above 0"),
+        ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1.0 is not a number from 1e-30"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:

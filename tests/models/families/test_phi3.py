@@ -192,7 +192,7 @@ def test_older_spellings_of_longrope(kind: str) -> None:
         ({"sliding_window": 0}, "sliding_window=0 is not a number above 0"),
         ({"partial_rotary_factor": 0.2}, "partial_rotary_factor=0.2 turns 3 of 16 channels"),
         ({"partial_rotary_factor": 2}, "partial_rotary_factor=2.0 turns 32 of 16 channels"),
-        ({"partial_rotary_factor": 1e308}, "turns 32 of 16 channels"),
+        ({"partial_rotary_factor": 1e30}, "turns 32 of 16 channels"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type='linear' is not supported: only 'default', 'longr"),
         ({"rope_scaling": {**LONGROPE, "long_factor": [1.0]}}, "long_factor is not a list of 8 numbers"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "short_factor is not a list of 8 numbers"),

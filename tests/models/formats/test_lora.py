@@ -186,7 +186,7 @@ def write_changed(tmp_path: Path, config: dict[str, Any], tensors: dict[str, Ten
         ({"bias": "some"}, "bias='some' is not supported: only 'none', 'all', 'lora_only'"),
         ({"r": 0}, "r=0 is not a number above 0"),
         ({"r": "4"}, "r='4' is not of type int"),
-        ({"lora_alpha": math.inf}, "lora_alpha=inf is not a finite number above 0"),
+        ({"lora_alpha": math.inf}, "lora_alpha=inf is not a number from 1e-30"),
         ({"rank_pattern": {"q_proj": -1}}, "rank_pattern: q_proj=-1 is not a number above 0"),
         ({"rank_pattern": {"(a+)+b": 4}}, r"rank_pattern has '\(a\+\)\+b': of regular expressions only names and dots"),
         ({"modules_to_save": "lm_head"}, "modules_to_save='lm_head' is not a list of names"),
