@@ -69,7 +69,9 @@ def _run_dir(task: Any, option: str, path: str) -> str:
 
 
 # Where this file is imported, so that the workers of a launcher have them. Under `schema/`, so that Tab completes real options alone.
-ConfigStore.instance().store(group="schema", name="run", node=RunConfig, package="_global_")
+_SCHEMA = OmegaConf.structured(RunConfig)
+OmegaConf.set_struct(_SCHEMA.quant.overrides, False)  # its keys are names of layers
+ConfigStore.instance().store(group="schema", name="run", node=_SCHEMA, package="_global_")
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path))
 OmegaConf.register_new_resolver("next_line", lambda: "\x85")
 OmegaConf.register_new_resolver("run_dir", _run_dir, use_cache=True)

@@ -119,6 +119,11 @@ def test_typos_fail_in_one_line(override: str, message: str) -> None:
     assert "search path" not in str(raised.value)
 
 
+def test_any_layers_name_is_a_key_of_the_overrides() -> None:
+    run = compose_run_config(["quant=int4", "quant.overrides={*.down_proj:int8}"])
+    assert run.quant.overrides == {"lm_head": "int8", "*.down_proj": "int8"}
+
+
 def test_experiment_wins_over_groups_and_the_command_line_over_it() -> None:
     run = compose_run_config(["experiment=short_stories", "decode.seed=9"])
     assert (run.decode.temperature, run.decode.top_p, run.decode.max_new_tokens, run.decode.seed) == (1.0, 0.95, 60, 9)
