@@ -335,7 +335,7 @@ def saved_config(arguments: list[str]) -> list[str]:
 
 
 def options_over_saved(arguments: list[str]) -> list[str]:
-    """Compose `--config-path FOLDER group=option`: keys that options of the group set come from the option, all others from the folder.
+    """Put options over a saved config: keys that options of the group set come from the option, all others from `--config-path FOLDER`.
 
     A relative folder is in the working directory. Raises UserError where the folder does not exist.
     """

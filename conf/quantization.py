@@ -62,7 +62,7 @@ class SmoothConfig:
     """How SmoothQuant divides large values between activations and weights."""
 
     alpha: float = 0.5
-    """0: all stays with the activations, 1: all goes to the weights."""
+    """Share that goes to the weights; 0: all stays with the activations."""
     piecewise: bool = False
     """Search an alpha for each group of channels instead, on the calibration data."""
 
@@ -100,7 +100,7 @@ class QuantConfig:
     symmetric: bool = True
     """4-bit codes around 0; otherwise from 0 to 15 with a zero point for each group."""
     per_tensor: bool = False
-    """fp8: one scale for a whole weight instead of one for each output channel."""
+    """One scale for a whole weight instead of one for each output channel (fp8)."""
     activations: Activations = Activations.none
     smooth: SmoothConfig = field(default_factory=SmoothConfig)
     shift: bool = False
@@ -115,7 +115,7 @@ class QuantConfig:
     kv_cache: KVCacheFormat = KVCacheFormat.none
     """How keys and values are stored. Goes with every scheme."""
     kv_cache_scales: KVCacheScales = KVCacheScales.dynamic
-    """static: scales from calibration, saved with the model. Goes with kv_cache=int8|fp8."""
+    """Where the scales are from; static: from calibration, saved with the model. Goes with kv_cache=int8|fp8."""
 
     def __post_init__(self) -> None:
         scheme, weight_only = self.scheme.name, self.scheme in WEIGHT_ONLY
@@ -177,7 +177,7 @@ class CalibrateConfig:
     data: str | None = None
     """A file (`.txt`, `.jsonl`, `.csv`, `.json`, or `.gz` of these); null: built-in texts."""
     num_samples: int | None = None
-    """null: 4 where calibration only smooths (dynamic activations, no piecewise, no shift), else 128."""
+    """Number of samples; null: 4 where calibration only smooths (dynamic activations, no piecewise, no shift), else 128."""
     sequence_length: int | None = None
     """Most tokens of a sample; null: 64 where calibration only smooths, else 512."""
     seed: int = 0
@@ -196,7 +196,7 @@ class CalibrateConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Most tokens of all samples together. Only for `resolved` settings."""
+        """Return the most tokens of all samples together. Only for `resolved` settings."""
         assert self.num_samples is not None
         assert self.sequence_length is not None
         return self.num_samples * self.sequence_length

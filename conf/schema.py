@@ -257,7 +257,7 @@ class ConvertConfig:
     pp: int = 1
     """Stages that share the layers (format=sharded)."""
     dtype: ConvertDType = ConvertDType.auto
-    """auto: each tensor's own; in GGUF that of most tensors."""
+    """Dtype of the tensors that are written; auto: each one's own, in GGUF that of most."""
     lora: str | None = None
     """Folder of a LoRA adapter in PEFT's layout to merge into the weights."""
     max_shard_size: str = "5GB"

@@ -85,7 +85,7 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def calibration_fingerprint(run: RunConfig) -> Fingerprint:
-    """What a calibrated model depends on besides its source and `quant`: the texts, and a layout's type of scales."""
+    """Name what a calibrated model depends on besides its source and `quant`: the texts, and a layout's type of scales."""
     data = run.calibrate.data
     texts = asdict(run.calibrate) | {"data": data and sha256_of(calibration_file(data).path)}
     return {"calibrate": texts, "quantize.format": run.quantize.format.name}
@@ -96,7 +96,7 @@ def _chat_template(chat_template: str) -> str:
 
 
 def file_fingerprint(path: Path, name: str) -> Fingerprint:
-    """Of a folder, or of a file that holds everything."""
+    """Name the files of a folder, or one file that holds everything: small ones by their digests, weights by size and time."""
     parts = SPLIT.sub(r"-?????\1", glob.escape(path.name))
     folder, weights = (path, WEIGHTS) if path.is_dir() else (path.parent, (parts,))
     contents = {file.name: sha256_of(file) for pattern in READ for file in path.glob(pattern)}

@@ -148,7 +148,7 @@ class Job(ABC):
             yield request
 
     def _undone(self, rows: Iterator[PromptRow]) -> Iterator[PromptRow]:
-        """Rows that the journal does not have. Those before its last one wait until that one has shown the input to be the same."""
+        """Yield rows that the journal does not have. Those before its last one wait until that one has shown the input to be the same."""
         waiting: list[PromptRow] = []  # no more than ran at once when the job ended
         num_read = 0
         for row in rows:

@@ -45,7 +45,7 @@ def pipeline(
     overrides: list[str] | None = None,
     **arguments: Any,
 ) -> "TextGenerationPipeline":
-    """A pipeline by the names of the config's options.
+    """Return a pipeline, chosen by the names of the config's options.
 
     >>> pipe = pipeline("text_generation", model="tiny", decode="greedy", device="cpu")
     >>> pipe("Once upon a time", max_new_tokens=20)
@@ -84,11 +84,10 @@ def _tokenizer_path(tokenizer: Any) -> str | None:
 
 
 class TextGenerationPipeline:
-    """Prompts in, one dictionary per prompt out: `{'text_generation_text': [prompt and continuation]}`, with n or
-    num_return_sequences several of them. What was sampled has its `seed`; with `logprobs` there are `token_ids` and `logprobs` of each
-    text, with `prompt_logprobs` `prompt_token_ids` and `prompt_logprobs`: for each token, or each but the first, the logprob and rank of
-    it and of the most likely ones, by token id.
+    """Continues prompts: `{'text_generation_text': [prompt and continuation]}` for each, with n or num_return_sequences several texts.
 
+    What was sampled has its `seed`. `logprobs` adds `token_ids` and `logprobs` of each text, `prompt_logprobs` adds `prompt_token_ids` and
+    `prompt_logprobs`: for each token (of the prompt each but the first) the logprob and rank of it and of the most likely ones, by id.
     `engine` runs token ids directly. Calls from several threads take turns.
     """
 
@@ -137,7 +136,9 @@ class TextGenerationPipeline:
     def __call__(self, prompts: Any, **arguments: Any) -> list[Result]: ...
 
     def __call__(self, prompts: Any, **arguments: Any) -> list[Result] | Iterator[Result]:
-        """`prompts`: a text; a conversation, `[{"role": "user", "content": "Hi"}, ...]`; a row as in a .jsonl (a dictionary); or a list
+        """Continue the prompts, and return their results in order.
+
+        `prompts`: a text; a conversation, `[{"role": "user", "content": "Hi"}, ...]`; a row as in a .jsonl (a dictionary); or a list
         of these. A generator of them is read as places become free, and gives an iterator of the results, in order: memory stays flat.
 
         Arguments: every field of DecodeConfig; `do_sample`; `return_full_text` (False leaves the prompt out); `streamer`;
@@ -164,7 +165,7 @@ class TextGenerationPipeline:
         return all_results
 
     def _turn_by_turn(self, results: Generator[Result, None, None]) -> Iterator[Result]:
-        """Between two results other calls may have their turns."""
+        """Yield the results. Between two of them other calls may have their turns."""
         try:
             while True:
                 with self._own_turn(), explained_out_of_memory():
@@ -178,7 +179,7 @@ class TextGenerationPipeline:
 
     @contextmanager
     def _own_turn(self) -> Iterator[None]:
-        """Raises UserError where the turn is the thread's already, which would wait for itself for ever."""
+        """Wait for the turn. Raises UserError where it is the thread's already, which would wait for itself for ever."""
         if self._caller == threading.get_ident():
             others = "nor can a generator of prompts"
             raise UserError(
@@ -192,7 +193,7 @@ class TextGenerationPipeline:
                 self._caller = None
 
     def _encoder(self, given: dict[str, Any]) -> PromptEncoder:
-        """Raises UserError for arguments with which no prompt could be run."""
+        """Return the encoder of a call. Raises UserError for arguments with which no prompt could be run."""
         batch_size, most = given.get("batch_size"), self.engine.max_num_requests
         if batch_size is not None and batch_size > most:
             raise UserError(f"batch_size={batch_size} is more than the {most} that this pipeline was made for")
@@ -215,7 +216,7 @@ class TextGenerationPipeline:
         encoder: PromptEncoder,
         streamer: Streamer | None,
     ) -> Generator[Result, None, None]:
-        """In the order of the prompts. A generator's are taken when there is a place; others are all checked before the first runs."""
+        """Yield results in order. Prompts of a generator are taken when there is a place; others are all checked before the first runs."""
         prepared: Iterable[Prepared] = self._prepare(rows_from_python(prompts), encoder, decode, given, streamer)
         if not isinstance(prompts, Iterator):
             prepared = list(prepared)
@@ -341,7 +342,7 @@ def _checked_streamer(streamer: Any) -> Any:
 
 
 def _decode(base: DecodeConfig, given: dict[str, Any], suggested: float | None) -> DecodeConfig:
-    """`suggested`: the temperature that the checkpoint samples with, if it says so."""
+    """Return the decode settings of a call. `suggested`: the temperature that the checkpoint samples with, if it says so."""
     values = {name: value for name, value in given.items() if name in DECODE_ARGUMENTS}
     do_sample = given.get("do_sample")
     if do_sample is False:

@@ -70,7 +70,7 @@ def plan_model(run: RunConfig, source: ModelSource, device: torch.device, packed
 
 
 def without_quantization(run: RunConfig) -> RunConfig:
-    """The run of the float model."""
+    """Return the run of the float model."""
     return replace(run, quant=QuantConfig(), calibrate=CalibrateConfig(), quantize=QuantizeConfig())
 
 

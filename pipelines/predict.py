@@ -26,8 +26,11 @@ from pipelines.prompts import PromptEncoder, PromptRow, Prompts
 
 
 def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Raises UserError before anything is written, with all finished rows kept where the job cannot go on, and after all files
-    are there if not a single row could be predicted."""
+    """Predict every row and write the files.
+
+    Raises UserError before anything is written, with all finished rows kept where the job cannot go on, and after all files are there if
+    not a single row could be predicted.
+    """
     prompts = open_prompts(run.predict)
     start = time.perf_counter()
     with report.progress_bar() as progress:
@@ -67,7 +70,7 @@ class PredictJob(Job):
         return request
 
     def _decode_of(self, row: PromptRow) -> DecodeConfig:
-        """The job's settings with the row's own; a row whose seed is null has the job's. Raises UserError."""
+        """Return the job's settings with the row's own; a row whose seed is null has the job's. Raises UserError."""
         decode = self._run.decode.replaced(row.decode)
         return replace(decode, seed=self._run.decode.seed) if decode.seed is None else decode
 
@@ -140,7 +143,7 @@ def _logprobs(steps: list[TokenLogprobs]) -> list[dict[str, dict[str, float]]]:
 
 
 def _error_prediction(row: PromptRow, error: BaseException) -> Row:
-    """Raises the exception again where it does not belong to the row."""
+    """Return the row of an error. Raises the exception again where it does not belong to the row."""
     return {
         "index": row.index,
         "id": row.id,

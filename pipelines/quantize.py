@@ -25,7 +25,7 @@ from pipelines.quantize_report import perplexity
 
 
 def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Raises UserError for what cannot be quantised; layers that are finished by then are kept for the next run."""
+    """Quantise the model. Raises UserError for what cannot be; layers that are finished by then are kept for the next run."""
     run.decode.check_unset("by task=quantize", "leave it out")
     kv_cache, is_static, activations = run.quant.kv_cache, run.quant.has_static_kv_cache, run.quant.activations
     wanted = "int8, int4, a8w8 or fp8 with task=quantize, or quant.kv_cache_scales=static"

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 def make_model(
     run: RunConfig, source: ModelSource, target: Path, progress: report.ProgressSink, with_report: bool
 ) -> dict[str, Any]:
-    """Quantise into the folder `target`; returns metrics, for a report those of held-out text, too. Raises UserError."""
+    """Quantise into the folder `target`, and return metrics, with a report those of held-out text too. Raises UserError."""
     samples = f"{run.calibrate.num_samples} samples of at most {run.calibrate.sequence_length} tokens"
     what = f"{run.model.path} by quant={run.quant.scheme.name}"
     settings = read_request_settings(run.model, source)

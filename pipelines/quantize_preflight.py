@@ -27,9 +27,10 @@ class Preflight:
 
 
 def preflight(run: RunConfig, source: ModelSource, settings: RequestSettings, folder: Path) -> Preflight:
-    """Raises UserError as quantising would, for what can be told from the files' headers, the device, the layers' shapes and the texts.
+    """Return what is going to be quantised. Raises UserError as quantising would.
 
-    What quantising takes is measured, with files in `folder`, where the model is going to be.
+    Only headers of the files, the device, the layers' shapes and the texts are looked at. The time is measured, with files in `folder`,
+    where the model is going to be.
     """
     device = prepare_device(run.device)  # whose threads the estimate is measured with
     plan = plan_model(without_quantization(run), source, device, packed=False)
@@ -43,7 +44,7 @@ def preflight(run: RunConfig, source: ModelSource, settings: RequestSettings, fo
 
 
 def print_preflight(run: RunConfig, source: ModelSource, folder: Path) -> None:
-    """Raises UserError as `preflight` does."""
+    """Print what is going to be quantised. Raises UserError as `preflight` does."""
     found = preflight(run, source, read_request_settings(run.model, source), folder)
     model, schemes, itemsize = found.plan.model, found.layout.schemes, found.plan.dtype.itemsize
     layers = linear_specs(model)

@@ -19,7 +19,7 @@ MAX_TOKENS = 1024  # whose predictions are remembered: [1024, V] in float32
 
 
 class Predictions:
-    """What an engine predicts for each token of some texts but their first; after them, if they are prompts that see themselves whole."""
+    """What an engine predicts for each token of texts but the first; of prompts that see themselves whole, for the token after them."""
 
     def __init__(self, engine: Engine, texts: list[list[int]]) -> None:
         self._are_prompts = engine.sees_later_tokens
@@ -27,7 +27,7 @@ class Predictions:
         self._log_probabilities = [self._predict(engine, text) for text in self._texts]
 
     def compared_with(self, engine: Engine) -> dict[str, float | None]:
-        """perplexity before and of `engine` (None of prompts), mean KL(before || engine) in nats, share of equal most likely tokens."""
+        """Return perplexity before and of `engine` (None of prompts), mean KL(before || engine) in nats, share of equal top tokens."""
         was, now, kl, num_agreed = Scores(), Scores(), 0.0, 0
         for text, before in zip(self._texts, self._log_probabilities, strict=True):
             after = self._predict(engine, text)
@@ -47,7 +47,7 @@ class Predictions:
 
     @torch.inference_mode()
     def _predict(self, engine: Engine, text: list[int]) -> Tensor:
-        """Log probabilities [R, V] float32."""
+        """Return log probabilities [R, V] float32."""
         seen, num_outputs = (text, 1) if self._are_prompts else (text[:-1], len(text) - 1)
         hidden = engine.hidden_states([seen], [num_outputs])
         rows = [engine.runner.logits(part).float().log_softmax(-1).cpu() for part in hidden.split(LOGIT_ROWS)]
@@ -89,7 +89,7 @@ def write_report(
 
 
 def perplexity(value: float | None) -> str:
-    """Of prompts that see themselves whole there is none."""
+    """Return a perplexity for people; `-` of prompts that see themselves whole, which have none."""
     return "-" if value is None else f"{value:,.4f}"
 
 

@@ -23,7 +23,7 @@ class RequestSettings:
 
 
 def read_request_settings(config: ModelConfig, source: ModelSource) -> RequestSettings:
-    """Raises UserError for a tokenizer that cannot be read or is another model's, and for wrong values in the checkpoint's files."""
+    """Read the settings. Raises UserError for a tokenizer that cannot be read or is another model's, and for wrong values in the files."""
     context = _context(config, source)
     tokenizer = _tokenizer(config, source)
     suggested = source.checkpoint.generation_config

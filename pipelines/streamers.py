@@ -62,11 +62,11 @@ class TextStreamer:
             self.put(self._current, self._waiting.pop(self._current, ""))
 
     def end(self, error: BaseException | None) -> None:
-        """Every piece was printed when it came."""
+        """Do nothing: every piece was printed when it came."""
 
 
 class StreamerTimeout(TimeoutError, queue.Empty):
-    """No piece came in time. Also a queue.Empty, which is what transformers raises."""
+    """Raised where no piece came in time. Also a queue.Empty, which is what transformers raises."""
 
 
 class TextIteratorStreamer:
@@ -95,7 +95,7 @@ class TextIteratorStreamer:
         self._queue.put((row, text) if self._keyed else text)
 
     def end_row(self, row: int) -> None:
-        """Pieces say themselves of which row they are."""
+        """Do nothing: a piece says of which row it is."""
 
     def end(self, error: BaseException | None) -> None:
         self._served = True

@@ -170,7 +170,7 @@ def _read_job(folder: Path, name: str) -> Job:
 
 
 def _joined(jobs: list[Job]) -> list[Job]:
-    """A row for each group of jobs that differ in their task alone."""
+    """Return a row for each group of jobs that differ in their task alone."""
     groups: dict[frozenset[tuple[str, str]], list[Job]] = {}
     for job in jobs:
         groups.setdefault(frozenset((key, v) for key, v in job.overrides.items() if key != TASK), []).append(job)
@@ -182,8 +182,11 @@ def _joined(jobs: list[Job]) -> list[Job]:
 
 
 def _side_by_side(group: list[Job]) -> Job:
-    """One row. A metric that several tasks measured stays as it is where they agree, else it has the task before its name. Of the
-    peaks of memory the row has the largest, too."""
+    """Return the row of jobs that differ in their task alone.
+
+    A metric that several tasks measured stays as it is where they agree, else it has the task before its name. The largest peak of memory
+    is a metric of its own.
+    """
     metrics: dict[str, Value] = {}
     for job in group:
         others = [other.metrics for other in group if other is not job]
@@ -209,19 +212,19 @@ def _flat(metrics: dict[str, object], prefix: str = "") -> Iterator[tuple[str, V
 
 
 def _unquoted(value: str) -> str:
-    """Without the quotes or backslashes that Hydra's grammar needs around it."""
+    """Return the value without the quotes or backslashes that Hydra's grammar needs."""
     if quoted := re.fullmatch(r"""(['"])(.*)\1""", value, re.DOTALL):
         return quoted[2].replace("\\" + quoted[1], quoted[1])
     return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", value)
 
 
 def _writable(text: str) -> str:
-    """Half a surrogate pair, as an argument or an error may hold one, as its escape."""
+    """Return the text with half a surrogate pair, which an argument or an error may hold, as its escape."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _varied(jobs: list[Job]) -> list[str]:
-    """The overrides that tell the jobs apart; where nothing does, as in a sweep of one job, all of them."""
+    """Return the overrides that tell the jobs apart; where nothing does, as in a sweep of one job, all of them."""
     keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
     return [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1] or keys
 
@@ -233,13 +236,16 @@ def _table(jobs: list[Job], keys: list[str], metrics: Table) -> Table:
 
 
 def _all_metrics(jobs: list[Job]) -> Table:
-    """As they were measured, in the units of their names."""
+    """Return all metrics as they were measured, in the units of their names."""
     names = dict.fromkeys(name for job in jobs for name in job.metrics)
     return {name: ["" if (v := job.metrics.get(name)) is None else str(v) for job in jobs] for name in names}
 
 
 def _main_metrics(jobs: list[Job]) -> Table:
-    """For people: three digits, or all that stand before the point; of the perplexity, in whose third schemes differ, five."""
+    """Return the main metrics for people.
+
+    They have three digits, or all that stand before the point. The perplexity, in whose third digit schemes differ, has five.
+    """
 
     def shown(job: Job, metric: str) -> str:
         value = _scaled(job, metric)
@@ -282,8 +288,10 @@ def _markdown(table: Table) -> str:
 
 
 def _picture(jobs: list[Job], keys: list[str]) -> bytes | None:
-    """Quality over the bytes of the weights, speed over memory, and over quality where that was measured too, as a PNG. None where no job
-    has both values of a point."""
+    """Return a PNG: quality over the bytes of the weights, speed over memory, and over quality where that was measured too.
+
+    None where no job has both values of a point.
+    """
     from matplotlib.figure import Figure  # not at the top: a sweep's jobs need not load it
 
     quality = [("weight_bytes", y) for y in QUALITY if any(_point(job, "weight_bytes", y) for job in jobs)][:1]
@@ -319,7 +327,7 @@ def _point(job: Job, x: str, y: str) -> tuple[float, float] | None:
 
 
 def _label(i: int, job: Job, keys: list[str]) -> str:
-    """One line of at most LABEL characters, of which the picture's font has every one."""
+    """Return a job's label: a line of at most LABEL characters, all of which the picture's font has."""
     from matplotlib.font_manager import findfont, get_font
 
     glyphs = get_font(findfont("DejaVu Sans")).get_charmap()

@@ -16,7 +16,7 @@ OUT = -1e9  # what transformers adds to the score of a beam that is out of the r
 
 
 class BeamSearch:
-    """The beams of one request: the scores of those that run and the best that finished."""
+    """The beams of one request: those that run, with their scores, and the best that finished."""
 
     def __init__(self, params: SamplingParams, detokenizer: Detokenizer | None) -> None:
         self._params = params
@@ -33,14 +33,14 @@ class BeamSearch:
         self._can_improve = True
 
     def observe(self, hidden: Tensor) -> None:
-        """Beams are compared by their probabilities alone."""
+        """Do nothing: beams are compared by their probabilities alone."""
 
     def restart(self, group: SequenceGroup) -> Sequence:
         self._begin()
         return group.origin.fork()
 
     def recompute(self, group: SequenceGroup) -> None:
-        """Scores are of tokens that were chosen before."""
+        """Do nothing: scores are of tokens that were chosen before."""
 
     def advance(self, group: SequenceGroup, logits: Tensor) -> list[Continuation]:
         sequences, num_beams = group.sequences, self._params.num_beams

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 def extend_hashes(
     hashes: list[bytes], token_ids: list[int], num_blocks: int, block_size: int, salt: bytes, num_prefix_tokens: int = 0
 ) -> None:
-    """Extend the sha256 of each full block, over the one before it and the block's tokens, to the first `num_blocks` blocks.
+    """Append to `hashes` until they are those of the first `num_blocks` blocks, which are full.
 
+    A block's hash is the sha256 of the hash before it, or of the salt, and of the block's tokens.
     Two hashes are equal only where the salt and everything up to the end of the block are equal. `num_prefix_tokens`: virtual tokens
     before the first one, of which the salt tells.
     """
@@ -53,7 +54,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of blocks that `allocate` can give: the free ones, and the cached ones, which it evicts."""
+        """Return how many blocks `allocate` can give: the free ones, and the cached ones, which it evicts."""
         return len(self._free) + len(self._cached)
 
     @property

@@ -18,6 +18,8 @@ from pipelines.engine.stopping import completion_of, extend_text
 
 
 class ContrastiveSearch:
+    """The candidates of one request for its next token, and the hidden states that they are compared with."""
+
     def __init__(self) -> None:
         self._begin()
 
@@ -31,7 +33,7 @@ class ContrastiveSearch:
         self._observed.append(hidden.clone())  # the next step overwrites it
 
     def restart(self, group: SequenceGroup) -> Sequence:
-        """What is certain goes on; hidden states and candidates are computed again."""
+        """Return the sequence without its candidate: hidden states and candidates are computed again."""
         sequence = group.sequences[0].fork()
         if self._probabilities is not None:
             sequence.token_ids.pop()
@@ -41,7 +43,7 @@ class ContrastiveSearch:
         return sequence
 
     def recompute(self, group: SequenceGroup) -> None:
-        """The candidates stay; the hidden states before them are observed again, from the first of them."""
+        """Observe the hidden states before the candidates again. The candidates stay."""
         self._context = None
         group.sequences[0].first_wanted = 0
 

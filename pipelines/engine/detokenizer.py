@@ -62,7 +62,7 @@ class Detokenizer:
         return rest
 
     def _settle(self, text: str) -> str:
-        """Shorten a window that holds too many pending tokens. Returns the text of those that leave it. `text` is the window's."""
+        """Shorten a window that holds too many pending tokens, and return the text of those that leave it. `text` is the window's."""
         # A new token that has no text, as a special one has none, changes nothing for the next one.
         if not text.endswith(REPLACEMENT):
             self._window.pop()

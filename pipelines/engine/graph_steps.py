@@ -85,7 +85,7 @@ class GraphSteps:
             self._replays[size] = capture(partial(self._step, size))
 
     def _step(self, size: int) -> None:
-        """Compute into the outputs: nothing else is needed when this has run, so that graphs of all sizes share their memory."""
+        """Compute into the outputs. Nothing else is needed afterwards, so that graphs of all sizes share their memory."""
         for output, values in zip(self._outputs, self._compute(self._inputs[size], None), strict=True):
             output[:size].copy_(values)
 
@@ -112,7 +112,7 @@ class GraphSteps:
 def fill(target: Batch, batch: Batch) -> None:
     """Put a batch into one with as many sequences and as wide tables at least, and padding behind it.
 
-    What stands in tables where a sequence has no blocks stays: nobody reads it.
+    Entries of a table behind a sequence's blocks stay as they are: nobody reads them.
     """
     for name, padding in PADDING.items():
         to, values = getattr(target, name), getattr(batch, name)

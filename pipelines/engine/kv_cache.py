@@ -68,7 +68,7 @@ def choose_num_blocks(
 
 
 def free_memory(device: torch.device, memory_fraction: float) -> int:
-    """Bytes; on a GPU no more than this process still may take of its share."""
+    """Return the free bytes; on a GPU no more than this process may still take of its share."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)

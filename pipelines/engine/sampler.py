@@ -38,7 +38,7 @@ def choose(logits: Tensor, contexts: Sequence[SamplingContext], last_tokens: Ten
 
 
 def _choose(logits: Tensor, contexts: Sequence[SamplingContext], num_unknown: int) -> Tensor:
-    """`num_unknown`: output tokens of each row that its context does not list yet."""
+    """Choose as `choose` does, from processed logits. `num_unknown`: output tokens of each row that its context does not list yet."""
     drawn = [row for row, context in enumerate(contexts) if context.params.temperature > 0]
     if len(drawn) == len(contexts):
         return _draw_rows(logits, contexts, num_unknown)
