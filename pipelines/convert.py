@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,33 +11,17 @@ import torch
 
 from conf.errors import UserError
 from conf.quantization import QuantConfig
-from conf.schema import (
-    CheckpointFormat,
-    ConvertConfig,
-    ConvertDType,
-    DeviceConfig,
-    DeviceType,
-    ModelConfig,
-    RunConfig,
-    typed,
-)
-from models.causal_lm import CausalLM
+from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig, typed
 from models.config import ConfigReader
-from models.formats import Checkpoint
-from models.formats.gguf.writer import write_gguf
-from models.formats.huggingface_writer import write_companions, write_huggingface
 from models.formats.lora import merge_lora
 from models.formats.manifest import write_manifest
-from models.formats.partition import expected_tensors, partition
 from models.formats.safetensors_writer import entries_of
-from models.formats.sharded import write_sharded
 from models.outline import open_model
-from models.weights import DTYPES, CastFile, match_tensors, stored_dtype
+from models.weights import DTYPES, CastFile, match_tensors
 from pipelines import report
+from pipelines.convert_formats import writer_of
 from pipelines.opening import open_source
 from pipelines.output_folder import complete_folder, refuse_existing
-
-GGUF_FILE = "model.gguf"
 
 
 def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
@@ -67,7 +50,7 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     dtype = DTYPES.get(run.convert.dtype.name)
     if dtype is not None:
         files = [CastFile(file, model, matched, dtype) for file in files]
-    write = _writer(run.convert, replace(checkpoint, open_weights=lambda expected: files), model, matched, dtype)
+    write = writer_of(run.convert, replace(checkpoint, open_weights=lambda expected: files), model, matched, dtype)
     with report.progress_bar() as progress, complete_folder(target, run.convert.overwrite, "convert") as folder:
         write_manifest(folder, write(folder, progress.converted))
     metrics = {
@@ -80,33 +63,6 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     }
     report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
     _print(metrics, target, output_dir)
-
-
-Write = Callable[[Path, Callable[[int, int], None]], dict[str, str]]
-"""Writes a model into a folder, calls back with the bytes done and in all, and returns the sha256 of the files that it hashed."""
-
-
-def _writer(
-    config: ConvertConfig, checkpoint: Checkpoint, model: CausalLM, matched: dict[str, str], dtype: torch.dtype | None
-) -> Write:
-    """Return the writer of `convert.format`. Raises UserError for a division that the model does not allow."""
-    files = checkpoint.open_weights(expected_tensors(model))
-    names = {name: matched.get(name) for file in files for name in file.shapes}
-    places = partition(model, names, config.tp, config.pp) if config.format is CheckpointFormat.sharded else {}
-
-    def write(folder: Path, on_bytes: Callable[[int, int], None]) -> dict[str, str]:
-        if config.format is CheckpointFormat.gguf:
-            stored = (
-                config.dtype.name if config.dtype is not ConvertDType.auto else stored_dtype(checkpoint.config, files)
-            )
-            write_gguf(checkpoint, folder / GGUF_FILE, stored, on_bytes)
-            return {}
-        write_companions(checkpoint, folder, dtype)
-        if config.format is CheckpointFormat.hf:
-            return write_huggingface(files, folder, config.max_shard_bytes, on_bytes)
-        return write_sharded(files, folder, places, config.tp, config.pp, on_bytes)
-
-    return write
 
 
 REMEDIES = {  # where it is another than to leave a setting out

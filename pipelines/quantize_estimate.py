@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from conf.schema import DType, RunConfig, Task
-from models.causal_lm import CausalLM
 from pipelines.assembly import assemble
 from pipelines.calibration_data import CalibrationData
 from pipelines.engine import Engine
@@ -57,7 +56,7 @@ def expected_seconds(
     """Return the seconds to quantise a planned float model into a folder in `folder`, those of this measurement among them."""
     start, model = time.perf_counter(), plan.model
     parts = parts_of(model, layout.schemes)
-    kinds = _kinds(model, parts)
+    kinds = _kinds(plan, parts)
     engine = _first_layers(run, plan, settings, max(kinds) + 1)
     samples, text = (
         _folded(data.samples, engine),
@@ -82,12 +81,12 @@ def expected_seconds(
     return seconds + time.perf_counter() - start
 
 
-def _kinds(model: CausalLM, parts: list[Part]) -> list[int]:
+def _kinds(plan: ModelPlan, parts: list[Part]) -> list[int]:
     """Return for each decoder layer the first that has parameters of the same names and shapes."""
-    shapes = [(name, parameter.shape) for name, parameter in model.named_parameters()]
+    shapes = [(name, parameter.shape) for name, parameter in plan.model.named_parameters()]
     own = [
         [(name.removeprefix(part.prefix), shape) for name, shape in shapes if name.startswith(part.prefix)]
-        for part in parts[: model.config.num_hidden_layers]
+        for part in parts[: plan.model.config.num_hidden_layers]
     ]
     return list(map(own.index, own))
 

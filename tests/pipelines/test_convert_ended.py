@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from conf.errors import UserError
+from models.formats.huggingface_writer import write_huggingface
 from models.formats.manifest import verify_manifest
 from models.formats.safetensors_writer import SafetensorsWriter
-from pipelines.convert import run_convert
+from pipelines import convert_formats
 from tests.helpers.conversion import SHARDED, contents, convert, environment, names, tensors_in
 from tests.helpers.huggingface_files import assert_same, make_tensors, write_whole
 
@@ -119,7 +120,7 @@ def test_two_conversions_to_one_target_do_not_mix(
 
         return hooked
 
-    monkeypatch.setattr("pipelines.convert.write_huggingface", meanwhile(run_convert.__globals__["write_huggingface"]))
+    monkeypatch.setattr(convert_formats, "write_huggingface", meanwhile(write_huggingface))
     convert(source, tmp_path / "made")
     assert messages == [f"another run writes convert.output={tmp_path / 'made'}: wait for it, or give another folder"]
     verify_manifest(tmp_path / "made")

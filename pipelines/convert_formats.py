@@ -1,0 +1,47 @@
+"""The layouts that `task=convert` writes a model in."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from conf.schema import CheckpointFormat, ConvertConfig, ConvertDType
+from models.causal_lm import CausalLM
+from models.formats import Checkpoint
+from models.formats.gguf.writer import write_gguf
+from models.formats.huggingface_writer import write_companions, write_huggingface
+from models.formats.partition import expected_tensors, partition
+from models.formats.sharded import write_sharded
+from models.weights import stored_dtype
+
+GGUF_FILE = "model.gguf"
+
+Write: TypeAlias = Callable[[Path, Callable[[int, int], None]], dict[str, str]]
+"""Writes a model into a folder, calls back with the bytes done and in all, and returns the sha256 of the files that it hashed."""
+
+
+def writer_of(
+    config: ConvertConfig, checkpoint: Checkpoint, model: CausalLM, matched: dict[str, str], dtype: torch.dtype | None
+) -> Write:
+    """Return the writer of `convert.format`. Raises UserError for a division that the model does not allow.
+
+    `matched`: the names of the model's parameters by those of the checkpoint's tensors. `dtype`: what tensors were cast to, if they were.
+    """
+    files = checkpoint.open_weights(expected_tensors(model))
+    names = {name: matched.get(name) for file in files for name in file.shapes}
+    places = partition(model, names, config.tp, config.pp) if config.format is CheckpointFormat.sharded else {}
+
+    def write(folder: Path, on_bytes: Callable[[int, int], None]) -> dict[str, str]:
+        if config.format is CheckpointFormat.gguf:
+            stored = (
+                config.dtype.name if config.dtype is not ConvertDType.auto else stored_dtype(checkpoint.config, files)
+            )
+            write_gguf(checkpoint, folder / GGUF_FILE, stored, on_bytes)
+            return {}
+        write_companions(checkpoint, folder, dtype)
+        if config.format is CheckpointFormat.hf:
+            return write_huggingface(files, folder, config.max_shard_bytes, on_bytes)
+        return write_sharded(files, folder, places, config.tp, config.pp, on_bytes)
+
+    return write
