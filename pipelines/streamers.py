@@ -82,13 +82,12 @@ class TextIteratorStreamer:
         self._timeout = timeout
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._keyed = False
-        self._served = False  # the one call, as the producer sees it
+        self._served = False  # the one call has ended, as the producer sees it
         self._over = False  # as the consumer sees it
 
     def start(self, num_rows: int) -> None:
         if self._served:
             raise UserError("this TextIteratorStreamer has served a call already: make a new one for each call")
-        self._served = True
         self._keyed = num_rows > 1
 
     def put(self, row: int, text: str) -> None:

@@ -27,6 +27,12 @@ from tests.helpers.builders import write_llama  # noqa: E402
 from tests.helpers.small_tokenizers import byte_level, save  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Random tensors of a test are the same whichever tests ran before it, so that a failure fails again."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint folder: vocabulary 330, context 128, eos </s>; random, so its text is any bytes."""

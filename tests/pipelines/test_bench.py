@@ -47,6 +47,9 @@ def test_lengths_are_exact_and_every_step_of_decode_is_timed(tmp_path: Path) -> 
     assert len(result.step_s) == 4
     assert max(result.first_token_s) + sum(result.step_s) == pytest.approx(result.total_s)
     assert engine.scheduler.block_manager.num_free_blocks == engine.scheduler.block_manager.num_blocks
+    sizes.clear()
+    bench.measure(engine, prompts, bench.decode_config(run_of))
+    assert sum(tokens for tokens, _ in sizes) == 3 * (20 + 5 - 1)  # though the cache could know the prompts by now
 
 
 def test_rates_follow_their_definitions() -> None:

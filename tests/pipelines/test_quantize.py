@@ -1,6 +1,7 @@
 """task=quantize on Llama: what it writes is what an algorithm chose and what runs; made models are found again."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,17 @@ def test_a_stored_head_of_its_own_stays_one(data: Path, tmp_path: Path, caplog: 
     assert all_logits(reloaded(tmp_path / "made"), PROMPT).equal(all_logits(made, PROMPT))
     assert not caplog.messages
     assert tensors_in(tmp_path / "made")["lm_head.weight"].equal(tensors_in(source)["lm_head.weight"])
+
+
+def test_keys_of_the_config_that_nobody_read_are_named(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(LLAMA, source)
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(values | {"logit_softcap": 30.0}))
+    make(quantize_run(source, CALIBRATED["a8w8 static"], tmp_path / "made", data), tmp_path / "run")
+    assert f"the config in {source} has keys that are not used: logit_softcap" in caplog.messages
 
 
 def test_all_zero_channels_are_fine(data: Path, tmp_path: Path) -> None:

@@ -195,6 +195,16 @@ def test_least_recently_used_blocks_are_evicted_first() -> None:
     assert (again.num_cached_tokens, other.num_cached_tokens) == (8, 0)
 
 
+def test_the_end_of_a_prompt_is_evicted_before_its_beginning() -> None:
+    blocks = BlockManager(3, 4)
+    table = blocks.allocate(3)
+    for block in table:
+        blocks.remember(block, bytes([block]))
+    blocks.free(table)
+    assert blocks.allocate(1) == table[-1:]
+    assert blocks.find_prefix([bytes([block]) for block in table]) == table[:-1]
+
+
 def test_the_last_admitted_gives_way_and_starts_again() -> None:
     scheduler = scheduler_of(num_blocks=4, block_size=4)
     first, second = sequence(0, 7, 9), sequence(1, 7, 9)
