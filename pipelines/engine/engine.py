@@ -68,8 +68,7 @@ class Engine:
         """
         self.num_blocks, self.block_size = cache.tensors[0].shape[:2]
         self.device, self.dtype = cache.tensors[0].device, cache.dtype
-        self.context = context
-        self.tokenizer = tokenizer
+        self.context, self.tokenizer = context, tokenizer
         shape = model.config
         self.vocab_size = shape.vocab_size
         self.sees_later_tokens = shape.needs_whole_prompt
