@@ -21,10 +21,12 @@ from pipelines.engine.contrastive_search import ContrastiveSearch
 from pipelines.engine.detokenizer import Detokenizer
 from pipelines.engine.faults import belongs_to_request, not_finite
 from pipelines.engine.lookahead import LaunchedStep, can_choose_ahead
+from pipelines.engine.pooling import PromptPooling
 from pipelines.engine.request import (
     ContextLimit,
     FinishReason,
     Output,
+    Pooling,
     Request,
     Search,
     Sequence,
@@ -133,6 +135,14 @@ class Engine:
         num_blocks = self.num_blocks - self.scheduler.block_manager.num_pinned_blocks
         self.requests = replace(self.requests, num_blocks=num_blocks)
 
+    def pooled_request(
+        self, id: int, prompt_token_ids: list[int], pooling: Pooling, decode: DecodeConfig, prefix: str | None = None
+    ) -> Request:
+        """Return a checked request for the prompt's vector. Raises UserError where `RequestFactory.make_pooled` does, and as `request`."""
+        request = self.requests.make_pooled(id, prompt_token_ids, pooling, decode, prefix)
+        self.runner.prompt_features(prompt_token_ids)
+        return request
+
     def generate(
         self,
         requests: Iterable[Request],
@@ -170,16 +180,18 @@ class Engine:
 
     def add(self, request: Request) -> SequenceGroup:
         """Queue a request: `step` until its `sequences` are none, then take its `output`; or `scheduler.cancel` it."""
-        params = request.params
+        params, pooling = request.params, request.pooling
         origin = Sequence.begin(request, self._detokenizer(request))
         origin.prompt_features = self.runner.prompt_features(request.prompt_token_ids)
-        if params.prompt_logprobs is not None or params.penalty_alpha > 0:
+        if params.prompt_logprobs is not None or params.penalty_alpha > 0 or pooling in (Pooling.mean, Pooling.cls):
             origin.first_wanted = 0
         search: Search | None = None
         if params.num_beams > 1:
             search = BeamSearch(params, origin.detokenizer)
         elif params.penalty_alpha > 0:
             search = ContrastiveSearch()
+        elif pooling:
+            search = PromptPooling(pooling)
         group = SequenceGroup(request, origin, search)
         self.scheduler.add(group)
         return group
@@ -290,7 +302,8 @@ class Engine:
     def _accept(self, choices: Choices) -> None:
         """Continue sequences with what was chosen, then hand the new text to the sinks, which may raise."""
         now, pieces = time.monotonic(), list[tuple[Sink, Piece]]()
-        self.num_generated_tokens += len(choices.sampled) + len(choices.searched)
+        searches = [group for group, _ in choices.searched if not group.request.pooling]
+        self.num_generated_tokens += len(choices.sampled) + len(searches)
         for group, sequence, number, token, logprobs in choices.sampled:
             if group.error:  # another sample's
                 continue

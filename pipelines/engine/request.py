@@ -104,6 +104,14 @@ The pieces of a sample, joined, are its completion.
 """
 
 
+class Pooling(Enum):
+    """Which of a prompt's outputs become its vector."""
+
+    last = "last"  # the head's outputs for the last token
+    mean = "mean"  # the mean of all hidden states
+    cls = "cls"  # the first token's hidden state
+
+
 @dataclass(frozen=True)
 class PlacedPrefix:
     """Virtual tokens that stand before a prompt's first token: they are in the cache, and in no list or count of tokens."""
@@ -122,7 +130,7 @@ NO_PREFIX = PlacedPrefix(0, 0, "", ())
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to continue it, checked by `RequestFactory.make`."""
+    """A prompt and how to continue it, checked by `RequestFactory.make`; or how to pool it, checked by `make_pooled`."""
 
     id: int
     prompt_token_ids: list[int]
@@ -132,6 +140,8 @@ class Request:
     prediction_token_ids: list[int] = field(default_factory=list)
     """What the output may be, for drafts to be copied from."""
     prefix: PlacedPrefix = NO_PREFIX
+    pooling: Pooling | None = None
+    """What the request gives instead of continuations."""
 
 
 @dataclass(eq=False)
@@ -225,7 +235,7 @@ class Continuation:
 
 
 class Search(Protocol):
-    """How the next tokens are chosen where a group's sequences compete for them. Its tensors are Any, for this file imports no torch."""
+    """How a group goes on where its sequences compete for the next tokens, or nothing follows. Tensors are Any: there is no torch here."""
 
     def observe(self, hidden: Any) -> None:
         """Take the hidden states [P, E] of tokens that were just computed: the prompt's, then those of the group's sequences.
@@ -265,6 +275,8 @@ class SequenceGroup:
     num_cached_tokens: int | None = None
     """Prompt tokens that another request had computed before; None until the group is admitted."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pooled: Any = None
+    """The vector of a request with a `pooling`."""
     error: BaseException | None = None
     """Why the request failed; then it has no sequences."""
     num_sent: Counter[int] = field(default_factory=Counter)
@@ -300,6 +312,7 @@ class SequenceGroup:
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_cached_tokens=self.num_cached_tokens or 0,
             prompt_logprobs=self.prompt_logprobs if self.request.params.prompt_logprobs is not None else None,
+            pooled=self.pooled,
             error=self.error,
             queued_s=self.queued_s,
             first_token_s=self.first_token_s,
@@ -334,6 +347,8 @@ class Output:
     """Prompt tokens that the prefix cache spared."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Log probabilities of the prompt's tokens from the second on."""
+    pooled: Any = field(default=None, compare=False)
+    """The vector of a request with a `pooling`: a float32 tensor [O] on the CPU, of the head's outputs or the hidden channels."""
     error: BaseException | None = None
     """Why the request failed on its way; then there are no completions. The other requests went on."""
     queued_s: float = field(default=0.0, compare=False)

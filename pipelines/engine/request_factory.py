@@ -9,7 +9,15 @@ from conf.decoding import NEUTRAL, DecodeConfig, warn_once
 from conf.errors import UserError, shortened, there_are
 from conf.speculation import DraftOrder, Speculate
 from models.tokenizers.base import Tokenizer
-from pipelines.engine.request import NO_PREFIX, ContextLimit, PlacedPrefix, Request, SamplingParams, Sink
+from pipelines.engine.request import (
+    NO_PREFIX,
+    ContextLimit,
+    PlacedPrefix,
+    Pooling,
+    Request,
+    SamplingParams,
+    Sink,
+)
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
@@ -57,9 +65,7 @@ class RequestFactory:
         Raises UserError for ids outside the vocabulary, for lengths that do not fit, and for an unknown prefix.
         `prediction_token_ids`: what the output may be, for drafts to be copied from.
         """
-        if not prompt_token_ids:
-            raise UserError("the prompt has no tokens, and the tokenizer no BOS to begin with")
-        self._check_ids("prompt token id", prompt_token_ids)
+        self._check_prompt(prompt_token_ids)
         decode = self.resolve(decode)
         self.check(decode)
         if not self.shares_prefixes:
@@ -93,6 +99,30 @@ class RequestFactory:
             raise UserError(f"prefix {shortened(repr(name))} does not exist: {known}")
         return self.prefixes[name]
 
+    def make_pooled(
+        self, id: int, prompt_token_ids: list[int], pooling: Pooling, decode: DecodeConfig, prefix: str | None = None
+    ) -> Request:
+        """Return a checked request for the prompt's vector, behind the prefix of this name. Of `decode` it reads `prefix_cache`, `cache_salt`.
+
+        Raises UserError as `make` does, and for another setting of `decode`.
+        """
+        self._check_prompt(prompt_token_ids)
+        check_pooled(decode)
+        num_prompt, placed = len(prompt_token_ids), self.prefix(prefix)
+        context = replace(self.context, num_prefix_tokens=placed.num_tokens)
+        if num_prompt > context.num_places:
+            remedy = f"shorten it to at most {context.num_places}"
+            raise UserError(f"the prompt has {num_prompt} tokens, more than the model takes ({context}): {remedy}")
+        prefix_cache = decode.prefix_cache and self.shares_prefixes
+        params = _sampling_params(replace(decode, prefix_cache=prefix_cache, seed=0).resolved({}), 0, frozenset(), ())
+        self._check_size(params, num_prompt, placed.num_tokens)
+        return Request(id, prompt_token_ids, params, prefix=placed, pooling=pooling)
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise UserError("the prompt has no tokens, and the tokenizer no BOS to begin with")
+        self._check_ids("prompt token id", token_ids)
+
     def check(self, decode: DecodeConfig) -> None:
         """Raise UserError for settings that no prompt could be run with."""
         check_max_length(decode, self.context)
@@ -125,7 +155,7 @@ class RequestFactory:
         if own_blocks > self.num_blocks:
             what = f"prompt and new tokens are {num_tokens}" + (f", in {width} sequences" if width > 1 else "")
             capacity = self.num_blocks * self.block_size
-            remedy = "raise device.kv_cache_memory, or ask for fewer new tokens"
+            remedy = "raise device.kv_cache_memory" + (", or ask for fewer new tokens" if params.max_new_tokens else "")
             raise UserError(f"{what}, but the KV cache holds {capacity}: {remedy}")
         if self.needs_whole_prompt and num_tokens > self.max_batched_tokens:
             raise UserError(
@@ -165,11 +195,23 @@ def resolve_sampling_params(
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """Resolve complete settings for one prompt. Raises UserError where the prompt and the tokens asked for do not fit."""
+    max_new_tokens = _resolve_max_new_tokens(decode, num_prompt_tokens, context)
+    return _sampling_params(decode, max_new_tokens, eos_token_ids, bad_words)
+
+
+def check_pooled(decode: DecodeConfig) -> None:
+    """Raise UserError for a setting that a request for a vector does not read."""
+    replace(decode, prefix_cache=True, cache_salt=None).check_unset("where nothing is generated", "leave it out")
+
+
+def _sampling_params(
+    decode: DecodeConfig, max_new_tokens: int, eos_token_ids: frozenset[int], bad_words: tuple[tuple[int, ...], ...]
+) -> SamplingParams:
     stop_token_ids = frozenset(decode.stop_token_ids)
     values: dict[str, Any] = {
         **{field.name: getattr(decode, field.name, None) for field in fields(SamplingParams)},
         **{name: value for name, value in NEUTRAL.items() if getattr(decode, name) is None},
-        "max_new_tokens": _resolve_max_new_tokens(decode, num_prompt_tokens, context),
+        "max_new_tokens": max_new_tokens,
         "logit_bias": decode.logit_bias or {},
         "bad_words": bad_words,
         "stop": tuple(decode.stop),
