@@ -2,12 +2,13 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
+from models.heads import Head, put_label_head, read_num_labels, refuse_bidirectional, remove_head
 
 FAMILIES = "models.families"
 
@@ -24,6 +25,9 @@ class Architecture:
     """`MODULE.CLASS` there of the CausalLM."""
     ignored_tensors: tuple[str, ...] = ()
     """Suffixes of tensors that some checkpoints hold, but this architecture computes itself."""
+    head: Head = Head.vocabulary
+    num_labels: int | None = None
+    """Labels of the checkpoint's own head; None where that is the vocabulary's."""
 
     @property
     def read_config(self) -> Callable[[ConfigReader], Any]:
@@ -32,9 +36,18 @@ class Architecture:
         return read
 
     @property
-    def build(self) -> Callable[[Any], CausalLM]:
-        """Makes the model of what `read_config` gave."""
-        model: type[CausalLM] = _named(self.model)
+    def model_class(self) -> type[CausalLM]:
+        """The class that is made of what `read_config` gave."""
+        model_class: type[CausalLM] = _named(self.model)
+        return model_class
+
+    def build(self, shape: Any) -> CausalLM:
+        """Make the model of what `read_config` gave, with its `head`."""
+        model = self.model_class(shape)
+        if self.num_labels is not None:
+            put_label_head(model, self.num_labels)
+        if self.head is Head.none:
+            remove_head(model)
         return model
 
 
@@ -85,14 +98,31 @@ CHATGLM2 = Architecture(
     INV_FREQ,
 )
 
+ENCODERS = frozenset(
+    """
+    albert bert camembert deberta deberta-v2 distilbert electra eurobert gte layoutlmv3 mpnet modernbert new nomic_bert roberta t5
+    xlm-roberta xlm-roberta-xl
+    """.split()
+)
+
 
 def find_architecture(config: ConfigReader) -> Architecture:
-    """Return the architecture of config.json's `model_type`. Raises UserError, with the supported names, for another one."""
+    """Return the architecture of config.json's `model_type`, with the head that its `architectures` names.
+
+    Raises UserError, with the supported names, for another `model_type`, and for bidirectional attention.
+    """
+    refuse_bidirectional(config)
     model_type = config.require("model_type", str)
+    if model_type in ENCODERS:
+        remedy = "give a model whose tokens see the earlier ones alone"
+        raise UserError(
+            f"config.json: model_type={model_type!r} is a bidirectional encoder, which is not supported: {remedy}"
+        )
     if model_type not in ARCHITECTURES:
         raise UserError(
             f"config.json: model_type={model_type!r} is not supported: only {', '.join(sorted(ARCHITECTURES))}"
         )
-    if model_type == "chatglm" and config.raw("padded_vocab_size") is not None:
-        return CHATGLM2
-    return ARCHITECTURES[model_type]
+    is_chatglm2 = model_type == "chatglm" and config.raw("padded_vocab_size") is not None
+    architecture = CHATGLM2 if is_chatglm2 else ARCHITECTURES[model_type]
+    num_labels = read_num_labels(config)
+    return architecture if num_labels is None else replace(architecture, head=Head.labels, num_labels=num_labels)

@@ -8,6 +8,7 @@ import torch
 from conf.errors import UserError
 from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig, QuantizeConfig
 from conf.schema import RunConfig
+from models.heads import Head
 from pipelines.assembly import assemble
 from pipelines.device import prepare_device
 from pipelines.engine import Engine
@@ -19,12 +20,15 @@ from pipelines.request_settings import read_request_settings
 log = logging.getLogger(__name__)
 
 
-def load_engine(run: RunConfig, max_num_requests: int, progress: ProgressSink = NO_PROGRESS) -> Engine:
-    """Open the checkpoint of `run` and return its engine, for at most `max_num_requests` at once.
+def load_engine(
+    run: RunConfig, max_num_requests: int, progress: ProgressSink = NO_PROGRESS, head: Head | None = Head.vocabulary
+) -> Engine:
+    """Open the checkpoint of `run` and return its engine, for at most `max_num_requests` at once. `head`: as for `open_source`.
 
     Raises UserError as `prepare_device`, `open_source` and `load_engine_on` do.
     """
-    return load_engine_on(prepare_device(run.device), run, open_source(run.model), max_num_requests, progress)
+    source = open_source(run.model, head)
+    return load_engine_on(prepare_device(run.device), run, source, max_num_requests, progress)
 
 
 def load_engine_on(
@@ -44,6 +48,10 @@ def load_engine_on(
             unused = "calibrate and quantize.format are not used by a model that is quantised already"
             raise UserError(f"{unused}: leave them out, or give the float model")
     elif run.quant.needs_calibration:
+        if source.architecture.head is not Head.vocabulary:
+            what = f"quant={run.quant.scheme.name} needs calibration, which a model without the vocabulary's head has none of"
+            remedy = "give a scheme without it, such as quant=int8, or a model that task=quantize has made"
+            raise UserError(f"{what}: {remedy}")
         from pipelines.quantize import find_or_make  # here, because other runs have nothing to calibrate
 
         folder = find_or_make(run, source, progress)

@@ -36,7 +36,7 @@ def load_packed(run: RunConfig, plan: ModelPlan, read: Callable[[], None]) -> No
     if plan.device.type != "cpu":
         unused = f"model.keep_packed=true is not used by device={plan.device.type}"
         raise UserError(f"{unused}: leave it out, or give device=cpu")
-    path, identity = _place(run, plan.dtype), _identity(plan.source)
+    path, identity = _place(run, plan), _identity(plan.source)
     try:
         restore(plan.model, path, read_packed(path, identity), plan.dtype)
     except NotUsable as error:
@@ -51,14 +51,15 @@ def load_packed(run: RunConfig, plan: ModelPlan, read: Callable[[], None]) -> No
         log.warning("model.keep_packed: %s %s; it is made now, %.0f MB", path, error, path.stat().st_size / 1e6)
 
 
-def _place(run: RunConfig, dtype: torch.dtype) -> Path:
-    """Return the path of one file for each model, quantisation and dtype: a newer checkpoint or newer code replaces it."""
+def _place(run: RunConfig, plan: ModelPlan) -> Path:
+    """Return the path of one file for each model, head, quantisation and dtype: a newer checkpoint or newer code replaces it."""
     local = Path(run.model.path).expanduser()
     model = local.resolve() if local.exists() else Path(run.model.path)  # or a hub id
     quant = {name: value for name, value in asdict(run.quant).items() if name != "kv_cache"}
     quant |= {"activations": run.quant.activations.of_model}
-    what = {"model": model, "quant": quant, "kernels": build.library() is not None}
-    names = model.name, run.quant.scheme.name, str(dtype).removeprefix("torch."), _digest(what)[:12]
+    head = plan.source.architecture.head.name
+    what = {"model": model, "head": head, "quant": quant, "kernels": build.library() is not None}
+    names = model.name, run.quant.scheme.name, str(plan.dtype).removeprefix("torch."), _digest(what)[:12]
     return FOLDER / f"{'-'.join(names)}.safetensors"
 
 

@@ -18,7 +18,7 @@ from models.decoder import DecoderConfig
 from models.layers import mlp
 from models.layers.activation import gelu_tanh
 from models.layers.embedding import Embedding
-from models.layers.linear import Linear, make_head
+from models.layers.linear import Linear
 from models.layers.module import Module
 from models.layers.rotary import Angles, RotaryEmbedding, read_rotary_config
 from models.layout import ModelLayout
@@ -135,6 +135,20 @@ class Decoder(Module):
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
 
+class CappedHead(Linear):
+    """The head, whose logits are soft capped: c * tanh(logit / c)."""
+
+    def __init__(self, c: Gemma2Config, embedding: Embedding) -> None:
+        super().__init__(
+            c.hidden_size, c.vocab_size, bias=False, embedding=embedding if c.tie_word_embeddings else None
+        )
+        self.cap = c.final_logit_softcapping
+
+    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
+        logits, cap = super().forward(x, batch), self.cap
+        return logits if cap is None else cap * (logits / cap).tanh()
+
+
 class Gemma2(CausalLM):
     config: Gemma2Config
     layout = ModelLayout(
@@ -149,7 +163,7 @@ class Gemma2(CausalLM):
     def __init__(self, c: Gemma2Config) -> None:
         super().__init__(c)
         self.model = Decoder(c)
-        self.lm_head = make_head(self.model.embed_tokens, c.tie_word_embeddings)
+        self.lm_head = CappedHead(c, self.model.embed_tokens)
         self.rotary = RotaryEmbedding(c.rotary)
 
     def embed(self, batch: Batch) -> Tensor:
@@ -159,9 +173,3 @@ class Gemma2(CausalLM):
 
     def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Angles]:
         return (self.rotary.angles(batch.positions, batch.prompt_lengths, dtype),)
-
-    @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, V] of hidden states [R, E], soft capped: c * tanh(logit / c)."""
-        logits, cap = super().logits(hidden), self.config.final_logit_softcapping
-        return logits if cap is None else cap * (logits / cap).tanh()

@@ -11,5 +11,4 @@ from models.registry import ARCHITECTURES, CHATGLM2, Architecture
 )
 def test_every_name_exists(architecture: Architecture) -> None:
     assert callable(architecture.read_config)
-    assert isinstance(architecture.build, type)
-    assert issubclass(architecture.build, CausalLM)
+    assert issubclass(architecture.model_class, CausalLM)
