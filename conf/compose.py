@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from conf import quantization, schema, speculation
+from conf import pooling, quantization, schema, speculation
 from conf.errors import UserError, did_you_mean, shortened, there_are
 from conf.schema import RunConfig, SweepConfig, Task
 
@@ -100,8 +100,10 @@ def to_run_config(config: DictConfig, swept: Iterable[str] | None = None) -> Run
     try:
         # A plain dictionary, because a typed config accepts keys that `+KEY=VALUE` made.
         plain = cast(dict[str, Any], OmegaConf.to_container(config))
-        for task in set(swept or ()) - {str(getattr(plain["task"], "name", plain["task"]))}:
-            _drop_section(plain, task)
+        own = Task[str(getattr(plain["task"], "name", plain["task"]))]
+        for task in set(swept or ()) - {own.name}:
+            if not (own.reads_rows and task == Task.predict.name):
+                _drop_section(plain, task)
         run = cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain)))
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
@@ -134,7 +136,7 @@ def explain(error: Exception) -> str:
         line += ": give a folder that can be written as hydra.run.dir, or with -m as hydra.sweep.dir"
     if remedy := next((text for wrong, text in REMEDIES.items() if re.search(wrong, line)), None):
         line = f"{line.rstrip('.')}: {remedy}"
-    ours = vars(quantization) | vars(speculation) | vars(schema)
+    ours = vars(pooling) | vars(quantization) | vars(speculation) | vars(schema)
     for key, class_name in re.findall(r"Key '(\w+)' not in '(\w+)'", line):
         if config := ours.get(class_name):  # Hydra's own are not ours to list
             names = [field.name for field in fields(config)] + ["experiment"] * (config is RunConfig)

@@ -11,6 +11,7 @@ from typing import Any
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError, check
+from conf.pooling import EmbedConfig, ScoreConfig
 from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig
 
 
@@ -20,6 +21,13 @@ class Task(Enum):
     evaluate = "evaluate"
     convert = "convert"
     quantize = "quantize"
+    embed = "embed"
+    score = "score"
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether it reads the rows of `predict.data`, by the settings of `predict`."""
+        return self in (Task.predict, Task.embed, Task.score)
 
 
 class DType(Enum):
@@ -321,6 +329,8 @@ class RunConfig:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     convert: ConvertConfig = field(default_factory=ConvertConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    embed: EmbedConfig = field(default_factory=EmbedConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
@@ -338,6 +348,7 @@ class RunConfig:
             for name, value in vars(section).items():
                 default = getattr(unchanged, name)
                 is_read = calibrates and (other, name) == (Task.quantize, "format")
+                is_read |= other is Task.predict and self.task.reads_rows
                 if value != default and not is_read:
                     raise UserError(
                         f"{other.name}.{name}={typed(value)} is not used by task={self.task.name}: "

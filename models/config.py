@@ -30,14 +30,22 @@ HARMLESS = frozenset(
 def read_json(file: Path) -> dict[str, Any]:
     """Return a file's JSON object; an empty one where there is no file. Raises UserError for anything but an object."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = read_json_value(file)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, too long a number, too deep
-        raise UserError(f"{file} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{file} holds a {type(values).__name__}, not a JSON object")
     return values
+
+
+def read_json_value(file: Path) -> Any:
+    """Return what a JSON file holds. Raises FileNotFoundError where there is none, UserError where it cannot be read."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, too long a number, too deep
+        raise UserError(f"{file} cannot be read: {error}") from error
 
 
 class ConfigReader:

@@ -74,6 +74,11 @@ class Job(ABC):
     def failed(self, row: PromptRow, error: BaseException) -> Row:
         """Return the row of results for one that failed. Raises the exception again where it does not belong to the row."""
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens this process has done, for the speed that is shown."""
+        return self.engine.num_generated_tokens
+
     @abstractmethod
     def metrics(self, prompts: Prompts, load_s: float, run_s: float) -> dict[str, Any]:
         """Return the numbers of metrics.json, of all rows, also of those that were done before; times and speed of this process."""
@@ -125,7 +130,7 @@ class Job(ABC):
         with report.progress_bar() as progress:
 
             def after_step() -> None:
-                speed = self.engine.num_generated_tokens / (time.perf_counter() - start)
+                speed = self.num_tokens / (time.perf_counter() - start)
                 progress.generated(self.totals["num_prompts"], prompts.num_rows, speed)
                 signals.check()
 

@@ -48,3 +48,11 @@ def _function_of(task: Task) -> Callable[[RunConfig, Path, Dump], None]:
             from pipelines.quantize import run_quantize
 
             return run_quantize
+        case Task.embed:
+            from pipelines.embed import run_embed
+
+            return run_embed
+        case Task.score:
+            from pipelines.score import run_score
+
+            return run_score

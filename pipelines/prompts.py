@@ -17,20 +17,22 @@ from pipelines.engine.faults import row_error
 
 GIVE = "give a prompt, a .txt, a .jsonl, or - for stdin; .csv and .json are read, too, and .gz of .txt or .jsonl, .csv or .json"
 MISSING = f"cannot be read (it looks like a path, but there is no such file): {GIVE}; a prompt that looks so goes into a .jsonl"
-INPUTS = ("prompt", "messages", "prompt_token_ids", "src")
+INPUTS = ("prompt", "messages", "prompt_token_ids", "src", "query")
 MAX_TOKEN_ID = 2**31  # what a tokenizer can decode; the engine knows the real vocabulary
-FIELDS = (*INPUTS, "tgt", "id", "decode", "prefix", "prediction")
+FIELDS = (*INPUTS, "tgt", "document", "id", "decode", "prefix", "prediction")
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One row of a job: exactly one of prompt, messages and prompt_token_ids, or an error that says why not."""
+    """One row of a job: exactly one of prompt, messages, prompt_token_ids and pair, or an error that says why not."""
 
     index: int
     id: str | int | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     prompt_token_ids: list[int] | None = None
+    pair: tuple[str, str] | None = None
+    """A query and a document, for a reranker."""
     decode: dict[str, Any] = field(default_factory=dict)
     prefix: str | None = None
     """Name of the prefix that stands before it."""
@@ -123,7 +125,8 @@ class Prompts:
             return PromptRow(index, error=f"not a JSON object: {error}")
         if isinstance(values, dict):
             answered = isinstance(values.get("src"), list)  # only then is tgt part of the conversation
-            self._unused |= set(values) - (set(FIELDS) if answered else set(FIELDS) - {"tgt"})
+            unread = {name for name, is_read in (("tgt", answered), ("document", "query" in values)) if not is_read}
+            self._unused |= set(values) - (set(FIELDS) - unread)
         return parse_row(index, values)
 
 
@@ -204,6 +207,10 @@ def _input(values: dict[str, Any]) -> dict[str, Any]:
         if not messages:
             raise UserError("messages is empty")
         return {"messages": messages}
+    if given == ["query"]:
+        if values.get("document") is None:
+            raise UserError("the row has a query and no document: give both")
+        return {"pair": (_checked(values, "query", str), _checked(values, "document", str))}
     token_ids = _checked(values, "prompt_token_ids", list)
     if wrong := [id for id in token_ids if type(id) is not int or not 0 <= id < MAX_TOKEN_ID]:
         raise UserError(f"prompt_token_ids must be numbers from 0, not {shortened(repr(wrong[0]))}")
@@ -251,7 +258,15 @@ class EncodedPrompt:
 class PromptEncoder:
     """Encodes rows to token ids, by predict.add_special_tokens and predict.chat_template."""
 
-    def __init__(self, tokenizer: Tokenizer | None, add_special_tokens: bool, chat_template: str) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        add_special_tokens: bool,
+        chat_template: str,
+        add_generation_prompt: bool = True,
+    ) -> None:
+        """`add_generation_prompt`: whether a conversation is followed by the beginning of an answer."""
+        self._add_generation_prompt = add_generation_prompt
         self._tokenizer = tokenizer
         self._add_special_tokens = add_special_tokens
         self._use_templates = chat_template != "none"
@@ -261,6 +276,8 @@ class PromptEncoder:
         """Encode a row. Raises UserError for a row with an error, and for one that needs a missing tokenizer or template."""
         if row.error is not None:
             raise UserError(row.error)
+        if row.pair is not None:
+            raise UserError("query and document are scored by task=score with a reranker: give a prompt")
         prompt = self._input(row)
         if row.prediction is None:
             return prompt
@@ -284,7 +301,7 @@ class PromptEncoder:
             for message in messages:
                 _check_unicode("the text", message["role"])
                 _check_unicode("the text", message["content"])
-            return EncodedPrompt(*tokenizer.encode_messages(messages, self._template))
+            return EncodedPrompt(*tokenizer.encode_messages(messages, self._template, self._add_generation_prompt))
         assert row.prompt is not None
         _check_unicode("the text", row.prompt)
         token_ids = tokenizer.encode(row.prompt, self._add_special_tokens)

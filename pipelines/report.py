@@ -48,12 +48,13 @@ def _process_age_s() -> float | None:
 START_S = _process_age_s()  # what interpreter, config and imports took, before any task began
 
 
-def write_atomically(path: Path, content: Iterable[str] | bytes) -> None:
+def write_atomically(path: Path, content: Iterable[str | bytes] | bytes) -> None:
     """Write a file by write, fsync, rename: after a crash it is complete or absent."""
     temporary = path.with_name(f".{path.name}.partial")
     try:
         with open(temporary, "wb") as file:
-            file.writelines([content] if isinstance(content, bytes) else (line.encode() for line in content))
+            parts = [content] if isinstance(content, bytes) else content
+            file.writelines(part.encode() if isinstance(part, str) else part for part in parts)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

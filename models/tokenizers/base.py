@@ -39,16 +39,25 @@ class Tokenizer(ABC):
         """Write files that `load_tokenizer` and transformers read. Raises UserError for a tokenizer that was read from such files."""
         raise UserError(f"the tokenizer in {self.source} cannot be written in another form: copy its files")
 
-    def encode_messages(self, messages: list[Message], template: str | None) -> tuple[str, list[int]]:
-        """Return a conversation as text and as token ids, ready for the assistant's turn. template: Jinja source, or None for the own one.
+    def encode_messages(
+        self, messages: list[Message], template: str | None, add_generation_prompt: bool = True
+    ) -> tuple[str, list[int]]:
+        """Return a conversation as text and as token ids, ready for the assistant's turn, or as it ends without `add_generation_prompt`.
+
+        template: Jinja source, or None for the own one.
 
         Raises UserError where there is no template, and where the template refuses the messages.
         """
         template = template or self.chat_template
         if template is None:
+            if not add_generation_prompt:
+                whole = "always begins an answer, but a whole conversation is wanted"
+                raise UserError(
+                    f"the own format of the tokenizer in {self.source} {whole}: give prompts instead of messages"
+                )
             token_ids = self._own_format(messages)
             return self.decode(token_ids, skip_special_tokens=False), token_ids
-        text = self._templates.render(template, messages, self.special_tokens)
+        text = self._templates.render(template, messages, self.special_tokens, add_generation_prompt)
         return text, self.encode(text, add_special_tokens=False)  # the template wrote any BOS
 
     @cached_property

@@ -27,12 +27,17 @@ class TemplateProcess:
         self._turn = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(self, template: str, messages: list[dict[str, Any]], special_tokens: Mapping[str, str]) -> str:
+    def render(
+        self,
+        template: str,
+        messages: list[dict[str, Any]],
+        special_tokens: Mapping[str, str],
+        add_generation_prompt: bool = True,
+    ) -> str:
         """Return the conversation as text. Raises UserError for a template that fails or goes beyond its limits."""
         # JSON alone: an object of a Python caller becomes the name of its type.
-        request = json.dumps(
-            [template, messages, dict(special_tokens)], default=lambda value: f"<{type(value).__name__}>"
-        )
+        parts = [template, messages, dict(special_tokens), add_generation_prompt]
+        request = json.dumps(parts, default=lambda value: f"<{type(value).__name__}>")
         with self._turn:
             answer = self._ask(request.encode() + b"\n")
         if "error" in answer:

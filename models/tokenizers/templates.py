@@ -24,13 +24,15 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that may hold its reasoning. Templates read the first two."""
 
 
-def render(template: str, messages: list[dict[str, Any]], special_tokens: Mapping[str, str]) -> str:
-    """Return the conversation as text, ready for the assistant's turn. Raises whatever a faulty or hostile template raises."""
+def render(
+    template: str, messages: list[dict[str, Any]], special_tokens: Mapping[str, str], add_generation_prompt: bool
+) -> str:
+    """Return the conversation as text. Raises whatever a faulty or hostile template raises."""
     given = [
         _with_reasoning({key: value for key, value in message.items() if value is not None}) for message in messages
     ]
     return _compiled(template).render(
-        messages=given, tools=None, documents=None, add_generation_prompt=True, **special_tokens
+        messages=given, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **special_tokens
     )
 
 
@@ -110,7 +112,7 @@ def _to_json(
 
 
 def serve(cpu_s: float, memory: int, max_characters: int) -> None:
-    """Read lines of JSON (template, messages, special tokens) from standard input, and answer each with a text or an error.
+    """Read lines of JSON, the arguments of `render`, from standard input, and answer each with a text or an error.
 
     SIGPROF ends the process when a line takes more than `cpu_s` seconds of CPU time.
     """

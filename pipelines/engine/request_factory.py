@@ -102,9 +102,9 @@ class RequestFactory:
     def make_pooled(
         self, id: int, prompt_token_ids: list[int], pooling: Pooling, decode: DecodeConfig, prefix: str | None = None
     ) -> Request:
-        """Return a checked request for the prompt's vector, behind the prefix of this name. Of `decode` it reads `prefix_cache`, `cache_salt`.
+        """Return a checked request for the prompt's vector, behind the prefix of this name.
 
-        Raises UserError as `make` does, and for another setting of `decode`.
+        Of `decode` it reads `prefix_cache` and `cache_salt`. Raises UserError as `make` does, and for another setting of `decode`.
         """
         self._check_prompt(prompt_token_ids)
         check_pooled(decode)

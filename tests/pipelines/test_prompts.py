@@ -118,7 +118,7 @@ def test_json_row(tmp_path: Path, row: object, expected: dict[str, Any]) -> None
         ('{"prompt_token_ids": [' + "1" * 5000 + "]}", "not a JSON object"),
         ([1], "not a JSON object but list"),
         ("null", "not a JSON object but NoneType"),
-        ({}, "the row has none of prompt, messages, prompt_token_ids, src: give exactly one"),
+        ({}, "the row has none of prompt, messages, prompt_token_ids, src, query: give exactly one"),
         ({"prompt": None}, "the row has none of"),
         ({"prompt": "a", "src": "b"}, "the row has prompt and src of"),
         ({"prompt": 3}, "prompt is of type int, not str"),

@@ -1,0 +1,85 @@
+"""Read how a checkpoint's vectors are meant: the files that sentence-transformers writes beside the weights."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from models.config import read_json, read_json_value
+
+MODULES = "modules.json"
+PROMPTS = "config_sentence_transformers.json"
+MODES = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "cls"}
+NEWER_MODES = {"mean": "mean", "lasttoken": "last", "cls": "cls"}  # values of `pooling_mode`, as later files have it
+
+
+@dataclass(frozen=True)
+class EmbeddingFiles:
+    """What the files say; nothing where there are none."""
+
+    pooling: str | None = None
+    """mean, last or cls."""
+    normalizes: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)
+    """Texts to put before a prompt, by name."""
+    default_prompt: str | None = None
+    """The name of the one that is meant where none is named."""
+
+
+def read_embedding_files(folder: Path) -> EmbeddingFiles:
+    """Read the files in a checkpoint's folder. Raises UserError for a module, a pooling or a type that is not supported, by name."""
+    if not folder.is_dir():  # a GGUF file
+        return EmbeddingFiles()
+    pooling, normalizes = _read_modules(folder)
+    settings = read_json(folder / PROMPTS)
+    prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise UserError(f"{folder / PROMPTS}: prompts are not texts by name")
+    if default is not None and default not in prompts:
+        raise UserError(
+            f"{folder / PROMPTS}: default_prompt_name={default!r} is none of {', '.join(prompts) or 'no prompts'}"
+        )
+    return EmbeddingFiles(pooling, normalizes, prompts, default)
+
+
+def _read_modules(folder: Path) -> tuple[str | None, bool]:
+    """Return the pooling, None where no module pools, and whether vectors are normalised."""
+    file = folder / MODULES
+    modules = read_json_value(file) if file.is_file() else []
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise UserError(f"{file} is not a list of objects")
+    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+    if kinds and kinds not in (["Transformer"], ["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise UserError(
+            f"{file} has the modules {', '.join(kinds)}: only Transformer, Pooling and Normalize, in this order, are supported"
+        )
+    if "Pooling" not in kinds:
+        return None, False
+    path = modules[1].get("path")
+    if not isinstance(path, str) or Path(path).name != path:
+        raise UserError(f"{file}: path={path!r} is no folder beside it")
+    return _read_pooling(folder / path / "config.json"), "Normalize" in kinds
+
+
+def _read_pooling(file: Path) -> str:
+    if not file.is_file():
+        raise UserError(f"{file} is missing, but {MODULES} names its folder")
+    config: dict[str, Any] = read_json(file)
+    chosen = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    if isinstance(mode := config.get("pooling_mode"), str):
+        chosen.append(mode)
+    known = MODES | NEWER_MODES
+    if len(chosen) != 1 or chosen[0] not in known:
+        raise UserError(
+            f"{file}: the pooling {' + '.join(chosen) or 'none'} is not supported: only one of {', '.join(MODES)}"
+        )
+    if config.get("include_prompt") is False:
+        raise UserError(
+            f"{file}: include_prompt=false, which leaves the instruction out of the pooling, is not supported"
+        )
+    return known[chosen[0]]
+
+
+def appends_eos(tokenizer: Path) -> bool:
+    """Return whether the tokenizer's settings ask for an eos behind each text. transformers 5 applies no such setting to tokenizer.json."""
+    return tokenizer.is_dir() and read_json(tokenizer / "tokenizer_config.json").get("add_eos_token") is True

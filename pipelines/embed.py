@@ -1,0 +1,135 @@
+"""`task=embed`: a vector for each row, as the checkpoint's sentence-transformers files or the settings say.
+
+N rows, E hidden channels.
+"""
+
+import base64
+import io
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib import format as npy
+from torch import Tensor
+
+from conf.errors import UserError, there_are
+from conf.pooling import PoolingMode
+from conf.schema import RunConfig
+from models.formats.sentence_transformers import EmbeddingFiles, appends_eos, read_embedding_files
+from models.heads import Head
+from pipelines import report
+from pipelines.engine import Engine, Output
+from pipelines.engine.request import Pooling
+from pipelines.job import Record
+from pipelines.journal import dumps
+from pipelines.opening import ModelSource
+from pipelines.pooled import PooledJob, Pooler, print_results, run_pooled
+from pipelines.prompts import PromptEncoder, PromptRow
+
+NAME = re.compile(r"[\w-]+")  # of an instruction; texts that stand before a prompt have a space or a colon
+
+
+class Embedder(Pooler):
+    """Rows to vectors, by `embed` of the run."""
+
+    head = Head.none
+
+    def __init__(self, run: RunConfig, source: ModelSource, engine: Engine) -> None:
+        super().__init__(run, source, engine)
+        config, files = run.embed, read_embedding_files(source.checkpoint.path)
+        mode = config.pooling.name if config.pooling is not PoolingMode.auto else files.pooling or "last"
+        self._pooling = Pooling[mode]
+        self._normalizes = files.normalizes if config.normalize is None else config.normalize
+        self._instruction = _instruction(config.instruction, files)
+        settings, tokenizer = run.predict, engine.tokenizer
+        self._encoder = PromptEncoder(tokenizer, settings.add_special_tokens, settings.chat_template, False)
+        is_plain = settings.add_special_tokens and settings.chat_template in ("auto", "none")
+        has_eos = tokenizer is not None and is_plain and appends_eos(tokenizer.source)
+        self._eos = tokenizer.eos_token_id if tokenizer and has_eos else None
+
+    @property
+    def pooling(self) -> Pooling:
+        return self._pooling
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "pooling": self._pooling.name,
+            "normalize": self._normalizes,
+            "instruction": self._instruction,
+            "eos": self._eos,
+        }
+
+    @property
+    def num_values(self) -> int:
+        outputs: int = self.engine.runner.model.head.shape[0]  # type: ignore[index, assignment]
+        return outputs
+
+    def encode(self, row: PromptRow) -> list[int]:
+        """Return the row's tokens: a prompt's with the instruction before it, and the eos that the tokenizer's settings ask for."""
+        if row.prompt is None:
+            if self._instruction and row.error is None:
+                raise UserError(
+                    "embed.instruction stands before a prompt, and the row has none: give a prompt, or embed.instruction=''"
+                )
+            return self._encoder.encode(row).token_ids
+        token_ids = self._encoder.encode(PromptRow(row.index, prompt=self._instruction + row.prompt)).token_ids
+        has_eos = self._eos is None or token_ids[-1:] == [self._eos]
+        return token_ids if has_eos else [*token_ids, self._eos or 0]
+
+    def values(self, output: Output) -> Tensor:
+        vector: Tensor = output.pooled  # [E]
+        if not self._normalizes:
+            return vector
+        exact = vector.double()
+        return exact.div(exact.norm().clamp(min=1e-12)).float()  # the least norm that torch's normalize takes
+
+
+def _instruction(given: str | None, files: EmbeddingFiles) -> str:
+    """Return the text that stands before each prompt. Raises UserError for a name that the checkpoint does not have."""
+    if given is None:
+        return files.prompts[files.default_prompt] if files.default_prompt else ""
+    if given in files.prompts:
+        return files.prompts[given]
+    if NAME.fullmatch(given):
+        known = there_are(list(files.prompts), given) if files.prompts else "the checkpoint has none"
+        raise UserError(f"embed.instruction={given} is the name of no prompt: {known}; a text has a space or a colon")
+    return given
+
+
+class EmbedJob(PooledJob):
+    """Rows in, a line of rows.jsonl and a row of embeddings.npy out. The journal holds vectors in base64 of little-endian float32."""
+
+    def record(self, row: PromptRow, output: Output) -> Record:
+        vector = self.pooler.values(output).numpy().astype("<f4").tobytes()
+        return {"row": self.result(row, output), "vector": base64.b64encode(vector).decode()}
+
+    def write(self, records: Callable[[], Iterator[Record]]) -> None:
+        folder, size = self.journal.folder, self.pooler.num_values
+        missing = torch.full((size,), torch.nan).numpy().astype("<f4").tobytes()  # of a row with an error
+        vectors = (base64.b64decode(r["vector"]) if "vector" in r else missing for r in records())
+        report.write_atomically(folder / "embeddings.npy", _npy((self.totals["num_prompts"], size), vectors))
+        report.write_atomically(folder / "rows.jsonl", (f"{dumps(r['row'])}\n" for r in records()))
+
+
+def _npy(shape: tuple[int, int], rows: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield a .npy file of float32 [N, E], a row at a time: memory holds no more of them."""
+    header = io.BytesIO()
+    npy.write_array_header_1_0(header, {"descr": np.dtype("<f4").str, "fortran_order": False, "shape": shape})
+    yield header.getvalue()
+    yield from rows
+
+
+def run_embed(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
+    """Raises UserError before anything is written, with all finished rows kept where the job cannot go on, and after all files
+    are there if no row has a vector."""
+    finished, folder = run_pooled(run, output_dir, dump, Embedder, EmbedJob)
+    size, metrics = finished.metrics["num_values"], finished.metrics
+    print_results([f"{row['num_prompt_tokens']} tokens, {size} numbers" for row in finished.first], finished, folder)
+    if metrics["num_errors"] == metrics["num_prompts"]:
+        raise UserError(
+            f"none of the {metrics['num_prompts']} rows has a vector; the first: {finished.first[0]['error']}"
+        )

@@ -1,0 +1,166 @@
+"""What `task=embed` and `task=score` share: a row becomes one request for a vector, and its numbers a row of results."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.schema import RunConfig
+from conf.terminal import visible, visible_line
+from models.heads import Head
+from pipelines import report
+from pipelines.device import prepare_device
+from pipelines.engine import Engine, Output, Request
+from pipelines.engine.faults import row_error
+from pipelines.engine.request import Pooling
+from pipelines.engine.request_factory import check_pooled
+from pipelines.fingerprint import fingerprint
+from pipelines.job import Finished, Job, Row, open_prompts
+from pipelines.journal import Journal, open_journal
+from pipelines.loading import load_engine_on
+from pipelines.opening import ModelSource, open_source
+from pipelines.prompts import PromptRow, Prompts
+
+
+class Pooler(ABC):
+    """Makes the requests of rows, and numbers of their outputs."""
+
+    head: ClassVar[Head | None]
+    """What it needs of a model, as for `open_source`."""
+
+    def __init__(self, run: RunConfig, source: ModelSource, engine: Engine) -> None:
+        """Raises UserError for settings that this checkpoint does not go with."""
+        self.engine = engine
+        self._prefix = run.predict.prefix
+        engine.requests.prefix(self._prefix)
+
+    @property
+    @abstractmethod
+    def pooling(self) -> Pooling:
+        """What of a row's outputs its numbers are made of."""
+
+    @property
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Resolved settings of the task that decide the numbers, by name."""
+
+    @property
+    @abstractmethod
+    def num_values(self) -> int:
+        """How many numbers a row gives."""
+
+    @abstractmethod
+    def encode(self, row: PromptRow) -> list[int]:
+        """Return the row's tokens. Raises UserError for a row that cannot be run."""
+
+    @abstractmethod
+    def values(self, output: Output) -> Tensor:
+        """Return the float32 numbers of a finished row."""
+
+    def request(self, row: PromptRow, decode: DecodeConfig) -> Request:
+        """Return the row's request, by `decode` with the row's own settings. Raises UserError for a row that cannot be run."""
+        token_ids = self.encode(row)
+        if row.prediction is not None:
+            raise UserError("a prediction is not used where nothing is generated: leave it out")
+        own = decode.replaced(row.decode)
+        return self.engine.pooled_request(row.index, token_ids, self.pooling, own, row.prefix or self._prefix)
+
+
+def open_pooler(
+    make: type[Pooler], run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS
+) -> tuple[ModelSource, Pooler]:
+    """Load the model of `run` with the head that the pooler needs. Raises UserError as `load_engine_on` does, and for `decode` settings."""
+    check_pooled(run.decode)
+    device, source = prepare_device(run.device), open_source(run.model, make.head)
+    return source, make(run, source, load_engine_on(device, run, source, run.predict.batch_size, progress))
+
+
+class PooledJob(Job):
+    """Rows in, numbers out."""
+
+    def __init__(self, run: RunConfig, pooler: Pooler, journal: Journal) -> None:
+        super().__init__(pooler.engine, journal, run.predict.max_errors)
+        self._decode = run.decode
+        self.pooler = pooler
+
+    def request(self, row: PromptRow) -> Request:
+        return self.pooler.request(row, self._decode)
+
+    def result(self, row: PromptRow, output: Output) -> Row:
+        """Return what every row of results has."""
+        return {"index": row.index, "id": row.id, "num_prompt_tokens": output.num_prompt_tokens, "error": None}
+
+    def failed(self, row: PromptRow, error: BaseException) -> Row:
+        return {"index": row.index, "id": row.id, "num_prompt_tokens": 0, "error": row_error(error, row.index)}
+
+    @property
+    def num_tokens(self) -> int:
+        return self.totals["num_prompt_tokens"] - self.resumed["num_prompt_tokens"]
+
+    def metrics(self, prompts: Prompts, load_s: float, run_s: float) -> dict[str, Any]:
+        return {
+            **self.base_metrics(prompts),
+            "num_values": self.pooler.num_values,
+            "start_s": report.START_S,
+            "load_s": load_s,
+            "run_s": run_s,
+            "prompt_tokens_per_s": self.num_tokens / run_s,
+            "weight_bytes": self.engine.runner.weight_bytes,
+            "peak_memory_bytes": report.peak_memory_bytes(self.engine.device),
+        }
+
+
+def run_pooled(
+    run: RunConfig,
+    output_dir: Path,
+    dump: report.Dump,
+    make_pooler: type[Pooler],
+    make_job: Callable[[RunConfig, Pooler, Journal], PooledJob],
+) -> tuple[Finished, Path]:
+    """Do a job, which goes on after any end as one of predict does. Returns its results, and their folder.
+
+    Raises UserError before anything is written, and with all finished rows kept where the job cannot go on.
+    """
+    prompts = open_prompts(run.predict)
+    start = time.perf_counter()
+    with report.progress_bar() as progress:
+        source, pooler = open_pooler(make_pooler, run, progress)
+    load_s = time.perf_counter() - start
+    parts = fingerprint(run, source, pooler.engine, prompts)
+    parts |= {f"{run.task.name}.{name}": value for name, value in pooler.settings.items()}
+    with closing(open_journal(run.predict.resume, output_dir, parts)) as journal:
+        job = make_job(run, pooler, journal)
+        return job.complete(prompts, dump(run, journal.folder), load_s), journal.folder
+
+
+def print_results(lines: list[str], finished: Finished, folder: Path) -> None:
+    """Print a line for each of the first rows, the errors among them, and the metrics."""
+    metrics = finished.metrics
+    for row, line in zip(finished.first, lines, strict=True):
+        text = f"error: {row['error']}" if row["error"] else line
+        print(visible_line(f"[{row['index']}] {text}"))
+    if metrics["num_prompts"] > len(lines):
+        print(f"... and {metrics['num_prompts'] - len(lines)} more")
+    if metrics["unused_fields"]:
+        print(visible_line(f"fields of the rows that are not used: {', '.join(metrics['unused_fields'])}"))
+    print()
+    report.print_table(
+        [
+            (
+                "rows",
+                f"{metrics['num_prompts']} ({metrics['num_errors']} with errors, {metrics['num_blank_lines']} blank lines skipped)",
+            ),
+            ("tokens", f"{metrics['num_prompt_tokens']:,} ({metrics['num_cached_tokens']:,} from the prefix cache)"),
+            ("load", f"{metrics['load_s']:.2f} s"),
+            ("run", f"{metrics['run_s']:.2f} s"),
+            ("speed", f"{metrics['prompt_tokens_per_s']:,.1f} tokens/s"),
+            ("peak memory", f"{metrics['peak_memory_bytes'] / 1e6:,.0f} MB"),
+        ]
+    )
+    print(visible(f"output: {folder}"))
