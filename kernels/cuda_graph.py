@@ -47,4 +47,4 @@ class GraphPool:
                 raise
             graph.capture_end()
         torch.cuda.synchronize()
-        return graph.replay  # type: ignore[no-any-return]
+        return graph.replay

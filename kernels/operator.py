@@ -93,7 +93,7 @@ def operator(
 
 def _dispatcher(
     function: Callable[Concatenate[build.Library, P], T],
-    reference: Callable[..., Any],
+    reference: Callable[P, T],
     check: Callable[..., None] | None,
     has_triton: bool,
     to_graph: Callable[..., T] | None,
@@ -107,14 +107,15 @@ def _dispatcher(
         if check is not None:
             check(*args, **kwargs)
         if has_triton and args[0].is_cuda:  # type: ignore[attr-defined]
-            return _in_triton(module, name)(*args, **kwargs)  # type: ignore[no-any-return]
+            result: T = _in_triton(module, name)(*args, **kwargs)
+            return result
         library = build.library()
         if library is not None:
             try:
                 return function(library, *args, **kwargs)
             except Misfit:
                 pass
-        return reference(*args, **kwargs)  # type: ignore[no-any-return]
+        return reference(*args, **kwargs)
 
     return dispatch
 
@@ -122,7 +123,8 @@ def _dispatcher(
 @functools.cache
 def _in_triton(module: str, name: str) -> Callable[..., Any]:
     """The function of an operator's triton.py, imported by the first call: a process without a GPU need not load Triton."""
-    return getattr(importlib.import_module(f"{module}.triton"), name)  # type: ignore[no-any-return]
+    function: Callable[..., Any] = getattr(importlib.import_module(f"{module}.triton"), name)
+    return function
 
 
 def _register(

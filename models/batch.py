@@ -62,7 +62,8 @@ class _Field:
             count = math.prod(shape)
             setattr(batch, name, batch.numbers[start : start + count].view(shape))  # is found before this from now on
             start += _aligned(count)
-        return getattr(batch, self._name)  # type: ignore[no-any-return]
+        field: Tensor = getattr(batch, self._name)
+        return field
 
 
 class Batch:

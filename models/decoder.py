@@ -110,7 +110,7 @@ class Attention(Module):
         self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
     ) -> Tensor:
         """The turned query [T, H, D]; the turned key and the value go into the cache."""
-        return rope_and_store(query, key, value, *angles, *cache, batch.slots)  # type: ignore[no-any-return]
+        return rope_and_store(query, key, value, *angles, *cache, batch.slots)
 
 
 class Rotary(Protocol):

@@ -100,7 +100,7 @@ class Block(Module):
         normed = self.input_layernorm(x)
         x = batch.attending(normed if self.keeps_normed else x) + self.self_attention(normed, slopes, batch, cache)
         normed = self.post_attention_layernorm(x)
-        return (normed if self.keeps_normed else x) + self.mlp(normed, batch)  # type: ignore[no-any-return]
+        return (normed if self.keeps_normed else x) + self.mlp(normed, batch)
 
 
 class Transformer(Module):

@@ -163,7 +163,7 @@ class GLMBlock(Module):
         x = self.input_layernorm(x)  # the residual is the normed one
         x = batch.attending(x) * RESIDUAL_SCALE + self.attention(x, angles, batch, cache)
         x = self.post_attention_layernorm(x)
-        return x * RESIDUAL_SCALE + self.mlp(x, batch)  # type: ignore[no-any-return]
+        return x * RESIDUAL_SCALE + self.mlp(x, batch)
 
 
 class Transformer(Module):

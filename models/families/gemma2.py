@@ -124,7 +124,7 @@ class DecoderLayer(Module):
     def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         attended = self.self_attn(self.input_layernorm(x), angles, batch, cache)
         x = batch.attending(x) + self.post_attention_layernorm(attended)
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), batch))  # type: ignore[no-any-return]
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), batch))
 
 
 class Decoder(Module):

@@ -50,7 +50,7 @@ class Attention(decoder.Attention):
     def turn_and_store(
         self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
     ) -> Tensor:
-        return rope_and_store(query, key, value, *angles, *cache, batch.slots, interleaved=True)  # type: ignore[no-any-return]
+        return rope_and_store(query, key, value, *angles, *cache, batch.slots, interleaved=True)
 
 
 class GlmLayer(DecoderLayer):

@@ -94,7 +94,7 @@ class Block(Module):
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         x = batch.attending(x) + self.attn(self.ln_1(x), batch, cache)
-        return x + self.mlp(self.ln_2(x), batch)  # type: ignore[no-any-return]
+        return x + self.mlp(self.ln_2(x), batch)
 
 
 class Transformer(Module):

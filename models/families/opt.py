@@ -103,9 +103,9 @@ class DecoderLayer(Module):
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         if self.norm_before:
             x = batch.attending(x) + self.self_attn(self.self_attn_layer_norm(x), batch, cache)
-            return x + self._mlp(self.final_layer_norm(x), batch)  # type: ignore[no-any-return]
+            return x + self._mlp(self.final_layer_norm(x), batch)
         x = self.self_attn_layer_norm(batch.attending(x) + self.self_attn(x, batch, cache))
-        return self.final_layer_norm(x + self._mlp(x, batch))  # type: ignore[no-any-return]
+        return self.final_layer_norm(x + self._mlp(x, batch))
 
     def _mlp(self, x: Tensor, batch: Batch) -> Tensor:
         return self.fc2(self.activation(self.fc1(x, batch)), batch)

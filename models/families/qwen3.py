@@ -45,7 +45,7 @@ class Attention(decoder.Attention):
         self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
     ) -> Tensor:
         query_norm, key_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
-        return rope_and_store(query, key, value, *angles, *cache, batch.slots, False, query_norm, key_norm, eps)  # type: ignore[no-any-return]
+        return rope_and_store(query, key, value, *angles, *cache, batch.slots, False, query_norm, key_norm, eps)
 
 
 class Qwen3(DecoderLM):

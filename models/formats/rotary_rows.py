@@ -7,11 +7,11 @@ from torch import Tensor
 
 def half_apart(tensor: Tensor, heads: int) -> Tensor:
     """Return the rows with pairs half a head apart. tensor: [heads * D, ...], pairs side by side."""
-    ordered: Tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)  # type: ignore[no-untyped-call]
+    ordered: Tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     return ordered
 
 
 def side_by_side(tensor: Tensor, heads: int) -> Tensor:
     """Return the rows with pairs side by side. tensor: [heads * D, ...], pairs half a head apart."""
-    ordered: Tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)  # type: ignore[no-untyped-call]
+    ordered: Tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
     return ordered

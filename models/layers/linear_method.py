@@ -102,7 +102,8 @@ def are_alike(methods: Sequence[LinearMethod]) -> bool:
 def share_input_scale(methods: Sequence[LinearMethod]) -> bool:
     """Return whether all these methods, which are alike, quantise their activations with one scale, or each row with its own."""
     scales = [method.input_scale for method in methods]
-    return all(scale is scales[0] or (scale is not None and scale.equal(scales[0])) for scale in scales)  # type: ignore[arg-type]
+    chosen = [scale for scale in scales if scale is not None]
+    return not chosen or len(chosen) == len(scales) and all(scale.equal(chosen[0]) for scale in chosen)
 
 
 def quantized_activations(codes: Tensor, scales: Tensor, dtype: torch.dtype, group_size: int | None) -> Tensor:

@@ -70,7 +70,7 @@ def reference_greedy(model: Any, prompt: list[int]) -> list[int]:
         pad_token_id=0,
         eos_token_id=None,
     )
-    return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+    return output[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
