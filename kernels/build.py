@@ -77,7 +77,7 @@ class Library:
 
 @functools.cache
 def library() -> Library | None:
-    """The kernels for this CPU; None, after one warning, where they cannot be had: then the operators run in plain torch."""
+    """Return the kernels for this CPU; None, after one warning, where they cannot be had: then the operators run in plain torch."""
     try:
         return load(instruction_set())
     except NotBuilt as error:
@@ -86,7 +86,7 @@ def library() -> Library | None:
 
 
 def instruction_set() -> str:
-    """The best one that this CPU has. Raises NotBuilt if it has none."""
+    """Return the name of the best instruction set that this CPU has. Raises NotBuilt if it has none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -100,7 +100,7 @@ def instruction_set() -> str:
 
 @functools.cache
 def load(name: str) -> Library:
-    """The kernels for the instruction set `name`, compiled if the cache does not hold them.
+    """Return the kernels for the instruction set `name`, compiled if the cache does not hold them.
 
     Raises NotBuilt where they cannot be compiled or kept, and UserError where another user could have put them there: a slower run would
     hide that.
@@ -137,7 +137,7 @@ def fingerprint(compiler: str, name: str) -> str:
 
 
 def _compile(compiler: str, name: str, path: Path) -> None:
-    """Writes the library to `path`, all of it or nothing."""
+    """Write the library to `path`, all of it or nothing."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         flags = [compiler, *FLAGS, *INSTRUCTION_SETS[name][1]]
         objects = [f"{folder}/{number}.o" for number in range(len(sources()))]

@@ -14,7 +14,7 @@ ABANDONED_AFTER_S = 24 * 60 * 60  # a compilation takes a minute or two
 
 
 def cache_folder() -> Path:
-    """The folder, without symbolic links in its path, made where it is missing.
+    """Return the folder, without symbolic links in its path, made where it is missing.
 
     Raises UserError where another user could replace it: each folder of its path, up to the home folder, is looked at. Raises OSError where
     it cannot be made.
@@ -39,7 +39,7 @@ def refuse_foreign(path: Path) -> None:
 
 
 def is_private(group: int) -> bool:
-    """Whether nobody but the user is in a group: one of the user's own name, or in a container root's."""
+    """Return whether nobody but the user is in a group: one of the user's own name, or in a container root's."""
     try:
         user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:  # a user by number alone, as in a container

@@ -75,7 +75,7 @@ class Graph:
 
 
 def capture(compute: Callable[[], T]) -> tuple[Graph | None, T]:
-    """Compute, and record it: the graph, and the result, which a replay writes anew.
+    """Compute, and record it. Return the graph, and the result, which a replay writes anew.
 
     No graph where there is no library, or where something is computed that cannot be repeated blindly: by an operator that is not
     `REPEATABLE`, or to a shape that depends on numbers. Inputs must be kept by the caller, and stay where they are.
@@ -146,7 +146,7 @@ class _NumbersRead(TorchFunctionMode):
 
 
 def _again(func: Any, args: Any, kwargs: dict[str, Any], results: Any) -> Callable[[], Any]:
-    """The call that writes into the results, whose dtypes and devices it takes."""
+    """Return the call that writes into the results, whose dtypes and devices it takes."""
     again = REPEATABLE[func]
     taken = {argument.name for argument in again._schema.arguments}
     names = [argument.name for argument in again._schema.arguments if argument.is_out]
@@ -155,5 +155,5 @@ def _again(func: Any, args: Any, kwargs: dict[str, Any], results: Any) -> Callab
 
 
 def _chooses_by_mask(func: Any, args: Any) -> bool:
-    """Whether an index is of bool, so that the shape of what it chooses depends on numbers."""
+    """Return whether an index is of bool, so that the shape of what it chooses depends on numbers."""
     return func is aten.index.Tensor and any(index is not None and index.dtype == torch.bool for index in args[1])

@@ -23,7 +23,7 @@ TIMES = ("seconds", "default_seconds")
 
 
 class Launch(NamedTuple):
-    """Of a program's tile the outputs and the rows (one for each pair of token and expert); powers of two, but for the stages."""
+    """The outputs and the rows (one for each pair of token and expert) of a program's tile; powers of two, but for the stages."""
 
     outputs: int
     rows: int
@@ -32,7 +32,7 @@ class Launch(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """What every product is launched with; what it calls its rows is its own."""
+        """Return what every product is launched with; what it calls its rows is its own."""
         return {"OUTPUTS": self.outputs, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 
 def tuned_launch(kernel: str, rows: int, x: Tensor, weight: GPUWeight) -> Launch | None:
-    """For `rows` rows like those of `x` on its GPU; None where none was measured. UserError if the GPU's file is damaged."""
+    """Return the launch for `rows` rows like those of `x` on its GPU; None where none was measured. Raises UserError as `read`."""
     launches = _launches_on(x.device)
     return launches.get(shape_of(kernel, rows, x.dtype, weight)) if launches else None
 
@@ -68,7 +68,7 @@ def shape_of(kernel: str, rows: int, x_dtype: torch.dtype, weight: GPUWeight) ->
 
 
 def file_of(gpu: str) -> Path:
-    """`gpu` as torch.cuda.get_device_name says it."""
+    """Return the file of a GPU, whose name is that of torch.cuda.get_device_name."""
     return FOLDER / f"{re.sub('[^a-z0-9]+', '-', gpu.lower())}.json"
 
 
@@ -78,7 +78,7 @@ def _launches_on(device: torch.device) -> Mapping[Shape, Launch]:
 
 
 def read(gpu: str) -> dict[Shape, Launch]:
-    """Empty if this GPU has no file. UserError if it is damaged, or another GPU's."""
+    """Return the launches measured on this GPU; none if it has no file. Raises UserError if that is damaged, or another GPU's."""
     path = file_of(gpu)
     try:
         content = json.loads(path.read_text())
@@ -107,7 +107,7 @@ def _parse(entry: dict[str, Any]) -> tuple[Shape, Launch]:
 
 
 def entry_of(shape: Shape, launch: Launch, seconds: float, default_seconds: float) -> dict[str, Any]:
-    """For the file: what `read` takes back, and the medians of this launch and of the one that it replaces."""
+    """Return an entry of the file: what `read` takes back, and the medians of this launch and of the one that it replaces."""
     dtypes = {name: str(getattr(shape, name)).removeprefix("torch.") for name in ("x_dtype", "code_dtype")}
     times = dict(zip(TIMES, (seconds, default_seconds), strict=True))
     return shape._asdict() | dtypes | {"launch": launch._asdict()} | times

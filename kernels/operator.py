@@ -34,7 +34,7 @@ class Parts:
 
     @staticmethod
     def of(record: type) -> "Parts":
-        """A dataclass by its fields."""
+        """Return the parts of a dataclass: its fields."""
         names = [field.name for field in fields(record)]
         return Parts(lambda value: tuple(getattr(value, name) for name in names), record)
 
@@ -45,7 +45,7 @@ class Parts:
         return [self.make(*each) for each in zip(*parts, strict=True)] if self.of_each else self.make(*parts)
 
     def parameters(self, name: str) -> list[inspect.Parameter]:
-        """Of a schema, where those of an argument `name` stand side by side, each as `name_part`."""
+        """Return a schema's parameters for an argument `name`, which stand side by side, each as `name_part`."""
         parts = inspect.signature(self.make).parameters.values()
         types: list[Any] = [Sequence[part.annotation] if self.of_each else part.annotation for part in parts]  # type: ignore[name-defined]
         names = [f"{name}_{part.name}" for part in parts]
@@ -98,7 +98,7 @@ def _dispatcher(
     has_triton: bool,
     to_graph: Callable[..., T] | None,
 ) -> Callable[P, T]:
-    """With `to_graph` for Python's calls, and without for torch's, which come out of a graph. A function between costs 0.2 us."""
+    """Return what chooses: with `to_graph` for Python's calls, without for torch's, out of a graph. A function between costs 0.2 us."""
     name, module = function.__name__, function.__module__
 
     def dispatch(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -122,7 +122,7 @@ def _dispatcher(
 
 @functools.cache
 def _in_triton(module: str, name: str) -> Callable[..., Any]:
-    """The function of an operator's triton.py, imported by the first call: a process without a GPU need not load Triton."""
+    """Return the function of an operator's triton.py, imported by the first call: a process without a GPU need not load Triton."""
     function: Callable[..., Any] = getattr(importlib.import_module(f"{module}.triton"), name)
     return function
 
@@ -176,7 +176,7 @@ class _Schema:
 
 
 def _contiguous(results: Any) -> Any:
-    """What follows in a graph is made for these strides, whether C++, Triton or torch computes."""
+    """Return contiguous results: what follows in a graph is made for these strides, whether C++, Triton or torch computes."""
     if isinstance(results, Tensor):
         return results.contiguous()
     return results if results is None else type(results)(result.contiguous() for result in results)

@@ -8,7 +8,7 @@ from kernels import build
 
 
 def set_threads(num_threads: int | None) -> None:
-    """`num_threads` with the calling one; None, as at first: one for each physical core that the process may use.
+    """Set the number of threads, the calling one counted; None, as at first: one for each physical core that the process may use.
 
     Without the C++ kernels this does nothing: torch has its own threads. Raises ValueError for less than 1.
     """
@@ -22,13 +22,13 @@ def set_threads(num_threads: int | None) -> None:
 
 @functools.cache
 def _at_first(library: build.Library) -> int:
-    """What it has before the first change."""
+    """Return the number of threads before the first change."""
     return int(library.get_threads())
 
 
 @contextmanager
 def threads(num_threads: int | None) -> Iterator[None]:
-    """So many within; None: as many as there are. Changing it costs a microsecond: all threads stay, and the others sleep."""
+    """Set the number of threads within; None: no change. It costs a microsecond: all threads stay, and the others sleep."""
     library = build.library()
     if library is None or num_threads is None:
         yield

@@ -28,7 +28,7 @@ VALUES_PER_BYTE = 4  # no format packs more: Q2_K, the smallest, has 3
 def open_model(
     architecture: Architecture, shape: ModelShape, checkpoint: Checkpoint | None
 ) -> tuple[CausalLM, list[WeightFile]]:
-    """The model of `shape` on the meta device, and the opened files of its weights; none without a `checkpoint`.
+    """Return the model of `shape` on the meta device, and the opened files of its weights; none without a `checkpoint`.
 
     A stored head that differs from the embedding to which the config ties it stays the model's own head, as in transformers 5; a
     warning says so. Raises UserError as `outline` does, and where files cannot be opened.
@@ -60,7 +60,7 @@ def open_model(
 
 
 def _stored(files: list[WeightFile], model: CausalLM) -> dict[str, tuple[WeightFile, str]]:
-    """By the model's names the file that holds a tensor, and its name there."""
+    """Return, by the model's names, the file that holds a tensor, and its name there."""
     names = full_names(parameter_shapes(model))
     return {names.get(name, name): (file, name) for file in files for name in file.shapes}
 
@@ -86,7 +86,7 @@ def outline(architecture: Architecture, shape: ModelShape, checkpoint: Checkpoin
 
 
 def _weight_bytes(path: Path) -> int:
-    """Of all files of weights in a folder and in the folders of ranks in it, or beside a file."""
+    """Return the bytes of all files of weights in a folder and in the folders of ranks in it, or beside a file."""
     folder, patterns = (path, ("*", "rank_*/*")) if path.is_dir() else (path.parent, ("*",))
     files = (file for pattern in patterns for file in folder.glob(pattern))
     return sum(file.stat().st_size for file in files if file.suffix in WEIGHT_SUFFIXES and file.is_file())

@@ -1,4 +1,4 @@
-"""Runs a model layer by layer over calibration batches and observes the inputs of its linear layers.
+"""Run a model layer by layer over calibration batches and observe the inputs of its linear layers.
 
 One layer's activations are in memory at a time.
 
@@ -53,19 +53,19 @@ class ActivationStats:
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """The minimum and the maximum of each channel, [I] float32 each."""
+        """Return the minimum and the maximum of each channel, [I] float32 each."""
         low, high = self._range.bounds()
         return (low - self._shift) / self._scales, (high - self._shift) / self._scales
 
     @property
     def absmax(self) -> Tensor:
-        """The largest magnitude of each channel [I] float32."""
+        """Return the largest magnitude of each channel [I] float32."""
         low, high = self.bounds
         return torch.maximum(low.abs(), high.abs())
 
     @property
     def sample(self) -> Tensor:
-        """About NUM_SAMPLES rows [.., I] float32."""
+        """Return about NUM_SAMPLES rows [.., I] float32."""
         return (torch.cat(self._samples).float() - self._shift) / self._scales
 
     def static_scale(self, kind: CodeKind) -> Tensor:
@@ -215,7 +215,7 @@ def fast_method(layer: Linear) -> LinearMethod:
 
 
 def _absmax(cache: PagedVectors, slots: Tensor) -> Tensor:
-    """[G] float32 of what an unquantised cache holds in these slots; 0 where vectors have no channels."""
+    """Return the largest magnitude of each head [G] float32 in these slots of an unquantised cache; 0 where vectors have no channels."""
     vectors = cache.tensors[0].flatten(0, 1)[slots]  # [T, G, D]
     return vectors.abs().amax((0, 2)).float() if vectors.shape[2] else vectors.new_zeros(vectors.shape[1]).float()
 

@@ -67,7 +67,7 @@ def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) ->
 
 
 def on_vllm_cpu(layer: LinearSpec, scheme: LinearScheme) -> LinearScheme:
-    """The scheme of the same weight that vLLM, as of 0.32, computes on a CPU. Raises UserError where it has none.
+    """Return the scheme of the same weight that vLLM, as of 0.32, computes on a CPU. Raises UserError where it has none.
 
     It multiplies int4 weights with floats, and int8 and fp8 ones with codes alone. A CPU without AMX cannot make static fp8 codes.
     """

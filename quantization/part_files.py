@@ -75,7 +75,7 @@ class PartFiles:
         save_tensors(self.path_of(part), tensors, {"reports": json.dumps([asdict(report) for report in reports])})
 
     def write_rest(self, model: CausalLM, parts: list[Part]) -> None:
-        """What is in no part: embeddings, the last norm, a head that stays as it is."""
+        """Write what is in no part: embeddings, the last norm, a head that stays as it is."""
         prefixes = tuple(part.prefix for part in parts)
         tensors = {n: p.data for n, p in model.named_parameters() if not n.startswith(prefixes)}
         save_tensors(self.folder / REST, tensors, {})

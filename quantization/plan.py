@@ -21,7 +21,7 @@ HEAD = "lm_head"  # the head's name in skip and overrides, whatever a family cal
 
 
 def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
-    """The scheme of each layer that gets one, by its name; with quant=none there are none.
+    """Return the scheme of each layer that gets one, by its name; with quant=none there are none.
 
     Raises UserError for a pattern that matches none, for groups that do not divide a layer, and where no layer gets a scheme.
     """
@@ -57,7 +57,7 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
 
 
 def _kinds(names: Iterable[str]) -> list[str]:
-    """One full name for each last part of a name."""
+    """Return one full name for each last part of a name."""
     return list({name.rpartition(".")[2]: name for name in reversed(list(names))}.values())
 
 

@@ -67,7 +67,7 @@ def parts_of(model: CausalLM, schemes: dict[str, LinearScheme]) -> list[Part]:
 
 
 def is_sequential(config: QuantConfig) -> bool:
-    """Whether a layer's inputs are to be what the quantised layers before it give, and not what float ones do.
+    """Return whether a layer's inputs are to be what the quantised layers before it give, and not what float ones do.
 
     GPTQ makes up for the errors of the layers before, and searches weigh them. What is folded into a layer changes what its static cache
     holds, so that it is observed afterwards.
@@ -88,7 +88,7 @@ class Quantizer:
         self._model, self._config, self._calibrator = model, config, calibrator
 
     def quantize(self, part: Part) -> tuple[dict[str, StoredWeight], list[LinearReport]]:
-        """Puts quantised layers in the places of the part's linear layers, chooses scales of its cache where they are static, and goes on
+        """Put quantised layers in the places of the part's linear layers, choose scales of its cache where they are static, and go on
         to the next part. Raises UserError, naming the layer, for what cannot be."""
         schemes = {name.removeprefix(part.prefix): scheme for name, scheme in part.schemes.items()}
         full_names = dict(zip(schemes, part.schemes, strict=True))
@@ -135,7 +135,7 @@ class Quantizer:
     def _choose(
         self, weight: Tensor, group: ActivationStats | None, scheme: LinearScheme
     ) -> tuple[QuantizedWeight, str]:
-        """Codes of weight [O, I], and a note."""
+        """Return the codes of weight [O, I], and a note."""
         if group is None:
             return quantize(weight, scheme.weights), "no calibration token came here: rounded to nearest"
         if self._config.method is QuantMethod.gptq:
@@ -150,7 +150,7 @@ class Quantizer:
 
 
 def _input_scale(group: ActivationStats | None, groups: list[ActivationStats], scheme: LinearScheme) -> Tensor | None:
-    """For a layer that no token reached the widest of its part."""
+    """Return the static scale of a layer's input; of one that no token reached the widest of its part."""
     if scheme.activations is not Activations.static:
         return None
     reaching = [group] if group else groups
@@ -162,19 +162,19 @@ def _input_scale(group: ActivationStats | None, groups: list[ActivationStats], s
 
 
 def _sampled(tensor: Tensor) -> Tensor:
-    """About REPORTED rows of a tensor, evenly taken."""
+    """Return about REPORTED rows of a tensor, evenly taken."""
     return tensor[:: max(1, -(-len(tensor) // REPORTED))]
 
 
 def _sampled_weight(weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight of sampled outputs."""
+    """Return the weight of sampled outputs."""
     scales = weight.scales if len(weight.scales) == 1 else _sampled(weight.scales)
     zero_points = None if weight.zero_points is None else _sampled(weight.zero_points)
     return QuantizedWeight(_sampled(weight.codes), scales, zero_points, weight.permutation)
 
 
 def _rounded_error(weight: Tensor, scheme: LinearScheme, group: ActivationStats) -> float:
-    """The error of rounding weight [O, I] to nearest."""
+    """Return the error of rounding weight [O, I] to nearest."""
     rows, format = _sampled(weight), scheme.weights
     scales, zero_points = choose_scales(weight if format.per_tensor else rows, format)
     return _error(
@@ -183,7 +183,7 @@ def _rounded_error(weight: Tensor, scheme: LinearScheme, group: ActivationStats)
 
 
 def _error(weight: Tensor, sampled: QuantizedWeight, scheme: LinearScheme, group: ActivationStats) -> float:
-    """The error of x W^T, relative to it, that quantised weights and activations cause, on a sample of tokens and outputs. weight [O, I]"""
+    """Return the relative error of x W^T that quantised weights and activations cause, on a sample of tokens and outputs. weight [O, I]"""
     x, kind = _sampled(group.sample), scheme.weights.kind
     outputs = x @ _sampled(weight).T
     if scheme.activations is Activations.static:
@@ -197,7 +197,7 @@ def _error(weight: Tensor, sampled: QuantizedWeight, scheme: LinearScheme, group
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """A UserError inside begins with the name."""
+    """Let a UserError inside begin with the name."""
     try:
         yield
     except UserError as error:

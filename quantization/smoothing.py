@@ -38,7 +38,7 @@ class Smoother:
         self._expected = run()
 
     def smooth(self, groups: list[ActivationStats], formats: dict[str, WeightFormat]) -> dict[str, str]:
-        """Scales every group whose producer is found; `groups` then tell of scaled inputs. Returns notes by linear layer.
+        """Scale every group whose producer is found; `groups` then tell of scaled inputs. Returns notes by linear layer.
 
         All folds are checked at once; where one of them changes the output, they are made again and checked one after the other.
         """
@@ -58,7 +58,7 @@ class Smoother:
         return notes
 
     def _checked_fold(self, group: ActivationStats, formats: dict[str, WeightFormat]) -> Tensor | None:
-        """As `_fold`; undone, and None, if it changes the layer's output."""
+        """Fold as `_fold` does; undo it, and return None, if it changes the layer's output."""
         if self._config.shift and group.norm is not None:
             self._shift(group)
         before = self._state()
@@ -69,7 +69,7 @@ class Smoother:
         return None
 
     def _state(self) -> tuple[dict[str, Tensor], Weights]:
-        """What folds replace, and do not write into."""
+        """Return what folds replace, and do not write into."""
         return {name: parameter.data for name, parameter in self._layer.named_parameters()}, dict(self._weights)
 
     def _restore(self, state: tuple[dict[str, Tensor], Weights]) -> None:
@@ -87,7 +87,7 @@ class Smoother:
         return smooth_scales(group.absmax, weights, self._config.smooth.alpha)
 
     def _fold(self, group: ActivationStats, formats: dict[str, WeightFormat]) -> Tensor | None:
-        """Divides the group's input by scales [I] and multiplies its weights' columns. Returns the scales, or None: no producer."""
+        """Divide the group's input by scales [I] and multiply its weights' columns. Returns the scales, or None: no producer."""
         scales = self._find_scales(group, formats[group.linears[0]])
         if group.norm is not None:
             scales = self._divide_norm(group.norm, scales)
@@ -137,12 +137,12 @@ class Smoother:
         group.shift_by(shift)
 
     def _parameters(self, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """A module's weight and bias."""
+        """Return a module's weight and bias."""
         module = self._layer.get_submodule(name)
         return self._layer.get_parameter(f"{name}.weight"), getattr(module, "bias", None)
 
     def _set_weight(self, name: str, weight: Tensor) -> None:
-        """weight [O, I] float32"""
+        """Set a linear layer's weight [O, I] float32."""
         self._weights[name] = weight
         parameter, _ = self._parameters(name)
         is_transposed = linear_layer(self._layer, name).is_transposed

@@ -29,7 +29,7 @@ MAX_EXCEPTIONS = 1 / 256
 
 
 def compress(tiles: Tensor) -> Tensor:
-    """tiles bfloat16 [T, S, 16, 2]: compressed, or as they are where that is no gain.
+    """Return tiles bfloat16 [T, S, 16, 2] compressed, or as they are where that is no gain.
 
     With AVX2 it would be none: what reading 12 bits takes is what the memory gives back.
     """
@@ -43,7 +43,7 @@ def compress(tiles: Tensor) -> Tensor:
 
 
 def common_upper_bytes(tiles: Tensor) -> tuple[Tensor, int]:
-    """The 16 that most numbers have, uint8, and how many have none of them."""
+    """Return the 16 upper bytes that most numbers have, uint8, and how many numbers have none of them."""
     counts = torch.empty(256, dtype=torch.int64)
     _library().count_upper_bytes(tiles.data_ptr(), tiles.numel(), counts.data_ptr())
     upper_bytes = counts.argsort(descending=True, stable=True)[:NUM_UPPER]
@@ -61,7 +61,7 @@ def compress_with(upper_bytes: Tensor, num_exceptions: int, tiles: Tensor) -> Te
 
 
 def decompress(memory: Tensor, num_tiles: int, num_steps: int) -> Tensor:
-    """The tiles again, bfloat16 [T, S, 16, 2]."""
+    """Return the tiles that were compressed, bfloat16 [T, S, 16, 2]."""
     library = build.library()
     if library is None:
         return decompress_portably(memory, num_tiles, num_steps)
@@ -85,7 +85,7 @@ def decompress_portably(memory: Tensor, num_tiles: int, num_steps: int) -> Tenso
 
 
 def check_size(memory: Tensor, num_tiles: int, num_steps: int) -> None:
-    """ValueError where a compressed weight of so many tiles and steps cannot have this size."""
+    """Raise ValueError where a compressed weight of so many tiles and steps cannot have this size."""
     least = _fixed_bytes(num_tiles, num_steps) + 8 * num_tiles
     if memory.ndim != 1 or len(memory) < least or (len(memory) - least) % 8 or not memory.is_contiguous():
         raise ValueError(
@@ -94,7 +94,7 @@ def check_size(memory: Tensor, num_tiles: int, num_steps: int) -> None:
 
 
 def check_exceptions(memory: Tensor, num_tiles: int, num_steps: int) -> None:
-    """ValueError where a kernel would read behind the last exception."""
+    """Raise ValueError where a kernel would read behind the last exception."""
     _, starts, exceptions = _parts(memory, num_tiles, num_steps)
     if int(starts.min()) < 0 or int(starts.max()) >= len(exceptions) or int(exceptions[-1, 0]) != NOWHERE:
         raise ValueError("compressed weights whose exceptions have no end")
@@ -105,7 +105,7 @@ def _fixed_bytes(num_tiles: int, num_steps: int) -> int:
 
 
 def _parts(memory: Tensor, num_tiles: int, num_steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Groups uint8 [T, G, 192], starts int32 [T], exceptions int32 [X, 2]."""
+    """Return groups uint8 [T, G, 192], starts int32 [T] and exceptions int32 [X, 2]."""
     end = _fixed_bytes(num_tiles, num_steps)
     groups = memory[HEADER_BYTES : end - 4 * num_tiles].view(num_tiles, -1, GROUP_BYTES)
     numbers = memory[end - 4 * num_tiles :].view(torch.int32)

@@ -34,7 +34,7 @@ class Float8Weight:
 
 
 def matmul(x: Rows, weight: Float8Weight) -> Tensor:
-    """x [M, K] times weight transposed: [M, N] in x's dtype. Beside floats the weight is rounded to their dtype first."""
+    """Return x [M, K] times weight transposed: [M, N] in x's dtype. Beside floats the weight is rounded to their dtype first."""
     if isinstance(x, QuantizedActivations):
         return _matmul_codes(x, weight)
     codes, scales = weight.codes.to(x.dtype), weight.scales
@@ -43,7 +43,7 @@ def matmul(x: Rows, weight: Float8Weight) -> Tensor:
 
 
 def _matmul_codes(x: QuantizedActivations, weight: Float8Weight) -> Tensor:
-    """Sums of a group are made of codes alone, scales come after."""
+    """Return the product of codes: the sums of a group are made of codes alone, scales come after."""
     codes, scales = weight.codes, weight.scales
     if scales.shape[1] == 1:
         wide = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32  # the sums do not fit into float16

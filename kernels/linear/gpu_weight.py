@@ -53,24 +53,24 @@ class GPUWeight:
 
     @property
     def format(self) -> Hashable:
-        """What weights that one kernel reads have in common."""
+        """Return what weights that one kernel reads have in common."""
         shapes = {name: (part.shape, part.dtype) for name, part in self.tensors.items()}
         return self.num_inputs, self.chunk, frozenset(shapes.items())
 
     @property
     def output_format(self) -> Hashable:
-        """What outputs that lie in one weight have in common."""
+        """Return what outputs that lie in one weight have in common."""
         dtypes = {name: part.dtype for name, part in self.tensors.items()}
         return self.num_inputs, self.chunk, self.num_groups, self.has_blocks, frozenset(dtypes.items())
 
     def expert(self, number: int) -> "GPUWeight":
-        """The weight of one of several: a view."""
+        """Return the weight of one of several experts: a view."""
         scales = None if self.scales is None else self.scales[number]
         zeros = None if self.zero_points is None else self.zero_points[number]
         return GPUWeight(self.codes[number], scales, zeros, self.num_inputs, self.chunk)
 
     def cut(self, outputs: slice) -> "GPUWeight":
-        """The weight of some outputs, of blocks whole ones: a view, whose groups of scales and zero points lie apart."""
+        """Return the weight of some outputs, of blocks whole ones: a view, whose groups of scales and zero points lie apart."""
         of_scales = slice(outputs.start // BLOCK, -(-outputs.stop // BLOCK)) if self.has_blocks else outputs
         scales = None if self.scales is None else self.scales[:, of_scales]
         zeros = None if self.zero_points is None else self.zero_points[:, outputs]
@@ -78,20 +78,22 @@ class GPUWeight:
 
 
 def of_floats(values: Tensor) -> GPUWeight:
-    """values [..., N, K] of 16 or 32 bits, as they are."""
+    """Return values [..., N, K] of 16 or 32 bits as a weight, as they are."""
     return GPUWeight(values, None, None, values.shape[-1], FLOAT_CHUNK_BYTES // values.itemsize)
 
 
 def stack(weights: Sequence[GPUWeight]) -> GPUWeight:
-    """Weights of one format as those of several experts, in memory of its own."""
+    """Return weights of one format as those of several experts, in memory of its own."""
     first = weights[0]
     tensors = {name: torch.stack([weight.tensors[name] for weight in weights]) for name in first.tensors}
     return GPUWeight(tensors["codes"], tensors.get("scales"), tensors.get("zero_points"), first.num_inputs, first.chunk)
 
 
 def join(weights: Sequence[GPUWeight]) -> GPUWeight | None:
-    """The outputs of weights of one `output_format`, one weight's after the other's, in memory of its own; None where blocks do not end
-    with a weight's outputs."""
+    """Return one weight with the outputs of all, one's after the other's, in memory of its own; None where blocks do not end with a weight.
+
+    The weights are of one `output_format`.
+    """
     first = weights[0]
     if first.has_blocks and any(weight.num_outputs % BLOCK for weight in weights[:-1]):
         return None
@@ -101,7 +103,7 @@ def join(weights: Sequence[GPUWeight]) -> GPUWeight | None:
 
 
 def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> GPUWeight:
-    """As `int_weight.pack`, on any device; codes may also be float8_e4m3fn [N, K] with scales [N, G], or [1, 1] for the whole weight.
+    """Pack codes as `int_weight.pack`, on any device, or float8_e4m3fn [N, K] with scales [N, G], or [1, 1] for the whole weight.
 
     Scales of float8 that 128 outputs from a multiple of 128 on have in common are held once. Raises ValueError as `int_weight.pack` does.
     """

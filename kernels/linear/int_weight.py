@@ -142,7 +142,7 @@ def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -
 
 
 def _in_tiles(codes: Tensor) -> Tensor:
-    """[N, C] uint8 in tiles of 16 outputs and columns of 4 bytes."""
+    """Return codes uint8 [N, C] in tiles of 16 outputs and columns of 4 bytes."""
     words = codes.contiguous().view(torch.int32)  # torch moves them four times as fast as four bytes each
     return words.view(len(words) // TILE, TILE, -1).transpose(1, 2).reshape(-1).view(torch.uint8)
 

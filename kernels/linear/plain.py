@@ -34,7 +34,7 @@ def linear_per_head(cpp: Library, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether C++ multiplies them. What does not belong together is left to torch, which refuses it."""
+    """Return whether C++ multiplies them. What does not belong together is left to torch, which refuses it."""
     are_cpu = x.is_cpu and weight.is_cpu and (bias is None or bias.is_cpu)
     if not are_cpu or x.dtype not in DTYPES:
         return False

@@ -17,7 +17,7 @@ def blocks(weight: IntWeight) -> list[tuple[int, int]]:
 
 
 def matmul(x: Rows, weight: FloatWeight | IntWeight, bias: Tensor | None) -> Tensor:
-    """x [M, K] times weight transposed, plus bias [N]: [M, N] in x's dtype. Outputs of integers are unpacked a block at a time."""
+    """Return x [M, K] times weight transposed, plus bias [N]: [M, N] in x's dtype. Integers are unpacked a block of outputs at a time."""
     if isinstance(weight, FloatWeight):
         assert isinstance(x, Tensor)
         return linear(x, weight.unpack(), bias)
@@ -31,7 +31,7 @@ def _int_matmul(x: Tensor, weight: IntWeight) -> Tensor:
 
 
 def _int8_matmul(x: QuantizedActivations, weight: IntWeight) -> Tensor:
-    """Exact integers in a group, groups in float32 in their order, then the scales of x."""
+    """Add exact integers in a group, groups in float32 in their order, and multiply by the scales of x."""
     parts = []
     for block in blocks(weight):
         codes, scales, zeros = weight.unpack_tiles(*block)
@@ -45,7 +45,7 @@ def _int8_matmul(x: QuantizedActivations, weight: IntWeight) -> Tensor:
 
 
 def exact_product(a: Tensor, b: Tensor) -> Tensor:
-    """a int8 [M, K] times b int8 [N, K] transposed: [M, N] integers in float64.
+    """Return a int8 [M, K] times b int8 [N, K] transposed: [M, N] integers in float64.
 
     Not torch._int_mm: on a CPU without VNNI it saturates at 16 bits (huggingface/optimum-quanto#309), and one row or column may
     come out wrong (pytorch/pytorch#195066). The sum of 1024 products of int8 is exact in float32, in any order.

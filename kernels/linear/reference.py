@@ -9,17 +9,17 @@ from torch.nn import functional
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N]."""
+    """Return x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N]."""
     return functional.linear(x, weight, bias)
 
 
 def linear_per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """Every head's x [M, H, K] times its own weight [H, N, K] transposed: [M, H, N]."""
+    """Return every head's x [M, H, K] times its own weight [H, N, K] transposed: [M, H, N]."""
     return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
 
 def dequantize(codes: Tensor, scales: Tensor, zero_points: Tensor | None, group_size: int) -> Tensor:
-    """value[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] with g = i // group_size; zero is 0 if symmetric.
+    """Return value[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] with g = i // group_size; zero is 0 if symmetric.
 
     codes int8 [N, K], scales float32 [N, G], zero points int8 [N, G] or None; returns [N, K] in the scales' dtype.
     """
@@ -29,12 +29,12 @@ def dequantize(codes: Tensor, scales: Tensor, zero_points: Tensor | None, group_
 
 
 def int_matmul(x: Tensor, codes: Tensor, scales: Tensor, zero_points: Tensor | None, group_size: int) -> Tensor:
-    """x [M, K] times the dequantised weight transposed, in float64: [M, N]."""
+    """Return x [M, K] times the dequantised weight transposed, in float64: [M, N]."""
     return x.double() @ dequantize(codes, scales.double(), zero_points, group_size).T
 
 
 def int8_matmul(
     x_codes: Tensor, x_scales: Tensor, codes: Tensor, scales: Tensor, zero_points: Tensor | None, group_size: int
 ) -> Tensor:
-    """The product of x = x_codes * x_scales; x_codes int8 [M, K], x_scales float32 [M, 1] or [1, 1]."""
+    """Return the product of x = x_codes * x_scales; x_codes int8 [M, K], x_scales float32 [M, 1] or [1, 1]."""
     return int_matmul(x_codes * x_scales.double(), codes, scales, zero_points, group_size)

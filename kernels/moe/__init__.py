@@ -79,7 +79,7 @@ def mixture(
     gate_up_rows: ActivationFormat | None = None,
     down_rows: ActivationFormat | None = None,
 ) -> Tensor:
-    """See kernels/moe/reference.py. The weights, floats or quantised, are the values there; on a GPU alone, which nothing waits for."""
+    """Return what `reference.mixture` does for weights of floats or codes, on a GPU alone, which nothing waits for."""
     from kernels.moe import triton
 
     return triton.mixture(x, gate_up, down, weights, chosen, gate_up_rows, down_rows)

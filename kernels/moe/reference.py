@@ -17,7 +17,7 @@ def mixture(
     gate_up_rows: ActivationFormat | None = None,
     down_rows: ActivationFormat | None = None,
 ) -> Tensor:
-    """The weighted sum of each token's experts (arXiv 1701.06538): down(silu(gate(x)) * up(x)).
+    """Return the weighted sum of each token's experts (arXiv 1701.06538): down(silu(gate(x)) * up(x)).
 
     x [T, E]; gate_up [2N, F, E], all gates and then what they gate, and down [N, E, F], both in x's dtype; weights float32 and chosen
     int64, both [T, K], a token's experts all different. With `gate_up_rows` x is quantised before the product, with `down_rows` what
@@ -34,7 +34,7 @@ def mixture(
 
 
 def route(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """The K likeliest experts of each token, the lower number of equals first: weights float32 and numbers int64, both [T, K].
+    """Return the K likeliest experts of each token, the lower number of equals first: weights float32 and numbers int64, both [T, K].
 
     logits [T, N]. The softmax is over all experts; renormalised, the K weights sum to 1 (arXiv 2401.04088), else to less
     (arXiv 2101.03961).
@@ -45,7 +45,7 @@ def route(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, T
 
 
 def group_rows(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Every token's row once for each of its experts, in the order of experts, those of one expert in the order of tokens.
+    """Return every token's row once for each of its experts, in the order of experts, those of one expert in the order of tokens.
 
     x [T, E], chosen int64 [T, K], a token's experts all different. Returns rows [T * K, E]; starts int64 [N + 1], where each expert's rows
     begin, and at last where all end; places int64 [T, K], which of the rows is that of a token and its expert.
@@ -58,7 +58,7 @@ def group_rows(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Ten
 
 
 def combine_rows(parts: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    """Each token's weighted sum [T, E] of its experts' results, in parts' dtype; parts [T * K, E] and places [T, K] as of `group_rows`,
+    """Return each token's weighted sum [T, E] of its experts' results; parts [T * K, E] and places [T, K] as of `group_rows`,
     weights float32 [T, K].
 
     The sum is float32 (float64 of float64) and runs in the order of the experts' numbers, so that a token's bits depend neither on the
@@ -75,7 +75,7 @@ def combine_rows(parts: Tensor, weights: Tensor, places: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor, rows: ActivationFormat | None, expert: int) -> Tensor:
-    """The numbers that quantised rows stand for."""
+    """Return the numbers that quantised rows stand for."""
     if rows is None:
         return x
     static = None if rows.static_scales is None else rows.static_scales[expert].expand(len(x))

@@ -10,7 +10,7 @@ from kernels.kv_format import FLOAT8_MAX, INT8_MAX
 def quantize_rows(
     x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | None = None, static_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Every row, or every group of its inputs, as codes and a scale: scale = max |x| / the largest code (1 if that is 0), code = x / scale
+    """Return codes and a scale of every row, or group of its inputs: scale = max |x| / the largest code (1 if that is 0), code = x / scale
     rounded half to even.
 
     x [M, K] of any float dtype; codes [M, K] int8 up to 127 or float8_e4m3fn up to 448, scales float32 [M, 1], or [M, K / group_size

@@ -33,7 +33,7 @@ def rope(cpp: Library, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = 
 
 
 def angles_fit(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether cos and sin are what x [T, H, D] is turned by: both [T, R/2] in its dtype, R no more than D."""
+    """Return whether cos and sin are what x [T, H, D] is turned by: both [T, R/2] in its dtype, R no more than D."""
     alike = cos.shape == sin.shape and cos.dtype == sin.dtype == x.dtype and cos.ndim == 2
     return alike and len(cos) == len(x) and 2 * cos.shape[1] <= x.shape[2]
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) in float32, rounded once to x's dtype (arXiv 1606.08415).
+    """Return 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) in float32, rounded once to x's dtype (arXiv 1606.08415).
 
     Not torch's gelu of this kind, whose arithmetic differs at the end of a tensor (see kernels/swiglu); tanh has no such seam.
     """

@@ -62,7 +62,7 @@ def attend(
 
 
 def attend_latent(query: Tensor, value_channels: int, cache: LayerCache, batch: Batch, scale: float) -> Tensor:
-    """The same where a key's first so many channels are its values too. Returns [T or R, H, value_channels].
+    """Attend where a key's first `value_channels` channels are its value, too. Returns [T or R, H, value_channels].
 
     This is attention over latents (arXiv 2405.04434): all heads share one key per token, and the cache's values have no channels.
     """
@@ -79,7 +79,7 @@ def attend_latent(query: Tensor, value_channels: int, cache: LayerCache, batch: 
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """float32 [H]: 2^(-8i/H); for H no power of two those of the power below it, then every other one of twice that (arXiv 2108.12409)."""
+    """Return 2^(-8i/H), float32 [H] (arXiv 2108.12409); for H no power of two those of the one below, then every other one of twice it."""
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     slopes += [2 ** (-4 * i / power) for i in range(1, 2 * (num_heads - power), 2)]

@@ -34,7 +34,7 @@ class MixtureConfig:
 
 
 def read_mixture(config: ConfigReader, num_layers: int) -> MixtureConfig:
-    """Qwen's keys of config.json. Raises UserError for a missing key, a wrong type, or more experts per token than there are."""
+    """Read Qwen's keys of config.json. Raises UserError for a missing key, a wrong type, or more experts per token than there are."""
     # transformers 5 writes num_local_experts for Qwen 3
     key = "num_experts" if config.raw("num_local_experts") is None else "num_local_experts"
     experts, chosen = config.count(key), config.count("num_experts_per_tok")
