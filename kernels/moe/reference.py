@@ -58,8 +58,9 @@ def group_rows(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Ten
 
 
 def combine_rows(parts: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    """Return each token's weighted sum [T, E] of its experts' results; parts [T * K, E] and places [T, K] as of `group_rows`,
-    weights float32 [T, K].
+    """Return each token's weighted sum of its experts' results, [T, E] in the dtype of parts.
+
+    parts [T * K, E], weights float32 [T, K], places [T, K] as of `group_rows`.
 
     The sum is float32 (float64 of float64) and runs in the order of the experts' numbers, so that a token's bits depend neither on the
     other tokens nor on the order in which its experts were chosen.

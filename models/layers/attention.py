@@ -79,7 +79,10 @@ def attend_latent(query: Tensor, value_channels: int, cache: LayerCache, batch: 
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """Return 2^(-8i/H), float32 [H] (arXiv 2108.12409); for H no power of two those of the one below, then every other one of twice it."""
+    """Return ALiBi's slopes 2^(-8i/H), i from 1 on, float32 [H] (arXiv 2108.12409).
+
+    For H no power of two they are those of the power below it, then every other one of twice that power.
+    """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     slopes += [2 ** (-4 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
