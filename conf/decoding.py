@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
 
 from conf.errors import UserError, check, shortened, there_are
-from conf.speculation import Speculate, SpeculationConfig, speculate_named, speculation_of
+from conf.speculation import Acceptance, Speculate, SpeculationConfig, speculate_named, speculation_of
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +164,11 @@ class DecodeConfig:
             if value not in (None, NEUTRAL[name]):
                 search = f"decode.{name}={value}, whose candidates compete"
                 warn_once(f"decode.speculate={self.speculate.name} is not used with {search}")
+        lossy = self.speculation.acceptance is Acceptance.top_p_window and self.speculate is not Speculate.none
+        for name in ("top_k", "min_p") if lossy and self.temperature else ():
+            if (value := getattr(self, name)) not in (None, NEUTRAL[name]):
+                only = "is used for the first token alone with decode.speculation.acceptance=top_p_window"
+                warn_once(f"decode.{name}={value} {only}: give decode.speculation.max_candidates for the others")
         for text in self.speculation.unused(self.speculate):
             warn_once(text)
 

@@ -85,8 +85,11 @@ _READ_WITH: dict[str, dict[str, tuple[Enum, ...]]] = {
     "min_ngram": {"speculate": _NGRAM, "speculation.order": (DraftOrder.longest,)},
     "max_ngram": {"speculate": _NGRAM},
     "order": {"speculate": _NGRAM},
-    "shared": {"speculate": _NGRAM, "speculation.order": (DraftOrder.longest,)},
-    "adaptive": {"speculation.acceptance": (Acceptance.exact,)},
+    "shared": {
+        "speculate": _NGRAM,
+        "speculation.order": (DraftOrder.longest,),
+        "speculation.acceptance": (Acceptance.exact,),
+    },
     "verify_window": {"speculation.acceptance": (Acceptance.top_p_window,)},
     "max_candidates": {"speculation.acceptance": (Acceptance.top_p_window,)},
     "model_path": {"speculate": (Speculate.model,)},

@@ -4,16 +4,25 @@ Drafts are taken in the order of their chance to stay for as long as tokens per 
 here, because no token depends on a draft.
 """
 
+import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence as Row
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from conf.speculation import Acceptance, DraftOrder
+from pipelines.engine.request import Sequence
 
 LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15)  # drafts of a row: few, so that few shapes of steps are recorded
 EXACT_TOKENS = 16  # steps of so many tokens are told apart; larger ones by eights
-NUM_TIMES = 8  # of which the least counts: a step that was recorded or interrupted took longer than the next one will
+FIRST_TIMES = 3  # steps of a size before its time counts: the first is computed by calls, the second recorded
+NUM_TIMES = 8  # of which the least counts: a step that was interrupted took longer than the next one will
 PROBE_EVERY = 32  # steps without a draft
 PRIOR_WEIGHT = 2.0  # drafts that a row's first guess of its own chance is worth
 MEMORY = 32.0  # drafts after which older ones count half: texts repeat themselves in stretches
+MARGIN = 1.05  # of tokens per second: chances are guesses, and the best of many guesses promises too much
+LEAST_GAIN = 0.01  # tokens that a draft gives by its chance: fewer are not looked at
 
 
 class StepCosts:
@@ -21,17 +30,38 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._times: dict[int, deque[float]] = {}
+        self._known: dict[int, float] = {}
+        self._sizes: list[int] = []  # the known ones, in order
+        self._seconds: dict[int, float] = {}  # what was asked for since a time changed
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """Note what a step of so many tokens took."""
-        self._times.setdefault(_bucket(num_tokens), deque(maxlen=NUM_TIMES)).append(seconds)
+        size = _bucket(num_tokens)
+        times = self._times.setdefault(size, deque(maxlen=NUM_TIMES))
+        times.append(seconds)
+        if len(times) >= FIRST_TIMES and self._known.get(size) != (least := min(times)):
+            self._known[size] = least
+            self._sizes = sorted(self._known)
+            self._seconds.clear()
 
     def seconds(self, num_tokens: int) -> float:
-        """Return what a step takes, 1 where nothing is known. A size that was not seen counts as the next smaller one: so it is tried."""
-        bucket = _bucket(num_tokens)
-        smaller = [size for size in self._times if size <= bucket]
-        known = max(smaller) if smaller else min(self._times, default=None)
-        return 1.0 if known is None else min(self._times[known])
+        """Return what a step takes: between two known sizes as much as on the line through them, infinity where nothing is known.
+
+        Up to twice the largest known size it takes no longer than that one, so that it is tried; beyond, infinitely long.
+        """
+        found = self._seconds.get(num_tokens)
+        if found is None:
+            found = self._seconds[num_tokens] = self._estimate(_bucket(num_tokens))
+        return found
+
+    def _estimate(self, size: int) -> float:
+        sizes, known = self._sizes, self._known
+        above = bisect_left(sizes, size)
+        if above == len(sizes):
+            return known[sizes[-1]] if sizes and size <= 2 * sizes[-1] else math.inf
+        first, last = sizes[max(0, above - 1)], sizes[above]
+        share = (size - first) / (last - first) if first < size else 0.0
+        return known[first] + share * (known[last] - known[first])
 
 
 def _bucket(num_tokens: int) -> int:
@@ -39,7 +69,7 @@ def _bucket(num_tokens: int) -> int:
 
 
 @dataclass
-class Acceptance:
+class Share:
     """The chance that a draft stays if those before it do."""
 
     num_accepted: float = 0.0
@@ -58,21 +88,77 @@ class Acceptance:
         return (self.num_accepted + PRIOR_WEIGHT * prior) / (self.num_tried + PRIOR_WEIGHT)
 
 
-def draft_lengths(chances: Sequence[float], most: Sequence[int], num_tokens: int, costs: StepCosts) -> list[int]:
+def draft_lengths(chances: Row[float], most: Row[int], num_tokens: int, costs: StepCosts) -> list[int]:
     """Return how many drafts each row gets, of `most`, beside the step's `num_tokens`: as many as give the most tokens per second.
 
     `chances`: of each row's drafts to stay.
     """
-    gains = sorted(
-        ((chance**place, row) for row, chance in enumerate(chances) for place in range(1, most[row] + 1)), reverse=True
-    )
-    rows, best, num_best = float(len(chances)), len(chances) / costs.seconds(num_tokens), 0
+    gains = []
+    for row, chance in enumerate(chances):
+        gain = 1.0
+        for _ in range(most[row]):
+            gain *= chance
+            if gain < LEAST_GAIN:
+                break
+            gains.append((gain, row))
+    gains.sort(reverse=True)
+    tokens, best, num_best = float(len(chances)), MARGIN * len(chances) / costs.seconds(num_tokens), 0
     for count, (gain, _) in enumerate(gains, 1):
-        rows += gain
-        goodput = rows / costs.seconds(num_tokens + count)
+        tokens += gain
+        goodput = tokens / costs.seconds(num_tokens + count)
         if goodput > best:
             best, num_best = goodput, count
     lengths = [0] * len(chances)
     for _, row in gains[:num_best]:
         lengths[row] += 1
     return [max(length for length in LENGTHS if length <= n) for n in lengths]
+
+
+class DraftBudget:
+    """Gives every row of a step its number of drafts, by what it learned from the steps before."""
+
+    def __init__(self) -> None:
+        self.costs = StepCosts()
+        self._share = Share()  # of all rows
+        self._own_shares: WeakKeyDictionary[Sequence, Share] = WeakKeyDictionary()
+        self._paddle_lengths: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
+        self._num_without = 0  # steps since the last draft
+
+    def lengths(self, rows: list[Sequence], most: list[int], num_tokens: int) -> list[int]:
+        """Return how many drafts each row gets, at most `most`, in a step of `num_tokens` without them."""
+        lengths = list(most)
+        by_goodput = []
+        for index, (row, wanted) in enumerate(zip(rows, most, strict=True)):
+            settings = row.params.speculation
+            if not wanted or not settings.adaptive:
+                continue
+            if settings.order is DraftOrder.paddle:
+                lengths[index] = min(wanted, self._paddle_lengths.get(row, wanted))
+            elif settings.acceptance is Acceptance.exact:
+                by_goodput.append(index)
+        if by_goodput:
+            own = [rows[index] for index in by_goodput]
+            for index, length in zip(
+                by_goodput, self._of_goodput(own, [most[i] for i in by_goodput], num_tokens), strict=True
+            ):
+                lengths[index] = length
+        return lengths
+
+    def _of_goodput(self, rows: list[Sequence], most: list[int], num_tokens: int) -> list[int]:
+        """Return the lengths that give the most tokens per second; every PROBE_EVERY-th step without a draft has one."""
+        prior, unknown = self._share.chance(0.5), Share()
+        chances = [self._own_shares.get(row, unknown).chance(prior) for row in rows]
+        lengths = draft_lengths(chances, most, num_tokens, self.costs)
+        self._num_without = 0 if any(lengths) else self._num_without + 1
+        if self._num_without == PROBE_EVERY:
+            self._num_without = 0
+            lengths[chances.index(max(chances))] = 1
+        return lengths
+
+    def learn(self, row: Sequence, num_accepted: int, num_drafts: int) -> None:
+        """Note how many of a row's drafts became tokens."""
+        self._share.add(num_accepted, num_drafts)
+        self._own_shares.setdefault(row, Share()).add(num_accepted, num_drafts)
+        most = row.params.speculation.num_tokens
+        length = self._paddle_lengths.get(row, most) + (2 if num_accepted == num_drafts else -1)
+        self._paddle_lengths[row] = max(1, min(length, most))

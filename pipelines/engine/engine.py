@@ -40,6 +40,7 @@ from pipelines.engine.sampler import choose, sample
 from pipelines.engine.scheduler import Scheduler, StepPlan
 from pipelines.engine.speculation import Speculator
 from pipelines.engine.stopping import Piece, completion_of, extend_text, take_piece
+from pipelines.engine.top_p_window import verify
 
 
 class Engine:
@@ -207,6 +208,7 @@ class Engine:
             plan = self.speculator.extend(self.scheduler.plan(max_tokens), max_tokens)
             self.runner.copy_blocks(plan.copies)
             step = self._launch(plan)
+            verify(step, self._fail)
         ahead = self._launch_ahead(step)
         choices = self._sample(step)
         self.speculator.sampled()
@@ -240,7 +242,7 @@ class Engine:
             pairs = zip(step.plan.scheduled, tokens, strict=True)
             return Choices([Sampled(i.group, i.sequence, 0, token, []) for i, token in pairs if i.sequence in rows], [])
         ready, logits = [group for group in step.plan.ready if not group.error], step.outputs.logits
-        sampled = self._sample_groups([group for group in ready if not group.search], rows, logits)
+        sampled = self._sample_groups([group for group in ready if not group.search], rows, logits, step.given)
         searched = []
         for group in ready:
             if group.search:
@@ -271,8 +273,14 @@ class Engine:
             rows[item.sequence] = end - 1
         return rows
 
-    def _sample_groups(self, groups: list[SequenceGroup], rows: dict[Sequence, int], logits: Tensor) -> list[Sampled]:
-        """Choose a token for each sequence of groups that do not search."""
+    def _sample_groups(
+        self,
+        groups: list[SequenceGroup],
+        rows: dict[Sequence, int],
+        logits: Tensor,
+        given: dict[tuple[Sequence, int], int | None],
+    ) -> list[Sampled]:
+        """Choose a token for each sequence of groups that do not search; those that are given stay."""
         if not groups:
             return []
         chosen = [
@@ -286,6 +294,9 @@ class Engine:
         wanted = logits if indices == list(range(logits.shape[0])) else logits[indices]
         try:
             tokens = sample(wanted, contexts)
+            if given:
+                keys = [(sequence, len(sequence.token_ids)) for _, sequence, _ in chosen]
+                tokens = [given.get(key, token) for key, token in zip(keys, tokens, strict=True)]
             return [
                 Sampled(group, sequence, context.sample, token, chosen_logprobs(wanted, row, context, token))
                 for row, ((group, sequence, context), token) in enumerate(zip(chosen, tokens, strict=True))
@@ -297,7 +308,7 @@ class Engine:
             if not belongs_to_request(error):
                 raise
             # Each alone shows whether the fault is its own.
-            return [each for group in groups for each in self._sample_groups([group], rows, logits)]
+            return [each for group in groups for each in self._sample_groups([group], rows, logits, given)]
 
     def _accept(self, choices: Choices) -> None:
         """Continue sequences with what was chosen, then hand the new text to the sinks, which may raise."""

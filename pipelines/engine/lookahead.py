@@ -16,6 +16,7 @@ from torch import Tensor
 
 from conf.speculation import Speculate
 from pipelines.engine.logits import waits_for_tokens
+from pipelines.engine.request import Sequence
 from pipelines.engine.sampler import known_tokens
 from pipelines.engine.scheduler import Scheduled, StepPlan
 from pipelines.engine.steps import StepOutputs
@@ -31,6 +32,8 @@ class LaunchedStep:
         self.tokens = tokens
         self.first_rows = _first_rows(plan)
         """The first output row of each of the plan's items, which has as many as it has outputs; its drafts' rows follow."""
+        self.given: dict[tuple[Sequence, int], int | None] = {}
+        """Tokens that are chosen already, by sequence and the number of its tokens before."""
         self.is_confirmed = False
         """Whether nothing is computed for it, because it is the rest of a step whose drafts were right."""
         self._results = outputs.finite
@@ -42,6 +45,13 @@ class LaunchedStep:
                 self._results = pinned.copy_(self._results, non_blocking=True)
                 self._arrived = torch.cuda.Event()
                 self._arrived.record()
+
+    def give(self, index: int, tokens: list[int | None]) -> None:
+        """Let the plan's item of this index have these next tokens: its first drafts, and one behind them."""
+        item = self.plan.scheduled[index]
+        before = len(item.sequence.token_ids)
+        self.given |= {(item.sequence, before + i): token for i, token in enumerate(tokens)}
+        self.plan.scheduled[index] = item._replace(drafts=item.drafts[: len(tokens) - 1])
 
     def is_wanted(self) -> bool:
         """Return whether a sequence of the plan has not ended since."""

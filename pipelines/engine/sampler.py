@@ -53,9 +53,14 @@ def _draw_rows(logits: Tensor, contexts: Sequence[SamplingContext], num_unknown:
     settings: list[float] = []
     for context in contexts:
         p = context.params
-        number = uniform(_sample_seed(context), context.num_output_tokens + num_unknown)
+        number = next_uniform(context, num_unknown)
         settings += p.temperature, p.top_k, p.top_p, p.min_p, number
     return draw(logits.float(), to_device(settings, torch.float64, logits.device).view(-1, 5))
+
+
+def next_uniform(context: SamplingContext, num_unknown: int = 0) -> float:
+    """Return the row's number in [0, 1) for its next token, or for one `num_unknown` tokens later."""
+    return uniform(_sample_seed(context), context.num_output_tokens + num_unknown)
 
 
 def uniform(seed: int, step: int) -> float:

@@ -3,10 +3,9 @@
 import time
 from collections.abc import Callable
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
-from conf.speculation import DraftOrder, Speculate
-from pipelines.engine.draft_budget import PROBE_EVERY, Acceptance, StepCosts, draft_lengths
+from conf.speculation import Speculate
+from pipelines.engine.draft_budget import DraftBudget
 from pipelines.engine.proposers import Proposer
 from pipelines.engine.proposers.ngram import NgramProposer
 from pipelines.engine.request import Sequence
@@ -50,12 +49,8 @@ class Speculator:
         self._scheduler = scheduler
         self._clock = clock
         self.proposers: dict[Speculate, Proposer] = {Speculate.ngram: NgramProposer()}
-        self._costs = StepCosts()
-        self._acceptance = Acceptance()  # of all rows
-        self._own_acceptance: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
-        self._paddle_lengths: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
+        self._budget = DraftBudget()
         self._drafted: list[Drafted] = []  # in the last plan
-        self._num_without = 0  # steps since the last draft
         self._measured: tuple[int, float] | None = None  # tokens of the step that runs, and when it began
         self.counts = DraftCounts()
 
@@ -64,23 +59,28 @@ class Speculator:
 
         `max_tokens`: the step's budget, as for `Scheduler.plan`.
         """
+        start = self._clock()  # before the drafts, which may take longer than they spare
         most = [_most(item) if item.group in plan.ready else 0 for item in plan.scheduled]
         if not any(most):
             return plan
-        reserved = self._scheduler.reserve(plan, self._lengths(plan, most), max_tokens)
-        drafts = self._propose(
-            [(item.sequence, count) for item, count in zip(plan.scheduled, reserved, strict=True) if count]
-        )
-        scheduled = [item._replace(drafts=drafts.get(item.sequence, ())) for item in plan.scheduled]
-        if all(item.num_new_tokens == item.num_outputs for item in scheduled):
-            self._measured = sum(item.num_new_tokens + len(item.drafts) for item in scheduled), self._clock()
-        return plan._replace(scheduled=scheduled)
+        rows = [item.sequence for item in plan.scheduled]
+        num_tokens = sum(item.num_new_tokens for item in plan.scheduled)
+        lengths = self._budget.lengths(rows, most, num_tokens)
+        decodes = all(item.num_new_tokens == item.num_outputs for item in plan.scheduled)
+        if any(lengths):
+            reserved = self._scheduler.reserve(plan, lengths, max_tokens)
+            drafts = self._propose([(row, count) for row, count in zip(rows, reserved, strict=True) if count])
+            plan = plan._replace(scheduled=[i._replace(drafts=drafts.get(i.sequence, ())) for i in plan.scheduled])
+            num_tokens += sum(map(len, drafts.values()))
+        if decodes:
+            self._measured = num_tokens, start
+        return plan
 
     def sampled(self) -> None:
         """Note that the step of the last plan has given its first tokens."""
         if self._measured:
             num_tokens, start = self._measured
-            self._costs.took(num_tokens, self._clock() - start)
+            self._budget.costs.took(num_tokens, self._clock() - start)
             self._measured = None
 
     def learn(self, sequence: Sequence) -> None:
@@ -94,36 +94,10 @@ class Speculator:
         for kind, proposer in self.proposers.items():
             own = [(sequence, most) for sequence, most in wanted if sequence.params.speculate is kind]
             for (sequence, most), draft in zip(own, proposer.propose(own) if own else [], strict=True):
-                drafts[sequence] = tuple(draft[:most])
-                self._drafted.append(Drafted(sequence, len(sequence.token_ids), len(drafts[sequence])))
+                if draft:
+                    drafts[sequence] = tuple(draft[:most])
+                    self._drafted.append(Drafted(sequence, len(sequence.token_ids), len(drafts[sequence])))
         return drafts
-
-    def _lengths(self, plan: StepPlan, most: list[int]) -> list[int]:
-        """Return how many drafts each of the plan's items gets, at most `most`."""
-        lengths = list(most)
-        adaptive = []
-        for row, item in enumerate(plan.scheduled):
-            settings = item.sequence.params.speculation
-            if not most[row] or not settings.adaptive:
-                continue
-            if settings.order is DraftOrder.paddle:
-                lengths[row] = min(most[row], self._paddle_lengths.get(item.sequence, most[row]))
-            else:
-                adaptive.append(row)
-        if not adaptive:
-            return lengths
-        prior = self._acceptance.chance(0.5)
-        own = [self._own_acceptance.get(plan.scheduled[row].sequence, Acceptance()) for row in adaptive]
-        chances = [each.chance(prior) for each in own]
-        num_tokens = sum(item.num_new_tokens for item in plan.scheduled)
-        chosen = draft_lengths(chances, [most[row] for row in adaptive], num_tokens, self._costs)
-        self._num_without = 0 if any(chosen) else self._num_without + 1
-        if self._num_without == PROBE_EVERY:
-            self._num_without = 0
-            chosen[chances.index(max(chances))] = 1
-        for row, length in zip(adaptive, chosen, strict=True):
-            lengths[row] = length
-        return lengths
 
     def settle(self) -> None:
         """Learn what became of the drafts of the last plan, when no step follows of what they gave."""
@@ -131,17 +105,13 @@ class Speculator:
             sequence, accepted = drafted.sequence, drafted.num_accepted
             drafted_before, accepted_before = self.counts
             self.counts = DraftCounts(drafted_before + drafted.num_drafts, accepted_before + accepted)
-            self._acceptance.add(accepted, drafted.num_drafts)
-            self._own_acceptance.setdefault(sequence, Acceptance()).add(accepted, drafted.num_drafts)
-            length = self._paddle_lengths.get(sequence, sequence.params.speculation.num_tokens)
-            length = length + 2 if accepted == drafted.num_drafts else length - 1
-            self._paddle_lengths[sequence] = max(1, min(length, sequence.params.speculation.num_tokens))
+            self._budget.learn(sequence, accepted, drafted.num_drafts)
         self._drafted.clear()
 
 
 def _most(item: Scheduled) -> int:
     """Return how many drafts the item's sequence asks for: none in searches, and none before its samples have begun."""
     params, group = item.sequence.params, item.group
-    if params.speculate is Speculate.none or group.search or not group.num_output_tokens:
+    if params.speculate is Speculate.none or group.search or not item.sequence.num_output_tokens:
         return 0
     return params.speculation.num_tokens

@@ -25,6 +25,7 @@ from conf.decoding import DecodeConfig  # noqa: E402
 from conf.speculation import Speculate, SpeculationConfig  # noqa: E402
 from pipelines.engine import Engine, Output  # noqa: E402
 from pipelines.engine.request import Sequence  # noqa: E402
+from pipelines.engine.speculation import Speculator  # noqa: E402
 from pipelines.loading import load_engine  # noqa: E402
 from pipelines.prompts import PromptEncoder, read_prompts  # noqa: E402
 from pipelines.report import environment, write_atomically  # noqa: E402
@@ -69,15 +70,16 @@ def measure(
     outputs, _ = generate(engine, prompts, plain)
     said = {output.request_id: output.completions[0].token_ids for output in outputs}
     drafted = replace(plain, speculate=Speculate.ngram, speculation=SpeculationConfig(shared=False))
-    ngram = engine.speculator.proposers[Speculate.ngram]
     ratios: dict[str, list[float]] = {str(a): [] for a in acceptances}
+    speculators = {a: Speculator(engine.scheduler) for a in acceptances}  # each learns from its own rounds
+    for acceptance, speculator in speculators.items():
+        if acceptance is not None:
+            speculator.proposers[Speculate.ngram] = Spoiled(said, acceptance)
     speeds = []
     for turn in range(rounds + 1):  # the first one warms up
         _, speed = generate(engine, prompts, plain)
         speeds.append(speed)
-        for acceptance in acceptances:
-            proposer = ngram if acceptance is None else Spoiled(said, acceptance)
-            engine.speculator.proposers[Speculate.ngram] = proposer
+        for acceptance, engine.speculator in speculators.items():
             again, with_drafts = generate(engine, prompts, drafted)
             assert {output.request_id: output.completions[0].token_ids for output in again} == said
             if turn:

@@ -5,7 +5,7 @@ Prompt lookup (Saxena 2023) and llama.cpp's lookup decoding are this. A token co
 
 from weakref import WeakKeyDictionary
 
-from conf.speculation import DraftOrder, SpeculationConfig
+from conf.speculation import Acceptance, DraftOrder, SpeculationConfig
 from pipelines.engine.proposers.shared_table import SharedTables
 from pipelines.engine.request import Sequence
 
@@ -69,12 +69,12 @@ class NgramProposer:
         place = places.find(last)
         if place is not None:
             return copied(token_ids, place, most)
-        return self._shared.propose(sequence.params.cache_salt, last, most) if settings.shared else []
+        return self._shared.propose(sequence.params.cache_salt, last, most) if _shares(settings) else []
 
     def learn(self, sequence: Sequence) -> None:
         """Let later rows copy from a sequence that has finished."""
         settings = sequence.params.speculation
-        if settings.shared and settings.order is not DraftOrder.paddle:
+        if _shares(settings):
             self._shared.learn(sequence.params.cache_salt, sequence.token_ids)
 
     def _from_prediction(self, sequence: Sequence, prediction: list[int], last: list[int], most: int) -> list[int]:
@@ -95,6 +95,11 @@ class NgramProposer:
         if places is None:
             places = known[sequence] = Places(settings.min_ngram, settings.max_ngram)
         return places
+
+
+def _shares(settings: SpeculationConfig) -> bool:
+    """Return whether a row copies from others: not where its tokens would depend on them."""
+    return settings.shared and settings.order is DraftOrder.longest and settings.acceptance is Acceptance.exact
 
 
 def paddle_draft(sequence: Sequence, max_ngram: int, most: int) -> list[int]:

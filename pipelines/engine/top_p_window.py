@@ -1,0 +1,97 @@
+"""PaddleNLP's verification of drafts (d68a385fc, `speculate_verify_and_update.cu`), which changes tokens: a likely draft stays.
+
+A token's candidates are the most likely ones, at most `max_candidates`, up to the one with which they reach `top_p`; where they do not
+reach it, there are none. A draft stays if it is a candidate; and if it is the second most likely token and the next `verify_window` drafts
+are each the most likely one, it stays with these, and nothing behind them. The token that follows is drawn among the candidates of its
+place, or is the most likely one where there are none.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from conf.speculation import Acceptance, Speculate
+from pipelines.engine.logits import process_logits
+from pipelines.engine.lookahead import LaunchedStep
+from pipelines.engine.request import SamplingContext, SequenceGroup
+from pipelines.engine.sampler import next_uniform
+from pipelines.engine.scheduler import Scheduled
+
+
+def verify(step: LaunchedStep, fail: Callable[[SequenceGroup, BaseException], None]) -> None:
+    """Give the step's rows that ask for it their next tokens by this rule. `fail` ends a group that raises."""
+    for index, (item, row) in enumerate(zip(step.plan.scheduled, step.first_rows, strict=True)):
+        if is_windowed(item):
+            end = row + item.num_outputs
+            try:
+                step.give(index, verified(item, step.outputs.logits[end - 1 : end + len(item.drafts)]))
+            except BaseException as error:
+                fail(item.group, error)
+
+
+def is_windowed(item: Scheduled) -> bool:
+    """Return whether the item's next tokens are chosen so: drawn ones behind the first, which is drawn as all are."""
+    params, sequence = item.sequence.params, item.sequence
+    return (
+        params.speculation.acceptance is Acceptance.top_p_window
+        and params.speculate is not Speculate.none
+        and params.samples
+        and sequence.num_output_tokens > 0
+        and sequence.num_uncomputed_tokens == item.num_new_tokens
+    )
+
+
+def verified(item: Scheduled, logits: Tensor) -> list[int | None]:
+    """Return the drafts that stay and the token behind them, None where all were banned.
+
+    `logits` [1 + D, V]: behind the sequence's last token, and behind each of the D drafts.
+    """
+    sequence, drafts, params = item.sequence, list(item.drafts), item.sequence.params
+    settings = params.speculation
+    contexts = [
+        SamplingContext(params, sequence.token_ids + drafts[:place], sequence.num_prompt_tokens, sequence.sample)
+        for place in range(1 + len(drafts))
+    ]
+    scaled = process_logits(logits, contexts).double() / params.temperature
+    num_ids = min(max(2, settings.max_candidates), scaled.shape[-1])
+    top = scaled.softmax(-1).topk(num_ids)
+    ids, probabilities = top.indices.tolist(), [row[: settings.max_candidates] for row in top.values.tolist()]
+    counts = [num_candidates(row, params.top_p) for row in probabilities]
+    num_kept = num_accepted(drafts, ids, counts, settings.verify_window)
+    last: int | None = None
+    if scaled[num_kept].max() > float("-inf"):
+        number = next_uniform(contexts[num_kept])
+        last = drawn(ids[num_kept], probabilities[num_kept], counts[num_kept], number * params.top_p)
+    return [*drafts[:num_kept], last]
+
+
+def num_candidates(probabilities: list[float], top_p: float) -> int:
+    """Return how many of the most likely tokens reach `top_p` together; 0 where these do not."""
+    total = 0.0
+    for count, probability in enumerate(probabilities, 1):
+        total += probability
+        if total >= top_p:
+            return count
+    return 0
+
+
+def num_accepted(drafts: list[int], ids: list[list[int]], counts: list[int], window: int) -> int:
+    """Return how many drafts stay. `ids[place]`: the most likely tokens where a draft stands, `counts[place]` of which are candidates."""
+    for place, draft in enumerate(drafts):
+        if draft in ids[place][: counts[place]]:
+            continue
+        behind = range(place + 1, place + 1 + window)
+        if draft == ids[place][1] and behind.stop <= len(drafts) and all(drafts[i] == ids[i][0] for i in behind):
+            return behind.stop
+        return place
+    return len(drafts)
+
+
+def drawn(ids: list[int], probabilities: list[float], count: int, number: float) -> int:
+    """Return the first candidate with which the probabilities reach the number; the most likely token where there is no candidate."""
+    total = 0.0
+    for token, probability in zip(ids[:count], probabilities, strict=False):
+        total += probability
+        if total >= number:
+            return token
+    return ids[0]

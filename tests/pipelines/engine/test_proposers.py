@@ -1,0 +1,133 @@
+"""Who drafts from texts, on tables made by hand."""
+
+from typing import Any
+
+import pytest
+
+from conf.decoding import DecodeConfig
+from conf.speculation import Acceptance, DraftOrder, Speculate, SpeculationConfig
+from pipelines.engine.proposers.ngram import NgramProposer, Places, paddle_draft
+from pipelines.engine.proposers.shared_table import MAX_TABLES, NUM_BEFORE, SharedTables
+from pipelines.engine.request import ContextLimit, Sequence
+from pipelines.engine.request_factory import RequestFactory
+
+FACTORY = RequestFactory(None, 96, ContextLimit(4096, "max_position_embeddings"), frozenset(), {}, 4096, 16, 4096)
+
+
+def sequence(
+    prompt: list[int], said: list[int], prediction: list[int] | None = None, salt: str | None = None, **speculation: Any
+) -> Sequence:
+    settings = SpeculationConfig(**{"shared": False, **speculation})
+    decode = DecodeConfig(max_new_tokens=100, speculate=Speculate.ngram, speculation=settings, cache_salt=salt)
+    made = Sequence.begin(FACTORY.make(0, prompt, decode, prediction_token_ids=prediction))
+    made.token_ids += said
+    return made
+
+
+def draft(row: Sequence, most: int = 3, proposer: NgramProposer | None = None) -> list[int]:
+    (tokens,) = (proposer or NgramProposer()).propose([(row, most)])
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said", "settings", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 1], [2], {}, [3, 4, 5]),  # what followed 1 2
+        ([1, 2, 3, 4, 1, 2, 6, 7, 9, 1], [2], {}, [6, 7, 9]),  # the latest place
+        ([3, 1, 2, 5, 5, 4, 1, 2, 6, 6, 3, 1], [2], {}, [5, 5, 4]),  # the longest n-gram before the latest place
+        ([3, 1, 2, 5, 5, 4, 1, 2, 6, 6, 3, 1], [2], {"max_ngram": 2}, [6, 6, 3]),
+        ([1, 9, 8, 1], [1], {}, []),  # one token is too few
+        ([1, 9, 8, 5], [1], {"min_ngram": 1}, [9, 8, 5]),
+        ([7, 1], [2, 1, 2], {}, [1, 2, 1]),  # a text that repeats itself goes on
+        ([7, 8], [9], {"min_ngram": 1}, []),
+    ],
+)
+def test_a_row_copies_from_itself(
+    prompt: list[int], said: list[int], settings: dict[str, Any], expected: list[int]
+) -> None:
+    assert draft(sequence(prompt, said, **settings)) == expected
+
+
+def test_an_index_grows_with_its_row() -> None:
+    row, proposer = sequence([5, 6], [1, 2, 3]), NgramProposer()
+    assert draft(row, proposer=proposer) == []
+    for token, expected in ((1, []), (2, [3, 1, 2]), (3, [1, 2, 3]), (9, [])):
+        row.token_ids.append(token)
+        assert draft(row, proposer=proposer) == expected == draft(row)
+
+
+def test_places_are_those_of_a_search() -> None:
+    text = [i * i % 7 for i in range(60)]
+    places = Places(1, 4)
+    for end in range(1, 60):
+        places.update(text[:end])
+        size, last = 4, text[:end]
+        found = None
+        while size and found is None:
+            hits = [p for p in range(size, end) if last[p - size : p] == last[-size:]] if size <= end else []
+            found, size = (hits[-1] if hits else None), size - 1
+        assert places.find(last) == found
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([4], [5, 6, 7]),  # the output begins as the prediction does
+        ([4, 5, 6], [7, 8]),
+        ([9, 5, 6], [7, 8]),  # a place behind the last tokens
+        ([4, 5, 6, 7, 8], []),  # its end
+        ([9, 9], [1, 9, 9]),  # else the row itself
+    ],
+)
+def test_a_prediction_is_looked_at_first(said: list[int], expected: list[int]) -> None:
+    assert draft(sequence([9, 9, 1], said, prediction=[4, 5, 6, 7, 8])) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said", "max_ngram", "most", "expected"),
+    [
+        ([1, 2, 3, 1, 2, 4], [1, 2], 3, 3, [3, 1, 2]),  # the first place in the prompt, not the latest
+        ([1, 2, 3, 9, 2, 4], [9, 2], 3, 3, [4]),  # clipped at the prompt's end
+        ([5, 2, 6], [1, 2], 3, 3, [6]),  # one token is enough
+        ([5, 6], [1, 2, 3, 1, 2], 3, 2, [3, 1]),  # then the output
+        ([5, 6], [1, 2, 3, 1, 2], 3, 9, [3, 1, 2]),  # and as far as it goes
+        ([5, 6], [7, 6], 3, 3, [7, 6]),  # the prompt's last token is the output's first
+        ([5, 2], [2], 3, 3, [2]),
+        ([5, 6], [7], 3, 3, []),
+        ([8, 1, 2, 7, 1, 2], [1, 2], 1, 2, [7, 1]),
+    ],
+)
+def test_paddles_order(prompt: list[int], said: list[int], max_ngram: int, most: int, expected: list[int]) -> None:
+    row = sequence(prompt, said, min_ngram=1, max_ngram=max_ngram, order=DraftOrder.paddle)
+    assert paddle_draft(row, max_ngram, most) == expected == draft(row, most)
+
+
+def test_rows_of_one_salt_learn_from_each_other() -> None:
+    proposer = NgramProposer()
+    text = [11, 12, 13, 14, 15, 16]
+    for salt in ("a", None):
+        proposer.learn(sequence(text[:2], text[2:], salt=salt, shared=True))
+        assert draft(sequence([50, 11, 12], [13], salt=salt, shared=True), proposer=proposer) == [14, 15, 16]
+    assert draft(sequence([50, 11, 12], [13], salt="b", shared=True), proposer=proposer) == []
+    assert draft(sequence([50, 11, 12], [13], salt="a", shared=False), proposer=proposer) == []
+
+
+@pytest.mark.parametrize(
+    "settings", [{"shared": False}, {"order": DraftOrder.paddle}, {"acceptance": Acceptance.top_p_window}], ids=str
+)
+def test_rows_that_do_not_share_teach_and_learn_nothing(settings: dict[str, Any]) -> None:
+    proposer, text = NgramProposer(), [11, 12, 13, 14, 15, 16]
+    proposer.learn(sequence(text[:2], text[2:], **{"shared": True, **settings}))
+    assert draft(sequence([50, 11, 12], [13], shared=True), proposer=proposer) == []
+    proposer.learn(sequence(text[:2], text[2:], shared=True))
+    assert draft(sequence([50, 11, 12], [13], **{"shared": True, **settings}), proposer=proposer) == []
+
+
+def test_the_table_least_used_goes_when_there_are_too_many_salts() -> None:
+    tables, text = SharedTables(), list(range(NUM_BEFORE + 2))
+    for i in range(MAX_TABLES + 1):
+        tables.learn(str(i), text)
+    last = text[:NUM_BEFORE]
+    assert [bool(tables.propose(str(i), last, 1)) for i in range(MAX_TABLES + 1)] == [False] + [True] * MAX_TABLES
+    assert tables.propose("1", last, 5) == text[NUM_BEFORE:]
+    assert tables.propose("1", last[:2], 5) == []

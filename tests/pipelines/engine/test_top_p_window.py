@@ -1,0 +1,156 @@
+"""PaddleNLP's verification against its text, in float64: hand-made rows, and whole texts."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conf.decoding import DecodeConfig, warn_once
+from conf.speculation import Acceptance, Speculate, SpeculationConfig
+from pipelines.engine import Engine
+from pipelines.engine.request import Sequence
+from pipelines.engine.sampler import uniform
+from pipelines.engine.top_p_window import drawn, num_accepted, num_candidates
+from tests.helpers.builders import all_logits, engine_of
+
+LOSSY = {"adaptive": False, "acceptance": Acceptance.top_p_window}
+IDS = [[7, 8, 9], [4, 5, 6], [1, 2, 3], [1, 2, 3]]
+
+
+def test_candidates_reach_top_p_or_there_are_none() -> None:
+    assert [num_candidates([0.5, 0.25, 0.125], p) for p in (0.3, 0.5, 0.6, 0.8, 0.875, 0.9)] == [1, 1, 2, 3, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "counts", "window", "expected"),
+    [
+        ([7, 4, 1], [1, 1, 1, 1], 2, 3),  # all are candidates
+        ([9, 6, 3], [3, 3, 3, 1], 2, 3),
+        ([9, 6, 3], [3, 2, 3, 1], 2, 1),  # the second is none
+        ([8, 4, 1], [1, 1, 1, 1], 2, 3),  # the second most likely, and a window of the most likely
+        ([8, 5, 1], [1, 2, 1, 1], 2, 0),  # a candidate is not the most likely
+        ([8, 4], [1, 1, 1], 2, 0),  # a window that the drafts do not fill
+        ([8, 4, 2], [1, 1, 2, 1], 1, 2),  # nothing behind the window stays
+        ([9, 4, 1], [1, 1, 1, 1], 2, 0),  # the third most likely
+        ([7, 4, 1], [0, 1, 1, 1], 2, 0),  # where there are no candidates the most likely is none, either
+        ([8, 4, 1], [0, 1, 1, 1], 2, 3),
+        ([], [1], 2, 0),
+    ],
+)
+def test_drafts_stay_as_the_text_says(drafts: list[int], counts: list[int], window: int, expected: int) -> None:
+    assert num_accepted(drafts, IDS, counts, window) == expected
+
+
+def test_the_last_token_is_drawn_among_candidates() -> None:
+    assert [drawn([7, 8, 9], [0.5, 0.25, 0.125], 2, number) for number in (0.0, 0.49, 0.51, 0.74)] == [7, 7, 8, 8]
+    assert drawn([7, 8, 9], [0.5, 0.25, 0.125], 0, 0.6) == 7
+
+
+class Likely:
+    """Drafts tokens of another engine's logits: mostly the most likely one, else the second or third."""
+
+    RANKS = (0, 0, 1, 0, 0, 2, 0)
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def draft(self, token_ids: list[int], most: int) -> list[int]:
+        said = list(token_ids)
+        for _ in range(most):
+            likely = all_logits(self._engine, said)[-1].topk(3).indices.tolist()
+            said.append(likely[self.RANKS[len(said) % len(self.RANKS)]])
+        return said[len(token_ids) :]
+
+    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        return [self.draft(sequence.token_ids, most) for sequence, most in wanted]
+
+    def learn(self, sequence: Sequence) -> None:
+        pass
+
+
+def by_the_text(engine: Engine, prompt: list[int], first: int, decode: DecodeConfig, proposer: Likely) -> list[int]:
+    """Tokens by paddlenlp's own description, over logits of whole texts."""
+    settings, temperature, top_p = decode.speculation, decode.temperature or 1.0, decode.top_p or 1.0
+    said = [first]
+    most_tokens = int(decode.max_new_tokens or 0)
+    while len(said) < most_tokens:
+        drafts = proposer.draft(prompt + said, min(settings.num_tokens, most_tokens - len(said) - 1))
+        logits = all_logits(engine, prompt + said + drafts)[-1 - len(drafts) :].double().numpy() / temperature
+        probabilities = np.exp(logits - logits.max(-1, keepdims=True))
+        probabilities /= probabilities.sum(-1, keepdims=True)
+        order = np.argsort(-probabilities, axis=-1)[:, : settings.max_candidates]
+        lengths = []
+        for row, ids in zip(probabilities, order, strict=True):
+            reached = np.flatnonzero(np.cumsum(row[ids]) >= top_p)
+            lengths.append(int(reached[0]) + 1 if len(reached) else 0)
+        place = 0
+        while place < len(drafts):
+            if drafts[place] in order[place][: lengths[place]]:
+                place += 1
+                continue
+            window = drafts[place + 1 : place + 1 + settings.verify_window]
+            best = [int(order[place + 1 + i][0]) for i in range(len(window))]
+            if drafts[place] == order[place][1] and len(window) == settings.verify_window and window == best:
+                place += 1 + settings.verify_window
+            break
+        said += drafts[:place]
+        number = uniform(decode.seed or 0, len(said)) * top_p
+        ids = order[place][: lengths[place]]
+        sums = np.cumsum(probabilities[place][ids])
+        said.append(int(ids[np.searchsorted(sums, number)]) if len(ids) else int(order[place][0]))
+    return said[:most_tokens]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_p": 0.9},
+        {"top_p": 0.5, "num_tokens": 4, "max_candidates": 8},
+        {"top_p": 0.3, "verify_window": 1, "max_candidates": 3},
+        {"top_p": 0.99, "max_candidates": 2},  # candidates that never reach top_p
+        {"top_p": 0.95, "max_candidates": 64, "num_tokens": 15},
+    ],
+    ids=str,
+)
+def test_texts_are_those_of_the_definition(chatty: Path, settings: dict[str, Any]) -> None:
+    speculation = SpeculationConfig(**LOSSY, **{name: v for name, v in settings.items() if name != "top_p"})
+    decode = DecodeConfig(max_new_tokens=24, ignore_eos=True, temperature=1.2, top_p=settings["top_p"], seed=11)
+    engine = engine_of(chatty)
+    prompts = [[0, 70, 71], [0, 90]]
+    firsts = [
+        output.completions[0].token_ids[0]
+        for output in engine.generate(map(engine.request, range(2), prompts, [decode] * 2))
+    ]
+    lossy = replace(decode, speculate=Speculate.ngram, speculation=speculation)
+    proposer = Likely(engine_of(chatty))
+    engine.speculator.proposers[Speculate.ngram] = proposer
+    outputs = engine.generate(engine.request(i, prompt, lossy) for i, prompt in enumerate(prompts))
+    for output in sorted(outputs, key=lambda output: output.request_id):
+        i = output.request_id
+        expected = by_the_text(engine, prompts[i], firsts[i], lossy, proposer)
+        assert output.completions[0].token_ids == expected
+    drafted, accepted = engine.speculator.counts
+    assert 0 < accepted < drafted
+
+
+def test_greedy_rows_stay_exact(chatty: Path) -> None:
+    engine = engine_of(chatty)
+    greedy = DecodeConfig(max_new_tokens=30, ignore_eos=True)
+    (plain,) = engine.generate([engine.request(0, [0, 70], greedy)])
+    engine.speculator.proposers[Speculate.ngram] = Likely(engine_of(chatty))
+    lossy = replace(greedy, speculate=Speculate.ngram, speculation=SpeculationConfig(**LOSSY))
+    (output,) = engine.generate([engine.request(0, [0, 70], lossy)])
+    assert output.completions == plain.completions
+
+
+def test_limits_that_candidates_replace_are_said(chatty: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    engine = engine_of(chatty)
+    decode = DecodeConfig(temperature=1.0, top_k=5, speculate=Speculate.ngram, speculation=SpeculationConfig(**LOSSY))
+    engine.request(0, [0], decode)
+    assert (
+        "decode.top_k=5 is used for the first token alone with decode.speculation.acceptance=top_p_window"
+        in caplog.text
+    )
