@@ -254,10 +254,14 @@ def _as_saved(run: RunConfig) -> RunConfig:
     measured_on: dict[str, Any] = {
         key: _absolute(getattr(run.evaluate, key)) for key in ("data", "questions", "reference")
     }
-    made, made_too, lora = (
+    made, made_too, lora, kept_output = (
         path and os.path.abspath(os.path.expanduser(path))
-        for path in (run.convert.output, run.quantize.output, run.convert.lora)
+        for path in (run.convert.output, run.quantize.output, run.convert.lora, run.prefix.output)
     )
+    kept_files = [os.path.abspath(os.path.expanduser(path)) for path in run.device.kept_prefixes]
+    kept: dict[str, Any] = {"data": _absolute(run.prefix.data), "output": kept_output}
+    if run.prefix.chat_template not in ("auto", "none"):
+        kept["chat_template"] = os.path.abspath(run.prefix.chat_template)
     return replace(
         run,
         model=replace(model, **files),
@@ -266,6 +270,8 @@ def _as_saved(run: RunConfig) -> RunConfig:
         evaluate=replace(run.evaluate, **measured_on),
         convert=replace(run.convert, output=made, lora=lora),
         quantize=replace(run.quantize, output=made_too),
+        device=replace(run.device, kept_prefixes=kept_files),
+        prefix=replace(run.prefix, **kept),
         calibrate=replace(run.calibrate, data=_absolute(run.calibrate.data)),
         sweep=SweepConfig(),
     )

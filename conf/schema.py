@@ -21,6 +21,7 @@ class Task(Enum):
     evaluate = "evaluate"
     convert = "convert"
     quantize = "quantize"
+    prefix = "prefix"
     embed = "embed"
     score = "score"
 
@@ -141,6 +142,8 @@ class DeviceConfig:
     """Most tokens of a step. Longer prompts are computed in chunks, beside the rows that generate."""
     block_size: int | None = None
     """Tokens in a block of the KV cache; null: 16 on a CPU, 64 on a GPU."""
+    kept_prefixes: list[str] = field(default_factory=list)
+    """Files of task=prefix, whose prompts are in the KV cache from the start: rows that begin with them need not compute them."""
     kv_cache_memory: str = "auto"
     """Size of the KV cache, such as 1GB, 512MiB or 4096 (bytes), or a fraction below 1 of the memory that is free beside the weights.
     auto: half of that, or what all rows need if that is less. On a GPU `memory_fraction` limits what is free."""
@@ -157,6 +160,8 @@ class DeviceConfig:
             self.block_size,
             "a number above 0, or null",
         )
+        for path in self.kept_prefixes:
+            check(bool(path), "device.kept_prefixes", self.kept_prefixes, "files that task=prefix has made")
         memory = self.kv_cache_memory
         allowed = "auto, a size such as 1GB, 512MiB or 4096, or a fraction between 0 and 1"
         check(memory == "auto" or num_bytes(memory, whole=2**60) > 0, "device.kv_cache_memory", memory, allowed)
@@ -302,6 +307,25 @@ class ConvertConfig:
 
 
 @dataclass
+class PrefixConfig:
+    """Prompts whose keys and values are kept in a file, for rows that begin with them."""
+
+    data: str | None = None
+    """A prompt, a file or `-`, with rows as in predict."""
+    output: str | None = None
+    """File to make, which appears when it is complete."""
+    add_special_tokens: bool = True
+    """As in predict."""
+    chat_template: str = "auto"
+    """As in predict."""
+
+    def __post_init__(self) -> None:
+        check(self.output != "", "prefix.output", repr(self.output), "the file to make")
+        allowed = "auto, none or the path of a Jinja file"
+        check(bool(self.chat_template), "prefix.chat_template", repr(self.chat_template), allowed)
+
+
+@dataclass
 class SweepConfig:
     """Settings of a sweep (-m)."""
 
@@ -329,6 +353,7 @@ class RunConfig:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     convert: ConvertConfig = field(default_factory=ConvertConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    prefix: PrefixConfig = field(default_factory=PrefixConfig)
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
@@ -340,8 +365,11 @@ class RunConfig:
         if not calibrates and self.calibrate != CalibrateConfig():
             scheme = f"quant={self.quant.scheme.name} with task={self.task.name}"
             raise UserError(f"calibrate is not used by {scheme}: leave it out, or give task=quantize")
-        if self.model.prefixes and self.task is not Task.predict:
+        if self.model.prefixes and self.task not in (Task.predict, Task.prefix):
             raise UserError(f"model.prefixes is not used by task={self.task.name}: leave it out, or give task=predict")
+        if self.device.kept_prefixes and (self.task is not Task.predict or not self.decode.prefix_cache):
+            user = "decode.prefix_cache=false" if self.task is Task.predict else f"task={self.task.name}"
+            raise UserError(f"device.kept_prefixes is not used by {user}: leave one of them out")
         for other in [task for task in Task if task is not self.task]:
             section = getattr(self, other.name)
             unchanged = type(section)()

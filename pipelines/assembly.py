@@ -16,11 +16,12 @@ from models.linear_layers import bring_together
 from models.weights import initialise_randomly, load_weights
 from pipelines.engine import Engine
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks, free_memory
+from pipelines.kept_prefixes import open_kept, place_kept
 from pipelines.memory import check_memory, step_bytes, weight_bytes
 from pipelines.packed_cache import load_packed
 from pipelines.planning import ModelPlan
-from pipelines.prefixes import place_prefixes, read_prefixes
 from pipelines.request_settings import RequestSettings
+from pipelines.soft_prefixes import place_prefixes, read_prefixes
 from quantization.kv_scales import static_kv_formats
 
 AUTO_SEQUENCES = 16  # that an automatic cache holds at least: rows may ask for beams or samples of their own
@@ -41,11 +42,13 @@ def assemble(
     num_sequences = max_num_requests * max(decode.n, decode.num_beams or 1)
     reserved = _reserve_memory(run.device, plan, num_sequences)
     prefixes = read_prefixes(run.model.prefixes or {}, plan, settings)
+    kept = open_kept(run, plan.source, plan.dtype)
     _load(run, plan, on_bytes)
     if plan.packed:
         bring_together(plan.model, plan.device)
     num_tokens = [settings.context.num_tokens] * max(AUTO_SEQUENCES, num_sequences)
     num_tokens += [prefix.num_tokens for prefix in prefixes.values()]
+    num_tokens += [row.num_slots for file in kept for row in file.rows]
     engine = Engine(
         plan.model,
         _make_cache(run, plan, num_tokens, reserved),
@@ -60,6 +63,7 @@ def assemble(
         undrafted=_undrafted(run),
     )
     place_prefixes(engine, prefixes)
+    place_kept(engine, kept)
     return engine
 
 

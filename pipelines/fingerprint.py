@@ -17,6 +17,7 @@ from pipelines.engine import Engine
 from pipelines.journal import Fingerprint, dumps
 from pipelines.opening import ModelSource
 from pipelines.prompts import Prompts
+from pipelines.report import REPOSITORY
 
 READ = (
     "*.json",
@@ -38,6 +39,7 @@ WEIGHTS = (
     "rank_*/*.safetensors",
     "rank_*/*.ckpt",
 )  # too long: by size and time
+SOURCES = ("kernels", "models", "quantization")  # packages whose code decides what a checkpoint's numbers become
 SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")  # one of the files of a GGUF model: all of them count
 
 
@@ -103,6 +105,14 @@ def file_fingerprint(path: Path, name: str) -> Fingerprint:
     stats = {str(file.relative_to(folder)): file.stat() for pattern in weights for file in folder.glob(pattern)}
     times = {file: f"{stat.st_size} bytes of {stat.st_mtime_ns}" for file, stat in stats.items()}
     return {f"{name}/{file}": value for file, value in sorted((contents | times).items())}
+
+
+def code_digest(*patterns: str) -> str:
+    """Return the digest of the files of these patterns that decide what a checkpoint's numbers become."""
+    code = hashlib.sha256()
+    for file in sorted(file for name in SOURCES for pattern in patterns for file in (REPOSITORY / name).rglob(pattern)):
+        code.update(file.read_bytes())
+    return code.hexdigest()
 
 
 def sha256_of(file: Path) -> str:

@@ -48,6 +48,10 @@ def _function_of(task: Task) -> Callable[[RunConfig, Path, Dump], None]:
             from pipelines.quantize import run_quantize
 
             return run_quantize
+        case Task.prefix:
+            from pipelines.prefix import run_prefix
+
+            return run_prefix
         case Task.embed:
             from pipelines.embed import run_embed
 

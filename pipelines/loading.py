@@ -43,6 +43,15 @@ def load_engine_on(
             f"batch_size={max_num_requests} is more than device.max_batched_tokens={run.device.max_batched_tokens}: "
             "every row that runs needs a token of each step"
         )
+    run, source = calibrated(run, source, progress)
+    settings = read_request_settings(run.model, source)
+    plan = plan_model(run, source, device, packed=True)
+    source.warn_of_unread_keys()
+    return assemble(run, plan, settings, max_num_requests, progress.loaded)
+
+
+def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> tuple[RunConfig, ModelSource]:
+    """Return the run of the model that a scheme's calibration makes, and its checkpoint; the same where there is nothing to calibrate."""
     if run.quant.needs_calibration and source.is_quantized:
         if (run.calibrate, run.quantize) != (CalibrateConfig(), QuantizeConfig()):
             unused = "calibrate and quantize.format are not used by a model that is quantised already"
@@ -62,7 +71,4 @@ def load_engine_on(
             quant = replace(quant, activations=Activations.auto)
         run = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), quantize=QuantizeConfig())
         source = open_source(run.model)
-    settings = read_request_settings(run.model, source)
-    plan = plan_model(run, source, device, packed=True)
-    source.warn_of_unread_keys()
-    return assemble(run, plan, settings, max_num_requests, progress.loaded)
+    return run, source

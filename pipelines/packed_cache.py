@@ -16,7 +16,7 @@ from conf.errors import UserError
 from conf.schema import RunConfig
 from kernels import build
 from models.formats.packed_file import NotUsable, is_packed, read_packed, restore, save_packed
-from pipelines.fingerprint import file_fingerprint
+from pipelines.fingerprint import code_digest, file_fingerprint
 from pipelines.opening import ModelSource
 from pipelines.planning import ModelPlan
 from pipelines.report import REPOSITORY
@@ -24,7 +24,6 @@ from pipelines.report import REPOSITORY
 log = logging.getLogger(__name__)
 
 FOLDER = REPOSITORY / "outputs" / "packed"
-SOURCES = ("kernels", "models", "quantization")  # packages whose code decides what a checkpoint's numbers become
 
 
 def load_packed(run: RunConfig, plan: ModelPlan, read: Callable[[], None]) -> None:
@@ -65,11 +64,8 @@ def _place(run: RunConfig, plan: ModelPlan) -> Path:
 
 def _identity(source: ModelSource) -> str:
     """Return the digest of the checkpoint's files, and of the code that reads, quantises and packs them."""
-    code = hashlib.sha256()
-    for file in sorted(file for name in SOURCES for file in (REPOSITORY / name).rglob("*.py")):
-        code.update(file.read_bytes())
     files = file_fingerprint(source.checkpoint.path, "model")
-    return _digest({"files": files, "code": code.hexdigest(), "torch": torch.__version__})
+    return _digest({"files": files, "code": code_digest("*.py"), "torch": torch.__version__})
 
 
 def _digest(parts: dict[str, object]) -> str:

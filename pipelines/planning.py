@@ -70,8 +70,10 @@ def plan_model(run: RunConfig, source: ModelSource, device: torch.device, packed
 
 
 def without_quantization(run: RunConfig) -> RunConfig:
-    """Return the run of the float model."""
-    return replace(run, quant=QuantConfig(), calibrate=CalibrateConfig(), quantize=QuantizeConfig())
+    """Return the run of the float model, which is calibrated and computes no rows: it needs no prefixes."""
+    model, device = replace(run.model, prefixes=None), replace(run.device, kept_prefixes=[])
+    floats = replace(run, model=model, device=device)
+    return replace(floats, quant=QuantConfig(), calibrate=CalibrateConfig(), quantize=QuantizeConfig())
 
 
 def _quantize(model: CausalLM, config: QuantConfig, stored: StoredQuantization | None, files: list[WeightFile]) -> None:

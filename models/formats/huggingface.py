@@ -40,6 +40,7 @@ class SafetensorsFile:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
                 self.shapes = {name: tuple(tensor.get_shape()) for name, tensor in slices.items()}
                 codes = {name: tensor.get_dtype() for name, tensor in slices.items()}
+                self.metadata: dict[str, str] = file.metadata() or {}
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is truncated or not a safetensors file: {error}") from error
         if unknown := next((name for name, code in codes.items() if code not in SAFETENSORS_DTYPES), None):

@@ -333,14 +333,19 @@ class Scheduler:
             sequence.block_table += blocks.allocate(missing)
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        prefix, size = sequence.prefix, self.block_manager.block_size
-        salt = salt_bytes(sequence.params.cache_salt, sequence.is_past_border, prefix.digest)
-        extend_hashes(sequence.block_hashes, sequence.token_ids, num_blocks, size, salt, prefix.num_tokens)
+        size, num_prefix_tokens = self.block_manager.block_size, sequence.prefix.num_tokens
+        root = root_hash(sequence)
+        extend_hashes(sequence.block_hashes, sequence.token_ids, num_blocks, size, root, num_prefix_tokens)
 
     def _release(self, sequence: Sequence) -> None:
         self.block_manager.free(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed_tokens = 0
+
+
+def root_hash(sequence: Sequence) -> bytes:
+    """Return what the hash of the sequence's first block begins with."""
+    return salt_bytes(sequence.params.cache_salt, sequence.is_past_border, sequence.prefix.digest)
 
 
 def _num_outputs(sequence: Sequence, num_new_tokens: int) -> int:

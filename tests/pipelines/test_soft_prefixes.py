@@ -15,6 +15,7 @@ from pipelines.fingerprint import fingerprint
 from pipelines.loading import load_engine
 from pipelines.opening import open_source
 from pipelines.pipeline import TextGenerationPipeline
+from pipelines.planning import without_quantization
 from pipelines.predict import run_predict
 from pipelines.prompts import parse_row, read_prompts
 from tests.helpers.builders import run_config
@@ -93,6 +94,13 @@ def test_what_a_job_is_knows_the_contents(chatty: Path, prefixes: dict[str, str]
     assert of({"x": prefixes["a"]}) != of({"x": prefixes["b"]})
     assert of({"x": prefixes["a"]}) != of({"x": prefixes["a"]}, "x")
     assert "model.prefixes" not in of({})
+
+
+def test_calibration_begins_with_no_prefix(chatty: Path, prefixes: dict[str, str]) -> None:
+    run = job(chatty, prefixes, "Once", "a")
+    run = replace(run, device=replace(run.device, kept_prefixes=["kept"]))
+    floats = without_quantization(run)
+    assert (floats.model.prefixes, floats.device.kept_prefixes) == (None, [])
 
 
 def test_the_config_composes_and_repeats(

@@ -1,0 +1,93 @@
+"""Time to the first token of a prompt whose beginning is kept: `python tests/bench/kept_prefix.py model.path=FOLDER device=cpu`.
+
+Two engines over the same model, one with the file of task=prefix, get the same prompts in turns: the kept tokens, and 16 others. Prints the
+medians, their ratio, the seconds that putting the file into the cache adds to a load, and whether all log probabilities are equal.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from conf.compose import compose_run_config, dump
+from conf.decoding import DecodeConfig
+from conf.schema import RunConfig
+from pipelines.engine import Engine, Output
+from pipelines.kept_prefixes import open_kept, place_kept
+from pipelines.loading import load_engine
+from pipelines.opening import open_source
+from pipelines.prefix import run_prefix
+
+NUM_OTHERS = 16
+PREFIX_CACHE = {"plain": False, "kept": True}
+
+
+def keep(overrides: list[str], token_ids: list[int], folder: Path) -> Path:
+    """Make the file of these tokens."""
+    data, output = folder / "data.jsonl", folder / "kept"
+    data.write_text(json.dumps({"prompt_token_ids": token_ids}))
+    run = compose_run_config([*overrides, "task=prefix", f"prefix.data={data}", f"prefix.output={output}"])
+    run_prefix(run, folder / "run", dump)
+    return output
+
+
+def first_token(engine: Engine, prompt: list[int], prefix_cache: bool) -> tuple[float, Output]:
+    """Return the seconds from the request to its first token, and the output."""
+    decode = DecodeConfig(max_new_tokens=2, temperature=0.0, ignore_eos=True, logprobs=1, prefix_cache=prefix_cache)
+    start = time.monotonic()
+    (output,) = engine.generate([engine.request(0, prompt, decode)])
+    assert output.first_token_s is not None
+    return output.first_token_s - start, output
+
+
+def measured(run: RunConfig, kept: Path, token_ids: list[int], rounds: int) -> dict[str, object]:
+    """Measure both engines in turns; the first round, which records steps, does not count."""
+    engines = {"plain": load_engine(run, 1), "kept": load_engine(run, 1)}
+    source = open_source(run.model)
+    kept_run = replace(run, device=replace(run.device, kept_prefixes=[str(kept)]))
+    start = time.perf_counter()
+    place_kept(engines["kept"], open_kept(kept_run, source, engines["kept"].dtype))
+    place_s = time.perf_counter() - start
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    equal, generator = True, random.Random(1)
+    for _ in range(rounds + 1):
+        others = [generator.randrange(3, source.shape.vocab_size) for _ in range(NUM_OTHERS)]
+        outputs = {}
+        for name, engine in engines.items():
+            took, outputs[name] = first_token(engine, token_ids + others, PREFIX_CACHE[name])
+            seconds[name].append(took)
+        equal = equal and outputs["plain"].completions == outputs["kept"].completions
+    medians = {name: statistics.median(each[1:]) for name, each in seconds.items()}
+    return {
+        "first_token_s": {name: round(value, 4) for name, value in medians.items()},
+        "ratio": round(medians["plain"] / medians["kept"], 1),
+        "place_s": round(place_s, 4),
+        "equal_to_the_bit": equal,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    run = compose_run_config([*args.overrides, "device.kv_cache_memory=auto"])
+    generator = random.Random(0)
+    token_ids = [generator.randrange(3, open_source(run.model).shape.vocab_size) for _ in range(args.tokens)]
+    with tempfile.TemporaryDirectory() as folder:
+        kept = keep(args.overrides, token_ids, Path(folder))
+        num_bytes = kept.stat().st_size
+        row = measured(run, kept, token_ids, args.rounds)
+    print(json.dumps({"overrides": args.overrides, "tokens": args.tokens, "kept_bytes": num_bytes, **row}))
+
+
+if __name__ == "__main__":
+    main()
