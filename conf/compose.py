@@ -5,7 +5,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterable
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
@@ -21,7 +21,8 @@ from yaml import YAMLError
 
 from conf import pooling, quantization, schema, speculation
 from conf.errors import UserError, did_you_mean, shortened, there_are
-from conf.schema import RunConfig, SweepConfig, Task
+from conf.saved import as_saved
+from conf.schema import RunConfig, Task
 
 CONF = Path(__file__).resolve().parent
 REPOSITORY = CONF.parent
@@ -234,53 +235,9 @@ def dump(run: RunConfig, output_dir: Path) -> str:
             "job": {"chdir": False},
         },
     }
-    plain = _plain(asdict(_as_saved(run)))
+    plain = _plain(asdict(as_saved(run)))
     header = f"# Run again: python run.py --config-path {output_dir}\n"
     return header + OmegaConf.to_yaml(OmegaConf.create({**composed, **plain}))
-
-
-def _as_saved(run: RunConfig) -> RunConfig:
-    """Return the run as it runs again alone and from any folder: absolute paths, nothing resumed. Hub ids and prompts stay as they are."""
-    model, predict = run.model, run.predict
-    files: dict[str, Any] = {key: _absolute(getattr(model, key)) for key in ("path", "tokenizer")}
-    files["prefixes"] = model.prefixes and {name: _absolute(path) for name, path in model.prefixes.items()}
-    data, template = predict.data, predict.chat_template
-    if data and data != "-" and os.path.isfile(path := os.path.expanduser(data)):
-        data = os.path.abspath(path)
-    if template not in ("auto", "none"):
-        template = os.path.abspath(os.path.expanduser(template))
-    resume = "none" if predict.resume == "none" else "auto"
-    saved = replace(predict, data=data, chat_template=template, resume=resume)
-    measured_on: dict[str, Any] = {
-        key: _absolute(getattr(run.evaluate, key)) for key in ("data", "questions", "reference")
-    }
-    made, made_too, lora, kept_output = (
-        path and os.path.abspath(os.path.expanduser(path))
-        for path in (run.convert.output, run.quantize.output, run.convert.lora, run.prefix.output)
-    )
-    kept_files = [os.path.abspath(os.path.expanduser(path)) for path in run.device.kept_prefixes]
-    kept: dict[str, Any] = {"data": _absolute(run.prefix.data), "output": kept_output}
-    if run.prefix.chat_template not in ("auto", "none"):
-        kept["chat_template"] = os.path.abspath(run.prefix.chat_template)
-    return replace(
-        run,
-        model=replace(model, **files),
-        predict=saved,
-        bench=replace(run.bench, data=_absolute(run.bench.data)),
-        evaluate=replace(run.evaluate, **measured_on),
-        convert=replace(run.convert, output=made, lora=lora),
-        quantize=replace(run.quantize, output=made_too),
-        device=replace(run.device, kept_prefixes=kept_files),
-        prefix=replace(run.prefix, **kept),
-        calibrate=replace(run.calibrate, data=_absolute(run.calibrate.data)),
-        sweep=SweepConfig(),
-    )
-
-
-def _absolute(path: str | None) -> str | None:
-    """Return the absolute path of what exists; a hub id, none and null stay as they are."""
-    full = os.path.expanduser(path or "none")
-    return os.path.abspath(full) if full != "none" and os.path.exists(full) else path
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,60 @@
+"""The run as its config.yaml keeps it: to be run again alone and from any folder."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from conf.schema import RunConfig, SweepConfig
+
+
+def as_saved(run: RunConfig) -> RunConfig:
+    """Return the run with absolute paths and with nothing resumed. Hub ids and prompts stay as they are."""
+    model, predict, prefix = run.model, run.predict, run.prefix
+    files: dict[str, Any] = {key: _existing(getattr(model, key)) for key in ("path", "tokenizer")}
+    files["prefixes"] = model.prefixes and {name: _existing(path) for name, path in model.prefixes.items()}
+    resume = "none" if predict.resume == "none" else "auto"
+    rows: dict[str, Any] = {
+        "data": _data(predict.data),
+        "chat_template": _template(predict.chat_template),
+        "resume": resume,
+    }
+    kept: dict[str, Any] = {"data": _data(prefix.data), "chat_template": _template(prefix.chat_template)}
+    measured_on: dict[str, Any] = {
+        key: _existing(getattr(run.evaluate, key)) for key in ("data", "questions", "reference")
+    }
+    return replace(
+        run,
+        model=replace(model, **files),
+        device=replace(run.device, kept_prefixes=[_absolute(path) for path in run.device.kept_prefixes]),
+        predict=replace(predict, **rows),
+        bench=replace(run.bench, data=_existing(run.bench.data)),
+        evaluate=replace(run.evaluate, **measured_on),
+        convert=replace(run.convert, output=_given(run.convert.output), lora=_given(run.convert.lora)),
+        quantize=replace(run.quantize, output=_given(run.quantize.output)),
+        prefix=replace(prefix, output=_given(prefix.output), **kept),
+        calibrate=replace(run.calibrate, data=_existing(run.calibrate.data)),
+        sweep=SweepConfig(),
+    )
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _given(path: str | None) -> str | None:
+    """Return the absolute path, also of what does not exist yet."""
+    return path and _absolute(path)
+
+
+def _existing(path: str | None) -> str | None:
+    """Return the absolute path of what exists; a hub id, none and null stay as they are."""
+    return _absolute(path) if path and path != "none" and os.path.exists(os.path.expanduser(path)) else path
+
+
+def _data(data: str | None) -> str | None:
+    """Return the absolute path of a file; a prompt and - stay as they are."""
+    return _absolute(data) if data and data != "-" and os.path.isfile(os.path.expanduser(data)) else data
+
+
+def _template(template: str) -> str:
+    return template if template in ("auto", "none") else _absolute(template)
