@@ -365,10 +365,10 @@ class RunConfig:
         if not calibrates and self.calibrate != CalibrateConfig():
             scheme = f"quant={self.quant.scheme.name} with task={self.task.name}"
             raise UserError(f"calibrate is not used by {scheme}: leave it out, or give task=quantize")
-        if self.model.prefixes and self.task not in (Task.predict, Task.prefix):
+        if self.model.prefixes and not (self.task.reads_rows or self.task is Task.prefix):
             raise UserError(f"model.prefixes is not used by task={self.task.name}: leave it out, or give task=predict")
-        if self.device.kept_prefixes and (self.task is not Task.predict or not self.decode.prefix_cache):
-            user = "decode.prefix_cache=false" if self.task is Task.predict else f"task={self.task.name}"
+        if self.device.kept_prefixes and not (self.task.reads_rows and self.decode.prefix_cache):
+            user = "decode.prefix_cache=false" if self.task.reads_rows else f"task={self.task.name}"
             raise UserError(f"device.kept_prefixes is not used by {user}: leave one of them out")
         for other in [task for task in Task if task is not self.task]:
             section = getattr(self, other.name)

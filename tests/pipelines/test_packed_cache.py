@@ -174,7 +174,7 @@ def test_a_changed_checkpoint_takes_its_place(tmp_path: Path, kept: Path, caplog
 
 def test_changed_code_takes_its_place(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
     load_engine(job(GOLDENS / "llama3"), 3)
-    with patch("pipelines.packed_cache.SOURCES", ("kernels",)):
+    with patch("pipelines.fingerprint.SOURCES", ("kernels",)):
         load_engine(job(GOLDENS / "llama3"), 3)
     assert "is of other files, settings or another version" in caplog.text
     assert len(list(kept.iterdir())) == 1
