@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, overload
+from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError, there_are
@@ -15,6 +15,7 @@ from pipelines.engine import Engine, Output, Request
 from pipelines.engine.request import Sink, TokenLogprobs
 from pipelines.loading import load_engine
 from pipelines.memory import explained_out_of_memory
+from pipelines.pooled_pipeline import EmbeddingPipeline, PooledPipeline, ScorePipeline
 from pipelines.prompts import EncodedPrompt, PromptEncoder, PromptRow, rows_from_python
 from pipelines.streamers import Streamer
 
@@ -33,6 +34,14 @@ class Prepared(NamedTuple):
 SAMPLING_TEMPERATURE = 1.0  # for do_sample=True over a greedy config
 
 
+@overload
+def pipeline(task: Literal["text_generation"], *options: Any, **arguments: Any) -> "TextGenerationPipeline": ...
+
+
+@overload
+def pipeline(task: Literal["embedding", "score"], *options: Any, **arguments: Any) -> "PooledPipeline": ...
+
+
 def pipeline(
     task: str,
     model: str | Path = "tiny",
@@ -44,7 +53,7 @@ def pipeline(
     tokenizer: str | Path | None = None,
     overrides: list[str] | None = None,
     **arguments: Any,
-) -> "TextGenerationPipeline":
+) -> "TextGenerationPipeline | PooledPipeline":
     """Return a pipeline, chosen by the names of the config's options.
 
     >>> pipe = pipeline("text_generation", model="tiny", decode="greedy", device="cpu")
@@ -70,10 +79,12 @@ def pipeline(
     path = None if str(model) in options("model") else str(model)
     if path is not None and "/" not in path and not Path(path).exists():
         raise UserError(f"model={path} is neither a folder or file nor an option: {there_are(options('model'), path)}")
+    pipeline_class = TASKS[task]
+    choices["task"] = pipeline_class.task
     names = [f"{group}={choice}" for group, choice in choices.items()] + ([] if path else [f"model={model}"])
     names += [] if dtype is None else [f"model.dtype={str(dtype).removeprefix('torch.')}"]
     run = compose_run_config([*names, *(overrides or [])], path, _tokenizer_path(tokenizer))
-    return TASKS[task](run, **arguments)
+    return pipeline_class(run, **arguments)
 
 
 def _tokenizer_path(tokenizer: Any) -> str | None:
@@ -90,6 +101,8 @@ class TextGenerationPipeline:
     `prompt_logprobs`: for each token (of the prompt each but the first) the logprob and rank of it and of the most likely ones, by id.
     `engine` runs token ids directly. Calls from several threads take turns.
     """
+
+    task = "predict"
 
     def __init__(self, run: RunConfig, **arguments: Any) -> None:
         self.run = run
@@ -303,7 +316,11 @@ def _steps(steps: list[TokenLogprobs]) -> list[dict[int, dict[str, float]]]:
     ]
 
 
-TASKS = {"text_generation": TextGenerationPipeline}
+TASKS: dict[str, type[TextGenerationPipeline] | type[PooledPipeline]] = {
+    "text_generation": TextGenerationPipeline,
+    "embedding": EmbeddingPipeline,
+    "score": ScorePipeline,
+}
 DECODE_ARGUMENTS = tuple(field.name for field in fields(DecodeConfig))
 OTHER_ARGUMENTS = (
     "do_sample",

@@ -24,7 +24,7 @@ from conf.compose import (
 )
 from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig, QuantizeConfig, QuantizedFormat, QuantMethod, QuantScheme
-from conf.schema import DeviceType, DType, ModelConfig, RunConfig, SweepConfig, Task
+from conf.schema import DeviceType, DType, ModelConfig, PredictConfig, RunConfig, SweepConfig, Task
 
 GROUPS = ("task", "model", "parallel", "quant", "decode", "device", "experiment")
 OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
@@ -430,6 +430,17 @@ def test_a_job_of_a_sweep_over_tasks_leaves_out_what_is_for_the_other_tasks() ->
     config.predict.batch_size = 3  # of a task that the sweep does not run
     with pytest.raises(UserError, match="predict.batch_size=3 is not used by task=bench"):
         to_run_config(config, swept_tasks(arguments))
+
+
+@pytest.mark.parametrize("task", [Task.embed, Task.score])
+def test_a_task_of_rows_reads_the_settings_of_predict(task: Task) -> None:
+    config = OmegaConf.structured(RunConfig(task=task))
+    config.predict.data, config.predict.batch_size = "rows.jsonl", 3
+    for swept in (None, ["predict", task.name]):
+        assert to_run_config(config, swept).predict == PredictConfig(data="rows.jsonl", batch_size=3)
+    config.bench.new_tokens = 9
+    with pytest.raises(UserError, match=f"bench.new_tokens=9 is not used by task={task.name}"):
+        to_run_config(config)
 
 
 def test_an_objective_is_for_jobs_of_a_sweep_alone(tmp_path: Path) -> None:

@@ -21,10 +21,11 @@ from conf.quantization import Activations, QuantConfig, QuantMethod, QuantScheme
 from conf.schema import PredictConfig, RunConfig, Task
 from pipelines.embed import run_embed
 from pipelines.loading import load_engine
-from tests.helpers.builders import run_config, write_llama
+from tests.helpers.builders import all_logits, run_config, write_llama
 from tests.helpers.embedding_models import QUERY, write_e5_mistral, write_modules, write_qwen3_embedding
 from tests.helpers.gguf_files import write_twin
 from tests.helpers.small_tokenizers import byte_level, save
+from tests.helpers.soft_prefixes import engine_with, write_paddle
 
 TEXTS = ["Once upon a time", "a", "", "She said: hello, world! It was a good day for the dog. ", "don't stop 12345"]
 TOLERANCE = 1e-5  # float32 sums in another order; a normalised vector's numbers are at most 1
@@ -164,6 +165,30 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     run_embed(replace(run, model=replace(run.model, path=str(file), tokenizer=None)), tmp_path / "out", dump)
     expected = hidden_states(reference.model, [5, 6, 7])[-1]
     np.testing.assert_allclose(results(tmp_path / "out")[0][0], expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_prefix_stands_before_the_prompt(tmp_path: Path) -> None:
+    reference = write_llama(tmp_path / "model")
+    write_paddle(tmp_path / "pre_caches.npy", 7)
+    prompt = [5, 6, 7, 8]
+    data = tmp_path / "rows.jsonl"
+    rows = [
+        {"prompt_token_ids": prompt},
+        {"prompt_token_ids": prompt, "prefix": "p"},
+        {"prompt_token_ids": prompt, "prefix": "q"},
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = embed_run(tmp_path / "model", data)
+    prefixes = {"p": str(tmp_path / "pre_caches.npy")}
+    run_embed(replace(run, model=replace(run.model, tokenizer=None, prefixes=prefixes)), tmp_path / "out", dump)
+    vectors, read = results(tmp_path / "out")
+    engine = engine_with(tmp_path / "model", {"p": tmp_path / "pre_caches.npy"})
+    for vector, prefix in zip(vectors[:2], (None, "p"), strict=True):
+        logits = torch.from_numpy(vector) @ reference.lm_head.weight.detach().T
+        expected = all_logits(engine, prompt, prefix)[-1]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)  # of order 10, added up in another order
+    assert not np.allclose(*vectors[:2])
+    assert "prefix 'q' does not exist: there are p" in read[2]["error"]
 
 
 def test_a_bad_row_is_an_error_and_its_vector_is_nan(tmp_path: Path) -> None:
