@@ -14,6 +14,7 @@ from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.formats.base import WeightFile
+from models.heads import NoHead
 from models.layers.linear import Linear
 from models.linear_layers import checkpoint_parts, other_parameters
 
@@ -44,14 +45,15 @@ def stored_dtype(config: ConfigReader, files: list[WeightFile]) -> str:
 def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, ...]) -> dict[str, str]:
     """Return the model's name for each tensor of the checkpoint that it needs, by the name there.
 
-    It needs none whose name ends in one of `ignored`, or begins as the model's `ignored_prefixes`.
+    It needs none whose name ends in one of `ignored`, or begins as the model's `ignored_prefixes`, and no head where it has none.
     Raises UserError that lists all missing, unexpected and wrong-shaped tensors, and for parameters that are no floats.
     """
     expected = expected_shapes(model)
     names = full_names(expected)
     # A head that is tied to the embedding may be in the checkpoint as a second copy.
     accepted = expected.keys() | {head_name(model)}
-    _compare(expected, accepted, files, names, ignored, model.ignored_prefixes)
+    headless = (f"{model.layout.head}.",) if isinstance(model.head, NoHead) else ()
+    _compare(expected, accepted, files, names, ignored, model.ignored_prefixes + headless)
     matched = {name: names[name] for file in files for name in file.shapes if name in names}
     parts = checkpoint_parts(model).items()
     floats = other_parameters(model).keys() | {name for name, (layer, _) in parts if layer.method.takes_floats}

@@ -24,6 +24,7 @@ from pipelines.loading import load_engine
 from tests.helpers.builders import all_logits, run_config, write_llama
 from tests.helpers.embedding_models import QUERY, write_e5_mistral, write_modules, write_qwen3_embedding
 from tests.helpers.gguf_files import write_twin
+from tests.helpers.quantized_models import make, quantize_run
 from tests.helpers.small_tokenizers import byte_level, save
 from tests.helpers.soft_prefixes import engine_with, write_paddle
 
@@ -154,6 +155,20 @@ def test_a_quantised_model_gives_the_hidden_states_that_it_predicts_from(tmp_pat
     for ids, vector in zip(prompts, results(tmp_path / "out")[0], strict=True):
         # Without the C++ kernels torch's sums may run in an order of their own.
         np.testing.assert_allclose(vector, engine.hidden_states([ids], [1])[0], atol=1e-6, rtol=1e-6)
+
+
+def test_a_quantised_checkpoint_whose_head_is_coded(tmp_path: Path) -> None:
+    """Its file holds the head in several tensors, none of which is wanted."""
+    write_pooled_llama(tmp_path / "float", None, intermediate_size=96)
+    quant = QuantConfig(scheme=QuantScheme.int4, group_size=32, overrides={"lm_head": "int8"})
+    make(quantize_run(tmp_path / "float", quant, tmp_path / "coded", None, tokenizer=""), tmp_path / "report")
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt_token_ids": [5, 6, 7]}\n')
+    for name in ("float", "coded"):
+        run = embed_run(tmp_path / name, data)
+        run_embed(replace(run, quant=quant if name == "float" else QuantConfig()), tmp_path / f"{name} out", dump)
+    (own, _), (stored, _) = results(tmp_path / "float out"), results(tmp_path / "coded out")
+    np.testing.assert_allclose(stored, own, atol=1e-6, rtol=1e-6)
 
 
 def test_a_gguf_file(tmp_path: Path) -> None:
