@@ -16,7 +16,7 @@ from conf.errors import UserError
 from conf.quantization import QuantConfig
 from conf.speculation import Speculate, SpeculationConfig
 from pipelines.engine import Engine, Output
-from pipelines.engine.request import SequenceGroup
+from pipelines.engine.request import Pooling, SequenceGroup
 from tests.helpers.builders import SMALL, all_logits, complete, generate, write_llama
 from tests.helpers.oracle import TOLERANCE, write_random
 from tests.helpers.quantized_models import STATIC_CACHES, make, quantize_run, random_rows, write_rows
@@ -112,6 +112,22 @@ def test_families_equal_peft(tmp_path: Path, family: str, kind: str) -> None:
     reference = write_peft(tmp_path / "p", model, kind, 5)
     logits = all_logits(engine_with(tmp_path / "model", {"p": tmp_path / "p"}), PROMPT, "p")
     torch.testing.assert_close(logits, peft_logits(reference, PROMPT), atol=TOLERANCE, rtol=0)
+
+
+def test_vectors_stand_behind_a_prefix_too(base: tuple[Path, Any], tmp_path: Path) -> None:
+    """PEFT's logits of the last token, also from the prefix cache, and its mean hidden state, which counts no virtual token."""
+    folder, model = base
+    reference = write_peft(tmp_path / "p", copy.deepcopy(model), "prefix_tuning", 9)
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        expected = reference(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
+    engine = engine_with(folder, {"p": tmp_path / "p"}, max_batched_tokens=4, block_size=4)
+    vectors = {Pooling.mean: expected.hidden_states[-1][0].mean(0), Pooling.last: expected.logits[0, -1]}
+    for pooling, num_cached in ((Pooling.mean, 0), (Pooling.last, 7)):
+        request = engine.pooled_request(0, PROMPT, pooling, DecodeConfig(), "p")
+        (output,) = engine.generate([request], on_step=engine.scheduler.check_integrity)
+        assert output.num_cached_tokens == num_cached
+        torch.testing.assert_close(output.pooled, vectors[pooling], atol=TOLERANCE, rtol=0)
 
 
 def tokens_of(outputs: list[Output]) -> list[list[list[int]]]:
