@@ -55,6 +55,7 @@ class Scheduler:
         self._key_border = key_border
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[SequenceGroup] = []  # in the order of admission
+        self._reserved: list[Sequence] = []  # which have blocks for drafts
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a group."""
@@ -68,9 +69,9 @@ class Scheduler:
         It is more than `max_tokens` where more sequences run, or where prompts cannot be cut.
         """
         copies: list[tuple[int, int]] = []
+        while self._reserved:
+            self._drop_reserved(self._reserved.pop())
         for group in self.running:
-            for sequence in group.sequences:
-                self._drop_reserved(sequence)
             self._recompute_past_border(group)
         if self._grow(copies):
             while self.waiting and self._may_run(self.waiting[0]) and self._admit(self.waiting[0], copies):
@@ -129,7 +130,9 @@ class Scheduler:
             if self._key_border is not None and not sequence.is_past_border:
                 most = min(most, self._key_border - num_tokens)
             most = max(0, most)
-            sequence.block_table += blocks.allocate(max(0, self._num_missing(sequence, most)))
+            if (missing := self._num_missing(sequence, most)) > 0:
+                sequence.block_table += blocks.allocate(missing)
+                self._reserved.append(sequence)
             budget -= most
             reserved.append(most)
         return reserved

@@ -59,6 +59,8 @@ class Speculator:
 
         `max_tokens`: the step's budget, as for `Scheduler.plan`.
         """
+        if all(item.sequence.params.speculate is Speculate.none for item in plan.scheduled):
+            return plan
         start = self._clock()  # before the drafts, which may take longer than they spare
         most = [_most(item) if item.group in plan.ready else 0 for item in plan.scheduled]
         if not any(most):

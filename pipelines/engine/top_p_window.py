@@ -21,7 +21,7 @@ from pipelines.engine.scheduler import Scheduled
 def verify(step: LaunchedStep, fail: Callable[[SequenceGroup, BaseException], None]) -> None:
     """Give the step's rows that ask for it their next tokens by this rule. `fail` ends a group that raises."""
     for index, (item, row) in enumerate(zip(step.plan.scheduled, step.first_rows, strict=True)):
-        if is_windowed(item):
+        if item.sequence.params.speculation.acceptance is not Acceptance.exact and is_drafted_and_drawn(item):
             end = row + item.num_outputs
             try:
                 step.give(index, verified(item, step.outputs.logits[end - 1 : end + len(item.drafts)]))
@@ -29,12 +29,11 @@ def verify(step: LaunchedStep, fail: Callable[[SequenceGroup, BaseException], No
                 fail(item.group, error)
 
 
-def is_windowed(item: Scheduled) -> bool:
-    """Return whether the item's next tokens are chosen so: drawn ones behind the first, which is drawn as all are."""
+def is_drafted_and_drawn(item: Scheduled) -> bool:
+    """Return whether the item's next tokens are drafted and drawn, behind the first one, which is drawn as all are."""
     params, sequence = item.sequence.params, item.sequence
     return (
-        params.speculation.acceptance is Acceptance.top_p_window
-        and params.speculate is not Speculate.none
+        params.speculate is not Speculate.none
         and params.samples
         and sequence.num_output_tokens > 0
         and sequence.num_uncomputed_tokens == item.num_new_tokens
