@@ -10,6 +10,8 @@ from kernels.kv_format import FORMATS, allocate
 from kernels.kv_store.triton import kv_store, rope_and_store
 from kernels.linear.gpu_weight import GPUWeight, of_floats
 from kernels.linear.triton import matmul
+from kernels.lora.table import AdapterTable
+from kernels.lora.triton import lora_add
 from kernels.moe.triton import mixture, route
 from kernels.paged_attention.triton import paged_attention
 from kernels.quantize_rows import ActivationFormat, QuantizedActivations
@@ -155,6 +157,14 @@ def mix(num_tokens: int, model: str, kind: str, dtype: torch.dtype = BF16) -> No
     mixture(torch.empty(num_tokens, size, dtype=dtype), gate_up, down, weights, chosen, rows, rows)
 
 
+def add_adapters(num_rows: int, max_rank: int, dtype: torch.dtype = BF16) -> None:
+    """Eight adapters of the matrices that read what a feed-forward layer of 8 B reads, and of those that write it."""
+    for inputs, outputs in ((4096, 14336), (14336, 4096)):
+        table = AdapterTable.empty(8, max_rank, inputs, outputs, dtype, torch.get_default_device())
+        slots = torch.zeros(num_rows, dtype=torch.int64)
+        lora_add(torch.empty(num_rows, outputs, dtype=dtype), torch.empty(num_rows, inputs, dtype=dtype), table, slots)
+
+
 CASES: dict[str, Callable[[], None]] = {
     **{f"attention decode 1 {model}": partial(attend, model, 1, 1) for model in MODELS},
     **{f"attention decode 64 {kind}": partial(attend, "llama-3.1-8b", 64, 64, kind) for kind in NAMES},
@@ -179,6 +189,8 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"matmul {rows} fp8 blocks": partial(multiply_codes, rows, FP8, True) for rows in ROWS},
     "sampling 128 llama-3": partial(sample, 128, 128256),
     "sampling 1 llama-2": partial(sample, 1, 32000),
+    **{f"lora {rows} rank {rank}": partial(add_adapters, rows, rank) for rows, rank in ((1, 16), (64, 64), (4096, 16))},
+    "lora 64 float32": partial(add_adapters, 64, 16, torch.float32),
     **{
         f"moe {tokens} mixtral-8x7b {kind}": partial(mix, tokens, "mixtral-8x7b", kind)
         for kind in ("floats", *EXPERT_FORMATS)

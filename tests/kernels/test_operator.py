@@ -16,6 +16,7 @@ from kernels.all_finite import all_finite
 from kernels.kv_format import PARTS, Int4, PagedVectors, allocate
 from kernels.kv_store import kv_store
 from kernels.linear.packed import GROUP, WEIGHT
+from kernels.lora import AdapterTable
 from kernels.moe import group_rows
 from kernels.paged_attention import paged_attention
 from kernels.quantize_rows import QuantizedActivations, quantize_rows
@@ -63,6 +64,8 @@ def test_rows(num_rows: int, dtype: torch.dtype) -> None:
         opcheck(ops.all_finite, rows)
     opcheck(ops.swiglu, *wide.chunk(2, dim=-1))
     opcheck(ops.swiglu_quantize, *wide.chunk(2, dim=-1), torch.int8, None)
+    table = AdapterTable(randn(2, 3, 33, dtype=dtype), randn(2, 3, 66, dtype=dtype), torch.tensor([3, 1]), randn(2))
+    opcheck(ops.lora_add, wide, x, *vars(table).values(), torch.arange(num_rows) % 3 - 1)
     heads, angles = randn(num_rows, 9, 34, dtype=dtype)[:, 2:5], randn(2, num_rows, 16, dtype=dtype)
     opcheck(ops.rope, heads, *angles)
     opcheck(ops.rope, heads, *angles, interleaved=True)

@@ -1,0 +1,34 @@
+"""The part of low-rank adapters in a linear layer's outputs, each row with its own adapter or none.
+
+T rows, I inputs, O outputs.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.build import DTYPES, Library
+from kernels.lora import reference
+from kernels.lora.table import AdapterTable
+from kernels.operator import Misfit, Parts, operator
+
+__all__ = ["AdapterTable", "lora_add"]
+
+
+@operator(reference.lora_add, has_triton=True, parts={"table": Parts.of(AdapterTable)}, mutates_args=("y",))
+def lora_add(cpp: Library, y: Tensor, x: Tensor, table: AdapterTable, slots: Tensor) -> None:
+    """Add each row's adapter to y [T, O] for x [T, I], as `reference.lora_add` does. Rows may lie apart.
+
+    A row's bits depend on the row and its own adapter alone: not on its mates, their ranks, or the slot.
+    """
+    dtype = DTYPES.get(y.dtype)
+    are_alike = y.dtype == x.dtype == table.a.dtype and y.is_cpu and x.is_cpu
+    if dtype is None or not are_alike or y.stride(1) != 1 or slots.dtype != torch.int64:
+        raise Misfit
+    x, slots = x if x.stride(1) == 1 else x.contiguous(), slots.contiguous()
+    (num_rows, num_inputs), num_outputs = x.shape, y.shape[1]
+    hidden = torch.empty(num_rows, table.max_rank)
+    cpp.lora_add(
+        *(y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), dtype, table.a.data_ptr(), table.b.data_ptr()),
+        *(table.ranks.data_ptr(), table.scales.data_ptr(), slots.data_ptr(), hidden.data_ptr()),
+        *(num_rows, num_inputs, num_outputs, table.max_rank),
+    )
