@@ -11,7 +11,8 @@ def as_saved(run: RunConfig) -> RunConfig:
     """Return the run with absolute paths and with nothing resumed. Hub ids and prompts stay as they are."""
     model, predict, prefix = run.model, run.predict, run.prefix
     files: dict[str, Any] = {key: _existing(getattr(model, key)) for key in ("path", "tokenizer")}
-    files["prefixes"] = model.prefixes and {name: _existing(path) for name, path in model.prefixes.items()}
+    for key in ("prefixes", "adapters"):
+        files[key] = getattr(model, key) and {name: _existing(path) for name, path in getattr(model, key).items()}
     resume = "none" if predict.resume == "none" else "auto"
     rows: dict[str, Any] = {
         "data": _data(predict.data),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from conf.adapters import check_adapters, check_paths
 from conf.decoding import DecodeConfig
 from conf.errors import UserError, check
 from conf.pooling import EmbedConfig, ScoreConfig
@@ -109,12 +110,16 @@ class ModelConfig:
     PEFT adapter of prefix_tuning, prompt_tuning or p_tuning."""
     keep_packed: bool = False
     """Keep the model as the CPU kernels read it in outputs/packed, as large as in memory, and map that file at the next start."""
+    adapters: Any = None
+    """LoRA adapters in PEFT's layout that rows may name, beside the weights: {NAME: FOLDER, ...}."""
+    max_adapters: int = 8
+    """Most adapters that the rows of a step may have. The least recently used one makes room for another."""
 
     def __post_init__(self) -> None:
         check(bool(self.path), "model.path", repr(self.path), "a folder or a hub id")
-        prefixes = self.prefixes.items() if isinstance(self.prefixes, dict) else [(self.prefixes, self.prefixes)]
-        are_paths = all(isinstance(text, str) and text for pair in prefixes for text in pair)
-        check(self.prefixes is None or are_paths, "model.prefixes", self.prefixes, "paths by name: {NAME: PATH, ...}")
+        check_paths("model.prefixes", self.prefixes)
+        check_paths("model.adapters", self.adapters)
+        check(self.max_adapters > 0, "model.max_adapters", self.max_adapters, "a number above 0")
         random = self.weights is Weights.random
         check(not (self.verify and random), "model.verify", "true", "false, or model.weights=checkpoint")
         check(not (self.keep_packed and random), "model.keep_packed", "true", "false, or model.weights=checkpoint")
@@ -185,6 +190,8 @@ class PredictConfig:
     a path: a Jinja file, used for `messages` rows and for text prompts (as one user message)."""
     prefix: str | None = None
     """Name of the prefix in `model.prefixes` that stands before every prompt; a row's own `prefix` beats it. null: none."""
+    adapter: str | None = None
+    """Which of `model.adapters` the rows have that name none; null: none."""
     resume: str = "auto"
     """auto: go on with an unfinished job of the same input, model and decode settings, in the run's own folder or beside it;
     none: begin anew; a folder: go on with the job in it, which must be the same. From standard input only in a folder named."""
@@ -370,6 +377,7 @@ class RunConfig:
         if self.device.kept_prefixes and not (self.task.reads_rows and self.decode.prefix_cache):
             user = "decode.prefix_cache=false" if self.task.reads_rows else f"task={self.task.name}"
             raise UserError(f"device.kept_prefixes is not used by {user}: leave one of them out")
+        check_adapters(self.model.adapters or {}, self.predict.adapter, self.task.name)
         for other in [task for task in Task if task is not self.task]:
             section = getattr(self, other.name)
             unchanged = type(section)()

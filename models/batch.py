@@ -22,11 +22,13 @@ class BatchShape(NamedTuple):
     table_width: int
     num_prompt_features: int
     num_outputs: int
+    num_adapted: int = 0
+    """`num_tokens` where some token has an adapter, else 0: a step without adapters is as if there were none."""
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a batch's fields, in their order in memory. Tables come last, so that wider ones move no other field."""
-        tokens, sequences, width, features, outputs = self
+        tokens, sequences, width, features, outputs, adapted = self
         return {
             "token_ids": (tokens,),
             "positions": (tokens,),
@@ -37,6 +39,7 @@ class BatchShape(NamedTuple):
             "prompt_features": (sequences, features),
             "output_rows": (outputs,),
             "output_starts": (sequences + 1,),
+            "adapter_slots": (adapted,),
             "block_tables": (sequences, width),
         }
 
@@ -79,11 +82,13 @@ class Batch:
     prompt_features = _Field()  # [S, K] what the model's `prompt_features` returned for each sequence's prompt
     output_rows = _Field()  # [R] rows of the tokens whose hidden states and logits are wanted: a sequence's last ones
     output_starts = _Field()  # [S+1] sequence s owns output rows output_starts[s] to output_starts[s+1]
+    adapter_slots = _Field()  # [T] slot of each token's adapter, -1: none; empty where no token has one
     block_tables = _Field()  # [S, M] padded with 0; context_lengths says how much counts
 
     def __init__(self, numbers: Tensor, shape: BatchShape, only_outputs_attend: bool = False) -> None:
         """Take int64 numbers that hold all fields one behind the other, so that one copy moves a batch to a device."""
         self.numbers, self.shape, self._only_outputs_attend = numbers, shape, only_outputs_attend
+        self._output_slots: Tensor | None = None
 
     def of_output_rows(self) -> "Batch":
         """The batch as a model's last layer takes it: only output rows attend."""
@@ -94,6 +99,14 @@ class Batch:
     def attending(self, x: Tensor) -> Tensor:
         """Return the rows of x [T, *] whose tokens attend: all, or the output rows [R, *]."""
         return x[self.output_rows] if self._only_outputs_attend else x
+
+    def adapter_slots_of(self, num_rows: int) -> Tensor | None:
+        """Return the adapters' slots of what are the batch's tokens, or its output rows, by their number; None where no token has one."""
+        if not self.shape.num_adapted or num_rows == self.shape.num_tokens:
+            return self.adapter_slots if self.shape.num_adapted else None
+        if self._output_slots is None:
+            self._output_slots = self.adapter_slots[self.output_rows]
+        return self._output_slots
 
     @property
     def attending_starts(self) -> Tensor:
@@ -112,8 +125,9 @@ class Batch:
         prompt_features: list[tuple[int, ...]],
         output_rows: list[int],
         output_starts: list[int],
+        adapter_slots: list[int] | None = None,
     ) -> "Batch":
-        """Make a batch on the CPU."""
+        """Make a batch on the CPU. `adapter_slots`: None where no token has an adapter."""
         longest = max(map(len, block_tables))
         width = 1 << (longest - 1).bit_length()  # a power of two, so that decode steps have few different shapes
         tables: list[int] = []
@@ -130,6 +144,7 @@ class Batch:
             [feature for features in prompt_features for feature in features],
             output_rows,
             output_starts,
+            adapter_slots or [],
             tables,
         )
         numbers: list[int] = []
@@ -137,7 +152,8 @@ class Batch:
             numbers += field
             while len(numbers) % ALIGNMENT:
                 numbers.append(0)
-        shape = BatchShape(len(token_ids), len(block_tables), width, len(prompt_features[0]), len(output_rows))
+        counts = len(token_ids), len(block_tables), width, len(prompt_features[0]), len(output_rows)
+        shape = BatchShape(*counts, num_adapted=len(adapter_slots or []))
         return Batch(torch.frombuffer(array("q", numbers), dtype=torch.int64), shape)
 
 

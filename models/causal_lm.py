@@ -171,9 +171,9 @@ class CausalLM(Module, ABC):
         return self.finish(self.run_layers(self.embed(batch), batch, cache, range(self.config.num_hidden_layers)))
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, V] of normed hidden states [R, E]."""
-        logits: Tensor = self.head(hidden, None)
+    def logits(self, hidden: Tensor, batch: Batch | None = None) -> Tensor:
+        """Return logits [R, V] of normed hidden states [R, E], which are the output rows of `batch`. None: rows of no batch."""
+        logits: Tensor = self.head(hidden, batch)
         return logits
 
 

@@ -22,7 +22,7 @@ HARMLESS = frozenset(
     resid_pdrop router_aux_loss_coef router_jitter_noise seq_aux skip_bias_add skip_bias_add_qkv slow_but_exact
     softmax_in_fp32 summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     task_specific_params tokenizer_class torch_dtype transformers_version unk_token_id unsloth_version use_cache
-    use_cache_kernel use_flash_attn
+    use_cache_kernel use_flash_attn smoothed_by
     """.split()
 )
 

@@ -6,6 +6,7 @@ hold them.
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from conf.quantization import Activations
 from conf.schema import DeviceConfig, RunConfig
@@ -15,6 +16,7 @@ from models.batch import KVCache
 from models.linear_layers import bring_together
 from models.weights import initialise_randomly, load_weights
 from pipelines.engine import Engine
+from pipelines.engine.adapters import Adapters
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks, free_memory
 from pipelines.kept_prefixes import open_kept, place_kept
 from pipelines.memory import check_memory, step_bytes, weight_bytes
@@ -23,6 +25,7 @@ from pipelines.planning import ModelPlan
 from pipelines.request_settings import RequestSettings
 from pipelines.soft_prefixes import place_prefixes, read_prefixes
 from quantization.kv_scales import static_kv_formats
+from quantization.smoothing_mark import smoothed_by
 
 AUTO_SEQUENCES = 16  # that an automatic cache holds at least: rows may ask for beams or samples of their own
 
@@ -46,6 +49,11 @@ def assemble(
     _load(run, plan, on_bytes)
     if plan.packed:
         bring_together(plan.model, plan.device)
+    checkpoint = plan.source.checkpoint
+    smoothing = smoothed_by(checkpoint.config, checkpoint.path)
+    adapters = Adapters(plan.model, plan.dtype, plan.device, run.model.max_adapters, smoothing)
+    for name, folder in (run.model.adapters or {}).items():
+        adapters.load(name, Path(folder).expanduser(), in_use=())
     num_tokens = [settings.context.num_tokens] * max(AUTO_SEQUENCES, num_sequences)
     num_tokens += [prefix.num_tokens for prefix in prefixes.values()]
     num_tokens += [row.num_slots for file in kept for row in file.rows]
@@ -61,6 +69,7 @@ def assemble(
         num_graph_sequences=num_sequences if run.device.cuda_graphs and plan.packed else 0,
         decode_threads=run.device.decode_threads,
         undrafted=_undrafted(run),
+        adapters=adapters,
     )
     place_prefixes(engine, prefixes)
     place_kept(engine, kept)

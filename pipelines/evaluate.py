@@ -86,8 +86,9 @@ def right_answers(
     encoder = PromptEncoder(engine.tokenizer, add_special_tokens=True, chat_template="auto")
     requests = []
     for i, question in enumerate(questions):
+        row = question.row
         try:
-            requests.append(engine.request(i, encoder.encode(question.row).token_ids, decode))
+            requests.append(engine.request(i, encoder.encode(row).token_ids, decode, adapter=row.adapter))
         except UserError as error:
             raise UserError(f"{question.where} cannot be asked: {error}") from error
     right = [False] * len(questions)

@@ -59,6 +59,7 @@ def fingerprint(run: RunConfig, source: ModelSource, engine: Engine, prompts: Pr
         "device.type": engine.device.type,
         "quant": _plain(asdict(run.quant)),
         "predict.add_special_tokens": run.predict.add_special_tokens,
+        "predict.adapter": run.predict.adapter,
         "predict.chat_template": _chat_template(run.predict.chat_template),
     }
     if run.model.prefixes:
@@ -67,6 +68,7 @@ def fingerprint(run: RunConfig, source: ModelSource, engine: Engine, prompts: Pr
     if run.quant.needs_calibration:
         parts |= calibration_fingerprint(run)
     parts |= {f"decode.{name}": value for name, value in _plain(_deciding(run.decode)).items()}
+    parts |= {f"model.adapters.{adapter.name}": adapter.digest for adapter in engine.adapters.ids}
     parts |= file_fingerprint(model, "model")
     if tokenizer and not tokenizer.samefile(model):
         parts |= file_fingerprint(tokenizer, "tokenizer")

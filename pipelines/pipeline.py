@@ -155,7 +155,8 @@ class TextGenerationPipeline:
         of these. A generator of them is read as places become free, and gives an iterator of the results, in order: memory stays flat.
 
         Arguments: every field of DecodeConfig; `do_sample`; `return_full_text` (False leaves the prompt out); `streamer`;
-        `batch_size` (most sequences at once); `add_special_tokens`; `chat_template`; `prefix`. They beat those given to the constructor.
+        `batch_size` (most sequences at once); `add_special_tokens`; `chat_template`; `prefix` and `adapter` (names, for the prompts that
+        give none). They beat those given to the constructor.
         Raises UserError for the first prompt that cannot be run, of a list before any is.
         """
         streamer: Streamer | None = _checked_streamer({**self._defaults, **arguments}.get("streamer"))
@@ -273,12 +274,14 @@ class TextGenerationPipeline:
         streamer: Streamer | None,
     ) -> Iterator[Prepared]:
         num_texts, prefix = 0, given.get("prefix", self.run.predict.prefix)
+        adapter = given.get("adapter", self.run.predict.adapter)
         for row in rows:
             sink = _sink(streamer, num_texts) if streamer else None
             try:
                 prompt = encoder.encode(row)
                 own, prediction, behind = decode.replaced(row.decode), prompt.prediction_token_ids, row.prefix or prefix
-                request = self.engine.request(row.index, prompt.token_ids, own, sink, prediction, behind)
+                name = adapter if row.adapter is None else row.adapter
+                request = self.engine.request(row.index, prompt.token_ids, own, sink, prediction, behind, name)
             except UserError as error:
                 raise UserError(f"prompt {row.index}: {error}") from error
             yield Prepared(prompt, request, num_texts)
@@ -330,6 +333,7 @@ OTHER_ARGUMENTS = (
     "add_special_tokens",
     "chat_template",
     "prefix",
+    "adapter",
 )
 
 
@@ -344,6 +348,8 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"chat_template={arguments['chat_template']!r} is neither auto nor none nor a path")
     if not isinstance(arguments.get("prefix"), str | None):
         raise UserError(f"prefix={arguments['prefix']!r} is no name of model.prefixes")
+    if not isinstance(arguments.get("adapter", ""), str | None):
+        raise UserError(f"adapter={arguments['adapter']!r} is not the name of an adapter")
     batch_size = arguments.get("batch_size", 1)
     if type(batch_size) is not int or batch_size < 1:
         raise UserError(f"batch_size={batch_size!r} is not a number above 0")

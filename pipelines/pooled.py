@@ -68,6 +68,10 @@ class Pooler(ABC):
         token_ids = self.encode(row)
         if row.prediction is not None:
             raise UserError("a prediction is not used where nothing is generated: leave it out")
+        if row.adapter is not None:
+            raise UserError(
+                f"adapter={row.adapter} is not used where nothing is generated: leave it out, or merge it by task=convert"
+            )
         own = decode.replaced(row.decode)
         return self.engine.pooled_request(row.index, token_ids, self.pooling, own, row.prefix or self._prefix)
 

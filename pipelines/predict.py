@@ -65,7 +65,8 @@ class PredictJob(Job):
         prompt = self._encoder.encode(row)
         decode, prediction = self._decode_of(row), prompt.prediction_token_ids
         prefix = row.prefix or self._run.predict.prefix
-        request = self.engine.request(row.index, prompt.token_ids, decode, None, prediction, prefix)
+        adapter = self._run.predict.adapter if row.adapter is None else row.adapter
+        request = self.engine.request(row.index, prompt.token_ids, decode, None, prediction, prefix, adapter)
         self._prompts[row.index] = prompt.text, request.params
         return request
 

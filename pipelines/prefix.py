@@ -74,7 +74,7 @@ def _request(engine: Engine, encoder: PromptEncoder, row: PromptRow, decode: Dec
     """Return the request that computes a row's prompt, with the salt that the row will have."""
     salt = decode.replaced(row.decode).cache_salt
     own = DecodeConfig(max_new_tokens=1, ignore_eos=True, prefix_cache=True, cache_salt=salt)
-    return engine.request(row.index, encoder.encode(row).token_ids, own, prefix=row.prefix)
+    return engine.request(row.index, encoder.encode(row).token_ids, own, prefix=row.prefix, adapter=row.adapter)
 
 
 class _Kept:

@@ -19,7 +19,7 @@ GIVE = "give a prompt, a .txt, a .jsonl, or - for stdin; .csv and .json are read
 MISSING = f"cannot be read (it looks like a path, but there is no such file): {GIVE}; a prompt that looks so goes into a .jsonl"
 INPUTS = ("prompt", "messages", "prompt_token_ids", "src", "query")
 MAX_TOKEN_ID = 2**31  # what a tokenizer can decode; the engine knows the real vocabulary
-FIELDS = (*INPUTS, "tgt", "document", "id", "decode", "prefix", "prediction")
+FIELDS = (*INPUTS, "tgt", "document", "id", "decode", "prefix", "adapter", "prediction")
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class PromptRow:
     """Name of the prefix that stands before it."""
     prediction: str | None = None
     """What the answer may be, for drafts to be copied from."""
+    adapter: str | None = None
+    """Name of the adapter that it is computed with."""
     error: str | None = None
     digest: str = field(default="", compare=False)
     """sha256 of the input line."""
@@ -179,8 +181,10 @@ def parse_row(index: int, values: object) -> PromptRow:
         decode, prediction = _checked(values, "decode", dict, {}), values.get("prediction")
         if prediction is not None:
             _check_unicode("prediction", _checked(values, "prediction", str))
-        prefix = None if values.get("prefix") is None else _checked(values, "prefix", str)
-        row = PromptRow(index, known_id, decode=decode, prefix=prefix, prediction=prediction, **_input(values))
+        names = {name: values[name] for name in ("prefix", "adapter") if values.get(name) is not None}
+        for name in names:
+            _checked(values, name, str)
+        row = PromptRow(index, known_id, decode=decode, **names, prediction=prediction, **_input(values))
         _check_unicode("id", str(known_id))
         return row
     except Exception as error:

@@ -100,19 +100,18 @@ class PartFiles:
             _fill(model, name, tensor)
         return reports
 
-    def complete(
-        self, source: Checkpoint, model: CausalLM, quantization_config: dict[str, Any], dtype: torch.dtype
-    ) -> None:
+    def complete(self, source: Checkpoint, model: CausalLM, config: dict[str, Any], dtype: torch.dtype) -> None:
         """Write what makes a model of the parts: their index, the config, the tokenizer's files and the manifest.
 
-        `source`: the float checkpoint, whose files are copied. Raises UserError if a part's file is damaged.
+        `source`: the float checkpoint, whose files are copied. `config`: what config.json has besides. Raises UserError if a part's file
+        is damaged.
         """
-        changed: dict[str, Any] = {"quantization_config": quantization_config}
+        changed = dict(config)
         if tied_weight(model.head) is None:  # its own, or in codes beside an embedding in floats
             changed["tie_word_embeddings"] = False
-        config = ConfigReader(source.config.values | changed, "config.json")
+        reader = ConfigReader(source.config.values | changed, "config.json")
         self._write_index()
-        write_companions(replace(source, config=config), self.folder, dtype)
+        write_companions(replace(source, config=reader), self.folder, dtype)
         (self.folder / JOB).unlink()
         write_manifest(self.folder, {})
 

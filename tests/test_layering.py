@@ -14,6 +14,7 @@ TORCHLESS = {  # these decide, and compute nothing; neither do they import what 
     "conf.schema",
     "conf.decoding",
     "conf.errors",
+    "pipelines.engine.adapter_slots",
     "pipelines.engine.request",
     "pipelines.engine.request_factory",
     "pipelines.engine.token_counts",

@@ -53,12 +53,10 @@ def merge_lora(files: list[WeightFile], adapter: Path, model: CausalLM) -> list[
     `model`, which may be on the meta device, is the one that the files are for. Raises UserError for what is wrong with the adapter or
     not supported, and where it belongs to another model.
     """
-    settings = read_settings(adapter)
-    path = adapter / WEIGHTS
-    if not path.is_file():
-        raise UserError(f"{adapter} has no {WEIGHTS}: save the adapter as safetensors")
-    weights = SafetensorsFile(path)
-    changes = _changes(weights, settings, model)
+    settings, weights = open_adapter(adapter)
+    changes = read_changes(weights, settings)
+    for name, change in changes.items():
+        _check(name, change, weights, settings, model)
     known = full_names(parameter_shapes(model))
     merged: list[WeightFile] = []
     missing = set(changes)
@@ -67,8 +65,17 @@ def merge_lora(files: list[WeightFile], adapter: Path, model: CausalLM) -> list[
         missing -= {known[name] for name in own}
         merged.append(MergedFile(file, own, weights))
     if missing:
-        raise UserError(f"{path} changes {min(missing)}, which {files[0].path.parent} does not hold")
+        raise UserError(f"{weights.path} changes {min(missing)}, which {files[0].path.parent} does not hold")
     return merged
+
+
+def open_adapter(adapter: Path) -> tuple["Settings", SafetensorsFile]:
+    """Return the settings and the tensors of an adapter's folder. Raises UserError as `read_settings` does, and where there are none."""
+    settings = read_settings(adapter)
+    path = adapter / WEIGHTS
+    if not path.is_file():
+        raise UserError(f"{adapter} has no {WEIGHTS}: save the adapter as safetensors")
+    return settings, SafetensorsFile(path)
 
 
 @dataclass(frozen=True)
@@ -146,8 +153,8 @@ class Change:
     """Whether the parameter is [I, O], as embeddings [V, E] and GPT-2's convolutions are."""
 
 
-def _changes(weights: SafetensorsFile, settings: Settings, model: CausalLM) -> dict[str, Change]:
-    """By the model's names; every tensor of the adapter is in one of them."""
+def read_changes(weights: SafetensorsFile, settings: Settings) -> dict[str, Change]:
+    """Return by the parameters' names what becomes of them; every tensor of the adapter is in one. Raises UserError for unknown tensors."""
     changes: dict[str, Change] = {}
     for key in weights.shapes:
         name = key.removeprefix(PREFIX)
@@ -163,8 +170,6 @@ def _changes(weights: SafetensorsFile, settings: Settings, model: CausalLM) -> d
         if other := getattr(change, role):
             raise UserError(f"{weights.path}: {key} and {other} are the same for {target}")
         setattr(change, role, key)
-    for name, change in changes.items():
-        _check(name, change, weights, settings, model)
     return changes
 
 
@@ -190,23 +195,29 @@ def _check(name: str, change: Change, weights: SafetensorsFile, settings: Settin
             f"{weights.path} changes {name}, which this model does not have: the adapter belongs to another one"
         )
     if change.replacement is not None:
-        _expect_shape(weights, change.replacement, tuple(parameter.shape))
+        expect_shape(weights, change.replacement, tuple(parameter.shape))
     if change.a is None and change.b is None:
         return
-    if change.a is None or change.b is None:
-        raise UserError(f"{weights.path}: {change.a or change.b} has no partner: LoRA has two factors, A and B")
     layer = model.get_submodule(module)
     if not isinstance(layer, Linear | nn.Embedding):
         raise UserError(f"{weights.path} adapts {module}, but LoRA on {type(layer).__name__} is not supported")
     change.is_transposed = isinstance(layer, nn.Embedding) or layer.is_transposed
     change.scale = settings.scale(module)
     outputs, inputs = reversed(parameter.shape) if change.is_transposed else parameter.shape
-    rank = settings.rank(module)
-    _expect_shape(weights, change.a, (rank, inputs))
-    _expect_shape(weights, change.b, (outputs, rank))
+    expect_factors(weights, change, settings.rank(module), inputs, outputs)
 
 
-def _expect_shape(weights: SafetensorsFile, key: str, expected: tuple[int, ...]) -> None:
+def expect_factors(weights: SafetensorsFile, change: Change, rank: int, inputs: int, outputs: int) -> tuple[str, str]:
+    """Return the names of A and B. Raises UserError where one is missing, or is not [rank, inputs] or [outputs, rank]."""
+    if change.a is None or change.b is None:
+        raise UserError(f"{weights.path}: {change.a or change.b} has no partner: LoRA has two factors, A and B")
+    expect_shape(weights, change.a, (rank, inputs))
+    expect_shape(weights, change.b, (outputs, rank))
+    return change.a, change.b
+
+
+def expect_shape(weights: SafetensorsFile, key: str, expected: tuple[int, ...]) -> None:
+    """Raise UserError for a tensor of another shape."""
     if weights.shapes[key] != expected:
         raise UserError(
             f"{weights.path}: {key} is {list(weights.shapes[key])}, expected {list(expected)} by model and {CONFIG}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.linear import FloatWeight, IntWeight, PackedWeight, gpu_weight, matmul_swiglu, matmul_together
+from kernels.lora import AdapterTable, lora_add
 from kernels.quantize_rows import ActivationFormat
 from kernels.swiglu import swiglu, swiglu_quantize
 from models.batch import Batch
@@ -24,6 +25,8 @@ class Linear(Module):
     """[O, I], or [I, O] where it is transposed. A layer has it while its method is a `DenseMethod`."""
     bias: nn.Parameter | None
     """[O]"""
+    adapters: AdapterTable | None = None
+    """Low-rank adapters that rows of a batch may have beside the weight; None where none was loaded that changes this layer."""
 
     def __init__(
         self,
@@ -110,7 +113,15 @@ class Linear(Module):
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         """Return [R, O] of x [R, I], which are rows of `batch`: of its tokens, or of its outputs. None: rows of no batch."""
-        return self._method.apply(x, self.bias)
+        return self.adapted(self._method.apply(x, self.bias), x, batch)
+
+    def adapted(self, y: Tensor, x: Tensor, batch: Batch | None) -> Tensor:
+        """Return y, the layer's outputs [R, O] of x [R, I], to which the part of each row's adapter is added in place."""
+        if self.adapters is not None and batch is not None:
+            slots = batch.adapter_slots_of(len(x))
+            if slots is not None:
+                lora_add(y, x, self.adapters, slots)
+        return y
 
 
 class MergedLinear(Module):
@@ -165,23 +176,35 @@ class MergedLinear(Module):
     def forward(self, x: Tensor, batch: Batch | None) -> Sequence[Tensor]:
         """Return the outputs [R, O] of each layer for x [R, I], rows of `batch` as `Linear` has them."""
         if self._whole is not None:
-            y = self._whole.apply(x, self._whole_bias)  # [R, outputs of all]
-            return [y[:, outputs] for outputs in self._outputs]
-        if self._weights:
-            return matmul_together(self.layers[0].method.quantized(x), self._weights, self._biases)
-        return [layer(x, batch) for layer in self.layers]
+            whole = self._whole.apply(x, self._whole_bias)  # [R, outputs of all]
+            outputs: Sequence[Tensor] = [whole[:, outputs] for outputs in self._outputs]
+        elif self._weights:
+            outputs = matmul_together(self.layers[0].method.quantized(x), self._weights, self._biases)
+        else:
+            return [layer(x, batch) for layer in self.layers]
+        return [layer.adapted(y, x, batch) for layer, y in zip(self.layers, outputs, strict=True)]
 
     def swiglu(self, x: Tensor, batch: Batch | None) -> Tensor:
         """Return silu(gate) * up, [R, O], of two layers' outputs gate and up for x [R, I]."""
-        if self._weights:
+        if self._weights and not self._has_adapters(batch):
             (gate_weight, up_weight), biases = self._weights, self._biases
             return matmul_swiglu(self.layers[0].method.quantized(x), gate_weight, up_weight, *biases)
         gate, up = self(x, batch)
         return swiglu_for(self._readers, gate, up)
 
+    def _has_adapters(self, batch: Batch | None) -> bool:
+        """Return whether an adapter of the batch may change what one of the layers gives."""
+        is_adapted = batch is not None and batch.shape.num_adapted > 0
+        return is_adapted and any(layer.adapters is not None for layer in self.layers)
+
 
 def shared_activations(num_rows: int, readers: Sequence[Linear]) -> ActivationFormat | None:
-    """Return the activation format that all these layers expect for `num_rows` rows and may share, or None for floats."""
+    """Return the activation format that all these layers expect for `num_rows` rows and may share, or None for floats.
+
+    Adapters read floats, so a layer that has some quantises its input for itself, to the same codes.
+    """
+    if any(reader.adapters is not None for reader in readers):
+        return None
     wanted = {reader.method.activations(num_rows) for reader in readers}
     format = wanted.pop() if len(wanted) == 1 else None
     return None if format is None or format.static_scales is not None else format

@@ -16,6 +16,7 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
     prompt_lengths: list[int] = []
     context_lengths: list[int] = []
     output_rows: list[int] = []
+    adapter_slots: list[int] = []
     starts, output_starts = [0], [0]
     for item in plan.scheduled:
         sequence, start, num_new_tokens = item.sequence, item.start, item.num_new_tokens
@@ -30,6 +31,7 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
         slots += [table[p // block_size] * block_size + p % block_size for p in places]
         length = len(sequence.token_ids) if sequence.is_past_border else sequence.num_prompt_tokens
         prompt_lengths += [length] * num_new_tokens
+        adapter_slots += [item.group.adapter_slot] * num_new_tokens
         context_lengths.append(prefix.num_tokens + after)
         end = len(token_ids)
         starts.append(end)
@@ -46,6 +48,7 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
         prompt_features=[item.sequence.prompt_features for item in plan.scheduled],
         output_rows=output_rows,
         output_starts=output_starts,
+        adapter_slots=adapter_slots if any(item.group.adapter_slot >= 0 for item in plan.scheduled) else None,
     )
 
 

@@ -25,12 +25,13 @@ def extend_hashes(
         hashes.append(hashlib.sha256((hashes[-1] if hashes else salt) + block).digest())
 
 
-def salt_bytes(salt: str | None, is_past_border: bool, prefix: str = "") -> bytes:
-    """Return the beginning of the first block's hash, which differs by salt, by the side of the model's `key_border`, and by the digest
-    of a prefix."""
+def salt_bytes(salt: str | None, is_past_border: bool, prefix: str = "", adapter: str = "") -> bytes:
+    """Return the beginning of the first block's hash, which differs by salt, by the side of the model's `key_border`, and by the digests
+    of a prefix and of an adapter, so that another one under the same name does not find the blocks of the last."""
     # The words in front are no token ids, so that no salt can pass for a block of tokens.
     parts = [b"past border:"] if is_past_border else []
     parts += [b"prefix:" + prefix.encode()] if prefix else []
+    parts += [b"adapter:" + adapter.encode()] if adapter else []
     parts += [] if salt is None else [b"salt:" + salt.encode("utf-8", "surrogatepass")]
     return hashlib.sha256(b"".join(parts)).digest() if parts else b""
 

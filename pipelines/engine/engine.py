@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from conf.speculation import Speculate
 from models.batch import KVCache
 from models.causal_lm import CausalLM
 from models.tokenizers import Tokenizer
+from pipelines.engine.adapters import Adapters
 from pipelines.engine.batch import build_batch, whole_batch
 from pipelines.engine.beam_search import BeamSearch
 from pipelines.engine.block_manager import BlockManager
@@ -24,7 +26,6 @@ from pipelines.engine.lookahead import LaunchedStep, can_choose_ahead
 from pipelines.engine.pooling import PromptPooling
 from pipelines.engine.request import (
     ContextLimit,
-    FinishReason,
     Output,
     Pooling,
     Request,
@@ -32,14 +33,13 @@ from pipelines.engine.request import (
     Sequence,
     SequenceGroup,
     Sink,
-    TokenLogprobs,
 )
 from pipelines.engine.request_factory import RequestFactory
 from pipelines.engine.runner import Runner
 from pipelines.engine.sampler import choose, sample
 from pipelines.engine.scheduler import Scheduler, StepPlan
 from pipelines.engine.speculation import Speculator
-from pipelines.engine.stopping import Piece, completion_of, extend_text, take_piece
+from pipelines.engine.stopping import Piece, append_token, completion_of, take_piece
 from pipelines.engine.top_p_window import verify
 
 
@@ -63,11 +63,13 @@ class Engine:
         num_graph_sequences: int = 0,
         decode_threads: int | None = None,
         undrafted: Mapping[Speculate, str] | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """`decode_defaults`: settings of DecodeConfig that hold where a request says nothing.
 
         `num_graph_sequences`: size of the largest decode step that is captured as a CUDA graph, where there is a GPU.
-        `decode_threads`: threads of decode steps on a CPU, if not all. `undrafted`: who cannot draft, and why.
+        `decode_threads`: threads of decode steps on a CPU, if not all. `undrafted`: who cannot draft, and why. `adapters`: those of the
+        model that rows may name.
         """
         self.num_blocks, self.block_size = cache.tensors[0].shape[:2]
         self.device, self.dtype = cache.tensors[0].device, cache.dtype
@@ -77,23 +79,17 @@ class Engine:
         self.sees_later_tokens = shape.needs_whole_prompt
         """Whether a prompt's tokens see later ones, so that they are not predicted from those before them."""
         self.requests = RequestFactory(
-            tokenizer,
-            shape.vocab_size,
-            context,
-            eos_token_ids,
-            decode_defaults,
-            self.num_blocks,
-            self.block_size,
-            max_batched_tokens,
+            *(tokenizer, shape.vocab_size, context, eos_token_ids, decode_defaults),
+            *(self.num_blocks, self.block_size, max_batched_tokens),
             shares_prefixes=not (shape.keys_depend_on_length or shape.needs_whole_prompt),
             needs_whole_prompt=shape.needs_whole_prompt,
             key_border=shape.key_border,
             undrafted=undrafted or {},
         )
         blocks = BlockManager(self.num_blocks, self.block_size)
-        self.scheduler = Scheduler(
-            blocks, max_num_requests, max_batched_tokens, shape.needs_whole_prompt, shape.key_border
-        )
+        self.adapters = adapters or Adapters(model, self.dtype, self.device)
+        limits = max_num_requests, max_batched_tokens, shape.needs_whole_prompt, shape.key_border
+        self.scheduler = Scheduler(blocks, *limits, self.adapters.slots)
         self.looks_ahead = self.device.type == "cuda"
         """Whether a step is launched before the tokens of the one before it are known, where that is possible."""
         self.num_generated_tokens = 0  # by all requests so far
@@ -105,7 +101,17 @@ class Engine:
         """Compute with this model, or this cache, of the same number of blocks, from now on: captured steps know the old ones."""
         width = min(self.num_blocks, self.scheduler.block_manager.num_blocks_for(self.context.num_tokens))
         self.runner = Runner(model, cache, num_graph_sequences, width, self._decode_threads)
+        self._num_graph_sequences = num_graph_sequences
         self._launched: LaunchedStep | None = None  # ahead of the tokens that it takes
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Let rows name the LoRA adapter of a folder, in the place of one of the same name. Raises UserError as `Adapters.load` does."""
+        if self.adapters.load(name, Path(folder), self.scheduler.adapters_in_use):
+            self.run_over(self.runner.model, self.runner.cache, self._num_graph_sequences)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Raises UserError for an unknown name, and while a request uses it."""
+        self.adapters.unload(name, self.scheduler.adapters_in_use)
 
     @property
     def max_num_requests(self) -> int:
@@ -124,9 +130,12 @@ class Engine:
         sink: Sink | None = None,
         prediction_token_ids: list[int] | None = None,
         prefix: str | None = None,
+        adapter: str | None = None,
     ) -> Request:
-        """Return a checked request. Raises UserError where `RequestFactory.make` does, and for a prompt that the model does not read."""
+        """Return a checked request. Raises UserError where `RequestFactory.make` and `Adapters.give` do, and for an unread prompt."""
         request = self.requests.make(id, prompt_token_ids, decode, sink, prediction_token_ids, prefix)
+        if adapter is not None:
+            request = self.adapters.give(request, adapter)
         self.runner.prompt_features(prompt_token_ids)
         return request
 
@@ -181,6 +190,7 @@ class Engine:
 
     def add(self, request: Request) -> SequenceGroup:
         """Queue a request: `step` until its `sequences` are none, then take its `output`; or `scheduler.cancel` it."""
+        self.adapters.check(request.adapter)
         params, pooling = request.params, request.pooling
         origin = Sequence.begin(request, self._detokenizer(request))
         origin.prompt_features = self.runner.prompt_features(request.prompt_token_ids)
@@ -321,7 +331,7 @@ class Engine:
             if number != sequence.sample:
                 sequence = self._begin_sample(group, sequence, number)
             try:
-                reason = self._extend(sequence, token, logprobs)
+                reason = append_token(sequence, token, logprobs)
             except BaseException as error:
                 self._fail(group, error)
                 continue
@@ -338,14 +348,6 @@ class Engine:
             self.scheduler.branch(group, continuations)
         for sink, piece in pieces:
             sink(*piece)
-
-    def _extend(self, sequence: Sequence, token: int | None, logprobs: list[TokenLogprobs]) -> FinishReason | None:
-        """Append the token, None where all were banned. Returns why the sequence ends here, if it does."""
-        if token is None:
-            return FinishReason.no_token
-        sequence.token_ids.append(token)
-        sequence.logprobs += logprobs
-        return extend_text(sequence)
 
     def _begin_sample(self, group: SequenceGroup, sequence: Sequence, sample: int) -> Sequence:
         """Fork a sample, which goes its own way from here."""

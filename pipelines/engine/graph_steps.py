@@ -24,6 +24,7 @@ PADDING = {  # values of the rows behind a batch's own: sequences without new to
     "prompt_lengths": 1,
     "prompt_features": 0,
     "output_rows": 0,
+    "adapter_slots": -1,
 }
 
 
@@ -46,14 +47,18 @@ class GraphSteps:
         table_width: int,
         num_prompt_features: int,
         device: torch.device,
+        with_adapters: bool = False,
     ) -> None:
         """Captures steps of all sizes, or none, with a warning, where the model does what a graph cannot hold.
 
-        `capture` returns what computes again on whatever the inputs hold by then.
+        `capture` returns what computes again on whatever the inputs hold by then. `with_adapters`: for batches in which tokens have some.
         """
         self._compute = compute
         self._sizes = graph_sizes(max_sequences)
-        shapes = {size: BatchShape(size, size, table_width, num_prompt_features, size) for size in self._sizes}
+        shapes = {
+            size: BatchShape(size, size, table_width, num_prompt_features, size, size if with_adapters else 0)
+            for size in self._sizes
+        }
         count, on_gpu = shapes[max_sequences].num_numbers, device.type == "cuda"
         pinned = torch.zeros(count, dtype=torch.int64, pin_memory=on_gpu)
         numbers = torch.zeros(count, dtype=torch.int64, device=device)

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
 from conf.speculation import Speculate, SpeculationConfig
+from pipelines.engine.adapter_slots import AdapterId
 from pipelines.engine.detokenizer import Detokenizer
 from pipelines.engine.ngrams import NgramIndex
 from pipelines.engine.token_counts import TokenCounts
@@ -142,6 +143,8 @@ class Request:
     prefix: PlacedPrefix = NO_PREFIX
     pooling: Pooling | None = None
     """What the request gives instead of continuations."""
+    adapter: AdapterId | None = None
+    """The low-rank adapter that its tokens are computed with."""
 
 
 @dataclass(eq=False)
@@ -285,6 +288,8 @@ class SequenceGroup:
     first_token_s: float | None = None
     finished_s: float = 0.0
     num_preemptions: int = 0
+    adapter_slot: int = -1
+    """Where its adapter is while it runs; -1: nowhere, or it has none."""
 
     def __post_init__(self) -> None:
         self.sequences = [self.origin.fork()]

@@ -9,6 +9,7 @@ from kernels.all_finite import all_finite
 from kernels.copy_blocks import copy_blocks
 from kernels.cuda_graph import GraphPool
 from kernels.threads import threads
+from models.adapters import has_adapters
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
 from pipelines.engine.faults import not_finite
@@ -39,14 +40,19 @@ class Runner:
         self.cache = cache
         self._device = cache.tensors[0].device
         self.decode_steps: Steps = self.compute
+        self.adapted_steps: Steps = self.compute  # decode steps with adapters, on a GPU
         self.prompt_steps: Steps = self.compute  # apart: many lengths of prompts push no decode step out
         if self._device.type == "cpu":
             max_tokens = int(MAX_RECORDED_BYTES / self.step_weight_bytes(1))
             self.decode_steps = RecordedSteps(self.compute, MAX_RECORDED_TOKENS, DECODES_BEFORE_RECORDING)
+            self.adapted_steps = self.decode_steps
             self.prompt_steps = RecordedSteps(self.compute, max_tokens, PROMPTS_BEFORE_RECORDING)
         elif num_graph_sequences:
             sizes = num_graph_sequences, table_width, model.num_prompt_features
             self.decode_steps = GraphSteps(self.compute, GraphPool().capture, *sizes, self._device)
+            if has_adapters(model):
+                capture = GraphPool().capture
+                self.adapted_steps = GraphSteps(self.compute, capture, *sizes, self._device, with_adapters=True)
 
     @property
     def weight_bytes(self) -> int:
@@ -86,7 +92,9 @@ class Runner:
         """
         decodes = batch.shape.num_tokens == batch.shape.num_outputs
         with threads(self._decode_threads if decodes else None):
-            return (self.decode_steps if decodes else self.prompt_steps)(batch, token_ids)
+            if not decodes:
+                return self.prompt_steps(batch, token_ids)
+            return (self.adapted_steps if batch.shape.num_adapted else self.decode_steps)(batch, token_ids)
 
     def compute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
         """Compute a step by calling every operator."""
@@ -94,7 +102,7 @@ class Runner:
         if token_ids is not None:
             batch.token_ids.copy_(token_ids)
         hidden = self.hidden(batch)
-        logits = self.model.logits(hidden)
+        logits = self.model.logits(hidden, batch)
         return StepOutputs(hidden, logits, all_finite(logits))
 
     def hidden(self, batch: Batch) -> Tensor:

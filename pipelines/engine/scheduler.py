@@ -4,6 +4,7 @@ import time
 from collections import Counter, deque
 from typing import NamedTuple
 
+from pipelines.engine.adapter_slots import AdapterId, AdapterSlots
 from pipelines.engine.block_manager import BlockManager, extend_hashes, salt_bytes
 from pipelines.engine.request import Continuation, Sequence, SequenceGroup
 
@@ -43,11 +44,14 @@ class Scheduler:
         max_batched_tokens: int,
         whole_prompts: bool = False,
         key_border: int | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """`max_batched_tokens`: budget of a step, unless its caller gives a smaller one.
 
-        `whole_prompts`: admit a request only to a step that all of its tokens fit in. `key_border`: the model's.
+        `whole_prompts`: admit a request only to a step that all of its tokens fit in. `key_border`: the model's. `adapters`: what a
+        request that has an adapter needs.
         """
+        self._adapters = adapters
         self.block_manager = block_manager
         self.max_num_requests = max_num_requests
         self.max_batched_tokens = max_batched_tokens
@@ -62,6 +66,11 @@ class Scheduler:
         assert group.request.params.num_sequences <= self.max_batched_tokens  # so that everyone who runs gets a token
         group.queued_s = time.monotonic()
         self.waiting.append(group)
+
+    @property
+    def adapters_in_use(self) -> set[AdapterId | None]:
+        """Adapters of the requests that run or wait."""
+        return {group.request.adapter for group in (*self.running, *self.waiting)}
 
     def plan(self, max_tokens: int | None = None) -> StepPlan:
         """Plan a step of at most `max_tokens` tokens, or `max_batched_tokens` where that is less.
@@ -185,13 +194,13 @@ class Scheduler:
         group.sequences.remove(sequence)
         self._release(sequence)
         if not group.sequences:
-            self.running.remove(group)
+            self._stop(group)
             group.finished_s = time.monotonic()
 
     def cancel(self, group: SequenceGroup) -> None:
         """Forget a group that has not finished, and take its blocks back."""
         if group in self.running:
-            self.running.remove(group)
+            self._stop(group)
             for sequence in group.sequences:
                 self._release(sequence)
         else:
@@ -264,11 +273,14 @@ class Scheduler:
         return self._key_border is not None and num_tokens > self._key_border
 
     def _admit(self, group: SequenceGroup, copies: list[tuple[int, int]]) -> bool:
-        """Take over what the cache knows of the group's one sequence and allocate the rest; False if the pool cannot hold it."""
+        """Take over what the cache knows of the group's one sequence and allocate the rest; False if the pool cannot hold it.
+
+        A group with an adapter needs a slot for it, too, and waits while those that run use all of them.
+        """
         sequence = group.sequences[0]
         self._place_at_border(sequence)
         self._share_computed(sequence)
-        if self._num_missing_blocks(group) > self.block_manager.num_free_blocks:
+        if self._num_missing_blocks(group) > self.block_manager.num_free_blocks or not self._take_adapter(group):
             self._release(sequence)
             return False
         if group.num_cached_tokens is None:  # what is found after a preemption, it had computed itself
@@ -292,12 +304,28 @@ class Scheduler:
             sequence.num_computed_tokens = len(sequence.block_table) * blocks.block_size - prefix.num_tokens
 
     def _preempt(self, group: SequenceGroup) -> None:
-        self.running.remove(group)
+        self._stop(group)
         for sequence in group.sequences:
             self._release(sequence)
         group.num_preemptions += 1
         group.restart()
         self.waiting.appendleft(group)
+
+    def _take_adapter(self, group: SequenceGroup) -> bool:
+        adapter = group.request.adapter
+        if adapter is None:
+            return True
+        assert self._adapters is not None
+        slot = self._adapters.acquire(adapter)
+        group.adapter_slot = -1 if slot is None else slot
+        return slot is not None
+
+    def _stop(self, group: SequenceGroup) -> None:
+        """Take a group out of those that run, whose adapter it no longer uses."""
+        self.running.remove(group)
+        if group.request.adapter is not None and self._adapters is not None:
+            self._adapters.release(group.request.adapter)
+            group.adapter_slot = -1
 
     def _num_missing_blocks(self, group: SequenceGroup) -> int:
         """Count blocks for the tokens that have none, and copies of blocks that several of the group are about to write into."""
@@ -348,7 +376,9 @@ class Scheduler:
 
 def root_hash(sequence: Sequence) -> bytes:
     """Return what the hash of the sequence's first block begins with."""
-    return salt_bytes(sequence.params.cache_salt, sequence.is_past_border, sequence.prefix.digest)
+    params, adapter = sequence.params, sequence.request.adapter
+    digest = "" if adapter is None else adapter.digest
+    return salt_bytes(params.cache_salt, sequence.is_past_border, sequence.prefix.digest, digest)
 
 
 def _num_outputs(sequence: Sequence, num_new_tokens: int) -> int:

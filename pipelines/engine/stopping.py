@@ -27,6 +27,15 @@ def extend_text(sequence: Sequence) -> FinishReason | None:
     return reason
 
 
+def append_token(sequence: Sequence, token: int | None, logprobs: list[TokenLogprobs]) -> FinishReason | None:
+    """Append the token, None where all were banned, as `extend_text` does. Returns why the sequence ends here, if it does."""
+    if token is None:
+        return FinishReason.no_token
+    sequence.token_ids.append(token)
+    sequence.logprobs += logprobs
+    return extend_text(sequence)
+
+
 class Piece(NamedTuple):
     """What a sink is told of a new token: the arguments of `Sink`."""
 

@@ -27,6 +27,7 @@ from kernels.linear import (
     pack,
     pack_codes,
 )
+from kernels.lora import AdapterTable, lora_add
 from kernels.moe import combine_rows, group_rows, route
 from kernels.paged_attention import paged_attention
 from kernels.quantize_rows import QuantizedActivations, quantize_rows
@@ -36,6 +37,11 @@ from kernels.sampling import most_likely
 from kernels.swiglu import swiglu, swiglu_quantize
 
 GENERATOR = torch.Generator().manual_seed(0)
+FACTORS = torch.randn(2, 3, 64, generator=GENERATOR)
+ADAPTERS, ADAPTER_SLOTS = (
+    AdapterTable(FACTORS, FACTORS, torch.tensor([3, 2]), torch.ones(2)),
+    torch.tensor([1, -1, 0, 1]),
+)
 TABLE, NORM = torch.randn(50, 64, generator=GENERATOR), torch.randn(64, generator=GENERATOR)
 UP, DOWN = (pack(torch.randn(*shape, generator=GENERATOR)) for shape in ((2 * 176, 64), (64, 176)))
 WIDE, WIDE_BIAS = pack(torch.randn(64, 2 * 176, generator=GENERATOR)), torch.randn(64, generator=GENERATOR)
@@ -96,6 +102,13 @@ def turned(x: Tensor) -> Tensor:
     return rope_and_store(heads, heads[:, :1], heads[:, :1], angles, angles, *CACHES, PLACES)
 
 
+def adapted(x: Tensor) -> Tensor:
+    """x * 2 with rows' adapters, which change what they are added to."""
+    y = x * 2
+    lora_add(y, x, ADAPTERS, ADAPTER_SLOTS)
+    return y
+
+
 OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tensor]]] = {  # of x [4, 64]
     "rope": lambda x: rope(x[:, None], TABLE[:4, :32], TABLE[4:8, :32]),
     "rope_angles": lambda x: rope_angles(x[:, 0].long(), NORM, 1.5, x.dtype),
@@ -105,6 +118,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "swiglu": lambda x: swiglu(*x.chunk(2, dim=-1)),
     "matmul": lambda x: matmul(x, UP),
     "matmul_swiglu": lambda x: matmul_swiglu(x, UP, UP),
+    "lora_add": adapted,
     "most_likely": most_likely,
     "quantize_rows": quantize_rows,
     "rms_norm_quantize": lambda x: rms_norm_quantize(x, NORM, 1e-5, torch.int8, None),

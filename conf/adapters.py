@@ -1,0 +1,22 @@
+"""Checks of paths by name, and of adapters, for schema.py."""
+
+from collections.abc import Collection
+
+from conf.errors import UserError, check, there_are
+
+
+def check_paths(key: str, paths: object) -> None:
+    """Raise UserError for a setting that is neither null nor paths by name."""
+    pairs = paths.items() if isinstance(paths, dict) else [(paths, paths)]
+    are_paths = all(isinstance(text, str) and text for pair in pairs for text in pair)
+    check(paths is None or are_paths, key, paths, "paths by name: {NAME: PATH, ...}")
+
+
+def check_adapters(names: Collection[str], chosen: str | None, task: str) -> None:
+    """Raise UserError for adapters beside a task that does not read them, and for a chosen one that none of the names is."""
+    if names and task != "predict":
+        remedy = "leave it out, or merge an adapter by task=convert convert.lora=FOLDER"
+        raise UserError(f"model.adapters is not used by task={task}: {remedy}")
+    if chosen is not None and chosen not in names:
+        known = there_are(names, chosen) if names else "give model.adapters={NAME: FOLDER}, too"
+        raise UserError(f"predict.adapter={chosen} is none of model.adapters: {known}")

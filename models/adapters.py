@@ -1,0 +1,130 @@
+"""LoRA adapters that stay beside the weights, so that every row of a batch may have its own (arXiv 2106.09685).
+
+y = W x + s B (A x), with A, B and s of the row's adapter. I inputs, O outputs, r rank.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from kernels.lora import AdapterTable
+from models.causal_lm import CausalLM
+from models.formats.lora import CONFIG, Change, expect_factors, open_adapter, read_changes
+from models.layers.linear import Linear, tied_weight
+from models.layers.moe import Experts
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What an adapter adds to one linear layer."""
+
+    a: Tensor
+    """[r, I]"""
+    b: Tensor
+    """[O, r]"""
+    scale: float
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter in the model's dtype, on the CPU."""
+
+    digest: str
+    """sha256 of its files' content."""
+    factors: dict[str, Factors]
+    """By the linear layer's name in the model."""
+
+
+def read_adapter(folder: Path, model: CausalLM, dtype: torch.dtype) -> Adapter:
+    """Read an adapter in PEFT's layout for a loaded model.
+
+    Raises UserError for what is wrong with the files, for an adapter of another model, and for what only merging can do.
+    """
+    settings, weights = open_adapter(folder)
+    digest = hashlib.sha256()
+    for file in (folder / CONFIG, weights.path):
+        with open(file, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    modules = dict(model.named_modules())
+    factors = {}
+    for parameter, change in read_changes(weights, settings).items():
+        name = parameter.rpartition(".")[0]
+        layer = _adaptable(name, change, modules, model, folder)
+        outputs, inputs = layer.shape
+        keys = expect_factors(weights, change, settings.rank(name), inputs, outputs)
+        tensors = dict(weights.read(keys))
+        a, b = (tensors[key].to(dtype, copy=True) for key in keys)  # the file may go
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise UserError(f"{weights.path}: {name} holds NaN or infinite numbers in {dtype}: get the adapter anew")
+        factors[name] = Factors(a, b, settings.scale(name))
+    return Adapter(digest.hexdigest(), factors)
+
+
+def _adaptable(name: str, change: Change, modules: dict[str, nn.Module], model: CausalLM, folder: Path) -> Linear:
+    """Return the linear layer that a change is of. Raises UserError where rows cannot have it for themselves."""
+    module = modules.get(name)
+    if module is None:
+        raise UserError(f"{folder} changes {name}, which this model does not have: the adapter belongs to another one")
+    parents = (modules[name.rsplit(".", level)[0]] for level in range(1, name.count(".") + 1))
+    is_tied = name == model.layout.head and tied_weight(model.head) is not None
+    reason = None
+    if change.replacement is not None:
+        reason = "replaces a bias or a saved module"
+    elif not isinstance(module, Linear):
+        reason = f"adapts {type(module).__name__}, which is no linear layer"
+    elif any(isinstance(parent, Experts) for parent in parents):
+        reason = "adapts an expert"
+    elif is_tied or module.embedding is not None:
+        reason = "adapts a head that is one with the embedding"
+    elif not module.is_packable or not name.startswith((f"{model.layout.layers}.", model.layout.head)):
+        reason = "adapts a matrix that is not multiplied by itself"
+    if reason is not None or not isinstance(module, Linear):
+        remedy = f"merge it: task=convert convert.lora={folder}"
+        raise UserError(f"{folder} {reason} ({name}), which rows cannot do each for itself: {remedy}")
+    return module
+
+
+class AdapterTables:
+    """The adapters of a model's linear layers, by slot."""
+
+    def __init__(self, model: CausalLM, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+        self._num_slots, self._dtype, self._device = num_slots, dtype, device
+
+    def make_room(self, adapter: Adapter) -> bool:
+        """Make every layer's table large enough for an adapter. Returns whether one is new, so that no recorded step knows it."""
+        has_grown = False
+        for name, factors in adapter.factors.items():
+            layer, rank = self._layers[name], len(factors.a)
+            if layer.adapters is None or layer.adapters.max_rank < rank:
+                layer.adapters, has_grown = self._grown(layer, rank), True
+        return has_grown
+
+    def _grown(self, layer: Linear, rank: int) -> AdapterTable:
+        (outputs, inputs), old = layer.shape, layer.adapters
+        table = AdapterTable.empty(self._num_slots, rank, inputs, outputs, self._dtype, self._device)
+        if old is not None:
+            table.a[:, : old.max_rank].copy_(old.a)
+            table.b[:, : old.max_rank].copy_(old.b)
+            table.ranks.copy_(old.ranks)
+            table.scales.copy_(old.scales)
+        return table
+
+    def put(self, slot: int, adapter: Adapter) -> None:
+        """Fill a slot with an adapter that there is room for. Layers that it does not change have none there from now on."""
+        for name, layer in self._layers.items():
+            if layer.adapters is None:
+                continue
+            if (factors := adapter.factors.get(name)) is None:
+                layer.adapters.clear(slot)
+            else:
+                layer.adapters.put(slot, factors.a, factors.b, factors.scale)
+
+
+def has_adapters(model: CausalLM) -> bool:
+    """Return whether a layer of the model has room for adapters."""
+    return any(isinstance(module, Linear) and module.adapters is not None for module in model.modules())

@@ -1,0 +1,96 @@
+"""The adapters that rows may name: read once, kept on the CPU, and put into the model's tables when rows need them."""
+
+from collections.abc import Container
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from conf.errors import UserError, there_are
+from models.adapters import Adapter, AdapterTables, read_adapter
+from models.causal_lm import CausalLM
+from pipelines.engine.adapter_slots import AdapterId, AdapterSlots
+from pipelines.engine.request import Request
+
+MAX_ADAPTERS = 8  # resident ones, where nobody says
+
+
+class Adapters:
+    """Adapters of one model by name."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_slots: int = MAX_ADAPTERS,
+        smoothed_by: str | None = None,
+    ) -> None:
+        """`smoothed_by`: the method whose scales are folded into the model's weights."""
+        self._model, self._dtype, self._smoothed_by = model, dtype, smoothed_by
+        self._tables = AdapterTables(model, num_slots, dtype, device)
+        self._ids: dict[str, AdapterId] = {}
+        self._adapters: dict[AdapterId, Adapter] = {}
+        self.slots = AdapterSlots(num_slots, self._fill)
+
+    def _fill(self, slot: int, id: AdapterId) -> None:
+        self._tables.put(slot, self._adapters[id])
+
+    @property
+    def ids(self) -> list[AdapterId]:
+        """All that rows may name, in the order of their loading."""
+        return list(self._ids.values())
+
+    def find(self, name: str) -> AdapterId:
+        """Return the adapter of this name. Raises UserError that lists the known ones."""
+        if name in self._ids:
+            return self._ids[name]
+        known = there_are(list(self._ids), name) if self._ids else "there are none: give model.adapters={NAME: FOLDER}"
+        raise UserError(f"adapter {name} does not exist: {known}")
+
+    def give(self, request: Request, name: str) -> Request:
+        """Return the request with the adapter of this name. Raises UserError as `find` does, and beside a soft prefix."""
+        if request.prefix.num_tokens:
+            raise UserError(
+                f"adapter {name} cannot stand beside a prefix, which was made without it: leave one of them out"
+            )
+        return replace(request, adapter=self.find(name))
+
+    def check(self, id: AdapterId | None) -> None:
+        """Raise UserError for an adapter that was unloaded or replaced since a request was made for it."""
+        if id is not None and id not in self._adapters:
+            raise UserError(f"adapter {id.name} was unloaded since the request was made: make the request anew")
+
+    def load(self, name: str, folder: Path, in_use: Container[AdapterId | None]) -> bool:
+        """Read an adapter, in the place of one of the same name. Returns whether tables are new, so that no recorded step knows them.
+
+        Raises UserError as `read_adapter` does, where the name is that of an adapter in use, and for a model whose layers read other inputs
+        than those that adapters were trained on.
+        """
+        if self._smoothed_by is not None:
+            what = f"adapter {name} was trained on the float model's activations, which {self._smoothed_by} has scaled in this model"
+            remedy = (
+                "give the float model, one that was quantised by another method, or merge the adapter and quantise then"
+            )
+            raise UserError(f"{what}: {remedy}")
+        self._refuse_in_use(name, in_use)
+        adapter = read_adapter(folder, self._model, self._dtype)
+        if name in self._ids:
+            self.unload(name, in_use)
+        has_grown = self._tables.make_room(adapter)
+        self._ids[name] = id = AdapterId(name, adapter.digest)
+        self._adapters[id] = adapter
+        return has_grown
+
+    def unload(self, name: str, in_use: Container[AdapterId | None]) -> None:
+        """Forget an adapter. Raises UserError for one that does not exist, and for one in use."""
+        id = self.find(name)
+        self._refuse_in_use(name, in_use)
+        self.slots.forget(id)
+        del self._ids[name], self._adapters[id]
+
+    def _refuse_in_use(self, name: str, in_use: Container[AdapterId | None]) -> None:
+        if name in self._ids and self._ids[name] in in_use:
+            raise UserError(
+                f"adapter {name} is in use: unload it, or load another one, when its requests have finished"
+            )

@@ -1,0 +1,148 @@
+"""Adapters beside the weights: what is read, and what only merging can do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from conf.errors import UserError
+from models.adapters import read_adapter
+from pipelines.engine import Engine
+from tests.helpers.adapters import ALL_LINEAR, write_adapter
+from tests.helpers.builders import engine_of, write_llama
+
+QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "base"
+    write_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(base: Path) -> Engine:
+    return engine_of(base)
+
+
+def change(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor | None]) -> None:
+    """Give an adapter other settings, and tensors that are changed, added or (None) taken away."""
+    file, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    changed = load_file(weights) | tensors
+    save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, weights)
+
+
+def test_factors_and_scales(base: Path, engine: Engine, tmp_path: Path) -> None:
+    config = {
+        "r": 4,
+        "lora_alpha": 6,
+        "use_rslora": True,
+        "rank_pattern": {"down_proj": 2},
+        "alpha_pattern": {"v_proj": 8},
+    }
+    folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, target_modules=ALL_LINEAR, **config)
+    adapter = read_adapter(folder, engine.runner.model, torch.bfloat16)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    assert len(adapter.factors) == len(tensors) / 2 == 2 * len(ALL_LINEAR)
+    for name, factors in adapter.factors.items():
+        for own, tensor in (("A", factors.a), ("B", factors.b)):
+            assert torch.equal(tensor, tensors[f"base_model.model.{name}.lora_{own}.weight"].bfloat16())
+        rank, alpha = (2 if "down_proj" in name else 4), (8 if "v_proj" in name else 6)
+        assert factors.scale == alpha / rank**0.5
+
+
+def test_the_digest_is_of_the_content(base: Path, engine: Engine, tmp_path: Path) -> None:
+    def digest(folder: Path) -> str:
+        return read_adapter(folder, engine.runner.model, torch.float32).digest
+
+    one, same = (
+        write_adapter(tmp_path / name, base, LlamaForCausalLM, r=2, target_modules=["q_proj"])
+        for name in ("one", "same")
+    )
+    assert digest(one) == digest(same)
+    change(same, {"lora_alpha": 9}, {})
+    assert digest(one) != digest(same)
+    change(one, {}, {f"{QUERY}.lora_A.weight": torch.ones(2, 64)})
+    assert len({digest(one), digest(same)}) == 2
+
+
+MERGE = r", which rows cannot do each for itself: merge it: task=convert convert\.lora=.*adapter"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+            r"replaces a bias or a saved module \(lm_head\)",
+        ),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+            r"replaces a bias or a saved module \(.*norm\)",
+        ),
+        ({"target_modules": ["embed_tokens"]}, r"replaces a bias or a saved module \(model\.embed_tokens\)"),
+    ],
+)
+def test_what_only_merging_can_do(
+    base: Path, engine: Engine, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, **config)
+    with pytest.raises(UserError, match=message + MERGE):
+        read_adapter(folder, engine.runner.model, torch.float32)
+
+
+def test_biases(tmp_path: Path) -> None:
+    write_llama(tmp_path / "base", attention_bias=True)
+    folder = write_adapter(
+        tmp_path / "adapter", tmp_path / "base", LlamaForCausalLM, target_modules=["q_proj"], bias="lora_only"
+    )
+    with pytest.raises(UserError, match=r"replaces a bias or a saved module \(.*q_proj\)" + MERGE):
+        read_adapter(folder, engine_of(tmp_path / "base").runner.model, torch.float32)
+
+
+def test_embeddings_without_their_copy(base: Path, engine: Engine, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, target_modules=["embed_tokens"])
+    change(folder, {}, {"base_model.model.model.embed_tokens.base_layer.weight": None})
+    with pytest.raises(UserError, match=r"adapts Embedding, which is no linear layer \(model\.embed_tokens\)" + MERGE):
+        read_adapter(folder, engine.runner.model, torch.float32)
+
+
+def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
+    write_llama(tmp_path / "tied", tie_word_embeddings=True)
+    write_llama(tmp_path / "base")
+    folder = write_adapter(tmp_path / "adapter", tmp_path / "base", LlamaForCausalLM, target_modules=["lm_head"])
+    change(folder, {}, {"base_model.model.lm_head.base_layer.weight": None})  # PEFT copies the adapted head
+    with pytest.raises(UserError, match=r"adapts a head that is one with the embedding \(lm_head\)" + MERGE):
+        read_adapter(folder, engine_of(tmp_path / "tied").runner.model, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        ({"use_dora": True}, {}, "use_dora=True is not supported"),
+        ({"r": 5}, {}, r"q_proj\.lora_[AB]\.weight is \[.*4.*\], expected \[.*5.*\] by model and adapter_config"),
+        ({}, {f"{QUERY}.lora_B.weight": None}, r"q_proj\.lora_A\.weight has no partner"),
+        ({}, {f"{QUERY}.lora_A.weight": torch.full((4, 64), torch.inf)}, "q_proj holds NaN or infinite numbers"),
+        ({}, {"base_model.model.model.layers.7.mlp.x.lora_A.weight": torch.ones(4, 4)}, "changes model.layers.7.mlp.x, which"),
+        ({}, {"stranger": torch.ones(1)}, "stranger is not used: neither a factor of LoRA nor a module"),
+    ],
+)  # fmt: skip
+def test_damaged_adapters(
+    base: Path, engine: Engine, tmp_path: Path, config: dict[str, Any], tensors: dict[str, Any], message: str
+) -> None:
+    folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, r=4, target_modules=["q_proj"])
+    change(folder, config, tensors)
+    with pytest.raises(UserError, match=message):
+        read_adapter(folder, engine.runner.model, torch.float32)
+
+
+def test_missing_files(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere has no adapter_config\.json: give the folder of a PEFT adapter"):
+        read_adapter(tmp_path / "nowhere", engine.runner.model, torch.float32)

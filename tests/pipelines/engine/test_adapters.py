@@ -1,0 +1,225 @@
+"""Rows with adapters of their own: PEFT's numbers, and a row's bits whatever runs beside it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from pipelines.engine import Engine, Output
+from pipelines.loading import load_engine
+from tests.helpers.adapters import ALL_LINEAR, RANKS, peft_logprobs, peft_model, write_adapter
+from tests.helpers.builders import engine_of, run_config, write_llama
+
+PROMPTS = [[7, 3, 90, 20], [5], [33, 41, 8, 5, 17, 60, 2, 9, 11], [7, 3, 90, 20, 44], [12, 13]]
+GREEDY = DecodeConfig(max_new_tokens=6, ignore_eos=True, logprobs=3, prefix_cache=False)
+NAMES = [*RANKS, None]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama, `base`, and its adapters, each of another rank and of other layers."""
+    folder = tmp_path_factory.mktemp("adapters")
+    write_llama(folder / "base")
+    for seed, (name, rank) in enumerate(RANKS.items()):
+        modules = ALL_LINEAR if seed % 2 else ["q_proj", "v_proj", "down_proj"]
+        write_adapter(
+            folder / name, folder / "base", LlamaForCausalLM, seed, r=rank, lora_alpha=rank, target_modules=modules
+        )
+    return folder
+
+
+def engine_with(models: Path, names: list[str | None] = NAMES, max_adapters: int = 8, **device: Any) -> Engine:
+    run = run_config(models / "base")
+    adapters = {name: str(models / name) for name in names if name}
+    model = replace(run.model, adapters=adapters, max_adapters=max_adapters)
+    return load_engine(replace(run, model=model, device=replace(run.device, **device)), 5)
+
+
+def outputs(engine: Engine, rows: list[tuple[list[int], str | None]], decode: DecodeConfig = GREEDY) -> list[Output]:
+    """Outputs of prompts with the adapters named beside them, in their order."""
+    requests = [engine.request(i, prompt, decode, adapter=name) for i, (prompt, name) in enumerate(rows)]
+    found = []
+    for output in engine.generate(requests):
+        engine.scheduler.check_integrity()
+        assert output.error is None
+        found.append(output)
+    return sorted(found, key=lambda output: output.request_id)
+
+
+def test_as_peft_unmerged(models: Path) -> None:
+    """Four adapters of ranks 4 to 64 and none in one batch: greedy tokens, and log probabilities within 1e-4, both in float32."""
+    peft = peft_model(models / "base", LlamaForCausalLM, {name: models / name for name in RANKS})
+    results = outputs(engine_with(models), list(zip(PROMPTS, NAMES, strict=True)))
+    tokens = []
+    for prompt, name, output in zip(PROMPTS, NAMES, results, strict=True):
+        completion = output.completions[0]
+        expected = peft_logprobs(peft, name, prompt + completion.token_ids)[len(prompt) - 1 : -1]
+        assert completion.token_ids == expected.argmax(-1).tolist()
+        assert completion.logprobs is not None
+        for step, row in zip(completion.logprobs, expected, strict=True):
+            for token, logprob in step.logprobs.items():
+                assert abs(logprob - row[token].item()) < 1e-4
+        tokens.append(completion.token_ids)
+    base = outputs(engine_with(models), [(prompt, None) for prompt in PROMPTS])
+    assert all(mine != other.completions[0].token_ids for mine, other in zip(tokens[:4], base, strict=False))
+
+
+def test_rows_alone_and_together(models: Path) -> None:
+    """Log probabilities to the bit: alone, mixed, in chunks, after a preemption, and where adapters take turns in one slot."""
+    rows = [*zip(PROMPTS, NAMES, strict=True), ([7, 3, 90, 20], "eight"), ([7, 3, 90, 20], None)]
+    engine = engine_with(models)
+    alone = [outputs(engine, [row])[0] for row in rows]
+    assert outputs(engine, rows) == [replace(output, request_id=i) for i, output in enumerate(alone)]
+    bytes_per_token = engine.runner.kv_bytes_per_token
+    for device in (
+        {"max_batched_tokens": 5, "block_size": 4},
+        {"block_size": 4, "kv_cache_memory": str(8 * 4 * bytes_per_token)},
+        {"threads": 1},
+    ):
+        assert completions(outputs(engine_with(models, **device), rows)) == completions(alone)
+    assert completions(outputs(engine_with(models, max_adapters=1), rows)) == completions(alone)
+    assert completions(outputs(engine_with(models, max_adapters=1), rows[::-1])) == completions(alone[::-1])
+
+
+def completions(results: list[Output]) -> list[Any]:
+    return [output.completions for output in results]
+
+
+def test_other_ranks_and_residency_change_no_bit(models: Path) -> None:
+    """An adapter's rows are the same in an engine that knows it alone."""
+    rows = list(zip(PROMPTS, NAMES, strict=True))
+    mixed = outputs(engine_with(models), rows)
+    for (prompt, name), output in zip(rows, mixed, strict=True):
+        assert outputs(engine_with(models, [name]), [(prompt, name)])[0].completions == output.completions
+
+
+def test_rows_without_an_adapter_are_those_of_an_engine_without(models: Path) -> None:
+    plain = engine_of(models / "base", 5)
+    rows: list[tuple[list[int], str | None]] = [(prompt, None) for prompt in PROMPTS]
+    expected = outputs(plain, rows)
+    engine = engine_with(models)
+    assert outputs(engine, rows) == expected
+    mixed = outputs(engine, [*rows[:2], (PROMPTS[2], "four"), rows[3]])
+    assert completions([mixed[i] for i in (0, 1, 3)]) == completions([expected[i] for i in (0, 1, 3)])
+
+
+def test_batches_without_adapters_have_the_shapes_of_before(models: Path) -> None:
+    engine, plain = engine_with(models), engine_of(models / "base", 5)
+    for each in (engine, plain):
+        outputs(each, [(prompt, None) for prompt in PROMPTS])
+    assert engine.runner.decode_steps.shapes == plain.runner.decode_steps.shapes  # type: ignore[attr-defined]
+    assert all(shape.num_adapted == 0 for shape in engine.runner.decode_steps.shapes)  # type: ignore[attr-defined]
+
+
+def test_beams_samples_and_searches(models: Path) -> None:
+    """All sequences of a request have its adapter."""
+    engine = engine_with(models)
+    for settings in (
+        {"num_beams": 3, "num_return_sequences": 3},
+        {"n": 3, "temperature": 1.0, "seed": 1},
+        {"penalty_alpha": 0.5, "top_k": 4},
+    ):
+        decode = DecodeConfig(max_new_tokens=5, ignore_eos=True, **settings)  # type: ignore[arg-type]
+        rows = list(zip(PROMPTS[:2], NAMES[:2], strict=True))
+        alone = [outputs(engine, [row], decode)[0].completions for row in rows]
+        assert completions(outputs(engine, rows, decode)) == alone
+        assert completions(outputs(engine, [(PROMPTS[0], None)], decode)) != alone[:1]
+
+
+def test_recorded_steps_survive_a_load(models: Path) -> None:
+    """One slot, which holds another adapter by then: the step is replayed, and reads it."""
+    engine = engine_with(models, ["sixty_four", "four", "eight"], max_adapters=1)
+    first = outputs(engine, [(PROMPTS[0], "sixty_four")])
+    shapes = engine.runner.decode_steps.shapes  # type: ignore[attr-defined]
+    assert any(shape.num_adapted for shape in shapes)
+    runner = engine.runner
+    for name in ("four", "eight", "sixty_four"):
+        again = outputs(engine, [(PROMPTS[0], name)])
+        assert completions(again) == completions(outputs(engine_with(models, [name]), [(PROMPTS[0], name)]))
+    assert again == first
+    assert engine.runner is runner
+    assert engine.runner.decode_steps.shapes == shapes  # type: ignore[attr-defined]
+
+
+def test_a_larger_rank_is_loaded_later(models: Path) -> None:
+    engine = engine_with(models, ["four"])
+    before = outputs(engine, [(PROMPTS[0], "four")])
+    engine.load_adapter("large", models / "sixty_four")
+    expected = outputs(engine_with(models), [(PROMPTS[1], "sixty_four")])
+    assert completions(outputs(engine, [(PROMPTS[1], "large")])) == completions(expected)
+    assert outputs(engine, [(PROMPTS[0], "four")]) == before
+    plain = engine_of(models / "base", 5)
+    plain.load_adapter("large", models / "sixty_four")
+    assert completions(outputs(plain, [(PROMPTS[1], "large")])) == completions(expected)
+
+
+def test_the_prefix_cache_knows_the_content(models: Path) -> None:
+    """Another adapter under the same name finds none of the old one's blocks, nor does the base; the same content does."""
+    prompt = [*range(5, 15), 20, 21]
+    cached = replace(GREEDY, prefix_cache=True)
+    engine = engine_with(models, ["four", "eight"], block_size=4)
+    first = outputs(engine, [(prompt, "four")], cached)[0]
+    assert first.num_cached_tokens == 0
+    assert outputs(engine, [(prompt, "four")], cached)[0] == replace(first, num_cached_tokens=8)
+    for name in ("eight", None):
+        fresh = outputs(engine_with(models, block_size=4), [(prompt, name)])
+        assert outputs(engine, [(prompt, name)], cached) == fresh
+    engine.load_adapter("four", models / "sixteen")
+    changed = outputs(engine, [(prompt, "four")], cached)[0]
+    assert changed.num_cached_tokens == 0
+    assert changed.completions == outputs(engine_with(models), [(prompt, "sixteen")])[0].completions
+    engine.load_adapter("same", models / "four")
+    assert outputs(engine, [(prompt, "same")], cached)[0] == replace(first, num_cached_tokens=8)
+
+
+def test_the_least_recently_used_goes_first(models: Path) -> None:
+    engine = engine_with(models, max_adapters=2)
+    for name, resident in (
+        ("four", ["four"]),
+        ("eight", ["four", "eight"]),
+        ("four", ["eight", "four"]),
+        ("sixteen", ["four", "sixteen"]),
+    ):
+        outputs(engine, [(PROMPTS[0], name)])
+        assert [id.name for id in engine.adapters.slots.resident] == resident
+
+
+def test_a_row_waits_for_a_slot(models: Path) -> None:
+    engine = engine_with(models, max_adapters=1)
+    groups = [engine.add(engine.request(i, PROMPTS[i], GREEDY, adapter=name)) for i, name in enumerate(NAMES[:3])]
+    engine.step()
+    assert [bool(group.adapter_slot >= 0) for group in groups] == [True, False, False]
+    assert [group in engine.scheduler.running for group in groups] == [True, False, False]
+    while any(group.sequences for group in groups):
+        engine.step()
+        assert sum(group.adapter_slot >= 0 for group in groups) <= 1
+    alone = outputs(engine_with(models), list(zip(PROMPTS[:3], NAMES[:3], strict=True)))
+    assert [group.output().completions for group in groups] == completions(alone)
+
+
+def test_unloading(models: Path) -> None:
+    engine = engine_with(models, ["four", "eight"], max_adapters=1)
+    request = engine.request(0, PROMPTS[0], GREEDY, adapter="four")
+    waiting = engine.request(1, PROMPTS[1], GREEDY, adapter="eight")
+    groups = [engine.add(request), engine.add(waiting)]
+    for name in ("four", "eight"):
+        with pytest.raises(UserError, match=f"adapter {name} is in use: unload it, or load another one, when its"):
+            engine.unload_adapter(name)
+        with pytest.raises(UserError, match=f"adapter {name} is in use"):
+            engine.load_adapter(name, models / "sixteen")
+    for group in groups:
+        engine.scheduler.cancel(group)
+    engine.unload_adapter("four")
+    with pytest.raises(UserError, match="adapter four does not exist: there are eight"):
+        engine.request(0, PROMPTS[0], GREEDY, adapter="four")
+    (output,) = engine.generate([request])
+    assert "adapter four was unloaded since the request was made" in str(output.error)
+    engine.unload_adapter("eight")
+    with pytest.raises(UserError, match=r"adapter eigth does not exist: there are none: give model\.adapters"):
+        engine.request(0, PROMPTS[0], GREEDY, adapter="eigth")
+    with pytest.raises(UserError, match="adapter eight does not exist"):
+        engine.unload_adapter("eight")
