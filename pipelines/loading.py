@@ -27,8 +27,8 @@ def load_engine(
 
     Raises UserError as `prepare_device`, `open_source` and `load_engine_on` do.
     """
-    source = open_source(run.model, head)
-    return load_engine_on(prepare_device(run.device), run, source, max_num_requests, progress)
+    device, source = prepare_device(run.device), open_source(run.model, head)
+    return load_engine_on(device, run, source, max_num_requests, progress)
 
 
 def load_engine_on(
