@@ -65,6 +65,15 @@ class ModelShape(ABC):
         """Whether attention falls with the distance of two tokens in the cache, whatever their positions are (arXiv 2108.12409)."""
         return False
 
+    @property
+    def predicts_ahead(self) -> bool:
+        """Whether the model has the layer of `CausalLM.predict_ahead`, whose keys and values come last in the cache."""
+        return False
+
+    def predicting_ahead(self) -> "ModelShape | None":
+        """Return the shape of the model with that layer, or None where the checkpoint has none."""
+        return None
+
 
 class CausalLM(Module, ABC):
     """The base of every architecture's model.
@@ -169,6 +178,14 @@ class CausalLM(Module, ABC):
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Return the normed hidden states [R, E] of the batch's output rows; write the batch's keys and values into the cache."""
         return self.finish(self.run_layers(self.embed(batch), batch, cache, range(self.config.num_hidden_layers)))
+
+    def predict_ahead(self, hidden: Tensor, batch: Batch, cache: KVCache) -> Tensor:
+        """Return normed hidden states [R, E] of the batch's output rows, whose logits are of the tokens behind the batch's.
+
+        `batch` has tokens at the positions of those before them, `hidden` [T, E] the normed hidden states of the latter: the model's,
+        or what this returned. `cache` is the model's whole cache.
+        """
+        raise NotImplementedError
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, batch: Batch | None = None) -> Tensor:

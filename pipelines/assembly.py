@@ -6,6 +6,7 @@ hold them.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from conf.quantization import Activations
@@ -18,6 +19,8 @@ from models.weights import initialise_randomly, load_weights
 from pipelines.engine import Engine
 from pipelines.engine.adapters import Adapters
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks, free_memory
+from pipelines.engine.proposers.model import ModelProposer
+from pipelines.engine.proposers.mtp import MtpProposer
 from pipelines.kept_prefixes import open_kept, place_kept
 from pipelines.memory import check_memory, step_bytes, weight_bytes
 from pipelines.packed_cache import load_packed
@@ -36,68 +39,93 @@ def assemble(
     settings: RequestSettings,
     max_num_requests: int,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
+    draft: ModelPlan | None = None,
 ) -> Engine:
     """Build the engine of a planned model for at most `max_num_requests` at once. `on_bytes(done, total)` follows the weights.
 
+    `draft`: the model that drafts, planned for the same device and dtype.
     Raises UserError for weights that are not the model's, and where memory is too small.
     """
     decode = run.decode.resolved(settings.decode_defaults)
     num_sequences = max_num_requests * max(decode.n, decode.num_beams or 1)
-    reserved = _reserve_memory(run.device, plan, num_sequences)
+    plans = [plan] if draft is None else [plan, draft]
+    reserved = _reserve_memory(run.device, plans, num_sequences)
     prefixes = read_prefixes(run.model.prefixes or {}, plan, settings)
     kept = open_kept(run, plan.source, plan.dtype)
-    _load(run, plan, on_bytes)
-    if plan.packed:
-        bring_together(plan.model, plan.device)
-    checkpoint = plan.source.checkpoint
-    smoothing = smoothed_by(checkpoint.config, checkpoint.path)
-    adapters = Adapters(plan.model, plan.dtype, plan.device, run.model.max_adapters, smoothing)
-    for name, folder in (run.model.adapters or {}).items():
-        adapters.load(name, Path(folder).expanduser(), in_use=())
+    for each in plans:
+        _load(run, each, on_bytes)
+    adapters = _load_adapters(run, plan)
     num_tokens = [settings.context.num_tokens] * max(AUTO_SEQUENCES, num_sequences)
     num_tokens += [prefix.num_tokens for prefix in prefixes.values()]
     num_tokens += [row.num_slots for file in kept for row in file.rows]
+    caches = _make_caches(run, plans, num_tokens, reserved)
+    num_graph_sequences = num_sequences if run.device.cuda_graphs and plan.packed else 0
     engine = Engine(
         plan.model,
-        _make_cache(run, plan, num_tokens, reserved),
+        caches[0],
         settings.tokenizer,
         settings.context,
         settings.eos_token_ids,
         settings.decode_defaults,
         max_num_requests,
         run.device.max_batched_tokens,
-        num_graph_sequences=num_sequences if run.device.cuda_graphs and plan.packed else 0,
+        num_graph_sequences=num_graph_sequences,
         decode_threads=run.device.decode_threads,
-        undrafted=_undrafted(run),
+        undrafted=_undrafted(run, plan, draft),
         adapters=adapters,
     )
     place_prefixes(engine, prefixes)
     place_kept(engine, kept)
+    if draft:
+        runner = engine.runner.beside(draft.model, caches[1], num_graph_sequences)
+        proposer = ModelProposer(runner, engine.block_size, run.device.max_batched_tokens)
+        engine.speculator.proposers[Speculate.model] = proposer
+    if plan.model.config.predicts_ahead:
+        engine.speculator.proposers[Speculate.mtp] = MtpProposer(engine.runner, engine.block_size)
     return engine
 
 
-def _undrafted(run: RunConfig) -> dict[Speculate, str]:
+def _load_adapters(run: RunConfig, plan: ModelPlan) -> Adapters:
+    """Return the adapters of the loaded model, with those that the run names."""
+    checkpoint = plan.source.checkpoint
+    smoothing = smoothed_by(checkpoint.config, checkpoint.path)
+    adapters = Adapters(plan.model, plan.dtype, plan.device, run.model.max_adapters, smoothing)
+    for name, folder in (run.model.adapters or {}).items():
+        adapters.load(name, Path(folder).expanduser(), in_use=())
+    return adapters
+
+
+def _undrafted(run: RunConfig, plan: ModelPlan, draft: ModelPlan | None) -> dict[Speculate, str]:
     """Return who cannot draft the engine's tokens, and why."""
-    reasons = dict.fromkeys((Speculate.model, Speculate.mtp), "does not exist yet: give ngram or none")
+    reasons = {}
+    if draft is None:
+        reasons[Speculate.model] = "has no model that drafts: give decode.speculate=model and its path to the run"
+    if not plan.model.config.predicts_ahead:
+        reasons[Speculate.mtp] = "has no layer that drafts: give decode.speculate=mtp to the run"
     if run.quant.activations is Activations.auto:
         bits = "quant.activations=auto, with which bits depend on how many tokens are computed at once"
         reasons |= {each: f"contradicts {bits}: leave one of them out" for each in Speculate if each.value != "none"}
     return reasons
 
 
-def _reserve_memory(config: DeviceConfig, plan: ModelPlan, num_sequences: int) -> int:
+def _reserve_memory(config: DeviceConfig, plans: list[ModelPlan], num_sequences: int) -> int:
     """Return the bytes of a GPU that a step may take. Raises UserError where these and the weights are more than is free."""
-    if plan.device.type != "cuda":
+    device = plans[0].device
+    if device.type != "cuda":
         return 0
-    vocab_size = plan.model.config.vocab_size
-    step = step_bytes(plan.max_layer_values, vocab_size, plan.dtype, config.max_batched_tokens, num_sequences)
-    free = free_memory(plan.device, config.memory_fraction)
-    check_memory(weight_bytes(plan.model, plan.dtype), step, free, config.memory_fraction)
+    step = max(
+        step_bytes(
+            plan.max_layer_values, plan.model.config.vocab_size, plan.dtype, config.max_batched_tokens, num_sequences
+        )
+        for plan in plans
+    )
+    weights = sum(weight_bytes(plan.model, plan.dtype) for plan in plans)
+    check_memory(weights, step, free_memory(device, config.memory_fraction), config.memory_fraction)
     return step
 
 
 def _load(run: RunConfig, plan: ModelPlan, on_bytes: Callable[[int, int], None]) -> None:
-    """Give the planned model its weights: random ones, those that are kept packed, or the files'."""
+    """Give the planned model its weights, random ones, those that are kept packed, or the files', and bring together what is packed."""
     model, dtype, device = plan.model, plan.dtype, plan.device
     read = partial(load_weights, model, plan.files, plan.ignored_tensors, dtype, device, on_bytes)
     if not plan.files:
@@ -106,20 +134,27 @@ def _load(run: RunConfig, plan: ModelPlan, on_bytes: Callable[[int, int], None])
         load_packed(run, plan, read)
     else:
         read()
+    if plan.packed:
+        bring_together(model, device)
 
 
-def _make_cache(run: RunConfig, plan: ModelPlan, num_tokens: list[int], reserved: int) -> KVCache:
-    """Allocate the KV cache, where its size is automatic for at most so many tokens each, beside `reserved` bytes for a step."""
-    config, heads, formats = run.device, plan.model.attention_heads, _cache_formats(run, plan)
-    block_size = config.block_size or BLOCK_SIZE[plan.device.type]
+def _make_caches(run: RunConfig, plans: list[ModelPlan], num_tokens: list[int], reserved: int) -> list[KVCache]:
+    """Allocate the KV cache of each model, all of as many blocks, beside `reserved` bytes for a step.
+
+    They hold at most so many tokens each where their size is automatic.
+    """
+    config, device, dtype = run.device, plans[0].device, plans[0].dtype
+    block_size = config.block_size or BLOCK_SIZE[device.type]
     wanted_blocks = sum(-(-n // block_size) for n in num_tokens)
-    free = max(0, free_memory(plan.device, config.memory_fraction) - reserved)
-    num_blocks = choose_num_blocks(heads, wanted_blocks, block_size, config.kv_cache_memory, free, formats, plan.dtype)
-    return allocate_kv_cache(heads, num_blocks, block_size, formats, plan.dtype, plan.device)
+    free = max(0, free_memory(device, config.memory_fraction) - reserved)
+    layers = [(plan.model.attention_heads, _cache_formats(run, plan)) for plan in plans]
+    heads, formats = (list(chain(*parts)) for parts in zip(*layers, strict=True))
+    num_blocks = choose_num_blocks(heads, wanted_blocks, block_size, config.kv_cache_memory, free, formats, dtype)
+    return [allocate_kv_cache(heads, num_blocks, block_size, formats, dtype, device) for heads, formats in layers]
 
 
 def _cache_formats(run: RunConfig, plan: ModelPlan) -> list[tuple[KVFormat, KVFormat]]:
-    """Return the format of each layer's keys and values. Static scales are read from the loaded model."""
-    if plan.static_cache:
-        return static_kv_formats(plan.model, plan.static_cache)
-    return [FORMATS[run.quant.kv_cache.name]] * len(plan.model.attention_heads)
+    """Return the format of each layer's keys and values. Static scales are read from the loaded model; a layer that drafts has none."""
+    static = static_kv_formats(plan.model, plan.static_cache) if plan.static_cache else []
+    dynamic = FORMATS[(plan.static_cache or run.quant.kv_cache).name]
+    return static + [dynamic] * (len(plan.model.attention_heads) - len(static))

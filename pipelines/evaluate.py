@@ -228,7 +228,7 @@ def _load_reference(
     # Its cache need hold no more than windows.
     model = replace(run.model, path=path, weights=Weights.checkpoint, max_length=run.evaluate.window)
     try:
-        reference = load_engine(without_quantization(replace(run, model=model)), 1, progress)
+        reference = load_engine(without_quantization(replace(run, model=model, decode=DecodeConfig())), 1, progress)
     except UserError as error:
         raise UserError(f"{where} cannot be loaded: {error}") from error
     if reference.vocab_size != engine.vocab_size:

@@ -16,7 +16,6 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.schema import RunConfig
 from kernels import build
-from models.batch import KVCache
 from models.formats.huggingface import SafetensorsFile
 from models.formats.safetensors_writer import save_tensors
 from pipelines.engine import Engine
@@ -72,9 +71,10 @@ def identity(run: RunConfig, source: ModelSource, dtype: torch.dtype) -> Fingerp
     }
 
 
-def cache_tensors(cache: KVCache) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors [N, B, G, *] of a cache and their names in a file."""
-    for number, layer in enumerate(cache.layers):
+def cache_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors [N, B, G, *] of an engine's cache and their names in a file, without those of a layer that only drafts."""
+    runner = engine.runner
+    for number, layer in enumerate(runner.cache.layers[: runner.model.config.num_hidden_layers]):
         for name, vectors in zip(("keys", "values"), layer, strict=True):
             for part, tensor in enumerate(vectors.tensors):
                 yield f"layers.{number}.{name}.{part}", tensor
@@ -132,7 +132,7 @@ def place_kept(engine: Engine, files: list[KeptFile]) -> None:
         for block, value in zip(table, found, strict=True):
             blocks.remember(block, value)
         places = torch.tensor(list(found.values()))[:, None] + torch.arange(engine.block_size)  # [blocks, B]
-        tensors = dict(cache_tensors(engine.runner.cache))
+        tensors = dict(cache_tensors(engine))
         for name, content in file.weights.read(tensors):
             tensors[name][table] = content[places].to(engine.device)
 
@@ -156,7 +156,7 @@ def _missing_blocks(engine: Engine, file: KeptFile, token_ids: list[int]) -> dic
 
 def _check_tensors(engine: Engine, file: KeptFile) -> None:
     num_slots = sum(row.num_slots for row in file.rows)
-    wanted = {name: f"{t.dtype}{[num_slots, *t.shape[2:]]}" for name, t in cache_tensors(engine.runner.cache)}
+    wanted = {name: f"{t.dtype}{[num_slots, *t.shape[2:]]}" for name, t in cache_tensors(engine)}
     wanted[TOKENS] = f"{torch.int64}{[sum(row.num_tokens for row in file.rows)]}"
     found = {name: f"{file.weights.dtypes[name]}{list(shape)}" for name, shape in file.weights.shapes.items()}
     if wrong := sorted(name for name in wanted | found if wanted.get(name) != found.get(name)):

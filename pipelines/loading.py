@@ -8,9 +8,11 @@ import torch
 from conf.errors import UserError
 from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig, QuantizeConfig
 from conf.schema import RunConfig
+from conf.speculation import Speculate
 from models.heads import Head
 from pipelines.assembly import assemble
 from pipelines.device import prepare_device
+from pipelines.drafting import plan_draft, predicting_ahead
 from pipelines.engine import Engine
 from pipelines.opening import ModelSource, open_source
 from pipelines.planning import plan_model
@@ -45,9 +47,12 @@ def load_engine_on(
         )
     run, source = calibrated(run, source, progress)
     settings = read_request_settings(run.model, source)
+    if run.decode.speculate is Speculate.mtp:
+        source = predicting_ahead(source)
     plan = plan_model(run, source, device, packed=True)
+    draft = plan_draft(run, plan, settings)
     source.warn_of_unread_keys()
-    return assemble(run, plan, settings, max_num_requests, progress.loaded)
+    return assemble(run, plan, settings, max_num_requests, progress.loaded, draft)
 
 
 def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> tuple[RunConfig, ModelSource]:

@@ -84,7 +84,7 @@ class _Kept:
         self._engine = engine
         self.rows: list[KeptRow] = []
         self._token_ids: list[int] = []
-        self._stored: dict[str, list[Tensor]] = {name: [] for name, _ in cache_tensors(engine.runner.cache)}
+        self._stored: dict[str, list[Tensor]] = {name: [] for name, _ in cache_tensors(engine)}
         self._known: set[bytes] = set()  # hashes of the blocks that are kept
         self._num_prompts = self._num_prompt_tokens = 0
 
@@ -115,7 +115,7 @@ class _Kept:
             return
         blocks = [*prefix.blocks[:num_full], *engine.scheduler.block_manager.find_prefix(hashes[num_full:])]
         assert len(blocks) == num_blocks
-        for name, tensor in cache_tensors(engine.runner.cache):
+        for name, tensor in cache_tensors(engine):
             self._stored[name].append(tensor[blocks].flatten(0, 1).cpu())
         self._known.update(hashes)
         self._token_ids += sequence.token_ids[:num_tokens]

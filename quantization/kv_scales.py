@@ -67,7 +67,7 @@ def attention_names(model: CausalLM) -> list[str]:
 
 def _scales(model: CausalLM) -> dict[str, Heads]:
     """Return the names of all scales with their layer's heads. Values that are not stored have none."""
-    layers = zip(attention_names(model), model.attention_heads, strict=True)
+    layers = zip(attention_names(model), model.attention_heads, strict=False)  # a layer that drafts has no scales
     return {
         f"{name}.{own}": heads for name, heads in layers for own in ((KEY, VALUE) if heads.value_head_dim else (KEY,))
     }

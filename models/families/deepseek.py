@@ -15,7 +15,7 @@ from conf.errors import UserError
 from kernels.kv_store import kv_store
 from kernels.linear import linear, linear_per_head
 from kernels.rope import rope
-from models.batch import Batch, LayerCache
+from models.batch import Batch, KVCache, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderLayer, PreNormLM, PreNormShape
 from models.layers.attention import Heads, attend_latent
@@ -23,7 +23,8 @@ from models.layers.linear import Linear, MergedLinear
 from models.layers.mlp import MLP
 from models.layers.module import Module
 from models.layers.moe import Experts
-from models.layers.norm import RMSNorm
+from models.layers.named_parts import register
+from models.layers.norm import AddRMSNorm, ResidualStream, RMSNorm
 from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding, read_rotary_config, yarn_mscale
 from models.layout import ModelLayout
 
@@ -62,6 +63,7 @@ class DeepseekConfig(PreNormShape):
     rope_interleave: bool
     rotary: RotaryConfig
     routing: Routing
+    predicts_ahead: bool = False
 
     @property
     def context_length(self) -> int:
@@ -70,6 +72,9 @@ class DeepseekConfig(PreNormShape):
     @property
     def keys_depend_on_length(self) -> bool:
         return self.rotary.type == "dynamic"
+
+    def predicting_ahead(self) -> "DeepseekConfig | None":
+        return replace(self, predicts_ahead=True) if self.num_nextn_predict_layers else None
 
     @property
     def softmax_scale(self) -> float:
@@ -258,6 +263,31 @@ class MoE(Module):
         return routed + shared
 
 
+class NextTokenLayer(DecoderLayer):
+    """V3's first module of multi-token prediction (arXiv 2412.19437, section 2.2), with the model's own embedding and head.
+
+    The order of the projected halves and the norms before both inputs are those of the checkpoints. Both hidden states that it reads,
+    the model's and its own, are behind a final norm, as in vLLM and SGLang.
+    """
+
+    def __init__(self, c: DeepseekConfig, self_attn: nn.Module, mlp: nn.Module) -> None:
+        super().__init__(c, self_attn, mlp)
+        self.enorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.hnorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        # Checkpoints whose other layers are quantised hold it in floats.
+        self.eh_proj = Linear(2 * c.hidden_size, c.hidden_size, bias=False, is_quantizable=False)
+        self._final_norm = (AddRMSNorm(c.hidden_size, c.rms_norm_eps),)  # in a tuple, for its name is another one
+        register(self, "shared_head.norm", self._final_norm[0])
+
+    def predict(
+        self, embedded: Tensor, hidden: Tensor, angles: Angles | None, batch: Batch, cache: LayerCache
+    ) -> Tensor:
+        """Return normed hidden states [R, E] of the embeddings of tokens and the hidden states of those before them, both [T, E]."""
+        both = torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1)  # [T, 2 * E]
+        stream = self(ResidualStream(self.eh_proj(both, batch)), angles, batch.of_output_rows(), cache)
+        return self._final_norm[0](*stream)[0]
+
+
 class Deepseek(PreNormLM):
     config: DeepseekConfig
     layout = ModelLayout(
@@ -275,8 +305,10 @@ class Deepseek(PreNormLM):
 
     def __init__(self, c: DeepseekConfig) -> None:
         layers = (
-            DecoderLayer(c, Attention(c), MoE(c) if c.has_experts(i) else MLP(c.hidden_size, c.intermediate_size))
-            for i in range(c.num_hidden_layers)
+            (DecoderLayer if i < c.num_hidden_layers else NextTokenLayer)(
+                c, Attention(c), MoE(c) if c.has_experts(i) else MLP(c.hidden_size, c.intermediate_size)
+            )
+            for i in range(c.num_hidden_layers + c.predicts_ahead)
         )
         super().__init__(c, layers, RotaryEmbedding(c.rotary))
         if c.q_lora_rank is None:
@@ -289,4 +321,16 @@ class Deepseek(PreNormLM):
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
         first = self.config.num_hidden_layers  # the layers that predict more than one token come after the others
-        return tuple(f"model.layers.{first + i}." for i in range(self.config.num_nextn_predict_layers))
+        prefixes = [f"model.layers.{first + i}." for i in range(self.config.num_nextn_predict_layers)]
+        if self.config.predicts_ahead:  # its copies of the model's embedding and head
+            prefixes[:1] = [f"{prefixes[0]}{copy}." for copy in ("embed_tokens", "shared_head.head")]
+        return tuple(prefixes)
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        return super().forward(batch, KVCache(cache.layers[: self.config.num_hidden_layers]))
+
+    def predict_ahead(self, hidden: Tensor, batch: Batch, cache: KVCache) -> Tensor:
+        layer = self.layers[-1]
+        assert isinstance(layer, NextTokenLayer)
+        inputs = self.layer_inputs(batch, cache.dtype)
+        return layer.predict(self.embedding(batch.token_ids), hidden, *inputs, batch, cache.layers[-1])

@@ -215,9 +215,9 @@ class Engine:
         """
         step, self._launched = self._launched, None
         if step is None or not step.is_wanted():
-            plan = self.speculator.extend(self.scheduler.plan(max_tokens), max_tokens)
+            plan = self.scheduler.plan(max_tokens)
             self.runner.copy_blocks(plan.copies)
-            step = self._launch(plan)
+            step = self._launch(self.speculator.extend(plan, max_tokens))
             verify(step, self._fail)
         ahead = self._launch_ahead(step)
         choices = self._sample(step)
@@ -231,7 +231,13 @@ class Engine:
 
     def _launch(self, plan: StepPlan, last_tokens: Tensor | None = None) -> LaunchedStep:
         """Build the plan's batch and execute it. `last_tokens` [S]: its inputs, where only the device knows them."""
-        outputs = self.runner.execute(build_batch(plan, self.block_size), last_tokens)
+        batch = build_batch(plan, self.block_size)
+        if self.speculator.reads_hidden(plan):
+            whole = build_batch(plan, self.block_size, all_outputs=True)
+            outputs, hidden = self.runner.execute_whole(whole, batch.output_rows)
+            self.speculator.observe(plan, hidden)
+            return LaunchedStep(plan, outputs)
+        outputs = self.runner.execute(batch, last_tokens)
         if not self.looks_ahead or not can_choose_ahead(plan):
             return LaunchedStep(plan, outputs)
         contexts = [item.sequence for item in plan.scheduled]

@@ -195,6 +195,8 @@ class Sequence(SamplingContext):
     """The stop string, or the id of the token, that ended it."""
     unsent: str | None = None
     """Text of the last token, which the request's sink has not had yet; None where there is no such token."""
+    drafting: Any = None
+    """What a proposer knows of its own keys and values in the sequence's blocks, None for nothing. A fork begins with the same."""
 
     @classmethod
     def begin(cls, request: Request, detokenizer: Detokenizer | None = None) -> "Sequence":

@@ -35,7 +35,7 @@ class Runner:
 
         On a CPU decode steps have `decode_threads`, or as many as all, and what comes again is recorded when it does.
         """
-        self._decode_threads = decode_threads
+        self._table_width, self._decode_threads = table_width, decode_threads
         self.model = model
         self.cache = cache
         self._device = cache.tensors[0].device
@@ -53,6 +53,10 @@ class Runner:
             if has_adapters(model):
                 capture = GraphPool().capture
                 self.adapted_steps = GraphSteps(self.compute, capture, *sizes, self._device, with_adapters=True)
+
+    def beside(self, model: CausalLM, cache: KVCache, num_graph_sequences: int) -> "Runner":
+        """Return the runner of another model, over a cache of the same blocks."""
+        return Runner(model, cache, num_graph_sequences, self._table_width, self._decode_threads)
 
     @property
     def weight_bytes(self) -> int:
@@ -95,6 +99,16 @@ class Runner:
             if not decodes:
                 return self.prompt_steps(batch, token_ids)
             return (self.adapted_steps if batch.shape.num_adapted else self.decode_steps)(batch, token_ids)
+
+    def execute_whole(self, batch: Batch, rows: Tensor) -> tuple[StepOutputs, Tensor]:
+        """Compute a batch of output rows alone, and return what `execute` does of some of them, and the hidden states [T, E] of all."""
+        if len(rows) == batch.shape.num_tokens:
+            outputs = self.execute(batch)
+            return outputs, outputs.hidden
+        hidden = self.hidden(batch)
+        wanted = hidden[rows.to(hidden.device)]
+        logits = self.model.logits(wanted)
+        return StepOutputs(wanted, logits, all_finite(logits)), hidden
 
     def compute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
         """Compute a step by calling every operator."""

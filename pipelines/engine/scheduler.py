@@ -372,6 +372,7 @@ class Scheduler:
         self.block_manager.free(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed_tokens = 0
+        sequence.drafting = None
 
 
 def root_hash(sequence: Sequence) -> bytes:

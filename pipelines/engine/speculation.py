@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torch import Tensor
+
 from conf.speculation import Speculate
 from pipelines.engine.draft_budget import DraftBudget
 from pipelines.engine.proposers import Proposer
@@ -54,13 +56,31 @@ class Speculator:
         self._measured: tuple[int, float] | None = None  # tokens of the step that runs, and when it began
         self.counts = DraftCounts()
 
+    def reads_hidden(self, plan: StepPlan) -> bool:
+        """Return whether a proposer wants the hidden states of all of a sequence's tokens."""
+        return any(self._reads_hidden(item) for item in plan.scheduled)
+
+    def _reads_hidden(self, item: Scheduled) -> bool:
+        proposer = self.proposers.get(item.sequence.params.speculate)
+        return proposer is not None and proposer.reads_hidden and not item.group.search
+
+    def observe(self, plan: StepPlan, hidden: Tensor) -> None:
+        """Hand the hidden states [T, E] of all of the step's tokens, drafts among them, to the proposers that want them."""
+        counts = [item.num_new_tokens + len(item.drafts) for item in plan.scheduled]
+        parts = [part for part in zip(plan.scheduled, hidden.split(counts), strict=True) if self._reads_hidden(part[0])]
+        for kind, proposer in self.proposers.items():
+            if own := [part for part in parts if part[0].sequence.params.speculate is kind]:
+                proposer.observe(own)
+
     def extend(self, plan: StepPlan, max_tokens: int | None = None) -> StepPlan:
         """Return the plan with drafts behind the last tokens of sequences that want them and whose next tokens come of it.
 
-        `max_tokens`: the step's budget, as for `Scheduler.plan`.
+        The plan's blocks have been copied in the model's cache. `max_tokens`: the step's budget, as for `Scheduler.plan`.
         """
         if all(item.sequence.params.speculate is Speculate.none for item in plan.scheduled):
             return plan
+        for proposer in self.proposers.values() if plan.copies else ():
+            proposer.copy_blocks(plan.copies)
         start = self._clock()  # before the drafts, which may take longer than they spare
         most = [_most(item) if item.group in plan.ready else 0 for item in plan.scheduled]
         if not any(most):

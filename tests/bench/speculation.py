@@ -24,6 +24,7 @@ from conf.compose import compose_run_config  # noqa: E402
 from conf.decoding import DecodeConfig  # noqa: E402
 from conf.speculation import Speculate, SpeculationConfig  # noqa: E402
 from pipelines.engine import Engine, Output  # noqa: E402
+from pipelines.engine.proposers import Proposer  # noqa: E402
 from pipelines.engine.request import Sequence  # noqa: E402
 from pipelines.engine.speculation import Speculator  # noqa: E402
 from pipelines.loading import load_engine  # noqa: E402
@@ -34,7 +35,7 @@ RESULTS = Path(__file__).parent / "results" / "speculation.json"
 PROMPT_TOKENS = 64
 
 
-class Spoiled:
+class Spoiled(Proposer):
     """Drafts the tokens of a plain run, each of them right with one chance."""
 
     def __init__(self, known: dict[int, list[int]], acceptance: float) -> None:
@@ -49,9 +50,6 @@ class Spoiled:
         said = sequence.num_output_tokens
         right = self._known[sequence.request.id][said : said + most]
         return [token if self._random.random() < self._acceptance else token ^ 1 for token in right]
-
-    def learn(self, sequence: Sequence) -> None:
-        """Do nothing: all is known."""
 
 
 def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> tuple[list[Output], float]:

@@ -1,8 +1,12 @@
 """DeepSeek-V2 and -V3 of small sizes in all their variants, by transformers' own classes."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -70,3 +74,68 @@ def build(version: int, **config: Any) -> PreTrainedModel:
             if "inv_freq" not in name:
                 tensor.normal_(1.0 if "norm" in name else 0.0, 0.15)
     return model.eval()
+
+
+class NextTokenReference:
+    """V3's model and its first module of multi-token prediction in float64: the block is transformers' decoder layer."""
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        """Write a checkpoint of `num_hidden_layers` layers and the module into the folder, every parameter random."""
+        num_layers = {**SMALL, **config}["num_hidden_layers"]
+        model = build(3, **{**V3_GROUPS, **config, "num_hidden_layers": num_layers + 1})
+        hidden_size = model.config.hidden_size
+        self._own = {
+            name: torch.randn(shape) * 0.15 + ("norm" in name)
+            for name, shape in {
+                "enorm.weight": (hidden_size,),
+                "hnorm.weight": (hidden_size,),
+                "shared_head.norm.weight": (hidden_size,),
+                "eh_proj.weight": (hidden_size, 2 * hidden_size),
+            }.items()
+        }
+        model.save_pretrained(folder)
+        tensors = load_file(folder / "model.safetensors")
+        copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+        for name, tensor in [*self._own.items(), *((own, tensors[shared].clone()) for own, shared in copies.items())]:
+            tensors[f"model.layers.{num_layers}.{name}"] = tensor
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        file = folder / "config.json"
+        changes = {"num_hidden_layers": num_layers, "num_nextn_predict_layers": 1}
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+        model.config._experts_implementation = "eager"  # the others multiply no float64
+        self._model = model.double()
+        self._block = model.model.layers[-1]
+        model.model.layers = model.model.layers[:-1]
+        self._own = {name: tensor.double() for name, tensor in self._own.items()}
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        eps = self._model.config.rms_norm_eps
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * self._own[f"{name}.weight"]
+
+    @torch.no_grad()
+    def hidden(self, token_ids: list[int]) -> Tensor:
+        """The model's hidden states [T, E] behind its final norm."""
+        return self._model.model(torch.tensor([token_ids])).last_hidden_state[0]
+
+    @torch.no_grad()
+    def ahead(self, hidden: Tensor, token_ids: list[int]) -> Tensor:
+        """The module's hidden states [T, E] behind its norm, of hidden states [T, E] and the tokens behind them, from position 0 on."""
+        embedded = self._model.model.embed_tokens(torch.tensor(token_ids))
+        both = torch.cat((self._norm(embedded, "enorm"), self._norm(hidden, "hnorm")), dim=-1)
+        x = (both @ self._own["eh_proj.weight"].T)[None]
+        positions = torch.arange(len(token_ids))[None]
+        mask = torch.full((len(token_ids), len(token_ids)), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+        angles = self._model.model.rotary_emb(x, positions)
+        x = self._block(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+        return self._norm(x[0], "shared_head.norm")
+
+    @torch.no_grad()
+    def drafts(self, token_ids: list[int], count: int) -> list[int]:
+        """The most likely tokens behind a sequence, each of the module's own hidden states and the one before."""
+        hidden, behind = self.hidden(token_ids)[:-1], token_ids[1:]
+        drafts: list[int] = []
+        for _ in range(count):
+            last = self.ahead(hidden, behind)[-1:]
+            drafts.append(int(self._model.lm_head(last).argmax()))
+            hidden, behind = torch.cat((hidden, last)), [*behind, drafts[-1]]
+        return drafts

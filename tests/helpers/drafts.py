@@ -1,14 +1,19 @@
-"""A proposer for tests that knows what the plain run says, and spoils it."""
+"""What tests of drafts share: a proposer that knows what the plain run says, and spoils it; and cases."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import product
+from typing import Any
 
+import pytest
+
+from pipelines.engine.proposers import Proposer
 from pipelines.engine.request import Sequence
 
 EOS = 1
 
 
-class Hostile:
+class Hostile(Proposer):
     """Drafts what follows in the plain run, longer than asked for and beyond its end, with tokens that are not it, the eos among them."""
 
     def __init__(self, known: Mapping[tuple[int, int], list[int]], right: Callable[[int], bool]) -> None:
@@ -28,11 +33,17 @@ class Hostile:
     def _wrong(self, token: int) -> int:
         return EOS if token != EOS and self._random.random() < 0.3 else (token + self._random.randrange(1, 90)) % 91
 
-    def learn(self, sequence: Sequence) -> None:
-        pass
-
 
 def at_random(chance: float) -> Callable[[int], bool]:
     """Right with this chance at every place."""
     generator = random.Random(2)
     return lambda place: generator.random() < chance
+
+
+def with_long(settings: Iterable[str], devices: Iterable[str]) -> list[Any]:
+    """All pairs of a setting and a device. Those are long that are not needed for each setting and each device to come."""
+    settings, devices = list(settings), list(devices)
+    chosen = {(each, devices[i % len(devices)]) for i, each in enumerate(settings)}
+    return [
+        pytest.param(*pair, marks=() if pair in chosen else pytest.mark.long) for pair in product(settings, devices)
+    ]

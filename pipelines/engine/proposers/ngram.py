@@ -6,6 +6,7 @@ Prompt lookup (Saxena 2023) and llama.cpp's lookup decoding are this. A token co
 from weakref import WeakKeyDictionary
 
 from conf.speculation import Acceptance, DraftOrder, SpeculationConfig
+from pipelines.engine.proposers import Proposer
 from pipelines.engine.proposers.shared_table import SharedTables
 from pipelines.engine.request import Sequence
 
@@ -42,7 +43,7 @@ def copied(token_ids: list[int], place: int, most: int) -> list[int]:
     return draft
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Looks first in the row's prediction, then in its prompt and output, then in finished rows of its cache_salt."""
 
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 from conf.decoding import DecodeConfig, warn_once
 from conf.speculation import Acceptance, Speculate, SpeculationConfig
 from pipelines.engine import Engine
+from pipelines.engine.proposers import Proposer
 from pipelines.engine.request import Sequence
 from pipelines.engine.sampler import uniform
 from pipelines.engine.top_p_window import drawn, num_accepted, num_candidates
@@ -48,7 +49,7 @@ def test_the_last_token_is_drawn_among_candidates() -> None:
     assert drawn([7, 8, 9], [0.5, 0.25, 0.125], 0, 0.6) == 7
 
 
-class Likely:
+class Likely(Proposer):
     """Drafts tokens of another engine's logits: mostly the most likely one, else the second or third."""
 
     RANKS = (0, 0, 1, 0, 0, 2, 0)

@@ -1,0 +1,87 @@
+"""Who drafts with weights: a model of its own, planned as the run's and compared with it, or a further layer of the run's model."""
+
+from dataclasses import replace
+
+from conf.errors import UserError
+from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig
+from conf.schema import DType, ModelConfig, RunConfig
+from conf.speculation import Speculate
+from models.outline import open_model
+from models.tokenizers import Tokenizer
+from pipelines.opening import ModelSource, open_source
+from pipelines.planning import ModelPlan, plan_model
+from pipelines.request_settings import RequestSettings
+
+REMEDY = "give a smaller model of the same family"
+
+
+def plan_draft(run: RunConfig, target: ModelPlan, settings: RequestSettings) -> ModelPlan | None:
+    """Plan the model that drafts for `target`, in its dtype and with its format of the cache; None where the run asks for none.
+
+    Raises UserError for a model with other tokens, or that cannot take the run's prompts.
+    """
+    if run.decode.speculate is not Speculate.model:
+        return None
+    path = run.decode.speculation.model_path
+    if path is None:
+        raise UserError("decode.speculate=model needs the model that drafts: give decode.speculation.model_path=FOLDER")
+    model = ModelConfig(
+        path=path,
+        dtype=DType[str(target.dtype).removeprefix("torch.")],
+        weights=run.model.weights,
+        allow_pickle=run.model.allow_pickle,
+        verify=run.model.verify,
+        keep_packed=run.model.keep_packed,
+    )
+    try:
+        source = open_source(model)
+        _compare(source, target.source, settings)
+        quant = QuantConfig(kv_cache=target.static_cache or run.quant.kv_cache)
+        alone = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), quantize=QuantizeConfig())
+        return plan_model(alone, source, target.device, packed=True)
+    except UserError as error:
+        raise UserError(f"decode.speculation.model_path={path}: {error}") from error
+
+
+def predicting_ahead(source: ModelSource) -> ModelSource:
+    """Return the source with the layer that drafts. Raises UserError where config.json or the files have none."""
+    shape = source.shape.predicting_ahead()
+    if shape is not None and source.has_weights:
+        model, files = open_model(source.architecture, shape, source.checkpoint)
+        layer = f"{model.layout.layers}.{shape.num_hidden_layers}."
+        if not any(name.startswith(layer) for file in files for name in file.shapes):
+            shape = None
+    if shape is None:
+        raise UserError(
+            f"decode.speculate=mtp needs a layer that predicts further tokens, as DeepSeek-V3 has one, and {source.checkpoint.path} "
+            "has none: give decode.speculate=ngram, or another checkpoint"
+        )
+    return replace(source, shape=shape)
+
+
+def _compare(source: ModelSource, target: ModelSource, settings: RequestSettings) -> None:
+    """Raise UserError for a model whose drafts would mean other tokens, or that cannot take the run's prompts."""
+    shape, context = source.shape, settings.context
+    if shape.vocab_size != target.shape.vocab_size:
+        sizes = f"{shape.vocab_size} tokens, but the model's {target.shape.vocab_size}"
+        raise UserError(f"its vocabulary has {sizes}: {REMEDY}")
+    if shape.context_length < context.num_tokens:
+        remedy = f"give model.max_length={shape.context_length}, or another model"
+        raise UserError(f"it takes {shape.context_length} tokens, but the run {context}: {remedy}")
+    if shape.needs_whole_prompt or target.shape.needs_whole_prompt:
+        raise UserError("a prompt that sees itself whole cannot be drafted for: give decode.speculate=ngram")
+    own = source.checkpoint.load_tokenizer() if settings.tokenizer else None
+    if own and settings.tokenizer:
+        _compare_tokenizers(own, settings.tokenizer)
+
+
+def _compare_tokenizers(own: Tokenizer, expected: Tokenizer) -> None:
+    """Raise UserError for the first token that the two write differently."""
+    for token in range(max(own.size, expected.size)):
+        texts = [_text(tokenizer, token) for tokenizer in (own, expected)]
+        if texts[0] != texts[1]:
+            raise UserError(f"its token {token} is {texts[0]!r}, but the model's {texts[1]!r}: {REMEDY}")
+
+
+def _text(tokenizer: Tokenizer, token: int) -> str | None:
+    return tokenizer.decode([token], skip_special_tokens=False) if token < tokenizer.size else None

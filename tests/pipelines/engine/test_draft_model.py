@@ -1,0 +1,211 @@
+"""A model that drafts: it changes no token, computes what it missed and nothing twice, and drafts of the model itself all stay."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from conf.decoding import DecodeConfig
+from conf.quantization import KVCacheFormat, QuantConfig
+from conf.schema import DeviceConfig, DeviceType, DType, RunConfig
+from conf.speculation import Speculate, SpeculationConfig
+from models.batch import Batch
+from pipelines.engine import Engine
+from pipelines.engine.proposers.model import ModelProposer
+from pipelines.engine.request import SequenceGroup
+from pipelines.engine.steps import StepOutputs
+from pipelines.loading import load_engine
+from tests.helpers.builders import engine_of, generate, run_config, write_llama
+from tests.helpers.drafts import with_long
+
+PROMPTS = [[3 + i, 9, 4] * (2 * i + 1) for i in range(6)]
+KEY_VALUE_BYTES = 2 * 2 * 2 * 16 * 4  # of a token: keys and values, layers, heads, channels, float32
+GREEDY = DecodeConfig(max_new_tokens=23, ignore_eos=True)
+DRAWN = DecodeConfig(max_new_tokens=17, temperature=1.3, top_p=0.9, top_k=20, seed=5)
+SETTINGS = {
+    "greedy": GREEDY,
+    "drawn": DRAWN,
+    "penalties": replace(DRAWN, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2),
+    "three samples": replace(DRAWN, n=3),
+    "n-grams": replace(GREEDY, no_repeat_ngram_size=2),
+    "log probabilities": replace(DRAWN, logprobs=3, prompt_logprobs=1),
+}
+DEVICES: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "one block a token": {"block_size": 1},
+    "chunks": {"block_size": 4, "max_batched_tokens": 7},
+    "preemption": {"block_size": 4, "num_blocks": 24},
+}
+DRAFTED = SpeculationConfig(adaptive=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of other weights and sizes: a quarter of the keys and values."""
+    folder = tmp_path_factory.mktemp("smaller")
+    write_llama(folder, hidden_size=32, num_hidden_layers=1, num_key_value_heads=1, num_attention_heads=2)
+    return folder
+
+
+def drafting_run(folder: Path, draft: Path | None, **device: Any) -> RunConfig:
+    run = run_config(folder)
+    speculation = SpeculationConfig(model_path=None if draft is None else str(draft))
+    decode = replace(run.decode, speculate=Speculate.model, speculation=speculation)
+    return replace(run, decode=decode, device=DeviceConfig(DeviceType.cpu, **device))
+
+
+def drafting_engine(folder: Path, draft: Path, **device: Any) -> Engine:
+    return load_engine(drafting_run(folder, draft, **device), 3)
+
+
+def drafted(decode: DecodeConfig) -> DecodeConfig:
+    return replace(decode, speculate=Speculate.model, speculation=DRAFTED)
+
+
+def device_of(name: str, same: bool) -> dict[str, Any]:
+    device = dict(DEVICES[name])
+    if num_blocks := device.pop("num_blocks", None):
+        device["kv_cache_memory"] = str(num_blocks * 4 * KEY_VALUE_BYTES * (8 if same else 5) // 4)
+    return device
+
+
+def proposer_of(engine: Engine) -> ModelProposer:
+    proposer = engine.speculator.proposers[Speculate.model]
+    assert isinstance(proposer, ModelProposer)
+    return proposer
+
+
+@pytest.mark.parametrize(("setting", "device"), with_long(SETTINGS, DEVICES))
+@pytest.mark.parametrize("same", [True, False])
+def test_drafts_change_nothing(
+    folder: Path, smaller: Path, setting: str, device: str, same: bool, preempted: list[SequenceGroup]
+) -> None:
+    decode = SETTINGS[setting]
+    expected = [output.completions for output in generate(engine_of(folder), PROMPTS, decode)]
+    engine = drafting_engine(folder, folder if same else smaller, **device_of(device, same))
+    preempted.clear()
+    for _ in range(2):  # the second time over what the prefix cache knows
+        assert [output.completions for output in generate(engine, PROMPTS, drafted(decode))] == expected
+    counts = engine.speculator.counts
+    assert counts.num_drafted_tokens > 0
+    if same and not decode.temperature:
+        assert counts.num_accepted_tokens == counts.num_drafted_tokens
+    assert bool(preempted) == (device == "preemption")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_cache", ["none", "int8", "int4", "fp8"])
+def test_drafts_of_the_model_itself_stay_in_every_format_of_the_cache(folder: Path, kv_cache: str, dtype: str) -> None:
+    run = drafting_run(folder, folder)
+    run = replace(
+        run, model=replace(run.model, dtype=DType[dtype]), quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache])
+    )
+    engine = load_engine(run, 3)
+    plain = generate(engine, PROMPTS, replace(GREEDY, logprobs=2))
+    again = generate(engine, PROMPTS, drafted(replace(GREEDY, logprobs=2)))
+    assert [output.completions for output in again] == [output.completions for output in plain]
+    assert engine.speculator.counts.num_accepted_tokens == engine.speculator.counts.num_drafted_tokens > 0
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=len)
+def test_equals_assisted_generation(folder: Path, smaller: Path, prompt: list[int]) -> None:
+    models = [LlamaForCausalLM.from_pretrained(path) for path in (folder, smaller)]
+    ids = torch.tensor([prompt])
+    output = models[0].generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        assistant_model=models[1],
+        max_new_tokens=23,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    (own,) = generate(drafting_engine(folder, smaller), [prompt], drafted(GREEDY))
+    assert own.completions[0].token_ids == output[0, len(prompt) :].tolist()
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[int]]:
+    """Make the function that returns the numbers of tokens of the draft model's batches, from now on."""
+
+    def watch(engine: Engine) -> list[int]:
+        runner, sizes = proposer_of(engine).runner, list[int]()
+        execute = runner.execute
+
+        def counted(batch: Batch, token_ids: torch.Tensor | None = None) -> StepOutputs:
+            sizes.append(batch.shape.num_tokens)
+            return execute(batch, token_ids)
+
+        monkeypatch.setattr(runner, "execute", counted)
+        return sizes
+
+    return watch
+
+
+def test_what_is_held_is_not_computed_again(folder: Path, computed: Callable[[Engine], list[int]]) -> None:
+    engine = drafting_engine(folder, folder, block_size=4)
+    sizes = computed(engine)
+    prompt = list(range(3, 33))
+    generate(engine, [prompt], drafted(GREEDY))
+    # The prompt and its first token; then one draft after the other, of which the last of each step is computed when it has become a token.
+    assert sizes[0] == 31
+    assert sum(sizes[1:]) <= 23
+    sizes.clear()
+    generate(engine, [prompt], drafted(GREEDY))
+    assert sizes[0] == 31 - 28  # seven full blocks are those of the first time
+    sizes.clear()
+    generate(engine, [prompt], drafted(replace(GREEDY, prefix_cache=False)))
+    assert sizes[0] == 31
+
+
+def test_what_a_plain_row_overwrote_is_computed_again(folder: Path) -> None:
+    engine = drafting_engine(folder, folder, block_size=4, kv_cache_memory=str(40 * 4 * 2 * KEY_VALUE_BYTES))
+    prompts = [list(range(3, 33)), list(range(40, 64))]
+    for prompt in (prompts[0], prompts[1], prompts[0]):
+        generate(engine, [prompt], drafted(GREEDY))
+        generate(engine, [list(range(60, 90)), list(range(20, 70))], GREEDY)  # into all the blocks
+        generate(engine, [prompt], GREEDY)  # whose blocks the model alone has filled
+    assert engine.speculator.counts.num_accepted_tokens == engine.speculator.counts.num_drafted_tokens > 0
+
+
+def test_a_long_prompt_is_computed_in_parts_that_no_step_waits_long_for(
+    folder: Path, computed: Callable[[Engine], list[int]]
+) -> None:
+    engine = drafting_engine(folder, folder, max_batched_tokens=16)
+    sizes = computed(engine)
+    prompts = [list(range(3, 63)), list(range(20, 70))]
+    outputs = generate(engine, prompts, drafted(GREEDY))
+    assert max(sizes) <= 16
+    assert [output.completions for output in outputs] == [
+        output.completions for output in generate(engine_of(folder), prompts, GREEDY)
+    ]
+    assert engine.speculator.counts.num_accepted_tokens == engine.speculator.counts.num_drafted_tokens > 0
+
+
+def test_logits_of_a_draft_that_are_not_finite_are_nobodys_error(folder: Path, smaller: Path) -> None:
+    engine = drafting_engine(folder, smaller)
+    model = proposer_of(engine).runner.model
+    norm: Any = model.final_norm
+    norm.weight = torch.nn.Parameter(torch.full_like(norm.weight, torch.nan), requires_grad=False)
+    for decode in (GREEDY, DRAWN):
+        expected = generate(engine_of(folder), PROMPTS, decode)
+        outputs = generate(engine, PROMPTS, drafted(decode))
+        assert [output.completions for output in outputs] == [output.completions for output in expected]
+
+
+def test_a_block_is_counted_with_both_models_keys_and_values(folder: Path, smaller: Path) -> None:
+    memory = str(60 * 16 * KEY_VALUE_BYTES)
+    assert engine_of(folder, kv_cache_memory=memory).num_blocks == 60
+    engine = drafting_engine(folder, smaller, kv_cache_memory=memory)
+    assert engine.num_blocks == 48  # a block of the smaller model has a quarter of the bytes
+    assert proposer_of(engine).runner.cache.tensors[0].shape[:2] == engine.runner.cache.tensors[0].shape[:2]

@@ -1,0 +1,162 @@
+"""Drafts of DeepSeek-V3's layer for further tokens: those of its definition in float64, and no token changes by them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
+from conf.schema import DeviceConfig, DeviceType, DType, RunConfig, Weights
+from conf.speculation import Speculate, SpeculationConfig
+from pipelines.engine import Engine
+from pipelines.engine.batch import NewTokens, flat_batch
+from pipelines.engine.proposers.mtp import MtpProposer
+from pipelines.engine.request import Sequence, SequenceGroup
+from pipelines.loading import load_engine
+from tests.helpers.builders import engine_of, generate, run_config, write_llama
+from tests.helpers.deepseek import V3_GROUPS, YARN, NextTokenReference, build
+from tests.helpers.drafts import with_long
+
+PROMPTS = [[3 + i, 9, 4] * (2 * i + 1) for i in range(6)]
+LATENT_BYTES = 4 * (24 + 8) * 4  # of a token: layers with the one that drafts, channels, float32
+GREEDY = DecodeConfig(max_new_tokens=23, ignore_eos=True)
+DRAWN = DecodeConfig(max_new_tokens=17, temperature=1.3, top_p=0.9, top_k=20, seed=5)
+SETTINGS = {
+    "greedy": GREEDY,
+    "drawn": DRAWN,
+    "penalties": replace(DRAWN, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2),
+    "three samples": replace(DRAWN, n=3),
+    "n-grams": replace(GREEDY, no_repeat_ngram_size=2),
+    "log probabilities": replace(DRAWN, logprobs=3, prompt_logprobs=1),
+}
+DEVICES: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "one block a token": {"block_size": 1},
+    "chunks": {"block_size": 4, "max_batched_tokens": 7},
+    "preemption": {"block_size": 4, "kv_cache_memory": str(24 * 4 * LATENT_BYTES)},
+}
+DRAFTED = SpeculationConfig(adaptive=False, num_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepseek")
+    # Whole vectors of 64: torch's loop over elements computes what is left over at its end in another way.
+    NextTokenReference(folder, intermediate_size=64, moe_intermediate_size=64, n_routed_experts=64)
+    return folder
+
+
+def mtp_run(folder: Path, **device: Any) -> RunConfig:
+    run = run_config(folder)
+    decode = replace(run.decode, speculate=Speculate.mtp)
+    return replace(run, decode=decode, device=DeviceConfig(DeviceType.cpu, **device))
+
+
+def drafted(decode: DecodeConfig) -> DecodeConfig:
+    return replace(decode, speculate=Speculate.mtp, speculation=DRAFTED)
+
+
+@pytest.mark.parametrize(("setting", "device"), with_long(SETTINGS, DEVICES))
+def test_drafts_change_nothing(folder: Path, setting: str, device: str, preempted: list[SequenceGroup]) -> None:
+    decode = SETTINGS[setting]
+    expected = [output.completions for output in generate(engine_of(folder), PROMPTS, decode)]
+    engine = load_engine(mtp_run(folder, **DEVICES[device]), 3)
+    preempted.clear()
+    for _ in range(2):  # the second time over what the prefix cache knows
+        assert [output.completions for output in generate(engine, PROMPTS, drafted(decode))] == expected
+    assert engine.speculator.counts.num_drafted_tokens > 0
+    assert bool(preempted) == (device == "preemption")
+
+
+def watch_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Sequences and the drafts behind them, of all proposals from now on."""
+    proposer = engine.speculator.proposers[Speculate.mtp]
+    assert isinstance(proposer, MtpProposer)
+    propose, seen = proposer.propose, list[tuple[list[int], list[int]]]()
+
+    def watched(wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        drafts = propose(wanted)
+        seen.extend((list(sequence.token_ids), draft) for (sequence, _), draft in zip(wanted, drafts, strict=True))
+        return drafts
+
+    monkeypatch.setattr(proposer, "propose", watched)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("config", "device"),
+    [({}, "preemption"), ({"rope_parameters": YARN}, "chunks"), ({"first_k_dense_replace": 4}, "roomy")],
+    ids=str,
+)
+def test_drafts_are_those_of_the_definition(
+    tmp_path: Path, config: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = NextTokenReference(tmp_path, **config)
+    engine = load_engine(mtp_run(tmp_path, **DEVICES[device]), 3)
+    seen = watch_drafts(engine, monkeypatch)
+    generate(engine, PROMPTS, drafted(GREEDY))
+    drafts = [(token_ids, draft) for token_ids, draft in seen if draft]
+    assert len(drafts) > 40
+    for token_ids, draft in drafts:
+        assert draft == reference.drafts(token_ids, len(draft))
+
+
+def test_hidden_states_are_those_of_the_definition(tmp_path: Path) -> None:
+    reference = NextTokenReference(tmp_path)
+    engine = load_engine(mtp_run(tmp_path), 1)
+    token_ids = list(range(5, 60))
+    behind = [*token_ids[1:], 3]
+    hidden = reference.hidden(token_ids)
+    expected = reference.ahead(hidden, behind)
+    (sequence,) = engine.add(engine.request(0, token_ids, GREEDY)).sequences
+    engine.scheduler.plan()
+    batch = flat_batch([NewTokens(sequence, 0, behind, len(behind))], engine.block_size)
+    own = engine.runner.model.predict_ahead(hidden.float(), batch, engine.runner.cache)
+    # 1e-4: float32 sums in another order; normed values are of order 1
+    torch.testing.assert_close(own.double(), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("quant", [QuantConfig(QuantScheme.int8), QuantConfig(kv_cache=KVCacheFormat.int8)], ids=str)
+def test_quantised_models_draft_too(folder: Path, quant: QuantConfig) -> None:
+    run = replace(mtp_run(folder), quant=quant)
+    run = replace(run, model=replace(run.model, dtype=DType.bfloat16))
+    engine = load_engine(run, 3)
+    decode = replace(DRAWN, logprobs=2)
+    expected = [output.completions for output in generate(engine, PROMPTS, decode)]
+    assert [output.completions for output in generate(engine, PROMPTS, drafted(decode))] == expected
+    assert engine.speculator.counts.num_drafted_tokens > 0
+
+
+def test_rows_that_do_not_draft_leave_no_rubbish_to_those_that_do(folder: Path) -> None:
+    expected = [output.completions for output in generate(engine_of(folder), PROMPTS, GREEDY)]
+    engine = load_engine(mtp_run(folder), 3)
+    generate(engine, PROMPTS, GREEDY)
+    assert [output.completions for output in generate(engine, PROMPTS, drafted(GREEDY))] == expected
+
+
+def test_the_layer_is_loaded_only_where_it_is_asked_for(folder: Path) -> None:
+    plain, ahead = engine_of(folder).runner, load_engine(mtp_run(folder), 1).runner
+    assert (len(plain.cache.layers), len(ahead.cache.layers)) == (3, 4)
+    assert plain.weight_bytes < ahead.weight_bytes
+    with pytest.raises(UserError, match=r"decode\.speculate=mtp"):
+        engine_of(folder).request(0, [5], drafted(GREEDY))
+
+
+def test_random_weights_have_the_layer(folder: Path) -> None:
+    run = mtp_run(folder)
+    engine = load_engine(replace(run, model=replace(run.model, weights=Weights.random)), 2)
+    expected = [output.completions for output in generate(engine, PROMPTS, GREEDY)]
+    assert [output.completions for output in generate(engine, PROMPTS, drafted(GREEDY))] == expected
+
+
+def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
+    write_llama(tmp_path / "llama")
+    for name, count in (("no tensors", 1), ("none", 0)):
+        build(3, **V3_GROUPS, num_nextn_predict_layers=count).save_pretrained(tmp_path / name)
+    for name in ("llama", "no tensors", "none"):
+        with pytest.raises(UserError, match=r"^decode\.speculate=mtp needs a layer that predicts further .* has none:"):
+            load_engine(mtp_run(tmp_path / name), 1)

@@ -1,0 +1,131 @@
+"""Loading the model that drafts: what does not fit the run is refused in one line, before a weight is read."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.compose import dump
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.schema import PredictConfig, RunConfig
+from conf.speculation import Speculate, SpeculationConfig
+from pipelines.loading import load_engine
+from pipelines.predict import run_predict
+from tests.helpers.builders import REPOSITORY, engine_of, run_config, write_llama
+from tests.helpers.small_tokenizers import byte_fallback, save
+
+
+def drafting_run(folder: Path, draft: Path | None, tokenizer: str | None = "") -> RunConfig:
+    run = run_config(folder)
+    decode = DecodeConfig(
+        speculate=Speculate.model, speculation=SpeculationConfig(model_path=None if draft is None else str(draft))
+    )
+    return replace(run, model=replace(run.model, tokenizer=tokenizer), decode=decode)
+
+
+def change(file: str, **values: Any) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return apply
+
+
+def other_tokenizer(folder: Path) -> None:
+    save(byte_fallback(), folder)
+
+
+def swapped_tokens(folder: Path) -> None:
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    tokenizer = json.loads(text)
+    vocab = tokenizer["model"]["vocab"]
+    first, second = (token for token, id in vocab.items() if id in (300, 301))
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            change("config.json", vocab_size=331),
+            r"its vocabulary has 331 tokens, but the model's 330: give a smaller model",
+        ),
+        (
+            change("config.json", max_position_embeddings=64),
+            r"it takes 64 tokens, but the run max_position_embeddings=128: ",
+        ),
+        (change("config.json", model_type="elman"), r"model_type='elman' is not supported"),
+        (other_tokenizer, r"its token 0 is '<unk>', but the model's '<s>': give a smaller model of the same family"),
+        (swapped_tokens, r"its token 300 is .*, but the model's .*: give a smaller model of the same family"),
+    ],
+    ids=["vocabulary", "context", "architecture", "tokenizer", "two tokens"],
+)
+def test_refuses(
+    chatty: Path, tmp_path: Path, damage: Callable[[Path], None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(chatty, draft)
+    damage(draft)
+    run = drafting_run(chatty, draft)
+    monkeypatch.setattr("pipelines.assembly.load_weights", lambda *_: pytest.fail("weights are read"))
+    with pytest.raises(UserError, match=message) as refused:
+        load_engine(run, 1)
+    assert str(refused.value).startswith(f"decode.speculation.model_path={draft}: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_the_path_is_asked_for(chatty: Path) -> None:
+    with pytest.raises(UserError, match=r"needs the model that drafts: give decode.speculation.model_path=FOLDER"):
+        load_engine(drafting_run(chatty, None), 1)
+
+
+def test_a_path_that_is_not_there(chatty: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"decode.speculation.model_path=.*/none: .*none"):
+        load_engine(drafting_run(chatty, tmp_path / "none"), 1)
+
+
+def test_a_shorter_context_does_where_the_run_has_no_longer_one(tmp_path: Path) -> None:
+    write_llama(tmp_path / "model")
+    write_llama(tmp_path / "draft", max_position_embeddings=64)
+    run = drafting_run(tmp_path / "model", tmp_path / "draft", tokenizer=None)
+    load_engine(replace(run, model=replace(run.model, max_length=64)), 1)
+
+
+def test_a_model_that_sees_prompts_whole_cannot_draft(tmp_path: Path) -> None:
+    golden = REPOSITORY / "tests" / "goldens" / "chatglm"
+    with pytest.raises(
+        UserError, match=r"a prompt that sees itself whole cannot be drafted for: give decode.speculate=ngram"
+    ):
+        load_engine(drafting_run(golden, golden, tokenizer=None), 1)
+
+
+def test_rows_may_ask_only_for_a_model_that_is_loaded(chatty: Path) -> None:
+    with pytest.raises(UserError, match=r"decode.speculate=model"):
+        engine_of(chatty).request(0, [5], DecodeConfig(speculate=Speculate.model))
+    engine = load_engine(drafting_run(chatty, chatty), 1)
+    engine.request(0, [5], DecodeConfig(speculate=Speculate.model))
+    with pytest.raises(UserError, match=r"decode.speculate=mtp"):
+        engine.request(0, [5], DecodeConfig(speculate=Speculate.mtp))
+
+
+@pytest.mark.parametrize(
+    "decode", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 3, "n": 2}], ids=["greedy", "seeded"]
+)
+def test_a_jobs_predictions_are_those_of_a_plain_one(chatty: Path, tmp_path: Path, decode: dict[str, Any]) -> None:
+    data = tmp_path / "prompts.jsonl"
+    rows: list[dict[str, Any]] = [{"prompt": text} for text in ("Once upon a time", "x", "a good day " * 5)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    predictions = []
+    for speculate in Speculate.none, Speculate.model:
+        run = drafting_run(chatty, chatty)
+        settings = replace(run.decode, max_new_tokens=20, speculate=speculate, **decode)
+        run = replace(run, decode=settings, predict=PredictConfig(data=str(data), batch_size=2))
+        run_predict(run, tmp_path / speculate.name, dump)
+        predictions.append((tmp_path / speculate.name / "predictions.jsonl").read_bytes())
+    assert predictions[0] == predictions[1]
