@@ -1,0 +1,126 @@
+"""Tokens per second of rows with LoRA adapters over those of rows without, and the seconds that loading an adapter takes.
+
+`python tests/bench/adapters.py model.path=FOLDER device=cpu`. For each format rows without adapters in an engine that has none, rows
+without in one that has eight, one row with an adapter, and eight rows with one each take turns in one process. The adapters are random, of
+all linear layers of the decoder. Medians of the ratios, in tests/bench/results/adapters.json, where rows that are measured again are
+replaced.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+from conf.compose import compose_run_config  # noqa: E402
+from conf.decoding import DecodeConfig  # noqa: E402
+from models.causal_lm import CausalLM  # noqa: E402
+from models.linear_layers import linear_specs  # noqa: E402
+from pipelines.engine import Engine  # noqa: E402
+from pipelines.loading import load_engine  # noqa: E402
+from pipelines.report import environment, write_atomically  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results" / "adapters.json"
+PROMPT_TOKENS, NUM_ADAPTERS = 64, 8
+
+
+def write_adapter(folder: Path, model: CausalLM, rank: int, seed: int) -> Path:
+    """Write random factors in bfloat16 for all linear layers of the decoder that rows may adapt."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, spec in linear_specs(model).items():
+        if name.startswith(model.layout.layers) and ".experts." not in name:
+            for own, shape in (("A", (rank, spec.shape[1])), ("B", (spec.shape[0], rank))):
+                factor = torch.randn(shape, generator=generator) * 0.01
+                tensors[f"base_model.model.{name}.lora_{own}.weight"] = factor.bfloat16()
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    return folder
+
+
+def decode_speed(engine: Engine, names: list[str | None], decode: DecodeConfig) -> float:
+    """Return the decoded tokens per second behind the first token of every row, with a row for each name."""
+    chosen = random.Random(1)
+    prompts = [[chosen.randrange(5, engine.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in names]
+    requests = [
+        engine.request(i, prompt, decode, adapter=name)
+        for i, (prompt, name) in enumerate(zip(prompts, names, strict=True))
+    ]
+    outputs = list(engine.generate(requests))
+    first = max(output.first_token_s or 0.0 for output in outputs)
+    num_tokens = sum(len(output.completions[0].token_ids) - 1 for output in outputs)
+    return num_tokens / (max(output.finished_s for output in outputs) - first)
+
+
+def measure(plain: Engine, engine: Engine, folder: Path, decode: DecodeConfig, rounds: int) -> dict[str, Any]:
+    """Return ratios of speeds to those of the plain engine, and what it takes to read an adapter and to fill a slot."""
+    names = [str(i) for i in range(NUM_ADAPTERS)]
+    ratios: dict[str, list[float]] = {
+        "one row without": [],
+        "one row with": [],
+        "eight rows without": [],
+        "eight rows with": [],
+    }
+    load_s, speeds = [], []
+    for turn in range(rounds + 1):  # the first one warms up
+        one, eight = (decode_speed(plain, [None] * count, decode) for count in (1, NUM_ADAPTERS))
+        found = {
+            "one row without": decode_speed(engine, [None], decode) / one,
+            "one row with": decode_speed(engine, [names[0]], decode) / one,
+            "eight rows without": decode_speed(engine, [None] * NUM_ADAPTERS, decode) / eight,
+            "eight rows with": decode_speed(engine, [*names], decode) / eight,
+        }
+        start = time.perf_counter()
+        engine.load_adapter(names[0], folder)
+        decode_speed(engine, [names[0]], DecodeConfig(max_new_tokens=2, ignore_eos=True))  # it is in its slot now
+        load_s.append(time.perf_counter() - start)
+        if turn:
+            speeds.append(one)
+            for name, ratio in found.items():
+                ratios[name].append(ratio)
+    row = {"plain_tokens_per_s": round(statistics.median(speeds), 2)}
+    row |= {f"ratio of {name}": round(statistics.median(each), 3) for name, each in ratios.items()}
+    return row | {"load_and_two_tokens_s": round(statistics.median(load_s[1:]), 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--formats", nargs="+", default=["none", "int4"])
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("overrides", nargs="+")
+    args = parser.parse_args()
+    found: dict[str, Any] = json.loads(args.results.read_text()) if args.results.is_file() else {"rows": {}}
+    decode = DecodeConfig(max_new_tokens=args.new_tokens, temperature=0.0, ignore_eos=True, prefix_cache=False)
+    for scheme in args.formats:
+        run = compose_run_config([*args.overrides, f"quant={scheme}"])
+        plain, engine = (load_engine(run, NUM_ADAPTERS) for _ in range(2))
+        with tempfile.TemporaryDirectory() as folder:
+            written = [
+                write_adapter(Path(folder) / str(i), plain.runner.model, args.rank, i) for i in range(NUM_ADAPTERS)
+            ]
+            for path in written:
+                engine.load_adapter(path.name, path)
+            row = measure(plain, engine, written[0], decode, args.rounds)
+        name = f"{Path(run.model.path).name}, {scheme}, rank {args.rank}"
+        found["rows"][name] = row
+        print(f"{name}: {row}", flush=True)
+        about = {"what": (__doc__ or "").splitlines()[0], "date": str(date.today()), "environment": environment()}
+        write_atomically(args.results, [json.dumps(about | {"rows": found["rows"]}, indent=2) + "\n"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Adapters on every scheme with every format of the cache, and on many families: a row's bits alone and mixed; PEFT and merged twins."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
+
+from conf.decoding import DecodeConfig
+from conf.quantization import KVCacheFormat, QuantConfig
+from conf.schema import ConvertConfig, DType, PredictConfig, Task
+from models.linear_layers import linear_specs
+from pipelines.convert import run_convert
+from pipelines.engine import Engine
+from pipelines.loading import load_engine
+from tests.helpers.adapters import ALL_LINEAR, peft_logprobs, peft_model, write_adapter
+from tests.helpers.builders import run_config, write_llama
+from tests.helpers.deepseek import SMALL as DEEPSEEK
+from tests.helpers.goldens import GOLDENS
+from tests.helpers.quantized_models import make, quantize_run, random_rows, write_rows
+from tests.pipelines.engine.test_adapters import GREEDY, PROMPTS, completions, outputs
+from tests.quantization.test_cells import CACHES, SCHEMES
+
+SMOOTHED = ("int4 awq", "a8w8 smoothquant")  # which are refused
+SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+MOE = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "eos_token_id": None}
+FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[[], Any], list[str]]] = {
+    "gpt2": (GPT2LMHeadModel, lambda: GPT2Config(**GPT2), ["c_attn", "c_proj", "c_fc"]),
+    "phi3": (Phi3ForCausalLM, lambda: Phi3Config(**SMALL), ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),
+    "gemma2": (Gemma2ForCausalLM, lambda: Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=16), ALL_LINEAR),
+    "qwen2_moe": (
+        Qwen2MoeForCausalLM,
+        lambda: Qwen2MoeConfig(**SMALL, **MOE, num_key_value_heads=2),
+        ["q_proj", "k_proj", "v_proj", "o_proj"],
+    ),
+    "deepseek_v3": (
+        DeepseekV3ForCausalLM,
+        lambda: DeepseekV3Config(**DEEPSEEK, n_group=4, topk_group=2),
+        ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+    ),
+}
+MIXED: list[tuple[list[int], str | None]] = [
+    (PROMPTS[0], "one"),
+    (PROMPTS[1], None),
+    (PROMPTS[2], "two"),
+    (PROMPTS[3], "one"),
+]
+
+
+def write_random(folder: Path, kind: type[PreTrainedModel], config: Any) -> None:
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
+    model.save_pretrained(folder)
+
+
+def write_two(base: Path, folder: Path, kind: type[PreTrainedModel], modules: list[str]) -> dict[str, Path]:
+    ranks = {"one": 4, "two": 24}
+    return {
+        name: write_adapter(folder / name, base, kind, rank, r=rank, lora_alpha=rank, target_modules=modules)
+        for name, rank in ranks.items()
+    }
+
+
+def engine_of(base: Path, adapters: dict[str, Path], quant: QuantConfig | None = None, **device: Any) -> Engine:
+    run = run_config(base)
+    model = replace(run.model, adapters={name: str(folder) for name, folder in adapters.items()} or None)
+    device = replace(run.device, **device)
+    return load_engine(replace(run, model=model, quant=quant or QuantConfig(), device=device), 4)
+
+
+def check_bits(base: Path, adapters: dict[str, Path], quant: QuantConfig | None = None) -> None:
+    """Alone, mixed, in chunks; and rows without an adapter as without adapters."""
+    engine = engine_of(base, adapters, quant)
+    alone = [outputs(engine, [row])[0].completions for row in MIXED]
+    assert completions(outputs(engine, MIXED)) == alone
+    assert completions(outputs(engine_of(base, adapters, quant, max_batched_tokens=5, block_size=4), MIXED)) == alone
+    assert outputs(engine_of(base, {}, quant), [MIXED[1]])[0].completions == alone[1]
+    assert outputs(engine, [(PROMPTS[0], None)])[0].completions != alone[0]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cells")
+    write_llama(folder / "float", intermediate_size=96)
+    write_two(folder / "float", folder, LlamaForCausalLM, ALL_LINEAR)
+    write_rows(folder / "rows.jsonl", random_rows(20, 16))
+    return folder
+
+
+def cells() -> list[Any]:
+    """All but those that are refused; those that `make test` runs have every scheme."""
+    schemes = [scheme for scheme in SCHEMES if scheme not in SMOOTHED]
+    pairs = [(scheme, cache, i, j) for i, scheme in enumerate(schemes) for j, cache in enumerate(CACHES)]
+    return [pytest.param(*names, marks=[] if i % len(CACHES) == j else pytest.mark.long) for *names, i, j in pairs]
+
+
+@pytest.mark.parametrize(("scheme", "kv_cache"), cells())
+def test_every_scheme_and_cache(scheme: str, kv_cache: str, models: Path, tmp_path: Path) -> None:
+    quant, base = replace(SCHEMES[scheme], **CACHES[kv_cache]), models / "float"
+    if quant.needs_calibration:
+        base = tmp_path / "quantized"
+        when_run = QuantConfig() if quant.has_static_kv_cache else QuantConfig(kv_cache=quant.kv_cache)
+        made = quant if quant.has_static_kv_cache else replace(quant, kv_cache=KVCacheFormat.none)
+        make(quantize_run(models / "float", made, base, models / "rows.jsonl"), tmp_path / "run")
+        quant = when_run
+    check_bits(base, {name: models / name for name in ("one", "two")}, quant)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_as_peft(family: str, tmp_path: Path) -> None:
+    kind, config, modules = FAMILIES[family]
+    write_random(tmp_path / "base", kind, config())
+    adapters = write_two(tmp_path / "base", tmp_path, kind, modules)
+    peft = peft_model(tmp_path / "base", kind, adapters)
+    for (prompt, name), output in zip(MIXED, outputs(engine_of(tmp_path / "base", adapters), MIXED), strict=True):
+        (completion,) = output.completions
+        expected = peft_logprobs(peft, name, prompt + completion.token_ids)[len(prompt) - 1 : -1]
+        assert completion.token_ids == expected.argmax(-1).tolist()
+        for step, row in zip(completion.logprobs or [], expected, strict=True):
+            for token, logprob in step.logprobs.items():
+                assert abs(logprob - row[token].item()) < 1e-4  # both in float32
+    if family != "deepseek_v3":  # whose rows' last bits depend on their mates without adapters, too
+        check_bits(tmp_path / "base", adapters)
+
+
+def write_by_hand(folder: Path, base: Path, rank: int) -> Path:
+    """Write an adapter of all linear layers in the decoder layers, for a model that PEFT cannot load."""
+    model = engine_of(base, {}).runner.model
+    generator, tensors = torch.Generator().manual_seed(rank), {}
+    for name, spec in linear_specs(model).items():
+        if name.startswith(model.layout.layers):
+            for own, shape in (("A", (rank, spec.shape[1])), ("B", (spec.shape[0], rank))):
+                tensors[f"base_model.model.{name}.lora_{own}.weight"] = torch.randn(shape, generator=generator) * 0.15
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    return folder
+
+
+@pytest.mark.parametrize("family", ["baichuan-7b", "baichuan2-13b", "chatglm2", "qwen"])
+def test_families_that_peft_cannot_load(family: str, tmp_path: Path) -> None:
+    """Fused matrices: the bits of a row, and the merged twin's log probabilities."""
+    base = GOLDENS / family
+    adapters = {name: write_by_hand(tmp_path / name, base, rank) for name, rank in (("one", 4), ("two", 24))}
+    check_bits(base, adapters)
+    check_merged(base, adapters["one"], tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_bits_in_narrow_floats(dtype: str, models: Path) -> None:
+    run = run_config(models / "float")
+    folders = {name: str(models / name) for name in ("one", "two")}
+    engine = load_engine(replace(run, model=replace(run.model, adapters=folders, dtype=DType[dtype])), 4)
+    alone = [outputs(engine, [row])[0].completions for row in MIXED]
+    assert completions(outputs(engine, MIXED)) == alone
+
+
+def test_the_merged_twin(models: Path, tmp_path: Path) -> None:
+    check_merged(models / "float", models / "one", tmp_path)
+
+
+def check_merged(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """Log probabilities within 1e-4 in float32, of which the products are added in another order."""
+    decode, prompt = DecodeConfig(max_new_tokens=1, prompt_logprobs=0), [token % 60 + 3 for token in range(20)]
+    ours = outputs(engine_of(base, {"one": adapter}), [(prompt, "one")], decode)[0]
+    run = run_config(base)
+    convert = ConvertConfig(output=str(tmp_path / "merged"), lora=str(adapter))
+    run = replace(
+        run, model=replace(run.model, dtype=DType.auto, tokenizer=""), task=Task.convert, predict=PredictConfig()
+    )
+    run_convert(replace(run, convert=convert), tmp_path / "run", lambda *_: "")
+    twin = outputs(engine_of(tmp_path / "merged", {}), [(prompt, None)], decode)[0]
+    assert ours.completions[0].token_ids == twin.completions[0].token_ids
+    assert len(ours.prompt_logprobs or []) == len(prompt) - 1
+    for one, other in zip(ours.prompt_logprobs or [], twin.prompt_logprobs or [], strict=True):
+        for token, logprob in one.logprobs.items():
+            assert abs(logprob - other.logprobs[token]) < 1e-4
+
+
+def test_an_adapted_head(models: Path, tmp_path: Path) -> None:
+    """PEFT may leave out the copy of the head that it saves otherwise."""
+    base = models / "float"
+    adapter = write_adapter(tmp_path / "head", base, LlamaForCausalLM, r=4, target_modules=["lm_head", "q_proj"])
+    peft = peft_model(base, LlamaForCausalLM, {"head": adapter})
+    drop_copies(adapter)
+    rows: list[tuple[list[int], str | None]] = [(PROMPTS[0], "head"), (PROMPTS[1], None)]
+    engine = engine_of(base, {"head": adapter})
+    for (prompt, name), output in zip(rows, outputs(engine, rows), strict=True):
+        (completion,) = output.completions
+        expected = peft_logprobs(peft, name, prompt + completion.token_ids)[len(prompt) - 1 : -1]
+        assert completion.token_ids == expected.argmax(-1).tolist()
+    assert completions(outputs(engine, rows)) == [outputs(engine, [row])[0].completions for row in rows]
+
+
+def drop_copies(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if "base_layer" not in name}, file)
+
+
+def test_drafts_change_nothing(models: Path) -> None:
+    """Rows with adapters, speculated from their own outputs."""
+    engine = engine_of(models / "float", {name: models / name for name in ("one", "two")})
+    plain = outputs(engine, MIXED, replace(GREEDY, max_new_tokens=20))
+    drafted = DecodeConfig.replaced(replace(GREEDY, max_new_tokens=20), {"speculate": "ngram"})
+    assert completions(outputs(engine, MIXED, drafted)) == completions(plain)
