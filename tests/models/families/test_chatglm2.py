@@ -136,7 +136,7 @@ def test_one_model_type_is_two_architectures() -> None:
     for family, model in (("chatglm", ChatGLM), ("chatglm2", ChatGLM2), ("chatglm3", ChatGLM2)):
         config = ConfigReader(json.loads((GOLDENS / family / "config.json").read_text(encoding="utf-8")), "config.json")
         architecture = find_architecture(config)
-        assert architecture.build is model
+        assert architecture.model_class is model
         architecture.read_config(config)
         assert config.unread() == []
 
