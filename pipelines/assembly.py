@@ -16,6 +16,7 @@ from kernels.kv_format import FORMATS, KVFormat
 from models.batch import KVCache
 from models.linear_layers import bring_together
 from models.weights import initialise_randomly, load_weights
+from pipelines.drafting import PlannedRun
 from pipelines.engine import Engine
 from pipelines.engine.adapters import Adapters
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks, free_memory
@@ -39,7 +40,7 @@ def assemble(
     settings: RequestSettings,
     max_num_requests: int,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
-    draft: ModelPlan | None = None,
+    draft: PlannedRun | None = None,
 ) -> Engine:
     """Build the engine of a planned model for at most `max_num_requests` at once. `on_bytes(done, total)` follows the weights.
 
@@ -48,17 +49,17 @@ def assemble(
     """
     decode = run.decode.resolved(settings.decode_defaults)
     num_sequences = max_num_requests * max(decode.n, decode.num_beams or 1)
-    plans = [plan] if draft is None else [plan, draft]
-    reserved = _reserve_memory(run.device, plans, num_sequences)
+    plans = [(run, plan)] if draft is None else [(run, plan), draft]
+    reserved = _reserve_memory(run.device, [each for _, each in plans], num_sequences)
     prefixes = read_prefixes(run.model.prefixes or {}, plan, settings)
     kept = open_kept(run, plan.source, plan.dtype)
-    for each in plans:
-        _load(run, each, on_bytes)
+    for its_run, each in plans:
+        _load(its_run, each, on_bytes)
     adapters = _load_adapters(run, plan)
     num_tokens = [settings.context.num_tokens] * max(AUTO_SEQUENCES, num_sequences)
     num_tokens += [prefix.num_tokens for prefix in prefixes.values()]
     num_tokens += [row.num_slots for file in kept for row in file.rows]
-    caches = _make_caches(run, plans, num_tokens, reserved)
+    caches = _make_caches(run.device, plans, num_tokens, reserved)
     num_graph_sequences = num_sequences if run.device.cuda_graphs and plan.packed else 0
     engine = Engine(
         plan.model,
@@ -77,7 +78,7 @@ def assemble(
     place_prefixes(engine, prefixes)
     place_kept(engine, kept)
     if draft:
-        runner = engine.runner.beside(draft.model, caches[1], num_graph_sequences)
+        runner = engine.runner.beside(draft[1].model, caches[1], num_graph_sequences)
         proposer = ModelProposer(runner, engine.block_size, run.device.max_batched_tokens)
         engine.speculator.proposers[Speculate.model] = proposer
     if plan.model.config.predicts_ahead:
@@ -95,7 +96,7 @@ def _load_adapters(run: RunConfig, plan: ModelPlan) -> Adapters:
     return adapters
 
 
-def _undrafted(run: RunConfig, plan: ModelPlan, draft: ModelPlan | None) -> dict[Speculate, str]:
+def _undrafted(run: RunConfig, plan: ModelPlan, draft: PlannedRun | None) -> dict[Speculate, str]:
     """Return who cannot draft the engine's tokens, and why."""
     reasons = {}
     if draft is None:
@@ -138,16 +139,16 @@ def _load(run: RunConfig, plan: ModelPlan, on_bytes: Callable[[int, int], None])
         bring_together(model, device)
 
 
-def _make_caches(run: RunConfig, plans: list[ModelPlan], num_tokens: list[int], reserved: int) -> list[KVCache]:
+def _make_caches(config: DeviceConfig, plans: list[PlannedRun], num_tokens: list[int], reserved: int) -> list[KVCache]:
     """Allocate the KV cache of each model, all of as many blocks, beside `reserved` bytes for a step.
 
     They hold at most so many tokens each where their size is automatic.
     """
-    config, device, dtype = run.device, plans[0].device, plans[0].dtype
+    device, dtype = plans[0][1].device, plans[0][1].dtype
     block_size = config.block_size or BLOCK_SIZE[device.type]
     wanted_blocks = sum(-(-n // block_size) for n in num_tokens)
     free = max(0, free_memory(device, config.memory_fraction) - reserved)
-    layers = [(plan.model.attention_heads, _cache_formats(run, plan)) for plan in plans]
+    layers = [(plan.model.attention_heads, _cache_formats(run, plan)) for run, plan in plans]
     heads, formats = (list(chain(*parts)) for parts in zip(*layers, strict=True))
     num_blocks = choose_num_blocks(heads, wanted_blocks, block_size, config.kv_cache_memory, free, formats, dtype)
     return [allocate_kv_cache(heads, num_blocks, block_size, formats, dtype, device) for heads, formats in layers]

@@ -1,6 +1,7 @@
 """Who drafts with weights: a model of its own, planned as the run's and compared with it, or a further layer of the run's model."""
 
 from dataclasses import replace
+from typing import TypeAlias
 
 from conf.errors import UserError
 from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig
@@ -12,11 +13,15 @@ from pipelines.opening import ModelSource, open_source
 from pipelines.planning import ModelPlan, plan_model
 from pipelines.request_settings import RequestSettings
 
+PlannedRun: TypeAlias = tuple[RunConfig, ModelPlan]
+"""A run and the model that is planned for it."""
 REMEDY = "give a smaller model of the same family"
 
 
-def plan_draft(run: RunConfig, target: ModelPlan, settings: RequestSettings) -> ModelPlan | None:
+def plan_draft(run: RunConfig, target: ModelPlan, settings: RequestSettings) -> PlannedRun | None:
     """Plan the model that drafts for `target`, in its dtype and with its format of the cache; None where the run asks for none.
+
+    The run beside it is that of the model alone.
 
     Raises UserError for a model with other tokens, or that cannot take the run's prompts.
     """
@@ -38,7 +43,7 @@ def plan_draft(run: RunConfig, target: ModelPlan, settings: RequestSettings) -> 
         _compare(source, target.source, settings)
         quant = QuantConfig(kv_cache=target.static_cache or run.quant.kv_cache)
         alone = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), quantize=QuantizeConfig())
-        return plan_model(alone, source, target.device, packed=True)
+        return alone, plan_model(alone, source, target.device, packed=True)
     except UserError as error:
         raise UserError(f"decode.speculation.model_path={path}: {error}") from error
 

@@ -58,6 +58,8 @@ def _place(run: RunConfig, plan: ModelPlan) -> Path:
     quant |= {"activations": run.quant.activations.of_model}
     head = plan.source.architecture.head.name
     what = {"model": model, "head": head, "quant": quant, "kernels": build.library() is not None}
+    if plan.model.config.predicts_ahead:
+        what["predicts_ahead"] = True
     names = model.name, run.quant.scheme.name, str(plan.dtype).removeprefix("torch."), _digest(what)[:12]
     return FOLDER / f"{'-'.join(names)}.safetensors"
 

@@ -16,7 +16,8 @@ from conf.schema import PredictConfig, RunConfig
 from conf.speculation import Speculate, SpeculationConfig
 from pipelines.loading import load_engine
 from pipelines.predict import run_predict
-from tests.helpers.builders import REPOSITORY, engine_of, run_config, write_llama
+from tests.helpers.builders import REPOSITORY, complete, engine_of, run_config, write_llama
+from tests.helpers.deepseek import NextTokenReference
 from tests.helpers.small_tokenizers import byte_fallback, save
 
 
@@ -129,3 +130,23 @@ def test_a_jobs_predictions_are_those_of_a_plain_one(chatty: Path, tmp_path: Pat
         run_predict(run, tmp_path / speculate.name, dump)
         predictions.append((tmp_path / speculate.name / "predictions.jsonl").read_bytes())
     assert predictions[0] == predictions[1]
+
+
+def test_models_that_are_kept_packed_have_files_of_their_own(
+    chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.packed_cache.FOLDER", tmp_path / "packed")
+    draft = tmp_path / "draft"
+    write_llama(draft, vocab_size=330, hidden_size=32, num_hidden_layers=1)
+    run = drafting_run(chatty, draft)
+    run = replace(run, model=replace(run.model, keep_packed=True))
+    decode = DecodeConfig(speculate=Speculate.model, max_new_tokens=12)
+    texts = [complete(load_engine(run, 1), [[5, 6, 7]], decode)[0].token_ids for _ in range(2)]
+    assert len(list((tmp_path / "packed").iterdir())) == 2
+    assert texts[0] == texts[1]
+    ahead = tmp_path / "deepseek"
+    NextTokenReference(ahead)
+    for speculate in (Speculate.none, Speculate.mtp, Speculate.none):
+        run = run_config(ahead, keep_packed=True)
+        load_engine(replace(run, decode=DecodeConfig(speculate=speculate)), 1)
+    assert len(list((tmp_path / "packed").iterdir())) == 4
