@@ -19,8 +19,10 @@ from pipelines.engine.proposers.model import ModelProposer
 from pipelines.engine.request import SequenceGroup
 from pipelines.engine.steps import StepOutputs
 from pipelines.loading import load_engine
+from tests.helpers.adapters import write_adapter
 from tests.helpers.builders import engine_of, generate, run_config, write_llama
 from tests.helpers.drafts import with_long
+from tests.helpers.soft_prefixes import write_paddle
 
 PROMPTS = [[3 + i, 9, 4] * (2 * i + 1) for i in range(6)]
 KEY_VALUE_BYTES = 2 * 2 * 2 * 16 * 4  # of a token: keys and values, layers, heads, channels, float32
@@ -209,3 +211,26 @@ def test_a_block_is_counted_with_both_models_keys_and_values(folder: Path, small
     engine = drafting_engine(folder, smaller, kv_cache_memory=memory)
     assert engine.num_blocks == 48  # a block of the smaller model has a quarter of the bytes
     assert proposer_of(engine).runner.cache.tensors[0].shape[:2] == engine.runner.cache.tensors[0].shape[:2]
+
+
+@pytest.mark.parametrize("device", ["roomy", "chunks"])
+def test_rows_behind_soft_prefixes_and_with_adapters(folder: Path, tmp_path: Path, device: str) -> None:
+    """The draft model has neither, which costs drafts and no token."""
+    write_paddle(tmp_path / "pre_caches.npy", 7)
+    write_adapter(tmp_path / "fr", folder, LlamaForCausalLM, r=4, target_modules=["q_proj", "down_proj"])
+    run = drafting_run(folder, folder, **device_of(device, same=True))
+    prefixes, adapters = {"story": str(tmp_path / "pre_caches.npy")}, {"fr": str(tmp_path / "fr")}
+    engine = load_engine(replace(run, model=replace(run.model, prefixes=prefixes, adapters=adapters)), 6)
+
+    def said(decode: DecodeConfig) -> list[Any]:
+        rows = [
+            engine.request(i, prompt, decode, prefix=(None, "story", None)[i % 3], adapter=(None, None, "fr")[i % 3])
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        outputs = list(engine.generate(rows, on_step=engine.scheduler.check_integrity))
+        return [output.completions for output in sorted(outputs, key=lambda output: output.request_id)]
+
+    for decode in (replace(GREEDY, logprobs=2), DRAWN):
+        expected = said(decode)
+        assert said(drafted(decode)) == expected
+    assert engine.speculator.counts.num_drafted_tokens > 0
