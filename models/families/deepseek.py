@@ -18,6 +18,7 @@ from kernels.rope import rope
 from models.batch import Batch, KVCache, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderLayer, PreNormLM, PreNormShape
+from models.layers.activation import sigmoid
 from models.layers.attention import Heads, attend_latent
 from models.layers.linear import Linear, MergedLinear
 from models.layers.mlp import MLP
@@ -230,7 +231,7 @@ class Gate(Module):
         """For hidden states [T, E]: as `route`."""
         r = self.routing
         logits = linear(x.float(), self.weight)  # [T, X]
-        scores = logits.sigmoid() if r.has_correction_bias else logits.softmax(-1)
+        scores = sigmoid(logits) if r.has_correction_bias else logits.softmax(-1)
         corrected = scores + self.e_score_correction_bias if r.has_correction_bias else scores
         grouped = corrected.unflatten(-1, (r.n_group, -1))  # [T, C, X/C]
         group_scores = grouped.topk(2 if r.has_correction_bias else 1).values.sum(-1)  # [T, C]
