@@ -203,7 +203,7 @@ class PagedVectors:
 
     @property
     def scales(self) -> Tensor | None:
-        """Those of each vector (of int4 with the lowest values) [N, B, G, *], or the static ones of each head [G]."""
+        """Return the scales of each vector (of int4 with the lowest values) [N, B, G, *], or the static ones of each head [G]."""
         if isinstance(self.format, StaticInt8 | StaticFloat8):
             return self.format.scales
         return self.tensors[1] if len(self.tensors) == 2 else None

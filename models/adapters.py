@@ -20,7 +20,7 @@ from models.layers.moe import Experts
 
 @dataclass(frozen=True)
 class Factors:
-    """What an adapter adds to one linear layer."""
+    """The matrices that an adapter adds to one linear layer."""
 
     a: Tensor
     """[r, I]"""

@@ -21,7 +21,7 @@ DEFAULT_LABELS = 2  # where config.json says nothing, as in transformers
 
 
 class Head(Enum):
-    """What turns hidden states into a model's outputs."""
+    """The last layer, which turns hidden states into a model's outputs."""
 
     vocabulary = "vocabulary"  # logits of the next token
     labels = "labels"  # scores of a whole text: reward models

@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 
 class Unit(Enum):
-    """What a rank of tensor parallelism takes whole of a linear layer's outputs."""
+    """The part of a linear layer's outputs that a rank of tensor parallelism takes whole."""
 
     QUERY_HEAD = auto()
     """A query head's D channels."""

@@ -23,7 +23,7 @@ T = TypeVar("T", bound=nn.Module)
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """What the files of a checkpoint must know of a linear layer."""
+    """The facts of a linear layer that the files of a checkpoint must know."""
 
     name: str
     shape: tuple[int, int]

@@ -31,7 +31,7 @@ from quantization.plan import make_activations_auto, place_stored_layers, plan, 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What is going to be loaded, and where to."""
+    """A model that is going to be loaded, and where to."""
 
     source: ModelSource
     model: CausalLM

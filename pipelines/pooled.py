@@ -43,7 +43,7 @@ class Pooler(ABC):
     @property
     @abstractmethod
     def pooling(self) -> Pooling:
-        """What of a row's outputs its numbers are made of."""
+        """Return which of a row's outputs its numbers are made of."""
 
     @property
     @abstractmethod

@@ -19,7 +19,7 @@ MAX_TOKENS = 1024  # whose predictions are remembered: [1024, V] in float32
 
 
 class Predictions:
-    """What an engine predicts for each token of texts but the first; of prompts that see themselves whole, for the token after them."""
+    """Predictions of an engine for each token of texts but the first; of prompts that see themselves whole, for the token after them."""
 
     def __init__(self, engine: Engine, texts: list[list[int]]) -> None:
         self._are_prompts = engine.sees_later_tokens

@@ -9,7 +9,9 @@ from conf.terminal import visible
 
 
 class Streamer(Protocol):
-    """What the pipeline calls while it generates. A row is one text of the results, in their order: with `n` samples, n for each prompt.
+    """The receiver of texts that the pipeline calls while it generates.
+
+    A row is one text of the results, in their order: with `n` samples, n for each prompt.
 
     The pipeline waits for each call, so none may wait for another call of the pipeline, whose turn comes when this one ends. The pipeline
     refuses that, but a call from another thread looks like any that takes turns.

@@ -42,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LinearReport:
-    """What became of one linear layer. Errors are those of its outputs on calibration data, relative to the float layer's outputs."""
+    """The outcome for one linear layer. Errors are those of its outputs on calibration data, relative to the float layer's outputs."""
 
     name: str
     scheme: str

@@ -18,7 +18,7 @@ NAN_OF_INT8, LEAST_SCALE = tl.constexpr(float(INT8_NAN)), tl.constexpr(TINY)
 
 
 def kv_store(key: Tensor, value: Tensor, key_cache: PagedVectors, value_cache: PagedVectors, slots: Tensor) -> None:
-    """As kernels/kv_store/reference.py says; a slot below 0 is padding and is not written."""
+    """Compute what kernels/kv_store/reference.py defines; a slot below 0 is padding and is not written."""
     _launch(key[:, :0], key, value, None, None, None, key_cache, value_cache, slots, False, None, None, 0.0)
 
 
@@ -36,7 +36,7 @@ def rope_and_store(
     key_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """As kernels/kv_store/reference.py says, with `kv_store`'s slots, and turned in float32, rounded once."""
+    """Compute what kernels/kv_store/reference.py defines, with `kv_store`'s slots, and turned in float32, rounded once."""
     cos, sin = cos.contiguous(), sin.contiguous()
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _launch(query, key, value, cos, sin, output, key_cache, value_cache, slots, interleaved, query_norm, key_norm, eps)

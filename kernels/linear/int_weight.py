@@ -14,7 +14,7 @@ MAX_INPUTS = 2**17 - 1  # more products of int8 do not fit into 32 bits
 
 
 class PackedFormat(NamedTuple):
-    """What weights that are multiplied together have in common, besides their inputs."""
+    """The properties that weights multiplied together have in common, besides their inputs."""
 
     group_size: int
     bits: int

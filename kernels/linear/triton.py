@@ -25,7 +25,7 @@ LARGE = Launch(128, 128, 8, 3)
 
 
 def matmul(x: Rows, weight: GPUWeight) -> Tensor:
-    """As the package says, with float32 sums; those of int8 are exact within a chunk at least."""
+    """Compute what the package defines, with float32 sums; those of int8 are exact within a chunk at least."""
     if isinstance(x, QuantizedActivations):
         return _multiply(x.codes, x.scales, weight, x.dtype, x.group_size)
     return _multiply(x, None, weight, x.dtype)
@@ -64,7 +64,7 @@ def _multiply(
 
 
 def format_of(weight: GPUWeight, x_scales: Tensor | None, x_group_size: int | None) -> dict[str, int]:
-    """What `multiply_row` and `multiply_rows` are compiled for."""
+    """Return what `multiply_row` and `multiply_rows` are compiled for."""
     return {
         "outputs": weight.num_outputs,
         "inputs": weight.num_inputs,

@@ -20,7 +20,7 @@ SORTED_AT_ONCE = 1024
 
 
 def lora_add(y: Tensor, x: Tensor, table: AdapterTable, slots: Tensor) -> None:
-    """As kernels/lora/reference.py says. A row's bits do not depend on the other rows, their ranks or its slot."""
+    """Compute what kernels/lora/reference.py defines. A row's bits do not depend on the other rows, their ranks or its slot."""
     num_rows, num_slots = len(x), table.num_slots
     if not num_rows:
         return

@@ -35,7 +35,7 @@ FLOAT32 = Launch(32, 16, 4, 2)
 
 
 class Pairs(NamedTuple):
-    """Of tokens and their experts. A pair's number is token * K + rank."""
+    """The pairs of a token and one of its experts. A pair's number is token * K + rank."""
 
     experts: Tensor
     """int64 [P]"""
@@ -46,7 +46,7 @@ class Pairs(NamedTuple):
 
 
 def route(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """As kernels/moe/reference.py says; of NaN and infinity, which are chosen first, too, the lower number."""
+    """Compute what kernels/moe/reference.py defines; of NaN and infinity, which are chosen first, too, the lower number."""
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, num_chosen, device=logits.device)
     chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int64, device=logits.device)
@@ -67,7 +67,7 @@ def mixture(
     gate_up_rows: ActivationFormat | None = None,
     down_rows: ActivationFormat | None = None,
 ) -> Tensor:
-    """As kernels/moe/__init__.py says, with float32 sums."""
+    """Compute what kernels/moe/__init__.py defines, with float32 sums."""
     (tokens, per_token), experts = chosen.shape, len(down.codes)
     hidden = torch.empty(tokens * per_token, gate_up.num_outputs, dtype=x.dtype, device=x.device)
     parts = torch.empty(tokens, per_token, down.num_outputs, dtype=torch.float32, device=x.device)

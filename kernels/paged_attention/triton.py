@@ -29,7 +29,7 @@ COUNTS = ("num_tokens", "num_sequences", "table_stride")
 
 @dataclass(frozen=True)
 class Launch:
-    """Of a tile R rows, L positions."""
+    """The sizes of a launch: R rows and L positions of a tile."""
 
     rows: int
     positions: int
@@ -50,7 +50,7 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
 ) -> Tensor:
-    """As kernels/paged_attention/reference.py says, with the softmax and all sums in float32.
+    """Compute what kernels/paged_attention/reference.py defines, with the softmax and all sums in float32.
 
     Rows of `query` from query_starts[S] on are padding, and so are sequences without new tokens: their results are not written.
     """
@@ -123,7 +123,10 @@ def _group_size(cache: PagedVectors) -> int:
 
 
 def _shapes(query: Tensor, key_cache: PagedVectors, value_cache: PagedVectors) -> dict[str, int]:
-    """What stays the same for all launches of a layer. Keys are read in two parts, powers of 2, because 80 is 64 + 16, and 576 512 + 64."""
+    """Return the sizes that all launches of a layer share.
+
+    Keys are read in two parts, powers of 2, because 80 is 64 + 16, and 576 512 + 64.
+    """
     block_size, groups = key_cache.tensors[0].shape[1:3]
     channels = query.shape[-1]
     main = max(16, triton.next_power_of_2(channels + 1) // 2)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class ActivationFormat(NamedTuple):
-    """What rows are quantised to before a product, with a scale for each row, for each group of its inputs, or for each expert."""
+    """Codes that rows are quantised to before a product, with a scale for each row, for each group of its inputs, or for each expert."""
 
     dtype: torch.dtype
     """int8 or float8_e4m3fn"""

@@ -9,7 +9,7 @@ from torch import Tensor
 def quantize_rows(
     x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | None = None, static_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As kernels/quantize_rows/reference.py says."""
+    """Compute what kernels/quantize_rows/reference.py defines."""
     x = x.contiguous()
     rows, inputs = x.shape
     size = min(group_size or inputs, inputs)
@@ -29,7 +29,7 @@ def empty_codes(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor,
 
 @triton.jit
 def quantize(groups, dtype: tl.constexpr):
-    """Of float32 [G, size], with zeros where nothing is, the codes in float32 and the scales [G]."""
+    """Return the codes in float32, and the scales [G], of float32 [G, size] with zeros where nothing is."""
     largest: tl.constexpr = 127.0 if dtype == tl.int8 else 448.0
     scales = tl.div_rn(tl.max(tl.abs(groups), 1), largest)
     return quantize_with(tl.where(scales == 0, 1.0, scales), groups, dtype)
@@ -37,7 +37,7 @@ def quantize(groups, dtype: tl.constexpr):
 
 @triton.jit
 def quantize_with(scales, groups, dtype: tl.constexpr):
-    """The same under scales [G], beyond whose codes numbers saturate."""
+    """Return the codes under scales [G], beyond whose codes numbers saturate."""
     scales += tl.sum(groups * 0.0, 1)  # NaN if one is not finite: `max` would hide it
     codes = tl.where((scales == scales)[:, None], tl.div_rn(groups, scales[:, None]), 0.0)
     if dtype == tl.int8:

@@ -9,7 +9,7 @@ from kernels.quantize_rows.triton import empty_codes, quantize, quantize_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As kernels/rms_norm/reference.py says; x of any shape [..., D]."""
+    """Compute what kernels/rms_norm/reference.py defines; x of any shape [..., D]."""
     x = x.contiguous()
     output = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
     _launch(x, None, weight, output, None, None, eps)
@@ -17,7 +17,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As kernels/rms_norm/reference.py says."""
+    """Compute what kernels/rms_norm/reference.py defines."""
     x, residual = x.contiguous(), residual.contiguous()
     output, total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype)), torch.empty_like(x)
     _launch(x, residual, weight, output, None, total, eps)
@@ -27,8 +27,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
 ) -> tuple[Tensor, Tensor]:
-    """As kernels/rms_norm/reference.py says. Threads share a row in other ways than where it is not quantised, so the last bit of its
-    sum of squares may be another."""
+    """Compute what kernels/rms_norm/reference.py defines.
+
+    Threads share a row in other ways than where it is not quantised, so the last bit of its sum of squares may be another.
+    """
     size = _group_of_registers(x, weight, group_size)
     if size is None:
         return quantize_rows(rms_norm(x, weight, eps), dtype, group_size)
@@ -41,7 +43,7 @@ def rms_norm_quantize(
 def add_rms_norm_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As kernels/rms_norm/reference.py says, with the sum of squares of `rms_norm_quantize`."""
+    """Compute what kernels/rms_norm/reference.py defines, with the sum of squares of `rms_norm_quantize`."""
     size = _group_of_registers(x, weight, group_size)
     if size is None:
         normed, total = add_rms_norm(x, residual, weight, eps)

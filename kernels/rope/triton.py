@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """As kernels/rope/reference.py says, but in float32, rounded once. x may be a part of a wider tensor."""
+    """Compute what kernels/rope/reference.py defines, but in float32, rounded once. x may be a part of a wider tensor."""
     x, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (x, cos, sin))
     num_tokens, heads, channels = x.shape
     pairs = cos.shape[-1]

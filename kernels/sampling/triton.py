@@ -14,8 +14,10 @@ TILE, WARPS = 4096, 8
 
 
 def draw(logits: Tensor, settings: Tensor) -> Tensor:
-    """As kernels/sampling/reference.py says, with weights in float32: a token may fall on the other side of top_p, min_p or the uniform
-    number if it is within 1e-6 of it. Nothing waits for the GPU."""
+    """Compute what kernels/sampling/reference.py defines, with weights in float32.
+
+    A token may fall on the other side of top_p, min_p or the uniform number if it is within 1e-6 of it. Nothing waits for the GPU.
+    """
     logits = logits.contiguous()
     rows, vocab_size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -86,7 +88,7 @@ def _last_kept(
 def _kept_weights(
     row, start, lowest, num_ties, ties, min_p, highest, temperature, vocab_size: tl.constexpr, TILE: tl.constexpr
 ):
-    """Of a tile: the tokens, what each weighs (float64, 0 where it is not kept), and how many equal the last kept value.
+    """Return a tile's tokens, what each weighs (float64, 0 where it is not kept), and how many equal the last kept value.
 
     `ties`: how many equal it in the tiles before; `num_ties` of all are kept.
     """

@@ -17,5 +17,5 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_quantize(gate: Tensor, up: Tensor, dtype: torch.dtype, group_size: int | None) -> tuple[Tensor, Tensor]:
-    """The same, rounded to its dtype, as codes [T, F] of `dtype` and scales float32 [T, G], as of `quantize_rows`."""
+    """Return the same, rounded to its dtype, as codes [T, F] of `dtype` and scales float32 [T, G], as of `quantize_rows`."""
     return quantize_rows(swiglu(gate, up), dtype, group_size)

@@ -11,14 +11,14 @@ SIZE = 1024
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """As kernels/swiglu/reference.py says. Rows may lie apart, as those of halves of one matrix do."""
+    """Compute what kernels/swiglu/reference.py defines. Rows may lie apart, as those of halves of one matrix do."""
     output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     _launch(gate, up, output, None, SIZE)
     return output
 
 
 def swiglu_quantize(gate: Tensor, up: Tensor, dtype: torch.dtype, group_size: int | None) -> tuple[Tensor, Tensor]:
-    """As kernels/swiglu/reference.py says, to the bit what the two kernels give one after the other."""
+    """Compute what kernels/swiglu/reference.py defines, to the bit what the two kernels give one after the other."""
     size = min(group_size or gate.shape[1], gate.shape[1])
     codes, scales = empty_codes(gate, dtype, size)
     _launch(gate, up, codes, scales, size)

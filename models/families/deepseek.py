@@ -34,7 +34,7 @@ LATENT_NORM_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps s
 
 @dataclass(frozen=True)
 class Routing:
-    """Which experts a token goes to, and with what weights."""
+    """The settings by which a token's experts and their weights are chosen."""
 
     num_experts: int
     num_experts_per_tok: int

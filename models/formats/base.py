@@ -16,7 +16,7 @@ CODE_GROUP = 32  # values of a row that share a scale in CodedWeights
 
 @dataclass(frozen=True)
 class ExpectedTensor:
-    """What a model expects of a tensor in a checkpoint."""
+    """The shape and kind that a model expects of a tensor in a checkpoint."""
 
     shape: tuple[int, ...]
     cuts: tuple[int, ...] = ()

@@ -48,7 +48,7 @@ UNSUPPORTED = (
 
 
 def merge_lora(files: list[WeightFile], adapter: Path, model: CausalLM) -> list[WeightFile]:
-    """The same files with the adapter in them: sums in float32, results in the base's dtype, a tensor at a time.
+    """Return the files with the adapter in them: sums in float32, results in the base's dtype, a tensor at a time.
 
     `model`, which may be on the meta device, is the one that the files are for. Raises UserError for what is wrong with the adapter or
     not supported, and where it belongs to another model.
@@ -135,13 +135,13 @@ def _patterns(config: ConfigReader, key: str, where: str) -> ConfigReader:
 
 
 def _first_match(patterns: dict[str, Number], module: str, default: Number) -> Number:
-    """As `get_pattern_key` of peft/utils/other.py chooses."""
+    """Return the pattern that `get_pattern_key` of peft/utils/other.py chooses."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 @dataclass
 class Change:
-    """What becomes of one parameter: another tensor in its place, a product added, or both."""
+    """The change of one parameter: another tensor in its place, a product added, or both."""
 
     replacement: str | None = None
     a: str | None = None

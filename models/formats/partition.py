@@ -22,7 +22,7 @@ LISTED = 4  # tensors that the warning names
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor belongs."""
+    """The place of a tensor in a model."""
 
     stage: int
     """Of the pipeline."""

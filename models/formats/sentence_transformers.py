@@ -15,7 +15,7 @@ NEWER_MODES = {"mean": "mean", "lasttoken": "last", "cls": "cls"}  # values of `
 
 @dataclass(frozen=True)
 class EmbeddingFiles:
-    """What the files say; nothing where there are none."""
+    """The settings of the files; nothing where there are none."""
 
     pooling: str | None = None
     """mean, last or cls."""

@@ -61,7 +61,7 @@ class Linear(Module):
 
     @property
     def method(self) -> LinearMethod:
-        """What holds the weight. What the method holds is registered in the layer, so that it is counted, and saved by name."""
+        """The holder of the weight. What the method holds is registered in the layer, so that it is counted, and saved by name."""
         return self._method
 
     @method.setter

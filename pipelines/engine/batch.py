@@ -11,7 +11,7 @@ UNKNOWN = 0  # stands for a token that only the device knows yet
 
 
 class NewTokens(NamedTuple):
-    """What a step computes of a sequence, whose block table has a slot for each of these tokens."""
+    """The tokens that a step computes of a sequence, whose block table has a slot for each of these tokens."""
 
     sequence: Sequence
     start: int

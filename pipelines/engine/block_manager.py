@@ -26,8 +26,9 @@ def extend_hashes(
 
 
 def salt_bytes(salt: str | None, is_past_border: bool, prefix: str = "", adapter: str = "") -> bytes:
-    """Return the beginning of the first block's hash, which differs by salt, by the side of the model's `key_border`, and by the digests
-    of a prefix and of an adapter, so that another one under the same name does not find the blocks of the last."""
+    """Return the beginning of the first block's hash: it differs by salt and by the side of the model's `key_border`.
+
+    It differs by the digests of a prefix and of an adapter too: another one under the same name does not find the blocks of the last."""
     # The words in front are no token ids, so that no salt can pass for a block of tokens.
     parts = [b"past border:"] if is_past_border else []
     parts += [b"prefix:" + prefix.encode()] if prefix else []

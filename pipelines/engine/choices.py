@@ -23,7 +23,7 @@ class Sampled(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """What a step chose."""
+    """The tokens and continuations that a step chose."""
 
     sampled: list[Sampled]
     searched: list[tuple[SequenceGroup, list[Continuation]]]

@@ -106,7 +106,7 @@ The pieces of a sample, joined, are its completion.
 
 
 class Pooling(Enum):
-    """Which of a prompt's outputs become its vector."""
+    """The choice of the outputs of a prompt that become its vector."""
 
     last = "last"  # the head's outputs for the last token
     mean = "mean"  # the mean of all hidden states
@@ -149,7 +149,7 @@ class Request:
 
 @dataclass(eq=False)
 class SamplingContext:
-    """What the choice of a row's next token depends on, beside its logits."""
+    """All that the choice of a row's next token depends on, beside its logits."""
 
     params: SamplingParams
     token_ids: list[int]

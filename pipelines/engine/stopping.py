@@ -37,7 +37,7 @@ def append_token(sequence: Sequence, token: int | None, logprobs: list[TokenLogp
 
 
 class Piece(NamedTuple):
-    """What a sink is told of a new token: the arguments of `Sink`."""
+    """A new token as a sink is told of it: the arguments of `Sink`."""
 
     sample: int
     token_ids: list[int]

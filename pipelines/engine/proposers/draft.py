@@ -10,7 +10,7 @@ from pipelines.engine.sampler import sample
 
 
 class Draft:
-    """What may follow a sequence: the most likely tokens, as its settings change logits."""
+    """The guess of what follows a sequence: the most likely tokens, as its settings change logits."""
 
     def __init__(self, sequence: Sequence, most: int) -> None:
         self.sequence = sequence
