@@ -183,7 +183,7 @@ class CausalLM(Module, ABC):
         """Return normed hidden states [R, E] of the batch's output rows, whose logits are of the tokens behind the batch's.
 
         `batch` has tokens at the positions of those before them, `hidden` [T, E] the normed hidden states of the latter: the model's,
-        or what this returned. `cache` is the model's whole cache.
+        or what this returned. `cache` is the model's whole cache. Only for a model whose config has `predicts_ahead`.
         """
         raise NotImplementedError
 

@@ -17,7 +17,7 @@ Weight: TypeAlias = Tensor | PackedWeight | Float8Weight | GPUWeight
 
 
 class LinearMethod(ABC):
-    """What the weight [O, I] of a linear layer is held in, and what multiplies by it."""
+    """The holder of a linear layer's weight [O, I], which also multiplies by it."""
 
     takes_floats: bool
     """Whether the tensors of `tensors` are floats of 16 or 32 bits."""

@@ -95,7 +95,8 @@ def test_a_shorter_context_does_where_the_run_has_no_longer_one(tmp_path: Path) 
     write_llama(tmp_path / "model")
     write_llama(tmp_path / "draft", max_position_embeddings=64)
     run = drafting_run(tmp_path / "model", tmp_path / "draft", tokenizer=None)
-    load_engine(replace(run, model=replace(run.model, max_length=64)), 1)
+    engine = load_engine(replace(run, model=replace(run.model, max_length=64)), 1)
+    assert Speculate.model in engine.speculator.proposers
 
 
 def test_a_model_that_sees_prompts_whole_cannot_draft(tmp_path: Path) -> None:

@@ -58,5 +58,9 @@ def test_a_rows_bits_do_not_depend_on_the_others() -> None:
 
 
 def test_no_rows() -> None:
-    nothing = noise(0, 8).to(DEVICE)
-    triton.lora_add(nothing, nothing, on_device(make_table(8, 8, torch.float32)), torch.zeros(0, dtype=torch.int64))
+    memory = noise(3, 8).to(DEVICE)
+    before = memory.clone()
+    triton.lora_add(
+        memory[:0], memory[:0], on_device(make_table(8, 8, torch.float32)), torch.zeros(0, dtype=torch.int64)
+    )
+    assert torch.equal(memory, before)
