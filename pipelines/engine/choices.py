@@ -1,14 +1,20 @@
-"""What a step chose, and what goes into the choice: the contexts of next tokens, and log probabilities."""
+"""The tokens that a step chooses: what goes into each choice, and what requests want of it beside the token."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from pipelines.engine.faults import belongs_to_request, not_finite
+from pipelines.engine.lookahead import LaunchedStep
 from pipelines.engine.request import Continuation, SamplingContext, Sequence, SequenceGroup, TokenLogprobs
-from pipelines.engine.sampler import token_logprobs
+from pipelines.engine.sampler import sample, token_logprobs
 from pipelines.engine.scheduler import Scheduled
 
 LOGPROB_ROWS = 256  # rows of prompt log probabilities at a time: float32 copies of them stay small
+
+Fail: TypeAlias = Callable[[SequenceGroup, BaseException], None]
+"""Ends a group alone, or raises the exception again where it does not belong to one request."""
 
 
 class Sampled(NamedTuple):
@@ -27,6 +33,82 @@ class Choices(NamedTuple):
 
     sampled: list[Sampled]
     searched: list[tuple[SequenceGroup, list[Continuation]]]
+
+
+def choose_tokens(step: LaunchedStep, fail: Fail) -> Choices:
+    """Choose the next tokens of a step. A group that a row or the choice itself fails for ends alone."""
+    finite, tokens = step.wait()
+    rows = _observe(step, finite, fail)
+    if step.tokens is not None:
+        pairs = zip(step.plan.scheduled, tokens, strict=True)
+        return Choices([Sampled(i.group, i.sequence, 0, token, []) for i, token in pairs if i.sequence in rows], [])
+    ready, logits = [group for group in step.plan.ready if not group.error], step.outputs.logits
+    sampled = _sample([group for group in ready if not group.search], rows, logits, step.given, fail)
+    searched = []
+    for group in ready:
+        if group.search:
+            try:
+                own = logits[[rows[sequence] for sequence in group.sequences]]
+                searched.append((group, group.search.advance(group, own)))
+            except BaseException as error:
+                fail(group, error)
+    return Choices(sampled, searched)
+
+
+def _observe(step: LaunchedStep, finite: list[bool], fail: Fail) -> dict[Sequence, int]:
+    """Keep what requests want of their prompts. Returns the row of the last token of each sequence that has not ended or failed."""
+    rows, all_finite = {}, all(finite)
+    for item, begin in zip(step.plan.scheduled, step.first_rows, strict=True):
+        group, end = item.group, begin + item.num_outputs
+        if item.sequence not in group.sequences:
+            continue
+        try:
+            if not all_finite and not all(finite[begin:end]):
+                raise not_finite()
+            if group.search:
+                group.search.observe(step.outputs.hidden[begin:end])
+            if group.request.params.prompt_logprobs is not None:
+                add_prompt_logprobs(item, step.outputs.logits[begin:end])
+        except BaseException as error:
+            fail(group, error)
+            continue
+        rows[item.sequence] = end - 1
+    return rows
+
+
+def _sample(
+    groups: list[SequenceGroup],
+    rows: dict[Sequence, int],
+    logits: Tensor,
+    given: dict[tuple[Sequence, int], int | None],
+    fail: Fail,
+) -> list[Sampled]:
+    """Choose a token for each sequence of groups that do not search; those that are given stay."""
+    if not groups:
+        return []
+    chosen = [
+        (group, sequence, context) for group in groups for sequence, context in next_contexts(group) if sequence in rows
+    ]
+    contexts = [context for _, _, context in chosen]
+    indices = [rows[sequence] for _, sequence, _ in chosen]
+    wanted = logits if indices == list(range(logits.shape[0])) else logits[indices]
+    try:
+        tokens = sample(wanted, contexts)
+        if given:
+            keys = [(sequence, len(sequence.token_ids)) for _, sequence, _ in chosen]
+            tokens = [given.get(key, token) for key, token in zip(keys, tokens, strict=True)]
+        return [
+            Sampled(group, sequence, context.sample, token, chosen_logprobs(wanted, row, context, token))
+            for row, ((group, sequence, context), token) in enumerate(zip(chosen, tokens, strict=True))
+        ]
+    except BaseException as error:
+        if len(groups) == 1:
+            fail(groups[0], error)
+            return []
+        if not belongs_to_request(error):
+            raise
+        # Each alone shows whether the fault is its own.
+        return [each for group in groups for each in _sample([group], rows, logits, given, fail)]
 
 
 def next_contexts(group: SequenceGroup) -> list[tuple[Sequence, SamplingContext]]:

@@ -18,10 +18,10 @@ from pipelines.engine.adapters import Adapters
 from pipelines.engine.batch import build_batch, whole_batch
 from pipelines.engine.beam_search import BeamSearch
 from pipelines.engine.block_manager import BlockManager
-from pipelines.engine.choices import Choices, Sampled, add_prompt_logprobs, chosen_logprobs, next_contexts
+from pipelines.engine.choices import Choices, choose_tokens
 from pipelines.engine.contrastive_search import ContrastiveSearch
 from pipelines.engine.detokenizer import Detokenizer
-from pipelines.engine.faults import belongs_to_request, not_finite
+from pipelines.engine.faults import belongs_to_request
 from pipelines.engine.lookahead import LaunchedStep, can_choose_ahead
 from pipelines.engine.pooling import PromptPooling
 from pipelines.engine.request import (
@@ -36,7 +36,7 @@ from pipelines.engine.request import (
 )
 from pipelines.engine.request_factory import RequestFactory
 from pipelines.engine.runner import Runner
-from pipelines.engine.sampler import choose, sample
+from pipelines.engine.sampler import choose
 from pipelines.engine.scheduler import Scheduler, StepPlan
 from pipelines.engine.speculation import Speculator
 from pipelines.engine.stopping import Piece, append_token, completion_of, take_piece
@@ -220,7 +220,7 @@ class Engine:
             step = self._launch(self.speculator.extend(plan, max_tokens))
             verify(step, self._fail)
         ahead = self._launch_ahead(step)
-        choices = self._sample(step)
+        choices = choose_tokens(step, self._fail)
         self.speculator.sampled()
         self.scheduler.commit(step.plan)
         self._launched = ahead
@@ -249,82 +249,6 @@ class Engine:
             return None
         plan = self.scheduler.plan_ahead(step.plan)
         return plan and self._launch(plan, step.tokens.clamp(0, self.vocab_size - 1))
-
-    def _sample(self, step: LaunchedStep) -> Choices:
-        """Choose the next tokens. A group that a row or the choice itself fails for ends alone."""
-        finite, tokens = step.wait()
-        rows = self._observe(step, finite)
-        if step.tokens is not None:
-            pairs = zip(step.plan.scheduled, tokens, strict=True)
-            return Choices([Sampled(i.group, i.sequence, 0, token, []) for i, token in pairs if i.sequence in rows], [])
-        ready, logits = [group for group in step.plan.ready if not group.error], step.outputs.logits
-        sampled = self._sample_groups([group for group in ready if not group.search], rows, logits, step.given)
-        searched = []
-        for group in ready:
-            if group.search:
-                try:
-                    own = logits[[rows[sequence] for sequence in group.sequences]]
-                    searched.append((group, group.search.advance(group, own)))
-                except BaseException as error:
-                    self._fail(group, error)
-        return Choices(sampled, searched)
-
-    def _observe(self, step: LaunchedStep, finite: list[bool]) -> dict[Sequence, int]:
-        """Keep what requests want of their prompts. Returns the row of the last token of each sequence that has not ended or failed."""
-        rows, all_finite = {}, all(finite)
-        for item, begin in zip(step.plan.scheduled, step.first_rows, strict=True):
-            group, end = item.group, begin + item.num_outputs
-            if item.sequence not in group.sequences:
-                continue
-            try:
-                if not all_finite and not all(finite[begin:end]):
-                    raise not_finite()
-                if group.search:
-                    group.search.observe(step.outputs.hidden[begin:end])
-                if group.request.params.prompt_logprobs is not None:
-                    add_prompt_logprobs(item, step.outputs.logits[begin:end])
-            except BaseException as error:
-                self._fail(group, error)
-                continue
-            rows[item.sequence] = end - 1
-        return rows
-
-    def _sample_groups(
-        self,
-        groups: list[SequenceGroup],
-        rows: dict[Sequence, int],
-        logits: Tensor,
-        given: dict[tuple[Sequence, int], int | None],
-    ) -> list[Sampled]:
-        """Choose a token for each sequence of groups that do not search; those that are given stay."""
-        if not groups:
-            return []
-        chosen = [
-            (group, sequence, context)
-            for group in groups
-            for sequence, context in next_contexts(group)
-            if sequence in rows
-        ]
-        contexts = [context for _, _, context in chosen]
-        indices = [rows[sequence] for _, sequence, _ in chosen]
-        wanted = logits if indices == list(range(logits.shape[0])) else logits[indices]
-        try:
-            tokens = sample(wanted, contexts)
-            if given:
-                keys = [(sequence, len(sequence.token_ids)) for _, sequence, _ in chosen]
-                tokens = [given.get(key, token) for key, token in zip(keys, tokens, strict=True)]
-            return [
-                Sampled(group, sequence, context.sample, token, chosen_logprobs(wanted, row, context, token))
-                for row, ((group, sequence, context), token) in enumerate(zip(chosen, tokens, strict=True))
-            ]
-        except BaseException as error:
-            if len(groups) == 1:
-                self._fail(groups[0], error)
-                return []
-            if not belongs_to_request(error):
-                raise
-            # Each alone shows whether the fault is its own.
-            return [each for group in groups for each in self._sample_groups([group], rows, logits, given)]
 
     def _accept(self, choices: Choices) -> None:
         """Continue sequences with what was chosen, then hand the new text to the sinks, which may raise."""

@@ -47,7 +47,7 @@ def main() -> None:
     timed(engine.scheduler, "plan", "plan")
     timed(engine_module, "build_batch", "build the batch")
     timed(engine.runner, "execute", "forward")
-    timed(engine, "_sample", "sample")
+    timed(engine_module, "choose_tokens", "sample")
     timed(engine.scheduler, "commit", "commit")
     timed(engine, "_accept", "detokenise")
     timed(engine, "step", "step")
