@@ -4,7 +4,8 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from conf.schema import RunConfig, SweepConfig
+from conf.schema import RunConfig
+from conf.tasks import SweepConfig
 
 
 def as_saved(run: RunConfig) -> RunConfig:

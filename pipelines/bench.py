@@ -20,7 +20,8 @@ import torch
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import BenchConfig, RunConfig
+from conf.schema import RunConfig
+from conf.tasks import BenchConfig
 from models.tokenizers import Tokenizer
 from pipelines import report
 from pipelines.bandwidth import cache_bytes, memory_bandwidth, share_of_bandwidth

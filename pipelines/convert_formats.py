@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import torch
 
-from conf.schema import CheckpointFormat, ConvertConfig, ConvertDType
+from conf.tasks import CheckpointFormat, ConvertConfig, ConvertDType
 from models.causal_lm import CausalLM
 from models.formats import Checkpoint
 from models.formats.gguf.writer import write_gguf

@@ -14,7 +14,8 @@ from typing import Any
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import EvaluateConfig, RunConfig, Weights
+from conf.schema import RunConfig, Weights
+from conf.tasks import EvaluateConfig
 from models.tokenizers import Tokenizer
 from pipelines import report
 from pipelines.data_files import FORMS, ROWS, DataFile, decoded, find_file

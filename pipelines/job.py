@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from conf.errors import UserError
-from conf.schema import PredictConfig
+from conf.tasks import PredictConfig
 from pipelines import report
 from pipelines.engine import Engine, Output, Request
 from pipelines.interrupt import Interrupted, Interruption, interruption

@@ -24,7 +24,8 @@ from conf.compose import (
 )
 from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig, QuantizeConfig, QuantizedFormat, QuantMethod, QuantScheme
-from conf.schema import DeviceType, DType, ModelConfig, PredictConfig, RunConfig, SweepConfig, Task
+from conf.schema import DeviceType, DType, ModelConfig, RunConfig, Task
+from conf.tasks import PredictConfig, SweepConfig
 
 GROUPS = ("task", "model", "parallel", "quant", "decode", "device", "experiment")
 OPTIONS = [(group, option) for group in GROUPS for option in options(group)]

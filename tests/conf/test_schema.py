@@ -5,20 +5,9 @@ import pytest
 import conf.decoding
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import (
-    BenchConfig,
-    CheckpointFormat,
-    ConvertConfig,
-    DeviceConfig,
-    EvaluateConfig,
-    ModelConfig,
-    PredictConfig,
-    RunConfig,
-    SweepConfig,
-    Task,
-    Weights,
-    num_bytes,
-)
+from conf.schema import DeviceConfig, ModelConfig, RunConfig, Task, Weights
+from conf.sizes import num_bytes
+from conf.tasks import BenchConfig, CheckpointFormat, ConvertConfig, EvaluateConfig, PredictConfig, SweepConfig
 
 BAD = [
     *[

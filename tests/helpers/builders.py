@@ -9,14 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from conf.decoding import DecodeConfig
 from conf.quantization import KVCacheFormat, QuantConfig
-from conf.schema import (
-    DeviceConfig,
-    DeviceType,
-    DType,
-    ModelConfig,
-    PredictConfig,
-    RunConfig,
-)
+from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig
+from conf.tasks import PredictConfig
 from models.causal_lm import CausalLM
 from models.layers.dense import PackedDenseMethod
 from models.layers.linear import Linear

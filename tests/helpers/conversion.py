@@ -10,13 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from conf.compose import dump
-from conf.schema import (
-    CheckpointFormat,
-    ConvertConfig,
-    ModelConfig,
-    RunConfig,
-    Task,
-)
+from conf.schema import ModelConfig, RunConfig, Task
+from conf.tasks import CheckpointFormat, ConvertConfig
 from pipelines.convert import run_convert
 
 SHARDED = CheckpointFormat.sharded

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from conf.schema import DeviceConfig, DeviceType, ModelConfig, PredictConfig, RunConfig
+from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig
+from conf.tasks import PredictConfig
 from pipelines.loading import load_engine
 from pipelines.report import NoProgress
 from tests.helpers.builders import weights_of

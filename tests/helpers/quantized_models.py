@@ -22,7 +22,8 @@ from conf.quantization import (
     QuantScheme,
     SmoothConfig,
 )
-from conf.schema import PredictConfig, RunConfig, Task
+from conf.schema import RunConfig, Task
+from conf.tasks import PredictConfig
 from pipelines import quantize, quantize_model
 from pipelines.engine import Engine
 from pipelines.loading import load_engine

@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaForCausalLM, MixtralForCausalLM
 
 from conf.errors import UserError
-from conf.schema import CheckpointFormat, ModelConfig, Weights
+from conf.schema import ModelConfig, Weights
+from conf.tasks import CheckpointFormat
 from models.decoder import DecoderLayer
 from models.layers.linear import Linear
 from pipelines.loading import load_engine

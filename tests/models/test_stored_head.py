@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from conf.quantization import QuantConfig, QuantScheme
-from conf.schema import CheckpointFormat
+from conf.tasks import CheckpointFormat
 from pipelines.loading import load_engine
 from tests.helpers.builders import all_logits, engine_of, run_config
 from tests.helpers.conversion import convert

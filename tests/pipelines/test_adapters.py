@@ -12,7 +12,8 @@ from conf.compose import compose_run_config, dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import QuantConfig
-from conf.schema import ModelConfig, PredictConfig, RunConfig, Task
+from conf.schema import ModelConfig, RunConfig, Task
+from conf.tasks import PredictConfig
 from pipelines import pipeline
 from pipelines.fingerprint import fingerprint
 from pipelines.loading import load_engine

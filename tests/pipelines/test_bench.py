@@ -15,7 +15,8 @@ from conf.compose import dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig
-from conf.schema import BenchConfig, PredictConfig, RunConfig, Task
+from conf.schema import RunConfig, Task
+from conf.tasks import BenchConfig, PredictConfig
 from models.batch import Batch
 from pipelines import bandwidth, bench
 from pipelines.engine.steps import StepOutputs

@@ -13,9 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conf.errors import UserError
-from conf.schema import (
-    ConvertDType,
-)
+from conf.tasks import ConvertDType
 from models.formats import open_checkpoint
 from models.formats.manifest import verify_manifest
 from pipelines.loading import load_engine
@@ -171,7 +169,8 @@ MEASURE = """
 import resource, sys
 from pathlib import Path
 from conf.compose import dump
-from conf.schema import CheckpointFormat, ConvertConfig, ModelConfig, RunConfig, Task
+from conf.schema import ModelConfig, RunConfig, Task
+from conf.tasks import CheckpointFormat, ConvertConfig
 from pipelines.convert import run_convert
 
 def peak():

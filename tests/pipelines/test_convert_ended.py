@@ -55,7 +55,8 @@ def test_what_fails_leaves_the_old_model_or_none(
 DRIVER = """
 import json, os, signal, sys
 from pathlib import Path
-from conf.schema import CheckpointFormat, ConvertConfig, ModelConfig, RunConfig, Task
+from conf.schema import ModelConfig, RunConfig, Task
+from conf.tasks import CheckpointFormat, ConvertConfig
 from models.formats.safetensors_writer import SafetensorsWriter
 from pipelines.convert import run_convert
 from tests.helpers.kill import before

@@ -10,7 +10,7 @@ from gguf.quants import dequantize, quantize
 from transformers import AutoModelForCausalLM
 
 from conf.errors import UserError
-from conf.schema import CheckpointFormat, ConvertConfig, ConvertDType
+from conf.tasks import CheckpointFormat, ConvertConfig, ConvertDType
 from models.formats import open_checkpoint
 from models.formats.manifest import verify_manifest
 from tests.helpers.builders import SHARED, all_logits, engine_of, write_llama

@@ -13,16 +13,8 @@ from conf.compose import dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
-from conf.schema import (
-    ConvertConfig,
-    DeviceConfig,
-    DeviceType,
-    DType,
-    ModelConfig,
-    RunConfig,
-    Task,
-    Weights,
-)
+from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Task, Weights
+from conf.tasks import ConvertConfig
 from pipelines.convert import run_convert
 from tests.helpers.command import run
 from tests.helpers.conversion import SHARDED, contents, convert, names

@@ -12,8 +12,9 @@ import pytest
 from conf.compose import dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import PredictConfig, RunConfig
+from conf.schema import RunConfig
 from conf.speculation import Speculate, SpeculationConfig
+from conf.tasks import PredictConfig
 from pipelines.loading import load_engine
 from pipelines.predict import run_predict
 from tests.helpers.builders import REPOSITORY, complete, engine_of, run_config, write_llama

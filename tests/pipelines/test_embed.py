@@ -18,7 +18,8 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.pooling import EmbedConfig, PoolingMode
 from conf.quantization import Activations, QuantConfig, QuantMethod, QuantScheme
-from conf.schema import PredictConfig, RunConfig, Task
+from conf.schema import RunConfig, Task
+from conf.tasks import PredictConfig
 from pipelines.embed import run_embed
 from pipelines.loading import load_engine
 from tests.helpers.builders import all_logits, run_config, write_llama

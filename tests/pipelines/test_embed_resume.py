@@ -13,7 +13,8 @@ import pytest
 from conf.compose import dump
 from conf.errors import UserError
 from conf.pooling import EmbedConfig, PoolingMode
-from conf.schema import ModelConfig, PredictConfig, RunConfig, Task
+from conf.schema import ModelConfig, RunConfig, Task
+from conf.tasks import PredictConfig
 from pipelines import journal
 from pipelines.embed import run_embed
 from pipelines.predict import run_predict
@@ -29,7 +30,8 @@ import json, os, sys
 from pathlib import Path
 from conf.compose import dump
 from conf.pooling import EmbedConfig, PoolingMode
-from conf.schema import DeviceConfig, DeviceType, ModelConfig, PredictConfig, RunConfig, Task
+from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig, Task
+from conf.tasks import PredictConfig
 from models.tokenizers import load_tokenizer
 from pipelines.embed import run_embed
 from pipelines.journal import Journal

@@ -18,7 +18,8 @@ from conf.compose import compose_run_config, dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig, QuantizedFormat, QuantScheme
-from conf.schema import EvaluateConfig, PredictConfig, RunConfig, Task
+from conf.schema import RunConfig, Task
+from conf.tasks import EvaluateConfig, PredictConfig
 from models.tiny.corpus import questions as tiny_corpus_questions
 from pipelines.evaluate import is_right, read_questions, read_texts, right_answers, run_evaluate
 from pipelines.scoring import score, sliding_windows

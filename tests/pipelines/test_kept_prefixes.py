@@ -13,7 +13,8 @@ from conf.compose import compose_run_config, dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
-from conf.schema import DType, PrefixConfig, RunConfig, Task
+from conf.schema import DType, RunConfig, Task
+from conf.tasks import PrefixConfig
 from models.formats.safetensors_writer import save_tensors
 from pipelines import fingerprint
 from pipelines.engine import Engine, Output

@@ -13,7 +13,8 @@ import pytest
 from conf.compose import dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import PredictConfig, RunConfig
+from conf.schema import RunConfig
+from conf.tasks import PredictConfig
 from conf.terminal import visible
 from models.tokenizers import template_process
 from pipelines.engine import Engine, Output

@@ -24,7 +24,8 @@ from conf.quantization import (
     QuantMethod,
     QuantScheme,
 )
-from conf.schema import ModelConfig, PredictConfig, RunConfig, Task
+from conf.schema import ModelConfig, RunConfig, Task
+from conf.tasks import PredictConfig
 from models.formats.manifest import verify_manifest
 from pipelines.loading import load_engine
 from pipelines.quantize import run_quantize

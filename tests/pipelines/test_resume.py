@@ -15,7 +15,8 @@ import pytest
 from conf.compose import dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import PredictConfig, RunConfig
+from conf.schema import RunConfig
+from conf.tasks import PredictConfig
 from pipelines import journal
 from pipelines.predict import run_predict
 from tests.helpers.builders import REPOSITORY, run_config, said
@@ -29,7 +30,8 @@ DRIVER = """
 import json, os, signal, sys
 from pathlib import Path
 from conf.compose import dump
-from conf.schema import DecodeConfig, DeviceConfig, DeviceType, ModelConfig, PredictConfig, RunConfig
+from conf.schema import DecodeConfig, DeviceConfig, DeviceType, ModelConfig, RunConfig
+from conf.tasks import PredictConfig
 from models.tokenizers import Tokenizer, load_tokenizer
 from pipelines.journal import Journal
 from pipelines.predict import run_predict
@@ -351,7 +353,8 @@ MEMORY = """
 import contextlib, sys
 from pathlib import Path
 from conf.compose import dump
-from conf.schema import DecodeConfig, DeviceConfig, DeviceType, ModelConfig, PredictConfig, RunConfig
+from conf.schema import DecodeConfig, DeviceConfig, DeviceType, ModelConfig, RunConfig
+from conf.tasks import PredictConfig
 from pipelines.predict import run_predict
 
 model, data = sys.argv[1:]

@@ -12,7 +12,8 @@ from transformers import AutoTokenizer, LlamaForSequenceClassification
 from conf.compose import dump
 from conf.errors import UserError
 from conf.pooling import ScoreConfig
-from conf.schema import PredictConfig, RunConfig, Task
+from conf.schema import RunConfig, Task
+from conf.tasks import PredictConfig
 from pipelines.score import run_score
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.embedding_models import write_qwen3_reranker

@@ -10,7 +10,8 @@ import pytest
 from conf.compose import compose_run_config, dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import ModelConfig, PredictConfig, RunConfig, Task
+from conf.schema import ModelConfig, RunConfig, Task
+from conf.tasks import PredictConfig
 from pipelines.fingerprint import fingerprint
 from pipelines.loading import load_engine
 from pipelines.opening import open_source

@@ -12,8 +12,9 @@ from conf.compose import compose_run_config, dump
 from conf.decoding import DecodeConfig, warn_once
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantScheme
-from conf.schema import BenchConfig, PredictConfig, RunConfig, Task
+from conf.schema import RunConfig, Task
 from conf.speculation import Acceptance, DraftOrder, Speculate, SpeculationConfig, speculation_of
+from conf.tasks import BenchConfig, PredictConfig
 from pipelines import pipeline
 from pipelines.bench import decode_config, measure, prompt_batches, run_bench
 from pipelines.evaluate import read_questions

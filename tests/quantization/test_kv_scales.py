@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from conf.errors import UserError
 from conf.quantization import KVCacheFormat, KVCacheScales, QuantConfig, QuantizedFormat
-from conf.schema import PredictConfig, QuantizeConfig, RunConfig, Task
+from conf.schema import QuantizeConfig, RunConfig, Task
+from conf.tasks import PredictConfig
 from kernels.kv_format import StaticFloat8, StaticInt8, Unquantised
 from models.config import ConfigReader
 from models.registry import find_architecture

@@ -26,7 +26,8 @@ from transformers import (
 
 from conf.decoding import DecodeConfig
 from conf.quantization import KVCacheFormat, QuantConfig
-from conf.schema import ConvertConfig, DType, PredictConfig, Task
+from conf.schema import DType, Task
+from conf.tasks import ConvertConfig, PredictConfig
 from models.linear_layers import linear_specs
 from pipelines.convert import run_convert
 from pipelines.engine import Engine
