@@ -15,8 +15,11 @@ from conf.speculation import Acceptance, DraftOrder
 from pipelines.engine.request import Sequence
 
 LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15)  # drafts of a row: few, so that few shapes of steps are recorded
-EXACT_TOKENS = 16  # steps of so many tokens are told apart; larger ones by eights
 FIRST_TIMES = 3  # steps of a size before its time counts: the first is computed by calls, the second recorded
+ONE_READING = (
+    16  # tokens for which a CPU reads each weight once, so that more of them may cost nothing: so many are tried
+)
+TRIED = 1.5  # times the largest known size is tried, if that is more
 NUM_TIMES = 8  # of which the least counts: a step that was interrupted took longer than the next one will
 PROBE_EVERY = 32  # steps without a draft
 PRIOR_WEIGHT = 2.0  # drafts that a row's first guess of its own chance is worth
@@ -36,36 +39,36 @@ class StepCosts:
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """Note what a step of so many tokens took."""
-        size = _bucket(num_tokens)
-        times = self._times.setdefault(size, deque(maxlen=NUM_TIMES))
+        times = self._times.setdefault(num_tokens, deque(maxlen=NUM_TIMES))
         times.append(seconds)
-        if len(times) >= FIRST_TIMES and self._known.get(size) != (least := min(times)):
-            self._known[size] = least
+        if len(times) >= FIRST_TIMES and self._known.get(num_tokens) != (least := min(times)):
+            self._known[num_tokens] = least
             self._sizes = sorted(self._known)
             self._seconds.clear()
 
     def seconds(self, num_tokens: int) -> float:
         """Return what a step takes: between two known sizes as much as on the line through them, infinity where nothing is known.
 
-        Up to twice the largest known size it takes no longer than that one, so that it is tried; beyond, infinitely long.
+        Beyond the largest known size it takes as long up to ONE_READING, and from there grows as it did last, so that it is tried where
+        that would pay. Further on it is infinite, so that no step is tried that may take several times as long.
         """
         found = self._seconds.get(num_tokens)
         if found is None:
-            found = self._seconds[num_tokens] = self._estimate(_bucket(num_tokens))
+            found = self._seconds[num_tokens] = self._estimate(num_tokens)
         return found
 
     def _estimate(self, size: int) -> float:
         sizes, known = self._sizes, self._known
+        if not sizes or size > max(ONE_READING, math.ceil(TRIED * sizes[-1])):
+            return math.inf
         above = bisect_left(sizes, size)
         if above == len(sizes):
-            return known[sizes[-1]] if sizes and size <= 2 * sizes[-1] else math.inf
+            above -= 1
         first, last = sizes[max(0, above - 1)], sizes[above]
-        share = (size - first) / (last - first) if first < size else 0.0
-        return known[first] + share * (known[last] - known[first])
-
-
-def _bucket(num_tokens: int) -> int:
-    return num_tokens if num_tokens <= EXACT_TOKENS else -(-num_tokens // 8) * 8
+        growth = (known[last] - known[first]) / (last - first) if first < last else 0.0
+        if size > last:
+            growth = max(0.0, growth) if size > ONE_READING else 0.0
+        return known[last] + growth * (size - last)
 
 
 @dataclass

@@ -10,7 +10,6 @@ from conf.decoding import DecodeConfig
 from conf.speculation import Acceptance, DraftOrder, Speculate, SpeculationConfig
 from models.batch import Batch
 from pipelines.engine.draft_budget import (
-    EXACT_TOKENS,
     FIRST_TIMES,
     LENGTHS,
     PROBE_EVERY,
@@ -54,10 +53,16 @@ def test_a_size_takes_its_least_time_after_its_first_ones() -> None:
     assert costs.seconds(4) == 3.0  # the old ones are forgotten
 
 
-def test_sizes_between_are_on_the_line_and_larger_ones_are_tried_up_to_twice() -> None:
+def test_sizes_between_are_on_the_line_and_larger_ones_take_as_long_while_weights_are_read_once() -> None:
     costs = costs_of({2: 1.0, 6: 3.0})
-    assert [costs.seconds(n) for n in (1, 2, 3, 5, 6, 7, 12, 13)] == [1.0, 1.0, 1.5, 2.5, 3.0, 3.0, 3.0, float("inf")]
-    assert costs_of({24: 2.0}).seconds(17) == 2.0  # by eights
+    assert [costs.seconds(n) for n in (1, 2, 3, 5, 6, 7, 16, 17)] == [1.0, 1.0, 1.5, 2.5, 3.0, 3.0, 3.0, float("inf")]
+
+
+def test_sizes_beyond_one_reading_of_the_weights_grow_as_they_did_last() -> None:
+    costs = costs_of({16: 1.0, 24: 3.0})
+    assert [costs.seconds(n) for n in (20, 25, 36, 37)] == [2.0, 3.25, 6.0, float("inf")]
+    assert costs_of({24: 2.0}).seconds(36) == 2.0
+    assert costs_of({24: 2.0, 32: 1.0}).seconds(40) == 1.0  # a measured time that fell was an accident
 
 
 def test_the_share_is_the_mean_of_a_beta_distribution_over_drafts_that_were_tried() -> None:
@@ -87,7 +92,7 @@ def test_lengths_give_the_most_tokens_per_second(
 def simulate(
     rows: list[Sequence], acceptance: float, cost: Callable[[int], float], num_steps: int = 400
 ) -> tuple[float, int]:
-    """Tokens per second over the plain ones, small steps whose first two seem to take five times as long; steps that drafted."""
+    """Tokens per second over the plain ones, where the first two steps of a size seem to take longer; and how many steps drafted."""
     budget, generator, seen = DraftBudget(), random.Random(0), dict[int, int]()
     most = [row.params.speculation.num_tokens for row in rows]
     num_tokens, seconds, drafting = 0, 0.0, 0
@@ -95,11 +100,10 @@ def simulate(
         lengths = budget.lengths(rows, most, len(rows))
         assert set(lengths) <= set(LENGTHS)
         size = len(rows) + sum(lengths)
-        if size <= EXACT_TOKENS:  # larger ones are not recorded
-            seen[size] = seen.get(size, 0) + 1
+        seen[size] = seen.get(size, 0) + 1
         took = cost(size)
         seconds += took
-        budget.costs.took(size, 5 * took if seen.get(size, FIRST_TIMES) < FIRST_TIMES else took)
+        budget.costs.took(size, 5 * took if seen[size] < FIRST_TIMES else took)
         drafting += any(lengths)
         for row, length in zip(rows, lengths, strict=True):
             accepted = next((i for i in range(length) if generator.random() >= acceptance), length)
