@@ -49,6 +49,14 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "huggingface_hub": ("models.formats.hub",),
     "rich": ("pipelines.report",),
     "yaml": ("conf.compose", "models.formats.mindspore_config"),
+    "fastapi": ("pipelines.serve.*",),
+    "starlette": ("pipelines.serve.*",),
+    "uvicorn": ("pipelines.serve.*",),
+    "msgspec": ("pipelines.serve.*",),
+    "prometheus_client": ("pipelines.serve.*",),
+    "pydantic": ("pipelines.api.*", "pipelines.serve.*"),
+    "llguidance": ("pipelines.engine.guide",),
+    "gradio": ("pipelines.chat_page",),
     "matplotlib": ("pipelines.quantize_report", "pipelines.sweep"),
 }
 

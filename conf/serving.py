@@ -1,0 +1,67 @@
+"""Settings of the server and of the conversations with one. A part of schema.py."""
+
+from dataclasses import dataclass, field
+
+from conf.errors import check
+from conf.sizes import num_bytes
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass
+class ServeConfig:
+    """An HTTP server of OpenAI's API."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Any but the loopback's needs keys."""
+    port: int = 8000
+    """0: a free one, which the first line of the output names."""
+    model_name: str | None = None
+    """Name that requests give as `model`; null: the name of the model's folder or file."""
+    api_keys: str | None = None
+    """File with a name and a key in each line; null: the lines of the environment's QUINTET_API_KEYS, or no keys."""
+    allowed_hosts: list[str] = field(default_factory=list)
+    """Names that the header Host may have besides `host` and the loopback's."""
+    allowed_origins: list[str] = field(default_factory=list)
+    """Origins of web pages that may call the server (CORS); empty: none."""
+    batch_size: int = 64
+    """Most requests that run at once, with all their samples."""
+    max_waiting: int = 64
+    """Most sequences that wait besides; a request beyond them is answered with 429."""
+    max_waiting_tokens: int = 131072
+    """Most tokens of prompts that wait."""
+    max_step_ms: float = 200.0
+    """Time that a step should take at most: longer prompts are computed in parts, so that they stall nobody."""
+    request_timeout_s: float = 600.0
+    """A request that takes longer is ended with 504."""
+    send_timeout_s: float = 60.0
+    """A client that reads nothing for so long is left."""
+    drain_s: float = 30.0
+    """Time that accepted requests have to end after SIGTERM."""
+    stall_s: float = 120.0
+    """A step that takes longer has hung: the engine is started again."""
+    max_body: str = "4MB"
+    """Most bytes of a request."""
+    max_connections: int = 1000
+    chat_template: str = "auto"
+    """As in predict."""
+    response_template: str = "auto"
+    """What answers are read by, for their reasoning and tool calls: auto: as the model's family writes them; none: they are text."""
+    batches: str | None = None
+    """Folder of /v1/files and /v1/batches, which go on there after a restart; null: these are not served."""
+    replicas: int = 1
+    """Engines that share the requests, on Ray where there are more than one."""
+
+    def __post_init__(self) -> None:
+        check(bool(self.host), "serve.host", repr(self.host), "an address, such as 127.0.0.1")
+        check(0 <= self.port < 65536, "serve.port", self.port, "a number from 0 to 65535")
+        check(self.model_name != "", "serve.model_name", repr(self.model_name), "a name, or null")
+        check(num_bytes(self.max_body) > 0, "serve.max_body", self.max_body, "a size such as 4MB")
+        for name in ("batch_size", "max_waiting_tokens", "max_connections", "replicas"):
+            check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a number above 0")
+        check(self.max_waiting >= 0, "serve.max_waiting", self.max_waiting, "a number from 0")
+        for name in ("max_step_ms", "request_timeout_s", "send_timeout_s", "stall_s"):
+            check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a number above 0")
+        check(self.drain_s >= 0, "serve.drain_s", self.drain_s, "a number from 0")
+        check(bool(self.chat_template), "serve.chat_template", repr(self.chat_template), "auto, none or a Jinja file")
+        check(bool(self.response_template), "serve.response_template", repr(self.response_template), "auto or none")
