@@ -13,6 +13,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError, check
 from conf.pooling import EmbedConfig, ScoreConfig
 from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig
+from conf.serving import ChatConfig
 from conf.sizes import num_bytes
 from conf.tasks import BenchConfig, ConvertConfig, EvaluateConfig, PredictConfig, PrefixConfig, SweepConfig
 
@@ -26,6 +27,7 @@ class Task(Enum):
     prefix = "prefix"
     embed = "embed"
     score = "score"
+    chat = "chat"
 
     @property
     def reads_rows(self) -> bool:
@@ -166,6 +168,7 @@ class RunConfig:
     prefix: PrefixConfig = field(default_factory=PrefixConfig)
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
@@ -180,6 +183,10 @@ class RunConfig:
         if self.device.kept_prefixes and not (self.task.reads_rows and self.decode.prefix_cache):
             user = "decode.prefix_cache=false" if self.task.reads_rows else f"task={self.task.name}"
             raise UserError(f"device.kept_prefixes is not used by {user}: leave one of them out")
+        if self.chat.url and (self.quant, self.device, self.model.adapters) != (QuantConfig(), DeviceConfig(), None):
+            raise UserError(
+                "quant, device and adapters are not used with chat.url, whose server has its own: leave them out"
+            )
         check_adapters(self.model.adapters or {}, self.predict.adapter, self.task.name)
         for other in [task for task in Task if task is not self.task]:
             section = getattr(self, other.name)

@@ -65,3 +65,27 @@ class ServeConfig:
         check(self.drain_s >= 0, "serve.drain_s", self.drain_s, "a number from 0")
         check(bool(self.chat_template), "serve.chat_template", repr(self.chat_template), "auto, none or a Jinja file")
         check(bool(self.response_template), "serve.response_template", repr(self.response_template), "auto or none")
+
+
+@dataclass
+class ChatConfig:
+    """A conversation in the terminal: with the run's model, or with a server's."""
+
+    url: str | None = None
+    """Address of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1, instead of the run's own model. The environment's
+    OPENAI_API_KEY is its key."""
+    model: str | None = None
+    """The server's model; null: the first one that it lists."""
+    system: str | None = None
+    """What the model is told before the conversation begins."""
+    chat_template: str = "auto"
+    """As in predict, for the run's own model."""
+
+    def __post_init__(self) -> None:
+        is_address = self.url is None or self.url.startswith(("http://", "https://"))
+        check(is_address, "chat.url", repr(self.url), "an address that begins with http:// or https://, or null")
+        allowed = "null, or chat.url=ADDRESS too: without it the model is the run's"
+        check(self.model is None or self.url is not None, "chat.model", repr(self.model), allowed)
+        unused = "auto with chat.url, whose server has templates of its own"
+        check(self.url is None or self.chat_template == "auto", "chat.chat_template", self.chat_template, unused)
+        check(bool(self.chat_template), "chat.chat_template", repr(self.chat_template), "auto or a Jinja file")

@@ -60,3 +60,7 @@ def _function_of(task: Task) -> Callable[[RunConfig, Path, Dump], None]:
             from pipelines.score import run_score
 
             return run_score
+        case Task.chat:
+            from pipelines.chat import run_chat
+
+            return run_chat

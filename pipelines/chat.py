@@ -1,0 +1,144 @@
+"""`task=chat`: a conversation in the terminal, with the run's own model or with a server's."""
+
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from conf.errors import UserError
+from conf.schema import RunConfig
+from conf.terminal import visible, visible_line
+from models.tokenizers import Message
+from pipelines import report
+from pipelines.endpoint import Endpoint
+from pipelines.engine.request import TokenLogprobs
+from pipelines.interrupt import Interrupted, Interruption, interruption
+from pipelines.loading import load_engine
+from pipelines.prompts import PromptEncoder, PromptRow
+
+HELP = """\
+/reset          forget the conversation
+/system TEXT    forget it, and tell the model TEXT before the next one; without TEXT: nothing
+/help           these lines
+/exit, Ctrl-D   end
+Ctrl-C          stop the answer
+//TEXT          say /TEXT"""
+
+Say = Callable[[str], None]
+"""Prints a piece of an answer."""
+
+
+class Speaker(Protocol):
+    """Whoever answers."""
+
+    def answer(self, messages: list[Message], say: Say, signals: Interruption) -> str:
+        """Return the answer, whose pieces `say` gets as they come.
+
+        Raises Interrupted after a signal, and UserError for what cannot be answered.
+        """
+
+
+class LocalModel:
+    """The model of the run."""
+
+    def __init__(self, run: RunConfig) -> None:
+        """Load it. Raises UserError as `load_engine` does, and for a model without a tokenizer."""
+        with report.progress_bar() as progress:
+            self._engine = load_engine(run, 1, progress)
+        if self._engine.tokenizer is None:
+            raise UserError("there is no tokenizer, so no text: give model.tokenizer=PATH")
+        self._encoder = PromptEncoder(self._engine.tokenizer, True, run.chat.chat_template)
+        self._decode = self._engine.requests.resolve(run.decode)
+        self._engine.requests.check(self._decode)
+
+    def answer(self, messages: list[Message], say: Say, signals: Interruption) -> str:
+        """Generate the answer, as `Speaker` says."""
+
+        def sink(sample: int, token_ids: list[int], text: str, logprobs: list[TokenLogprobs]) -> None:
+            say(text)
+
+        prompt = self._encoder.encode(PromptRow(0, messages=messages))
+        request = self._engine.request(0, prompt.token_ids, self._decode, sink)
+        (output,) = self._engine.generate([request], on_step=signals.check)
+        if output.error:
+            raise output.error
+        return output.completions[0].text or ""
+
+
+class Conversation:
+    """The turns so far, and what the model is told before them."""
+
+    def __init__(self, speaker: Speaker, system: str | None) -> None:
+        self._speaker = speaker
+        self._system = system
+        self._turns: list[Message] = []
+
+    def command(self, line: str) -> bool:
+        """Obey a line that begins with /. Returns whether the conversation goes on."""
+        name, _, argument = line.partition(" ")
+        if name == "/exit":
+            return False
+        if name in ("/reset", "/system"):
+            self._turns.clear()
+            if name == "/system":
+                self._system = argument.strip() or None
+        elif name == "/help":
+            print(HELP)
+        else:
+            print(visible_line(f"{name} is no command: /help lists them, and //{line[1:]} says it to the model"))
+        return True
+
+    def say(self, text: str) -> None:
+        """Say something to the model, and print its answer. One that was stopped stays as far as it came; one that failed is unsaid."""
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        turn, pieces = {"role": "user", "content": text}, list[str]()
+
+        def print_piece(piece: str) -> None:
+            pieces.append(piece)
+            print(visible(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+
+        try:
+            with interruption() as signals:
+                answer = self._speaker.answer([*system, *self._turns, turn], print_piece, signals)
+        except Interrupted as interrupted:
+            if interrupted.code != 128 + signal.SIGINT:
+                raise
+            answer = "".join(pieces)
+        except UserError as error:
+            print(visible_line(f"error: {error}"))
+            return
+        print()
+        self._turns += [turn, {"role": "assistant", "content": answer}]
+
+
+def run_chat(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
+    """Talk until standard input ends. Raises UserError where the model or the server cannot be reached."""
+    if run.decode.n > 1:
+        raise UserError(f"decode.n={run.decode.n} is not used by task=chat, whose answers are single: leave it at 1")
+    if run.decode.max_new_tokens is None:  # an answer ends by itself
+        run = replace(run, decode=replace(run.decode, max_new_tokens="auto"))
+    speaker: Speaker = Endpoint(run.chat.url, run.chat.model, run.decode) if run.chat.url else LocalModel(run)
+    report.write_run(output_dir, dump(run, output_dir), {})
+    conversation = Conversation(speaker, run.chat.system)
+    while (line := _read_line()) is not None:
+        if line.startswith("/") and not line.startswith("//"):
+            if not conversation.command(line):
+                return
+        elif line.strip():
+            conversation.say(line.removeprefix("/") if line.startswith("//") else line)
+
+
+def _read_line() -> str | None:
+    """Return the next line of standard input, None at its end. A terminal shows where to type, and has lines that can be edited."""
+    if sys.stdin is None:
+        return None
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  what edits input()'s lines
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input is not UTF-8 ({error}): convert it first") from error

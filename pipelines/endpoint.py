@@ -1,0 +1,130 @@
+"""Conversations with a server of OpenAI's API: POST /chat/completions, streamed."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from conf.decoding import NEUTRAL, DecodeConfig
+from conf.errors import UserError, shortened, there_are
+from conf.terminal import visible_line
+from models.tokenizers import Message
+from pipelines.interrupt import Interruption
+
+FIELDS = {
+    "max_new_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "logit_bias": "logit_bias",
+    "stop": "stop",
+    "seed": "seed",
+}
+"""Settings of the decode group that servers know, by their names there; top_k, min_p and repetition_penalty are vLLM's and ours."""
+DATA = "data:"
+CONNECT_S = 10.0
+
+
+class Endpoint:
+    """A model of a server. The environment's OPENAI_API_KEY is the key, if the server wants one."""
+
+    def __init__(self, url: str, model: str | None, decode: DecodeConfig) -> None:
+        """`model`: one that the server lists; None: its first. Raises UserError where the server or the model is not there."""
+        try:
+            import httpx  # here, because a conversation with the run's own model needs none
+        except ImportError as error:
+            raise UserError("chat.url needs the package httpx: pip install 'quintet[chat]'") from error
+        self._httpx = httpx
+        self._asked_for = asked_for(decode)
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        timeout = httpx.Timeout(None, connect=CONNECT_S)  # an answer may take any time, and Ctrl-C ends it
+        self._client = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout)
+        self._url = url
+        with self._explained():
+            response = self._client.get("/models")
+            _check(response)
+            models = [str(each["id"]) for each in response.json()["data"]]
+        if not models:
+            raise UserError(f"chat.url={url} lists no model")
+        if model is not None and model not in models:
+            raise UserError(f"chat.model={model} is none of the server's: {there_are(models, model)}")
+        self.model = model or models[0]
+        print(visible_line(f"{url}: {self.model}; the run's own model is not loaded"), file=sys.stderr)
+
+    def answer(self, messages: list[Message], say: Callable[[str], None], signals: Interruption) -> str:
+        """Stream the answer, as `Speaker` of chat.py says. What the model says of its reasoning is printed, and not kept."""
+        body = {"model": self.model, "messages": messages, "stream": True, **self._asked_for}
+        content = ""
+        with self._explained(), self._client.stream("POST", "/chat/completions", json=body) as response:
+            if response.is_error:
+                response.read()
+            _check(response)
+            for event in _events(signals.checked(response.iter_lines())):
+                if "error" in event:
+                    raise UserError(f"the server says: {_message(event)}")
+                delta = event["choices"][0].get("delta", {}) if event.get("choices") else {}
+                for name in ("reasoning_content", "content"):
+                    if piece := delta.get(name):
+                        say(piece)
+                content += delta.get("content") or ""
+        return content
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn what may happen on the way into one line."""
+        try:
+            yield
+        except self._httpx.HTTPError as error:
+            raise UserError(f"chat.url={self._url} cannot be reached: {error or type(error).__name__}") from error
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(
+                f"chat.url={self._url} does not answer as OpenAI's API does: give its address with /v1"
+            ) from error
+
+
+def asked_for(decode: DecodeConfig) -> dict[str, Any]:
+    """Return the fields of a request for the settings that a run gives. Raises UserError for one that servers do not know."""
+    unset = DecodeConfig()
+    replace(decode, **{name: getattr(unset, name) for name in FIELDS}).check_unset("with chat.url", "leave it out")
+    given = {name: getattr(decode, name) for name in FIELDS}
+    left_out = {name: (getattr(unset, name), NEUTRAL.get(name)) for name in FIELDS} | {"temperature": (None,)}
+    return {FIELDS[name]: value for name, value in given.items() if value not in (*left_out[name], "auto")}
+
+
+def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a stream of server-sent events up to [DONE]. Raises ValueError for anything else."""
+    for line in lines:
+        if not line.startswith(DATA):  # blank lines, comments, names of events
+            continue
+        data = line.removeprefix(DATA).strip()
+        if data == "[DONE]":
+            return
+        event = json.loads(data)
+        if not isinstance(event, dict):
+            raise ValueError(data)
+        yield event
+
+
+def _check(response: Any) -> None:
+    """Raise UserError for a response that says that something is wrong."""
+    if response.is_error:
+        try:
+            said = _message(response.json())
+        except ValueError:
+            said = shortened(response.text)
+        raise UserError(f"the server answers {response.status_code}: {said}")
+
+
+def _message(body: Any) -> str:
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)
