@@ -35,6 +35,14 @@ class Tokenizer(ABC):
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         """Return exactly the tokens' text, without the clean-up of spaces that a tokenizer's settings may ask for."""
 
+    @abstractmethod
+    def token_bytes(self, id: int) -> bytes | None:
+        """Return the bytes that a token adds to a text behind other tokens, which may be a part of a character.
+
+        None for a special token, for one that stands for what is unknown, and for an id that is no token. At the very beginning of a text
+        `decode` may leave a space out. Raises UserError for a kind of tokenizer whose tokens have no bytes of their own.
+        """
+
     def save(self, folder: Path) -> None:
         """Write files that `load_tokenizer` and transformers read. Raises UserError for a tokenizer that was read from such files."""
         raise UserError(f"the tokenizer in {self.source} cannot be written in another form: copy its files")

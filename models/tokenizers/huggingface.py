@@ -4,16 +4,19 @@ transformers reads what `read_tokenizer_json` does not: folders without tokenize
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from conf.errors import UserError
 from models.config import read_json
 from models.tokenizers.base import Tokenizer
+from models.tokenizers.token_decoder import token_decoder
 from models.tokenizers.tokenizer_json import read_tokenizer_json
 
 SETTINGS = ("tokenizer_config.json", "config.json", "tokenizer.json")  # without one of them it can only be GPT-2's
@@ -43,6 +46,34 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_bytes(self, id: int) -> bytes | None:
+        added = self._added.get(id)
+        if added is not None:
+            return None if added.special else self._added_bytes(id)
+        token = self.backend.id_to_token(id) if id >= 0 else None
+        if token is None or token == self._unknown:
+            return None
+        return self._bytes_of(token)
+
+    def _added_bytes(self, id: int) -> bytes:
+        """Return the bytes of an added token, which the normaliser may have changed, as what a second one adds to the first."""
+        once, twice = (self.decode([id] * count, skip_special_tokens=False) for count in (1, 2))
+        return twice[len(once) :].encode()
+
+    @cached_property
+    def _added(self) -> dict[int, AddedToken]:
+        added: dict[int, AddedToken] = self.backend.get_added_tokens_decoder()
+        return added
+
+    @cached_property
+    def _unknown(self) -> str | None:
+        return getattr(self.backend.model, "unk_token", None)
+
+    @cached_property
+    def _bytes_of(self) -> Callable[[str], bytes]:
+        steps = json.loads(self.backend.decoder.__getstate__()) if self.backend.decoder else {"type": None}
+        return token_decoder(steps, self.source)
 
     def save(self, folder: Path) -> None:
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}

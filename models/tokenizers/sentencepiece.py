@@ -9,6 +9,8 @@ from conf.errors import UserError
 from models.tokenizers.base import Message, Tokenizer, refuse_role
 from models.tokenizers.chat import LLAMA2
 
+SPACE = "▁"  # in pieces
+
 
 class SentencePieceTokenizer(Tokenizer):
     """Llama's tokenizer: BOS before a text, and special tokens where a text names them."""
@@ -54,6 +56,15 @@ class SentencePieceTokenizer(Tokenizer):
             elif not skip_special_tokens:
                 text += [self._special_names.get(id, "") for id in run]
         return "".join(text)
+
+    def token_bytes(self, id: int) -> bytes | None:
+        if id < 0 or self._is_special(id) or self._pieces.is_unknown(id):
+            return None
+        piece: str = self._pieces.id_to_piece(id)
+        return bytes([int(piece[3:5], 16)]) if self._pieces.is_byte(id) else self._text_of(piece).encode()
+
+    def _text_of(self, piece: str) -> str:
+        return piece.replace(SPACE, " ")
 
     def _is_special(self, id: int) -> bool:
         return id in self._special_names or id >= self._pieces.get_piece_size()
@@ -151,7 +162,13 @@ class ChatGLMTokenizer(SentencePieceTokenizer):
         )
 
     def _decode_pieces(self, ids: list[int]) -> str:
-        text = super()._decode_pieces(ids).replace("<n>", "\n").replace("<|tab|>", "\t")
+        return self._with_blanks(super()._decode_pieces(ids))
+
+    def _text_of(self, piece: str) -> str:
+        return self._with_blanks(super()._text_of(piece))
+
+    def _with_blanks(self, text: str) -> str:
+        text = text.replace("<n>", "\n").replace("<|tab|>", "\t")
         return re.sub(r"<\|blank_(\d\d?)\|>", lambda run: " " * int(run[1]), text)
 
     def _own_format(self, messages: list[Message]) -> list[int]:

@@ -55,6 +55,12 @@ class TiktokenTokenizer(Tokenizer):
         text: str = self._encoding.decode([id for id in token_ids if id < most])
         return text
 
+    def token_bytes(self, id: int) -> bytes | None:
+        if not 0 <= id < self.size - len(self._specials):
+            return None
+        token: bytes = self._encoding.decode_single_token_bytes(id)
+        return token
+
     def _plain(self, text: str) -> list[int]:
         """Return the token ids of what a user wrote. Special tokens in it stay text."""
         ids: list[int] = self._encoding.encode(text, disallowed_special=())

@@ -1,0 +1,68 @@
+"""The bytes of single tokens by the decoder of a tokenizer.json, whose steps are made for whole texts."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+
+BYTE = re.compile("<0x([0-9A-F]{2})>")
+
+
+def token_decoder(decoder: dict[str, Any], source: Path) -> Callable[[str], bytes]:
+    """Return the function from a token of the vocabulary to its bytes inside a text.
+
+    decoder: as tokenizer.json has it. Raises UserError for steps that give a token other bytes beside other tokens.
+    """
+    has_fallback, spaces = False, []
+    for step in _steps(decoder):
+        match step:
+            case {"type": "ByteLevel"}:
+                return _of_letters
+            case {"type": "ByteFallback"}:
+                has_fallback = True
+            case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+                spaces.append((old, new))
+            case {"type": "Metaspace", "replacement": old}:
+                spaces.append((old, " "))
+            case {"type": "Fuse" | "Strip"}:  # joins the tokens, and trims the text's ends
+                pass
+            case _:
+                kind = step.get("type")
+                raise UserError(
+                    f"the tokenizer in {source} joins tokens by {kind}, which gives a token no bytes of its own: "
+                    "decode.guide and bytes of tokens need a byte-level tokenizer, or one of pieces"
+                )
+
+    def decode(token: str) -> bytes:
+        if has_fallback and (byte := BYTE.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        for old, new in spaces:
+            token = token.replace(old, new)
+        return token.encode()
+
+    return decode
+
+
+def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder.get("type") == "Sequence":
+        return [inner for step in decoder["decoders"] for inner in _steps(step)]
+    return [decoder]
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return the bytes by the letters that GPT-2 writes them with (`bytes_to_unicode` of its encoder.py)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+LETTERS = _byte_letters()
+
+
+def _of_letters(token: str) -> bytes:
+    """Return the bytes of a token in GPT-2's letters; a token with another letter stands for itself."""
+    if all(letter in LETTERS for letter in token):
+        return bytes(LETTERS[letter] for letter in token)
+    return token.encode()
