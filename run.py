@@ -58,8 +58,8 @@ def main() -> None:
 
 
 def _launch(run: RunConfig, output_dir: Path) -> None:
-    with interrupts_waiting():  # not at the top: it imports torch, for which --help and completion need not wait
-        from pipelines.launch import launch
+    from pipelines.launch import launch  # not at the top: --help and completion need not wait for it
+
     launch(run, output_dir, dump)
 
 

@@ -1,8 +1,12 @@
 """Floor 4, the stages and faces: loading, the predict job, the Python pipeline, streamers, reports. `engine/` is floor 4a."""
 
-from pipelines.pipeline import TextGenerationPipeline, pipeline
-from pipelines.pooled_pipeline import EmbeddingPipeline, ScorePipeline
-from pipelines.streamers import StreamerTimeout, TextIteratorStreamer, TextStreamer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipelines.pooled_pipeline import EmbeddingPipeline, ScorePipeline
+    from pipelines.streamers import StreamerTimeout, TextIteratorStreamer, TextStreamer
+    from pipelines.text_pipeline import TextGenerationPipeline, pipeline
 
 __all__ = [
     "EmbeddingPipeline",
@@ -13,3 +17,20 @@ __all__ = [
     "TextStreamer",
     "pipeline",
 ]
+
+_MODULES = {
+    "EmbeddingPipeline": "pipelines.pooled_pipeline",
+    "ScorePipeline": "pipelines.pooled_pipeline",
+    "StreamerTimeout": "pipelines.streamers",
+    "TextGenerationPipeline": "pipelines.text_pipeline",
+    "TextIteratorStreamer": "pipelines.streamers",
+    "TextStreamer": "pipelines.streamers",
+    "pipeline": "pipelines.text_pipeline",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is asked for: these modules import torch, without which the server's HTTP process runs."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

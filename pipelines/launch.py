@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from conf.schema import RunConfig, Task
-from conf.signals import reader_may_leave
+from conf.signals import interrupts_waiting, reader_may_leave
 from conf.terminal import VisibleFormatter
-from pipelines.memory import explained_out_of_memory
 from pipelines.report import Dump, reset_peak_memory
+
+Run = Callable[[RunConfig, Path, Dump], None]
 
 
 def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
@@ -21,11 +22,15 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     handler.setFormatter(VisibleFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     reset_peak_memory()
+    with interrupts_waiting():
+        from pipelines.memory import explained_out_of_memory
+
+        function = _function_of(run.task)
     with reader_may_leave(), explained_out_of_memory():
-        _function_of(run.task)(run, output_dir, dump)
+        function(run, output_dir, dump)
 
 
-def _function_of(task: Task) -> Callable[[RunConfig, Path, Dump], None]:
+def _function_of(task: Task) -> Run:
     """Return the function of a task. A run imports its own task alone: all of them take a tenth of a second more."""
     match task:
         case Task.predict:

@@ -17,14 +17,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from conf.schema import RunConfig
 from conf.terminal import visible_line
-from pipelines.engine.speculation import DraftCounts
 
-if TYPE_CHECKING:  # rich is imported where something is shown, because an engine shows nothing
+if (
+    TYPE_CHECKING
+):  # rich is imported where something is shown, torch where it is asked: the server's HTTP process runs without them
+    import torch
     from rich.progress import Progress, TaskID
+
+    from pipelines.engine.speculation import DraftCounts
 
 Dump = Callable[[RunConfig, Path], str]
 """Returns the config.yaml that repeats a run, from the run and its output folder."""
@@ -78,6 +80,8 @@ def write_run(output_dir: Path, config_yaml: str, files: dict[str, str]) -> None
 
 def environment() -> dict[str, Any]:
     """Return versions, machine and revision, for environment.json."""
+    import torch
+
     return {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -106,9 +110,11 @@ def reset_peak_memory() -> None:
         CLEAR_REFS.write_text("5")
 
 
-def peak_memory_bytes(device: torch.device) -> int:
+def peak_memory_bytes(device: "torch.device") -> int:
     """Return the peak bytes of the GPU since the model was loaded, or of this process since `reset_peak_memory`."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device)
     if STATUS.exists() and (peak_kib := re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE)):
         return int(peak_kib[1]) * 1024
@@ -250,7 +256,7 @@ def progress_bar() -> Iterator[ProgressSink]:
         yield _Bar(progress)
 
 
-def draft_metrics(counts: DraftCounts) -> dict[str, Any]:
+def draft_metrics(counts: "DraftCounts") -> dict[str, Any]:
     """Return what metrics.json says of drafts."""
     return {
         "num_drafted_tokens": counts.num_drafted_tokens,

@@ -163,3 +163,8 @@ def test_every_package_is_installed() -> None:
     """setuptools finds a folder by its `__init__.py`."""
     folders = {file.parent for top in TOPS for file in (REPOSITORY / top).rglob("*.py")}
     assert not [folder for folder in folders if not (folder / "__init__.py").is_file()]
+
+
+def test_the_server_may_be_imported_without_torch() -> None:
+    code = "import pipelines.launch, pipelines.serve.frames, models.tokenizers, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0

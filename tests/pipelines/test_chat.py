@@ -16,10 +16,10 @@ from conf.compose import compose_run_config
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from models.tokenizers import Message
+from pipelines import pipeline
 from pipelines.chat import Conversation, LocalModel, Say
 from pipelines.endpoint import Endpoint, asked_for
 from pipelines.interrupt import Interruption, interruption
-from pipelines.pipeline import pipeline
 from tests.helpers.command import run
 
 DECODE = ["decode.max_new_tokens=12", "decode.temperature=0.0"]

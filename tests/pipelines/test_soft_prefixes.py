@@ -15,10 +15,10 @@ from conf.tasks import PredictConfig
 from pipelines.fingerprint import fingerprint
 from pipelines.loading import load_engine
 from pipelines.opening import open_source
-from pipelines.pipeline import TextGenerationPipeline
 from pipelines.planning import without_quantization
 from pipelines.predict import run_predict
 from pipelines.prompts import parse_row, read_prompts
+from pipelines.text_pipeline import TextGenerationPipeline
 from tests.helpers.builders import run_config
 from tests.helpers.soft_prefixes import write_paddle
 
