@@ -1,0 +1,84 @@
+"""Errors in OpenAI's shape: status, message, type, and the field of the request that is to blame."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from conf.errors import shortened
+
+BAD_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+PREFIX = "Input should be "  # how pydantic's messages begin
+
+
+class ApiError(Exception):
+    """An answer that is an error. `param` names the request's field as the API does, such as `messages[0].content`."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str = BAD_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON object of the answer."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
+    """Return the error of status 400 for a field that is wrong or not supported."""
+    return ApiError(400, message, BAD_REQUEST, param, code)
+
+
+def not_allowed(param: str, value: object, remedy: str) -> ApiError:
+    """Return the error of status 400 for a value that is not allowed."""
+    return bad_request(f"{param}={shortened(repr(value))} is not allowed: {remedy}", param)
+
+
+def validation_error(errors: Sequence[Mapping[str, Any]], body: object, unsupported: Mapping[str, str]) -> ApiError:
+    """Return the error of status 400 for what pydantic found in a body, in one line about the first wrong field.
+
+    errors: of `ValidationError.errors()`. Of a union's alternatives, one of the right type is shown, else the one that fits furthest.
+    unsupported: fields that are known and not supported, with what to do instead.
+    """
+    first = errors[0]["loc"][:1]
+    same_field = [error for error in errors if error["loc"][:1] == first]
+    error = max(same_field, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
+    param = _path(error["loc"], body, error["type"] == "missing") or None
+    if error["type"] == "missing":
+        return bad_request(f"{param} is missing: give it", param)
+    if error["type"] == "extra_forbidden":
+        name = str(error["loc"][-1])
+        remedy = unsupported.get(name, "there is no such field here: leave it out")
+        return bad_request(f"{shortened(param or name)} is not supported: {remedy}", shortened(param or name))
+    message = str(error["msg"])
+    if message.startswith(PREFIX):
+        message = f"give {message.removeprefix(PREFIX)}"
+    else:
+        message = message[:1].lower() + message[1:]
+    if param is None:
+        return bad_request(f"the body is not allowed: {message}", None)
+    return not_allowed(param, error["input"], message)
+
+
+def _path(loc: Sequence[int | str], body: object, is_missing: bool) -> str:
+    """Return a location as the API writes it. Steps that are no key of the body name an alternative of a union and are left out."""
+    path = ""
+    for i, step in enumerate(loc):
+        if isinstance(step, int):
+            path += f"[{step}]"
+            body = body[step] if isinstance(body, list) and step < len(body) else None
+        elif isinstance(body, dict) and (step in body or (is_missing and i == len(loc) - 1)):
+            path += f".{step}" if path else step
+            body = body.get(step)
+    return path

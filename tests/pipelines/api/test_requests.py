@@ -1,0 +1,161 @@
+"""Requests are exact: what is wrong, unknown or not supported is one line with the API's name of the field."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pipelines.api.errors import ApiError
+from pipelines.api.requests import ChatRequest, CompletionRequest, EmbeddingRequest, Shape, parse_request
+
+USER = {"role": "user", "content": "Hi"}
+
+
+def read(kind: type[Shape], **fields: Any) -> Any:
+    return parse_request(kind, json.dumps({"model": "tiny", **fields}).encode())
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return read(ChatRequest, **{"messages": [USER], **fields})
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return read(CompletionRequest, **{"prompt": "Once", **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"temperature": 3}, "temperature", "temperature=3 is not allowed: give less than or equal to 2"),
+        ({"temperature": "1"}, "temperature", "temperature='1' is not allowed: give a valid number"),
+        ({"temperature": True}, "temperature", "give a valid number"),
+        ({"n": 1.0}, "n", "n=1.0 is not allowed: give a valid integer"),
+        ({"n": 9}, "n", "less than or equal to 8"),
+        ({"n": 2, "temperature": 0}, "n", "n=2 is not allowed: with temperature=0"),
+        (
+            {"max_tokens": 3, "max_completion_tokens": 4},
+            "max_tokens",
+            "max_tokens=3 and max_completion_tokens=4 differ",
+        ),
+        ({"functions": []}, "functions", "functions is not supported: give tools"),
+        ({"audio": {}}, "audio", "audio is not supported: this server reads and writes text alone"),
+        ({"prediction": {}}, "prediction", "prediction is not supported"),
+        ({"web_search_options": {}}, "web_search_options", "web_search_options is not supported"),
+        ({"temprature": 1}, "temprature", "temprature is not supported: there is no such field here: leave it out"),
+        ({"store": True}, "store", "store=True is not allowed: give False"),
+        ({"service_tier": "flex"}, "service_tier", "service_tier='flex' is not allowed: give 'auto' or 'default'"),
+        ({"priority": 1}, "priority", "priority=1 is not allowed: give 0"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content is missing"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "messages[0]", "'system', 'developer', 'user', 'assistant'"),
+        (
+            {"messages": [USER, {**USER, "content": [{"type": "image_url"}]}]},
+            "messages[1].content[0].type",
+            "give 'text'",
+        ),
+        ({"messages": [{**USER, "mood": "good"}]}, "messages[0].mood", "no such field"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16 items"),
+        ({"stop": ""}, "stop", "at least 1 character"),
+        ({"top_logprobs": 3}, "top_logprobs", "top_logprobs is for logprobs=true"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "give stream=true"),
+        ({"stream": True, "use_beam_search": True}, "stream", "beams have no single text"),
+        ({"length_penalty": 2}, "length_penalty", "use_beam_search=true"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x", "pattern"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
+        ({"tool_choice": "auto"}, "tool_choice", "tool_choice is for tools"),
+        ({"structured_outputs": {}}, "structured_outputs", "structured_outputs has none: give one of json"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "has json, regex"),
+        ({"response_format": {"type": "xml"}}, "response_format", "'text', 'json_object', 'json_schema'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
+        ({"seed": 2**64}, "seed", "less than 18446744073709551616"),
+        ({"model": None}, "model", "give a valid string"),
+    ],
+)
+def test_a_wrong_chat_request_is_one_line_with_its_field(fields: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    error = caught.value
+    assert (error.status, error.param) == (400, param)
+    assert message in error.message
+    assert "\n" not in error.message
+    assert error.body()["error"] == {
+        "message": error.message,
+        "type": "invalid_request_error",
+        "param": param,
+        "code": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens", "give a number above 0, or echo=true"),
+        ({"best_of": 2}, "best_of", "best_of=2 is not allowed: all samples are answered: give n=1"),
+        ({"suffix": "x"}, "suffix", "suffix is not supported"),
+        ({"logprobs": True}, "logprobs", "give a valid integer"),
+        ({"prompt": []}, "prompt", "at least 1 item"),
+        ({"prompt": [[]]}, "prompt[0]", "at least 1 item"),
+        ({"prompt": ["a"] * 65}, "prompt", "at most 64 items"),
+        ({"prompt": [1, -1]}, "prompt[1]", "greater than or equal to 0"),
+        ({"prompt": {"a": 1}}, "prompt", "is not allowed"),
+        ({"messages": [USER]}, "messages", "messages is not supported"),
+    ],
+)
+def test_a_wrong_completion_is_one_line_with_its_field(fields: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        completion(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"a": ' * 100_000])
+def test_what_is_no_json_is_refused(content: bytes) -> None:
+    with pytest.raises(ApiError, match="the body is not JSON"):
+        parse_request(ChatRequest, content)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"1", b"null"])
+def test_what_is_no_object_is_refused(content: bytes) -> None:
+    with pytest.raises(ApiError, match="the body is not allowed: give a valid dictionary"):
+        parse_request(ChatRequest, content)
+
+
+def test_half_a_surrogate_pair_and_infinities_are_refused() -> None:
+    with pytest.raises(ApiError, match="half a surrogate pair"):
+        parse_request(CompletionRequest, b'{"model": "tiny", "prompt": "\\ud800"}')
+    assert parse_request(CompletionRequest, b'{"model": "tiny", "prompt": "\\ud83d\\ude00"}').prompt == "\U0001f600"
+    with pytest.raises(ApiError) as caught:
+        parse_request(CompletionRequest, b'{"model": "tiny", "prompt": "a", "min_p": NaN}')
+    assert caught.value.param == "min_p"
+
+
+def test_null_is_left_out() -> None:
+    names = set(ChatRequest.model_fields) - {"model", "messages"}
+    assert chat(**dict.fromkeys(names)) == chat()
+    names = set(CompletionRequest.model_fields) - {"model", "prompt"}
+    assert completion(**dict.fromkeys(names)) == completion()
+
+
+def test_prompts_are_texts_or_ids() -> None:
+    assert completion(prompt="a").prompts == ["a"]
+    assert completion(prompt=["a", "b"]).prompts == ["a", "b"]
+    assert completion(prompt=[1, 2]).prompts == [[1, 2]]
+    assert completion(prompt=[[1, 2], [3]]).prompts == [[1, 2], [3]]
+    assert read(EmbeddingRequest, input=[[1], [2]]).input == [[1], [2]]
+
+
+def test_a_conversation_is_what_templates_take() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind."}]},
+        {**USER, "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "5", "tool_call_id": "c1"},
+    ]
+    expected = [
+        {"role": "developer", "content": "Be\nkind."},
+        USER,
+        {"role": "assistant", "tool_calls": [call]},
+        messages[3],
+    ]
+    assert chat(messages=messages).conversation() == expected
