@@ -203,7 +203,7 @@ def _is_unicode(text: str) -> bool:
     return text == text.encode("utf-8", "ignore").decode()
 
 
-@functools.cache
+@functools.lru_cache(1024)  # rows name numbers of their own
 def warn_once(text: str) -> None:
     """Log a warning once, and not for each row of a job."""
     log.warning(text)

@@ -8,9 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from conf.decoding import DecodeConfig
 from conf.schema import RunConfig
 from conf.speculation import Acceptance
+from kernels import build
 from pipelines.calibration_data import calibration_file
 from pipelines.data_files import expanded
 from pipelines.engine import Engine
@@ -48,31 +51,56 @@ def fingerprint(run: RunConfig, source: ModelSource, engine: Engine, prompts: Pr
 
     Where input and model lie, and how the work is divided, is no part of it.
     """
+    parts: Fingerprint = {
+        "input": prompts.sha256,
+        "predict.add_special_tokens": run.predict.add_special_tokens,
+        "predict.adapter": run.predict.adapter,
+        "predict.chat_template": template_fingerprint(run.predict.chat_template),
+    }
+    if run.model.prefixes:
+        parts["predict.prefix"] = run.predict.prefix
+    return _as_kept(parts | model_fingerprint(run, source, engine))
+
+
+def model_fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fingerprint:
+    """Name what decides the tokens that follow a prompt in a run whose decode settings are resolved."""
     model = source.checkpoint.path
     tokenizer = engine.tokenizer.source if engine.tokenizer else None
     parts: Fingerprint = {
-        "input": prompts.sha256,
         "model.dtype": str(engine.dtype).removeprefix("torch."),
         "model.weights": run.model.weights.name,
         "model.max_length": run.model.max_length,
         "model.tokenizer": tokenizer is not None,
         "device.type": engine.device.type,
-        "quant": _plain(asdict(run.quant)),
-        "predict.add_special_tokens": run.predict.add_special_tokens,
-        "predict.adapter": run.predict.adapter,
-        "predict.chat_template": _chat_template(run.predict.chat_template),
+        "quant": plain(asdict(run.quant)),
     }
     if run.model.prefixes:
-        digests = {name: prefix.digest for name, prefix in engine.requests.prefixes.items()}
-        parts |= {"model.prefixes": digests, "predict.prefix": run.predict.prefix}
+        parts["model.prefixes"] = {name: prefix.digest for name, prefix in engine.requests.prefixes.items()}
     if run.quant.needs_calibration:
         parts |= calibration_fingerprint(run)
-    parts |= {f"decode.{name}": value for name, value in _plain(_deciding(run.decode)).items()}
+    parts |= {f"decode.{name}": value for name, value in plain(_deciding(run.decode)).items()}
     parts |= {f"model.adapters.{adapter.name}": adapter.digest for adapter in engine.adapters.ids}
     parts |= file_fingerprint(model, "model")
     if tokenizer and not tokenizer.samefile(model):
         parts |= file_fingerprint(tokenizer, "tokenizer")
-    return dict(json.loads(dumps(parts)))  # as a journal gives it back: there all keys are texts
+    return parts
+
+
+def replay_fingerprint(parts: Fingerprint) -> str:
+    """Return a short digest of these parts and of the code and the instructions that compute with them."""
+    try:
+        kernels = build.instruction_set() if build.library() else "none"
+    except build.NotBuilt:
+        kernels = "none"
+    torch_names = torch.__version__, torch.backends.cpu.get_cpu_capability()
+    code = code_digest("*.py", "*.cpp", "*.h", packages=("conf", *SOURCES, "pipelines"))
+    whole = dumps(parts | {"code": code, "kernels": kernels, "torch": torch_names})
+    return f"fp_{hashlib.sha256(whole.encode()).hexdigest()[:16]}"
+
+
+def _as_kept(parts: Fingerprint) -> Fingerprint:
+    """Return the parts as a journal gives them back: there all keys are texts."""
+    return dict(json.loads(dumps(parts)))
 
 
 def _deciding(decode: DecodeConfig) -> dict[str, Any]:
@@ -83,7 +111,7 @@ def _deciding(decode: DecodeConfig) -> dict[str, Any]:
     return settings
 
 
-def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+def plain(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings as JSON has them: choices by their names."""
     return dict(json.loads(json.dumps(settings, default=lambda value: value.name)))
 
@@ -95,7 +123,8 @@ def calibration_fingerprint(run: RunConfig) -> Fingerprint:
     return {"calibrate": texts, "quantize.format": run.quantize.format.name}
 
 
-def _chat_template(chat_template: str) -> str:
+def template_fingerprint(chat_template: str) -> str:
+    """Name a chat template: auto, none, or the digest of the file."""
     return chat_template if chat_template in ("auto", "none") else sha256_of(expanded(chat_template))
 
 
@@ -109,10 +138,12 @@ def file_fingerprint(path: Path, name: str) -> Fingerprint:
     return {f"{name}/{file}": value for file, value in sorted((contents | times).items())}
 
 
-def code_digest(*patterns: str) -> str:
-    """Return the digest of the files of these patterns that decide what a checkpoint's numbers become."""
+def code_digest(*patterns: str, packages: tuple[str, ...] = SOURCES) -> str:
+    """Return the digest of the packages' files of these patterns."""
     code = hashlib.sha256()
-    for file in sorted(file for name in SOURCES for pattern in patterns for file in (REPOSITORY / name).rglob(pattern)):
+    for file in sorted(
+        file for name in packages for pattern in patterns for file in (REPOSITORY / name).rglob(pattern)
+    ):
         code.update(file.read_bytes())
     return code.hexdigest()
 

@@ -93,6 +93,7 @@ class Engine:
         self.looks_ahead = self.device.type == "cuda"
         """Whether a step is launched before the tokens of the one before it are known, where that is possible."""
         self.num_generated_tokens = 0  # by all requests so far
+        self.num_computed_tokens = 0  # without drafts
         self._decode_threads = decode_threads
         self.speculator = Speculator(self.scheduler)
         self.run_over(model, cache, num_graph_sequences)
@@ -223,6 +224,7 @@ class Engine:
         choices = choose_tokens(step, self._fail)
         self.speculator.sampled()
         self.scheduler.commit(step.plan)
+        self.num_computed_tokens += sum(item.num_new_tokens for item in step.plan.scheduled)
         self._launched = ahead
         self._accept(choices)
         self._launched = ahead or step.confirmed()

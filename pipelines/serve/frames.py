@@ -10,15 +10,17 @@ import msgspec
 
 from conf.errors import UserError
 from conf.schema import RunConfig
+from conf.serving import ServeConfig
 
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 256 << 20
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first frame to the child: the run whose model it loads."""
+    """The first frame to the child: the run whose model it loads, and how it serves it."""
 
     run: RunConfig
+    config: ServeConfig
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
@@ -31,8 +33,8 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     adapter: str | None = None
     streams: bool = False
     """Whether deltas are sent as tokens come, and not all at the end."""
-    resume: list[list[int]] = []
-    """Output tokens of each sample that the client has: they are computed again and not sent."""
+    resume: list[int] = []
+    """Number of each sample's output tokens that the client of a stream has: they are computed again and not sent."""
     is_background: bool = False
     """Whether it waits until no other request waits, as the lines of batches do."""
 
@@ -67,6 +69,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """Tokens that the KV cache holds."""
     embeds: bool = False
     """Whether the model gives vectors and no continuations."""
+    instruction: str = ""
+    """Text that the vector's prompt begins with, where the prompt is a text."""
+    final_token_id: int | None = None
+    """Token that the vector's prompt ends with, where the prompt is a text."""
 
 
 class Unready(msgspec.Struct, tag=True, frozen=True):
@@ -133,15 +139,17 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
-    """The state of the engine behind a step. Counts are since the child began."""
+    """The state of the engine behind a step. Counts are since the child began; those of tokens count what was computed again, too."""
 
     num_running: int
     num_waiting: int
     cache_usage: float
     """Share of the KV cache's blocks that running requests have, from 0 to 1."""
     num_prompt_tokens: int
+    """Computed tokens of prompts."""
     num_generated_tokens: int
     num_cached_tokens: int
+    """Tokens of prompts that the cache spared."""
     num_preemptions: int
     num_steps: int
     step_s: float

@@ -1,0 +1,74 @@
+"""The engine's end of the socket. Nothing here makes the engine wait for the other end."""
+
+import select
+import socket
+
+from pipelines.serve.frames import FrameReader, FromEngine, ToEngine, encode
+
+CHUNK = 1 << 20  # bytes
+
+
+class Channel:
+    """Sends and receives frames."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._reader = FrameReader(ToEngine)
+        self._unsent = bytearray()
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether earlier frames are still here, because the other end reads none."""
+        return bool(self._unsent)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the other end has closed the socket, and all that it sent was received."""
+        try:
+            return not self._connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def send(self, frame: FromEngine) -> None:
+        """Send a frame, or keep what the socket does not take now."""
+        self._unsent += encode(frame)
+        self._send()
+
+    def send_all(self, frame: FromEngine) -> None:
+        """Send a frame and wait until the socket has it, or is closed."""
+        self.send(frame)
+        while self._unsent:
+            select.select((), (self._connection,), ())
+            self._send()
+
+    def receive(self, waits: bool) -> list[ToEngine] | None:
+        """Return the frames that have come, None where the other end has closed the socket.
+
+        `waits`: until there is something to receive, or the socket takes what was kept. Raises UserError for bytes that are no frame.
+        """
+        if waits:
+            select.select((self._connection,), (self._connection,) if self._unsent else (), ())
+        self._send()
+        frames: list[ToEngine] = []
+        while True:
+            try:
+                received = self._connection.recv(CHUNK)
+            except BlockingIOError:
+                return frames
+            except OSError:
+                return None
+            if not received:
+                return None
+            frames += self._reader.read(received)
+
+    def _send(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self._connection.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:  # nobody will read it: `receive` tells
+            self._unsent.clear()

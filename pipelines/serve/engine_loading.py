@@ -1,0 +1,94 @@
+"""From the first frame to an engine that can serve, in the engine's process."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from conf.decoding import DecodeConfig
+from conf.quantization import Activations
+from conf.schema import RunConfig, Weights
+from conf.serving import ServeConfig
+from models.formats.hub import find_checkpoint
+from models.formats.sentence_transformers import read_embedding_files
+from models.heads import Head
+from pipelines.device import prepare_device
+from pipelines.embed import Embedder
+from pipelines.engine import Engine
+from pipelines.engine.request_factory import check_pooled
+from pipelines.fingerprint import model_fingerprint, plain, replay_fingerprint, template_fingerprint
+from pipelines.loading import load_engine_on
+from pipelines.memory import explained_out_of_memory
+from pipelines.opening import ModelSource, open_source
+from pipelines.report import NoProgress
+from pipelines.serve.channel import Channel
+from pipelines.serve.frames import Ready
+
+
+@dataclass(frozen=True)
+class Served:
+    """A loaded model."""
+
+    engine: Engine
+    embedder: Embedder | None
+    """Where the checkpoint is one of an embedding model."""
+    decode: DecodeConfig
+    """The settings that hold where a request says nothing."""
+    ready: Ready
+
+
+class _WhileWanted(NoProgress):
+    """Ends the process where the other end of the channel is closed while weights are read."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def loaded(self, done: int, total: int) -> None:
+        if self._channel.is_closed:
+            raise SystemExit(1)
+
+
+def load_served(run: RunConfig, config: ServeConfig, channel: Channel) -> Served:
+    """Load the model of `run` for `config.batch_size` requests at once. Raises UserError as `load_engine_on` does."""
+    path = find_checkpoint(run.model.path, run.model.weights is Weights.checkpoint, run.model.allow_pickle)
+    embeds = read_embedding_files(path).pooling is not None
+    with explained_out_of_memory():
+        device = prepare_device(run.device)
+        source = open_source(run.model, Head.none if embeds else Head.vocabulary)
+        engine = load_engine_on(device, run, source, config.batch_size, _WhileWanted(channel))
+    embedder, decode = None, run.decode
+    if embeds:
+        check_pooled(decode)
+        embedder = Embedder(run, source, engine)
+    else:
+        decode = engine.requests.resolve(decode)
+        engine.requests.check(decode)
+    parts: dict[str, Any] = {} if embedder is None else {"embed": embedder.settings}
+    parts["serve.chat_template"] = template_fingerprint(config.chat_template)
+    parts["serve.response_template"] = config.response_template
+    fingerprint = _fingerprint(replace(run, decode=decode), source, engine, parts)
+    return Served(engine, embedder, decode, _ready(engine, embedder, decode, fingerprint))
+
+
+def _fingerprint(run: RunConfig, source: ModelSource, engine: Engine, parts: dict[str, Any]) -> str | None:
+    """Return what names the answers' bits; None where they depend on more than the request."""
+    if engine.device.type != "cpu" or run.quant.activations is Activations.auto:
+        return None
+    return replay_fingerprint(model_fingerprint(run, source, engine) | parts)
+
+
+def _ready(engine: Engine, embedder: Embedder | None, decode: DecodeConfig, fingerprint: str | None) -> Ready:
+    settings = {} if embedder is None else embedder.settings
+    blocks = engine.scheduler.block_manager
+    return Ready(
+        context_length=engine.context.num_tokens,
+        vocab_size=engine.vocab_size,
+        max_num_requests=engine.max_num_requests,
+        max_batched_tokens=engine.scheduler.max_batched_tokens,
+        adapters=[adapter.name for adapter in engine.adapters.ids],
+        fingerprint=fingerprint,
+        decode=plain(asdict(decode)),
+        eos_token_ids=sorted(engine.requests.eos_token_ids),
+        num_cache_tokens=(blocks.num_blocks - blocks.num_pinned_blocks) * blocks.block_size,
+        embeds=embedder is not None,
+        instruction=settings.get("instruction", ""),
+        final_token_id=settings.get("eos"),
+    )

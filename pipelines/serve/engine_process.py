@@ -1,0 +1,362 @@
+"""The engine's process: requests in, deltas out, a step at a time. `python -m pipelines.serve.engine_process FD`.
+
+FD is the inherited end of a socketpair. The process ends when the other end is closed.
+"""
+
+import logging
+import re
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from conf.errors import UserError, shortened
+from conf.terminal import VisibleFormatter
+from pipelines.embed import Embedder
+from pipelines.engine import Engine, Output, Request
+from pipelines.engine.faults import belongs_to_request, row_error
+from pipelines.engine.request import Completion, SequenceGroup, Sink, TokenLogprobs
+from pipelines.serve.channel import Channel
+from pipelines.serve.engine_loading import Served, load_served
+from pipelines.serve.frames import (
+    Accepted,
+    Beat,
+    Cancel,
+    Delta,
+    Deltas,
+    Done,
+    Logprob,
+    Refused,
+    Start,
+    Submit,
+    SubmitPooled,
+    ToEngine,
+    Unready,
+)
+from pipelines.serve.gate import Gate
+from pipelines.serve.step_budget import StepBudget
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.1  # between two beats, while steps follow each other
+SETTING = re.compile(r"decode\.(\w+)")  # in the message of a refusal
+
+
+@dataclass(eq=False)
+class Answering:
+    """A request that was accepted. Times are seconds of `time.monotonic`."""
+
+    frame: Submit | SubmitPooled
+    request: Request
+    submitted_s: float
+    group: SequenceGroup | None = None
+    """None while a request of the background waits for its turn."""
+    admitted_s: float | None = None
+    ended: set[int] = field(default_factory=set)
+    """Samples of a stream whose end is told."""
+
+    @property
+    def streams(self) -> bool:
+        return isinstance(self.frame, Submit) and self.frame.streams
+
+    @property
+    def is_background(self) -> bool:
+        return isinstance(self.frame, Submit) and self.frame.is_background
+
+
+class EngineProcess:
+    """Runs the engine's steps between the frames of the HTTP process."""
+
+    def __init__(self, channel: Channel, served: Served, max_step_ms: float) -> None:
+        self._channel = channel
+        self._served = served
+        self._engine: Engine = served.engine
+        self._embedder: Embedder | None = served.embedder
+        self._gate = Gate()
+        self._budget = StepBudget(max_step_ms)
+        self._answering: dict[int, Answering] = {}
+        self._background: deque[Answering] = deque()  # whose turn has not come
+        self._last: deque[Deltas | Done] = (
+            deque()
+        )  # frames of requests that have ended, behind their deltas in the gate
+        self._num_cached_tokens = self._num_preemptions = self._num_steps = (
+            0  # the first two of requests that have ended
+        )
+        self._step_s = 0.0
+        self._beat_s = 0.0
+        self._is_told = False  # whether the last beat tells of the state
+
+    def serve(self) -> None:
+        """Answer requests until the other end of the channel is closed. Raises UserError for bytes that are no frame."""
+        while (frames := self._channel.receive(waits=not self._has_work)) is not None:
+            for frame in frames:
+                self._take(frame)
+            self._admit_background()
+            if self._has_work:
+                self._step()
+            self._flush()
+
+    @property
+    def _has_work(self) -> bool:
+        scheduler = self._engine.scheduler
+        return bool(scheduler.running or scheduler.waiting)
+
+    def _take(self, frame: ToEngine) -> None:
+        if isinstance(frame, Cancel):
+            self._cancel(frame.id)
+        elif isinstance(frame, Submit | SubmitPooled):
+            self._submit(frame)
+        else:
+            raise UserError("a frame of this kind can only be the first one")
+
+    def _submit(self, frame: Submit | SubmitPooled) -> None:
+        try:
+            answering = Answering(frame, self._request(frame), time.monotonic())
+            if answering.is_background:
+                self._background.append(answering)
+            else:
+                self._begin(answering)
+        except BaseException as error:
+            if not belongs_to_request(error):
+                raise
+            message = row_error(error, frame.id)
+            found = SETTING.search(message)
+            self._channel.send(Refused(frame.id, message, found and found[1]))
+            return
+        self._answering[frame.id] = answering
+        self._channel.send(Accepted(frame.id, answering.request.params.seed))
+
+    def _request(self, frame: Submit | SubmitPooled) -> Request:
+        """Return the checked request. Raises UserError for one that this model cannot run."""
+        prompt = frame.prompt_token_ids
+        if isinstance(frame, SubmitPooled):
+            if self._embedder is None:
+                raise UserError("this model continues texts and gives no vectors of them")
+            return self._engine.pooled_request(frame.id, prompt, self._embedder.pooling, self._served.decode)
+        if self._embedder is not None:
+            raise UserError("this model gives vectors of texts and continues none")
+        decode = self._served.decode.replaced(frame.decode)
+        if decode.seed is None:
+            decode = decode.replaced({"seed": self._served.decode.seed})
+        sink = self._sink(frame, decode.logprobs) if frame.streams else None
+        return self._engine.request(frame.id, prompt, decode, sink, adapter=frame.adapter)
+
+    def _sink(self, frame: Submit, num_top: int | None) -> Sink:
+        """Return a sink that hands tokens to the gate, without those that the client has."""
+        num_had = dict(enumerate(frame.resume))
+
+        def put(sample: int, token_ids: list[int], text: str, logprobs: list[TokenLogprobs]) -> None:
+            if (num_left := num_had.get(sample, 0)) > 0:
+                num_had[sample] = num_left - len(token_ids)
+                return
+            self._gate.put(frame.id, sample, token_ids, text, told_logprobs(token_ids, logprobs, num_top))
+
+        return put
+
+    def _begin(self, answering: Answering) -> None:
+        """Queue a request in the engine, before those of the background."""
+        answering.group = self._engine.add(answering.request)
+        scheduler = self._engine.scheduler
+        if not answering.is_background and len(scheduler.waiting) > 1:
+            scheduler.waiting = deque(sorted(scheduler.waiting, key=self._is_of_background))
+
+    def _is_of_background(self, group: SequenceGroup) -> bool:
+        answering = self._answering.get(group.request.id)
+        return answering is not None and answering.is_background
+
+    def _admit_background(self) -> None:
+        """Queue requests of the background while nobody waits, and no more than half of all that may run are theirs."""
+        scheduler = self._engine.scheduler
+        while self._background and not scheduler.waiting and len(scheduler.running) < scheduler.max_num_requests:
+            if sum(map(self._is_of_background, scheduler.running)) >= max(1, scheduler.max_num_requests // 2):
+                return
+            self._begin(self._background.popleft())
+
+    def _cancel(self, id: int) -> None:
+        answering = self._answering.pop(id, None)
+        if answering is None:  # it has ended meanwhile
+            return
+        if answering.group is None:
+            self._background.remove(answering)
+        else:
+            self._engine.scheduler.cancel(answering.group)
+            self._count(answering.group)
+        self._gate.drop(id)
+        self._is_told = False
+
+    def _step(self) -> None:
+        engine, start = self._engine, time.monotonic()
+        before = engine.num_computed_tokens, engine.num_generated_tokens
+        try:
+            engine.step(self._max_tokens())
+        except Exception as error:
+            self._fail_running(error)
+        self._step_s = time.monotonic() - start
+        num_computed, num_generated = engine.num_computed_tokens - before[0], engine.num_generated_tokens - before[1]
+        self._budget.observe(max(0, num_computed - num_generated), 1000 * self._step_s)
+        self._num_steps += 1
+        self._is_told = False
+        for answering in list(self._answering.values()):
+            self._report(answering, start)
+
+    def _max_tokens(self) -> int | None:
+        """Return the budget of a step in which prompts may keep those waiting who generate; None where there are not both."""
+        scheduler = self._engine.scheduler
+        needed = [s.num_uncomputed_tokens for group in scheduler.running for s in group.sequences]
+        num_generating = needed.count(1)
+        if num_generating == 0 or (num_generating == len(needed) and not scheduler.waiting):
+            return None
+        return self._budget.max_tokens(num_generating)
+
+    def _fail_running(self, error: Exception) -> None:
+        """End the requests that run. Raises an exception behind which the engine cannot go on: this process is started again."""
+        if isinstance(error, torch.AcceleratorError):
+            raise error
+        log.error("a step failed, and what ran in it", exc_info=error)
+        scheduler = self._engine.scheduler
+        for group in list(scheduler.running):
+            scheduler.cancel(group)
+            group.error = error
+        scheduler.check_integrity()
+
+    def _report(self, answering: Answering, step_start_s: float) -> None:
+        """Hand on what a step has ended of a request."""
+        group = answering.group
+        if group is None:
+            return
+        if answering.admitted_s is None and group.num_cached_tokens is not None:
+            answering.admitted_s = step_start_s
+        id = answering.frame.id
+        for sample, completion in group.completions.items() if answering.streams else ():
+            if sample not in answering.ended:  # one that begins again after a preemption ends again
+                answering.ended.add(sample)
+                self._gate.end(id, sample, completion.finish_reason.value, completion.stop_reason)
+        if group.sequences:
+            return
+        output = group.output()
+        if output.error is not None:
+            self._gate.drop(id)
+        elif not answering.streams:
+            self._last += [Deltas([whole_delta(answering.request, *item)]) for item in enumerate(output.completions)]
+        self._last.append(self._done(answering, output))
+        self._count(group)
+        del self._answering[id]
+
+    def _count(self, group: SequenceGroup) -> None:
+        """Add what beats tell of a request that has ended."""
+        self._num_cached_tokens += group.num_cached_tokens or 0
+        self._num_preemptions += group.num_preemptions
+
+    def _done(self, answering: Answering, output: Output) -> Done:
+        start, first, error = answering.submitted_s, output.first_token_s, output.error
+        admitted = output.finished_s if answering.admitted_s is None else answering.admitted_s
+        prompt, num_top = answering.frame.prompt_token_ids, answering.request.params.prompt_logprobs
+        vector = None if self._embedder is None or error else self._embedder.values(output).tolist()
+        return Done(
+            answering.frame.id,
+            output.num_prompt_tokens,
+            output.num_cached_tokens,
+            sum(len(completion.token_ids) for completion in output.completions),
+            queue_s=admitted - start,
+            first_token_s=None if first is None else first - start,
+            total_s=output.finished_s - start,
+            num_preemptions=output.num_preemptions,
+            prompt_logprobs=None if num_top is None else told_logprobs(prompt[1:], output.prompt_logprobs, num_top),
+            vector=vector,
+            error=None if error is None else failure(error, answering.frame.id),
+        )
+
+    def _flush(self) -> None:
+        """Send what may be sent now, where the other end reads."""
+        if self._channel.is_blocked:
+            return
+        if deltas := self._gate.take():
+            self._channel.send(Deltas(deltas))
+        while self._last:
+            self._channel.send(self._last.popleft())
+        now = time.monotonic()
+        if not self._is_told and (not self._has_work or now - self._beat_s >= BEAT_S):
+            self._beat_s, self._is_told = now, True
+            self._channel.send(self._beat())
+
+    def _beat(self) -> Beat:
+        engine, scheduler = self._engine, self._engine.scheduler
+        blocks = scheduler.block_manager
+        num_blocks = blocks.num_blocks - blocks.num_pinned_blocks
+        groups = [*scheduler.running, *scheduler.waiting]
+        return Beat(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + len(self._background),
+            cache_usage=1 - blocks.num_free_blocks / num_blocks,
+            num_prompt_tokens=max(0, engine.num_computed_tokens - engine.num_generated_tokens),
+            num_generated_tokens=engine.num_generated_tokens,
+            num_cached_tokens=self._num_cached_tokens + sum(group.num_cached_tokens or 0 for group in groups),
+            num_preemptions=self._num_preemptions + sum(group.num_preemptions for group in groups),
+            num_steps=self._num_steps,
+            step_s=self._step_s,
+        )
+
+
+def told_logprobs(token_ids: list[int], steps: list[TokenLogprobs] | None, num_top: int | None) -> list[Logprob]:
+    """Return the log probabilities of each token, and of the `num_top` most likely ones; none where none were asked for."""
+    if steps is None or num_top is None:
+        return []
+    return [told_logprob(token, step, num_top) for token, step in zip(token_ids, steps, strict=False)]
+
+
+def told_logprob(token_id: int, step: TokenLogprobs, num_top: int) -> Logprob:
+    """Return a token's log probability. The token is among the most likely ones only where it is one of them."""
+    values = step.logprobs
+    top = [token for token in values if token != token_id or len(values) <= num_top]
+    top.sort(key=step.ranks.__getitem__)
+    return Logprob(token_id, values[token_id], step.ranks[token_id], [(token, values[token]) for token in top])
+
+
+def whole_delta(request: Request, sample: int, completion: Completion) -> Delta:
+    """Return the one delta of a sample that was not streamed."""
+    tokens, reason = completion.token_ids, completion.finish_reason.value
+    logprobs = told_logprobs(tokens, completion.logprobs, request.params.logprobs)
+    return Delta(request.id, sample, completion.text or "", tokens, logprobs, reason, completion.stop_reason)
+
+
+def failure(error: BaseException, id: int) -> str:
+    """Return what is said of a request that failed on its way, in one line."""
+    if belongs_to_request(error):
+        return row_error(error, id)
+    return shortened(f"the step failed: {type(error).__name__}: {' '.join(str(error).split())}")
+
+
+def main() -> None:
+    """Load the model that the first frame names, and serve it."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the other process decides when to end
+        signal.signal(number, signal.SIG_IGN)
+    handler = logging.StreamHandler()
+    handler.setFormatter(VisibleFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    while not (frames := channel.receive(waits=True)):
+        if frames is None:
+            return
+    start = frames[0]
+    if not isinstance(start, Start):
+        raise UserError("the first frame is not Start")
+    try:
+        served = load_served(start.run, start.config, channel)
+    except (UserError, OSError) as error:
+        channel.send_all(Unready(str(error)))
+        return
+    channel.send(served.ready)
+    # What a request's settings leave unused is its sender's affair, and would fill the log.
+    logging.getLogger("conf.decoding").setLevel(logging.ERROR)
+    EngineProcess(channel, served, start.config.max_step_ms).serve()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

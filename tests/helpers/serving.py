@@ -1,0 +1,95 @@
+"""An engine's process over a small model, and whole answers of it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig
+from conf.serving import ServeConfig
+from pipelines.serve.client import Answer, EngineClient
+from pipelines.serve.frames import Beat, Done, Logprob
+from tests.helpers.builders import REPOSITORY
+
+T = TypeVar("T")
+LIMIT_S = 120.0  # for what takes a second on an idle machine
+
+
+def tiny_run(**device: Any) -> RunConfig:
+    """The shipped model on the CPU."""
+    model = ModelConfig(path=str(REPOSITORY / "models" / "tiny"))
+    return RunConfig(model=model, device=DeviceConfig(DeviceType.cpu, **device))
+
+
+@dataclass
+class Sample:
+    """What the deltas of a sample say together."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    num_deltas: int = 0
+
+
+@dataclass
+class Whole:
+    seed: int
+    samples: dict[int, Sample]
+    done: Done
+
+    @property
+    def texts(self) -> list[str]:
+        return [sample.text for _, sample in sorted(self.samples.items())]
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        return [sample.token_ids for _, sample in sorted(self.samples.items())]
+
+
+async def whole(answer: Answer) -> Whole:
+    """All that comes, put together; checks the order in which it does."""
+    seed, samples, done = await answer.accepted(), dict[int, Sample](), None
+    async for item in answer:
+        assert done is None
+        if isinstance(item, Done):
+            done = item
+            continue
+        sample = samples.setdefault(item.sample, Sample())
+        assert sample.finish_reason is None
+        sample.text += item.text
+        sample.token_ids += item.token_ids
+        sample.logprobs += item.logprobs
+        sample.finish_reason, sample.stop_reason = item.finish_reason, item.stop_reason
+        sample.num_deltas += 1
+    assert done is not None
+    return Whole(seed, samples, done)
+
+
+@asynccontextmanager
+async def serving(run: RunConfig | None = None, **config: Any) -> AsyncIterator[EngineClient]:
+    """A client whose engine is loaded. `config`: fields of ServeConfig."""
+    client = EngineClient(tiny_run() if run is None else run, ServeConfig(**config))
+    await client.start()
+    try:
+        await client.wait_ready()
+        yield client
+    finally:
+        await client.close()
+
+
+async def idle(client: EngineClient) -> Beat:
+    """The first beat with which nothing runs or waits."""
+    deadline = time.monotonic() + LIMIT_S
+    while (beat := client.beat) is None or beat.num_running or beat.num_waiting:
+        assert time.monotonic() < deadline, "requests still run"
+        await asyncio.sleep(0.005)
+    return beat
+
+
+def run_async(test: Coroutine[Any, Any, T]) -> T:
+    """What the test returns; it fails if that takes too long."""
+    return asyncio.run(asyncio.wait_for(test, LIMIT_S))
