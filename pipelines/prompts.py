@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from conf.errors import UserError, shortened
 from models.tokenizers import Tokenizer
+from models.tokenizers.messages import check_messages
 from pipelines.data_files import FORMS, DataFile, decode_utf8, expanded, find_file, names_a_file
 from pipelines.engine.faults import row_error
 
@@ -201,15 +202,7 @@ def _input(values: dict[str, Any]) -> dict[str, Any]:
         return {"prompt": _checked(values, "prompt", str)}
     if given == ["messages"]:
         messages = _checked(values, "messages", list)
-        for message in messages:
-            if (
-                not isinstance(message, dict)
-                or not isinstance(message.get("role"), str)
-                or not isinstance(message.get("content"), str)
-            ):
-                raise UserError('messages must be objects with a text "role" and a text "content"')
-        if not messages:
-            raise UserError("messages is empty")
+        check_messages(messages)
         return {"messages": messages}
     if given == ["query"]:
         if values.get("document") is None:
@@ -304,7 +297,7 @@ class PromptEncoder:
                 raise UserError("messages need a chat template, but predict.chat_template=none: give auto or a path")
             for message in messages:
                 _check_unicode("the text", message["role"])
-                _check_unicode("the text", message["content"])
+                _check_unicode("the text", message.get("content") or "")
             return EncodedPrompt(*tokenizer.encode_messages(messages, self._template, self._add_generation_prompt))
         assert row.prompt is not None
         _check_unicode("the text", row.prompt)

@@ -8,10 +8,24 @@ from types import MappingProxyType
 from typing import Any
 
 from conf.errors import UserError
+from models.tokenizers.control_tokens import ControlTokens
 from models.tokenizers.template_process import TemplateProcess
 
 Message = dict[str, Any]
-"""A turn of a conversation, with a text "role" and a text "content"."""
+"""A turn of a conversation, as OpenAI's API has it: a text "role", a text "content" or "tool_calls", and what else templates read."""
+Tool = dict[str, Any]
+"""What a model may call: {"type": "function", "function": {"name", "description", "parameters"}}, the parameters as a JSON schema."""
+
+GIVEN_BY_US = ("messages", "tools", "documents", "add_generation_prompt")
+"""Names of a template that are no arguments of a caller."""
+
+
+class UnreadArgument(UserError):
+    """What a template was given and does not read. `name`: tools, or the argument's name."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
 
 
 class Tokenizer(ABC):
@@ -25,6 +39,8 @@ class Tokenizer(ABC):
     """Tokens besides eos that end an answer in this family's conversations."""
     chat_template: str | None = None
     """Jinja source of the chat template; None where code writes conversations, or where there is no template."""
+    tool_template: str | None = None
+    """Jinja source for conversations with tools, where the checkpoint has one of its own."""
     special_tokens: Mapping[str, str] = MappingProxyType({})
     """Texts of bos_token, eos_token and so on, for templates that name them."""
 
@@ -48,29 +64,86 @@ class Tokenizer(ABC):
         raise UserError(f"the tokenizer in {self.source} cannot be written in another form: copy its files")
 
     def encode_messages(
-        self, messages: list[Message], template: str | None, add_generation_prompt: bool = True
+        self,
+        messages: list[Message],
+        template: str | None,
+        add_generation_prompt: bool = True,
+        tools: list[Tool] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[int]]:
         """Return a conversation as text and as token ids, ready for the assistant's turn, or as it ends without `add_generation_prompt`.
 
-        template: Jinja source, or None for the own one.
+        What messages, tools and arguments spell never becomes a control token: "<|im_end|>" of a user stays text.
 
-        Raises UserError where there is no template, and where the template refuses the messages.
+        template: Jinja source, or None for the own one; template_arguments: what it reads besides, such as enable_thinking.
+
+        Raises UserError where there is no template, and where the template refuses the messages; UnreadArgument where it does not read the
+        tools or an argument.
         """
+        arguments = dict(template_arguments or {})
+        if template is None and tools:
+            template = self.tool_template
         template = template or self.chat_template
         if template is None:
-            if not add_generation_prompt:
-                whole = "always begins an answer, but a whole conversation is wanted"
-                raise UserError(
-                    f"the own format of the tokenizer in {self.source} {whole}: give prompts instead of messages"
-                )
-            token_ids = self._own_format(messages)
+            token_ids = self._in_own_format(messages, add_generation_prompt, tools, arguments)
             return self.decode(token_ids, skip_special_tokens=False), token_ids
-        text = self._templates.render(template, messages, self.special_tokens, add_generation_prompt)
-        return text, self.encode(text, add_special_tokens=False)  # the template wrote any BOS
+        if tools or arguments:
+            self._check_reads(template, tools, arguments)
+        marks = ControlTokens.of(self._control_names, template).marks([messages, tools, arguments])
+        if marks:
+            messages = [marks.put(message, message.get("role") == "assistant") for message in messages]
+            tools, arguments = marks.put(tools), marks.put(arguments)
+        text = self._templates.render(
+            template, messages, self.special_tokens, add_generation_prompt, tools or None, arguments
+        )
+        if not marks:
+            return text, self.encode(text, add_special_tokens=False)  # the template wrote any BOS
+        parts = marks.split(text)
+        return "".join(parts), self._encode_parts(parts)
+
+    @property
+    def _control_names(self) -> Mapping[str, bool]:
+        """Texts that `encode` reads as a token of their own, and whether each is special."""
+        return {}
+
+    def _encode_parts(self, parts: list[str]) -> list[int]:
+        """Return the token ids of a text in parts; every second one spells a control token and stays text."""
+        raise NotImplementedError
 
     @cached_property
     def _templates(self) -> TemplateProcess:
         return TemplateProcess()
+
+    def _check_reads(self, template: str, tools: list[Tool] | None, arguments: Mapping[str, Any]) -> None:
+        names = self._templates.names(template)
+        if tools and "tools" not in names:
+            raise UnreadArgument("tools", "the chat template reads no tools: leave them out, or give another template")
+        for name in arguments:
+            if name not in names or name in {*GIVEN_BY_US, *self.special_tokens}:
+                open_names = ", ".join(sorted(names - {*GIVEN_BY_US, *self.special_tokens})) or "none"
+                raise UnreadArgument(name, f"{name!r} is no argument of the chat template, which has {open_names}")
+
+    def _in_own_format(
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool,
+        tools: list[Tool] | None,
+        arguments: Mapping[str, Any],
+    ) -> list[int]:
+        own = f"the own format of the tokenizer in {self.source}"
+        if not add_generation_prompt:
+            whole = "always begins an answer, but a whole conversation is wanted"
+            raise UserError(f"{own} {whole}: give prompts instead of messages")
+        for name in arguments:
+            raise UnreadArgument(name, f"{own} has no arguments, but {name!r} is given: leave it out")
+        if tools or any(message.get("tool_calls") for message in messages):
+            messages = self._with_tools(messages, tools or [])
+        return self._own_format(messages)
+
+    def _with_tools(self, messages: list[Message], tools: list[Tool]) -> list[Message]:
+        """Return the messages as the own format has tools and their calls. Raises UnreadArgument where it has none."""
+        own = f"the own format of the tokenizer in {self.source}"
+        raise UnreadArgument("tools", f"{own} has no tools: leave them out, or give predict.chat_template=PATH")
 
     def _own_format(self, messages: list[Message]) -> list[int]:
         """Return a conversation as token ids, as the family's own code writes it. Raises UserError for an unknown role."""

@@ -1,4 +1,7 @@
-"""Jinja chat templates for families whose own format is code. Sources: their original tokenizers and model cards."""
+"""Formats of conversations for families whose own one is code. Sources: their original tokenizers and model cards."""
+
+import json
+from typing import Any
 
 LLAMA2 = """\
 {%- set ns = namespace(system='') -%}
@@ -15,3 +18,31 @@ LLAMA2 = """\
 {%- endif -%}
 {%- endfor -%}
 """
+
+CHATGLM3_TOOLS = "Answer the following questions as best as you can. You have access to the following tools:"
+"""What a conversation with tools begins with, where it has no system message of its own."""
+
+
+def chatglm3_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as ChatGLM3's repository has tools: listed in the system message, their calls as Python, their results observed."""
+    turns = [turn for message in messages for turn in _chatglm3_turns(message)]
+    if tools:
+        system = turns.pop(0)["content"] if turns and turns[0]["role"] == "system" else CHATGLM3_TOOLS
+        listed = json.dumps([tool["function"] for tool in tools], indent=4, ensure_ascii=False)
+        turns.insert(0, {"role": "system", "content": f"{system}\n{listed}"})
+    return turns
+
+
+def _chatglm3_turns(message: dict[str, Any]) -> list[dict[str, Any]]:
+    if message["role"] == "tool":
+        return [message | {"role": "observation"}]
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    said = [{"role": message["role"], "content": message["content"]}] if message.get("content") or not calls else []
+    return said + [
+        {
+            "role": "assistant",
+            "metadata": call["name"],
+            "content": f"```python\ntool_call({', '.join(f'{name}={value!r}' for name, value in call['arguments'].items())})\n```",
+        }
+        for call in calls
+    ]

@@ -6,7 +6,7 @@ transformers reads what `read_tokenizer_json` does not: folders without tokenize
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,31 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    @cached_property
+    def _control_names(self) -> Mapping[str, bool]:
+        return {token.content: token.special for token in self.backend.get_added_tokens_decoder().values()}
+
+    def _encode_parts(self, parts: list[str]) -> list[int]:
+        read = partial(self.encode, add_special_tokens=False)
+        ids = read(parts[0])
+        for i, part in enumerate(parts[1:], 1):
+            if not part:
+                continue
+            added = _behind_newline(part, self._encode_plain if i % 2 else read)
+            if i % 2 and self.backend.token_to_id(part) in added:
+                raise UserError(f"{part!r} is a control token, which this tokenizer cannot write as text: leave it out")
+            ids += added
+        return ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """Return the token ids of a text in which no added token is read: the backend's steps, one by one."""
+        if self.backend.normalizer is not None:
+            text = self.backend.normalizer.normalize_str(text)
+        words = [text]
+        if self.backend.pre_tokenizer is not None:
+            words = [word for word, _ in self.backend.pre_tokenizer.pre_tokenize_str(text)]
+        return [token.id for word in words for token in self.backend.model.tokenize(word)]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -82,11 +107,20 @@ class HuggingFaceTokenizer(Tokenizer):
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
+def _behind_newline(text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """Return the token ids of a text inside a conversation: a backend may put a space before what it takes for a beginning."""
+    newline, ids = encode("\n"), encode("\n" + text)
+    return ids[len(newline) :] if ids[: len(newline)] == newline else encode(text)
+
+
 def load_huggingface(folder: Path, template: str | None = None) -> HuggingFaceTokenizer:
     """Read the folder's tokenizer. template: used where the folder has none. Raises UserError if the files cannot be read."""
     with damage_refused(folder):
         backend, special_tokens = read_tokenizer_json(folder) or _read_with_transformers(folder)
-        return HuggingFaceTokenizer(folder, backend, special_tokens, _chat_template(folder) or template)
+        templates = _chat_templates(folder)
+        tokenizer = HuggingFaceTokenizer(folder, backend, special_tokens, templates.get("default") or template)
+        tokenizer.tool_template = templates.get("tool_use")
+        return tokenizer
 
 
 @contextmanager
@@ -101,17 +135,20 @@ def damage_refused(source: Path) -> Iterator[None]:
         raise UserError(f"the tokenizer in {source} cannot be read: {reason}") from error
 
 
-def _chat_template(folder: Path) -> str | None:
-    """Return the folder's chat template: a file of its own, or a setting, the one named default where there are several."""
+def _chat_templates(folder: Path) -> dict[str, str]:
+    """Return the folder's chat templates by their names: a file of its own, or a setting, which may have several."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = read_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):
-        template = {one["name"]: one["template"] for one in template}.get("default")
-    if not isinstance(template, str | None):
-        raise UserError(f"chat_template={template!r} is not a text")
-    return template or None
+        return {"default": file.read_text(encoding="utf-8")}
+    templates = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(templates, list):
+        templates = {one["name"]: one["template"] for one in templates}
+    else:
+        templates = {"default": templates}
+    for template in templates.values():
+        if not isinstance(template, str | None):
+            raise UserError(f"chat_template={template!r} is not a text")
+    return {name: template for name, template in templates.items() if template}
 
 
 def _read_with_transformers(folder: Path) -> tuple[Backend, dict[str, str]]:

@@ -3,11 +3,14 @@
 import itertools
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from conf.errors import UserError
-from models.tokenizers.base import Message, Tokenizer, refuse_role
-from models.tokenizers.chat import LLAMA2
+from models.tokenizers.base import Message, Tokenizer, Tool, refuse_role
+from models.tokenizers.chat import LLAMA2, chatglm3_messages
+from models.tokenizers.control_tokens import joined_runs
 
 SPACE = "▁"  # in pieces
 
@@ -47,6 +50,60 @@ class SentencePieceTokenizer(Tokenizer):
         parts = re.split(f"({named})", text) if named else [text]  # every second part is a special token
         ids = [[self._specials[part]] if i % 2 else self._encode_pieces(part) for i, part in enumerate(parts)]
         return begin + list(itertools.chain.from_iterable(ids))
+
+    @cached_property
+    def _control_names(self) -> Mapping[str, bool]:
+        return dict.fromkeys(self._user_defined, False) | dict.fromkeys(self._read_specials, True)
+
+    @property
+    def _read_specials(self) -> Mapping[str, int]:
+        """The special tokens that `encode` reads in a text."""
+        return self._specials
+
+    def _encode_parts(self, parts: list[str]) -> list[int]:
+        ids: list[int] = []
+        begin = 0
+        for cut in [*(i for i in range(1, len(parts), 2) if parts[i] in self._user_defined), len(parts)]:
+            first, *others = joined_runs(parts[begin:cut], self._read_specials)
+            ids += (self._continued if begin else self._pieces).encode(str(first))
+            for run in others:
+                ids += [run] if isinstance(run, int) else self._encode_pieces(run)
+            if cut < len(parts):
+                ids += self._spelled.encode(parts[cut])
+            begin = cut + 1
+        return ids
+
+    @cached_property
+    def _user_defined(self) -> dict[str, int]:
+        """Pieces that the library reads wherever they stand."""
+        pieces = self._model.pieces
+        return {piece.piece: id for id, piece in enumerate(pieces) if piece.type == piece.USER_DEFINED}
+
+    @property
+    def _model(self) -> Any:
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+        return ModelProto.FromString(self.model_proto)
+
+    @cached_property
+    def _continued(self) -> Any:
+        """The vocabulary for a text inside another one, which no space begins."""
+        from sentencepiece import SentencePieceProcessor
+
+        model = self._model
+        model.normalizer_spec.add_dummy_prefix = False
+        return SentencePieceProcessor(model_proto=model.SerializeToString())
+
+    @cached_property
+    def _spelled(self) -> Any:
+        """The vocabulary for such a text in which no user-defined piece is read."""
+        from sentencepiece import SentencePieceProcessor
+
+        model = self._model
+        model.normalizer_spec.add_dummy_prefix = False
+        for id in self._user_defined.values():
+            model.pieces[id].type = model.pieces[id].UNUSED
+        return SentencePieceProcessor(model_proto=model.SerializeToString())
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         text = []
@@ -92,19 +149,28 @@ class BaichuanTokenizer(SentencePieceTokenizer):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._encode_pieces(text)  # nothing is added, and special tokens are not read from a text
 
+    @property
+    def _read_specials(self) -> Mapping[str, int]:
+        return {}
+
+    def _encode_content(self, text: str) -> list[int]:
+        """Return the token ids of a message. The pieces that open turns are user-defined ones, which a message must not become."""
+        names = "|".join(re.escape(self._pieces.id_to_piece(id)) for id in self._turns.values())
+        return self._encode_parts(re.split(f"({names})", text))
+
     def _own_format(self, messages: list[Message]) -> list[int]:
         if len(self._turns) < 2:
             return Tokenizer._own_format(self, messages)  # raises: there is none
         ids: list[int] = []
         for i, message in enumerate(messages):
             if message["role"] == "system" and i == 0 and not self._eos_after_answers:
-                ids += self._encode_pieces(message["content"])
+                ids += self._encode_content(message["content"])
             elif message["role"] not in self._turns:
                 raise refuse_role(
                     message, "user, assistant" if self._eos_after_answers else "system (first), user, assistant"
                 )
             else:
-                ids += [self._turns[message["role"]], *self._encode_pieces(message["content"])]
+                ids += [self._turns[message["role"]], *self._encode_content(message["content"])]
                 if message["role"] == "assistant" and self._eos_after_answers and self.eos_token_id is not None:
                     ids.append(self.eos_token_id)
         return [*ids, self._turns["assistant"]]
@@ -133,6 +199,10 @@ class ChatGLM2Tokenizer(SentencePieceTokenizer):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return (self._prefix if add_special_tokens else []) + self._encode_pieces(text)
 
+    @property
+    def _read_specials(self) -> Mapping[str, int]:
+        return {}
+
     def _own_format(self, messages: list[Message]) -> list[int]:
         if not self._has_roles:
             return self.encode(rounds(messages, first=1, gap="\n\n"), add_special_tokens=True)
@@ -144,6 +214,9 @@ class ChatGLM2Tokenizer(SentencePieceTokenizer):
             ids += self._encode_pieces(f"{message.get('metadata', '')}\n") + self._encode_pieces(message["content"])
         return [*ids, self._specials["<|assistant|>"]]
 
+    def _with_tools(self, messages: list[Message], tools: list[Tool]) -> list[Message]:
+        return chatglm3_messages(messages, tools) if self._has_roles else super()._with_tools(messages, tools)
+
 
 class ChatGLMTokenizer(SentencePieceTokenizer):
     """ChatGLM-6B: [gMASK] <sop> after a text; line breaks, tabs and runs of spaces are pieces of their own."""
@@ -154,6 +227,10 @@ class ChatGLMTokenizer(SentencePieceTokenizer):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         suffix = [self._pieces.piece_to_id(name) for name in ("[gMASK]", "<sop>")] if add_special_tokens else []
         return self._encode_pieces(text) + suffix
+
+    @property
+    def _read_specials(self) -> Mapping[str, int]:
+        return {}
 
     def _encode_pieces(self, text: str) -> list[int]:
         text = text.replace("\n", "<n>").replace("\t", "<|tab|>")

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from conf.errors import UserError
@@ -26,6 +27,7 @@ class TemplateProcess:
     def __init__(self) -> None:
         self._turn = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._names: dict[str, frozenset[str]] = {}
 
     def render(
         self,
@@ -33,18 +35,34 @@ class TemplateProcess:
         messages: list[dict[str, Any]],
         special_tokens: Mapping[str, str],
         add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Return the conversation as text. Raises UserError for a template that fails or goes beyond its limits."""
+        """Return the conversation as text. Raises UserError for a template that fails or goes beyond its limits.
+
+        arguments: values by the names that the template reads besides.
+        """
+        given = {**special_tokens, **arguments, "add_generation_prompt": add_generation_prompt, "tools": tools}
+        return str(self._answer("text", template, messages, given))
+
+    def names(self, template: str) -> frozenset[str]:
+        """Return the names that a template reads and does not set itself. Raises UserError as `render` does."""
+        if template not in self._names:
+            self._names = {
+                template: frozenset(self._answer("names", template))
+            }  # of the last one: there rarely is another
+        return self._names[template]
+
+    def _answer(self, wanted: str, *request: Any) -> Any:
         # JSON alone: an object of a Python caller becomes the name of its type.
-        parts = [template, messages, dict(special_tokens), add_generation_prompt]
-        request = json.dumps(parts, default=lambda value: f"<{type(value).__name__}>")
+        line = json.dumps([wanted, *request], default=lambda value: f"<{type(value).__name__}>").encode() + b"\n"
         with self._turn:
-            answer = self._ask(request.encode() + b"\n")
+            answer = self._ask(line)
         if "error" in answer:
             raise UserError(f"the chat template does not take these messages: {answer['error']}")
-        return str(answer["text"])
+        return answer[wanted]
 
-    def _ask(self, request: bytes) -> dict[str, str]:
+    def _ask(self, request: bytes) -> dict[str, Any]:
         process = self._process = self._process or self._start()
         assert process.stdin
         assert process.stdout

@@ -12,7 +12,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.environment import Template
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
@@ -24,16 +24,20 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that may hold its reasoning. Templates read the first two."""
 
 
-def render(
-    template: str, messages: list[dict[str, Any]], special_tokens: Mapping[str, str], add_generation_prompt: bool
-) -> str:
-    """Return the conversation as text. Raises whatever a faulty or hostile template raises."""
-    given = [
+def render(template: str, messages: list[dict[str, Any]], given: Mapping[str, Any]) -> str:
+    """Return the conversation as text. Raises whatever a faulty or hostile template raises.
+
+    given: the names that the template may read besides, such as tools, bos_token and add_generation_prompt.
+    """
+    present = [
         _with_reasoning({key: value for key, value in message.items() if value is not None}) for message in messages
     ]
-    return _compiled(template).render(
-        messages=given, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **special_tokens
-    )
+    return _compiled(template).render(**{"documents": None, **given, "messages": present})
+
+
+def names(template: str) -> list[str]:
+    """Return the names that a template reads and does not set itself."""
+    return sorted(meta.find_undeclared_variables(_environment().parse(template)))
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -43,6 +47,11 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _compiled(template: str) -> Template:
+    return _environment().from_string(template)
+
+
+@lru_cache
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -53,7 +62,7 @@ def _compiled(template: str) -> Template:
         "dict": _Dictionaries(),
         "namespace": _Namespace,
     }
-    return environment.from_string(template)
+    return environment
 
 
 class _Generation(Extension):
@@ -112,7 +121,7 @@ def _to_json(
 
 
 def serve(cpu_s: float, memory: int, max_characters: int) -> None:
-    """Read lines of JSON, the arguments of `render`, from standard input, and answer each with a text or an error.
+    """Read lines of JSON, a function's name and arguments, from standard input, and answer each with what it returns or an error.
 
     SIGPROF ends the process when a line takes more than `cpu_s` seconds of CPU time.
     """
@@ -127,8 +136,11 @@ def serve(cpu_s: float, memory: int, max_characters: int) -> None:
 
 
 def _answer(request: list[Any], max_characters: int) -> bytes:
+    wanted, *arguments = request
     try:
-        text = render(*request)
+        if wanted == "names":
+            return json.dumps({"names": names(*arguments)}).encode()
+        text = render(*arguments)
         if len(text) > max_characters:
             raise ValueError(f"it writes {len(text)} characters, more than {max_characters}")
         return json.dumps({"text": text}, ensure_ascii=False).encode()

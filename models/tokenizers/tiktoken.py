@@ -2,10 +2,13 @@
 
 import base64
 import unicodedata
+from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 from conf.errors import UserError
 from models.tokenizers.base import Message, Tokenizer, refuse_role
+from models.tokenizers.control_tokens import joined_runs
 
 # How a text is split before pairs are merged, from the families' own tokenizers. Qwen splits digits one by one, Llama 3 by three.
 QWEN_PATTERN = (
@@ -61,6 +64,16 @@ class TiktokenTokenizer(Tokenizer):
         token: bytes = self._encoding.decode_single_token_bytes(id)
         return token
 
+    @property
+    def _control_names(self) -> Mapping[str, bool]:
+        return dict.fromkeys(self._specials, True)
+
+    def _encode_parts(self, parts: list[str]) -> list[int]:
+        return list(chain.from_iterable(map(self._plain_or_special, joined_runs(parts, self._specials))))
+
+    def _plain_or_special(self, run: str | int) -> list[int]:
+        return [run] if isinstance(run, int) else self._plain(run)
+
     def _plain(self, text: str) -> list[int]:
         """Return the token ids of what a user wrote. Special tokens in it stay text."""
         ids: list[int] = self._encoding.encode(text, disallowed_special=())
@@ -88,10 +101,12 @@ class QwenTokenizer(TiktokenTokenizer):
         for i, message in enumerate(messages):
             if message["role"] not in ("user", "assistant") and not (i == 0 and message["role"] == "system"):
                 raise refuse_role(message, "system (first), user, assistant")
-            content = unicodedata.normalize("NFC", message["content"])
-            ids += [*self._opened(message["role"]), *self._plain(content), self._specials["<|im_end|>"]]
+            ids += [*self._opened(message["role"]), *self._plain(message["content"]), self._specials["<|im_end|>"]]
             ids += self._plain("\n")
         return ids + self._opened("assistant")
+
+    def _plain(self, text: str) -> list[int]:
+        return super()._plain(unicodedata.normalize("NFC", text))
 
     def _opened(self, role: str) -> list[int]:
         return [self._specials["<|im_start|>"], *self._plain(f"{role}\n")]

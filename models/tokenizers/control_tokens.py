@@ -1,0 +1,111 @@
+"""Keep texts of a conversation that spell a control token, such as <|im_end|>, from becoming that token.
+
+They are marked before a template writes them, and encoded as plain text behind it: the method of transformers' sanitize_control_tokens. The
+marks are characters that the conversation has nowhere, so nothing else of it changes.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+from conf.errors import UserError
+
+PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning
+
+
+class ControlTokens:
+    """The tokens that a template's conversations are made of: all special ones, and others that the template writes."""
+
+    def __init__(self, names: Mapping[str, bool], template: str) -> None:
+        """names: texts of tokens that are read in a text, and whether each is special."""
+        self._template = template
+        self.special = _any_of(name for name, is_special in names.items() if is_special)
+        known = [name for name, is_special in names.items() if is_special or _writes(template, name)]
+        self.known = _any_of(known)
+        self._in_json = _any_of(_json(name)[1:-1] for name in known)
+
+    @staticmethod
+    def of(names: Mapping[str, bool], template: str) -> "ControlTokens":
+        """Return the tokens of a tokenizer and a template. The last ones are kept, because each conversation needs them."""
+        return _control_tokens(tuple(names.items()), template)
+
+    def marks(self, values: object) -> "Marks | None":
+        """Return marks for the tokens that `values` spell; None where they spell none.
+
+        Raises UserError where they hold all characters of private use.
+        """
+        taken = _json(values)
+        if not self._in_json.search(taken):
+            return None
+        taken = (taken + self._template).lower()
+        unused = [chr(code) for code in PRIVATE_USE if chr(code) not in taken and f"\\u{code:x}" not in taken]
+        if len(unused) < 2:
+            raise UserError("the messages have every character of private use: leave some out")
+        return Marks(self, unused[0], unused[1])
+
+
+class Marks:
+    """Two characters around what a conversation spells, and what is between them in the rendered text."""
+
+    def __init__(self, tokens: ControlTokens, begin: str, end: str) -> None:
+        self._tokens, self._begin, self._end = tokens, begin, end
+
+    def put(self, value: Any, is_answer: bool = False) -> Any:
+        """Return a text, or whatever holds texts, with marks around control tokens.
+
+        is_answer: a model wrote it, so that only special tokens are marked: templates look for <think> and the like in answers.
+        """
+        names = self._tokens.special if is_answer else self._tokens.known
+        return _replaced(value, lambda text: names.sub(f"{self._begin}\\g<0>{self._end}", text))
+
+    def split(self, text: str) -> list[str]:
+        """Return the parts of a rendered text without marks; every second one is to be encoded as plain text."""
+        for mark in (self._begin, self._end):
+            text = text.replace(f"\\u{ord(mark):x}", mark)  # as JSON in ASCII has it
+        names = self._tokens.known.pattern
+        # A mark that a template cut from its other one still ends a part: halves of a name on its sides must not join.
+        parts = re.split(f"{self._begin}({names}){self._end}|[{self._begin}{self._end}]", text)
+        return [part or "" for part in parts]
+
+
+def joined_runs(parts: list[str], ids: Mapping[str, int]) -> Iterator[str | int]:
+    """Yield the texts between control tokens, and the ids of these. `parts`: as `Marks.split` gives them."""
+    run, names = "", _any_of(ids)
+    for i, part in enumerate(parts):
+        pieces = [part] if i % 2 else re.split(f"({names.pattern})", part)
+        for j, piece in enumerate(pieces):
+            if j % 2:
+                yield from (run, ids[piece])
+                run = ""
+            else:
+                run += piece
+    yield run
+
+
+@lru_cache(maxsize=16)
+def _control_tokens(names: tuple[tuple[str, bool], ...], template: str) -> ControlTokens:
+    return ControlTokens(dict(names), template)
+
+
+def _writes(template: str, name: str) -> bool:
+    """Return whether a template writes a token. Words and spaces are in all of them, and open nothing."""
+    return name in template and not name.isalnum() and not name.isspace()
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _json(values: object) -> str:
+    return json.dumps(values, ensure_ascii=False, default=lambda value: f"<{type(value).__name__}>")
+
+
+def _replaced(value: Any, replace: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return replace(value)
+    if isinstance(value, dict):
+        return {_replaced(key, replace): _replaced(item, replace) for key, item in value.items()}
+    return [_replaced(item, replace) for item in value] if isinstance(value, list | tuple) else value

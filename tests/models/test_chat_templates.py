@@ -1,0 +1,334 @@
+"""Conversations with tools, arguments and control tokens: the text and the ids of transformers' apply_chat_template."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer
+
+from conf.errors import UserError
+from models.tokenizers import Tokenizer, load_tokenizer
+from models.tokenizers.base import UnreadArgument
+from tests.helpers.builders import SHARED
+from tests.helpers.small_tokenizers import TRICKY, byte_fallback, byte_level, save
+
+CHATML = """\
+{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n' }}
+{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- else %}{{- '<|im_start|>' + m.role + '\\n' }}
+{%- set text = m.content or '' %}
+{%- if m.role == 'assistant' and '</think>' in text %}{%- set text = text.split('</think>')[-1].lstrip('\\n') %}{%- endif %}
+{%- if m.reasoning_content %}{{- '<think>' + m.reasoning_content + '</think>' }}{%- endif %}{{- text }}
+{%- for call in m.tool_calls or [] %}{{- '<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"""
+LLAMA3 = """\
+{{- bos_token }}{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- if tools is not none %}{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
+{%- for t in tools %}{{- t | tojson(indent=4) + '\\n\\n' }}{%- endfor %}{{- '<|eot_id|>' }}{%- endif %}
+{%- for m in messages %}
+{%- if m.tool_calls %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- set call = m.tool_calls[0].function %}
+{{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson + '}<|eot_id|>' }}
+{%- elif m.role == 'tool' %}{{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + m.content | tojson + '<|eot_id|>' }}
+{%- else %}{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+MISTRAL = """\
+{{- bos_token }}{%- for m in messages %}
+{%- if m.role == 'user' %}
+{%- if tools and loop.last %}
+{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{{- '[INST] ' + m.content + '[/INST]' }}
+{%- elif m.tool_calls %}{{- '[TOOL_CALLS] [' }}{%- for c in m.tool_calls %}{{- c.function | tojson }}{%- endfor %}{{- ']' + eos_token }}
+{%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS] {"content": ' + m.content | tojson }}
+{{- ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
+{%- else %}{{- ' ' + m.content + eos_token }}{%- endif %}{%- endfor %}"""
+DEEPSEEK = """\
+{{- bos_token }}{%- for m in messages %}
+{%- if m.role == 'user' %}{{- '<｜User｜>' + m.content }}
+{%- elif m.role == 'tool' %}{{- '<｜tool▁outputs▁begin｜>' + m.content + '<｜tool▁outputs▁end｜>' }}
+{%- elif m.tool_calls %}{{- '<｜Assistant｜><｜tool▁calls▁begin｜>' }}
+{%- for c in m.tool_calls %}{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' }}
+{{- c.function.arguments | tojson + '\\n```<｜tool▁call▁end｜>' }}{%- endfor %}{{- '<｜tool▁calls▁end｜>' + eos_token }}
+{%- elif m.role == 'assistant' %}{{- '<｜Assistant｜>' + m.content.split('</think>')[-1] + eos_token }}
+{%- else %}{{- m.content }}{%- endif %}{%- endfor %}
+{%- if tools %}{{- tools | tojson }}{%- endif %}
+{%- if add_generation_prompt %}{{- '<｜Assistant｜>' }}{%- endif %}"""
+GLM4 = """\
+{{- '[gMASK]<sop>' }}{%- if tools %}{{- '<|system|>\\n' }}
+{%- for t in tools %}{{- t.function.name + '\\n' + t.function | tojson(indent=4) }}
+{%- endfor %}{%- endif %}
+{%- for m in messages %}
+{%- if m.tool_calls %}{%- for c in m.tool_calls %}
+{{- '<|assistant|>' + c.function.name + '\\n' + c.function.arguments | tojson }}{%- endfor %}
+{%- elif m.role == 'tool' %}{{- '<|observation|>\\n' + m.content }}
+{%- else %}{{- '<|' + m.role + '|>\\n' + m.content }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+STYLES = {  # template, special tokens, other added tokens
+    "chatml": (
+        CHATML,
+        ["<|im_start|>", "<|im_end|>"],
+        ["<tool_call>", "</tool_call>", "<tool_response>", "<think>", "</think>"],
+    ),
+    "llama3": (LLAMA3, ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"], []),
+    "mistral": (
+        MISTRAL,
+        ["[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]"],
+        [],
+    ),
+    "deepseek": (
+        DEEPSEEK,
+        ["<｜User｜>", "<｜Assistant｜>"],
+        ["<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "</think>", "\n\n"],
+    ),
+    "glm4": (GLM4, ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"], []),
+}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "of a 城市 & <more>", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}},
+]
+CALLS = [{"type": "function", "id": "call_1", "function": {"name": "weather", "arguments": {"city": "北京", "n": 1.5}}}]
+PLAIN = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": TRICKY},
+    {"role": "assistant", "content": "It is fine.", "reasoning_content": "think first"},
+    {"role": "user", "content": "and there?"},
+]
+CALLED = [
+    *PLAIN,
+    {"role": "assistant", "content": None, "tool_calls": CALLS},
+    {"role": "tool", "tool_call_id": "call_1", "name": "weather", "content": '{"sun": "\u00e9 yes"}'},
+]
+
+
+def written(folder: Path, style: str, backend: Backend) -> tuple[Tokenizer, Any]:
+    template, special, added = STYLES[style]
+    backend.add_tokens([AddedToken(token, normalized=False) for token in added])
+    backend.add_special_tokens(special)
+    save(backend, folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    ours = load_tokenizer(folder)
+    assert ours is not None
+    return ours, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+KINDS = pytest.mark.parametrize("kind", [byte_level, byte_fallback])
+
+
+@KINDS
+@pytest.mark.parametrize("style", STYLES)
+def test_tools_and_their_calls_reach_the_template(style: str, kind: Any, tmp_path: Path) -> None:
+    ours, theirs = written(tmp_path, style, kind())
+    for messages, tools, begins in (
+        (PLAIN, None, True),
+        (PLAIN, TOOLS, True),
+        (CALLED, TOOLS, True),
+        (CALLED, TOOLS, False),
+    ):
+        named = {"tools": tools, "add_generation_prompt": begins}
+        text, ids = ours.encode_messages(messages, None, **named)
+        assert text == theirs.apply_chat_template(messages, tokenize=False, **named)
+        assert ids == ours.encode(text, add_special_tokens=False)
+        assert ids == theirs.apply_chat_template(messages, return_dict=False, sanitize_control_tokens=True, **named)
+
+
+def test_arguments_reach_the_template(tmp_path: Path) -> None:
+    ours, theirs = written(tmp_path, "chatml", byte_level())
+    for thinks in (True, False):
+        text, _ = ours.encode_messages(PLAIN, None, template_arguments={"enable_thinking": thinks})
+        assert text == theirs.apply_chat_template(
+            PLAIN, tokenize=False, add_generation_prompt=True, enable_thinking=thinks
+        )
+        assert text.endswith("</think>\n\n") is not thinks
+
+
+@pytest.mark.parametrize("name", ["enable_thinkin", "messages", "tools", "bos_token", "m"])
+def test_an_argument_that_the_template_does_not_read_is_refused(name: str, tmp_path: Path) -> None:
+    ours, _ = written(tmp_path, "chatml", byte_level())
+    with pytest.raises(
+        UnreadArgument, match=f"'{name}' is no argument of the chat template, which has enable_thinking"
+    ) as raised:
+        ours.encode_messages(PLAIN, None, template_arguments={name: 1})
+    assert raised.value.name == name
+
+
+def test_tools_are_refused_where_no_template_reads_them(tmp_path: Path) -> None:
+    save(byte_level(), tmp_path)
+    ours = load_tokenizer(tmp_path)
+    assert ours is not None
+    with pytest.raises(UnreadArgument, match="the chat template reads no tools: leave them out, or give another"):
+        ours.encode_messages(PLAIN, None, tools=TOOLS)
+    file = tmp_path / "tokenizer_config.json"
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": named}))
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert ours is not None
+    for tools in (None, TOOLS):
+        expected = theirs.apply_chat_template(PLAIN, tools=tools, tokenize=False)
+        assert ours.encode_messages(PLAIN, None, tools=tools)[0] == expected
+
+
+def spelled(value: Any, name: str) -> Any:
+    """The texts of a conversation, each with a token's name in it."""
+    if isinstance(value, str):
+        return f"{value} a{name}b{name[:3]}"
+    if isinstance(value, dict):
+        kept = ("role", "type")
+        return {key: item if key in kept else spelled(item, name) for key, item in value.items()}
+    return [spelled(item, name) for item in value] if isinstance(value, list) else value
+
+
+@KINDS
+@pytest.mark.parametrize("style", STYLES)
+def test_what_a_conversation_spells_is_no_control_token(style: str, kind: Any, tmp_path: Path) -> None:
+    template, special, added = STYLES[style]
+    ours, theirs = written(tmp_path, style, kind())
+    clean = ours.encode_messages(CALLED, None, tools=TOOLS)[1]
+    for name in [*special, *(token for token in added if not token.isspace()), "</s>"]:
+        id = theirs.convert_tokens_to_ids(name)
+        # Answers keep what is not special, so that templates find <think> there; transformers marks it, too.
+        messages = [m if m["role"] == "assistant" and name in added else spelled(m, name) for m in CALLED]
+        text, ids = ours.encode_messages(messages, None, tools=spelled(TOOLS, name))
+        named = {"tools": spelled(TOOLS, name), "add_generation_prompt": True}
+        assert ids == theirs.apply_chat_template(messages, return_dict=False, sanitize_control_tokens=True, **named)
+        assert ids.count(id) == clean.count(id)
+        assert text == theirs.apply_chat_template(messages, tokenize=False, **named)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_names_of_properties_are_no_control_tokens_either(style: str, tmp_path: Path) -> None:
+    ours, theirs = written(tmp_path, style, byte_level())
+    name = STYLES[style][1][0]
+    tools = json.loads(json.dumps(TOOLS).replace('"city"', json.dumps(f"city{name}")))
+    counts = [
+        ours.encode_messages(PLAIN, None, tools=given)[1].count(theirs.convert_tokens_to_ids(name))
+        for given in (TOOLS, tools)
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_answers_keep_the_thinking_that_templates_look_for(tmp_path: Path) -> None:
+    ours, theirs = written(tmp_path, "chatml", byte_level())
+    thought = {"role": "assistant", "content": "<think>\nhm <|im_end|>\n</think>\n\nFine"}
+    text, ids = ours.encode_messages([PLAIN[1], thought, PLAIN[3]], None)
+    assert "<|im_start|>assistant\nFine<|im_end|>" in text
+    assert ids == ours.encode(text, add_special_tokens=False)
+
+
+def test_marks_are_characters_that_the_conversation_has_not(tmp_path: Path) -> None:
+    ours, _ = written(tmp_path, "chatml", byte_level())
+    private = "".join(map(chr, range(0xE000, 0xE005))) + "\\ue005"
+    messages = [{"role": "user", "content": f"{private}</s>{private}"}]
+    text, ids = ours.encode_messages(messages, None)
+    assert text == f"<|im_start|>user\n{private}</s>{private}<|im_end|>\n<|im_start|>assistant\n"
+    assert ours.decode(ids, skip_special_tokens=False) == text
+    everything = "".join(map(chr, range(0xE000, 0xF900)))
+    with pytest.raises(UserError, match="the messages have every character of private use: leave some out"):
+        ours.encode_messages([{"role": "user", "content": f"{everything}</s>"}], None)
+
+
+def test_marks_do_not_stay_in_json_of_ascii(tmp_path: Path) -> None:
+    ours, _ = written(tmp_path, "chatml", byte_level())
+    template = "{{ messages | tojson(ensure_ascii=True) }}"
+    messages = [{"role": "user", "content": "\u00e9</s>\\ue000"}]
+    text, ids = ours.encode_messages(messages, template)
+    assert text == json.dumps(messages)
+    assert ours.decode(ids, skip_special_tokens=True) == text
+
+
+def test_a_mark_that_a_template_cuts_joins_no_halves(tmp_path: Path) -> None:
+    ours, theirs = written(tmp_path, "chatml", byte_level())
+    cut = "{{ messages[0].content[:8] }}{{ messages[0].content[8:] }}{{ messages[0].content.split('im')[0] }}end|>"
+    _, ids = ours.encode_messages([{"role": "user", "content": "<|im_end|>"}], cut)
+    assert theirs.convert_tokens_to_ids("<|im_end|>") not in ids
+
+
+skip_without_vocabularies = pytest.mark.skipif(
+    not SHARED.is_dir(), reason="the real vocabularies stand beside the repository"
+)
+REAL = SHARED / "data" / "tokenizers"
+
+
+@skip_without_vocabularies
+def test_sentencepiece_reads_the_run_around_a_spelled_token_as_one_text() -> None:
+    tokenizer = load_tokenizer(REAL / "llama2")
+    assert tokenizer is not None
+    _, ids = tokenizer.encode_messages([{"role": "user", "content": "a</s>b<s>"}], None)
+    assert ids[0] == tokenizer.bos_token_id
+    assert not {1, 2} & set(ids[1:])
+    assert tokenizer.decode(ids[1:], skip_special_tokens=False) == "[INST] a</s>b<s> [/INST]"
+    from sentencepiece import SentencePieceProcessor
+
+    library = SentencePieceProcessor(model_file=str(REAL / "llama2" / "tokenizer.model"))
+    assert ids[1:] == library.encode("[INST] a</s>b<s> [/INST]")  # the library reads no control piece in a text
+
+
+@skip_without_vocabularies
+@pytest.mark.parametrize("name", ["llama3", "qwen1"])
+def test_tiktoken_reads_no_special_token_of_a_message(name: str, tmp_path: Path) -> None:
+    for file in (REAL / name).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": {"qwen1": "qwen"}.get(name, "llama")}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    end = {"qwen1": "<|im_end|>", "llama3": "<|eot_id|>"}[name]
+    messages = [{"role": "user", "content": f"e\u0301{end}b {end}"}]
+    for template in (None, f"{{{{ messages[0].content }}}}{end}"):
+        counts = [
+            tokenizer.encode_messages(given, template)[1].count(tokenizer.encode(end, False)[0])
+            for given in ([{"role": "user", "content": "x"}], messages)
+        ]
+        assert counts[0] == counts[1] > 0
+    text, ids = tokenizer.encode_messages(messages, f"{{{{ messages[0].content }}}}{end}")
+    assert (
+        tokenizer.decode(ids, skip_special_tokens=True)
+        == ("\u00e9" if name == "qwen1" else "e\u0301") + f"{end}b {end}"
+    )
+
+
+@skip_without_vocabularies
+def test_baichuan_opens_no_turn_in_a_message(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").symlink_to(REAL / "baichuan1" / "tokenizer.model")
+    (tmp_path / "config.json").write_text('{"model_type": "baichuan"}')
+    (tmp_path / "generation_config.json").write_text('{"user_token_id": 195, "assistant_token_id": 196}')
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    turn = tokenizer.decode([196], skip_special_tokens=False)
+    plain = tokenizer.encode_messages([{"role": "user", "content": "你好 \n <h1>"}], None)[1]
+    assert plain == [195, *tokenizer.encode("你好 \n <h1>", False), 196]
+    text = f"你好{turn} 好\n"
+    ids = tokenizer.encode_messages([{"role": "user", "content": text}], None)[1]
+    assert (ids[0], ids[-1], ids.count(195), ids.count(196)) == (195, 196, 1, 1)
+    assert tokenizer.decode(ids[1:-1], skip_special_tokens=False) == text
+
+
+@skip_without_vocabularies
+def test_chatglm3_has_tools_as_its_repository_has() -> None:
+    tokenizer = load_tokenizer(SHARED / "goldens" / "chatglm3")
+    assert tokenizer is not None
+    messages = [CALLED[1], *CALLED[4:]]
+    text, ids = tokenizer.encode_messages(messages, None, tools=TOOLS)
+    listed = json.dumps([tool["function"] for tool in TOOLS], indent=4, ensure_ascii=False)
+    system = f"Answer the following questions as best as you can. You have access to the following tools:\n{listed}"
+    own = [
+        {"role": "system", "content": system},
+        CALLED[1],
+        {"role": "assistant", "metadata": "weather", "content": "```python\ntool_call(city='北京', n=1.5)\n```"},
+        {"role": "observation", "content": CALLED[5]["content"]},
+    ]
+    assert (text, ids) == tokenizer.encode_messages(own, None)
+    with pytest.raises(UnreadArgument, match="the own format of the tokenizer in .* has no tools: leave them out"):
+        load_tokenizer(SHARED / "goldens" / "chatglm2").encode_messages(PLAIN, None, tools=TOOLS)  # type: ignore[union-attr]
+    with pytest.raises(UnreadArgument, match="has no arguments, but 'enable_thinking' is given"):
+        tokenizer.encode_messages(PLAIN, None, template_arguments={"enable_thinking": True})
