@@ -143,6 +143,9 @@ class Sampling(Shape):
             raise not_allowed("n", self.n, "with temperature=0, which gives the same text every time, give n=1")
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options are for streams: give stream=true, or leave them out", "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            message = "the prompt's come with a whole answer alone: leave out stream, or prompt_logprobs"
+            raise not_allowed("prompt_logprobs", self.prompt_logprobs, message)
         if self.length_penalty is not None and not self.use_beam_search:
             raise bad_request("length_penalty is for use_beam_search=true: give it, or leave it out", "length_penalty")
         if self.use_beam_search:
@@ -303,6 +306,9 @@ class CompletionRequest(Sampling):
     def _check_completion(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise not_allowed("max_tokens", 0, "give a number above 0, or echo=true")
+        if self.stream and self.echo and self.logprobs is not None:
+            message = "with logprobs the prompt's come with a whole answer alone: leave out stream, or echo"
+            raise not_allowed("echo", True, message)
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise not_allowed(
                 "best_of", self.best_of, f"all samples are answered: give n={self.n or 1}, or leave it out"

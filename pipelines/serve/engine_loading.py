@@ -59,13 +59,21 @@ def load_served(run: RunConfig, config: ServeConfig, channel: Channel) -> Served
         check_pooled(decode)
         embedder = Embedder(run, source, engine)
     else:
-        decode = engine.requests.resolve(decode)
+        decode = engine.requests.resolve(_sampled(decode, engine.requests.decode_defaults))
         engine.requests.check(decode)
     parts: dict[str, Any] = {} if embedder is None else {"embed": embedder.settings}
     parts["serve.chat_template"] = template_fingerprint(config.chat_template)
     parts["serve.response_template"] = config.response_template
     fingerprint = _fingerprint(replace(run, decode=decode), source, engine, parts)
     return Served(engine, embedder, decode, _ready(engine, embedder, decode, fingerprint))
+
+
+def _sampled(decode: DecodeConfig, suggested: dict[str, Any]) -> DecodeConfig:
+    """Return settings that sample with temperature 1, as OpenAI's API does, where neither run nor checkpoint say how to choose."""
+    given = suggested | {name: value for name, value in vars(decode).items() if value is not None}
+    if "temperature" in given or (given.get("num_beams") or 1) > 1 or given.get("penalty_alpha"):
+        return decode
+    return replace(decode, temperature=1.0)
 
 
 def _fingerprint(run: RunConfig, source: ModelSource, engine: Engine, parts: dict[str, Any]) -> str | None:

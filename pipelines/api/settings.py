@@ -1,0 +1,123 @@
+"""What a request says as settings of DecodeConfig, and what the engine says of these in the request's words."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pipelines.api.errors import ApiError, bad_request
+from pipelines.api.requests import ChatRequest, CompletionRequest, JsonSchemaFormat, Sampling, TextFormat
+
+DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's
+
+SAME = {
+    "n": "n",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "min_tokens": "min_new_tokens",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+    "include_stop_str_in_output": "include_stop",
+    "skip_special_tokens": "skip_special_tokens",
+    "bad_words": "bad_words",
+    "allowed_token_ids": "allowed_token_ids",
+    "prompt_logprobs": "prompt_logprobs",
+    "cache_salt": "cache_salt",
+    "length_penalty": "length_penalty",
+}
+"""Fields of requests whose values are those of a setting."""
+
+SETTING = re.compile(r"decode\.(\w+)")
+
+
+def decode_settings(request: Sampling, server: Mapping[str, Any], cache_salt: str | None = None) -> dict[str, Any]:
+    """Return the settings that a request gives. Those that it leaves out are the server's.
+
+    server: settings that hold where a request says nothing. cache_salt: the one of requests that give none.
+
+    Raises ApiError for a form of the answer that is incomplete.
+    """
+    given = {setting: getattr(request, name) for name, setting in SAME.items() if getattr(request, name) is not None}
+    if request.top_k is not None:
+        given["top_k"] = max(0, request.top_k)
+    if request.logit_bias is not None:
+        given["logit_bias"] = {int(id): bias for id, bias in request.logit_bias.items()}
+    if request.stop is not None:
+        given["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
+    if request.seed is not None:
+        given["seed"] = request.seed & (2**64 - 1)
+    if cache_salt is not None:
+        given.setdefault("cache_salt", cache_salt)
+    if request.use_beam_search:
+        num_beams = given.pop("n", 1)
+        given |= {"num_beams": num_beams, "num_return_sequences": num_beams, "temperature": 0.0}
+    if guide := _guide(request):
+        given["guide"] = guide
+    if isinstance(request, ChatRequest):
+        return given | _chat_settings(request, server)
+    if isinstance(request, CompletionRequest):
+        return given | _completion_settings(request, server)
+    raise TypeError(f"{type(request).__name__} is no request for continuations")
+
+
+def _chat_settings(request: ChatRequest, server: Mapping[str, Any]) -> dict[str, Any]:
+    given: dict[str, Any] = {"logprobs": request.top_logprobs or 0} if request.logprobs else {}
+    max_tokens = request.max_completion_tokens or request.max_tokens
+    return given | _length(max_tokens, "auto", server)
+
+
+def _completion_settings(request: CompletionRequest, server: Mapping[str, Any]) -> dict[str, Any]:
+    given: dict[str, Any] = {} if request.logprobs is None else {"logprobs": request.logprobs}
+    if request.echo and request.logprobs is not None:
+        given["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+    max_tokens = 1 if request.max_tokens == 0 else request.max_tokens  # the engine writes one, which is left out
+    return given | _length(max_tokens, DEFAULT_MAX_TOKENS, server)
+
+
+def _length(max_tokens: int | None, default: int | str, server: Mapping[str, Any]) -> dict[str, Any]:
+    if max_tokens is not None:
+        return {"max_new_tokens": max_tokens}
+    has_limit = server.get("max_new_tokens") is not None or server.get("max_length") is not None
+    return {} if has_limit else {"max_new_tokens": default}
+
+
+def _guide(request: Sampling) -> dict[str, Any] | None:
+    """Return the answer's form as the setting `guide`; None for any text."""
+    if (outputs := request.structured_outputs) is not None:
+        guide = outputs.model_dump(exclude_none=True)
+        return {"lark" if name == "grammar" else name: value for name, value in guide.items()}
+    form = request.response_format
+    if form is None or isinstance(form, TextFormat):
+        return None
+    if not isinstance(form, JsonSchemaFormat):
+        return {"json_object": True}
+    if form.json_schema.json_schema is None:
+        param = "response_format.json_schema.schema"
+        raise bad_request(f"{param} is missing: give it, or type=json_object", param)
+    return {"json_schema": form.json_schema.json_schema}
+
+
+def refusal(message: str, setting: str | None, request: Sampling) -> ApiError:
+    """Return the error of status 400 for what the engine refused, with its settings by the request's names.
+
+    setting: the one to blame, if one is.
+    """
+    told = SETTING.sub(lambda found: field_of(found[1], request) or found[0], message)
+    return bad_request(told, field_of(setting, request) if setting else None)
+
+
+def field_of(setting: str, request: Sampling) -> str | None:
+    """Return the request's field that gives a setting; None for one that no request gives."""
+    if setting == "max_new_tokens":
+        return "max_completion_tokens" if getattr(request, "max_completion_tokens", None) else "max_tokens"
+    if setting == "guide":
+        forms = ("response_format", "structured_outputs", "tools")
+        return next((name for name in forms if getattr(request, name, None) is not None), None)
+    if setting in ("num_beams", "num_return_sequences"):
+        return "use_beam_search" if request.use_beam_search else None
+    if setting in ("top_k", "logit_bias", "stop", "seed", "logprobs"):
+        return setting
+    return next((name for name, own in SAME.items() if own == setting), None)
