@@ -47,19 +47,29 @@ def place_prefixes(engine: Engine, prefixes: Mapping[str, Prefix]) -> None:
         table = blocks.allocate(num_blocks)
         engine.pin(table)
         if prefix.embeddings is None:
-            _write(engine, name, table, prefix.layers)
+            layers = [(_cast(engine, name, keys), _cast(engine, name, values)) for keys, values in prefix.layers]
+            _write(engine, name, table, layers)
         else:
-            _compute(engine, table, prefix.embeddings)
+            _compute(engine, table, _cast(engine, name, prefix.embeddings))
         placed = PlacedPrefix(prefix.num_tokens, prefix.first_position, prefix.digest, tuple(table))
         engine.requests = replace(engine.requests, prefixes={**engine.requests.prefixes, name: placed})
+
+
+def _cast(engine: Engine, name: str, values: Tensor) -> Tensor:
+    """Return the values as the engine computes. Raises UserError for those that its dtype does not reach."""
+    cast = values.to(engine.device, engine.dtype)
+    if not cast.isfinite().all():
+        dtype, largest = str(engine.dtype).removeprefix("torch."), values.abs().max().item()
+        what = f"model.prefixes.{name} has numbers up to {largest:.3g}, which model.dtype={dtype} does not reach"
+        raise UserError(f"{what}: give model.dtype=float32 or bfloat16, or another prefix")
+    return cast
 
 
 @torch.inference_mode()
 def _write(engine: Engine, name: str, table: list[int], layers: list[tuple[Tensor, Tensor]]) -> None:
     """Store keys and values in the cache's format, as they are."""
     saturated = []
-    for cache, vectors in zip(engine.runner.cache.layers, layers, strict=True):
-        keys, values = (each.to(engine.device, engine.dtype) for each in vectors)  # [P, G, D]
+    for cache, (keys, values) in zip(engine.runner.cache.layers, layers, strict=True):  # [P, G, D]
         places = range(len(keys))
         slots = [table[i // engine.block_size] * engine.block_size + i % engine.block_size for i in places]
         kv_store(keys, values, *cache, torch.tensor(slots, device=engine.device))
@@ -79,11 +89,10 @@ def _saturated(paged: PagedVectors, vectors: Tensor) -> float:
 @torch.inference_mode()
 def _compute(engine: Engine, table: list[int], embeddings: Tensor) -> None:
     """Run embeddings [P, E] through the model, in the place of those of tokens, and keep their keys and values."""
-    own = embeddings.to(engine.device, engine.dtype)
     model = engine.runner.model
-    tokens = [0] * len(own)
+    tokens = [0] * len(embeddings)
     batch = whole_batch([tokens], [1], [table], [model.prompt_features(tokens)], engine.block_size)
-    handle = model.embedding.register_forward_hook(lambda *_: own)
+    handle = model.embedding.register_forward_hook(lambda *_: embeddings)
     try:
         engine.runner.hidden(batch)
     finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.lib import format as npy
 from torch import Tensor
 
 from conf.errors import UserError
@@ -74,15 +75,15 @@ def _unfit(model: CausalLM, prefix: Prefix) -> str | None:
 def _read_paddle(path: Path, model: CausalLM) -> Prefix:
     """Read PaddleNLP's float array [L, 2, G, P, D] of keys and values. The prompt's positions begin at 0."""
     try:
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path} is damaged or no array of numpy: {error}") from error
-    if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or array.dtype.itemsize > 8:
-        kind = array.dtype if isinstance(array, np.ndarray) else "several arrays"
-        raise UserError(f"{path} holds {kind}: give an array of float16, float32 or float64")
-    values = torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
-    num_tokens = values.shape[3] if values.ndim == 5 else 0
-    _check_shape(path, values, model, lambda num_layers, g, d: (num_layers, 2, g, num_tokens, d), "[L, 2, G, P, D]")
+        array = npy.open_memmap(path, mode="r")  # no pickle, and no more memory than the file has bytes
+    except Exception as error:  # a damaged header can raise anything
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is damaged or no array of numpy ({type(error).__name__}: {reason})") from error
+    if array.dtype.kind != "f" or array.dtype.itemsize > 8:
+        raise UserError(f"{path} holds {array.dtype}: give an array of float16, float32 or float64")
+    shape, num_tokens = array.shape, max(1, array.shape[3]) if array.ndim == 5 else 1
+    _check_shape(path, shape, model, lambda num_layers, g, d: (num_layers, 2, g, num_tokens, d), "[L, 2, G, P, D]")
+    values = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
     layers = [(layer[0].transpose(0, 1), layer[1].transpose(0, 1)) for layer in values]
     return Prefix(path, num_tokens, 0, _digest(path, "keys and values", 0, values), layers)
 
@@ -107,8 +108,9 @@ def _read_peft(folder: Path, model: CausalLM) -> Prefix:
         if values.shape != wanted:
             raise UserError(f"{path} is {list(values.shape)}, but the model's embeddings need [P, E] = {list(wanted)}")
         return Prefix(path, num_tokens, num_tokens, digest, [], values)
+    shape = tuple(values.shape)
     _check_shape(
-        path, values, model, lambda num_layers, g, d: (num_tokens, 2 * num_layers * g * d), "[P, L * 2 * G * D]"
+        path, shape, model, lambda num_layers, g, d: (num_tokens, 2 * num_layers * g * d), "[P, L * 2 * G * D]"
     )
     heads = model.attention_heads
     both = values.view(num_tokens, len(heads), 2, heads[0].num_key_value_heads, heads[0].head_dim).unbind(1)
@@ -116,16 +118,16 @@ def _read_peft(folder: Path, model: CausalLM) -> Prefix:
 
 
 def _check_shape(
-    path: Path, values: Tensor, model: CausalLM, shape: Callable[[int, int, int], tuple[int, ...]], names: str
+    path: Path, found: tuple[int, ...], model: CausalLM, shape: Callable[[int, int, int], tuple[int, ...]], names: str
 ) -> None:
-    """Raise UserError unless the values have the `shape` of the model's L, G and D."""
+    """Raise UserError unless `found` is the `shape` of the model's L, G and D."""
     heads = model.attention_heads
     sizes = {(each.num_key_value_heads, each.head_dim, each.value_head_dim) for each in heads}
     (g, d, value_d), *others = sizes
     wanted = shape(len(heads), g, d)
-    if values.shape != wanted or not values.numel() or others or (value_d and value_d != d):
+    if found != wanted or others or (value_d and value_d != d):
         numbers = f"L={len(heads)}, G={g}, D={d}"
-        raise UserError(f"{path} is {list(values.shape)}, but the model needs {names} = {list(wanted)} ({numbers})")
+        raise UserError(f"{path} is {list(found)}, but the model needs {names} = {list(wanted)} ({numbers})")
 
 
 def _digest(path: Path, kind: str, first_position: int, values: Tensor) -> str:

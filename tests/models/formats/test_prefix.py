@@ -60,12 +60,12 @@ def test_pre_caches_of_any_float_are_read(llama: Path, tmp_path: Path, dtype: st
             np.zeros((2, 2, 4, 3, 16), np.float32),
             r"is \[2, 2, 4, 3, 16\], but the model needs \[L, 2, G, P, D\] = \[2, 2, 2, 3, 16\] \(L=2, G=2, D=16\)",
         ),
-        (np.zeros((2, 2, 2, 0, 16), np.float32), r"is \[2, 2, 2, 0, 16\], but"),
+        (np.zeros((2, 2, 2, 0, 16), np.float32), r"is \[2, 2, 2, 0, 16\], but the model .* = \[2, 2, 2, 1, 16\]"),
         (np.zeros(7, np.float32), r"is \[7\], but the model needs"),
         (np.zeros((2, 2, 2, 3, 16), np.int32), "holds int32: give an array of float16, float32 or float64"),
         (np.zeros((2, 2, 2, 3, 16), np.complex64), "holds complex64: give"),
         (np.full((2, 2, 2, 3, 16), np.nan, np.float32), "holds NaN or infinite numbers"),
-        (np.array([{}], dtype=object), "is damaged or no array of numpy: Object arrays cannot be loaded"),
+        (np.array([{}], dtype=object), r"is damaged or no array of numpy \(ValueError: .*Python objects"),
     ],
 )
 def test_wrong_arrays_are_refused(llama: Path, tmp_path: Path, array: Any, message: str) -> None:
@@ -80,15 +80,33 @@ def test_damaged_files_are_refused(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "text.npy").write_text("no array")
     (tmp_path / "empty.npy").write_bytes(b"")
     np.savez(tmp_path / "several.npz", a=np.zeros(3))
-    for name, message in {"cut.npy": "damaged", "text.npy": "damaged", "empty.npy": "damaged"}.items():
-        with pytest.raises(UserError, match=message):
+    for name in ("cut.npy", "text.npy", "empty.npy", "several.npz"):
+        with pytest.raises(UserError, match=f"{name} is damaged or no array of numpy"):
             read(llama, tmp_path / name)
-    with pytest.raises(UserError, match="holds several arrays"):
-        read(llama, tmp_path / "several.npz")
     with pytest.raises(
         UserError, match="holds no prefix: give a pre_caches.npy, or a folder with one or with an adapter_config"
     ):
         read(llama, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (2, 2, 2, 1099511627776, 16)}", "mmap length is greater"),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1180591620717411303424,)}", "OverflowError"),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (2, -2, 2, 3, 16)}", "must be positive"),
+        ("{'descr': '<f16', 'fortran_order': False, 'shape': (3,)}", "holds float128: give"),
+        ("(" * 5000, "TokenError"),
+        ("__import__('os').abort()", "Cannot parse header|malformed"),
+    ],
+)
+def test_headers_that_lie_are_refused_before_memory_is_taken(
+    llama: Path, tmp_path: Path, header: str, message: str
+) -> None:
+    length = len(header).to_bytes(2, "little")
+    (tmp_path / "p.npy").write_bytes(b"\x93NUMPY\x01\x00" + length + header.encode() + bytes(64))
+    with pytest.raises(UserError, match=message):
+        read(llama, tmp_path / "p.npy")
 
 
 WHOLE = {"prompt_embeddings": torch.zeros(3, 2 * 2 * 2 * 16)}

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import QuantConfig
+from conf.schema import DType
 from conf.speculation import Speculate, SpeculationConfig
 from pipelines.engine import Engine, Output
 from pipelines.engine.request import Pooling, SequenceGroup
-from tests.helpers.builders import SMALL, all_logits, complete, generate, write_llama
+from pipelines.loading import load_engine
+from tests.helpers.builders import SMALL, all_logits, complete, generate, run_config, write_llama
 from tests.helpers.oracle import TOLERANCE, write_random
 from tests.helpers.quantized_models import STATIC_CACHES, make, quantize_run, random_rows, write_rows
 from tests.helpers.soft_prefixes import (
@@ -232,6 +235,20 @@ def test_what_has_no_room_is_refused(base: tuple[Path, Any], tmp_path: Path) -> 
     with pytest.raises(UserError, match="prompt and new tokens are 23, but the KV cache holds 20"):
         engine.request(0, PROMPT, replace(GREEDY, max_new_tokens=12), prefix="p")
     assert len(complete(engine, [PROMPT], replace(GREEDY, max_new_tokens=9), "p")[0].token_ids) == 9
+
+
+@pytest.mark.parametrize("layout", ["pre_caches.npy", "prompt_tuning"])
+def test_numbers_that_the_dtype_does_not_reach_are_refused(base: tuple[Path, Any], tmp_path: Path, layout: str) -> None:
+    """As infinite keys they would fail every row behind the prefix."""
+    if layout == "pre_caches.npy":
+        np.save(tmp_path / layout, np.full((2, 2, 2, 3, 16), 7e4, np.float32))
+    else:
+        write_peft(tmp_path / layout, copy.deepcopy(base[1]), layout, 3)
+        save_file({"prompt_embeddings": torch.full((3, 64), 7e4)}, tmp_path / layout / "adapter_model.safetensors")
+    run = run_config(base[0], prefixes={"p": str(tmp_path / layout)})
+    message = r"model.prefixes.p has numbers up to 7e\+04, which model.dtype=float16 does not reach: give model.dtype"
+    with pytest.raises(UserError, match=message):
+        load_engine(replace(run, model=replace(run.model, dtype=DType.float16)), 1)
 
 
 def test_unknown_names_and_paths_are_refused(base: tuple[Path, Any], tmp_path: Path) -> None:
