@@ -20,6 +20,7 @@ from conf.pooling import PoolingMode
 from conf.schema import RunConfig
 from models.formats.sentence_transformers import EmbeddingFiles, appends_eos, read_embedding_files
 from models.heads import Head
+from models.tokenizers import Tokenizer
 from pipelines import report
 from pipelines.engine import Engine, Output
 from pipelines.engine.request import Pooling
@@ -47,8 +48,7 @@ class Embedder(Pooler):
         settings, tokenizer = run.predict, engine.tokenizer
         self._encoder = PromptEncoder(tokenizer, settings.add_special_tokens, settings.chat_template, False)
         is_plain = settings.add_special_tokens and settings.chat_template in ("auto", "none")
-        has_eos = tokenizer is not None and is_plain and appends_eos(tokenizer.source)
-        self._eos = tokenizer.eos_token_id if tokenizer and has_eos else None
+        self._eos = _missing_eos(tokenizer) if tokenizer and is_plain else None
 
     @property
     def pooling(self) -> Pooling:
@@ -77,8 +77,7 @@ class Embedder(Pooler):
                 )
             return self._encoder.encode(row).token_ids
         token_ids = self._encoder.encode(PromptRow(row.index, prompt=self._instruction + row.prompt)).token_ids
-        has_eos = self._eos is None or token_ids[-1:] == [self._eos]
-        return token_ids if has_eos else [*token_ids, self._eos or 0]
+        return token_ids if self._eos is None else [*token_ids, self._eos]
 
     def values(self, output: Output) -> Tensor:
         vector: Tensor = output.pooled  # [E]
@@ -86,6 +85,12 @@ class Embedder(Pooler):
             return vector
         exact = vector.double()
         return exact.div(exact.norm().clamp(min=1e-12)).float()  # the least norm that torch's normalize takes
+
+
+def _missing_eos(tokenizer: Tokenizer) -> int | None:
+    """Return the eos where the tokenizer's settings ask for one that it does not write."""
+    eos = tokenizer.eos_token_id
+    return eos if appends_eos(tokenizer.source) and tokenizer.encode("a", True)[-1:] != [eos] else None
 
 
 def _instruction(given: str | None, files: EmbeddingFiles) -> str:

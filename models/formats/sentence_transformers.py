@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
+from conf.errors import UserError, shortened
 from models.config import read_json, read_json_value
 
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
+TRANSFORMER = "sentence_bert_config.json"
 MODES = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "cls"}
 NEWER_MODES = {"mean": "mean", "lasttoken": "last", "cls": "cls"}  # values of `pooling_mode`, as later files have it
 
@@ -31,11 +32,15 @@ def read_embedding_files(folder: Path) -> EmbeddingFiles:
     if not folder.is_dir():  # a GGUF file
         return EmbeddingFiles()
     pooling, normalizes = _read_modules(folder)
+    if read_json(folder / TRANSFORMER).get("do_lower_case") is True:
+        raise UserError(
+            f"{folder / TRANSFORMER}: do_lower_case=true is not supported: give the texts in lower case, and false"
+        )
     settings = read_json(folder / PROMPTS)
     prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise UserError(f"{folder / PROMPTS}: prompts are not texts by name")
-    if default is not None and default not in prompts:
+    if default is not None and default not in list(prompts):
         raise UserError(
             f"{folder / PROMPTS}: default_prompt_name={default!r} is none of {', '.join(prompts) or 'no prompts'}"
         )
@@ -56,8 +61,8 @@ def _read_modules(folder: Path) -> tuple[str | None, bool]:
     if "Pooling" not in kinds:
         return None, False
     path = modules[1].get("path")
-    if not isinstance(path, str) or Path(path).name != path:
-        raise UserError(f"{file}: path={path!r} is no folder beside it")
+    if path not in [entry.name for entry in folder.iterdir()]:
+        raise UserError(f"{file}: path={shortened(repr(path))} is no folder beside it")
     return _read_pooling(folder / path / "config.json"), "Normalize" in kinds
 
 
@@ -66,10 +71,10 @@ def _read_pooling(file: Path) -> str:
         raise UserError(f"{file} is missing, but {MODULES} names its folder")
     config: dict[str, Any] = read_json(file)
     chosen = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
-    if isinstance(mode := config.get("pooling_mode"), str):
-        chosen.append(mode)
-    known = MODES | NEWER_MODES
-    if len(chosen) != 1 or chosen[0] not in known:
+    if (mode := config.get("pooling_mode")) is not None:
+        chosen.append(str(mode))
+    pooling, *others = {(MODES | NEWER_MODES).get(name) for name in chosen} or {None}
+    if pooling is None or others:
         raise UserError(
             f"{file}: the pooling {' + '.join(chosen) or 'none'} is not supported: only one of {', '.join(MODES)}"
         )
@@ -77,7 +82,7 @@ def _read_pooling(file: Path) -> str:
         raise UserError(
             f"{file}: include_prompt=false, which leaves the instruction out of the pooling, is not supported"
         )
-    return known[chosen[0]]
+    return pooling
 
 
 def appends_eos(tokenizer: Path) -> bool:
