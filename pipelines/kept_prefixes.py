@@ -37,8 +37,10 @@ class KeptRow:
     """Virtual tokens of a soft prefix in front of it."""
     prefix: str
     """Digest of that prefix; empty where there is none."""
+    adapter: str
+    """Digest of the adapter that it was computed with; empty where there was none."""
     root: str
-    """What the hash of its first block begins with, in hexadecimal digits: it differs by salt and prefix."""
+    """What the hash of its first block begins with, in hexadecimal digits: it differs by salt, prefix and adapter."""
 
     @property
     def num_slots(self) -> int:
@@ -114,11 +116,12 @@ def open_kept(run: RunConfig, source: ModelSource, dtype: torch.dtype) -> list[K
 def place_kept(engine: Engine, files: list[KeptFile]) -> None:
     """Copy what the files hold into blocks that stay in the engine's cache, where `find_prefix` finds them.
 
-    Raises UserError for tensors of other shapes than the cache's, soft prefixes that the engine has not, and too few blocks.
+    Raises UserError for tensors of other shapes than the cache's, soft prefixes and adapters that the engine has not, numbers that are not
+    finite, and too few blocks.
     """
     for file in files:
         _check_tensors(engine, file)
-        _check_prefixes(engine, file)
+        _check_parts(engine, file)
         (_, token_ids), *_ = file.weights.read([TOKENS])
         found = _missing_blocks(engine, file, token_ids.tolist())
         blocks = engine.scheduler.block_manager
@@ -134,6 +137,9 @@ def place_kept(engine: Engine, files: list[KeptFile]) -> None:
         places = torch.tensor(list(found.values()))[:, None] + torch.arange(engine.block_size)  # [blocks, B]
         tensors = dict(cache_tensors(engine))
         for name, content in file.weights.read(tensors):
+            if not content.float().isfinite().all():  # fp8 has no such question
+                what = f"{file.path}: {name} holds NaN or infinite numbers"
+                raise UserError(f"device.kept_prefixes: {what}: make it again by task=prefix")
             tensors[name][table] = content[places].to(engine.device)
 
 
@@ -164,14 +170,19 @@ def _check_tensors(engine: Engine, file: KeptFile) -> None:
         raise UserError(f"device.kept_prefixes: {file.path}: {what}: make it again by task=prefix")
 
 
-def _check_prefixes(engine: Engine, file: KeptFile) -> None:
-    known = {(prefix.digest, prefix.num_tokens) for prefix in engine.requests.prefixes.values()} | {("", 0)}
+def _check_parts(engine: Engine, file: KeptFile) -> None:
+    """Raise UserError for a row behind a soft prefix, or with an adapter, that the engine does not have."""
+    prefixes = {(prefix.digest, prefix.num_tokens) for prefix in engine.requests.prefixes.values()} | {("", 0)}
+    adapters = {adapter.digest for adapter in engine.adapters.ids} | {""}
     for row in file.rows:
-        if (row.prefix, row.num_prefix_tokens) not in known:
-            what = f"{file.path} holds a prompt behind the soft prefix {row.prefix[:12]}..."
-            raise UserError(
-                f"device.kept_prefixes: {what}, which is not in model.prefixes: give it too, or leave the file out"
-            )
+        if (row.prefix, row.num_prefix_tokens) not in prefixes:
+            what, setting = f"behind the soft prefix {row.prefix[:12]}...", "model.prefixes"
+        elif row.adapter not in adapters:
+            what, setting = f"with the adapter {row.adapter[:12]}...", "model.adapters"
+        else:
+            continue
+        what = f"{file.path} holds a prompt {what}, which is not in {setting}"
+        raise UserError(f"device.kept_prefixes: {what}: give it too, or leave the file out")
 
 
 def _rows(path: Path, file: SafetensorsFile) -> list[KeptRow]:
@@ -180,8 +191,9 @@ def _rows(path: Path, file: SafetensorsFile) -> list[KeptRow]:
         try:
             row = KeptRow(**values)
             counts = type(row.num_tokens) is type(row.num_prefix_tokens) is int
-            if not counts or row.num_tokens < 1 or row.num_prefix_tokens < 0 or not isinstance(row.prefix, str):
+            if not counts or row.num_tokens < 1 or row.num_prefix_tokens < 0:
                 raise ValueError
+            bytes.fromhex(row.prefix + row.adapter)
             bytes.fromhex(row.root)
         except (TypeError, ValueError) as error:
             raise _damaged(path) from error

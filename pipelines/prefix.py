@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import RunConfig
+from conf.terminal import visible_line
 from pipelines import report
 from pipelines.device import prepare_device
 from pipelines.engine import Engine, Request
@@ -28,6 +30,7 @@ def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         raise UserError(f"prefix.data is missing: {GIVE}")
     if run.prefix.output is None:
         raise UserError("prefix.output is missing: give the file to make")
+    replace(run.decode, cache_salt=None).check_unset("by task=prefix", "leave it out")
     target = Path(os.path.abspath(Path(run.prefix.output).expanduser()))
     _check_target(target)
     prompts, start = read_prompts(run.prefix.data), time.perf_counter()
@@ -52,6 +55,8 @@ def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     kept.save(target, identity(made, source, engine.dtype))
     metrics = {
         **kept.metrics,
+        "num_blank_lines": prompts.num_blank_lines,
+        "unused_fields": prompts.unused_fields,
         "bytes_written": target.stat().st_size,
         "start_s": report.START_S,
         "load_s": load_s,
@@ -119,7 +124,8 @@ class _Kept:
             self._stored[name].append(tensor[blocks].flatten(0, 1).cpu())
         self._known.update(hashes)
         self._token_ids += sequence.token_ids[:num_tokens]
-        self.rows.append(KeptRow(num_tokens, prefix.num_tokens, prefix.digest, root_hash(sequence).hex()))
+        adapter = "" if request.adapter is None else request.adapter.digest
+        self.rows.append(KeptRow(num_tokens, prefix.num_tokens, prefix.digest, adapter, root_hash(sequence).hex()))
 
     def save(self, path: Path, parts: dict[str, Any]) -> None:
         stored = {name: torch.cat(parts) for name, parts in self._stored.items()}
@@ -127,6 +133,8 @@ class _Kept:
 
 
 def _print(metrics: dict[str, Any], target: Path, output_dir: Path) -> None:
+    if metrics["unused_fields"]:
+        print(visible_line(f"fields of the rows that are not used: {', '.join(metrics['unused_fields'])}"))
     report.print_table(
         [
             ("prompts", f"{metrics['num_kept_prompts']} kept of {metrics['num_prompts']}"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import LlamaForCausalLM
 
 from conf.compose import compose_run_config, dump
 from conf.decoding import DecodeConfig
@@ -20,6 +21,7 @@ from pipelines import fingerprint
 from pipelines.engine import Engine, Output
 from pipelines.loading import load_engine
 from pipelines.prefix import run_prefix
+from tests.helpers.adapters import write_adapter
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.command import run as command
 from tests.helpers.quantized_models import STATIC_CACHES, make, quantize_run, random_rows, write_rows
@@ -61,8 +63,14 @@ def run_of(folder: Path, **changes: Any) -> RunConfig:
     return replace(run_config(folder), **changes)
 
 
-def complete(engine: Engine, prompt: list[int], decode: DecodeConfig = DECODE, prefix: str | None = None) -> Output:
-    request = engine.request(0, prompt, decode, prefix=prefix)
+def complete(
+    engine: Engine,
+    prompt: list[int],
+    decode: DecodeConfig = DECODE,
+    prefix: str | None = None,
+    adapter: str | None = None,
+) -> Output:
+    request = engine.request(0, prompt, decode, prefix=prefix, adapter=adapter)
     (output,) = engine.generate([request], on_step=engine.scheduler.check_integrity)
     return output
 
@@ -84,6 +92,7 @@ def test_log_probabilities_are_equal_to_the_bit(folder: Path, tmp_path: Path, kv
     rows = {"prompt_token_ids": BEGINNING}, {"prompt_token_ids": OTHER}, {"prompt_token_ids": BEGINNING[:33]}
     metrics = keep(run, tmp_path / "kept", *rows)
     names = "num_prompts", "num_prompt_tokens", "num_kept_prompts", "num_kept_tokens"
+    assert metrics["unused_fields"] == []
     assert [metrics[name] for name in names] == [3, 41 + 37 + 33, 2, 32 + 32]  # blocks of 16
     prompts = {16: [*BEGINNING, 7, 8], 8: [*OTHER, 3], 4: BEGINNING[:32]}
     plain = load_engine(run, 3)
@@ -105,6 +114,12 @@ def test_what_is_kept_is_what_is_read(folder: Path, tmp_path: Path) -> None:
     save_tensors(tmp_path / "other", tensors, metadata)
     right, wrong = (complete(with_kept(run, tmp_path / name), [*BEGINNING, 3]) for name in ("kept", "other"))
     assert right.completions[0].logprobs != wrong.completions[0].logprobs
+
+
+def test_fields_that_nothing_reads_are_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = keep(run_of(folder), tmp_path / "kept", {"prompt_token_ids": BEGINNING, "prefx": "p"})
+    assert metrics["unused_fields"] == ["prefx"]
+    assert "fields of the rows that are not used: prefx" in capsys.readouterr().out
 
 
 def test_kept_blocks_stay_while_others_come_and_go(folder: Path, tmp_path: Path) -> None:
@@ -143,6 +158,32 @@ def test_salts_and_soft_prefixes_keep_rows_apart(folder: Path, tmp_path: Path) -
         with_kept(run, tmp_path / "kept")
 
 
+def test_adapters_keep_rows_apart(folder: Path, tmp_path: Path) -> None:
+    """Another adapter under the same name is another one, and its absence is said."""
+    for seed, name in enumerate("ab"):
+        write_adapter(tmp_path / name, folder, LlamaForCausalLM, seed=seed, target_modules=["q_proj", "v_proj"])
+    run = run_of(folder)
+
+    def adapted(**folders: Path) -> RunConfig:
+        return replace(run, model=replace(run.model, adapters={name: str(path) for name, path in folders.items()}))
+
+    row = {"prompt_token_ids": BEGINNING}
+    keep(adapted(fr=tmp_path / "a"), tmp_path / "kept", row | {"adapter": "fr"})
+    moved = adapted(de=tmp_path / "b", other=tmp_path / "a")
+    engine, plain = with_kept(moved, tmp_path / "kept"), load_engine(moved, 3)
+    output = complete(engine, [*BEGINNING, 3], adapter="other")
+    assert output.num_cached_tokens == 32
+    assert output.completions == complete(plain, [*BEGINNING, 3], adapter="other").completions
+    for name in (None, "de"):
+        output = complete(engine, [*BEGINNING, 3], adapter=name)
+        assert output.num_cached_tokens == 0
+        assert output.completions == complete(plain, [*BEGINNING, 3], adapter=name).completions
+    for other in (run, adapted(fr=tmp_path / "b")):
+        message = r"holds a prompt with the adapter .{12}\.\.\., which is not in model.adapters: give it too, or leave"
+        with pytest.raises(UserError, match=message):
+            with_kept(other, tmp_path / "kept")
+
+
 def test_another_identity_is_refused_by_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, kept = run_of(folder), tmp_path / "kept"
     keep(run, kept)
@@ -176,7 +217,9 @@ def test_damaged_and_missing_files_are_refused(folder: Path, tmp_path: Path) -> 
             with_kept(run, bad)
 
     (row,) = json.loads(metadata["rows"])
-    for rows in ("", "{}", "[3]", "[{}]", json.dumps([row | {"num_tokens": 0}]), json.dumps([row | {"root": "xy"}])):
+    wrong = {"num_tokens": 0}, {"root": "xy"}, {"prefix": 3}, {"adapter": None}, {"more": 1}
+    without = {name: value for name, value in row.items() if name != "adapter"}
+    for rows in ("", "{}", "[3]", "[{}]", *(json.dumps([each]) for each in (*(row | w for w in wrong), without))):
         refused("bad is damaged, or was not made by task=prefix: make it again", rows=rows)
     refused("is damaged", identity="[]")
     refused(
@@ -187,6 +230,7 @@ def test_damaged_and_missing_files_are_refused(folder: Path, tmp_path: Path) -> 
     refused(f"{name} is missing, not", {other: t for other, t in tensors.items() if other != name})
     refused(f"{name} is .*float64", tensors | {name: tensors[name].double()})
     refused(f"{name} is ", tensors | {name: tensors[name][:, :1]})
+    refused(f"{name} holds NaN or infinite numbers: make it again", tensors | {name: tensors[name] / 0})
     refused("more is .*, not in this cache", tensors | {"more": torch.zeros(3)})
     bad.write_bytes(kept.read_bytes()[:-40])
     with pytest.raises(UserError, match="bad is truncated or not a safetensors file"):
@@ -217,6 +261,8 @@ def test_what_cannot_be_kept_is_refused(folder: Path, tmp_path: Path) -> None:
         keep(run, kept)
     with pytest.raises(UserError, match="there is no folder .*: make it, or give another file"):
         _keep_in(run, tmp_path / "nowhere" / "kept", tmp_path)
+    with pytest.raises(UserError, match="decode.temperature=0.5 is not used by task=prefix: leave it out"):
+        keep(replace(run, decode=DecodeConfig(temperature=0.5)), tmp_path / "other")
     for config, message in (
         (PrefixConfig(), "prefix.data is missing: give"),
         (PrefixConfig(data="x"), "prefix.output is missing"),
