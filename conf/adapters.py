@@ -12,11 +12,8 @@ def check_paths(key: str, paths: object) -> None:
     check(paths is None or are_paths, key, paths, "paths by name: {NAME: PATH, ...}")
 
 
-def check_adapters(names: Collection[str], chosen: str | None, task: str) -> None:
-    """Raise UserError for adapters beside a task that does not read them, and for a chosen one that none of the names is."""
-    if names and task != "predict":
-        remedy = "leave it out, or merge an adapter by task=convert convert.lora=FOLDER"
-        raise UserError(f"model.adapters is not used by task={task}: {remedy}")
+def check_adapters(names: Collection[str], chosen: str | None) -> None:
+    """Raise UserError for a chosen adapter that none of the names is."""
     if chosen is not None and chosen not in names:
         known = there_are(names, chosen) if names else "give model.adapters={NAME: FOLDER}, too"
         raise UserError(f"predict.adapter={chosen} is none of model.adapters: {known}")

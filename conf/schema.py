@@ -178,8 +178,11 @@ class RunConfig:
         if not calibrates and self.calibrate != CalibrateConfig():
             scheme = f"quant={self.quant.scheme.name} with task={self.task.name}"
             raise UserError(f"calibrate is not used by {scheme}: leave it out, or give task=quantize")
-        if self.model.prefixes and not (self.task.reads_rows or self.task is Task.prefix):
-            raise UserError(f"model.prefixes is not used by task={self.task.name}: leave it out, or give task=predict")
+        if not (self.task.reads_rows or self.task is Task.prefix):
+            merge = "or merge an adapter by task=convert convert.lora=FOLDER"
+            for name, remedy in (("prefixes", "or give task=predict"), ("adapters", merge)):
+                if getattr(self.model, name):
+                    raise UserError(f"model.{name} is not used by task={self.task.name}: leave it out, {remedy}")
         if self.device.kept_prefixes and not (self.task.reads_rows and self.decode.prefix_cache):
             user = "decode.prefix_cache=false" if self.task.reads_rows else f"task={self.task.name}"
             raise UserError(f"device.kept_prefixes is not used by {user}: leave one of them out")
@@ -187,7 +190,7 @@ class RunConfig:
             raise UserError(
                 "quant, device and adapters are not used with chat.url, whose server has its own: leave them out"
             )
-        check_adapters(self.model.adapters or {}, self.predict.adapter, self.task.name)
+        check_adapters(self.model.adapters or {}, self.predict.adapter)
         for other in [task for task in Task if task is not self.task]:
             section = getattr(self, other.name)
             unchanged = type(section)()

@@ -51,6 +51,9 @@ class PredictConfig:
             self.max_errors,
             "a number from 0, or null",
         )
+        if self.prefix and self.adapter:
+            both = f"predict.prefix={self.prefix} and predict.adapter={self.adapter}"
+            raise UserError(f"{both} do not go together, because a prefix was made without adapters: leave one out")
         check(self.prefix != "", "predict.prefix", repr(self.prefix), "a name of model.prefixes, or null")
         check(self.batch_size > 0, "predict.batch_size", self.batch_size, "a number above 0")
         check(

@@ -16,6 +16,7 @@ from models.causal_lm import CausalLM
 from models.formats.lora import CONFIG, Change, expect_factors, open_adapter, read_changes
 from models.layers.linear import Linear, tied_weight
 from models.layers.moe import Experts
+from models.weights import full_names
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,19 @@ def read_adapter(folder: Path, model: CausalLM, dtype: torch.dtype) -> Adapter:
         with open(file, "rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     modules = dict(model.named_modules())
+    names = full_names(modules)  # an adapter of a model without its head lacks their first part
     factors = {}
     for parameter, change in read_changes(weights, settings).items():
-        name = parameter.rpartition(".")[0]
+        own = parameter.rpartition(".")[0]
+        name = names.get(own, own)
         layer = _adaptable(name, change, modules, model, folder)
         outputs, inputs = layer.shape
-        keys = expect_factors(weights, change, settings.rank(name), inputs, outputs)
+        keys = expect_factors(weights, change, settings.rank(own), inputs, outputs)
         tensors = dict(weights.read(keys))
         a, b = (tensors[key].to(dtype, copy=True) for key in keys)  # the file may go
         if not (a.isfinite().all() and b.isfinite().all()):
             raise UserError(f"{weights.path}: {name} holds NaN or infinite numbers in {dtype}: get the adapter anew")
-        factors[name] = Factors(a, b, settings.scale(name))
+        factors[name] = Factors(a, b, settings.scale(own))
     return Adapter(digest.hexdigest(), factors)
 
 

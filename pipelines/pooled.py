@@ -37,7 +37,7 @@ class Pooler(ABC):
     def __init__(self, run: RunConfig, source: ModelSource, engine: Engine) -> None:
         """Raises UserError for settings that this checkpoint does not go with."""
         self.engine = engine
-        self._prefix = run.predict.prefix
+        self._prefix, self._adapter = run.predict.prefix, run.predict.adapter
         engine.requests.prefix(self._prefix)
 
     @property
@@ -68,12 +68,10 @@ class Pooler(ABC):
         token_ids = self.encode(row)
         if row.prediction is not None:
             raise UserError("a prediction is not used where nothing is generated: leave it out")
-        if row.adapter is not None:
-            raise UserError(
-                f"adapter={row.adapter} is not used where nothing is generated: leave it out, or merge it by task=convert"
-            )
         own = decode.replaced(row.decode)
-        return self.engine.pooled_request(row.index, token_ids, self.pooling, own, row.prefix or self._prefix)
+        prefix = self._prefix if row.prefix is None else row.prefix
+        adapter = self._adapter if row.adapter is None else row.adapter
+        return self.engine.pooled_request(row.index, token_ids, self.pooling, own, prefix, adapter)
 
 
 def open_pooler(

@@ -22,7 +22,13 @@ from pipelines.pooled import Pooler, open_pooler
 from pipelines.prompts import rows_from_python
 from pipelines.score import Scorer
 
-OF_ROWS = ("batch_size", "add_special_tokens", "chat_template", "prefix")  # settings of `predict` that are arguments
+OF_ROWS = (
+    "batch_size",
+    "add_special_tokens",
+    "chat_template",
+    "prefix",
+    "adapter",
+)  # settings of `predict` that are arguments
 KINDS: dict[str, tuple[type, ...]] = {
     "pooling": (str,),
     "normalize": (bool, type(None)),
@@ -31,6 +37,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "add_special_tokens": (bool,),
     "chat_template": (str,),
     "prefix": (str, type(None)),
+    "adapter": (str, type(None)),
 }
 
 

@@ -64,7 +64,7 @@ class PredictJob(Job):
     def request(self, row: PromptRow) -> Request:
         prompt = self._encoder.encode(row)
         decode, prediction = self._decode_of(row), prompt.prediction_token_ids
-        prefix = row.prefix or self._run.predict.prefix
+        prefix = self._run.predict.prefix if row.prefix is None else row.prefix
         adapter = self._run.predict.adapter if row.adapter is None else row.adapter
         request = self.engine.request(row.index, prompt.token_ids, decode, None, prediction, prefix, adapter)
         self._prompts[row.index] = prompt.text, request.params

@@ -279,7 +279,8 @@ class TextGenerationPipeline:
             sink = _sink(streamer, num_texts) if streamer else None
             try:
                 prompt = encoder.encode(row)
-                own, prediction, behind = decode.replaced(row.decode), prompt.prediction_token_ids, row.prefix or prefix
+                own, prediction = decode.replaced(row.decode), prompt.prediction_token_ids
+                behind = prefix if row.prefix is None else row.prefix
                 name = adapter if row.adapter is None else row.adapter
                 request = self.engine.request(row.index, prompt.token_ids, own, sink, prediction, behind, name)
             except UserError as error:

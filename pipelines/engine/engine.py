@@ -135,9 +135,24 @@ class Engine:
     ) -> Request:
         """Return a checked request. Raises UserError where `RequestFactory.make` and `Adapters.give` do, and for an unread prompt."""
         request = self.requests.make(id, prompt_token_ids, decode, sink, prediction_token_ids, prefix)
+        return self._with_adapter(request, adapter)
+
+    def pooled_request(
+        self,
+        id: int,
+        prompt_token_ids: list[int],
+        pooling: Pooling,
+        decode: DecodeConfig,
+        prefix: str | None = None,
+        adapter: str | None = None,
+    ) -> Request:
+        """Return a checked request for the prompt's vector. Raises UserError where `RequestFactory.make_pooled` does, and as `request`."""
+        return self._with_adapter(self.requests.make_pooled(id, prompt_token_ids, pooling, decode, prefix), adapter)
+
+    def _with_adapter(self, request: Request, adapter: str | None) -> Request:
         if adapter is not None:
             request = self.adapters.give(request, adapter)
-        self.runner.prompt_features(prompt_token_ids)
+        self.runner.prompt_features(request.prompt_token_ids)
         return request
 
     def pin(self, blocks: list[int]) -> None:
@@ -145,14 +160,6 @@ class Engine:
         self.scheduler.block_manager.pin(blocks)
         num_blocks = self.num_blocks - self.scheduler.block_manager.num_pinned_blocks
         self.requests = replace(self.requests, num_blocks=num_blocks)
-
-    def pooled_request(
-        self, id: int, prompt_token_ids: list[int], pooling: Pooling, decode: DecodeConfig, prefix: str | None = None
-    ) -> Request:
-        """Return a checked request for the prompt's vector. Raises UserError where `RequestFactory.make_pooled` does, and as `request`."""
-        request = self.requests.make_pooled(id, prompt_token_ids, pooling, decode, prefix)
-        self.runner.prompt_features(prompt_token_ids)
-        return request
 
     def generate(
         self,

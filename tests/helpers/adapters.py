@@ -14,9 +14,8 @@ RANKS = {"four": 4, "eight": 8, "sixteen": 16, "sixty_four": 64}
 
 def write_adapter(folder: Path, base: Path, kind: type[PreTrainedModel], seed: int = 1, **config: Any) -> Path:
     """Write an adapter of random factors, so large that it changes tokens, for the model in `base`."""
-    model = get_peft_model(
-        kind.from_pretrained(base), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **config)
-    )
+    settings = {"task_type": "CAUSAL_LM", "init_lora_weights": False, **config}
+    model = get_peft_model(kind.from_pretrained(base), LoraConfig(**settings))
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

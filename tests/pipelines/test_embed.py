@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from peft import PeftModel
 from torch.nn.functional import normalize
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM, LlamaModel
 
 from conf.compose import dump
 from conf.decoding import DecodeConfig
@@ -22,6 +23,7 @@ from conf.schema import RunConfig, Task
 from conf.tasks import PredictConfig
 from pipelines.embed import run_embed
 from pipelines.loading import load_engine
+from tests.helpers.adapters import ALL_LINEAR, write_adapter
 from tests.helpers.builders import all_logits, run_config, write_llama
 from tests.helpers.embedding_models import QUERY, write_e5_mistral, write_modules, write_qwen3_embedding
 from tests.helpers.gguf_files import write_twin
@@ -29,7 +31,14 @@ from tests.helpers.quantized_models import make, quantize_run
 from tests.helpers.small_tokenizers import byte_level, save
 from tests.helpers.soft_prefixes import engine_with, write_paddle
 
-TEXTS = ["Once upon a time", "a", "", "She said: hello, world! It was a good day for the dog. ", "don't stop 12345"]
+TEXTS = [
+    "Once upon a time",
+    "a",
+    "",
+    "She said: hello, world! It was a good day for the dog. ",
+    "don't stop 12345",
+    "The end</s>",
+]
 TOLERANCE = 1e-5  # float32 sums in another order; a normalised vector's numbers are at most 1
 
 
@@ -192,6 +201,7 @@ def test_a_prefix_stands_before_the_prompt(tmp_path: Path) -> None:
         {"prompt_token_ids": prompt},
         {"prompt_token_ids": prompt, "prefix": "p"},
         {"prompt_token_ids": prompt, "prefix": "q"},
+        {"prompt_token_ids": prompt, "prefix": ""},
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = embed_run(tmp_path / "model", data)
@@ -204,7 +214,40 @@ def test_a_prefix_stands_before_the_prompt(tmp_path: Path) -> None:
         expected = all_logits(engine, prompt, prefix)[-1]
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)  # of order 10, added up in another order
     assert not np.allclose(*vectors[:2])
-    assert "prefix 'q' does not exist: there are p" in read[2]["error"]
+    for row, name in zip(read[2:], ("q", ""), strict=True):
+        assert f"prefix '{name}' does not exist: there are p" in row["error"]
+
+
+def test_rows_have_adapters_of_their_own(tmp_path: Path) -> None:
+    """PEFT's unmerged hidden states; the run's adapter is that of rows which name none."""
+    base, folders = tmp_path / "model", {"low": tmp_path / "low", "high": tmp_path / "high"}
+    write_llama(base)
+    write_adapter(folders["low"], base, LlamaForCausalLM, r=4, target_modules=ALL_LINEAR)
+    only = {"target_modules": ["v_proj"], "task_type": "FEATURE_EXTRACTION"}  # names without their first part
+    write_adapter(folders["high"], base, LlamaModel, seed=2, r=9, **only)
+    prompt = [5, 6, 7, 8, 30, 31, 2, 2, 9]
+    row: dict[str, Any] = {"prompt_token_ids": prompt}
+    data = tmp_path / "rows.jsonl"
+    rows = [row, row | {"adapter": "low"}, row | {"adapter": "high"}, row | {"adapter": "lo"}, row | {"adapter": None}]
+    data.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    run = embed_run(tmp_path / "model", data)
+    model = replace(run.model, tokenizer=None, adapters={name: str(folder) for name, folder in folders.items()})
+    run_embed(replace(run, model=model), tmp_path / "out", dump)
+    vectors, read = results(tmp_path / "out")
+    kinds = (None, LlamaModel), ("low", LlamaForCausalLM), ("high", LlamaModel)
+    for (name, kind), vector in zip(kinds, vectors, strict=False):
+        reference = kind.from_pretrained(base)
+        reference = reference if name is None else PeftModel.from_pretrained(reference, folders[name])
+        with torch.inference_mode():
+            expected = reference.eval()(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1][0, -1]
+        np.testing.assert_allclose(vector, expected, atol=1e-4, rtol=0)  # adapted sums are of order 10
+    assert np.abs(vectors[1] - vectors[0]).max() > 0.1 < np.abs(vectors[2] - vectors[0]).max()
+    assert "adapter lo does not exist: there are low, high" in read[3]["error"]
+    np.testing.assert_array_equal(vectors[4], vectors[0])
+    chosen = replace(run, model=model, predict=replace(run.predict, adapter="low"))
+    run_embed(chosen, tmp_path / "chosen", dump)
+    low, _ = results(tmp_path / "chosen")
+    np.testing.assert_array_equal(low[[0, 1, 2, 4]], vectors[[1, 1, 2, 1]])
 
 
 def test_a_bad_row_is_an_error_and_its_vector_is_nan(tmp_path: Path) -> None:
@@ -259,7 +302,14 @@ def test_an_instruction_stands_before_prompts_alone(tmp_path: Path) -> None:
         ({"1_Pooling/config.json": {}}, {}, "the pooling none is not supported"),
         ({"modules.json": {}}, {}, "is not a list of objects"),
         ({"modules.json": [{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "../x"}]}, {}, "is no folder beside it"),
-        ({"modules.json": [{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "1_Pool"}]}, {}, "is missing, but modules.json"),
+        ({"modules.json": [{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "1_Pool"}]}, {}, "'1_Pool' is no folder beside it"),
+        ({"modules.json": [{"type": "a.Transformer"}, {"type": "a.Pooling", "path": ".."}]}, {}, "path='..' is no folder beside it"),
+        ({"modules.json": [{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "x" * 999}]}, {}, "x\\.\\.\\. is no folder beside it"),
+        ({"modules.json": [{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "config.json"}]}, {}, "is missing, but modules.json"),
+        ({"config_sentence_transformers.json": {"default_prompt_name": []}}, {}, "default_prompt_name=\\[\\] is none of no prompts"),
+        ({"1_Pooling/config.json": {"pooling_mode": ["mean", "max"]}}, {}, "the pooling \\['mean', 'max'\\] is not supported"),
+        ({"1_Pooling/config.json": {"pooling_mode": "mean", "pooling_mode_cls_token": True}}, {}, "is not supported: only one"),
+        ({"sentence_bert_config.json": {"do_lower_case": True}}, {}, "do_lower_case=true is not supported"),
         ({"modules.json": [{"type": "a.Transformer"}, {"type": "a.Pooling"}, {"type": "a.Dense"}]}, {}, "Pooling, Dense: only"),
     ],
 )  # fmt: skip

@@ -87,7 +87,7 @@ def test_scores_of_pairs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "arguments", "message"),
     [
-        ("a", {"poling": "mean"}, "argument poling does not exist: there are add_special_tokens, .*: did you mean pooling"),
+        ("a", {"poling": "mean"}, "argument poling does not exist: there are adapter, .*: did you mean pooling"),
         ("a", {"max_new_tokens": 3}, "argument max_new_tokens does not exist"),
         ("a", {"pooling": "max"}, "pooling=max does not exist: there are auto, mean, last, cls"),
         ("a", {"normalize": 1}, "normalize=1 is of type int, not bool or None"),
@@ -95,6 +95,10 @@ def test_scores_of_pairs(tmp_path: Path) -> None:
         ("a", {"batch_size": 0}, "predict.batch_size=0 is not allowed"),
         ("a", {"instruction": "qury"}, "embed.instruction=qury is the name of no prompt: there are query, document: did you mean"),
         ("a", {"prefix": "fr"}, "prefix 'fr' does not exist: give model.prefixes"),
+        ("a", {"prefix": ""}, "predict.prefix='' is not allowed"),
+        ({"prompt": "a", "prefix": ""}, {}, "row 0: prefix '' does not exist"),
+        ("a", {"adapter": "fr"}, "predict.adapter=fr is none of model.adapters"),
+        ({"prompt": "a", "adapter": "fr"}, {}, "row 0: adapter fr does not exist: there are none"),
         (["a", 3], {}, "row 1: of type int: give a text"),
         ([{"prompt": "a"}, {"prompt": "b", "prediction": "c"}], {}, "row 1: a prediction is not used where nothing is generated"),
         ([{"prompt": "a", "decode": {"logprobs": 2}}], {}, "row 0: decode.logprobs=2 is not used where nothing is generated"),

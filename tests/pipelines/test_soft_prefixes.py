@@ -80,6 +80,8 @@ def test_python_takes_the_name(chatty: Path, prefixes: dict[str, str]) -> None:
     assert a != by_default
     with pytest.raises(UserError, match="prompt 0: prefix 'c' does not exist: there are a, b"):
         pipe("Once", prefix="c")
+    with pytest.raises(UserError, match="prompt 0: prefix '' does not exist: there are a, b"):
+        pipe({"prompt": "Once", "prefix": ""})
     with pytest.raises(UserError, match="prefix=3 is no name of model.prefixes"):
         pipe("Once", prefix=3)
 
@@ -122,4 +124,9 @@ def test_wrong_settings_are_refused() -> None:
             ModelConfig(path="x", prefixes=wrong)
     with pytest.raises(UserError, match="predict.prefix='' is not allowed"):
         PredictConfig(prefix="")
+    both = (
+        "predict.prefix=a and predict.adapter=b do not go together, because a prefix was made without adapters: leave"
+    )
+    with pytest.raises(UserError, match=both):
+        PredictConfig(prefix="a", adapter="b")
     assert parse_row(0, {"prompt": "x", "prefix": "a"}).prefix == "a"
