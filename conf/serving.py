@@ -80,12 +80,25 @@ class ChatConfig:
     """What the model is told before the conversation begins."""
     chat_template: str = "auto"
     """As in predict, for the run's own model."""
+    web: bool = False
+    """Show a web page at chat.host and chat.port instead, for conversations with the server of chat.url."""
+    host: str = "127.0.0.1"
+    """Address of the page. Whoever reaches it talks with the server by the key of this process."""
+    port: int = 7860
+    """Port of the page; 0: a free one."""
 
     def __post_init__(self) -> None:
         is_address = self.url is None or self.url.startswith(("http://", "https://"))
         check(is_address, "chat.url", repr(self.url), "an address that begins with http:// or https://, or null")
         allowed = "null, or chat.url=ADDRESS too: without it the model is the run's"
         check(self.model is None or self.url is not None, "chat.model", repr(self.model), allowed)
+        start = "false, or chat.url=ADDRESS too: start run.py task=serve first"
+        check(self.url is not None or not self.web, "chat.web", "true", start)
+        for name in ("host", "port"):
+            value, unset = getattr(self, name), getattr(ChatConfig, name)
+            check(self.web or value == unset, f"chat.{name}", value, f"{unset}, or chat.web=true too")
+        check(bool(self.host), "chat.host", repr(self.host), "an address, such as 127.0.0.1")
+        check(0 <= self.port < 65536, "chat.port", self.port, "a number from 0 to 65535")
         unused = "auto with chat.url, whose server has templates of its own"
         check(self.url is None or self.chat_template == "auto", "chat.chat_template", self.chat_template, unused)
         check(bool(self.chat_template), "chat.chat_template", repr(self.chat_template), "auto or a Jinja file")

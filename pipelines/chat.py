@@ -121,7 +121,16 @@ def run_chat(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         run = replace(run, decode=replace(run.decode, max_new_tokens="auto"))
     speaker: Speaker = Endpoint(run.chat.url, run.chat.model, run.decode) if run.chat.url else LocalModel(run)
     report.write_run(output_dir, dump(run, output_dir), {})
-    conversation = Conversation(speaker, run.chat.system)
+    if isinstance(speaker, Endpoint) and run.chat.web:
+        from pipelines.chat_page import show_page  # here, because Gradio takes seconds to import
+
+        show_page(speaker, run.chat)
+    else:
+        talk(Conversation(speaker, run.chat.system))
+
+
+def talk(conversation: Conversation) -> None:
+    """Read the turns of a conversation from standard input."""
     while (line := _read_line()) is not None:
         if line.startswith("/") and not line.startswith("//"):
             if not conversation.command(line):

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -42,40 +42,63 @@ class Endpoint:
         except ImportError as error:
             raise UserError("chat.url needs the package httpx: pip install 'quintet[chat]'") from error
         self._httpx = httpx
-        self._asked_for = asked_for(decode)
+        self.asked_for = asked_for(decode)
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        timeout = httpx.Timeout(None, connect=CONNECT_S)  # an answer may take any time, and Ctrl-C ends it
-        self._client = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout)
+        timeout = httpx.Timeout(None, connect=CONNECT_S)  # an answer may take any time, and whoever waits can stop it
+        self._connection: dict[str, Any] = {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout}
         self._url = url
-        with self._explained():
-            response = self._client.get("/models")
-            _check(response)
-            models = [str(each["id"]) for each in response.json()["data"]]
-        if not models:
+        with self._explained(), httpx.Client(**self._connection) as client:
+            response = client.get("/models")
+            check_response(response)
+            self.models = [str(each["id"]) for each in response.json()["data"]]
+        if not self.models:
             raise UserError(f"chat.url={url} lists no model")
-        if model is not None and model not in models:
-            raise UserError(f"chat.model={model} is none of the server's: {there_are(models, model)}")
-        self.model = model or models[0]
+        if model is not None and model not in self.models:
+            raise UserError(f"chat.model={model} is none of the server's: {there_are(self.models, model)}")
+        self.model = model or self.models[0]
         print(visible_line(f"{url}: {self.model}; the run's own model is not loaded"), file=sys.stderr)
 
     def answer(self, messages: list[Message], say: Callable[[str], None], signals: Interruption) -> str:
         """Stream the answer, as `Speaker` of chat.py says. What the model says of its reasoning is printed, and not kept."""
-        body = {"model": self.model, "messages": messages, "stream": True, **self._asked_for}
-        content = ""
-        with self._explained(), self._client.stream("POST", "/chat/completions", json=body) as response:
+        body, content = self._body(self.model, messages, self.asked_for), ""
+        with (
+            self._explained(),
+            self._httpx.Client(**self._connection) as client,
+            client.stream("POST", "/chat/completions", json=body) as response,
+        ):
             if response.is_error:
                 response.read()
-            _check(response)
-            for event in _events(signals.checked(response.iter_lines())):
-                if "error" in event:
-                    raise UserError(f"the server says: {_message(event)}")
-                delta = event["choices"][0].get("delta", {}) if event.get("choices") else {}
+            check_response(response)
+            for line in signals.checked(response.iter_lines()):
+                if (delta := delta_of(line)) is None:
+                    break
                 for name in ("reasoning_content", "content"):
                     if piece := delta.get(name):
                         say(piece)
                 content += delta.get("content") or ""
         return content
+
+    async def contents(self, model: str, messages: list[Message], settings: dict[str, Any]) -> AsyncIterator[str]:
+        """Yield the answer so far each time that it grows. Closing the iterator ends the request. `settings`: fields of the request."""
+        body, content = self._body(model, messages, settings), ""
+        with self._explained():
+            async with (
+                self._httpx.AsyncClient(**self._connection) as client,
+                client.stream("POST", "/chat/completions", json=body) as response,
+            ):
+                if response.is_error:
+                    await response.aread()
+                check_response(response)
+                async for line in response.aiter_lines():
+                    if (delta := delta_of(line)) is None:
+                        break
+                    if piece := delta.get("content"):
+                        content += piece
+                        yield content
+
+    def _body(self, model: str, messages: list[Message], settings: dict[str, Any]) -> dict[str, Any]:
+        return {"model": model, "messages": messages, "stream": True, **settings}
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -101,22 +124,24 @@ def asked_for(decode: DecodeConfig) -> dict[str, Any]:
     return {FIELDS[name]: value for name, value in given.items() if value not in (*left_out[name], "auto")}
 
 
-def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a stream of server-sent events up to [DONE]. Raises ValueError for anything else."""
-    for line in lines:
-        if not line.startswith(DATA):  # blank lines, comments, names of events
-            continue
-        data = line.removeprefix(DATA).strip()
-        if data == "[DONE]":
-            return
-        event = json.loads(data)
-        if not isinstance(event, dict):
-            raise ValueError(data)
-        yield event
+def delta_of(line: str) -> dict[str, Any] | None:
+    """Return what a line of a streamed answer adds to it, which may be nothing; None for its end.
+
+    Raises UserError for the server's error, and ValueError, KeyError, TypeError or AttributeError for what is not OpenAI's API.
+    """
+    data = line.removeprefix(DATA).strip()
+    if not line.startswith(DATA):  # a blank line, a comment, the name of an event
+        return {}
+    if data == "[DONE]":
+        return None
+    event = json.loads(data)
+    if "error" in event:
+        raise UserError(f"the server says: {_message(event)}")
+    return dict(event["choices"][0].get("delta") or {}) if event.get("choices") else {}
 
 
-def _check(response: Any) -> None:
-    """Raise UserError for a response that says that something is wrong."""
+def check_response(response: Any) -> None:
+    """Raise UserError for a response, whose body is read, that says that something is wrong."""
     if response.is_error:
         try:
             said = _message(response.json())

@@ -1,14 +1,10 @@
 """A conversation, with the run's own model and with a server that is a script."""
 
-import json
 import os
 import re
 import signal
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +16,15 @@ from pipelines import pipeline
 from pipelines.chat import Conversation, LocalModel, Say
 from pipelines.endpoint import Endpoint, asked_for
 from pipelines.interrupt import Interruption, interruption
+from tests.helpers.chat_server import ChatServer, chat_server, chunk
 from tests.helpers.command import run
+
+
+@pytest.fixture
+def server() -> Iterator[ChatServer]:
+    with chat_server() as running:
+        yield running
+
 
 DECODE = ["decode.max_new_tokens=12", "decode.temperature=0.0"]
 
@@ -138,6 +142,8 @@ def test_the_command_reads_a_pipe_to_its_end(tmp_path: Path) -> None:
         (["decode=sampling", "decode.n=2"], "decode.n=2 is not used by task=chat"),
         (["chat.url=localhost:8000"], "chat.url='localhost:8000' .* an address that begins with http:// or https://"),
         (["chat.model=x"], "chat.model='x' .* chat.url=ADDRESS too"),
+        (["chat.web=true"], "chat.web=true .* start run.py task=serve first"),
+        (["chat.port=1"], "chat.port=1 .* 7860, or chat.web=true too"),
         (["chat.url=http://127.0.0.1:1/v1"], "chat.url=http://127.0.0.1:1/v1 cannot be reached: .*refused"),
         (["chat.url=http://127.0.0.1:1/v1", "quant=int8"], "quant, device and adapters are not used with chat.url"),
         (
@@ -154,56 +160,17 @@ def test_what_cannot_be_a_conversation_is_one_line(tmp_path: Path, arguments: li
     assert not (tmp_path / "run").exists()
 
 
-class Server(BaseHTTPRequestHandler):
-    """Answers as it is told, and keeps what it was asked."""
-
-    asked: list[dict[str, Any]] = []
-    keys: list[str | None] = []
-    models = ["first", "second"]
-    status = 200
-    lines: list[str] = []
-
-    def do_GET(self) -> None:
-        self.send(200, json.dumps({"data": [{"id": model} for model in self.models]}))
-
-    def do_POST(self) -> None:
-        self.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.keys.append(self.headers["Authorization"])
-        self.send(self.status, "".join(f"{line}\n" for line in self.lines))
-
-    def send(self, status: int, content: str) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(content.encode())
-
-    def log_message(self, format: str, *args: Any) -> None: ...
-
-
-@pytest.fixture
-def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    for name, value in {"asked": [], "keys": [], "status": 200, "models": ["first", "second"], "lines": []}.items():
-        monkeypatch.setattr(Server, name, value)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-        server.shutdown()
-        thread.join()
-
-
-def chunk(**delta: str) -> str:
-    return f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}"
-
-
 def answered(endpoint: Endpoint, messages: list[Message]) -> tuple[str, list[str]]:
     pieces: list[str] = []
     with interruption() as signals:
         return endpoint.answer(messages, pieces.append, signals), pieces
 
 
-def test_a_servers_answer_is_streamed_and_its_reasoning_not_kept(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_servers_answer_is_streamed_and_its_reasoning_not_kept(
+    server: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    Server.lines = [
+    server.lines = [
         ": keep-alive",
         chunk(role="assistant"),
         chunk(reasoning_content="Hm. "),
@@ -211,8 +178,8 @@ def test_a_servers_answer_is_streamed_and_its_reasoning_not_kept(url: str, monke
         "",
         chunk(content="好"),
     ]
-    Server.lines += ['data: {"choices": [], "usage": {}}', "data: [DONE]", "data: never read"]
-    endpoint = Endpoint(url + "/", "second", DecodeConfig(temperature=0.0, stop=["\n"], max_new_tokens=9))
+    server.lines += ['data: {"choices": [], "usage": {}}', "data: [DONE]", "data: never read"]
+    endpoint = Endpoint(server.url + "/", "second", DecodeConfig(temperature=0.0, stop=["\n"], max_new_tokens=9))
     messages = [{"role": "user", "content": "Hi"}]
     assert answered(endpoint, messages) == ("你好", ["Hm. ", "你", "好"])
     asked = {
@@ -223,7 +190,7 @@ def test_a_servers_answer_is_streamed_and_its_reasoning_not_kept(url: str, monke
         "temperature": 0.0,
         "stop": ["\n"],
     }
-    assert (Server.asked, Server.keys) == ([asked], ["Bearer secret"])
+    assert (server.asked, server.keys) == ([asked], ["Bearer secret"])
 
 
 @pytest.mark.parametrize(
@@ -236,18 +203,18 @@ def test_a_servers_answer_is_streamed_and_its_reasoning_not_kept(url: str, monke
         (200, 'data: {"choices": [5]}', "does not answer as OpenAI's API does"),
     ],
 )
-def test_what_a_server_says_is_wrong_is_one_line(url: str, status: int, line: str, message: str) -> None:
-    Server.status, Server.lines = status, [line]
+def test_what_a_server_says_is_wrong_is_one_line(server: ChatServer, status: int, line: str, message: str) -> None:
+    server.status, server.lines = status, [line]
     with pytest.raises(UserError, match=message):
-        answered(Endpoint(url, None, DecodeConfig()), [{"role": "user", "content": "Hi"}])
+        answered(Endpoint(server.url, None, DecodeConfig()), [{"role": "user", "content": "Hi"}])
 
 
-def test_a_server_without_the_model_is_refused(url: str) -> None:
+def test_a_server_without_the_model_is_refused(server: ChatServer) -> None:
     with pytest.raises(UserError, match="chat.model=third is none of the server's: .*first, second"):
-        Endpoint(url, "third", DecodeConfig())
-    Server.models = []
+        Endpoint(server.url, "third", DecodeConfig())
+    server.models = []
     with pytest.raises(UserError, match="lists no model"):
-        Endpoint(url, None, DecodeConfig())
+        Endpoint(server.url, None, DecodeConfig())
 
 
 def test_only_what_is_given_is_asked_for() -> None:
