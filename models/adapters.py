@@ -1,9 +1,12 @@
 """LoRA adapters that stay beside the weights, so that every row of a batch may have its own (arXiv 2106.09685).
 
 y = W x + s B (A x), with A, B and s of the row's adapter. I inputs, O outputs, r rank.
+
+In a smoothed model a layer reads x / u and gives y / v: there the factors are A diag(u) and diag(1 / v) B.
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +34,16 @@ class Factors:
 
 
 @dataclass(frozen=True)
+class Fold:
+    """The scales by which a linear layer's inputs and outputs are divided in a smoothed model; None: by nothing."""
+
+    input_scales: Tensor | None = None
+    """[I] float32"""
+    output_scales: Tensor | None = None
+    """[O] float32"""
+
+
+@dataclass(frozen=True)
 class Adapter:
     """An adapter in the model's dtype, on the CPU."""
 
@@ -40,8 +53,8 @@ class Adapter:
     """By the linear layer's name in the model."""
 
 
-def read_adapter(folder: Path, model: CausalLM, dtype: torch.dtype) -> Adapter:
-    """Read an adapter in PEFT's layout for a loaded model.
+def read_adapter(folder: Path, model: CausalLM, dtype: torch.dtype, folds: Mapping[str, Fold]) -> Adapter:
+    """Read an adapter in PEFT's layout for a loaded model. `folds`: by the linear layer's name, what was folded into the model.
 
     Raises UserError for what is wrong with the files, for an adapter of another model, and for what only merging can do.
     """
@@ -60,11 +73,21 @@ def read_adapter(folder: Path, model: CausalLM, dtype: torch.dtype) -> Adapter:
         outputs, inputs = layer.shape
         keys = expect_factors(weights, change, settings.rank(own), inputs, outputs)
         tensors = dict(weights.read(keys))
-        a, b = (tensors[key].to(dtype, copy=True) for key in keys)  # the file may go
+        a, b = _folded(tensors[keys[0]], tensors[keys[1]], folds.get(name, Fold()))
+        a, b = a.to(dtype, copy=True), b.to(dtype, copy=True)  # the file may go
         if not (a.isfinite().all() and b.isfinite().all()):
             raise UserError(f"{weights.path}: {name} holds NaN or infinite numbers in {dtype}: get the adapter anew")
         factors[name] = Factors(a, b, settings.scale(own))
     return Adapter(digest.hexdigest(), factors)
+
+
+def _folded(a: Tensor, b: Tensor, fold: Fold) -> tuple[Tensor, Tensor]:
+    """Return factors A [r, I] and B [O, r] for inputs and outputs that are divided by a fold's scales."""
+    if fold.input_scales is not None:
+        a = a.float() * fold.input_scales
+    if fold.output_scales is not None:
+        b = b.float() / fold.output_scales[:, None]
+    return a, b
 
 
 def _adaptable(name: str, change: Change, modules: dict[str, nn.Module], model: CausalLM, folder: Path) -> Linear:

@@ -29,7 +29,7 @@ from pipelines.planning import ModelPlan
 from pipelines.request_settings import RequestSettings
 from pipelines.soft_prefixes import place_prefixes, read_prefixes
 from quantization.kv_scales import static_kv_formats
-from quantization.smoothing_mark import smoothed_by
+from quantization.smoothing_record import read_folds, smoothed_by
 
 AUTO_SEQUENCES = 16  # that an automatic cache holds at least: rows may ask for beams or samples of their own
 
@@ -89,8 +89,8 @@ def assemble(
 def _load_adapters(run: RunConfig, plan: ModelPlan) -> Adapters:
     """Return the adapters of the loaded model, with those that the run names."""
     checkpoint = plan.source.checkpoint
-    smoothing = smoothed_by(checkpoint.config, checkpoint.path)
-    adapters = Adapters(plan.model, plan.dtype, plan.device, run.model.max_adapters, smoothing)
+    smoothing, folds = smoothed_by(checkpoint.config, checkpoint.path), read_folds(checkpoint.path, plan.model)
+    adapters = Adapters(plan.model, plan.dtype, plan.device, run.model.max_adapters, folds, smoothing)
     for name, folder in (run.model.adapters or {}).items():
         adapters.load(name, Path(folder).expanduser(), in_use=())
     return adapters

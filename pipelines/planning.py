@@ -70,9 +70,9 @@ def plan_model(run: RunConfig, source: ModelSource, device: torch.device, packed
 
 
 def without_quantization(run: RunConfig) -> RunConfig:
-    """Return the run of the float model, which is calibrated and computes no rows: it needs no prefixes."""
-    model, device = replace(run.model, prefixes=None), replace(run.device, kept_prefixes=[])
-    floats = replace(run, model=model, device=device)
+    """Return the run of the float model, which is calibrated and computes no rows: it needs no prefixes and adapters."""
+    model, device = replace(run.model, prefixes=None, adapters=None), replace(run.device, kept_prefixes=[])
+    floats = replace(run, model=model, device=device, predict=replace(run.predict, adapter=None))
     return replace(floats, quant=QuantConfig(), calibrate=CalibrateConfig(), quantize=QuantizeConfig())
 
 

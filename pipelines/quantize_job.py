@@ -12,7 +12,7 @@ from pipelines.fingerprint import calibration_fingerprint, file_fingerprint
 from pipelines.journal import dumps
 from pipelines.opening import ModelSource
 from pipelines.report import REPOSITORY
-from quantization.smoothing_mark import mark_smoothing
+from quantization.smoothing_record import FOLDS, SMOOTHING
 
 VERSION = 2  # of what the same settings make: raise it with every change of codes, scales or what is observed
 MADE = REPOSITORY / "outputs" / "quantized"  # models that were made without a name
@@ -36,7 +36,8 @@ def job_of(run: RunConfig, source: ModelSource) -> dict[str, Any]:
     cache = () if run.quant.has_static_kv_cache else ("kv_cache", "kv_cache_scales")
     quant = {key: value for key, value in asdict(run.quant).items() if key not in cache}
     quant |= {"activations": run.quant.activations.of_model}
-    quant |= mark_smoothing(run.quant.method)  # since config.json says so: older folders have no mark
+    if run.quant.method in SMOOTHING:
+        quant |= {"kept": FOLDS}  # older folders have none
     tokenizer = run.model.tokenizer
     job = {
         "version": VERSION,

@@ -40,8 +40,8 @@ def quantize_layers(
             if part.index < len(model.layers):
                 calibrator.advance()
         else:
-            stored, new = quantizer.quantize(part)
-            files.write(part, model, stored, new)
+            stored, new, folds = quantizer.quantize(part)
+            files.write(part, model, stored, new, folds)
             reports += new
         progress.quantized(i + 1, len(parts))
     return reports

@@ -20,7 +20,7 @@ from pipelines.quantize_report import Predictions, write_report
 from pipelines.request_settings import read_request_settings
 from quantization.part_files import PartFiles
 from quantization.quantizer import parts_of
-from quantization.smoothing_mark import mark_smoothing
+from quantization.smoothing_record import mark_smoothing
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,6 @@ def _make(
                 quantize_cache(engine, run.quant.kv_cache)
             metrics |= before.compared_with(engine)
             write_report(folder, run, data.source, reports, metrics)
-        config = {"quantization_config": layout.config, **mark_smoothing(run.quant.method)}
+        config = {"quantization_config": layout.config, **mark_smoothing(run.quant)}
         files.complete(source.checkpoint, model, config, engine.dtype)
     return metrics

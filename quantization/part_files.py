@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from conf.errors import UserError
+from models.adapters import Fold
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.formats.base import Checkpoint
@@ -27,6 +28,7 @@ from quantization.linear import CodedMethod
 from quantization.plan import place_quantized
 from quantization.quantizer import LinearReport, Part
 from quantization.scheme import LinearScheme
+from quantization.smoothing_record import add_folds
 
 INDEX = "model.safetensors.index.json"
 REST = "model-rest.safetensors"
@@ -62,8 +64,20 @@ class PartFiles:
     def has(self, part: Part) -> bool:
         return (self.path_of(part)).is_file()
 
-    def write(self, part: Part, model: CausalLM, stored: dict[str, StoredWeight], reports: list[LinearReport]) -> None:
-        """Keep a part that is quantised: codes and scales as they were chosen, and the part's other parameters."""
+    def write(
+        self,
+        part: Part,
+        model: CausalLM,
+        stored: dict[str, StoredWeight],
+        reports: list[LinearReport],
+        folds: dict[str, Fold] | None,
+    ) -> None:
+        """Keep a part that is quantised: codes and scales as they were chosen, the part's other parameters, and what was folded into it.
+
+        `folds`: by the layer's full name; None with a method that folds nothing, or more than scales.
+        """
+        if folds is not None:
+            add_folds(self.folder, folds)  # first: a part that has its file is complete
         tensors = _other_parameters(model, part.prefix)
         for name, scheme in part.schemes.items():
             bias = linear_layer(model, name).bias
@@ -118,7 +132,7 @@ class PartFiles:
     def _write_index(self) -> None:
         weight_map: dict[str, str] = {}
         size = 0
-        for path in sorted(self.folder.glob("*.safetensors")):
+        for path in sorted(self.folder.glob("model-*.safetensors")):
             try:
                 with safe_open(path, framework="pt") as file:
                     weight_map |= dict.fromkeys(file.keys(), path.name)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantMethod
+from models.adapters import Fold
 from models.causal_lm import CausalLM
 from models.linear_layers import linear_layer
 from quantization.activations import quantize_per_token, quantize_static
@@ -23,6 +24,7 @@ from quantization.layouts.base import StoredWeight
 from quantization.plan import float_weight, place_quantized
 from quantization.scheme import LinearScheme
 from quantization.smoothing import Smoother, Weights
+from quantization.smoothing_record import SMOOTHING
 from quantization.weight_format import QuantizedWeight, choose_scales, encode, quantize
 
 REPORTED = 128  # tokens, and outputs of a layer, that the errors of a report are measured on
@@ -72,7 +74,7 @@ def is_sequential(config: QuantConfig) -> bool:
     GPTQ makes up for the errors of the layers before, and searches weigh them. What is folded into a layer changes what its static cache
     holds, so that it is observed afterwards.
     """
-    is_folded = config.method in (QuantMethod.awq, QuantMethod.smoothquant)
+    is_folded = config.method in SMOOTHING
     return (
         config.method in (QuantMethod.gptq, QuantMethod.awq)
         or config.auto_clip
@@ -87,9 +89,13 @@ class Quantizer:
     def __init__(self, model: CausalLM, config: QuantConfig, calibrator: SequentialCalibrator) -> None:
         self._model, self._config, self._calibrator = model, config, calibrator
 
-    def quantize(self, part: Part) -> tuple[dict[str, StoredWeight], list[LinearReport]]:
+    def quantize(self, part: Part) -> tuple[dict[str, StoredWeight], list[LinearReport], dict[str, Fold] | None]:
         """Put quantised layers in the places of the part's linear layers, choose scales of its cache where they are static, and go on
-        to the next part. Raises UserError, naming the layer, for what cannot be."""
+        to the next part.
+
+        Returns the weights by their layers' full names, reports, and folds by full name: None with a method that folds nothing, and beside
+        quant.shift, which scales alone do not tell of. Raises UserError, naming the layer, for what cannot be.
+        """
         schemes = {name.removeprefix(part.prefix): scheme for name, scheme in part.schemes.items()}
         full_names = dict(zip(schemes, part.schemes, strict=True))
         weights = {name: float_weight(linear_layer(self._model, full_names[name])).float() for name in schemes}
@@ -97,7 +103,7 @@ class Quantizer:
         inputs = {name: group for group in groups for name in group.linears}
         with _naming(part.prefix):
             rounded_errors = {name: _rounded_error(weights[name], schemes[name], inputs[name]) for name in inputs}
-            notes = self._smooth(part, weights, groups, schemes)
+            notes, folds = self._smooth(part, weights, groups, schemes)
         stored, reports = {}, []
         for name, scheme in schemes.items():
             group = inputs.get(name)
@@ -113,7 +119,9 @@ class Quantizer:
             absmax = self._calibrator.advance()
             if absmax is not None:
                 choose_kv_scales(self._model, part.index, absmax, self._config.kv_cache)
-        return stored, reports
+        if self._config.method not in SMOOTHING or self._config.shift:
+            return stored, reports, None
+        return stored, reports, {full_names[name]: fold for name, fold in folds.items()}
 
     def _observe(self, part: Part, names: list[str]) -> list[ActivationStats]:
         with_hessian = self._config.method is QuantMethod.gptq
@@ -123,11 +131,11 @@ class Quantizer:
 
     def _smooth(
         self, part: Part, weights: Weights, groups: list[ActivationStats], schemes: dict[str, LinearScheme]
-    ) -> dict[str, str]:
-        if self._config.method not in (QuantMethod.awq, QuantMethod.smoothquant):
-            return {}
+    ) -> tuple[dict[str, str], dict[str, Fold]]:
+        if self._config.method not in SMOOTHING:
+            return {}, {}
         if part.index == len(self._model.layers):
-            return dict.fromkeys(schemes, "not smoothed: the head")
+            return dict.fromkeys(schemes, "not smoothed: the head"), {}
         layer, layout = self._model.layers[part.index], self._model.layout
         smoother = Smoother(layer, layout, weights, self._config, self._calibrator.output)
         return smoother.smooth(groups, {name: scheme.weights for name, scheme in schemes.items()})

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from conf.quantization import QuantConfig, QuantMethod
+from models.adapters import Fold
 from models.layout import ModelLayout
 from models.linear_layers import linear_layer
 from quantization.awq import search_scales
@@ -37,8 +38,10 @@ class Smoother:
         self._layer, self._layout, self._weights, self._config, self._run = layer, layout, weights, config, run
         self._expected = run()
 
-    def smooth(self, groups: list[ActivationStats], formats: dict[str, WeightFormat]) -> dict[str, str]:
-        """Scale every group whose producer is found; `groups` then tell of scaled inputs. Returns notes by linear layer.
+    def smooth(
+        self, groups: list[ActivationStats], formats: dict[str, WeightFormat]
+    ) -> tuple[dict[str, str], dict[str, Fold]]:
+        """Scale every group whose producer is found; `groups` then tell of scaled inputs. Returns notes and folds by linear layer.
 
         All folds are checked at once; where one of them changes the output, they are made again and checked one after the other.
         """
@@ -50,12 +53,17 @@ class Smoother:
             self._restore(before)
             folded = [self._checked_fold(group, formats) for group in ordered]
         notes: dict[str, str] = {}
+        inputs: dict[str, Tensor] = {}
+        outputs: dict[str, Tensor] = {}
         for group, scales in zip(ordered, folded, strict=True):
             if scales is None:
                 notes |= dict.fromkeys(group.linears, "not smoothed: nothing before it can be scaled")
-            else:
-                group.divide(scales)
-        return notes
+                continue
+            group.divide(scales)
+            inputs |= dict.fromkeys(group.linears, scales)
+            if group.norm is None and (producer := self._producer(group.linears[0], scales)):
+                outputs[producer] = scales
+        return notes, {name: Fold(inputs.get(name), outputs.get(name)) for name in inputs | outputs}
 
     def _checked_fold(self, group: ActivationStats, formats: dict[str, WeightFormat]) -> Tensor | None:
         """Fold as `_fold` does; undo it, and return None, if it changes the layer's output."""
@@ -91,7 +99,9 @@ class Smoother:
         scales = self._find_scales(group, formats[group.linears[0]])
         if group.norm is not None:
             scales = self._divide_norm(group.norm, scales)
-        elif not self._divide_producer(group.linears[0], scales):
+        elif producer := self._producer(group.linears[0], scales):
+            self._divide_outputs(producer, scales)
+        else:
             return None
         for name in group.linears:
             self._set_weight(name, multiply_inputs(self._weights[name], scales))
@@ -108,18 +118,19 @@ class Smoother:
             bias.data = divided_bias
         return torch.where(exact.isfinite() & (exact > 0), exact, scales)
 
-    def _divide_producer(self, consumer: str, scales: Tensor) -> bool:
-        """Divide the outputs of the layer whose output channels are the consumer's inputs. Returns whether there is one."""
+    def _producer(self, consumer: str, scales: Tensor) -> str | None:
+        """Return the name of the layer whose output channels are the consumer's inputs, as many as scales [I]; None where there is none."""
         parent, _, own = consumer.rpartition(".")
         producer = f"{parent}.{self._layout.producers.get(own)}".strip(".")
-        if producer not in self._weights or self._weights[producer].shape[0] != len(scales):
-            return False
+        return producer if producer in self._weights and self._weights[producer].shape[0] == len(scales) else None
+
+    def _divide_outputs(self, producer: str, scales: Tensor) -> None:
+        """Divide the outputs of a linear layer by scales [O]."""
         _, bias = self._parameters(producer)
         divided, divided_bias = divide_outputs(self._weights[producer], None if bias is None else bias.data, scales)
         self._set_weight(producer, divided)
         if bias is not None and divided_bias is not None:
             bias.data = divided_bias
-        return True
 
     def _shift(self, group: ActivationStats) -> None:
         """Raises UserError for a layer without the biases that a shift goes into."""

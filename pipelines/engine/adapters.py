@@ -1,13 +1,13 @@
 """The adapters that rows may name: read once, kept on the CPU, and put into the model's tables when rows need them."""
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from conf.errors import UserError, there_are
-from models.adapters import Adapter, AdapterTables, read_adapter
+from models.adapters import Adapter, AdapterTables, Fold, read_adapter
 from models.causal_lm import CausalLM
 from pipelines.engine.adapter_slots import AdapterId, AdapterSlots
 from pipelines.engine.request import Request
@@ -24,10 +24,15 @@ class Adapters:
         dtype: torch.dtype,
         device: torch.device,
         num_slots: int = MAX_ADAPTERS,
+        folds: Mapping[str, Fold] | None = None,
         smoothed_by: str | None = None,
     ) -> None:
-        """`smoothed_by`: the method whose scales are folded into the model's weights."""
-        self._model, self._dtype, self._smoothed_by = model, dtype, smoothed_by
+        """`folds`: the scales that are folded into the model's weights, by linear layer. `smoothed_by`: the method that folded some.
+
+        One that left no `folds` makes the model one that takes no adapters.
+        """
+        self._model, self._dtype, self._folds = model, dtype, folds or {}
+        self._smoothed_by = smoothed_by if folds is None else None
         self._tables = AdapterTables(model, num_slots, dtype, device)
         self._ids: dict[str, AdapterId] = {}
         self._adapters: dict[AdapterId, Adapter] = {}
@@ -65,16 +70,14 @@ class Adapters:
         """Read an adapter, in the place of one of the same name. Returns whether tables are new, so that no recorded step knows them.
 
         Raises UserError as `read_adapter` does, where the name is that of an adapter in use, and for a model whose layers read other inputs
-        than those that adapters were trained on.
+        than those that adapters were trained on, when nobody knows by how much.
         """
         if self._smoothed_by is not None:
-            what = f"adapter {name} was trained on the float model's activations, which {self._smoothed_by} has scaled in this model"
-            remedy = (
-                "give the float model, one that was quantised by another method, or merge the adapter and quantise then"
-            )
-            raise UserError(f"{what}: {remedy}")
+            what = f"adapter {name} was trained on activations that {self._smoothed_by} has changed in this model"
+            remedy = "quantise the float model here and without quant.shift, give it as it is, or merge the adapter and quantise then"
+            raise UserError(f"{what}, whose files do not say by how much: {remedy}")
         self._refuse_in_use(name, in_use)
-        adapter = read_adapter(folder, self._model, self._dtype)
+        adapter = read_adapter(folder, self._model, self._dtype, self._folds)
         if name in self._ids:
             self.unload(name, in_use)
         has_grown = self._tables.make_room(adapter)

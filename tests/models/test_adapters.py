@@ -48,7 +48,7 @@ def test_factors_and_scales(base: Path, engine: Engine, tmp_path: Path) -> None:
         "alpha_pattern": {"v_proj": 8},
     }
     folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, target_modules=ALL_LINEAR, **config)
-    adapter = read_adapter(folder, engine.runner.model, torch.bfloat16)
+    adapter = read_adapter(folder, engine.runner.model, torch.bfloat16, {})
     tensors = load_file(folder / "adapter_model.safetensors")
     assert len(adapter.factors) == len(tensors) / 2 == 2 * len(ALL_LINEAR)
     for name, factors in adapter.factors.items():
@@ -60,7 +60,7 @@ def test_factors_and_scales(base: Path, engine: Engine, tmp_path: Path) -> None:
 
 def test_the_digest_is_of_the_content(base: Path, engine: Engine, tmp_path: Path) -> None:
     def digest(folder: Path) -> str:
-        return read_adapter(folder, engine.runner.model, torch.float32).digest
+        return read_adapter(folder, engine.runner.model, torch.float32, {}).digest
 
     one, same = (
         write_adapter(tmp_path / name, base, LlamaForCausalLM, r=2, target_modules=["q_proj"])
@@ -95,7 +95,7 @@ def test_what_only_merging_can_do(
 ) -> None:
     folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, **config)
     with pytest.raises(UserError, match=message + MERGE):
-        read_adapter(folder, engine.runner.model, torch.float32)
+        read_adapter(folder, engine.runner.model, torch.float32, {})
 
 
 def test_biases(tmp_path: Path) -> None:
@@ -104,14 +104,14 @@ def test_biases(tmp_path: Path) -> None:
         tmp_path / "adapter", tmp_path / "base", LlamaForCausalLM, target_modules=["q_proj"], bias="lora_only"
     )
     with pytest.raises(UserError, match=r"replaces a bias or a saved module \(.*q_proj\)" + MERGE):
-        read_adapter(folder, engine_of(tmp_path / "base").runner.model, torch.float32)
+        read_adapter(folder, engine_of(tmp_path / "base").runner.model, torch.float32, {})
 
 
 def test_embeddings_without_their_copy(base: Path, engine: Engine, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, target_modules=["embed_tokens"])
     change(folder, {}, {"base_model.model.model.embed_tokens.base_layer.weight": None})
     with pytest.raises(UserError, match=r"adapts Embedding, which is no linear layer \(model\.embed_tokens\)" + MERGE):
-        read_adapter(folder, engine.runner.model, torch.float32)
+        read_adapter(folder, engine.runner.model, torch.float32, {})
 
 
 def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", tmp_path / "base", LlamaForCausalLM, target_modules=["lm_head"])
     change(folder, {}, {"base_model.model.lm_head.base_layer.weight": None})  # PEFT copies the adapted head
     with pytest.raises(UserError, match=r"adapts a head that is one with the embedding \(lm_head\)" + MERGE):
-        read_adapter(folder, engine_of(tmp_path / "tied").runner.model, torch.float32)
+        read_adapter(folder, engine_of(tmp_path / "tied").runner.model, torch.float32, {})
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_damaged_adapters(
     folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, r=4, target_modules=["q_proj"])
     change(folder, config, tensors)
     with pytest.raises(UserError, match=message):
-        read_adapter(folder, engine.runner.model, torch.float32)
+        read_adapter(folder, engine.runner.model, torch.float32, {})
 
 
 def test_missing_files(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere has no adapter_config\.json: give the folder of a PEFT adapter"):
-        read_adapter(tmp_path / "nowhere", engine.runner.model, torch.float32)
+        read_adapter(tmp_path / "nowhere", engine.runner.model, torch.float32, {})

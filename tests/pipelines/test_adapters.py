@@ -11,7 +11,6 @@ from transformers import LlamaForCausalLM
 from conf.compose import compose_run_config, dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.quantization import QuantConfig
 from conf.schema import ModelConfig, RunConfig, Task
 from conf.tasks import PredictConfig
 from pipelines import pipeline
@@ -22,7 +21,6 @@ from pipelines.predict import run_predict
 from pipelines.prompts import read_prompts
 from tests.helpers.adapters import ALL_LINEAR, write_adapter
 from tests.helpers.builders import run_config
-from tests.helpers.quantized_models import CALIBRATED, make, quantize_run, random_rows, write_rows
 from tests.helpers.soft_prefixes import write_paddle
 
 
@@ -135,19 +133,6 @@ def test_a_job_knows_the_adapters_content(chatty: Path, adapters: dict[str, str]
     assert {name for name in one if one[name] != other[name]} == {"model.adapters.fr"}
     chosen = of(job(chatty, {"fr": adapters["fr"]}, "x", adapter="fr"))
     assert {name for name in one if one[name] != chosen[name]} == {"predict.adapter"}
-
-
-@pytest.mark.parametrize("scheme", ["int4 awq", "a8w8 static smoothquant"])
-def test_smoothed_models_are_refused(scheme: str, adapters: dict[str, str], chatty: Path, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", random_rows(20, 16))
-    quant = replace(CALIBRATED[scheme], overrides={"*.down_proj": "none"})
-    make(quantize_run(chatty, quant, tmp_path / "smoothed", data), tmp_path / "run")
-    run = job(tmp_path / "smoothed", adapters, "x")
-    with pytest.raises(
-        UserError, match=rf"which {quant.method.name} has scaled in this model: give the float model, one"
-    ):
-        load_engine(run, 1)
-    load_engine(replace(run, model=replace(run.model, adapters={}), quant=QuantConfig()), 1)
 
 
 def test_a_prefix_was_made_without(chatty: Path, adapters: dict[str, str], tmp_path: Path) -> None:

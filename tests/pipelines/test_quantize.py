@@ -61,16 +61,16 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> dict[str, StoredWeight]:
     seen: dict[str, StoredWeight] = {}
     write = PartFiles.write
 
-    def spy(self: PartFiles, part: Any, model: Any, stored: dict[str, StoredWeight], reports: Any) -> None:
+    def spy(self: PartFiles, part: Any, model: Any, stored: dict[str, StoredWeight], *others: Any) -> None:
         seen.update(stored)
-        write(self, part, model, stored, reports)
+        write(self, part, model, stored, *others)
 
     monkeypatch.setattr(PartFiles, "write", spy)
     return seen
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+    return {name: t for file in sorted(folder.glob("model*.safetensors")) for name, t in load_file(file).items()}
 
 
 def reports_in(folder: Path) -> dict[str, dict[str, Any]]:

@@ -60,7 +60,7 @@ for i, moment in enumerate(moments):
     ends += [run(str(i), moment), os.path.exists(f"{base}/{i}"), run(str(i))]
 json.dump(ends, out)
 """
-# Renamed are the rest, and each part when it is complete; unlinked is what makes a folder an unfinished job.
+# Renamed are the rest, and each part when it is complete, after what was folded into it; unlinked is what makes a folder an unfinished job.
 MOMENTS = [
     ("replace", 1),
     ("quantize", 1),
@@ -140,13 +140,13 @@ def ended_by(error: BaseException, run: RunConfig, tmp_path: Path) -> None:
 def test_an_ended_run_is_continued(
     error: BaseException, data: Path, tmp_path: Path, quantized_parts: list[int]
 ) -> None:
-    run = quantize_run(LLAMA, CALIBRATED["a8w8 static"], tmp_path / "made", data)
+    run = quantize_run(LLAMA, CALIBRATED["a8w8 static smoothquant"], tmp_path / "made", data)
     ended_by(error, run, tmp_path)
     assert not (tmp_path / "made").exists()
     assert quantized_parts == [0]
     make(run, tmp_path / "run")
     assert quantized_parts == [0, 1, 2]
-    make(quantize_run(LLAMA, CALIBRATED["a8w8 static"], tmp_path / "whole", data), tmp_path / "run")
+    make(quantize_run(LLAMA, CALIBRATED["a8w8 static smoothquant"], tmp_path / "whole", data), tmp_path / "run")
     assert files_in(tmp_path / "made") == files_in(tmp_path / "whole")
 
 

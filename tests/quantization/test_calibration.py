@@ -121,7 +121,7 @@ def test_folds_leave_the_float_model_as_it_was(family: str) -> None:
     groups = calibrator.observe(own, with_hessian=False)
     before = {name: weight.clone() for name, weight in weights.items()}
     smoother = Smoother(engine.runner.model.layers[0], engine.runner.model.layout, weights, QUANT, calibrator.output)
-    notes = smoother.smooth(groups, {name: schemes[prefix + name].weights for name in own})
+    notes, _ = smoother.smooth(groups, {name: schemes[prefix + name].weights for name in own})
     for name in own:  # all or nothing
         assert (name in notes) or not weights[name].equal(before[name]) or family in WHOLE_PROMPTS
     normed = {name for group in groups if group.norm is not None for name in group.linears}

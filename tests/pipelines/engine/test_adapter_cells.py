@@ -40,7 +40,6 @@ from tests.helpers.quantized_models import make, quantize_run, random_rows, writ
 from tests.pipelines.engine.test_adapters import GREEDY, PROMPTS, completions, outputs
 from tests.quantization.test_cells import CACHES, SCHEMES
 
-SMOOTHED = ("int4 awq", "a8w8 smoothquant")  # which are refused
 SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 MOE = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
@@ -112,9 +111,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cells() -> list[Any]:
-    """All but those that are refused; those that `make test` runs have every scheme."""
-    schemes = [scheme for scheme in SCHEMES if scheme not in SMOOTHED]
-    pairs = [(scheme, cache, i, j) for i, scheme in enumerate(schemes) for j, cache in enumerate(CACHES)]
+    """All; those that `make test` runs have every scheme."""
+    pairs = [(scheme, cache, i, j) for i, scheme in enumerate(SCHEMES) for j, cache in enumerate(CACHES)]
     return [pytest.param(*names, marks=[] if i % len(CACHES) == j else pytest.mark.long) for *names, i, j in pairs]
 
 

@@ -1,0 +1,90 @@
+"""What the folder of a model tells of scales that were folded into its weights: that there are any, and in ours their numbers.
+
+config.json names the method, `smoothing.safetensors` holds the vectors: float32 `LAYER.input_scales` [I], by which the layer's inputs are
+divided, and `LAYER.output_scales` [O], by which its outputs are. No index lists that file, so that other tools do not read it.
+I input channels, O output channels of a linear layer.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from conf.quantization import QuantConfig, QuantMethod
+from models.adapters import Fold
+from models.causal_lm import CausalLM
+from models.config import ConfigReader
+from models.formats.huggingface import SafetensorsFile
+from models.formats.safetensors_writer import save_tensors
+from models.layers.linear import Linear
+
+SMOOTHED_BY = "smoothed_by"
+SMOOTHING = (QuantMethod.awq, QuantMethod.smoothquant)
+FOLDS = "smoothing.safetensors"
+INPUTS, OUTPUTS = "input_scales", "output_scales"
+RECIPE = "recipe.yaml"  # of llm-compressor, beside the model
+MODIFIERS = ("AWQModifier", "SmoothQuantModifier")
+
+
+def mark_smoothing(quant: QuantConfig) -> dict[str, Any]:
+    """Return what config.json holds besides where the method folds scales into weights."""
+    name = f"{quant.method.name} with quant.shift" if quant.shift else quant.method.name
+    return {SMOOTHED_BY: name} if quant.method in SMOOTHING else {}
+
+
+def smoothed_by(config: ConfigReader, folder: Path) -> str | None:
+    """Return the name of the method whose scales are folded into the weights of a checkpoint; None where no sign of one is found.
+
+    Files of AutoAWQ and the recipes of llm-compressor tell, too.
+    """
+    if (method := config.raw(SMOOTHED_BY)) is not None:
+        return str(method)
+    section = config.section("quantization_config")
+    if section is None:
+        return None
+    if section.raw("quant_method") == QuantMethod.awq.name:
+        return QuantMethod.awq.name
+    recipe = folder / RECIPE
+    text = recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else ""
+    return next((name.removesuffix("Modifier").lower() for name in MODIFIERS if name in text), None)
+
+
+def add_folds(folder: Path, folds: Mapping[str, Fold]) -> None:
+    """Write the folds of further layers into a folder's file of them. Raises UserError where that is damaged."""
+    path = folder / FOLDS
+    tensors = _tensors(path) if path.is_file() else {}
+    for layer, fold in folds.items():
+        own = {INPUTS: fold.input_scales, OUTPUTS: fold.output_scales}
+        tensors |= {f"{layer}.{name}": scales for name, scales in own.items() if scales is not None}
+    save_tensors(path, tensors, {})
+
+
+def read_folds(folder: Path, model: CausalLM) -> dict[str, Fold] | None:
+    """Return the folds that a checkpoint's folder holds, by the linear layer's name in `model`; None where it tells of none.
+
+    Raises UserError for a damaged file, and for one of another model.
+    """
+    path = folder / FOLDS
+    if not path.is_file():
+        return None
+    shapes = {name: module.shape for name, module in model.named_modules() if isinstance(module, Linear)}
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, scales in _tensors(path).items():
+        layer, _, own = key.rpartition(".")
+        outputs, inputs = shapes.get(layer, (0, 0))
+        if scales.shape != ({INPUTS: inputs, OUTPUTS: outputs}.get(own),) or layer not in shapes:
+            raise UserError(
+                f"{path}: {key} {list(scales.shape)} fits no layer of this model: it belongs to another one"
+            )
+        if scales.dtype != torch.float32 or not (scales.isfinite() & (scales > 0)).all():
+            raise UserError(f"{path}: {key} does not hold positive float32 numbers: quantise the float model anew")
+        found.setdefault(layer, {})[own] = scales
+    return {layer: Fold(own.get(INPUTS), own.get(OUTPUTS)) for layer, own in found.items()}
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    file = SafetensorsFile(path)
+    return {name: tensor.clone() for name, tensor in file.read(file.shapes)}

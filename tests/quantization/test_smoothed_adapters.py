@@ -1,0 +1,283 @@
+"""Adapters of the float model beside weights that scales are folded into: by AWQ and SmoothQuant, with the vectors in the files."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from conf.compose import dump
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.quantization import QuantConfig, QuantizedFormat, SmoothConfig
+from conf.schema import DType, Task
+from conf.tasks import ConvertConfig, PredictConfig
+from models.linear_layers import linear_layer
+from pipelines import pipeline
+from pipelines.convert import run_convert
+from pipelines.engine import Engine
+from pipelines.loading import load_engine
+from pipelines.quantize_layers import calibrator_of
+from quantization.plan import float_weight, plan
+from quantization.quantizer import parts_of
+from quantization.smoothing import Smoother
+from quantization.smoothing_record import FOLDS, add_folds
+from tests.helpers.adapters import ALL_LINEAR, peft_logprobs, peft_model, write_adapter
+from tests.helpers.builders import run_config, unpacked_engine, weights_of, write_llama
+from tests.helpers.quantized_models import (
+    A8W8,
+    AWQ,
+    CALIBRATED,
+    INT4,
+    SMOOTHQUANT,
+    STATIC,
+    make,
+    quantize_run,
+    random_rows,
+    write_rows,
+)
+
+PROMPT = [token % 60 + 3 for token in range(30)]
+METHODS = {
+    "smoothquant": QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC, smooth=SmoothConfig(alpha=0.8)),
+    "awq": QuantConfig(INT4, AWQ, group_size=32),
+}
+SMALL: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": None}
+GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "eos_token_id": None}
+# With how many vectors: what is folded in a layer is norm -> q, k, v; norm -> gate, up; up -> down; and v -> o where each head has its own
+# values. The fused and the transposed have norms alone.
+FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[[], Any], list[str], int]] = {
+    "llama": (LlamaForCausalLM, lambda: LlamaConfig(**SMALL), ALL_LINEAR, 2 * 9),
+    "grouped heads": (LlamaForCausalLM, lambda: LlamaConfig(**SMALL, num_key_value_heads=2), ALL_LINEAR, 2 * 7),
+    "qwen2, biases": (Qwen2ForCausalLM, lambda: Qwen2Config(**SMALL, num_key_value_heads=4), ALL_LINEAR, 2 * 9),
+    "gemma2, norms of 1 + w": (
+        Gemma2ForCausalLM,
+        lambda: Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=16, pad_token_id=0),
+        ALL_LINEAR,
+        2 * 7,
+    ),
+    "gpt2, transposed": (GPT2LMHeadModel, lambda: GPT2Config(**GPT2), ["c_attn", "c_proj", "c_fc"], 2 * 2),
+}
+
+
+def write_random(folder: Path, kind: type[PreTrainedModel], config: Any) -> None:
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
+    model.save_pretrained(folder)
+
+
+def write_folded(base: Path, folder: Path, quant: QuantConfig) -> int:
+    """Write the float model with folds in its weights, and the file of them; returns the number of its vectors."""
+    engine = unpacked_engine(run_config(base), 3)
+    model = engine.runner.model
+    schemes = {name: scheme for name, scheme in plan(model, quant).items() if name.startswith(model.layout.layers)}
+    calibrator = calibrator_of(engine, quant, random_rows(6, 16))
+    shutil.copytree(base, folder)
+    for part, layer in zip(parts_of(model, schemes), model.layers, strict=True):
+        own = {name.removeprefix(part.prefix): scheme.weights for name, scheme in part.schemes.items()}
+        weights = {name: float_weight(linear_layer(layer, name)).float() for name in own}
+        groups = calibrator.observe(list(own))
+        _, folds = Smoother(layer, model.layout, weights, quant, calibrator.output).smooth(groups, own)
+        calibrator.advance()  # float layers: their outputs are what they were
+        add_folds(folder, {part.prefix + name: fold for name, fold in folds.items()})
+    save_file({name: tensor.contiguous() for name, tensor in weights_of(model).items()}, folder / "model.safetensors")
+    return len(load_file(folder / FOLDS))
+
+
+def engine_with(base: Path, adapter: Path | None, quant: QuantConfig | None = None, **model: Any) -> Engine:
+    run = run_config(base, **model)
+    adapters = None if adapter is None else {"fr": str(adapter)}
+    return load_engine(replace(run, model=replace(run.model, adapters=adapters), quant=quant or QuantConfig()), 2)
+
+
+def logprobs(engine: Engine, adapter: str | None = "fr") -> Tensor:
+    """Of the prompt's own tokens behind its first, [T - 1] float32."""
+    decode = DecodeConfig(max_new_tokens=1, prompt_logprobs=0, prefix_cache=False)
+    (output,) = engine.generate([engine.request(0, PROMPT, decode, adapter=adapter)])
+    assert output.error is None
+    assert output.prompt_logprobs is not None
+    steps = zip(output.prompt_logprobs, PROMPT[1:], strict=True)
+    return torch.tensor([step.logprobs[token] for step, token in steps])
+
+
+def expected_logprobs(base: Path, kind: type[PreTrainedModel], adapter: Path) -> Tensor:
+    rows = peft_logprobs(peft_model(base, kind, {"fr": adapter}), "fr", PROMPT)[:-1]
+    return rows.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_folds_alone_as_peft(family: str, method: str, tmp_path: Path) -> None:
+    """No codes: what is left are roundings of float32, some of numbers that were scaled. Without the vectors the adapter is another one."""
+    kind, config, modules, num_vectors = FAMILIES[family]
+    base, folded = tmp_path / "base", tmp_path / "folded"
+    write_random(base, kind, config())
+    adapter = write_adapter(tmp_path / "fr", base, kind, r=4, target_modules=modules)
+    assert write_folded(base, folded, METHODS[method]) == num_vectors
+    expected = expected_logprobs(base, kind, adapter)
+    assert (logprobs(engine_with(folded, adapter)) - expected).abs().max() < 1e-4
+    (folded / FOLDS).unlink()
+    assert (logprobs(engine_with(folded, adapter)) - expected).abs().max() > 0.01
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`base`, whose heads all have their own values, an adapter `fr`, texts, and `merged`, the float model with the adapter in it."""
+    folder = tmp_path_factory.mktemp("smoothed")
+    write_llama(folder / "base", num_key_value_heads=4, intermediate_size=96)
+    write_adapter(folder / "fr", folder / "base", LlamaForCausalLM, r=4, target_modules=ALL_LINEAR)
+    write_rows(folder / "rows.jsonl", random_rows(60, 16))
+    run = run_config(folder / "base")
+    model = replace(run.model, dtype=DType.auto, tokenizer="")
+    convert = ConvertConfig(output=str(folder / "merged"), lora=str(folder / "fr"))
+    run_convert(
+        replace(run, task=Task.convert, model=model, predict=PredictConfig(), convert=convert), folder / "run", dump
+    )
+    return folder
+
+
+SMOOTHED = {
+    "int4 awq": (replace(CALIBRATED["int4 awq"], overrides={}), QuantizedFormat.compressed_tensors),
+    "int4 awq, their files": (replace(CALIBRATED["int4 awq"], overrides={}, skip=["lm_head"]), QuantizedFormat.awq),
+    "a8w8 dynamic": (CALIBRATED["a8w8 dynamic smoothquant"], QuantizedFormat.compressed_tensors),
+    "a8w8 static": (CALIBRATED["a8w8 static smoothquant"], QuantizedFormat.compressed_tensors),
+    "fp8, static cache": (CALIBRATED["fp8 dynamic smoothquant, static cache"], QuantizedFormat.compressed_tensors),
+}
+
+
+@pytest.mark.parametrize("scheme", SMOOTHED)
+def test_quantised_as_the_merged_twin(scheme: str, llama: Path, tmp_path: Path) -> None:
+    """Codes cost what they cost: the adapter beside them is as near to PEFT in floats as the merged model, quantised the same way."""
+    quant, format = SMOOTHED[scheme]
+    for source in ("base", "merged"):
+        run = quantize_run(llama / source, quant, tmp_path / source, llama / "rows.jsonl", format=format)
+        make(run, tmp_path / "run")
+    expected = expected_logprobs(llama / "base", LlamaForCausalLM, llama / "fr")
+    beside = (logprobs(engine_with(tmp_path / "base", llama / "fr")) - expected).norm()
+    merged = (logprobs(engine_with(tmp_path / "merged", None), None) - expected).norm()
+    # Two draws of the same roundings. Static scales were found without the adapter, and larger values saturate.
+    assert beside < (2 if "static" in scheme else 1.3) * merged
+    if quant.method is SMOOTHQUANT:  # what AWQ scales in this model is less than what four bits lose
+        config = tmp_path / "base" / "config.json"
+        (tmp_path / "base" / FOLDS).unlink()
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"smoothed_by": None}))
+        wrong = (logprobs(engine_with(tmp_path / "base", llama / "fr")) - expected).norm()
+        assert wrong > 3 * beside
+
+
+def test_a_calibrating_run_simply_works(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that a run keeps by itself has the vectors, also when a later run finds it."""
+    monkeypatch.setattr("pipelines.quantize_job.MADE", tmp_path / "quantized")
+    settings = {"quant": "a8w8", "calibrate.data": llama / "rows.jsonl", "model.adapters": f"{{fr:{llama / 'fr'}}}"}
+    settings |= {"predict.adapter": "fr", "model.dtype": "float32"}
+    overrides = [f"{name}={value}" for name, value in settings.items()]
+    expected = expected_logprobs(llama / "base", LlamaForCausalLM, llama / "fr")
+    for _ in range(2):
+        pipe = pipeline("text_generation", model=llama / "base", device="cpu", overrides=overrides)
+        found = logprobs(pipe.engine)
+        assert (found - expected).norm() < 0.02 * expected.norm()
+    (kept,) = (tmp_path / "quantized").iterdir()
+    assert (kept / FOLDS).is_file()
+
+
+@pytest.fixture(scope="module")
+def smoothed(llama: Path) -> Path:
+    run = quantize_run(llama / "base", CALIBRATED["a8w8 dynamic smoothquant"], llama / "a8w8", llama / "rows.jsonl")
+    make(run, llama / "run")
+    return llama / "a8w8"
+
+
+def test_no_index_lists_the_vectors(smoothed: Path) -> None:
+    """So that other tools, which load what the index lists, do not read them."""
+    index = json.loads((smoothed / "model.safetensors.index.json").read_text())
+    assert not any("input_scales" in name or "output_scales" in name for name in index["weight_map"])
+    assert FOLDS not in index["weight_map"].values()
+    names = {name.rpartition(".")[2] for name in load_file(smoothed / FOLDS)}
+    assert names == {"input_scales", "output_scales"}
+
+
+NAME = "model.layers.0.mlp.up_proj.input_scales"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({NAME: torch.ones(63)}, rf"{NAME} \[63\] fits no layer of this model: it belongs to another one"),
+        ({"model.norm.input_scales": torch.ones(64)}, "model.norm.input_scales .64. fits no layer of this model"),
+        ({"model.layers.9.mlp.up_proj.input_scales": torch.ones(0)}, "fits no layer of this model"),
+        ({"model.layers.0.mlp.up_proj.bias": torch.ones(0)}, r"up_proj\.bias \[0\] fits no layer of this model"),
+        ({NAME: torch.zeros(64)}, rf"{NAME} does not hold positive float32 numbers: quantise the float model anew"),
+        ({NAME: torch.full((64,), torch.inf)}, "does not hold positive float32 numbers"),
+        ({NAME: torch.ones(64).half()}, "does not hold positive float32 numbers"),
+    ],
+)
+def test_vectors_that_are_not_the_models(
+    tensors: dict[str, Tensor], message: str, smoothed: Path, llama: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(smoothed, tmp_path / "model")
+    save_file(load_file(smoothed / FOLDS) | tensors, tmp_path / "model" / FOLDS)
+    with pytest.raises(UserError, match=message):
+        engine_with(tmp_path / "model", llama / "fr")
+
+
+def test_a_damaged_file_of_vectors(smoothed: Path, llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(smoothed, tmp_path / "model")
+    (tmp_path / "model" / FOLDS).write_bytes(b"not tensors")
+    with pytest.raises(UserError, match=rf"{FOLDS} is truncated or not a safetensors file"):
+        engine_with(tmp_path / "model", llama / "fr")
+
+
+REMEDY = r", whose files do not say by how much: quantise the float model here and without quant\.shift, give it as it is, or merge"
+
+
+def test_models_without_their_vectors_are_refused(smoothed: Path, llama: Path, tmp_path: Path) -> None:
+    """Ours of earlier versions, and those of other tools, by what their files tell."""
+    shutil.copytree(smoothed, tmp_path / "model", ignore=shutil.ignore_patterns(FOLDS))
+    with pytest.raises(
+        UserError, match=f"adapter fr was trained on activations that smoothquant has changed in this model{REMEDY}"
+    ):
+        engine_with(tmp_path / "model", llama / "fr")
+    config = tmp_path / "model" / "config.json"
+    values = json.loads(config.read_text())
+    del values["smoothed_by"]
+    config.write_text(json.dumps(values))
+    (tmp_path / "model" / "recipe.yaml").write_text("stage:\n  modifiers:\n    AWQModifier: {}\n")
+    with pytest.raises(UserError, match=f"that awq has changed in this model{REMEDY}"):
+        engine_with(tmp_path / "model", llama / "fr")
+    engine_with(tmp_path / "model", None)
+
+
+def test_shifted_models_are_refused(tmp_path: Path) -> None:
+    """What a shift adds to a layer's outputs through an adapter is a bias, which adapters beside the weights do not have."""
+    kind, config, modules, _ = FAMILIES["gpt2, transposed"]
+    write_random(tmp_path / "base", kind, config())
+    adapter = write_adapter(tmp_path / "fr", tmp_path / "base", kind, r=4, target_modules=modules)
+    data = write_rows(tmp_path / "rows.jsonl", random_rows(20, 16))
+    make(
+        quantize_run(tmp_path / "base", replace(METHODS["smoothquant"], shift=True), tmp_path / "model", data),
+        tmp_path / "run",
+    )
+    assert not (tmp_path / "model" / FOLDS).exists()
+    with pytest.raises(UserError, match=rf"that smoothquant with quant\.shift has changed in this model{REMEDY}"):
+        engine_with(tmp_path / "model", adapter)
