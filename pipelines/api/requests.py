@@ -15,6 +15,7 @@ TEXTS_ONLY = "this server reads and writes text alone: leave it out"
 NO_STORE = "nothing is kept between requests: leave it out"
 UNSUPPORTED = {
     "audio": TEXTS_ONLY,
+    "dimensions": "vectors have all dimensions of the model: leave it out",
     "function_call": "give tool_choice",
     "functions": "give tools",
     "prediction": "give none, or the setting decode.speculate to the server",

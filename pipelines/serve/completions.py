@@ -1,6 +1,7 @@
 """Answers of /v1/chat/completions and /v1/completions: whole ones and streams."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any, Protocol
 
 import msgspec
@@ -15,7 +16,8 @@ from pipelines.api.answers import (
 )
 from pipelines.api.requests import ChatRequest, CompletionRequest, Sampling
 from pipelines.serve.frames import Delta, Done, Logprob
-from pipelines.serve.generation import Call, Event, Generation
+from pipelines.serve.generation import Event, Generation
+from pipelines.serve.submitted import Call
 
 
 class Reader(Protocol):
@@ -152,14 +154,15 @@ class ChatAnswer(_Answering):
             body["token_ids"] = delta.token_ids
         return body | self.ending(index, delta, self._has_tool_calls[index])
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self) -> AsyncGenerator[Event]:
         """Yield the chunks of the stream. Raises ApiError where the engine fails."""
         for choice in self.choices:
             if choice.is_new:
                 yield self.event([self._chunk(choice.index, {"role": "assistant", "content": ""}, None)])
-        async for index, delta in self.generation.deltas():
-            for body in self._chunks(index, delta):
-                yield self.event([body])
+        async with aclosing(self.generation.deltas()) as deltas:
+            async for index, delta in deltas:
+                for body in self._chunks(index, delta):
+                    yield self.event([body])
         if self.generation.wants_usage:
             yield Event(self.generation.info.body([], usage=self.generation.usage()))
 
@@ -236,19 +239,20 @@ class CompletionAnswer(_Answering):
             body |= {"prompt_token_ids": token_ids, "token_ids": delta.token_ids}
         return body
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self) -> AsyncGenerator[Event]:
         """Yield the chunks of the stream. Raises ApiError where the engine fails."""
         for choice in self.choices if self._request.echo else ():
             if choice.is_new:
                 yield self.event([self._chunk(choice.index, Delta(0, 0, self._echoed(choice.index), [], []))])
-        async for index, delta in self.generation.deltas():
-            if not self._writes:
-                self.generation.num_generated = 0
-                delta = Delta(0, 0, "", [], [], delta.finish_reason and "length")
-            known, rest = self.choices[index].divide(delta)
-            self._logprobs[index].read(known.logprobs)
-            if rest.text or rest.token_ids or rest.finish_reason:
-                yield self.event([self._chunk(index, rest)])
+        async with aclosing(self.generation.deltas()) as deltas:
+            async for index, delta in deltas:
+                if not self._writes:
+                    self.generation.num_generated = 0
+                    delta = Delta(0, 0, "", [], [], delta.finish_reason and "length")
+                known, rest = self.choices[index].divide(delta)
+                self._logprobs[index].read(known.logprobs)
+                if rest.text or rest.token_ids or rest.finish_reason:
+                    yield self.event([self._chunk(index, rest)])
         if self.generation.wants_usage:
             yield Event(self.generation.info.body([], usage=self.generation.usage()))
 

@@ -1,55 +1,21 @@
 """A request of one or several prompts on its way through the engine, and what is common to all kinds of answers."""
 
-import asyncio
 import random
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, NamedTuple
 
-from models.tokenizers.base import Tokenizer
 from pipelines.api.answers import AnswerInfo, usage
-from pipelines.api.errors import SERVER_ERROR, ApiError, bad_request
+from pipelines.api.errors import bad_request
 from pipelines.api.requests import CompletionRequest, Sampling
 from pipelines.api.settings import decode_settings, field_of, refusal
 from pipelines.serve.client import EngineRefused
-from pipelines.serve.frames import Delta, Done, Ready, Submit, SubmitPooled
+from pipelines.serve.frames import Delta, Done, Ready, Submit
 from pipelines.serve.resumption import Place, read_place
+from pipelines.serve.submitted import Call, Submitted
 
 SEED_BITS = 53  # of a drawn seed, which JavaScript's numbers can hold
-
-
-class Answer(Protocol):
-    """As `client.Answer`, whose engine's end is an ApiError."""
-
-    async def accepted(self) -> int: ...
-    def __aiter__(self) -> AsyncIterator[Delta | Done]: ...
-    def cancel(self) -> None: ...
-
-
-class Engine(Protocol):
-    """The engine as a request uses it. Raises ApiError where there is none."""
-
-    @property
-    def info(self) -> Ready: ...
-    def submit(self, submit: Submit | SubmitPooled) -> Answer: ...
-
-
-@dataclass(frozen=True)
-class Call:
-    """What the server knows of a request besides its body."""
-
-    engine: Engine
-    tokenizer: Tokenizer | None
-    id: str
-    """Of the request; the answer's is made from it."""
-    model: str
-    """Name by which answers call the model."""
-    adapter: str | None = None
-    key: str | None = None
-    """Name of the client's key. Beginnings of prompts are shared by requests of the same key alone."""
-    last_event_id: str | None = None
-    """The header's value: events have ids then; empty: from the beginning."""
 
 
 class Event(NamedTuple):
@@ -71,10 +37,10 @@ class Generation:
         Raises ApiError for a request that cannot be run, and where there is no engine.
         """
         ready = call.engine.info
+        if ready.embeds:
+            raise bad_request("this model gives vectors of texts and continues none: ask another one", "model")
         self.request = request
         self.prompts = prompts
-        self.dones: dict[int, Done] = {}
-        """By prompt: what the engine counted."""
         self.finish_reasons: dict[int, str] = {}
         """By choice, in the API's words."""
         self.num_generated = 0
@@ -86,15 +52,11 @@ class Generation:
         decode["seed"] = self._seed(ready, decode)
         self.info = AnswerInfo(call.id, object, int(time.time()), call.model, decode["seed"], ready.fingerprint)
         self._sends_ids = call.last_event_id is not None and ready.fingerprint is not None
-        self._answers: list[Answer] = []
-        try:
-            for prompt in prompts:
-                own = self._fitted(ready, decode, len(prompt))
-                submit = Submit(0, prompt, own, call.adapter, streams=bool(request.stream))
-                self._answers.append(call.engine.submit(submit))
-        except BaseException:
-            self.cancel()
-            raise
+        submits = [
+            Submit(0, prompt, self._fitted(ready, decode, len(prompt)), call.adapter, streams=bool(request.stream))
+            for prompt in prompts
+        ]
+        self._submitted = Submitted(call.engine, submits)
 
     def _place(self, call: Call, ready: Ready, decode: dict[str, Any]) -> Place | None:
         if not call.last_event_id:
@@ -130,55 +92,25 @@ class Generation:
     async def accepted(self) -> None:
         """Wait until the engine has taken all prompts. Raises ApiError for what it refuses."""
         try:
-            for answer in self._answers:
-                await answer.accepted()
+            await self._submitted.accepted()
         except EngineRefused as error:
             raise refusal(error.message, error.setting, self.request) from error
 
     def cancel(self) -> None:
         """Leave the request. Does nothing behind the end."""
-        for answer in self._answers:
-            answer.cancel()
+        self._submitted.cancel()
 
-    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+    @property
+    def dones(self) -> dict[int, Done]:
+        """Return what the engine counted, by prompt."""
+        return self._submitted.dones
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta]]:
         """Yield what comes, with the choice that says it. Raises ApiError where the engine fails."""
-        try:
-            async for prompt, item in self._items():
-                if isinstance(item, Done):
-                    self.dones[prompt] = item
-                    if item.error is not None:
-                        raise ApiError(500, item.error, SERVER_ERROR)
-                else:
-                    self.num_generated += len(item.token_ids)
-                    yield prompt * self.num_samples + item.sample, item
-        finally:
-            self.cancel()
-
-    async def _items(self) -> AsyncIterator[tuple[int, Delta | Done]]:
-        """Yield what comes of any prompt. No more is read than is taken, so that deltas go on merging for slow readers."""
-        if len(self._answers) == 1:
-            async for item in self._answers[0]:
-                yield 0, item
-            return
-        queue: asyncio.Queue[tuple[int, Delta | Done | ApiError]] = asyncio.Queue(1)
-
-        async def forward(prompt: int, answer: Answer) -> None:
-            try:
-                async for item in answer:
-                    await queue.put((prompt, item))
-            except ApiError as error:
-                await queue.put((prompt, error))
-
-        tasks = [asyncio.create_task(forward(*item)) for item in enumerate(self._answers)]
-        try:
-            while len(self.dones) < len(tasks):
-                prompt, news = await queue.get()
-                if isinstance(news, ApiError):
-                    raise news
-                yield prompt, news
-        finally:
-            for task in tasks:
-                task.cancel()
+        async with aclosing(self._submitted.deltas()) as deltas:
+            async for prompt, delta in deltas:
+                self.num_generated += len(delta.token_ids)
+                yield prompt * self.num_samples + delta.sample, delta
 
     def usage(self, num_reasoning: int | None = None) -> dict[str, Any]:
         """Return the numbers of tokens, at the end."""

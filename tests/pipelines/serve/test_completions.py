@@ -14,7 +14,7 @@ from pipelines.engine import Engine, Output
 from pipelines.loading import load_engine
 from pipelines.serve.client import EngineClient
 from pipelines.serve.completions import ChatAnswer, CompletionAnswer
-from pipelines.serve.generation import Call
+from pipelines.serve.submitted import Call
 from tests.helpers.serving import LIMIT_S, serving, tiny_run
 
 PROMPT = "Once upon a time"
