@@ -138,11 +138,11 @@ def file_fingerprint(path: Path, name: str) -> Fingerprint:
     return {f"{name}/{file}": value for file, value in sorted((contents | times).items())}
 
 
-def code_digest(*patterns: str, packages: tuple[str, ...] = SOURCES) -> str:
-    """Return the digest of the packages' files of these patterns."""
+def code_digest(*patterns: str, packages: tuple[str, ...] = ()) -> str:
+    """Return the digest of the files of these patterns, in the packages or, where none is named, in SOURCES."""
     code = hashlib.sha256()
     for file in sorted(
-        file for name in packages for pattern in patterns for file in (REPOSITORY / name).rglob(pattern)
+        file for name in packages or SOURCES for pattern in patterns for file in (REPOSITORY / name).rglob(pattern)
     ):
         code.update(file.read_bytes())
     return code.hexdigest()
