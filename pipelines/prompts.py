@@ -126,7 +126,9 @@ class Prompts:
             values = json.loads(line)
         except (ValueError, RecursionError) as error:  # not JSON, a number too long, nested too deep
             return PromptRow(index, error=f"not a JSON object: {error}")
-        if isinstance(values, dict):
+        if isinstance(values, dict) and _is_batch_line(values):
+            self._unused |= {"body.model"}  # the run's answers
+        elif isinstance(values, dict):
             answered = isinstance(values.get("src"), list)  # only then is tgt part of the conversation
             unread = {name for name, is_read in (("tgt", answered), ("document", "query" in values)) if not is_read}
             self._unused |= set(values) - (set(FIELDS) - unread)
@@ -167,18 +169,19 @@ def _is_json_row(line: str) -> bool:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return False
-    return isinstance(row, dict) and any(name in row for name in INPUTS)
+    return isinstance(row, dict) and (any(name in row for name in INPUTS) or _is_batch_line(row))
 
 
 def parse_row(index: int, values: object) -> PromptRow:
     """Return the row of a JSON object. A fault becomes the row's error; nothing is raised."""
     if not isinstance(values, dict):
         return PromptRow(index, error=f"not a JSON object but {type(values).__name__}")
-    id = values.get("id")
+    id = values.get("custom_id" if _is_batch_line(values) else "id")
     known_id = id if isinstance(id, str | int) and not isinstance(id, bool) else None
     try:
         if id is not None and known_id is None:
             raise UserError(f"id={shortened(repr(id))} is neither a text nor a number")
+        values = _row_of_batch_line(values) if _is_batch_line(values) else values
         decode, prediction = _checked(values, "decode", dict, {}), values.get("prediction")
         if prediction is not None:
             _check_unicode("prediction", _checked(values, "prediction", str))
@@ -190,6 +193,19 @@ def parse_row(index: int, values: object) -> PromptRow:
         return row
     except Exception as error:
         return PromptRow(index, known_id, error=row_error(error, index))
+
+
+def _is_batch_line(values: dict[str, Any]) -> bool:
+    """Return whether a row's fields are those of a line of an OpenAI batch."""
+    return "custom_id" in values and "body" in values
+
+
+def _row_of_batch_line(values: dict[str, Any]) -> dict[str, Any]:
+    try:
+        from pipelines.api.batch_lines import row_of  # here, because other rows need no pydantic
+    except ImportError as error:
+        raise UserError("a batch's lines need the package pydantic: pip install 'quintet[serve]'") from error
+    return row_of(values)
 
 
 def _input(values: dict[str, Any]) -> dict[str, Any]:
