@@ -243,7 +243,7 @@ class Engine:
         batch = build_batch(plan, self.block_size)
         if self.speculator.reads_hidden(plan):
             whole = build_batch(plan, self.block_size, all_outputs=True)
-            outputs, hidden = self.runner.execute_whole(whole, batch.output_rows)
+            outputs, hidden = self.runner.execute_whole(batch, whole)
             self.speculator.observe(plan, hidden)
             return LaunchedStep(plan, outputs)
         outputs = self.runner.execute(batch, last_tokens)

@@ -100,14 +100,14 @@ class Runner:
                 return self.prompt_steps(batch, token_ids)
             return (self.adapted_steps if batch.shape.num_adapted else self.decode_steps)(batch, token_ids)
 
-    def execute_whole(self, batch: Batch, rows: Tensor) -> tuple[StepOutputs, Tensor]:
-        """Compute a batch of output rows alone, and return what `execute` does of some of them, and the hidden states [T, E] of all."""
-        if len(rows) == batch.shape.num_tokens:
+    def execute_whole(self, batch: Batch, whole: Batch) -> tuple[StepOutputs, Tensor]:
+        """Return what `execute` does of a batch, and the hidden states [T, E] of all its tokens, which are output rows of `whole`."""
+        if batch.shape.num_outputs == batch.shape.num_tokens:
             outputs = self.execute(batch)
             return outputs, outputs.hidden
-        hidden = self.hidden(batch)
-        wanted = hidden[rows.to(hidden.device)]
-        logits = self.model.logits(wanted)
+        batch, hidden = self.on_device(batch), self.hidden(whole)
+        wanted = hidden[batch.output_rows]
+        logits = self.model.logits(wanted, batch)
         return StepOutputs(wanted, logits, all_finite(logits)), hidden
 
     def compute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:

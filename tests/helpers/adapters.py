@@ -1,10 +1,12 @@
 """Random adapters of small models, and PEFT's own results with them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,6 +25,14 @@ def write_adapter(folder: Path, base: Path, kind: type[PreTrainedModel], seed: i
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
     model.save_pretrained(folder)
     return folder
+
+
+def change_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor | None]) -> None:
+    """Give an adapter other settings, and tensors that are changed, added or (None) taken away."""
+    file, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    changed = load_file(weights) | tensors
+    save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, weights)
 
 
 def peft_model(base: Path, kind: type[PreTrainedModel], folders: dict[str, Path]) -> PeftModel:

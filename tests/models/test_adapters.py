@@ -1,19 +1,17 @@
 """Adapters beside the weights: what is read, and what only merging can do."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from conf.errors import UserError
 from models.adapters import read_adapter
 from pipelines.engine import Engine
-from tests.helpers.adapters import ALL_LINEAR, write_adapter
+from tests.helpers.adapters import ALL_LINEAR, change_adapter, write_adapter
 from tests.helpers.builders import engine_of, write_llama
 
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -29,14 +27,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(base: Path) -> Engine:
     return engine_of(base)
-
-
-def change(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor | None]) -> None:
-    """Give an adapter other settings, and tensors that are changed, added or (None) taken away."""
-    file, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
-    file.write_text(json.dumps(json.loads(file.read_text()) | config))
-    changed = load_file(weights) | tensors
-    save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, weights)
 
 
 def test_factors_and_scales(base: Path, engine: Engine, tmp_path: Path) -> None:
@@ -67,9 +57,9 @@ def test_the_digest_is_of_the_content(base: Path, engine: Engine, tmp_path: Path
         for name in ("one", "same")
     )
     assert digest(one) == digest(same)
-    change(same, {"lora_alpha": 9}, {})
+    change_adapter(same, {"lora_alpha": 9}, {})
     assert digest(one) != digest(same)
-    change(one, {}, {f"{QUERY}.lora_A.weight": torch.ones(2, 64)})
+    change_adapter(one, {}, {f"{QUERY}.lora_A.weight": torch.ones(2, 64)})
     assert len({digest(one), digest(same)}) == 2
 
 
@@ -109,7 +99,7 @@ def test_biases(tmp_path: Path) -> None:
 
 def test_embeddings_without_their_copy(base: Path, engine: Engine, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, target_modules=["embed_tokens"])
-    change(folder, {}, {"base_model.model.model.embed_tokens.base_layer.weight": None})
+    change_adapter(folder, {}, {"base_model.model.model.embed_tokens.base_layer.weight": None})
     with pytest.raises(UserError, match=r"adapts Embedding, which is no linear layer \(model\.embed_tokens\)" + MERGE):
         read_adapter(folder, engine.runner.model, torch.float32, {})
 
@@ -118,7 +108,7 @@ def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
     write_llama(tmp_path / "tied", tie_word_embeddings=True)
     write_llama(tmp_path / "base")
     folder = write_adapter(tmp_path / "adapter", tmp_path / "base", LlamaForCausalLM, target_modules=["lm_head"])
-    change(folder, {}, {"base_model.model.lm_head.base_layer.weight": None})  # PEFT copies the adapted head
+    change_adapter(folder, {}, {"base_model.model.lm_head.base_layer.weight": None})  # PEFT copies the adapted head
     with pytest.raises(UserError, match=r"adapts a head that is one with the embedding \(lm_head\)" + MERGE):
         read_adapter(folder, engine_of(tmp_path / "tied").runner.model, torch.float32, {})
 
@@ -138,7 +128,7 @@ def test_damaged_adapters(
     base: Path, engine: Engine, tmp_path: Path, config: dict[str, Any], tensors: dict[str, Any], message: str
 ) -> None:
     folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, r=4, target_modules=["q_proj"])
-    change(folder, config, tensors)
+    change_adapter(folder, config, tensors)
     with pytest.raises(UserError, match=message):
         read_adapter(folder, engine.runner.model, torch.float32, {})
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DeepseekV3ForCausalLM
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
@@ -17,6 +18,7 @@ from pipelines.engine.batch import NewTokens, flat_batch
 from pipelines.engine.proposers.mtp import MtpProposer
 from pipelines.engine.request import Sequence, SequenceGroup
 from pipelines.loading import load_engine
+from tests.helpers.adapters import change_adapter, write_adapter
 from tests.helpers.builders import engine_of, generate, run_config, write_llama
 from tests.helpers.deepseek import V3_GROUPS, YARN, NextTokenReference, build
 from tests.helpers.drafts import with_long
@@ -136,6 +138,25 @@ def test_rows_that_do_not_draft_leave_no_rubbish_to_those_that_do(folder: Path) 
     engine = load_engine(mtp_run(folder), 3)
     generate(engine, PROMPTS, GREEDY)
     assert [output.completions for output in generate(engine, PROMPTS, drafted(GREEDY))] == expected
+
+
+def test_rows_with_adapters_of_the_head(folder: Path, tmp_path: Path) -> None:
+    """The layer reads all of a prompt's hidden states, and the head its last one, which has the row's adapter."""
+    names = ["q_b_proj", "lm_head"]
+    adapter = write_adapter(tmp_path / "fr", folder, DeepseekV3ForCausalLM, r=4, target_modules=names)
+    change_adapter(adapter, {}, {"base_model.model.lm_head.base_layer.weight": None})  # PEFT copies the adapted head
+    run = mtp_run(folder)
+    engine = load_engine(replace(run, model=replace(run.model, adapters={"fr": str(adapter)})), 3)
+
+    def said(decode: DecodeConfig, names: list[str | None]) -> list[Any]:
+        rows = [engine.request(i, prompt, decode, adapter=names[i % 2]) for i, prompt in enumerate(PROMPTS)]
+        outputs = sorted(engine.generate(rows), key=lambda output: output.request_id)
+        return [output.completions for output in outputs]
+
+    decode = replace(GREEDY, logprobs=2)
+    expected = said(decode, ["fr", None])
+    assert said(drafted(decode), ["fr", None]) == expected
+    assert [a == b for a, b in zip(said(decode, [None, None]), expected, strict=True)] == [False, True] * 3
 
 
 def test_the_layer_is_loaded_only_where_it_is_asked_for(folder: Path) -> None:
