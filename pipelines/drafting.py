@@ -7,6 +7,7 @@ from conf.errors import UserError
 from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig
 from conf.schema import DType, ModelConfig, RunConfig
 from conf.speculation import Speculate
+from conf.tasks import PredictConfig
 from models.outline import open_model
 from models.tokenizers import Tokenizer
 from pipelines.opening import ModelSource, open_source
@@ -42,7 +43,14 @@ def plan_draft(run: RunConfig, target: ModelPlan, settings: RequestSettings) -> 
         source = open_source(model)
         _compare(source, target.source, settings)
         quant = QuantConfig(kv_cache=target.static_cache or run.quant.kv_cache)
-        alone = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), quantize=QuantizeConfig())
+        alone = replace(
+            run,
+            model=model,
+            quant=quant,
+            predict=PredictConfig(),  # which may name an adapter, of the other model
+            calibrate=CalibrateConfig(),
+            quantize=QuantizeConfig(),
+        )
         return alone, plan_model(alone, source, target.device, packed=True)
     except UserError as error:
         raise UserError(f"decode.speculation.model_path={path}: {error}") from error

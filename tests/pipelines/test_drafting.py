@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaForCausalLM
 
 from conf.compose import dump
 from conf.decoding import DecodeConfig
@@ -17,6 +18,7 @@ from conf.speculation import Speculate, SpeculationConfig
 from conf.tasks import PredictConfig
 from pipelines.loading import load_engine
 from pipelines.predict import run_predict
+from tests.helpers.adapters import write_adapter
 from tests.helpers.builders import REPOSITORY, complete, engine_of, run_config, write_llama
 from tests.helpers.deepseek import NextTokenReference
 from tests.helpers.small_tokenizers import byte_fallback, save
@@ -132,6 +134,19 @@ def test_a_jobs_predictions_are_those_of_a_plain_one(chatty: Path, tmp_path: Pat
         run_predict(run, tmp_path / speculate.name, dump)
         predictions.append((tmp_path / speculate.name / "predictions.jsonl").read_bytes())
     assert predictions[0] == predictions[1]
+
+
+def test_an_adapter_for_all_rows_is_the_models_alone(chatty: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "fr", chatty, LlamaForCausalLM, r=4, target_modules=["q_proj"])
+    rows = []
+    for speculate in Speculate.none, Speculate.model:
+        run = drafting_run(chatty, chatty)
+        model, decode = replace(run.model, adapters={"fr": str(folder)}), replace(run.decode, max_new_tokens=12)
+        predict = PredictConfig(data="Once upon a time", adapter="fr")
+        run = replace(run, model=model, decode=replace(decode, speculate=speculate), predict=predict)
+        run_predict(run, tmp_path / speculate.name, dump)
+        rows.append((tmp_path / speculate.name / "predictions.jsonl").read_bytes())
+    assert rows[0] == rows[1]
 
 
 def test_models_that_are_kept_packed_have_files_of_their_own(
