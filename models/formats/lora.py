@@ -154,7 +154,10 @@ class Change:
 
 
 def read_changes(weights: SafetensorsFile, settings: Settings) -> dict[str, Change]:
-    """Return by the parameters' names what becomes of them; every tensor of the adapter is in one. Raises UserError for unknown tensors."""
+    """Return by the parameters' names what becomes of them; every tensor of the adapter is in one.
+
+    Raises UserError for unknown tensors, and where there are none.
+    """
     changes: dict[str, Change] = {}
     for key in weights.shapes:
         name = key.removeprefix(PREFIX)
@@ -170,6 +173,8 @@ def read_changes(weights: SafetensorsFile, settings: Settings) -> dict[str, Chan
         if other := getattr(change, role):
             raise UserError(f"{weights.path}: {key} and {other} are the same for {target}")
         setattr(change, role, key)
+    if not changes:
+        raise UserError(f"{weights.path} holds no tensors, so that it changes nothing: get the adapter anew")
     return changes
 
 
@@ -208,11 +213,13 @@ def _check(name: str, change: Change, weights: SafetensorsFile, settings: Settin
 
 
 def expect_factors(weights: SafetensorsFile, change: Change, rank: int, inputs: int, outputs: int) -> tuple[str, str]:
-    """Return the names of A and B. Raises UserError where one is missing, or is not [rank, inputs] or [outputs, rank]."""
+    """Return the names of A and B. Raises UserError where one is missing, holds no floats, or is not [rank, inputs] or [outputs, rank]."""
     if change.a is None or change.b is None:
         raise UserError(f"{weights.path}: {change.a or change.b} has no partner: LoRA has two factors, A and B")
-    expect_shape(weights, change.a, (rank, inputs))
-    expect_shape(weights, change.b, (outputs, rank))
+    for key, shape in ((change.a, (rank, inputs)), (change.b, (outputs, rank))):
+        expect_shape(weights, key, shape)
+        if not (dtype := weights.dtypes[key]).is_floating_point:
+            raise UserError(f"{weights.path}: {key} is {dtype}: LoRA's factors are floats")
     return change.a, change.b
 
 

@@ -15,6 +15,11 @@ from tests.helpers.adapters import ALL_LINEAR, change_adapter, write_adapter
 from tests.helpers.builders import engine_of, write_llama
 
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
+EVERY_TENSOR: dict[str, None] = {
+    f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{factor}.weight": None
+    for layer in range(2)
+    for factor in "AB"
+}
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +125,8 @@ def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
         ({"r": 5}, {}, r"q_proj\.lora_[AB]\.weight is \[.*4.*\], expected \[.*5.*\] by model and adapter_config"),
         ({}, {f"{QUERY}.lora_B.weight": None}, r"q_proj\.lora_A\.weight has no partner"),
         ({}, {f"{QUERY}.lora_A.weight": torch.full((4, 64), torch.inf)}, "q_proj holds NaN or infinite numbers"),
+        ({}, {f"{QUERY}.lora_A.weight": torch.ones(4, 64, dtype=torch.int32)}, r"lora_A\.weight is torch\.int32: LoRA's factors are"),
+        ({}, EVERY_TENSOR, "holds no tensors, so that it changes nothing: get the adapter anew"),
         ({}, {"base_model.model.model.layers.7.mlp.x.lora_A.weight": torch.ones(4, 4)}, "changes model.layers.7.mlp.x, which"),
         ({}, {"stranger": torch.ones(1)}, "stranger is not used: neither a factor of LoRA nor a module"),
     ],
