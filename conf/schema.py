@@ -87,7 +87,7 @@ class ModelConfig:
         check(bool(self.path), "model.path", repr(self.path), "a folder or a hub id")
         check_paths("model.prefixes", self.prefixes)
         check_paths("model.adapters", self.adapters)
-        check(self.max_adapters > 0, "model.max_adapters", self.max_adapters, "a number above 0")
+        check(0 < self.max_adapters <= 1024, "model.max_adapters", self.max_adapters, "a number from 1 to 1024")
         random = self.weights is Weights.random
         check(not (self.verify and random), "model.verify", "true", "false, or model.weights=checkpoint")
         check(not (self.keep_packed and random), "model.keep_packed", "true", "false, or model.weights=checkpoint")

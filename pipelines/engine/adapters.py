@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from conf.errors import UserError, there_are
+from conf.errors import UserError, shortened, there_are
 from models.adapters import Adapter, AdapterTables, Fold, read_adapter
 from models.causal_lm import CausalLM
 from pipelines.engine.adapter_slots import AdapterId, AdapterSlots
@@ -51,15 +51,16 @@ class Adapters:
         if name in self._ids:
             return self._ids[name]
         known = there_are(list(self._ids), name) if self._ids else "there are none: give model.adapters={NAME: FOLDER}"
-        raise UserError(f"adapter {name} does not exist: {known}")
+        raise UserError(f"adapter {shortened(repr(name))} does not exist: {known}")
 
     def give(self, request: Request, name: str) -> Request:
         """Return the request with the adapter of this name. Raises UserError as `find` does, and beside a soft prefix."""
+        adapter = self.find(name)
         if request.prefix.num_tokens:
             raise UserError(
                 f"adapter {name} cannot stand beside a prefix, which was made without it: leave one of them out"
             )
-        return replace(request, adapter=self.find(name))
+        return replace(request, adapter=adapter)
 
     def check(self, id: AdapterId | None) -> None:
         """Raise UserError for an adapter that was unloaded or replaced since a request was made for it."""

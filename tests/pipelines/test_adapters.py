@@ -50,20 +50,21 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def test_rows_name_their_adapters(chatty: Path, adapters: dict[str, str], tmp_path: Path) -> None:
     """An unknown name, and a path, is an error of its row; `predict.adapter` is for the rows that name none."""
     data = tmp_path / "rows.jsonl"
-    names = ["fr", None, "de", "it", adapters["fr"], 7]
+    names = ["fr", None, "de", "it", adapters["fr"], "\x1b\n" + 500 * "x", 7]
     data.write_text("".join(json.dumps({"prompt": "Once", "adapter": name}) + "\n" for name in names))
     run_predict(job(chatty, adapters, data), tmp_path / "mixed", dump)
-    french, base, german, unknown, path, number = rows(tmp_path / "mixed")
+    french, base, german, unknown, path, long, number = rows(tmp_path / "mixed")
     assert len({french["text"], base["text"], german["text"]}) == 3
-    assert unknown["error"] == "adapter it does not exist: there are fr, de"
-    assert path["error"].startswith(f"adapter {adapters['fr']} does not exist: there are fr, de")
+    assert unknown["error"] == "adapter 'it' does not exist: there are fr, de"
+    assert path["error"].startswith(f"adapter '{adapters['fr']}' does not exist: there are fr, de")
+    assert long["error"].startswith(f"adapter '\\x1b\\n{'x' * 193}... does not exist: there are fr, de")
     assert number["error"] == "adapter is of type int, not str"
     run_predict(job(chatty, adapters, data, adapter="de"), tmp_path / "all", dump)
     assert [row["text"] for row in rows(tmp_path / "all")[:3]] == [french["text"], german["text"], german["text"]]
     assert json.loads((tmp_path / "all" / "metrics.json").read_text())["unused_fields"] == []
     run_predict(job(chatty, {}, data), tmp_path / "none", dump)
     assert rows(tmp_path / "none")[0]["error"] == (
-        "adapter fr does not exist: there are none: give model.adapters={NAME: FOLDER}"
+        "adapter 'fr' does not exist: there are none: give model.adapters={NAME: FOLDER}"
     )
 
 
@@ -73,7 +74,7 @@ def test_in_python(chatty: Path, adapters: dict[str, str]) -> None:
         "text_generation", model=chatty, device="cpu", overrides=overrides, max_new_tokens=6, ignore_eos=True
     )
     (base,) = pipe("Once")
-    with pytest.raises(UserError, match="prompt 0: adapter fr does not exist: there are none"):
+    with pytest.raises(UserError, match="prompt 0: adapter 'fr' does not exist: there are none"):
         pipe("Once", adapter="fr")
     for name, folder in adapters.items():
         pipe.engine.load_adapter(name, folder)
@@ -85,7 +86,7 @@ def test_in_python(chatty: Path, adapters: dict[str, str]) -> None:
     with pytest.raises(UserError, match="adapter=7 is not the name of an adapter"):
         pipe("Once", adapter=7)
     pipe.engine.unload_adapter("fr")
-    with pytest.raises(UserError, match="adapter fr does not exist: there are de"):
+    with pytest.raises(UserError, match="adapter 'fr' does not exist: there are de"):
         pipe("Once", adapter="fr")
 
 
@@ -99,7 +100,8 @@ def test_from_the_command_line(chatty: Path, adapters: dict[str, str], tmp_path:
 @pytest.mark.parametrize(
     ("make_config", "message"),
     [
-        (lambda: ModelConfig(path="m", max_adapters=0), r"model\.max_adapters=0 .* a number above 0"),
+        (lambda: ModelConfig(path="m", max_adapters=0), r"model\.max_adapters=0 .* a number from 1 to 1024"),
+        (lambda: ModelConfig(path="m", max_adapters=10**11), r"model\.max_adapters=100000000000 .* a number from 1 "),
         (
             lambda: ModelConfig(path="m", adapters={"fr": ""}),
             r"model\.adapters={'fr': ''} .* paths by name: {NAME: PATH",

@@ -214,12 +214,12 @@ def test_unloading(models: Path) -> None:
     for group in groups:
         engine.scheduler.cancel(group)
     engine.unload_adapter("four")
-    with pytest.raises(UserError, match="adapter four does not exist: there are eight"):
+    with pytest.raises(UserError, match="adapter 'four' does not exist: there are eight"):
         engine.request(0, PROMPTS[0], GREEDY, adapter="four")
     (output,) = engine.generate([request])
     assert "adapter four was unloaded since the request was made" in str(output.error)
     engine.unload_adapter("eight")
-    with pytest.raises(UserError, match=r"adapter eigth does not exist: there are none: give model\.adapters"):
+    with pytest.raises(UserError, match=r"adapter 'eigth' does not exist: there are none: give model\.adapters"):
         engine.request(0, PROMPTS[0], GREEDY, adapter="eigth")
-    with pytest.raises(UserError, match="adapter eight does not exist"):
+    with pytest.raises(UserError, match="adapter 'eight' does not exist"):
         engine.unload_adapter("eight")
