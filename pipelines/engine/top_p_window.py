@@ -54,7 +54,8 @@ def verified(item: Scheduled, logits: Tensor) -> list[int | None]:
     scaled = process_logits(logits, contexts).double() / params.temperature
     num_ids = min(max(2, settings.max_candidates), scaled.shape[-1])
     top = scaled.softmax(-1).topk(num_ids)
-    ids, probabilities = top.indices.tolist(), [row[: settings.max_candidates] for row in top.values.tolist()]
+    probabilities = [row[: settings.max_candidates] for row in top.values.tolist()]
+    ids = [_possible(*row) for row in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
     counts = [num_candidates(row, params.top_p) for row in probabilities]
     num_kept = num_accepted(drafts, ids, counts, settings.verify_window)
     last: int | None = None
@@ -62,6 +63,11 @@ def verified(item: Scheduled, logits: Tensor) -> list[int | None]:
         number = next_uniform(contexts[num_kept])
         last = drawn(ids[num_kept], probabilities[num_kept], counts[num_kept], number * params.top_p)
     return [*drafts[:num_kept], last]
+
+
+def _possible(ids: list[int], probabilities: list[float]) -> list[int]:
+    """Return the tokens that may be chosen at all: a setting can ban all but a few."""
+    return [token for token, probability in zip(ids, probabilities, strict=True) if probability > 0]
 
 
 def num_candidates(probabilities: list[float], top_p: float) -> int:
@@ -75,12 +81,12 @@ def num_candidates(probabilities: list[float], top_p: float) -> int:
 
 
 def num_accepted(drafts: list[int], ids: list[list[int]], counts: list[int], window: int) -> int:
-    """Return how many drafts stay. `ids[place]`: the most likely tokens where a draft stands, `counts[place]` of which are candidates."""
+    """Return how many drafts stay. `ids[place]`: the most likely tokens where a draft stands, `counts[place]` candidates among them."""
     for place, draft in enumerate(drafts):
         if draft in ids[place][: counts[place]]:
             continue
         behind = range(place + 1, place + 1 + window)
-        if draft == ids[place][1] and behind.stop <= len(drafts) and all(drafts[i] == ids[i][0] for i in behind):
+        if [draft] == ids[place][1:2] and behind.stop <= len(drafts) and all([drafts[i]] == ids[i][:1] for i in behind):
             return behind.stop
         return place
     return len(drafts)

@@ -14,7 +14,7 @@ from pipelines.engine.proposers import Proposer
 from pipelines.engine.request import Sequence
 from pipelines.engine.sampler import uniform
 from pipelines.engine.top_p_window import drawn, num_accepted, num_candidates
-from tests.helpers.builders import all_logits, engine_of
+from tests.helpers.builders import all_logits, engine_of, write_llama
 
 LOSSY = {"adaptive": False, "acceptance": Acceptance.top_p_window}
 IDS = [[7, 8, 9], [4, 5, 6], [1, 2, 3], [1, 2, 3]]
@@ -42,6 +42,11 @@ def test_candidates_reach_top_p_or_there_are_none() -> None:
 )
 def test_drafts_stay_as_the_text_says(drafts: list[int], counts: list[int], window: int, expected: int) -> None:
     assert num_accepted(drafts, IDS, counts, window) == expected
+
+
+def test_drafts_where_one_token_or_none_may_be_chosen() -> None:
+    assert num_accepted([8, 4, 1], [[7], [4], [1], [2]], [1, 1, 1, 1], 2) == 0
+    assert num_accepted([8, 4, 1], [[7, 8], [4], [], []], [1, 1, 0, 0], 2) == 0
 
 
 def test_the_last_token_is_drawn_among_candidates() -> None:
@@ -144,6 +149,27 @@ def test_greedy_rows_stay_exact(chatty: Path) -> None:
     lossy = replace(greedy, speculate=Speculate.ngram, speculation=SpeculationConfig(**LOSSY))
     (output,) = engine.generate([engine.request(0, [0, 70], lossy)])
     assert output.completions == plain.completions
+
+
+class Fixed(Proposer):
+    def __init__(self, draft: list[int]) -> None:
+        self._draft = draft
+
+    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        return [self._draft for _ in wanted]
+
+
+def test_a_token_that_may_not_be_chosen_is_not_the_second_most_likely(tmp_path: Path) -> None:
+    write_llama(tmp_path, vocab_size=2, bos_token_id=None)
+    engine = engine_of(tmp_path)
+    engine.speculator.proposers[Speculate.ngram] = Fixed([1, 0, 0])
+    speculation = SpeculationConfig(**LOSSY)
+    decode = DecodeConfig(max_new_tokens=9, temperature=1.0, allowed_token_ids=[0], seed=1)
+    (output,) = engine.generate(
+        [engine.request(0, [1], replace(decode, speculate=Speculate.ngram, speculation=speculation))]
+    )
+    assert output.completions[0].token_ids == [0] * 9
+    assert engine.speculator.counts.num_drafted_tokens > 0
 
 
 def test_limits_that_candidates_replace_are_said(chatty: Path, caplog: pytest.LogCaptureFixture) -> None:
