@@ -235,8 +235,6 @@ class Engine:
         self._launched = ahead
         self._accept(choices)
         self._launched = ahead or step.confirmed()
-        if not self.is_next_computed:
-            self.speculator.settle()
 
     def _launch(self, plan: StepPlan, last_tokens: Tensor | None = None) -> LaunchedStep:
         """Build the plan's batch and execute it. `last_tokens` [S]: its inputs, where only the device knows them."""

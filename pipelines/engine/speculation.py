@@ -54,7 +54,15 @@ class Speculator:
         self._budget = DraftBudget()
         self._drafted: list[Drafted] = []  # in the last plan
         self._measured: tuple[int, float] | None = None  # tokens of the step that runs, and when it began
-        self.counts = DraftCounts()
+        self._settled = DraftCounts()
+
+    @property
+    def counts(self) -> DraftCounts:
+        """The drafts of all plans so far."""
+        return DraftCounts(
+            self._settled.num_drafted_tokens + sum(drafted.num_drafts for drafted in self._drafted),
+            self._settled.num_accepted_tokens + sum(drafted.num_accepted for drafted in self._drafted),
+        )
 
     def reads_hidden(self, plan: StepPlan) -> bool:
         """Return whether a proposer wants the hidden states of all of a sequence's tokens."""
@@ -77,6 +85,7 @@ class Speculator:
 
         The plan's blocks have been copied in the model's cache. `max_tokens`: the step's budget, as for `Scheduler.plan`.
         """
+        self._settle()
         if all(item.sequence.params.speculate is Speculate.none for item in plan.scheduled):
             return plan
         for proposer in self.proposers.values() if plan.copies else ():
@@ -121,13 +130,11 @@ class Speculator:
                     self._drafted.append(Drafted(sequence, len(sequence.token_ids), len(drafts[sequence])))
         return drafts
 
-    def settle(self) -> None:
-        """Learn what became of the drafts of the last plan, when no step follows of what they gave."""
+    def _settle(self) -> None:
+        """Learn what became of the last plan, now that no step follows of what its drafts gave."""
+        self._settled, self._measured = self.counts, None
         for drafted in self._drafted:
-            sequence, accepted = drafted.sequence, drafted.num_accepted
-            drafted_before, accepted_before = self.counts
-            self.counts = DraftCounts(drafted_before + drafted.num_drafts, accepted_before + accepted)
-            self._budget.learn(sequence, accepted, drafted.num_drafts)
+            self._budget.learn(drafted.sequence, drafted.num_accepted, drafted.num_drafts)
         self._drafted.clear()
 
 

@@ -245,6 +245,34 @@ def test_what_a_wrong_draft_overflows_to_is_nobodys_error(
     assert all("not finite" in str(output.error) or "NaN" in str(output.error) for output in failed)
 
 
+def test_drafts_whose_fate_nobody_learned_are_not_counted_as_accepted(
+    chatty: Path, plain: Callable[[str], list[Output]]
+) -> None:
+    """A sink that raises ends the step: of its drafts those stay that were tokens by then, and the others are computed again."""
+    engine = hostile(engine_of(chatty, tokenizer=""), plain("greedy"), RIGHT["all right"])
+    told = 0
+
+    def sink(*_: Any) -> None:
+        nonlocal told
+        told += 1
+        if told == 4:
+            raise RuntimeError("the reader has gone")
+
+    def finish(group: SequenceGroup) -> None:
+        while group.sequences:
+            engine.step()
+
+    group = engine.add(engine.request(0, PROMPTS[0], drafted(GREEDY), sink))
+    with pytest.raises(RuntimeError, match="the reader has gone"):
+        finish(group)
+    assert engine.speculator.counts == (7, 2)
+    finish(group)
+    assert group.output().completions == plain("greedy")[0].completions
+    drafted_tokens, accepted_tokens = engine.speculator.counts
+    assert drafted_tokens - accepted_tokens == 5
+    engine.scheduler.check_integrity()
+
+
 def test_searches_are_not_drafted(chatty: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_of(chatty, tokenizer="")
     for search in ({"num_beams": 3}, {"penalty_alpha": 0.6, "top_k": 3}):
