@@ -13,7 +13,8 @@ _quintet_choices() {
         esac
         shift
     done
-    COMP_LINE="$line $1" "$python" "$script" -sc query=bash 2>/dev/null | tr ' ' '\n'
+    # Hydra writes a choice by its type, too: model.dtype=DType.auto
+    COMP_LINE="$line $1" "$python" "$script" -sc query=bash 2>/dev/null | tr ' ' '\n' | sed 's/=[A-Z][A-Za-z]*\.\([a-z0-9_]*\)$/=\1/'
 }
 
 _quintet_in_bash() {

@@ -59,6 +59,7 @@ def test_tab_completes_options_keys_and_files(shell: str, folder: Path) -> None:
         terminal.types("source conf/completion.sh; echo re''ady\n", "ready\r\n")
         terminal.types(".venv/bin/python run.py decode=gre\t", "run.py decode=greedy ")
         terminal.types("decode.tempe\t", "decode.temperature=")
+        terminal.types("\x15.venv/bin/python run.py decode.speculate=\t", "run.py decode.speculate=none ")
         terminal.types("\x15.venv/bin/python run.py predict.data=prom\t", "predict.data=prompts.txt")
         terminal.types("\x15.venv/bin/python prom\t", "python prompts.txt")  # another script's arguments are files
     finally:
