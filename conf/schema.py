@@ -12,9 +12,10 @@ from conf.adapters import check_adapters, check_paths
 from conf.decoding import DecodeConfig
 from conf.errors import UserError, check
 from conf.pooling import EmbedConfig, ScoreConfig
-from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig
+from conf.quantization import Activations, CalibrateConfig, QuantConfig, QuantizeConfig
 from conf.serving import ChatConfig
 from conf.sizes import num_bytes
+from conf.speculation import BESIDE_AUTO, Speculate
 from conf.tasks import BenchConfig, ConvertConfig, EvaluateConfig, PredictConfig, PrefixConfig, SweepConfig
 
 
@@ -186,6 +187,8 @@ class RunConfig:
         if self.device.kept_prefixes and not (self.task.reads_rows and self.decode.prefix_cache):
             user = "decode.prefix_cache=false" if self.task.reads_rows else f"task={self.task.name}"
             raise UserError(f"device.kept_prefixes is not used by {user}: leave one of them out")
+        if self.decode.speculate is not Speculate.none and self.quant.activations is Activations.auto:
+            raise UserError(f"decode.speculate={self.decode.speculate.name} {BESIDE_AUTO}")
         if self.chat.url and (self.quant, self.device, self.model.adapters) != (QuantConfig(), DeviceConfig(), None):
             raise UserError(
                 "quant, device and adapters are not used with chat.url, whose server has its own: leave them out"

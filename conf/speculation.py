@@ -27,6 +27,10 @@ class Acceptance(Enum):
 
 
 MAX_DRAFT_TOKENS = 15
+BESIDE_AUTO = (
+    "contradicts quant.activations=auto, with which bits depend on how many tokens are computed at once: "
+    "leave one of them out"
+)
 
 
 @dataclass

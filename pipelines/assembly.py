@@ -11,7 +11,7 @@ from pathlib import Path
 
 from conf.quantization import Activations
 from conf.schema import DeviceConfig, RunConfig
-from conf.speculation import Speculate
+from conf.speculation import BESIDE_AUTO, Speculate
 from kernels.kv_format import FORMATS, KVFormat
 from models.batch import KVCache
 from models.linear_layers import bring_together
@@ -104,8 +104,7 @@ def _undrafted(run: RunConfig, plan: ModelPlan, draft: PlannedRun | None) -> dic
     if not plan.model.config.predicts_ahead:
         reasons[Speculate.mtp] = "has no layer that drafts: give decode.speculate=mtp to the run"
     if run.quant.activations is Activations.auto:
-        bits = "quant.activations=auto, with which bits depend on how many tokens are computed at once"
-        reasons |= {each: f"contradicts {bits}: leave one of them out" for each in Speculate if each.value != "none"}
+        reasons |= {each: BESIDE_AUTO for each in Speculate if each is not Speculate.none}
     return reasons
 
 

@@ -178,8 +178,8 @@ def test_who_cannot_draft_is_refused_in_one_line(chatty: Path, tmp_path: Path) -
         "decode.speculate=ngram contradicts quant.activations=auto, with which bits depend on how many tokens are "
         "computed at once: leave one of them out"
     )
-    with pytest.raises(UserError) as raised:
-        run_predict(replace(job(chatty, "Once", speculate=Speculate.ngram), quant=quant), tmp_path / "out", dump)
+    with pytest.raises(UserError) as raised:  # before anything is loaded
+        replace(job(chatty, "Once", speculate=Speculate.ngram), quant=quant)
     assert str(raised.value) == line
     rows = [{"prompt": "Once", "decode": {"speculate": "ngram"}}, {"prompt": "Once"}]
     run_predict(replace(job(chatty, rows_file(tmp_path, rows)), quant=quant), tmp_path / "out", dump)
