@@ -79,7 +79,8 @@ def assemble(
     place_kept(engine, kept)
     if draft:
         runner = engine.runner.beside(draft[1].model, caches[1], num_graph_sequences)
-        proposer = ModelProposer(runner, engine.block_size, run.device.max_batched_tokens)
+        limits = engine.block_size, run.device.max_batched_tokens, engine.vocab_size
+        proposer = ModelProposer(runner, *limits)
         engine.speculator.proposers[Speculate.model] = proposer
     if plan.model.config.predicts_ahead:
         engine.speculator.proposers[Speculate.mtp] = MtpProposer(engine.runner, engine.block_size)

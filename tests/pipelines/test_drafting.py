@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from conf.compose import dump
@@ -57,8 +59,8 @@ def swapped_tokens(folder: Path) -> None:
     ("damage", "message"),
     [
         (
-            change("config.json", vocab_size=331),
-            r"its vocabulary has 331 tokens, but the model's 330: give a smaller model",
+            change("config.json", vocab_size=329),
+            r"its vocabulary has 329 tokens, but the model's 330: give a smaller model",
         ),
         (
             change("config.json", max_position_embeddings=64),
@@ -82,6 +84,41 @@ def test_refuses(
         load_engine(run, 1)
     assert str(refused.value).startswith(f"decode.speculation.model_path={draft}: ")
     assert "\n" not in str(refused.value)
+
+
+def padded_copy(folder: Path, to: Path, num_tokens: int) -> Path:
+    """The checkpoint with further tokens, which no text has: their rows of embedding and head are zeros."""
+    shutil.copytree(folder, to)
+    tensors = load_file(to / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.nn.functional.pad(tensors[name], (0, 0, 0, num_tokens))
+    save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    change("config.json", vocab_size=len(tensors["lm_head.weight"]))(to)
+    return to
+
+
+@pytest.mark.parametrize("larger", ["model", "draft"])
+def test_vocabularies_of_one_tokenizer_may_be_padded_to_other_lengths(
+    chatty: Path, tmp_path: Path, larger: str
+) -> None:
+    padded = padded_copy(chatty, tmp_path / "padded", 7)
+    model, draft = (padded, chatty) if larger == "model" else (chatty, padded)
+    run = drafting_run(model, draft)
+    engine = load_engine(run, 3)
+    prompts = [[0, 70, 71], [0, 90] * 4, [0, 336 if larger == "model" else 300, 5]]
+    settings = replace(run.decode.speculation, model_path=None, adaptive=False)
+    for decode in (
+        DecodeConfig(max_new_tokens=20, ignore_eos=True, logprobs=2),
+        DecodeConfig(max_new_tokens=20, temperature=1.0, seed=2, logit_bias={329: 1.0}, repetition_penalty=1.3),
+    ):
+        drafted = replace(decode, speculate=Speculate.model, speculation=settings)
+        before = engine.speculator.counts
+        assert complete(engine, prompts, drafted) == complete(engine, prompts, decode)
+        counts = engine.speculator.counts.since(before)
+        assert counts.num_drafted_tokens > 0
+        assert decode.temperature or counts.acceptance == 1
+    with pytest.raises(UserError, match=r"its vocabulary has 33\d tokens, but the model's 33\d: give a smaller model"):
+        load_engine(drafting_run(model, draft, tokenizer=None), 1)
 
 
 def test_the_path_is_asked_for(chatty: Path) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from pipelines.engine.batch import NewTokens
@@ -39,6 +40,6 @@ def grow(drafts: list[Draft], logits: Tensor) -> list[int]:
     """Add a token to each draft, from its row of logits [R, V]. Returns the numbers of those that want more."""
     if not drafts:
         return []
-    finite = logits.nan_to_num()  # what overflows is a bad guess, and no fault
+    finite = logits.nan_to_num(neginf=-torch.inf)  # what overflows is a bad guess, and no fault
     tokens = sample(finite, [draft.context for draft in drafts])
     return [i for i, (draft, token) in enumerate(zip(drafts, tokens, strict=True)) if draft.add(token)]

@@ -5,6 +5,10 @@ It computes by itself what it missed: prompts, and what others drafted. What its
 
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
 from pipelines.engine.batch import NewTokens, flat_batch
 from pipelines.engine.proposers import Proposer
 from pipelines.engine.proposers.draft import Draft, grow
@@ -32,9 +36,13 @@ class Held(NamedTuple):
 class ModelProposer(Proposer):
     """Drafts token by token, all sequences in one batch."""
 
-    def __init__(self, runner: Runner, block_size: int, max_batched_tokens: int) -> None:
-        """`runner`: of the draft model. Before a step it computes at most `max_batched_tokens` tokens beside the drafts."""
+    def __init__(self, runner: Runner, block_size: int, max_batched_tokens: int, vocab_size: int) -> None:
+        """`runner`: of the draft model. Before a step it computes at most `max_batched_tokens` tokens beside the drafts.
+
+        `vocab_size`: of the model that is drafted for. Tokens that only one of them has are padding, and are not drafted.
+        """
         self.runner = runner
+        self._vocab_size, self._own_vocab_size = vocab_size, runner.model.config.vocab_size
         self._block_size = block_size
         self._max_batched_tokens = max_batched_tokens
         self._hashes: dict[int, bytes] = {}  # of each block that the draft model has filled: as the prefix cache's
@@ -51,25 +59,33 @@ class ModelProposer(Proposer):
         missed = self._missed(list(drafts))
         for part in missed:
             self._hold(part)
-        outputs = self.runner.execute(flat_batch(missed, self._block_size))
         growing = ready = [drafts[part.sequence] for part in missed if part.num_outputs]
-        while more := grow(growing, outputs.logits):
+        new = missed
+        while new and (more := grow(growing, self._logits(new))):
             growing = [growing[i] for i in more]
-            outputs = self.runner.execute(flat_batch([draft.last() for draft in growing], self._block_size))
+            new = [draft.last() for draft in growing]
         for draft in ready:
             draft.sequence.drafting = Held(len(draft.sequence.token_ids), tuple(draft.token_ids[:-1]))
         return [draft.token_ids for draft in drafts.values()]
 
+    def _logits(self, new: list[NewTokens]) -> Tensor:
+        """Compute new tokens, and return logits [R, V] of the other model's vocabulary: -inf for what this one has not."""
+        logits = self.runner.execute(flat_batch(new, self._block_size)).logits
+        return pad(logits, (0, self._vocab_size - self._own_vocab_size), value=-torch.inf)
+
     def _missed(self, sequences: list[Sequence]) -> list[NewTokens]:
-        """Return the tokens that are not in the cache, of each sequence the last one at least, as far as the budget goes."""
+        """Return the tokens that are not in the cache, of each sequence the last one at least, as far as the budget goes.
+
+        None of a sequence of which one is not in this model's vocabulary.
+        """
         budget, parts = self._max_batched_tokens, []
         for sequence in sequences:
             start = self._num_held(sequence)
             token_ids = sequence.token_ids[start : start + budget]
-            if token_ids:
+            if max(token_ids, default=self._own_vocab_size) < self._own_vocab_size:
                 is_whole = start + len(token_ids) == len(sequence.token_ids)
                 parts.append(NewTokens(sequence, start, token_ids, int(is_whole)))
-            budget -= len(token_ids)
+                budget -= len(token_ids)
         return parts
 
     def _num_held(self, sequence: Sequence) -> int:
