@@ -242,7 +242,7 @@ def test_rows_have_adapters_of_their_own(tmp_path: Path) -> None:
             expected = reference.eval()(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1][0, -1]
         np.testing.assert_allclose(vector, expected, atol=1e-4, rtol=0)  # adapted sums are of order 10
     assert np.abs(vectors[1] - vectors[0]).max() > 0.1 < np.abs(vectors[2] - vectors[0]).max()
-    assert "adapter lo does not exist: there are low, high" in read[3]["error"]
+    assert "adapter 'lo' does not exist: there are low, high" in read[3]["error"]
     np.testing.assert_array_equal(vectors[4], vectors[0])
     chosen = replace(run, model=model, predict=replace(run.predict, adapter="low"))
     run_embed(chosen, tmp_path / "chosen", dump)

@@ -98,7 +98,7 @@ def test_scores_of_pairs(tmp_path: Path) -> None:
         ("a", {"prefix": ""}, "predict.prefix='' is not allowed"),
         ({"prompt": "a", "prefix": ""}, {}, "row 0: prefix '' does not exist"),
         ("a", {"adapter": "fr"}, "predict.adapter=fr is none of model.adapters"),
-        ({"prompt": "a", "adapter": "fr"}, {}, "row 0: adapter fr does not exist: there are none"),
+        ({"prompt": "a", "adapter": "fr"}, {}, "row 0: adapter 'fr' does not exist: there are none"),
         (["a", 3], {}, "row 1: of type int: give a text"),
         ([{"prompt": "a"}, {"prompt": "b", "prediction": "c"}], {}, "row 1: a prediction is not used where nothing is generated"),
         ([{"prompt": "a", "decode": {"logprobs": 2}}], {}, "row 0: decode.logprobs=2 is not used where nothing is generated"),
