@@ -28,9 +28,10 @@ def row_of(values: dict[str, Any]) -> dict[str, Any]:
     """Return a line as the fields of a row: id, messages, prompt or prompt_token_ids, decode. Raises UserError for what a row cannot be."""
     if unknown := sorted(set(values) - {"custom_id", "method", "url", "body"}):
         raise UserError(f"a batch's line has custom_id, method, url and body, not {shortened(', '.join(unknown))}")
-    kind = REQUESTS.get(values.get("url")) if isinstance(values.get("url"), str) else None
+    url = values.get("url")
+    kind = REQUESTS.get(url) if isinstance(url, str) else None
     if kind is None or values.get("method") != "POST":
-        given = shortened(f"{values.get('method')} {values.get('url')}")
+        given = shortened(f"{values.get('method')} {url}")
         raise UserError(f"a batch's line asks for {given}: there are POST {' and POST '.join(REQUESTS)}")
     try:
         request = check_request(kind, values["body"])
