@@ -161,10 +161,10 @@ class EngineClient:
         self._task = asyncio.create_task(self._keep_running())
 
     async def wait_ready(self) -> Ready:
-        """Wait until the model is loaded. Raises UserError where it cannot be loaded the first time."""
+        """Wait until the model is loaded. Raises UserError where it cannot be loaded the first time, and EngineGone behind `close`."""
         while self.info is None:
-            if self._failure:
-                raise self._failure
+            if self._failure or self._is_closing:
+                raise self._failure or EngineGone("the engine is closed")
             self._is_settled.clear()
             await self._is_settled.wait()
         return self.info
@@ -216,13 +216,15 @@ class EngineClient:
                 await asyncio.sleep(self._backoff_s)
                 self._backoff_s = min(MAX_BACKOFF_S, max(1.0, 2 * self._backoff_s))
         finally:
+            self._is_closing = True
             self._lose_answers("is closed")
+            self._is_settled.set()
 
     async def _run_child(self) -> str:
         """Run a child until it ends, hangs, or sends what is no frame. Returns which."""
         ours, theirs = socket.socketpair()
         path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-        with theirs:
+        try:
             process = await asyncio.create_subprocess_exec(
                 *(*COMMAND, str(theirs.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -230,6 +232,11 @@ class EngineClient:
                 process_group=0,  # a terminal's interrupt is for the parent alone
                 env={**os.environ, "PYTHONPATH": path},
             )
+        except OSError as error:
+            ours.close()
+            return f"cannot be started ({error})"
+        finally:
+            theirs.close()
         self._process, self._why = process, None
         reader, self._writer = await asyncio.open_connection(sock=ours)
         try:
@@ -248,14 +255,15 @@ class EngineClient:
     async def _receive(self, reader: asyncio.StreamReader) -> None:
         """Take frames until the child closes the socket or sends what is none."""
         frames = FrameReader(FromEngine)
-        while received := await reader.read(CHUNK):
-            try:
-                for frame in frames.read(received):
-                    self._take(frame)
-            except UserError as error:
-                self._end_child(str(error))
-                return
-            self._watch()
+        with suppress(ConnectionError):  # of a child that has left what it was sent unread
+            while received := await reader.read(CHUNK):
+                try:
+                    for frame in frames.read(received):
+                        self._take(frame)
+                except UserError as error:
+                    self._end_child(f"sent what is no frame ({error})")
+                    return
+                self._watch()
 
     def _take(self, frame: FromEngine) -> None:
         match frame:
@@ -307,7 +315,9 @@ class EngineClient:
         """End the requests on their way, and remember them where this was no orderly end."""
         lost, self._answers = self._answers, {}
         for answer in lost.values():
-            answer.end(EngineGone(f"the engine {why}: send the request again"))
+            answer.end(
+                EngineGone(f"the engine {why}" if self._is_closing else f"the engine {why}: send the request again")
+            )
             if not self._is_closing:
                 digest = digest_of(answer.submit)
                 self._crashes[digest] = self._crashes.pop(digest, 0) + 1

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -71,12 +72,16 @@ class Answering:
 class EngineProcess:
     """Runs the engine's steps between the frames of the HTTP process."""
 
-    def __init__(self, channel: Channel, served: Served, max_step_ms: float) -> None:
+    def __init__(
+        self, channel: Channel, served: Served, max_step_ms: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock`: returns seconds, as those in the engine's outputs."""
         self._channel = channel
         self._served = served
         self._engine: Engine = served.engine
         self._embedder: Embedder | None = served.embedder
-        self._gate = Gate()
+        self._clock = clock
+        self._gate = Gate(clock)
         self._budget = StepBudget(max_step_ms)
         self._answering: dict[int, Answering] = {}
         self._background: deque[Answering] = deque()  # whose turn has not come
@@ -103,7 +108,7 @@ class EngineProcess:
     @property
     def _has_work(self) -> bool:
         scheduler = self._engine.scheduler
-        return bool(scheduler.running or scheduler.waiting)
+        return bool(scheduler.running or scheduler.waiting or self._background)
 
     def _take(self, frame: ToEngine) -> None:
         if isinstance(frame, Cancel):
@@ -115,7 +120,7 @@ class EngineProcess:
 
     def _submit(self, frame: Submit | SubmitPooled) -> None:
         try:
-            answering = Answering(frame, self._request(frame), time.monotonic())
+            answering = Answering(frame, self._request(frame), self._clock())
             if answering.is_background:
                 self._background.append(answering)
             else:
@@ -139,6 +144,8 @@ class EngineProcess:
             return self._engine.pooled_request(frame.id, prompt, self._embedder.pooling, self._served.decode)
         if self._embedder is not None:
             raise UserError("this model gives vectors of texts and continues none")
+        if frame.resume and not frame.streams:
+            raise UserError("only a stream can be resumed")
         decode = self._served.decode.replaced(frame.decode)
         if decode.seed is None:
             decode = decode.replaced({"seed": self._served.decode.seed})
@@ -171,8 +178,10 @@ class EngineProcess:
     def _admit_background(self) -> None:
         """Queue requests of the background while nobody waits, and no more than half of all that may run are theirs."""
         scheduler = self._engine.scheduler
-        while self._background and not scheduler.waiting and len(scheduler.running) < scheduler.max_num_requests:
-            if sum(map(self._is_of_background, scheduler.running)) >= max(1, scheduler.max_num_requests // 2):
+        while self._background and all(map(self._is_of_background, scheduler.waiting)):
+            groups = [*scheduler.running, *scheduler.waiting]
+            is_full = len(groups) >= scheduler.max_num_requests
+            if is_full or sum(map(self._is_of_background, groups)) >= max(1, scheduler.max_num_requests // 2):
                 return
             self._begin(self._background.popleft())
 
@@ -189,13 +198,13 @@ class EngineProcess:
         self._is_told = False
 
     def _step(self) -> None:
-        engine, start = self._engine, time.monotonic()
+        engine, start = self._engine, self._clock()
         before = engine.num_computed_tokens, engine.num_generated_tokens
         try:
             engine.step(self._max_tokens())
         except Exception as error:
             self._fail_running(error)
-        self._step_s = time.monotonic() - start
+        self._step_s = self._clock() - start
         num_computed, num_generated = engine.num_computed_tokens - before[0], engine.num_generated_tokens - before[1]
         self._budget.observe(max(0, num_computed - num_generated), 1000 * self._step_s)
         self._num_steps += 1
@@ -278,7 +287,7 @@ class EngineProcess:
             self._channel.send(Deltas(deltas))
         while self._last:
             self._channel.send(self._last.popleft())
-        now = time.monotonic()
+        now = self._clock()
         if not self._is_told and (not self._has_work or now - self._beat_s >= BEAT_S):
             self._beat_s, self._is_told = now, True
             self._channel.send(self._beat())

@@ -1,7 +1,9 @@
 """How many tokens a step may have, so that the prompts in it do not make those who generate wait."""
 
 LEAST_PROMPT_TOKENS = 16  # of a step: prompts go on, however slow the machine is
-WEIGHT = 0.3  # of the newest measurement: a token takes longer the more tokens are before it
+WEIGHT = (
+    0.3  # of the newest measurement, unless a token takes longer than it did, as it does the more tokens are before it
+)
 
 
 class StepBudget:
@@ -26,4 +28,4 @@ class StepBudget:
         elif num_prompt_tokens >= LEAST_PROMPT_TOKENS:  # the time of fewer is mostly the step's own
             token_ms = max(step_ms - self._base_ms, 1e-3) / num_prompt_tokens
             known = token_ms if self._token_ms is None else self._token_ms
-            self._token_ms = known + WEIGHT * (token_ms - known)
+            self._token_ms = max(token_ms, known + WEIGHT * (token_ms - known))

@@ -1,17 +1,35 @@
-"""Requests through the engine's process: what predict gives, and what the process does beside it."""
+"""Requests through the engine's process: what predict gives; and how the process ends, and is there again."""
 
 import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.serving import ServeConfig
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
-from pipelines.serve.frames import Submit
-from tests.helpers.serving import run_async, serving, tiny_run, whole
+from pipelines.serve import client as module
+from pipelines.serve.client import COMMAND, MAX_CRASHES, Answer, EngineClient, EngineGone, EngineRefused
+from pipelines.serve.frames import Cancel, Delta, Submit, encode
+from tests.helpers.builders import REPOSITORY, run_config, said
+from tests.helpers.serving import LIMIT_S, Whole, idle, run_async, serving, tiny_run, whole
 
-GREEDY = {"temperature": 0.0, "max_new_tokens": 24}
+ENDLESS = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "max_new_tokens": 40},
+    {"temperature": 0.9, "n": 2, "seed": 11, "max_new_tokens": 30},
+    {"temperature": 0.0, "max_new_tokens": 60, "stop": [" the", "."]},
+    {"temperature": 0.7, "seed": 4, "logprobs": 2, "max_new_tokens": 20},
+]
+TEXTS = ["Once upon a time", "Tom had a red ball.", "What is 3 + 4?", "小猫"]
 
 
 @pytest.fixture(scope="module")
@@ -19,23 +37,255 @@ def engine() -> Engine:
     return load_engine(tiny_run(), 4)
 
 
-def prompt_of(engine: Engine, text: str = "Once upon a time") -> list[int]:
+def prompt_of(engine: Engine, text: str = TEXTS[0]) -> list[int]:
     assert engine.tokenizer is not None
     return engine.tokenizer.encode(text, True)
 
 
-def test_a_greedy_prompt_is_answered_as_predict_does(engine: Engine) -> None:
-    prompt = prompt_of(engine)
+def pid_of(client: EngineClient) -> int:
+    assert client._process is not None
+    return client._process.pid
 
-    async def test() -> Any:
+
+async def first_token(answer: Answer) -> None:
+    async for item in answer:
+        if isinstance(item, Delta):
+            return
+
+
+async def ended(answer: Answer) -> Any:
+    """The exception that the rest of an answer ends with."""
+    try:
+        async for _ in answer:
+            pass
+    except (EngineGone, EngineRefused) as error:
+        return error
+    return None
+
+
+def test_sixteen_at_once_are_what_each_is_alone(engine: Engine) -> None:
+    cases = [(TEXTS[i % 4], SETTINGS[i // 4], i % 3 > 0) for i in range(16)]
+
+    async def test() -> list[Whole]:
         async with serving() as client:
-            submits = [Submit(0, prompt, GREEDY), Submit(0, prompt, GREEDY, streams=True)]
-            return await asyncio.gather(*(whole(client.submit(each)) for each in submits))
+            submits = [Submit(0, prompt_of(engine, text), decode, streams=streams) for text, decode, streams in cases]
+            answers = await asyncio.gather(*(whole(client.submit(each)) for each in submits))
+            beat = await idle(client)
+            assert beat.num_generated_tokens == sum(len(ids) for one in answers for ids in one.token_ids)
+            assert beat.cache_usage == 0
+            return answers
 
-    answers = run_async(test())
-    (output,) = engine.generate([engine.request(0, prompt, DecodeConfig(**GREEDY))])
-    for answer in answers:
-        assert answer.token_ids == [output.completions[0].token_ids]
-        assert answer.texts == [output.completions[0].text]
-        assert answer.done.num_generated_tokens == len(output.completions[0].token_ids)
-    assert answers[0].samples[0].num_deltas == 1
+    for (text, decode, streams), answer in zip(cases, run_async(test()), strict=True):
+        (output,) = engine.generate([engine.request(0, prompt_of(engine, text), DecodeConfig(**decode))])
+        assert answer.token_ids == [one.token_ids for one in output.completions]
+        assert answer.texts == [one.text for one in output.completions]
+        assert [answer.samples[i].stop_reason for i in range(len(answer.samples))] == [
+            one.stop_reason for one in output.completions
+        ]
+        for sample, one in zip(answer.samples.values(), output.completions, strict=True):
+            assert [each.logprob for each in sample.logprobs] == [
+                step.logprobs[token] for token, step in zip(one.token_ids, one.logprobs or [], strict=False)
+            ]
+            assert streams or sample.num_deltas == 1
+
+
+def test_a_request_that_is_left_ends_at_once(engine: Engine) -> None:
+    async def test() -> None:
+        async with serving() as client:
+            left = client.submit(Submit(0, prompt_of(engine), ENDLESS, streams=True))
+            stays = client.submit(Submit(0, prompt_of(engine), SETTINGS[0]))
+            await first_token(left)
+            left.cancel()
+            left.cancel()
+            assert await ended(left) is None
+            assert (await whole(stays)).done.error is None
+            beat = await idle(client)
+            assert beat.num_generated_tokens < 400
+            assert beat.cache_usage == 0
+
+    run_async(test())
+
+
+def test_deltas_of_a_client_that_reads_late_are_one(engine: Engine) -> None:
+    async def test() -> list[Whole]:
+        async with serving() as client:
+            submit = Submit(0, prompt_of(engine), SETTINGS[1], streams=True)
+            late = client.submit(submit)
+            others = [await whole(client.submit(submit))]
+            await idle(client)
+            return [await whole(late), *others]
+
+    late, read = run_async(test())
+    assert (late.texts, late.token_ids) == (read.texts, read.token_ids)
+    assert [sample.num_deltas for sample in late.samples.values()] == [1, 1]
+
+
+def test_a_killed_engine_comes_back_and_says_the_same(engine: Engine) -> None:
+    submits = [Submit(0, prompt_of(engine, TEXTS[i % 4]), ENDLESS | {"seed": i}, streams=True) for i in range(8)]
+
+    async def test() -> None:
+        async with serving() as client:
+            before = await asyncio.gather(*(whole(client.submit(each)) for each in submits))
+            fingerprint = client.info and client.info.fingerprint
+            running = [client.submit(each) for each in submits]
+            await asyncio.gather(*map(first_token, running))
+            os.kill(pid_of(client), signal.SIGKILL)
+            for answer in running:
+                assert "was ended by SIGKILL: send the request again" in str(await ended(answer))
+            with pytest.raises(EngineGone, match="is loading its model"):
+                client.submit(submits[0])
+            info = await client.wait_ready()
+            assert (info.fingerprint, client.num_restarts) == (fingerprint, 1)
+            assert (info.fingerprint or "").startswith("fp_")
+            after = await asyncio.gather(*(whole(client.submit(each)) for each in submits))
+            assert [each.texts for each in after] == [each.texts for each in before]
+            assert [each.token_ids for each in after] == [each.token_ids for each in before]
+
+    run_async(test())
+
+
+def test_a_stopped_engine_is_ended_and_started_again(engine: Engine) -> None:
+    async def test() -> None:
+        async with serving(stall_s=1.5) as client:
+            os.kill(pid_of(client), signal.SIGSTOP)
+            answer = client.submit(Submit(0, prompt_of(engine), SETTINGS[0]))
+            with pytest.raises(EngineGone, match=r"said nothing for serve.stall_s=1.5 seconds: send"):
+                await answer.accepted()
+            await client.wait_ready()
+            assert (await whole(client.submit(Submit(0, prompt_of(engine), SETTINGS[0])))).done.error is None
+            assert client.num_restarts == 1
+
+    run_async(test())
+
+
+@pytest.mark.long
+def test_what_was_in_two_crashes_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def crash(client: EngineClient, poison: Submit, other: Submit) -> None:
+        answers = [client.submit(each) for each in (poison, other)]
+        await first_token(answers[0])
+        os.kill(pid_of(client), signal.SIGKILL)
+        for answer in answers:
+            assert isinstance(await ended(answer), EngineGone)
+        await client.wait_ready()
+
+    async def test() -> None:
+        poison = Submit(0, prompt_of(engine), ENDLESS, streams=True)
+        other = Submit(0, prompt_of(engine, TEXTS[1]), ENDLESS)
+        async with serving() as client:
+            await crash(client, poison, other)
+            assert (await whole(client.submit(other))).done.error is None  # which clears it
+            await crash(client, poison, other)
+            refused = client.submit(poison)
+            with pytest.raises(EngineRefused, match=f"the engine crashed, {MAX_CRASHES} times: it is not run again"):
+                await refused.accepted()
+            assert isinstance(await ended(refused), EngineRefused)
+            assert (await whole(client.submit(other))).done.error is None
+
+    run_async(test())
+
+
+def test_an_engine_that_sends_what_is_no_frame_is_ended(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that says it is ready, and answers its first request with garbage; then the real one."""
+    script, used = tmp_path / "garbage.py", tmp_path / "used"
+    script.write_text(
+        f"import pathlib, runpy, socket, sys, msgspec\n"
+        f"used = pathlib.Path({str(used)!r})\n"
+        "if used.exists():\n"
+        "    runpy.run_module('pipelines.serve.engine_process', run_name='__main__')\n"
+        "    sys.exit()\n"
+        "used.touch()\n"
+        "from pipelines.serve.frames import Ready, encode\n"
+        "connection = socket.socket(fileno=int(sys.argv[1]))\n"
+        "connection.recv(1 << 20)\n"
+        "connection.sendall(encode(Ready(99, 99, 1, 1, [], None, {}, [], 99)))\n"
+        "connection.recv(1 << 20)\n"
+        "connection.sendall(b'HTTP/1.1 200 OK')\n"
+        "connection.recv(1)\n"
+    )
+    monkeypatch.setattr(module, "COMMAND", (sys.executable, str(script)))
+
+    async def test() -> None:
+        async with serving() as client:
+            answer = client.submit(Submit(0, prompt_of(engine), SETTINGS[0]))
+            with pytest.raises(EngineGone, match="the engine sent what is no frame .*is longer than"):
+                await answer.accepted()
+            await client.wait_ready()
+            assert (await whole(client.submit(Submit(0, prompt_of(engine), SETTINGS[0])))).done.error is None
+
+    run_async(test())
+
+
+async def failure_of(client: EngineClient) -> str:
+    await client.start()
+    try:
+        with pytest.raises(UserError) as raised:
+            await client.wait_ready()
+        return str(raised.value)
+    finally:
+        await client.close()
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_of_one_line(tmp_path: Path) -> None:
+    client = EngineClient(run_config(tmp_path), ServeConfig())
+    assert "config.json" in run_async(failure_of(client))
+    too_many = EngineClient(tiny_run(), ServeConfig(batch_size=4096))
+    assert "batch_size=4096 is more than device.max_batched_tokens=2048" in run_async(failure_of(too_many))
+
+
+def test_an_engine_that_ends_while_it_loads_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
+    client = EngineClient(tiny_run(), ServeConfig())
+    assert run_async(failure_of(client)) == "the engine was ended by SIGKILL while it loaded the model"
+    monkeypatch.setattr(module, "COMMAND", ("/no/such/python",))
+    client = EngineClient(tiny_run(), ServeConfig())
+    assert "the engine cannot be started (" in run_async(failure_of(client))
+
+
+def test_closing_ends_what_runs(engine: Engine) -> None:
+    async def test() -> None:
+        async with serving() as client:
+            answer = client.submit(Submit(0, prompt_of(engine), ENDLESS))
+            await answer.accepted()
+            pid = pid_of(client)
+        assert isinstance(await ended(answer), EngineGone)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        with pytest.raises(EngineGone):
+            client.submit(Submit(0, [1], {}))
+
+    run_async(test())
+
+
+def child(sent: bytes) -> subprocess.CompletedProcess[str]:
+    """The engine's process, told these bytes; left, where they are none."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(sent)
+        if not sent:
+            ours.shutdown(socket.SHUT_WR)
+        command, number = [*COMMAND, str(theirs.fileno())], theirs.fileno()
+        paths = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        return subprocess.run(command, env=paths, pass_fds=[number], capture_output=True, text=True, timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "said_last"),
+    [
+        (b"", 0, ""),
+        (b"\0\0\0\2\xc1\xc1", 1, "error: a frame cannot be read"),
+        (b"GET / HTTP/1.1\r\n", 1, "is longer than"),
+        (encode(Cancel(3)), 1, "the first frame is not Start"),
+    ],
+)
+def test_the_process_ends_where_it_is_left_or_told_nonsense(sent: bytes, code: int, said_last: str) -> None:
+    done = child(sent)
+    assert done.returncode == code, done.stderr
+    assert said_last in said(done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_the_client_loads_no_torch() -> None:
+    code = "import sys, pipelines.serve.client; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
