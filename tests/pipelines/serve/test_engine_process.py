@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,7 +74,8 @@ class Script:
 
 @pytest.fixture(scope="module")
 def served() -> Served:
-    return load_served(tiny_run(block_size=4), ServeConfig(batch_size=BATCH_SIZE), Script())  # type: ignore[arg-type]
+    run = replace(tiny_run(block_size=4), decode=DecodeConfig(temperature=0.0))
+    return load_served(run, ServeConfig(batch_size=BATCH_SIZE), Script())  # type: ignore[arg-type]
 
 
 @pytest.fixture
