@@ -1,0 +1,249 @@
+"""Read a model's answer as it is written: its content, its reasoning, and its calls of tools, in the formats of the families.
+
+A format is a table of literals: nothing of a checkpoint is run, and no regular expression of one. Any cutting of a text into pieces gives
+the same parts.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from models.tokenizers.tool_calls import (
+    ToolCall,
+    read_deepseek_calls,
+    read_json_call,
+    read_json_calls,
+    read_mistral_calls,
+    read_named_json_call,
+    read_named_python_call,
+)
+
+SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True)
+class Content:
+    """Text of the answer itself."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """Text that the model thinks before it answers."""
+
+    text: str
+
+
+Part = Content | Reasoning | ToolCall
+
+
+@dataclass(frozen=True)
+class Region:
+    """A stretch of an answer that is no content."""
+
+    opening: str
+    """"": what the answer as a whole may be."""
+    closing: str | None
+    """None: it goes on to the end of the answer."""
+    read_calls: Callable[[str], list[ToolCall] | None] | None = None
+    """Returns the calls that the stretch holds, None where it holds none; None for reasoning."""
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How a family writes what is not content."""
+
+    regions: tuple[Region, ...] = ()
+    whole: Region | None = None
+    """What an answer is from its first character on, if `begins` says so."""
+    begins: Callable[[str, frozenset[str]], bool | None] = lambda text, names: False
+    """Whether an answer that begins with a text is a call of one of the named tools; None where it is too early to say."""
+    is_trimmed: bool = False
+    """Whether white space begins every answer, and is no part of it."""
+
+    @property
+    def literals(self) -> list[str]:
+        """Texts that must survive in the answer's text."""
+        return [text for region in self.regions for text in (region.opening, region.closing) if text]
+
+    @property
+    def calls(self) -> bool:
+        """Whether it has calls of tools."""
+        return self.whole is not None or any(region.read_calls for region in self.regions)
+
+    def without_calls(self) -> "AnswerFormat":
+        """Return the format for answers in which calls are content, because no tools were offered."""
+        return AnswerFormat(
+            tuple(region for region in self.regions if not region.read_calls), is_trimmed=self.is_trimmed
+        )
+
+
+def _begins_with_json(text: str, names: frozenset[str]) -> bool | None:
+    return text[0] == "{" if text else None
+
+
+def _begins_with_name(text: str, names: frozenset[str]) -> bool | None:
+    line, end, _ = text.partition("\n")
+    if end:
+        return line.rstrip(SPACE) in names
+    return None if not line or any(name.startswith(line.rstrip(SPACE)) for name in names) else False
+
+
+THINKING = Region("<think>", "</think>")
+FORMATS = {
+    "text": AnswerFormat((THINKING,)),
+    "hermes": AnswerFormat((THINKING, Region("<tool_call>", "</tool_call>", read_json_call))),
+    "llama3": AnswerFormat(
+        (Region("<|python_tag|>", None, read_json_calls),), Region("", None, read_json_calls), _begins_with_json
+    ),
+    "mistral": AnswerFormat((Region("[THINK]", "[/THINK]"), Region("[TOOL_CALLS]", None, read_mistral_calls))),
+    "deepseek": AnswerFormat((THINKING, Region("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", read_deepseek_calls))),
+    "chatglm3": AnswerFormat((), Region("", None, read_named_python_call), _begins_with_name, is_trimmed=True),
+    "glm4": AnswerFormat((), Region("", None, read_named_json_call), _begins_with_name, is_trimmed=True),
+}
+"""Formats by name: those of Qwen and Hermes; Llama 3; Mistral; DeepSeek; ChatGLM3; GLM-4. `text` has reasoning alone."""
+SIGNS = {
+    "mistral": "[TOOL_CALLS]",
+    "deepseek": "<｜tool▁calls▁begin｜>",
+    "hermes": "<tool_call>",
+    "llama3": "<|python_tag|>",
+    "glm4": "<|observation|>",
+}
+"""What tells a format, in a template or among the tokens that a tokenizer reads in a text."""
+OTHERS = ("<function=", "<arg_key>")  # calls in XML: of Qwen3-Coder, of GLM-4.5
+
+
+def find_format(template: str | None, names: Iterable[str]) -> str:
+    """Return the name of a family's format, by its chat template and the texts of its control tokens; "text" where nothing tells it."""
+    names = set(names)
+    if any(other in (template or "") for other in OTHERS):
+        return "text"
+    for text in (template or "", names):  # what a template writes tells more than what a vocabulary has
+        for name, sign in SIGNS.items():
+            if sign in text:
+                return name
+    return "text"
+
+
+class AnswerReader:
+    """Reads one answer."""
+
+    def __init__(self, form: AnswerFormat, tool_names: Iterable[str] = (), reasons: bool = False) -> None:
+        """tool_names: of the tools that were offered. reasons: whether the prompt ends where the reasoning begins."""
+        self._names = frozenset(tool_names)
+        self._form = form if self._names else form.without_calls()
+        self._rest = ""
+        self._region = next((region for region in form.regions if not region.read_calls), None) if reasons else None
+        self._is_beginning = self._region is None
+        self._space = ""  # white space that is left out where a region follows
+        self._is_behind_region = reasons or form.is_trimmed
+        self._parts: list[Part] = []
+        self.has_broken_call = False
+        """Whether something began as a call and was none. It has become content."""
+
+    def read(self, text: str) -> list[Part]:
+        """Return the parts that the next piece of text makes certain."""
+        self._rest += text
+        return self._read(is_end=False)
+
+    def end(self) -> list[Part]:
+        """Return the rest, at the end of the answer."""
+        return self._read(is_end=True)
+
+    def _read(self, is_end: bool) -> list[Part]:
+        if self._is_beginning and not self._begin(is_end):
+            return []
+        while self._read_region(is_end) if self._region else self._read_content(is_end):
+            pass
+        if is_end and not self._is_behind_region:
+            self._add(Content(self._space))
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _begin(self, is_end: bool) -> bool:
+        """Decide whether the answer as a whole is a call. Returns whether that is decided."""
+        is_call = self._form.begins(self._rest.lstrip(SPACE), self._names) if self._form.whole else False
+        if is_call is None and not is_end:
+            return False
+        self._is_beginning = False
+        self._region = self._form.whole if is_call else None
+        return True
+
+    def _read_content(self, is_end: bool) -> bool:
+        """Take text up to the next region. Returns whether one follows."""
+        found = [(self._rest.find(region.opening), region) for region in self._form.regions]
+        start, region = min((each for each in found if each[0] >= 0), key=lambda each: each[0], default=(-1, None))
+        if region is None:
+            keep = 0 if is_end else _begun(self._rest, [region.opening for region in self._form.regions])
+            start = len(self._rest) - keep
+        self._say(Content, self._rest[:start])
+        self._rest = self._rest[start + len(region.opening) :] if region else self._rest[start:]
+        self._region = region
+        if region and not region.read_calls:
+            self._space, self._is_behind_region = "", True
+        return region is not None
+
+    def _read_region(self, is_end: bool) -> bool:
+        """Take text up to the end of the region. Returns whether content follows."""
+        region = self._region
+        assert region
+        stop = self._rest.find(region.closing) if region.closing else -1
+        if not region.read_calls:
+            keep = 0 if is_end or stop >= 0 else _begun(self._rest, [region.closing or ""])
+            cut = stop if stop >= 0 else len(self._rest) - keep
+            self._say(Reasoning, self._rest[:cut])
+            self._rest = self._rest[cut:]
+            self._space = "" if is_end else self._space
+            stop = min(stop, 0)
+        elif stop >= 0 or is_end:
+            self._call(region, self._rest[:stop] if stop >= 0 else self._rest, stop >= 0)
+        if stop < 0:
+            if is_end:
+                self._rest, self._region = "", None
+            return False
+        self._rest = self._rest[stop + len(region.closing or "") :]
+        self._region = None
+        if not region.read_calls:
+            self._space, self._is_behind_region = "", True
+        return True
+
+    def _call(self, region: Region, body: str, is_closed: bool) -> None:
+        """Add the calls of a region; what is none becomes content."""
+        assert region.read_calls
+        calls = region.read_calls(body)
+        if calls and (region.opening or all(call.name in self._names for call in calls)):
+            self._parts += calls
+            self._space, self._is_behind_region = "", True
+        else:
+            # What only might have been a call, such as an answer in JSON, is not broken.
+            self.has_broken_call |= bool(region.opening)
+            self._say(Content, region.opening + body + (region.closing or "") * is_closed)
+
+    def _say(self, kind: type[Content] | type[Reasoning], text: str) -> None:
+        """Add text, but for white space at its end, which waits for what follows."""
+        text = self._space + text
+        if self._is_behind_region:
+            text = text.lstrip(SPACE)
+        said = text.rstrip(SPACE)
+        self._space = text[len(said) :]
+        if said:
+            self._is_behind_region = False
+            self._add(kind(said))
+
+    def _add(self, part: Content | Reasoning) -> None:
+        last = self._parts[-1] if self._parts else None
+        if not part.text:
+            return
+        if isinstance(last, Content | Reasoning) and type(last) is type(part):
+            self._parts[-1] = replace(last, text=last.text + part.text)
+        else:
+            self._parts.append(part)
+
+
+def _begun(text: str, literals: list[str]) -> int:
+    """Return the length of the longest end of a text with which one of the literals begins and goes on."""
+    longest = max(map(len, literals), default=1) - 1
+    ends = range(min(longest, len(text)), 0, -1)
+    return next(
+        (size for size in ends if any(each.startswith(text[-size:]) for each in literals if len(each) > size)), 0
+    )
