@@ -8,7 +8,7 @@ import torch
 
 from conf.tasks import CheckpointFormat, ConvertConfig, ConvertDType
 from models.causal_lm import CausalLM
-from models.formats import Checkpoint
+from models.formats.base import Checkpoint
 from models.formats.gguf.writer import write_gguf
 from models.formats.huggingface_writer import write_companions, write_huggingface
 from models.formats.partition import expected_tensors, partition

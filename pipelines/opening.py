@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from conf.errors import UserError
 from conf.schema import ModelConfig, Weights
 from models.causal_lm import ModelShape
-from models.formats import Checkpoint, open_checkpoint
+from models.formats import open_checkpoint
+from models.formats.base import Checkpoint
 from models.formats.hub import find_checkpoint
 from models.formats.manifest import verify_manifest
 from models.heads import Head

@@ -1,31 +1,38 @@
-"""Layouts of checkpoints. A checkpoint's layout is recognised by its content, never by a name alone."""
+"""Layouts of checkpoints. A checkpoint's layout is recognised by its content, never by a name alone.
+
+Only opening a checkpoint imports torch, because the server's process for HTTP opens tokenizers alone.
+"""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from conf.errors import UserError
-from models.formats.base import Checkpoint, WeightFile
 from models.formats.gguf.magic import is_gguf_layout
-from models.formats.huggingface import open_huggingface
-from models.formats.meta import is_meta_layout, open_meta
-from models.formats.mindspore import is_mindspore_layout, open_mindspore
-from models.formats.sharded import is_sharded_layout, open_sharded
-from models.formats.tensor_parallel import is_tensor_parallel, open_tensor_parallel
 from models.tokenizers import Tokenizer, load_tokenizer
 
-__all__ = ["Checkpoint", "WeightFile", "open_checkpoint", "open_tokenizer"]
+if TYPE_CHECKING:
+    from models.formats.base import Checkpoint
+
+__all__ = ["open_checkpoint", "open_tokenizer"]
 
 
-def open_checkpoint(path: Path, allow_pickle: bool) -> Checkpoint:
+def open_checkpoint(path: Path, allow_pickle: bool) -> "Checkpoint":
     """Return the checkpoint at a folder or a GGUF file, in whichever layout it is.
 
     Raises UserError where its configuration cannot be read. Faults of weights and tokenizer are found when these are opened.
     """
     if is_gguf_layout(path):
-        from models.formats.gguf.reader import open_gguf  # here, because nothing else needs its libraries
+        from models.formats.gguf.reader import open_gguf
 
         return open_gguf(path)
     if not path.is_dir():
         raise UserError(f"{path} is a file: model.path must be a folder that holds a model, a GGUF file, or a hub id")
+    from models.formats.huggingface import open_huggingface
+    from models.formats.meta import is_meta_layout, open_meta
+    from models.formats.mindspore import is_mindspore_layout, open_mindspore
+    from models.formats.sharded import is_sharded_layout, open_sharded
+    from models.formats.tensor_parallel import is_tensor_parallel, open_tensor_parallel
+
     if is_sharded_layout(path):
         return open_sharded(path)
     if is_meta_layout(path):
@@ -43,7 +50,7 @@ def open_tokenizer(path: Path) -> Tokenizer | None:
     Raises UserError if the tokenizer cannot be read.
     """
     if is_gguf_layout(path):
-        from models.formats.gguf.reader import read_gguf_headers
+        from models.formats.gguf.header import read_gguf_headers
         from models.formats.gguf.tokenizer import load_gguf_tokenizer
 
         return load_gguf_tokenizer(read_gguf_headers(path)[0])

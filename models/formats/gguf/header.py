@@ -5,6 +5,7 @@ Every count is checked against the bytes that are left before anything is read o
 """
 
 import math
+import re
 import struct
 from dataclasses import dataclass
 from io import BufferedReader
@@ -18,8 +19,9 @@ from numpy.typing import NDArray
 
 from conf.errors import UserError
 from models.config import ConfigReader
-from models.formats.gguf.magic import MAGIC
+from models.formats.gguf.magic import MAGIC, is_gguf
 
+SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 VERSIONS = (2, 3)
 KEY_BYTES, NAME_BYTES, DIMENSIONS = 65535, 64, 4  # the most of each, as the specification says
 SCALARS = {
@@ -86,6 +88,32 @@ class GGUFHeader:
                 f"{self.path}: {key} must be an array of texts, found {'none' if values is None else 'numbers'}"
             )
         return values
+
+
+def read_gguf_headers(path: Path) -> list[GGUFHeader]:
+    """Read the headers of a GGUF file, of all files that it was split into, or of a folder's one model. The first has the metadata."""
+    if path.is_dir():
+        files = sorted(file for file in path.glob("*.gguf") if is_gguf(file))
+        models = sorted({SPLIT_NAME.sub(r"\1", file.name) for file in files})
+        if len(models) > 1:
+            raise UserError(
+                f"{path} holds {len(models)} GGUF models ({', '.join(models[:8])}): give model.path=FILE.gguf"
+            )
+        path = files[0]
+    name = SPLIT_NAME.fullmatch(path.name)
+    count = int(name[3]) if name else 1
+    paths = [path.with_name(f"{name[1]}-{i + 1:05}-of-{name[3]}.gguf") for i in range(count)] if name else [path]
+    if missing := next((file.name for file in paths if not file.is_file()), None):
+        raise UserError(f"{path} is one of {count} files of a model, but {missing} is missing beside it")
+    headers = [read_gguf_header(file) for file in paths]
+    for i, header in enumerate(headers):
+        section = header.section("split")
+        number, split = section.get("no", int, 0), section.get("count", int, 0)
+        if split not in (0, 1) and (split, number) != (count, i):
+            raise UserError(
+                f"{header.path} says that it is file {number} of {split} (split.no, split.count): its name does not"
+            )
+    return headers
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:

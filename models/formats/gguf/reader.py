@@ -3,7 +3,6 @@ names, shapes and order of rows, dequantised while they are read.
 """
 
 import math
-import re
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,14 +18,12 @@ from torch import Tensor
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.formats.base import CODE_GROUP, Checkpoint, WeightFile
-from models.formats.gguf.header import GGUFHeader, TensorInfo, read_gguf_header
-from models.formats.gguf.magic import is_gguf
+from models.formats.gguf.header import GGUFHeader, TensorInfo, read_gguf_headers
 from models.formats.gguf.names import ARCHITECTURE, ROTARY_FACTORS, expert_names, hugging_face_name
 from models.formats.gguf.tokenizer import load_gguf_tokenizer
 from models.formats.rotary_rows import half_apart
 from models.layers.rotary import RotaryConfig, llama3_factors
 
-SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 STORED = {  # types that are read as they are
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -52,32 +49,6 @@ def open_gguf(path: Path) -> Checkpoint:
         lambda expected: open_gguf_weights(headers, config),
         partial(load_gguf_tokenizer, headers[0]),
     )
-
-
-def read_gguf_headers(path: Path) -> list[GGUFHeader]:
-    """Read the headers of a GGUF file, of all files that it was split into, or of a folder's one model. The first has the metadata."""
-    if path.is_dir():
-        files = sorted(file for file in path.glob("*.gguf") if is_gguf(file))
-        models = sorted({SPLIT_NAME.sub(r"\1", file.name) for file in files})
-        if len(models) > 1:
-            raise UserError(
-                f"{path} holds {len(models)} GGUF models ({', '.join(models[:8])}): give model.path=FILE.gguf"
-            )
-        path = files[0]
-    name = SPLIT_NAME.fullmatch(path.name)
-    count = int(name[3]) if name else 1
-    paths = [path.with_name(f"{name[1]}-{i + 1:05}-of-{name[3]}.gguf") for i in range(count)] if name else [path]
-    if missing := next((file.name for file in paths if not file.is_file()), None):
-        raise UserError(f"{path} is one of {count} files of a model, but {missing} is missing beside it")
-    headers = [read_gguf_header(file) for file in paths]
-    for i, header in enumerate(headers):
-        section = header.section("split")
-        number, split = section.get("no", int, 0), section.get("count", int, 0)
-        if split not in (0, 1) and (split, number) != (count, i):
-            raise UserError(
-                f"{header.path} says that it is file {number} of {split} (split.no, split.count): its name does not"
-            )
-    return headers
 
 
 def read_gguf_config(headers: list[GGUFHeader]) -> ConfigReader:

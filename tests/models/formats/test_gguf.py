@@ -12,7 +12,8 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, MixtralForCausalL
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from models.formats import Checkpoint, open_checkpoint
+from models.formats import open_checkpoint
+from models.formats.base import Checkpoint
 from tests.helpers.builders import SMALL, complete, engine_of
 from tests.helpers.gguf_files import add_shape, llama_cpp_tensors, write_tensors, write_twin
 from tests.helpers.oracle import random_prompts, write_model

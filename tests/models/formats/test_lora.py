@@ -14,7 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from conf.errors import UserError
 from models.causal_lm import CausalLM
-from models.formats import WeightFile, open_checkpoint
+from models.formats import open_checkpoint
+from models.formats.base import WeightFile
 from models.formats.lora import merge_lora
 from models.registry import find_architecture
 from models.weights import load_weights, parameter_shapes
