@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from conf.errors import check
 from conf.sizes import num_bytes
 
+FORMATS = ("auto", "none", "text", "hermes", "llama3", "mistral", "deepseek", "chatglm3", "glm4")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -46,7 +47,7 @@ class ServeConfig:
     chat_template: str = "auto"
     """As in predict."""
     response_template: str = "auto"
-    """What answers are read by, for their reasoning and tool calls: auto: as the model's family writes them; none: they are text."""
+    """How answers write reasoning and tool calls: auto: as the model's family does; none: they are content; or a format by its name."""
     batches: str | None = None
     """Folder of /v1/files and /v1/batches, which go on there after a restart; null: these are not served."""
     replicas: int = 1
@@ -64,7 +65,12 @@ class ServeConfig:
             check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a number above 0")
         check(self.drain_s >= 0, "serve.drain_s", self.drain_s, "a number from 0")
         check(bool(self.chat_template), "serve.chat_template", repr(self.chat_template), "auto, none or a Jinja file")
-        check(bool(self.response_template), "serve.response_template", repr(self.response_template), "auto or none")
+        check(
+            self.response_template in FORMATS,
+            "serve.response_template",
+            repr(self.response_template),
+            ", ".join(FORMATS),
+        )
 
 
 @dataclass

@@ -46,7 +46,7 @@ class Region:
     closing: str | None
     """None: it goes on to the end of the answer."""
     read_calls: Callable[[str], list[ToolCall] | None] | None = None
-    """Returns the calls that the stretch holds, None where it holds none; None for reasoning."""
+    """Returns the calls in the stretch, None where it holds none; None for reasoning."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ def _begins_with_name(text: str, names: frozenset[str]) -> bool | None:
 
 THINKING = Region("<think>", "</think>")
 FORMATS = {
+    "none": AnswerFormat(),
     "text": AnswerFormat((THINKING,)),
     "hermes": AnswerFormat((THINKING, Region("<tool_call>", "</tool_call>", read_json_call))),
     "llama3": AnswerFormat(
@@ -101,7 +102,7 @@ FORMATS = {
     "chatglm3": AnswerFormat((), Region("", None, read_named_python_call), _begins_with_name, is_trimmed=True),
     "glm4": AnswerFormat((), Region("", None, read_named_json_call), _begins_with_name, is_trimmed=True),
 }
-"""Formats by name: those of Qwen and Hermes; Llama 3; Mistral; DeepSeek; ChatGLM3; GLM-4. `text` has reasoning alone."""
+"""Formats by name: of Qwen and Hermes, Llama 3, Mistral, DeepSeek, ChatGLM3, GLM-4; `text` has reasoning alone, `none` neither."""
 SIGNS = {
     "mistral": "[TOOL_CALLS]",
     "deepseek": "<｜tool▁calls▁begin｜>",

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from conf.errors import UserError
+from models.tokenizers.answers import find_format
 from models.tokenizers.control_tokens import ControlTokens
 from models.tokenizers.template_process import TemplateProcess
 
@@ -100,6 +101,18 @@ class Tokenizer(ABC):
             return text, self.encode(text, add_special_tokens=False)  # the template wrote any BOS
         parts = marks.split(text)
         return "".join(parts), self._encode_parts(parts)
+
+    def answer_format(self, template: str | None) -> str:
+        """Return the name of the format that answers have, of `models.tokenizers.answers.FORMATS`. `template`: as in encode_messages."""
+        templates = template or f"{self.chat_template or ''}{self.tool_template or ''}"
+        return find_format(templates, self._control_names)
+
+    def special_token_id(self, text: str) -> int | None:
+        """Return the id of the special token that `encode` reads in a text; None where it reads none."""
+        if not self._control_names.get(text):
+            return None
+        (id,) = self.encode(text, add_special_tokens=False)
+        return id
 
     @property
     def _control_names(self) -> Mapping[str, bool]:

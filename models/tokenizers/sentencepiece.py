@@ -214,6 +214,9 @@ class ChatGLM2Tokenizer(SentencePieceTokenizer):
             ids += self._encode_pieces(f"{message.get('metadata', '')}\n") + self._encode_pieces(message["content"])
         return [*ids, self._specials["<|assistant|>"]]
 
+    def answer_format(self, template: str | None) -> str:
+        return "chatglm3" if self._has_roles and template is None else super().answer_format(template)
+
     def _with_tools(self, messages: list[Message], tools: list[Tool]) -> list[Message]:
         return chatglm3_messages(messages, tools) if self._has_roles else super()._with_tools(messages, tools)
 

@@ -54,7 +54,7 @@ def decode_settings(request: Sampling, server: Mapping[str, Any], cache_salt: st
     if request.use_beam_search:
         num_beams = given.pop("n", 1)
         given |= {"num_beams": num_beams, "num_return_sequences": num_beams, "temperature": 0.0}
-    if guide := _guide(request):
+    if guide := guide_of(request):
         given["guide"] = guide
     if isinstance(request, ChatRequest):
         return given | _chat_settings(request, server)
@@ -84,7 +84,7 @@ def _length(max_tokens: int | None, default: int | str, server: Mapping[str, Any
     return {} if has_limit else {"max_new_tokens": default}
 
 
-def _guide(request: Sampling) -> dict[str, Any] | None:
+def guide_of(request: Sampling) -> dict[str, Any] | None:
     """Return the answer's form as the setting `guide`; None for any text."""
     if (outputs := request.structured_outputs) is not None:
         guide = outputs.model_dump(exclude_none=True)

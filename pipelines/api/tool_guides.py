@@ -1,0 +1,150 @@
+"""Guides that make an answer call tools, in the format of the model's family, with arguments that fit the tools' schemas."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from models.tokenizers.base import Tokenizer, Tool
+from pipelines.api.errors import bad_request
+
+SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as models were trained
+ANY_TEXT = r"(.|\n)*"
+
+
+@dataclass(frozen=True)
+class CallGrammar:
+    """How a family writes calls: opening, calls with separators between them, closing."""
+
+    argument_key: str | None
+    """The key of the arguments in an object with the name; None where the name stands before the arguments."""
+    sign: str = ""
+    """The literal by which a reader knows that a call begins; "" where it is the answer's first character."""
+    opening: str = ""
+    """What follows the sign."""
+    closing: str = ""
+    separator: str | None = None
+    """None where there is one call at most."""
+    named: tuple[str, str] = ("", "")
+    """What stands before and behind the name, where it stands before the arguments."""
+
+
+CALL_TOKENS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]") + tuple(
+    f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+)
+"""Texts of the grammars that vocabularies may have as special tokens."""
+
+
+class Literals:
+    """Writes literals for one vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        ids = {name: tokenizer.special_token_id(name) for name in CALL_TOKENS}
+        self._special_ids = {name: id for name, id in ids.items() if id is not None}
+
+    def __call__(self, text: str) -> str:
+        """Return a text as an expression, the special tokens in it as tokens."""
+        for name, id in self._special_ids.items():
+            before, found, behind = text.partition(name)
+            if found:
+                return " ".join(part for part in (self(before), f"<[{id}]>", self(behind)) if part)
+        return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+GRAMMARS = {
+    "hermes": CallGrammar("arguments", "<tool_call>", "\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n"),
+    "llama3": CallGrammar("parameters"),
+    "mistral": CallGrammar("arguments", "[TOOL_CALLS]", " [", "]", ", "),
+    "deepseek": CallGrammar(
+        None,
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>",
+        ("function<｜tool▁sep｜>", "\n```json\n"),
+    ),
+    "glm4": CallGrammar(None, named=("", "\n")),
+}
+"""By the names of `models.tokenizers.answers.FORMATS`; the others have none."""
+
+
+def tool_guide(
+    form: str, tools: list[Tool], literal: Literals, is_required: bool, is_parallel: bool, reasons: bool
+) -> dict[str, Any]:
+    """Return the setting `guide` of answers that call tools.
+
+    is_required: the answer is calls alone; else it may be any text, or text and calls behind it, and only strict tools' schemas hold.
+    is_parallel: there may be several calls. reasons: the prompt ends where the reasoning begins, which is written first.
+
+    Raises ApiError (400) where the family's calls have no grammar here.
+    """
+    grammar = GRAMMARS.get(form)
+    if grammar is None or not (is_required or grammar.sign or grammar.argument_key):
+        message = f"calls in this model's format ({form}) cannot be enforced so"
+        raise bad_request(f"{message}: give tool_choice=auto, and neither strict nor parallel_tool_calls", "tools")
+    several = f"({literal(grammar.separator)} call)*" if is_parallel and grammar.separator else ""
+    rules = [
+        _start(grammar, literal, is_required, reasons),
+        f"calls: {_joined(literal(grammar.opening), 'call', several, literal(grammar.closing))}",
+        f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
+    ]
+    for i, tool in enumerate(tools):
+        before, behind = grammar.named
+        name = "" if grammar.argument_key else literal(before + tool["function"]["name"] + behind)
+        rules.append(f"call_{i}: {_joined(name, f'value_{i}')}")
+        schema = _value(tool, grammar.argument_key, is_required or bool(tool["function"].get("strict")))
+        rules.append(f"value_{i}: %json {json.dumps(schema, ensure_ascii=False)}")
+    return {"lark": "\n".join(rules)}
+
+
+def behind_reasoning(guide: dict[str, Any]) -> dict[str, Any]:
+    """Return the guide of an answer whose reasoning the prompt has begun. Raises ApiError (400) for a kind that cannot be put behind it."""
+    ((kind, value),) = guide.items()
+    if kind not in ("json_schema", "json_object"):
+        message = "the model reasons before it answers, and only a JSON schema can be put behind that"
+        raise bad_request(f"{message}: give response_format, or turn its reasoning off", "structured_outputs")
+    schema = {"type": "object"} if kind == "json_object" else value
+    return {
+        "lark": f"start: think answer\n{_THINK}\nanswer: %json {json.dumps({**schema, 'x-guidance': SEPARATORS}, ensure_ascii=False)}"
+    }
+
+
+_THINK = r"""think: thought BLANKS?
+thought[lazy]: /(.|\n)*<\/think>/
+BLANKS: /[ \n]+/"""
+
+
+def _start(grammar: CallGrammar, literal: Literals, is_required: bool, reasons: bool) -> str:
+    sign = literal(grammar.sign)
+    if is_required:
+        return f"start: think {sign} calls\n{_THINK}" if reasons else f"start: {sign} calls"
+    if not sign:
+        return f"start: calls | SAID\nSAID: /([^{{ \\t\\r\\n]{ANY_TEXT})?/"
+    if sign.startswith("<["):  # a token that no text writes
+        return f"start: SAID {sign} calls | SAID\nSAID: /{ANY_TEXT}/"
+    return f"start: said calls | SAID\nsaid[lazy]: /{ANY_TEXT}{_escaped(grammar.sign)}/\nSAID: /{ANY_TEXT}/"
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"[][|]", r"\\\g<0>", text)  # what signs have of a regular expression's letters
+
+
+def _value(tool: Tool, argument_key: str | None, has_schema: bool) -> dict[str, Any]:
+    """Return the JSON schema of what a call holds: the arguments, or an object of name and arguments."""
+    function = tool["function"]
+    parameters = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+    parameters = parameters if has_schema else {"type": "object"}
+    if argument_key is None:
+        return {**parameters, "x-guidance": SEPARATORS}
+    both = {"name": {"const": function["name"]}, argument_key: parameters}
+    return {
+        "type": "object",
+        "properties": both,
+        "required": list(both),
+        "additionalProperties": False,
+        "x-guidance": SEPARATORS,
+    }
+
+
+def _joined(*expressions: str) -> str:
+    return " ".join(filter(None, expressions))

@@ -1,0 +1,203 @@
+"""Conversations of requests: messages and tools become token ids, and the texts of answers become messages. Without torch."""
+
+import asyncio
+import hashlib
+import itertools
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from conf.schema import ModelConfig
+from conf.serving import ServeConfig
+from models.formats import open_tokenizer
+from models.formats.hub import find_checkpoint
+from models.tokenizers.answers import FORMATS, AnswerFormat, AnswerReader, Content, Part, Reasoning
+from models.tokenizers.base import Message, Tokenizer, Tool, UnreadArgument
+from pipelines.api.errors import bad_request
+from pipelines.api.requests import ChatRequest, NamedTool
+from pipelines.api.settings import guide_of
+from pipelines.api.tool_guides import Literals, behind_reasoning, tool_guide
+
+NUM_THREADS = 2
+CALL_ID_LENGTH = 9  # Mistral's templates take no other
+
+
+class ChatPrompt:
+    """The prompt of a chat request, and how its answers are read."""
+
+    def __init__(
+        self, token_ids: list[int], settings: dict[str, Any], form: AnswerFormat, tool_names: list[str], reasons: bool
+    ) -> None:
+        """reasons: whether the prompt ends where the reasoning begins."""
+        self.token_ids = token_ids
+        self.settings = settings
+        """Settings of DecodeConfig that its tools ask for."""
+        self._form, self._tool_names, self._reasons = form, tool_names, reasons
+        self._digest = hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()
+        self._samples = itertools.count()
+
+    def reader(self) -> "MessageReader":
+        """Return what reads the answer of the next sample."""
+        reader = AnswerReader(self._form, self._tool_names, self._reasons)
+        return MessageReader(reader, f"{self._digest} {next(self._samples)}")
+
+
+class MessageReader:
+    """Divides the text of an answer into deltas of a message: content, reasoning_content and tool_calls."""
+
+    def __init__(self, reader: AnswerReader, call_seed: str) -> None:
+        """call_seed: what ids of calls are made from, so that the same request has the same ones."""
+        self._reader = reader
+        self._call_seed = call_seed
+        self._num_calls = 0
+
+    def read(self, text: str) -> list[dict[str, Any]]:
+        """Return the deltas that the next piece of text makes certain."""
+        return [self._delta(part) for part in self._reader.read(text)]
+
+    def end(self) -> list[dict[str, Any]]:
+        """Return the rest, at the end of the answer."""
+        return [self._delta(part) for part in self._reader.end()]
+
+    def _delta(self, part: Part) -> dict[str, Any]:
+        if isinstance(part, Content):
+            return {"content": part.text}
+        if isinstance(part, Reasoning):
+            return {"reasoning_content": part.text}
+        index, self._num_calls = self._num_calls, self._num_calls + 1
+        id = hashlib.sha256(f"{self._call_seed} {index}".encode()).hexdigest()[:CALL_ID_LENGTH]
+        function = {"name": part.name, "arguments": part.arguments}
+        return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+
+
+class Chat:
+    """Encodes conversations by a tokenizer and its template."""
+
+    def __init__(self, tokenizer: Tokenizer | None, config: ServeConfig) -> None:
+        """Raises UserError for a template that cannot be read, and for a response_template that is none."""
+        self.tokenizer = tokenizer
+        self._is_off = config.chat_template == "none"
+        self._template = None if config.chat_template in ("auto", "none") else _read_template(config.chat_template)
+        own = tokenizer.answer_format(self._template) if tokenizer else "text"
+        self._form = own if config.response_template == "auto" else config.response_template
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "chat")
+
+    @classmethod
+    def open(cls, model: ModelConfig, config: ServeConfig) -> "Chat":
+        """Return the conversations of a model. Raises UserError where its tokenizer cannot be read, and as __init__ does."""
+        if model.tokenizer is None:
+            return cls(None, config)
+        if model.tokenizer:
+            path = Path(model.tokenizer).expanduser()
+        else:
+            path = find_checkpoint(model.path, with_weights=False, allow_pickle=False)
+        return cls(open_tokenizer(path), config)
+
+    async def encode(self, request: ChatRequest) -> ChatPrompt:
+        """Return a request's prompt, made in a thread. Raises ApiError (400) with the field to blame."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self.prompt, request)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def prompt(self, request: ChatRequest) -> ChatPrompt:
+        """Return a request's prompt. Raises ApiError (400) with the field to blame."""
+        if self.tokenizer is None or self._is_off:
+            setting = "model.tokenizer=null" if self.tokenizer is None else "serve.chat_template=none"
+            raise bad_request(
+                f"this server has {setting}, so it takes no messages: send /v1/completions a prompt", "messages"
+            )
+        if request.add_special_tokens:
+            raise bad_request(
+                "add_special_tokens=true is not allowed: the chat template writes these tokens", "add_special_tokens"
+            )
+        # Which tools there are is told also where none may be called; what is read of an answer depends on the choice.
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
+        text, token_ids = self._encoded(self.tokenizer, request, tools)
+        form = FORMATS[self._form]
+        reasons = any(not region.read_calls and text.rstrip().endswith(region.opening) for region in form.regions)
+        names = [tool["function"]["name"] for tool in tools] if request.tool_choice != "none" else []
+        if names and not form.calls:
+            message = "calls of tools in this model's format cannot be read: leave tools out, or give tool_choice=none"
+            raise bad_request(message, "tools")
+        settings = self._settings(request, tools if names else [], form if names else form.without_calls(), reasons)
+        return ChatPrompt(token_ids, settings, form, names, reasons)
+
+    def _encoded(self, tokenizer: Tokenizer, request: ChatRequest, tools: list[Tool]) -> tuple[str, list[int]]:
+        arguments = dict(request.chat_template_kwargs or {})
+        effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
+        messages = [self._message(message, i) for i, message in enumerate(request.conversation())]
+        try:
+            return tokenizer.encode_messages(
+                messages, self._template, tools=tools or None, template_arguments=arguments | effort
+            )
+        except UnreadArgument as error:
+            own = error.name in ("tools", *effort)
+            raise bad_request(str(error), error.name if own else f"chat_template_kwargs.{error.name}") from error
+        except UserError as error:
+            raise bad_request(str(error).replace("predict.chat_template", "serve.chat_template"), "messages") from error
+
+    def _message(self, message: Message, index: int) -> Message:
+        """Return a message as templates take it: a developer's is the system's, and arguments of calls are objects but for DeepSeek."""
+        if message["role"] == "developer":
+            return message | {"role": "system"}
+        if "tool_calls" not in message:
+            return message
+        calls = []
+        for i, call in enumerate(message["tool_calls"]):
+            text = call["function"]["arguments"]
+            param = f"messages[{index}].tool_calls[{i}].function.arguments"
+            arguments = _arguments(text, param)
+            given = text if self._form == "deepseek" else arguments
+            calls.append(call | {"function": call["function"] | {"arguments": given}})
+        return message | {"tool_calls": calls}
+
+    def _settings(self, request: ChatRequest, tools: list[Tool], form: AnswerFormat, reasons: bool) -> dict[str, Any]:
+        """Return what a request's tools and reasoning ask of the decoding."""
+        assert self.tokenizer
+        settings: dict[str, Any] = {}
+        special = {text: id for text in form.literals if (id := self.tokenizer.special_token_id(text)) is not None}
+        if special and (tools or reasons):
+            if request.skip_special_tokens:
+                remedy = "the model's calls and reasoning are marked by such tokens: leave it out"
+                raise bad_request(f"skip_special_tokens=true is not allowed here: {remedy}", "skip_special_tokens")
+            settings["skip_special_tokens"] = False
+        choice = request.tool_choice
+        is_required = choice == "required" or isinstance(choice, NamedTool)
+        is_strict = any(tool["function"].get("strict") for tool in tools)
+        is_parallel = request.parallel_tool_calls is not False
+        guide = guide_of(request)
+        if tools and (is_required or is_strict or not is_parallel):
+            if guide:
+                raise bad_request(
+                    "the answer's form is given twice: leave out response_format, or tool_choice and strict", "tools"
+                )
+            if isinstance(choice, NamedTool):
+                tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+            literal = Literals(self.tokenizer)
+            settings["guide"] = tool_guide(self._form, tools, literal, is_required, is_parallel, reasons)
+        elif guide and reasons:
+            settings["guide"] = behind_reasoning(guide)
+        return settings
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"serve.chat_template={path} cannot be read ({error}): give auto, none or a Jinja file"
+        ) from error
+
+
+def _arguments(text: str, param: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise bad_request(f"{param} is no JSON object: give one, as text", param)
+    return arguments

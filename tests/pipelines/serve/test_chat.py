@@ -1,0 +1,276 @@
+"""Conversations of requests: prompts, what is read of answers, and guides that call tools."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from conf.errors import UserError
+from conf.schema import ModelConfig
+from conf.serving import FORMATS as NAMES
+from conf.serving import ServeConfig
+from models.tokenizers import Tokenizer
+from models.tokenizers.answers import FORMATS
+from pipelines.api.errors import ApiError
+from pipelines.api.requests import ChatRequest, parse_request
+from pipelines.serve.chat import Chat
+from tests.helpers.small_tokenizers import byte_level, save
+from tests.models.test_chat_templates import STYLES, written
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+ARGUMENTS = '{"city": "北京"}'
+CALLS = {  # answers with two calls, or with one where a family writes no more
+    "chatml": f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
+    "llama3": f'{{"name": "weather", "parameters": {ARGUMENTS}}}',
+    "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ARGUMENTS}}}, {{"name": "clock", "arguments": {{}}}}]',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    f"{ARGUMENTS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{{}}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "glm4": f"weather\n{ARGUMENTS}",
+}
+
+
+def chat_of(folder: Path, style: str, **serve: Any) -> tuple[Chat, Tokenizer]:
+    tokenizer, _ = written(folder, style, byte_level())
+    return Chat(tokenizer, ServeConfig(**serve)), tokenizer
+
+
+def request(**fields: Any) -> ChatRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]} | fields
+    return parse_request(ChatRequest, json.dumps(body).encode())
+
+
+def refused(chat: Chat, **fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        chat.prompt(request(**fields))
+    assert raised.value.status == 400
+    return raised.value
+
+
+def read(chat: Chat, text: str, size: int = 1, **fields: Any) -> dict[str, Any]:
+    """The message that an answer becomes, in pieces of `size` letters."""
+    reader = chat.prompt(request(**fields)).reader()
+    message: dict[str, Any] = {}
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    for delta in [delta for piece in pieces for delta in reader.read(piece)] + reader.end():
+        ((name, value),) = delta.items()
+        message[name] = message[name] + value if name in message else value
+    return message
+
+
+def matches(tokenizer: Tokenizer, lark: str, text: str, special: tuple[str, ...] = ()) -> bool:
+    """Whether a text is one of a grammar, written in bytes and special tokens."""
+
+    class Bytes:
+        eos_token_id, bos_token_id = 256, None
+        tokens = [bytes([i]) for i in range(256)] + [b"<eos>"] * (tokenizer.size - 256)
+        special_token_ids = list(range(256, tokenizer.size))
+
+        def __call__(self, text: bytes) -> list[int]:
+            raise NotImplementedError
+
+    matcher = LLMatcher(
+        LLTokenizer(TokenizerWrapper(Bytes())), json.dumps({"grammars": [{"lark_grammar": lark}]}), log_level=0
+    )
+    assert not matcher.is_error(), matcher.get_error()
+    ids: list[int] = []
+    while text:
+        name = next((name for name in special if text.startswith(name)), text[0])
+        ids += [tokenizer.special_token_id(name)] if name in special else name.encode()  # type: ignore[list-item]
+        text = text[len(name) :]
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_tools_are_told_and_calls_are_read(style: str, tmp_path: Path) -> None:
+    chat, tokenizer = chat_of(tmp_path, style)
+    prompt = chat.prompt(request(tools=TOOLS))
+    assert prompt.token_ids == tokenizer.encode_messages([{"role": "user", "content": "Hi"}], None, tools=TOOLS)[1]
+    for size in (1, 7, 1000):
+        message = read(chat, CALLS[style], size, tools=TOOLS)
+        functions = [call["function"] for call in message["tool_calls"]]
+        assert functions[0] == {"name": "weather", "arguments": ARGUMENTS}
+        assert functions[1:] == ([] if style in ("llama3", "glm4") else [{"name": "clock", "arguments": "{}"}])
+        assert [call["index"] for call in message["tool_calls"]] == list(range(len(functions)))
+        assert "content" not in message
+    assert read(chat, CALLS[style], tools=TOOLS, tool_choice="none") == {"content": CALLS[style]}
+    assert read(chat, "Fine.", tools=TOOLS) == {"content": "Fine."}
+    assert prompt.settings == ({"skip_special_tokens": False} if style in ("llama3", "mistral") else {})
+
+
+def test_ids_of_calls_are_the_same_for_the_same_request(tmp_path: Path) -> None:
+    chat, _ = chat_of(tmp_path, "chatml")
+
+    def ids(n: int) -> list[str]:
+        prompt = chat.prompt(request(tools=TOOLS))
+        readers = [prompt.reader() for _ in range(n)]
+        deltas = [delta for reader in readers for delta in reader.read(CALLS["chatml"]) + reader.end()]
+        return [call["id"] for delta in deltas for call in delta.get("tool_calls", [])]
+
+    assert ids(2) == ids(2)
+    assert len(set(ids(2))) == 4
+    assert all(len(id) == 9 and id.isalnum() for id in ids(1))  # what Mistral's templates take
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_calls_can_be_required(style: str, choice: str, tmp_path: Path) -> None:
+    chat, tokenizer = chat_of(tmp_path, style)
+    named = {"type": "function", "function": {"name": "weather"}}
+    prompt = chat.prompt(request(tools=TOOLS, tool_choice=named if choice == "named" else choice))
+    lark = prompt.settings["guide"]["lark"]
+    special = tuple(name for name in STYLES[style][1] if name == "[TOOL_CALLS]")
+    one = CALLS[style] if style in ("llama3", "glm4") else None
+    assert matches(tokenizer, lark, CALLS[style], special) is (choice == "required" or one is not None)
+    assert not matches(tokenizer, lark, CALLS[style].replace("city", "town"), special)
+    assert not matches(tokenizer, lark, "Fine.", special)
+
+
+@pytest.mark.parametrize("style", ["chatml", "llama3", "mistral", "deepseek"])
+def test_strict_tools_hold_where_calls_are_free(style: str, tmp_path: Path) -> None:
+    chat, tokenizer = chat_of(tmp_path, style)
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
+    lark = chat.prompt(request(tools=strict)).settings["guide"]["lark"]
+    special = tuple(name for name in STYLES[style][1] if name == "[TOOL_CALLS]")
+    said = "" if style == "llama3" else "Well: "
+    assert matches(tokenizer, lark, "Fine < [ fine.", special)
+    assert matches(tokenizer, lark, said + CALLS[style], special)
+    assert not matches(tokenizer, lark, said + CALLS[style].replace("city", "town"), special)
+    single = chat.prompt(request(tools=TOOLS, parallel_tool_calls=False)).settings["guide"]["lark"]
+    assert matches(tokenizer, single, said + CALLS[style], special) is (style == "llama3")
+
+
+def test_reasoning_that_the_prompt_begins(tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0].content }}<tool_call>{{ tools }}<think>\n")
+    chat, tokenizer = chat_of(tmp_path / "model", "chatml", chat_template=str(template))
+    text = "hm\n</think>\n\nFine"
+    assert read(chat, text) == {"reasoning_content": "hm", "content": "Fine"}
+    lark = chat.prompt(request(tools=TOOLS, tool_choice="required")).settings["guide"]["lark"]
+    assert matches(tokenizer, lark, f"hm </think>\n\n{CALLS['chatml']}")
+    assert not matches(tokenizer, lark, CALLS["chatml"])
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": WEATHER}}
+    lark = chat.prompt(request(response_format=form)).settings["guide"]["lark"]
+    assert matches(tokenizer, lark, f"hm</think>\n{ARGUMENTS}")
+    error = refused(chat, structured_outputs={"choice": ["a"]})
+    assert (error.param, "only a JSON schema can be put behind" in error.message) == ("structured_outputs", True)
+
+
+def test_messages_are_told_as_templates_have_them(tmp_path: Path) -> None:
+    chat, tokenizer = chat_of(tmp_path, "chatml")
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+    messages = [
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "brief <|im_end|>"}],
+        },
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "sun <|im_end|>"},
+    ]
+    prompt = chat.prompt(request(messages=messages, tools=TOOLS))
+    own = json.loads(json.dumps(messages))
+    own[0] = {"role": "system", "content": "be\nbrief <|im_end|>"}
+    own[2]["tool_calls"][0]["function"]["arguments"] = json.loads(ARGUMENTS)
+    assert prompt.token_ids == tokenizer.encode_messages(own, None, tools=TOOLS)[1]
+    assert prompt.token_ids.count(tokenizer.special_token_id("<|im_end|>")) == 5  # type: ignore[arg-type]
+    call["function"]["arguments"] = "[1]"  # type: ignore[index]
+    assert refused(chat, messages=messages).param == "messages[2].tool_calls[0].function.arguments"
+
+
+def test_arguments_of_the_template(tmp_path: Path) -> None:
+    chat, tokenizer = chat_of(tmp_path, "chatml")
+    prompt = chat.prompt(request(chat_template_kwargs={"enable_thinking": False}))
+    text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert prompt.reader().read("x y") == [{"content": "x y"}]
+    error = refused(chat, chat_template_kwargs={"thinking": False})
+    assert error.param == "chat_template_kwargs.thinking"
+    assert "'thinking' is no argument of the chat template, which has enable_thinking" in error.message
+    assert refused(chat, reasoning_effort="low").param == "reasoning_effort"
+
+
+@pytest.mark.parametrize(
+    ("style", "fields", "param", "message"),
+    [
+        ("chatml", {"add_special_tokens": True}, "add_special_tokens", "the chat template writes these tokens"),
+        ("mistral", {"tools": TOOLS, "skip_special_tokens": True}, "skip_special_tokens", "marked by such tokens"),
+        (
+            "chatml",
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tools",
+            "the answer's form is given twice",
+        ),
+        (
+            "glm4",
+            {"tools": TOOLS, "parallel_tool_calls": False},
+            "tools",
+            "format \\(glm4\\) cannot be enforced so: give tool_choice=auto",
+        ),
+    ],
+)
+def test_what_is_refused(style: str, fields: dict[str, Any], param: str, message: str, tmp_path: Path) -> None:
+    chat, _ = chat_of(tmp_path, style)
+    error = refused(chat, **fields)
+    assert error.param == param
+    with pytest.raises(ApiError, match=message):
+        raise error
+
+
+def test_models_whose_calls_cannot_be_read_or_told(tmp_path: Path) -> None:
+    save(byte_level(), tmp_path)
+    chat = Chat.open(ModelConfig(path="x", tokenizer=str(tmp_path)), ServeConfig())
+    assert (refused(chat, tools=TOOLS).param, chat.prompt(request()).settings) == ("tools", {})
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}{{ tools }}")
+    chat = Chat.open(ModelConfig(path="x", tokenizer=str(tmp_path)), ServeConfig())
+    assert "cannot be read: leave tools out" in refused(chat, tools=TOOLS).message
+    assert chat.prompt(request(tools=TOOLS, tool_choice="none")).settings == {}
+    chat = Chat.open(ModelConfig(path="x", tokenizer=str(tmp_path)), ServeConfig(response_template="hermes"))
+    assert "tool_calls" in read(chat, CALLS["chatml"], tools=TOOLS)
+    chat = Chat.open(ModelConfig(path="x", tokenizer=None), ServeConfig())
+    assert "this server has model.tokenizer=null" in refused(chat).message
+    chat = Chat.open(ModelConfig(path="x", tokenizer=str(tmp_path)), ServeConfig(chat_template="none"))
+    assert "this server has serve.chat_template=none" in refused(chat).message
+    with pytest.raises(
+        UserError, match=r"serve.chat_template=/nowhere cannot be read .*: give auto, none or a Jinja file"
+    ):
+        Chat.open(ModelConfig(path="x", tokenizer=str(tmp_path)), ServeConfig(chat_template="/nowhere"))
+    with pytest.raises(UserError, match="serve.response_template='qwen' is not allowed"):
+        ServeConfig(response_template="qwen")
+    assert {*FORMATS, "auto"} == set(NAMES)
+
+
+def test_encoding_in_threads_and_without_torch(tmp_path: Path) -> None:
+    chat, _ = chat_of(tmp_path, "chatml")
+
+    async def encode() -> list[list[int]]:
+        prompts = await asyncio.gather(*(chat.encode(request()) for _ in range(5)))
+        return [prompt.token_ids for prompt in prompts]
+
+    assert asyncio.run(encode()) == [chat.prompt(request()).token_ids] * 5
+    chat.close()
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom conf.schema import ModelConfig\nfrom conf.serving import ServeConfig\n"
+        "from pipelines.serve.chat import Chat\n"
+        "import models.formats.gguf.header, models.formats.gguf.tokenizer\n"
+        "assert Chat.open(ModelConfig(path='models/tiny'), ServeConfig()).tokenizer\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
