@@ -7,6 +7,7 @@ In a smoothed model a layer reads x / u and gives y / v: there the factors are A
 
 import hashlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from kernels.all_finite import all_finite
 from kernels.lora import AdapterTable
 from models.causal_lm import CausalLM
 from models.formats.lora import CONFIG, Change, expect_factors, open_adapter, read_changes
@@ -59,26 +61,28 @@ def read_adapter(folder: Path, model: CausalLM, dtype: torch.dtype, folds: Mappi
     Raises UserError for what is wrong with the files, for an adapter of another model, and for what only merging can do.
     """
     settings, weights = open_adapter(folder)
-    digest = hashlib.sha256()
-    for file in (folder / CONFIG, weights.path):
-        with open(file, "rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    tensors, content = weights.read_whole()
     modules = dict(model.named_modules())
     names = full_names(modules)  # an adapter of a model without its head lacks their first part
     factors = {}
-    for parameter, change in read_changes(weights, settings).items():
-        own = parameter.rpartition(".")[0]
-        name = names.get(own, own)
-        layer = _adaptable(name, change, modules, model, folder)
-        outputs, inputs = layer.shape
-        keys = expect_factors(weights, change, settings.rank(own), inputs, outputs)
-        tensors = dict(weights.read(keys))
-        a, b = _folded(tensors[keys[0]], tensors[keys[1]], folds.get(name, Fold()))
-        a, b = a.to(dtype, copy=True), b.to(dtype, copy=True)  # the file may go
-        if not (a.isfinite().all() and b.isfinite().all()):
-            raise UserError(f"{weights.path}: {name} holds NaN or infinite numbers in {dtype}: get the adapter anew")
-        factors[name] = Factors(a, b, settings.scale(own))
-    return Adapter(digest.hexdigest(), factors)
+    with ThreadPoolExecutor(1) as beside:  # hashing takes half as long as all else
+        digest = beside.submit(_digest, (folder / CONFIG).read_bytes(), content)
+        for parameter, change in read_changes(weights, settings).items():
+            own = parameter.rpartition(".")[0]
+            name = names.get(own, own)
+            outputs, inputs = _adaptable(name, change, modules, model, folder).shape
+            keys = expect_factors(weights, change, settings.rank(own), inputs, outputs)
+            a, b = _folded(tensors[keys[0]], tensors[keys[1]], folds.get(name, Fold()))
+            a, b = a.to(dtype), b.to(dtype)
+            if not (all_finite(a.view(1, -1)).all() and all_finite(b.view(1, -1)).all()):
+                remedy = "get the adapter anew, or give a wider model.dtype"
+                raise UserError(f"{weights.path}: {name} holds NaN or infinite numbers in {dtype}: {remedy}")
+            factors[name] = Factors(a, b, settings.scale(own))
+        return Adapter(digest.result(), factors)
+
+
+def _digest(*contents: bytes) -> str:
+    return hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in contents)).hexdigest()
 
 
 def _folded(a: Tensor, b: Tensor, fold: Fold) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ def smoothed_by(config: ConfigReader, folder: Path) -> str | None:
 def add_folds(folder: Path, folds: Mapping[str, Fold]) -> None:
     """Write the folds of further layers into a folder's file of them. Raises UserError where that is damaged."""
     path = folder / FOLDS
-    tensors = _tensors(path) if path.is_file() else {}
+    tensors = SafetensorsFile(path).read_whole()[0] if path.is_file() else {}
     for layer, fold in folds.items():
         own = {INPUTS: fold.input_scales, OUTPUTS: fold.output_scales}
         tensors |= {f"{layer}.{name}": scales for name, scales in own.items() if scales is not None}
@@ -72,7 +72,7 @@ def read_folds(folder: Path, model: CausalLM) -> dict[str, Fold] | None:
         return None
     shapes = {name: module.shape for name, module in model.named_modules() if isinstance(module, Linear)}
     found: dict[str, dict[str, Tensor]] = {}
-    for key, scales in _tensors(path).items():
+    for key, scales in SafetensorsFile(path).read_whole()[0].items():
         layer, _, own = key.rpartition(".")
         outputs, inputs = shapes.get(layer, (0, 0))
         if scales.shape != ({INPUTS: inputs, OUTPUTS: outputs}.get(own),) or layer not in shapes:
@@ -83,8 +83,3 @@ def read_folds(folder: Path, model: CausalLM) -> dict[str, Fold] | None:
             raise UserError(f"{path}: {key} does not hold positive float32 numbers: quantise the float model anew")
         found.setdefault(layer, {})[own] = scales
     return {layer: Fold(own.get(INPUTS), own.get(OUTPUTS)) for layer, own in found.items()}
-
-
-def _tensors(path: Path) -> dict[str, Tensor]:
-    file = SafetensorsFile(path)
-    return {name: tensor.clone() for name, tensor in file.read(file.shapes)}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 from torch import Tensor
 
 from conf.errors import UserError
@@ -52,6 +53,17 @@ class SafetensorsFile:
             # Opened for each tensor, because the pages of a mapping stay resident as long as it is open.
             with safe_open(self.path, framework="pt") as file:
                 yield name, file.get_tensor(name)
+
+    def read_whole(self) -> tuple[dict[str, Tensor], bytes]:
+        """Return all tensors of a small file, in memory of their own, and its content. Raises UserError where it has changed meanwhile."""
+        try:
+            content = self.path.read_bytes()
+            tensors = load(content)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{self.path} is truncated or not a safetensors file: {error}") from error
+        if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != self.shapes:
+            raise UserError(f"{self.path} was changed while it was read: read it again")
+        return tensors, content
 
 
 class PickleFile:

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from conf.errors import UserError
 from models.adapters import read_adapter
+from models.formats.huggingface import SafetensorsFile
 from pipelines.engine import Engine
 from tests.helpers.adapters import ALL_LINEAR, change_adapter, write_adapter
 from tests.helpers.builders import engine_of, write_llama
@@ -66,6 +67,30 @@ def test_the_digest_is_of_the_content(base: Path, engine: Engine, tmp_path: Path
     assert digest(one) != digest(same)
     change_adapter(one, {}, {f"{QUERY}.lora_A.weight": torch.ones(2, 64)})
     assert len({digest(one), digest(same)}) == 2
+
+
+def test_what_was_read_stays_when_the_file_changes(base: Path, engine: Engine, tmp_path: Path) -> None:
+    """In place, by which a mapping of it would change, too."""
+    folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, r=2, target_modules=["q_proj"])
+    file = folder / "adapter_model.safetensors"
+    expected = load_file(file)[f"{QUERY}.lora_A.weight"].clone()
+    adapter = read_adapter(folder, engine.runner.model, torch.float32, {})
+    with open(file, "r+b") as stream:
+        stream.write(bytes(file.stat().st_size))
+    assert adapter.factors["model.layers.0.self_attn.q_proj"].a.equal(expected)
+
+
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({"a": torch.ones(2, 3)}, file)
+    opened = SafetensorsFile(file)
+    assert opened.read_whole()[1] == file.read_bytes()
+    save_file({"a": torch.ones(3, 3)}, file)
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors was changed while it was read: read it again"):
+        opened.read_whole()
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors is truncated or not a safetensors file"):
+        opened.read_whole()
 
 
 MERGE = r", which rows cannot do each for itself: merge it: task=convert convert\.lora=.*adapter"
