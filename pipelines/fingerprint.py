@@ -88,10 +88,7 @@ def model_fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fi
 
 def replay_fingerprint(parts: Fingerprint) -> str:
     """Return a short digest of these parts and of the code and the instructions that compute with them."""
-    try:
-        kernels = build.instruction_set() if build.library() else "none"
-    except build.NotBuilt:
-        kernels = "none"
+    kernels = build.instruction_set() if build.library() else "none"
     torch_names = torch.__version__, torch.backends.cpu.get_cpu_capability()
     code = code_digest("*.py", "*.cpp", "*.h", packages=("conf", *SOURCES, "pipelines"))
     whole = dumps(parts | {"code": code, "kernels": kernels, "torch": torch_names})

@@ -1,0 +1,57 @@
+"""The engine's side of the socket without a process: the frames that it is told are a script, and what it says is written down."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from pipelines.serve.engine_loading import Served
+from pipelines.serve.engine_process import EngineProcess
+from pipelines.serve.frames import Deltas, ToEngine
+from tests.helpers.serving import Sample
+
+
+class Script:
+    """A channel whose frames are written down: each turn's come before the next step. It closes when all is done."""
+
+    is_closed = False
+
+    def __init__(self, *turns: list[ToEngine] | Callable[[], None]) -> None:
+        """A turn may also be something to do."""
+        self._turns = deque(turns)
+        self.sent: list[Any] = []
+        self.is_blocked = False
+
+    def send(self, frame: Any) -> None:
+        self.sent.append(frame)
+
+    def receive(self, waits: bool) -> list[ToEngine] | None:
+        if not self._turns:
+            return None if waits and not self.is_blocked else []
+        turn = self._turns.popleft()
+        if isinstance(turn, list):
+            return turn
+        turn()
+        return []
+
+    def of(self, kind: type, id: int | None = None) -> list[Any]:
+        return [frame for frame in self.sent if isinstance(frame, kind) and id in (None, getattr(frame, "id", None))]
+
+    def samples(self, id: int) -> list[Sample]:
+        """What the deltas of a request say, put together."""
+        samples: dict[int, Sample] = {}
+        for delta in (delta for frame in self.of(Deltas) for delta in frame.deltas if delta.id == id):
+            sample = samples.setdefault(delta.sample, Sample())
+            assert sample.finish_reason is None
+            sample.text += delta.text
+            sample.token_ids += delta.token_ids
+            sample.logprobs += delta.logprobs
+            sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
+            sample.num_deltas += 1
+        return [sample for _, sample in sorted(samples.items())]
+
+
+def serve(served: Served, *turns: Any, clock: Callable[[], float] | None = None, max_step_ms: float = 200.0) -> Script:
+    script = Script(*turns)
+    extra = {} if clock is None else {"clock": clock}
+    EngineProcess(script, served, max_step_ms, **extra).serve()  # type: ignore[arg-type]
+    return script
