@@ -12,6 +12,7 @@ from kernels.linear.gpu_weight import GPUWeight, of_floats
 from kernels.linear.triton import matmul
 from kernels.lora.table import AdapterTable
 from kernels.lora.triton import lora_add
+from kernels.mask_logits.triton import mask_logits
 from kernels.moe.triton import mixture, route
 from kernels.paged_attention.triton import paged_attention
 from kernels.quantize_rows import ActivationFormat, QuantizedActivations
@@ -126,6 +127,7 @@ ROWS = (1, 16, 32, 64, 4096)  # one for each way to launch
 
 
 def sample(num_rows: int, vocab_size: int) -> None:
+    mask_logits(torch.empty(num_rows, vocab_size), torch.empty(num_rows, -(-vocab_size // 32), dtype=torch.int32))
     draw(torch.empty(num_rows, vocab_size), torch.empty(num_rows, 5, dtype=torch.float64))
 
 

@@ -12,6 +12,7 @@ from kernels import linear as products
 from kernels.all_finite import all_finite
 from kernels.kv_format import FORMATS, PagedVectors, allocate
 from kernels.kv_store import kv_store, rope_and_store
+from kernels.mask_logits import mask_logits
 from kernels.moe import combine_rows, group_rows, route
 from kernels.paged_attention import paged_attention
 from kernels.quantize_rows import QuantizedActivations, quantize_rows
@@ -102,6 +103,12 @@ def drawn(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
     return [draw(at(waves(rows, channels)), at(settings))]
 
 
+def masked(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
+    logits, words = at(waves(rows, channels)), torch.arange(rows * -(-channels // 32), dtype=torch.int32) * 0x5A5A5A5
+    mask_logits(logits, at(words.view(rows, -(-channels // 32))))
+    return [logits]
+
+
 def grouped_and_combined(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
     chosen = torch.stack((torch.arange(rows) % 3, torch.arange(rows) % 3 + 1), -1)
     grouped, starts, places = group_rows(at(waves(rows, channels)), at(chosen), 5)
@@ -129,6 +136,7 @@ CASES: dict[str, Case] = {
     "matmul": float_products,
     "matmul of codes": coded_products,
     "draw": drawn,
+    "mask_logits": masked,
     "route": lambda rows, channels, at: route(at(waves(rows, channels)), 2, True),
 }
 NEED_CHANNELS = {

@@ -104,6 +104,7 @@ def test_choices(dtype: torch.dtype) -> None:
     opcheck(ops.group_rows, x, chosen, 3)
     opcheck(ops.combine_rows, randn(8, 6, dtype=dtype), randn(4, 2).abs(), group_rows(x, chosen, 3)[2])
     opcheck(ops.most_likely, logits)
+    opcheck(ops.mask_logits, logits, torch.tensor([[5], [-1], [0], [1 << 8]], dtype=torch.int32))
     opcheck(ops.draw, logits.float(), torch.tensor([[1, 0, 1, 0, 0.5]], dtype=torch.float64).expand(4, 5))
 
 

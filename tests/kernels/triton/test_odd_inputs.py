@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.kv_store.triton import kv_store, rope_and_store
+from kernels.mask_logits.triton import mask_logits
 from kernels.paged_attention.triton import paged_attention
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rope.triton import rope
@@ -17,7 +18,7 @@ from tests.kernels import test_odd_inputs as cases
 
 KERNELS = {
     kernel.__name__: kernel
-    for kernel in (add_rms_norm, draw, kv_store, paged_attention, rms_norm, rope, rope_and_store, swiglu)
+    for kernel in (add_rms_norm, draw, kv_store, mask_logits, paged_attention, rms_norm, rope, rope_and_store, swiglu)
 }
 EMPTY = [case for case in cases.EMPTY if case[0] in KERNELS]
 
