@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
 
 from conf.errors import UserError, check, shortened, there_are
+from conf.guides import check_guide
 from conf.speculation import Acceptance, Speculate, SpeculationConfig, speculate_named, speculation_of
 
 log = logging.getLogger(__name__)
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 class DecodeConfig:
     """How tokens are chosen: beams if num_beams > 1, contrastive search if penalty_alpha > 0, samples if temperature > 0, else greedy.
 
-    Logits are changed in this order: logit_bias, penalties, bans, temperature, top_k, top_p, min_p. A null setting is taken from the
+    Logits are changed in this order: logit_bias, penalties, bans, guide, temperature, top_k, top_p, min_p. A null setting is taken from the
     checkpoint's generation_config.json, else from NEUTRAL. A setting that another one switches off (USED_WITH) is a warning.
     """
 
@@ -62,6 +63,9 @@ class DecodeConfig:
     """Texts that are never written with the tokens that the tokenizer has for them, at the start of a word or not."""
     allowed_token_ids: list[int] = field(default_factory=list)
     """The only tokens that may be chosen; empty: all."""
+    guide: Any = None
+    """The grammar that a text is written in: {json_schema: {...}}, {json_object: true}, {regex: TEXT}, {choice: [TEXT, ...]} or
+    {lark: TEXT}. Not with beams or contrastive search."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a row, at most 16384 characters in all; the text before is kept. In a shell a line break is $'decode.stop=["\\n"]'."""
     stop_token_ids: list[int] = field(default_factory=list)
@@ -113,6 +117,8 @@ class DecodeConfig:
             if self.top_k is not None:
                 allowed = f"2 to {MAX_SEQUENCES}, the number of candidates of contrastive search"
                 check(2 <= self.top_k <= MAX_SEQUENCES, "decode.top_k", self.top_k, allowed)
+        if self.guide is not None:
+            self._check_guide()
         if self.n > 1 and self.temperature is not None:
             check(
                 self.temperature > 0,
@@ -120,6 +126,17 @@ class DecodeConfig:
                 self.n,
                 "1 with decode.temperature=0, which gives the same text every time",
             )
+
+    def _check_guide(self) -> None:
+        check_guide(self.guide)
+        lossy = self.speculate is not Speculate.none and self.speculation.acceptance is not Acceptance.exact
+        for contradicts, setting in (
+            ((self.num_beams or 1) > 1, f"num_beams={self.num_beams}, whose candidates compete"),
+            (bool(self.penalty_alpha), f"penalty_alpha={self.penalty_alpha}, whose candidates compete"),
+            (self.ignore_eos, "ignore_eos=true, with which no text ends"),
+            (lossy, f"speculation.acceptance={self.speculation.acceptance.name}, whose drafts stay unseen by it"),
+        ):
+            check(not contradicts, "decode.guide", self.guide, f"null with decode.{setting}")
 
     def _check_search(self, name: str, value: object) -> None:
         allowed = f"0 with decode.{name}={value}, which does not sample"

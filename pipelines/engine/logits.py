@@ -1,4 +1,4 @@
-"""Changes logits as requests ask: logit_bias, penalties, allowed tokens, bans, in this order, all rows at once.
+"""Changes logits as requests ask: logit_bias, penalties, allowed tokens, bans, guides, in this order, all rows at once.
 
 Only the tokens that something is done to are touched. On a GPU nothing waits for it, and a row's last token may be one that
 only the GPU knows. R rows, V tokens in the vocabulary.
@@ -11,6 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from kernels.mask_logits import mask_logits
 from pipelines.engine.ngrams import NgramIndex
 from pipelines.engine.request import SamplingContext
 from pipelines.engine.token_counts import TokenCounts
@@ -19,9 +20,9 @@ TYPE_CODES = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}
 
 
 def waits_for_tokens(context: SamplingContext) -> bool:
-    """Return whether bans depend on the last token, so that the CPU must know it: repeated n-grams, and bad words of several tokens."""
+    """Return whether bans depend on the last token, so that the CPU must know it: repeated n-grams, bad words of several tokens, guides."""
     p = context.params
-    return bool(p.no_repeat_ngram_size) or any(len(word) > 1 for word in p.bad_words)
+    return bool(p.no_repeat_ngram_size or context.guide) or any(len(word) > 1 for word in p.bad_words)
 
 
 def process_logits(logits: Tensor, contexts: Sequence[SamplingContext], last_tokens: Tensor | None = None) -> Tensor:
@@ -52,7 +53,18 @@ def process_logits(logits: Tensor, contexts: Sequence[SamplingContext], last_tok
         flat.scatter_(0, kept, values)
     if banned:
         flat.index_fill_(0, to_device(banned, torch.int64, device), -torch.inf)
-    return flat.view_as(logits)
+    result = flat.view_as(logits)
+    if any(context.guide for context in contexts):
+        mask_logits(result, _masks(contexts, vocab_size, device))
+    return result
+
+
+def _masks(contexts: Sequence[SamplingContext], vocab_size: int, device: torch.device) -> Tensor:
+    """Return the bitmasks int32 [R, ceil(V / 32)] of what guides allow; other rows allow all."""
+    free = bytes([255]) * (4 * -(-vocab_size // 32))
+    rows = bytearray(b"".join(context.guide.mask() if context.guide else free for context in contexts))
+    masks = torch.frombuffer(rows, dtype=torch.int32).view(len(contexts), -1)
+    return masks.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else masks
 
 
 def to_device(values: Iterable[float], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -67,7 +79,7 @@ def to_device(values: Iterable[float], dtype: torch.dtype, device: torch.device)
 
 def _asks_for_something(context: SamplingContext, num_unknown: int) -> bool:
     p = context.params
-    asked = p.logit_bias or p.allowed_token_ids or p.bad_words or p.no_repeat_ngram_size
+    asked = p.logit_bias or p.allowed_token_ids or p.bad_words or p.no_repeat_ngram_size or context.guide
     return bool(asked) or _is_penalised(context) or _may_not_end(context, num_unknown)
 
 

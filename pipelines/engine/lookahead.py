@@ -101,8 +101,8 @@ def _without_first_draft(item: Scheduled) -> Scheduled:
 def can_choose_ahead(plan: StepPlan) -> bool:
     """Return whether the device can choose the tokens alone: from the logits, what the CPU knew before, and the last token.
 
-    n-grams that may not repeat and bad words of several tokens are looked for on the CPU, in all tokens; searches and samples that fork,
-    and log probabilities, are made there too; drafts follow the tokens. Their rows, and those beside them, wait for each step.
+    n-grams that may not repeat and bad words of several tokens are looked for on the CPU, in all tokens; guides, searches and samples
+    that fork, and log probabilities, are made there too; drafts follow the tokens. Their rows, and those beside them, wait for each step.
     """
     return len(plan.ready) == len(plan.scheduled) and all(
         item.group.search is None

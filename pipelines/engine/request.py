@@ -9,12 +9,13 @@ from typing import Any, Protocol, TypeAlias
 from conf.speculation import Speculate, SpeculationConfig
 from pipelines.engine.adapter_slots import AdapterId
 from pipelines.engine.detokenizer import Detokenizer
+from pipelines.engine.guide import Guide
 from pipelines.engine.ngrams import NgramIndex
 from pipelines.engine.token_counts import TokenCounts
 
 
 class FinishReason(Enum):
-    stop = "stop"  # eos, a stop token or a stop string
+    stop = "stop"  # eos, a stop token, a stop string or the end of a guide
     length = "length"
     no_token = "no_token"  # every token was banned
     error = "error"  # the request was refused, or failed inside the engine
@@ -145,6 +146,8 @@ class Request:
     """What the request gives instead of continuations."""
     adapter: AdapterId | None = None
     """The low-rank adapter that its tokens are computed with."""
+    guide: Guide | None = None
+    """The grammar of its outputs, at their beginning."""
 
 
 @dataclass(eq=False)
@@ -161,6 +164,8 @@ class SamplingContext:
     """Index of the tokens, made when it is first asked which may not follow."""
     counts: TokenCounts | None = None
     """Counts of the tokens, made when they are first penalised."""
+    guide: Guide | None = None
+    """Where the output is in its grammar; None where any text may be written."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -168,7 +173,7 @@ class SamplingContext:
 
     def as_sample(self, sample: int) -> "SamplingContext":
         """Return the context of another sample, which goes on from the same tokens."""
-        return SamplingContext(self.params, self.token_ids, self.num_prompt_tokens, sample)
+        return SamplingContext(self.params, self.token_ids, self.num_prompt_tokens, sample, guide=self.guide)
 
 
 @dataclass(eq=False)  # a sequence is itself, not its contents
@@ -202,7 +207,7 @@ class Sequence(SamplingContext):
     def begin(cls, request: Request, detokenizer: Detokenizer | None = None) -> "Sequence":
         """Return a sequence that holds the prompt."""
         prompt = list(request.prompt_token_ids)
-        return cls(request.params, prompt, len(prompt), request=request, detokenizer=detokenizer)
+        return cls(request.params, prompt, len(prompt), request=request, detokenizer=detokenizer, guide=request.guide)
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -228,6 +233,7 @@ class Sequence(SamplingContext):
             texts=list(self.texts),
             ngrams=self.ngrams and self.ngrams.copy(),
             counts=self.counts and self.counts.copy(),
+            guide=self.guide and self.guide.copy(),
         )
 
 

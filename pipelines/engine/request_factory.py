@@ -1,5 +1,6 @@
 """Checked requests, made from numbers and a tokenizer: no model, no memory and no torch, so that any process can make them."""
 
+import functools
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -9,6 +10,7 @@ from conf.decoding import NEUTRAL, DecodeConfig, warn_once
 from conf.errors import UserError, shortened, there_are
 from conf.speculation import DraftOrder, Speculate
 from models.tokenizers.base import Tokenizer
+from pipelines.engine.guide import Guides
 from pipelines.engine.request import (
     NO_PREFIX,
     ContextLimit,
@@ -47,6 +49,10 @@ class RequestFactory:
     undrafted: Mapping[Speculate, str] = field(default_factory=dict)
     """Who cannot draft here, and why."""
 
+    @functools.cached_property
+    def guides(self) -> Guides:
+        return Guides(self.tokenizer, self.vocab_size, self.eos_token_ids)
+
     def resolve(self, decode: DecodeConfig) -> DecodeConfig:
         """Complete the settings: what the checkpoint suggests, or a neutral value, where they say nothing."""
         return decode.resolved(self.decode_defaults)
@@ -62,7 +68,7 @@ class RequestFactory:
     ) -> Request:
         """Return a checked request, behind the prefix of this name.
 
-        Raises UserError for ids outside the vocabulary, for lengths that do not fit, and for an unknown prefix.
+        Raises UserError for ids outside the vocabulary, for lengths that do not fit, for an unknown prefix, and for a guide as `Guides`.
         `prediction_token_ids`: what the output may be, for drafts to be copied from.
         """
         self._check_prompt(prompt_token_ids)
@@ -80,7 +86,8 @@ class RequestFactory:
         self._check_size(params, num_prompt, placed.num_tokens)
         prediction = prediction_token_ids or []
         self._check_prediction(prediction, params)
-        return Request(id, prompt_token_ids, params, sink, prediction, placed)
+        guide = None if decode.guide is None else self.guides.begin(decode.guide)
+        return Request(id, prompt_token_ids, params, sink, prediction, placed, guide=guide)
 
     def _check_prediction(self, token_ids: list[int], params: SamplingParams) -> None:
         """Raise UserError for ids outside the vocabulary; warn of a prediction that nothing reads."""
@@ -135,6 +142,8 @@ class RequestFactory:
             if getattr(decode, name) and self.tokenizer is None:
                 remedy = "give token ids instead, or model.tokenizer=PATH"
                 raise UserError(f"decode.{name}={getattr(decode, name)} needs a tokenizer: {remedy}")
+        if decode.guide is not None:
+            self.guides.begin(decode.guide)
 
     def _check_ids(self, what: str, ids: Iterable[int]) -> None:
         if wrong := [id for id in ids if not 0 <= id < self.vocab_size]:

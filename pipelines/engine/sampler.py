@@ -1,7 +1,7 @@
 """Chooses tokens from logits: small pure functions, composed in `sample`.
 
 R rows, V tokens in the vocabulary. A token that may not be chosen has the logit -inf.
-Order: bias, penalties and bans (logits.py), temperature, top_k, top_p, min_p.
+Order: bias, penalties, bans and guides (logits.py), temperature, top_k, top_p, min_p.
 """
 
 from collections.abc import Sequence

@@ -10,6 +10,8 @@ def extend_text(sequence: Sequence) -> FinishReason | None:
     params, token = sequence.params, sequence.token_ids[-1]
     may_stop = sequence.num_output_tokens >= params.min_new_tokens
     piece, stop = "", None
+    if sequence.guide:
+        sequence.guide.accept(token)
     # The text of a stop token, like that of a stop string, is left out unless it is asked for.
     if sequence.detokenizer and (params.include_stop or token not in params.stop_token_ids):
         piece, stop = sequence.detokenizer.add(token, may_stop)
@@ -17,6 +19,8 @@ def extend_text(sequence: Sequence) -> FinishReason | None:
     if stop is not None or (may_stop and token in params.end_token_ids):
         reason = FinishReason.stop
         sequence.stop_reason = token if stop is None else stop
+    elif sequence.guide and sequence.guide.is_complete:  # also before min_new_tokens: nothing can follow
+        reason = FinishReason.stop
     elif sequence.num_output_tokens == params.max_new_tokens:
         reason = FinishReason.length
     if reason and sequence.detokenizer and stop is None:

@@ -1,0 +1,53 @@
+"""Guides: the grammars that texts are written in, as settings name them. Of the standard library alone."""
+
+import json
+from typing import Any
+
+from conf.errors import UserError, shortened
+
+KINDS = ("json_schema", "json_object", "regex", "choice", "lark")
+MAX_BYTES = 256 * 1024  # of a guide as JSON
+MAX_CHOICES = 1024
+MAX_LARK_RULES = 500  # colons: a grammar of r rules takes r**3 to compile, 0.3 s of them
+
+
+def check_guide(guide: Any) -> None:
+    """Raise UserError for what is no guide: a mapping of just one of KINDS to a value of its type, of at most MAX_BYTES."""
+    if not isinstance(guide, dict) or len(guide) != 1 or next(iter(guide)) not in KINDS:
+        allowed = "{json_schema: {...}}, {json_object: true}, {regex: TEXT}, {choice: [TEXT, ...]} or {lark: TEXT}"
+        raise UserError(f"decode.guide={shortened(repr(guide))} is not allowed: give one of {allowed}, or null")
+    ((kind, value),) = guide.items()
+    if (wanted := _wanted(kind, value)) is not None:
+        raise UserError(f"decode.guide.{kind}={shortened(repr(value))} is not allowed: give {wanted}")
+    try:
+        size = len(guide_text(guide).encode())
+    except (TypeError, ValueError, RecursionError) as error:  # half a surrogate pair is a ValueError
+        reason = shortened(" ".join(str(error).split()))
+        raise UserError(f"decode.guide.{kind} is no JSON: {reason}: give what JSON can hold") from error
+    if size > MAX_BYTES:
+        raise UserError(f"decode.guide.{kind} has {size} bytes as JSON: give at most {MAX_BYTES}")
+
+
+def guide_text(guide: dict[str, Any]) -> str:
+    """Return a guide as JSON, in the order of its keys, in which an object's properties are written."""
+    return json.dumps(guide, ensure_ascii=False, allow_nan=False)
+
+
+def _wanted(kind: str, value: Any) -> str | None:
+    """Return what a kind of guide may be, None where the value is that."""
+    match kind:
+        case "json_schema":
+            holds = isinstance(value, dict) and "x-guidance" not in value  # which would let keywords be ignored
+            allowed = "a JSON schema that is an object, without x-guidance"
+        case "json_object":
+            holds, allowed = value is True, "true"
+        case "choice":
+            holds = isinstance(value, list) and 0 < len(value) <= MAX_CHOICES
+            holds = holds and all(isinstance(text, str) and text for text in value)
+            allowed = f"1 to {MAX_CHOICES} texts that are not empty"
+        case "regex":
+            holds, allowed = isinstance(value, str) and value != "", "a regular expression that is not empty"
+        case _:
+            holds = isinstance(value, str) and value.strip() != "" and value.count(":") <= MAX_LARK_RULES
+            allowed = f"a Lark grammar of at most {MAX_LARK_RULES} rules (colons)"
+    return None if holds else allowed

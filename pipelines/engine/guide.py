@@ -1,0 +1,169 @@
+"""Guides: which tokens may follow, so that a text is written in a grammar.
+
+llguidance parses, by Earley's algorithm over a lexer of derivatives. A mask has exactly the tokens that some text of the grammar goes on
+with; it depends on the output so far alone, so that a row's tokens do not depend on its batch. There is no torch here: masks are bytes.
+"""
+
+import functools
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import UserError, shortened
+from conf.guides import guide_text
+from models.tokenizers.base import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+# Work that a user's grammar may make: llguidance counts it, so that the same grammar is refused on every machine. Its own limits of a mask,
+# about 15 ms, hold beside these.
+MAX_GRAMMAR_SIZE = (
+    10_000  # symbols; time is their square: an object of 3,000 optional properties takes 6 s, of 500 0.2 s
+)
+MAX_LEXER_FUEL = 500_000  # of building the lexer, 50,000 in a millisecond
+MAX_LEXER_STATES = 50_000  # of 1 to 2 kB each
+# Between the parts of a JSON text: a space, or a line break and an indent. Without a bound small models write spaces without end.
+WHITESPACE = r" |\r?\n[ \t]{0,32}"
+NUM_KEPT = 64  # compiled guides
+# Without forced tokens: where the grammar has one continuation, any tokens may write it, and nothing depends on how long it is.
+OPTIONS = '%llguidance {"no_forcing": true}'  # the last one of a grammar counts
+
+
+class Guide:
+    """The state of one output in its grammar."""
+
+    def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    def copy(self) -> "Guide":
+        return Guide(self._matcher.deep_copy(), self._vocab_size)
+
+    def mask(self) -> bytes:
+        """Return the tokens that may follow: a bit for each, from the lowest, in whole int32 words. Raises UserError as `accept` does."""
+        mask: bytes = self._matcher.compute_bitmask()
+        self._check()
+        return mask[: 4 * -(-self._vocab_size // 32)]  # there is a bit more than tokens
+
+    def accept(self, token_id: int) -> None:
+        """Go on by a token that the mask has. Raises UserError where the text takes more work than llguidance's limits allow."""
+        self._matcher.consume_token(token_id)
+        self._check()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow but the end."""
+        return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = _one_line(self._matcher.get_error())
+            raise UserError(f"decode.guide takes too much work for this text ({reason}): give a simpler guide")
+
+
+class Guides:
+    """Compiles guides for one vocabulary, and keeps those that were used last. For any number of threads."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        """`vocab_size`: of the model, whose masks it is for; ids that the tokenizer lacks are never allowed."""
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos_token_ids = sorted(id for id in eos_token_ids if id < vocab_size)
+        self._compiled = functools.lru_cache(maxsize=NUM_KEPT)(self._compile)
+
+    def begin(self, guide: dict[str, Any]) -> Guide:
+        """Return the state at the beginning of a text. Raises UserError for a guide that cannot be compiled, or is too large to be."""
+        return self._compiled(guide_text(guide)).copy()
+
+    def _compile(self, text: str) -> Guide:
+        ((kind, value),) = json.loads(text).items()
+        vocabulary = self._vocabulary
+        from llguidance import LLMatcher  # here, because it is an extra; _vocabulary says so where it is missing
+
+        grammar = {"grammars": [{"lark_grammar": f"{_lark(kind, value)}\n{OPTIONS}"}]}
+        matcher = LLMatcher(vocabulary, json.dumps(grammar), log_level=0, limits=_limits())
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the lexer's first states, which copies have then
+        if matcher.is_error():
+            raise _refused(kind, matcher.get_error())
+        if matcher.is_stopped():
+            raise UserError(f"decode.guide.{kind} allows no text but the empty one: give one that does")
+        return Guide(matcher, self._vocab_size)
+
+    @functools.cached_property
+    def _vocabulary(self) -> "LLTokenizer":
+        """The tokens' bytes as a trie: a second for 128,000 tokens."""
+        try:
+            from llguidance import LLTokenizer, TokenizerWrapper
+        except ImportError as error:
+            raise UserError(
+                "decode.guide needs llguidance, which is not installed: pip install quintet[guide]"
+            ) from error
+        if self._tokenizer is None:
+            raise UserError("decode.guide needs a tokenizer: give model.tokenizer=PATH")
+        if not self._eos_token_ids:
+            raise UserError(
+                "decode.guide needs a token that ends a text, and the model has no eos: leave decode.guide out"
+            )
+        vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
+        return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=self._eos_token_ids)
+
+
+class _Vocabulary:
+    """A vocabulary as TokenizerWrapper reads it."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, size: int, eos_token_ids: list[int]) -> None:
+        known = [tokenizer.token_bytes(id) for id in range(size)]
+        self.special_token_ids = [id for id, token in enumerate(known) if token is None or id in eos_token_ids]
+        self.eos_token_id = eos_token_ids[0]
+        names = {
+            id: tokenizer.decode([id], skip_special_tokens=False)
+            for id in self.special_token_ids
+            if id < tokenizer.size
+        }
+        # Special tokens by their names, which Lark grammars may say; no text writes them.
+        self.tokens = [names.get(id, "").encode() if token is None else token for id, token in enumerate(known)]
+
+    def __call__(self, text: bytes) -> list[int]:
+        raise NotImplementedError("only forced tokens are tokenised, and there are none")
+
+
+def _limits() -> "LLParserLimits":
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_grammar_size=MAX_GRAMMAR_SIZE,
+        initial_lexer_fuel=MAX_LEXER_FUEL,
+        max_lexer_states=MAX_LEXER_STATES,
+        verbose_errors=False,
+    )
+
+
+def _lark(kind: str, value: Any) -> str:
+    """Return a checked guide as a grammar in llguidance's Lark."""
+    from llguidance import regex_to_lark
+
+    match kind:
+        case "json_schema":
+            return f"start: %json {json.dumps({**value, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+        case "json_object":
+            return _lark("json_schema", {"type": "object"})
+        case "regex":
+            return f"start: /{regex_to_lark(value, use_ascii='')}/"
+        case "choice":
+            return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+    return str(value)
+
+
+def _refused(kind: str, error: str) -> UserError:
+    reason = _one_line(error)
+    if found := re.search(r"Unimplemented keys: \[(.*)\]", reason):
+        return UserError(f"decode.guide.{kind} has keywords that are not supported: {found[1]}: leave them out")
+    return UserError(f"decode.guide.{kind} cannot be used: {reason}: correct or simplify it")
+
+
+def _one_line(error: str) -> str:
+    """Return what llguidance says, without the grammar that it quotes."""
+    said = re.split(r"\n\s*\d+ \| |\n<non-verbose/>", error)[0]
+    return shortened(" ".join(re.sub(r"^at \d+\(\d+\): ", "", said).split()))

@@ -1,0 +1,258 @@
+"""Guided rows: whole texts are in their grammar, masks have just the tokens that may follow, and no row depends on the others."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.speculation import Speculate, SpeculationConfig
+from models.tokenizers import load_tokenizer
+from pipelines.engine import Engine
+from pipelines.engine.guide import Guides
+from pipelines.engine.request import FinishReason, Output, SequenceGroup
+from tests.helpers.builders import engine_of, write_llama
+from tests.helpers.drafts import Hostile, at_random
+from tests.helpers.guides import GUIDES, keeps_to
+from tests.helpers.small_tokenizers import byte_fallback, save
+
+KEY_VALUE_BYTES = 2 * 2 * 2 * 16 * 4  # of a token: keys and values, layers, heads, channels, float32
+DRAWN = DecodeConfig(max_new_tokens=100, temperature=1.0, top_p=0.95, seed=5)
+SETTINGS = [replace(DRAWN, guide=guide, seed=i) for i, guide in enumerate(GUIDES)]
+SETTINGS += [replace(each, temperature=0.0, top_p=1.0, max_new_tokens=40) for each in SETTINGS]
+SETTINGS += [DRAWN, DecodeConfig(max_new_tokens=30), replace(DRAWN, guide=GUIDES[3], n=3, max_new_tokens=20)]
+PROMPTS = [[0, 70 + i, 9, 4] * (i % 3 + 1) for i in range(len(SETTINGS))]
+
+
+@pytest.fixture(scope="module")
+def llama_like(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint whose tokenizer falls back to bytes, and whose model has more tokens than that."""
+    folder = tmp_path_factory.mktemp("llama")
+    tokenizer = byte_fallback()
+    write_llama(folder, vocab_size=tokenizer.get_vocab_size() + 5, eos_token_id=2)
+    (folder / "generation_config.json").unlink()
+    save(tokenizer, folder)
+    return folder
+
+
+def run(engine: Engine, settings: list[DecodeConfig]) -> list[Output]:
+    """What became of each row; blocks add up."""
+    requests = [
+        engine.request(i, prompt, decode) for i, (prompt, decode) in enumerate(zip(PROMPTS, settings, strict=True))
+    ]
+    outputs = list(engine.generate(requests, on_step=engine.scheduler.check_integrity))
+    plain = [replace(output, num_cached_tokens=0, num_preemptions=0) for output in outputs]
+    return sorted(plain, key=lambda output: output.request_id)
+
+
+def alone(folder: Path) -> list[Output]:
+    """Each row by itself."""
+    engine = engine_of(folder, 1, tokenizer="")
+    outputs = []
+    for i, (prompt, decode) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
+        (output,) = engine.generate([engine.request(i, prompt, decode)])
+        outputs.append(replace(output, num_cached_tokens=0))
+    return outputs
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
+def test_whole_texts_are_in_the_grammar(chatty: Path, llama_like: Path, kind: str) -> None:
+    engine = engine_of(chatty if kind == "byte-level" else llama_like, 8, tokenizer="")
+    settings = [replace(DRAWN, guide=guide, seed=seed) for guide in GUIDES for seed in range(12)]
+    requests = [engine.request(i, [0, 70, 9], decode) for i, decode in enumerate(settings)]
+    whole = dict.fromkeys(range(len(GUIDES)), 0)
+    for output in engine.generate(requests):
+        (completion,) = output.completions
+        assert completion.text is not None
+        if completion.finish_reason is FinishReason.stop:
+            assert keeps_to(completion.text, GUIDES[output.request_id // 12])
+            whole[output.request_id // 12] += 1
+        else:
+            assert (completion.finish_reason, len(completion.token_ids)) == (FinishReason.length, 100)
+    assert all(
+        whole[i] > 0 for i in whole if "json_object" not in GUIDES[i]
+    )  # whose strings of a random model need not end
+
+
+def test_the_mask_has_just_the_tokens_that_may_follow(chatty: Path, llama_like: Path) -> None:
+    """Against the members of a finite language, after every beginning of one."""
+    members = ["yes", "yesterday", "今天!", "no  no", " Once upon\n"]
+    for folder, eos, vocab_size in ((chatty, 1, 330), (llama_like, 2, 400)):
+        tokenizer = load_tokenizer(folder)
+        assert tokenizer is not None
+        tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
+        for guide in ({"choice": members}, {"regex": "|".join(members)}, {"json_schema": {"enum": members}}):
+            texts = [(json.dumps(m, ensure_ascii=False) if "json_schema" in guide else m).encode() for m in members]
+            state, said = Guides(tokenizer, vocab_size, frozenset({eos})).begin(guide), b""
+            while True:
+                mask = int.from_bytes(state.mask(), "little")
+                allowed = {id for id in range(vocab_size) if mask >> id & 1}
+                goes_on = {i for i, t in enumerate(tokens) if t and any(text.startswith(said + t) for text in texts)}
+                ends = {eos} if said in texts else set()
+                if "json_schema" in guide:  # whose strings may also be written with escapes
+                    assert goes_on | ends <= allowed
+                else:
+                    assert allowed == goes_on | ends
+                if not goes_on:
+                    break
+                token = min(goes_on, key=lambda id: (len(tokens[id] or b""), id))
+                state.accept(token)
+                said += tokens[token] or b""
+            assert state.is_complete
+            assert said in texts
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        {},
+        {"block_size": 4, "max_batched_tokens": 9},
+        {"block_size": 4, "kv_cache_memory": str(45 * 4 * KEY_VALUE_BYTES)},
+    ],
+    ids=["roomy", "chunks", "preemption"],
+)
+def test_rows_are_those_alone(chatty: Path, device: dict[str, Any], preempted: list[SequenceGroup]) -> None:
+    assert run(engine_of(chatty, 6, tokenizer="", **device), SETTINGS) == alone(chatty)
+    assert bool(preempted) == ("kv_cache_memory" in device)
+
+
+def test_unguided_rows_keep_their_tokens(chatty: Path) -> None:
+    free = [replace(decode, guide=None) for decode in SETTINGS]
+    mixed = [replace(decode, guide=None) if i % 2 else decode for i, decode in enumerate(SETTINGS)]
+    expected, found = run(engine_of(chatty, 6, tokenizer=""), free), run(engine_of(chatty, 6, tokenizer=""), mixed)
+    assert found[1::2] == expected[1::2]
+    assert found[::2] != expected[::2]
+
+
+@pytest.mark.parametrize("right", [None, lambda place: True, at_random(0.6)], ids=["ngram", "all right", "random"])
+def test_drafts_change_no_token(chatty: Path, right: Callable[[int], bool] | None) -> None:
+    """Drafts are verified by the mask of their own place, also the eos and tokens that no mask has."""
+    expected = alone(chatty)
+    speculation = SpeculationConfig(adaptive=False)
+    drafted = [replace(decode, speculate=Speculate.ngram, speculation=speculation) for decode in SETTINGS]
+    engine = engine_of(chatty, 6, tokenizer="")
+    if right:
+        tokens = {(output.request_id, i): c.token_ids for output in expected for i, c in enumerate(output.completions)}
+        engine.speculator.proposers[Speculate.ngram] = Hostile(tokens, right)
+    assert run(engine, drafted) == expected
+    assert engine.speculator.counts.num_accepted_tokens > 0
+
+
+def test_an_engine_that_looks_ahead_waits_for_guided_rows(chatty: Path) -> None:
+    engine = engine_of(chatty, 6, tokenizer="")
+    engine.looks_ahead = True
+    assert run(engine, SETTINGS) == alone(chatty)
+
+
+def test_the_end_of_the_grammar_ends_a_row(chatty: Path) -> None:
+    """Whatever min_new_tokens says, because nothing can follow; and text that the detokenizer holds back comes with it."""
+    engine = engine_of(chatty, tokenizer="")
+    for decode in (DecodeConfig(), DecodeConfig(min_new_tokens=9, max_new_tokens=9)):
+        (output,) = engine.generate(
+            [engine.request(0, [0, 70], replace(decode, guide={"choice": ["好"]}, stop=["好的"]))]
+        )
+        (completion,) = output.completions
+        assert (completion.text, completion.finish_reason) == ("好", FinishReason.stop)
+        assert completion.stop_reason is None
+
+
+def test_bans_hold_within_a_guide(chatty: Path) -> None:
+    engine = engine_of(chatty, tokenizer="")
+    assert engine.tokenizer is not None
+    (y,) = engine.tokenizer.encode("y", False)
+    decode = DecodeConfig(guide={"choice": ["y", "n"]}, logit_bias={y: 100.0})
+    banned = replace(decode, bad_words=["y"])
+    texts = [
+        o.completions[0].text
+        for o in engine.generate([engine.request(i, [0], d) for i, d in enumerate((decode, banned))])
+    ]
+    assert sorted(filter(None, texts)) == ["n", "y"]
+    (output,) = engine.generate([engine.request(0, [0], replace(banned, guide={"choice": ["y"]}))])
+    assert output.completions[0].finish_reason is FinishReason.no_token
+
+
+REFUSED = [
+    ({"json_schema": {"if": {}, "not": {}}}, r'json_schema has keywords that are not supported: "if", "not": leave'),
+    ({"json_schema": {"type": "array", "uniqueItems": True}}, '"uniqueItems": leave them out'),
+    ({"json_schema": {"properties": {"a": {"contains": {}}}}}, '"contains": leave them out'),
+    ({"json_schema": {"type": "string", "format": "poem"}}, "json_schema cannot be used: .*Unknown format: poem"),
+    ({"json_schema": {"type": "text"}}, "json_schema cannot be used: .*Invalid type: text"),
+    ({"json_schema": {"enum": []}}, "json_schema cannot be used: .*Unsatisfiable schema"),
+    ({"json_schema": {"$ref": "https://example.com/s"}}, "json_schema cannot be used: .*is not present in a registry"),
+    ({"json_schema": {"$ref": "#/$defs/a"}}, "json_schema cannot be used: .*does not exist"),
+    ({"json_schema": {"oneOf": [{"type": "string"}, {"minLength": 3}]}}, "json_schema cannot be used: .*oneOf"),
+    ({"regex": "a("}, "regex cannot be used: invalid regex .*unclosed group: correct or simplify it$"),
+    ({"regex": "a(?=b)"}, "regex cannot be used: .*look-around"),
+    ({"lark": "start: foo"}, 'lark cannot be used: unknown name: "foo"'),
+    ({"lark": "start: start"}, "lark cannot be used"),
+    # These would take seconds, or memory without end.
+    ({"json_schema": {"properties": {f"p{i}": {} for i in range(3000)}}}, r"too big \(limit for this grammar: 10000\)"),
+    ({"json_schema": {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 2}}, "$ref": "#/$defs/a"}}, "circular"),
+]
+
+
+@pytest.mark.parametrize(("guide", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_compiled_is_refused(chatty: Path, guide: dict[str, Any], message: str) -> None:
+    engine = engine_of(chatty, tokenizer="")
+    for refusal in (lambda decode: engine.request(0, [0], decode), engine.requests.check):
+        with pytest.raises(UserError, match=rf"^decode\.guide\..*{message}") as error:
+            refusal(DecodeConfig(guide=guide))
+        assert "\n" not in str(error.value)
+
+
+def test_long_repetitions_cost_no_more_than_short_ones(chatty: Path) -> None:
+    """A text that the grammar forces is not written at once, also where a grammar asks for it."""
+    engine = engine_of(chatty, tokenizer="")
+    nested = "(?:(?:(?:a{99}){99}){99}){99}"
+    for guide in ({"regex": nested}, {"lark": f'%llguidance {{"no_forcing": false}}\nstart: /{nested}/'}):
+        (output,) = engine.generate([engine.request(0, [0], DecodeConfig(guide=guide, max_new_tokens=5))])
+        assert set(output.completions[0].text or "") == {"a"}
+
+
+def test_what_is_too_much_work_on_its_way_fails_alone(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llguidance's limits of a step; the other rows go on."""
+    from llguidance import LLParserLimits
+
+    tight = LLParserLimits(step_lexer_fuel=2000, verbose_errors=False)
+    monkeypatch.setattr("pipelines.engine.guide._limits", lambda: tight)
+    engine = engine_of(chatty, 3, tokenizer="")
+    hard = {"regex": "(.*[a-m].{9}|.*[h-z].{8}){3}"}
+    decodes = [DRAWN, replace(DRAWN, guide={"choice": ["yes", "no"]})]
+    good = [engine.request(i, [0, 70], decode) for i, decode in enumerate(decodes)]
+    expected = [output.completions for output in sorted(engine.generate(good), key=lambda o: o.request_id)]
+    bad = engine.request(2, [0, 70], replace(DRAWN, guide=hard))
+    outputs = sorted(engine.generate([*good, bad]), key=lambda o: o.request_id)
+    assert [output.completions for output in outputs[:2]] == expected
+    with pytest.raises(
+        UserError, match=r"decode\.guide takes too much work for this text \(.+\): give a simpler guide"
+    ):
+        raise outputs[2].error or AssertionError("no error")
+
+
+def test_what_a_guide_needs(chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = DecodeConfig(guide={"regex": "a"})
+    with pytest.raises(UserError, match=r"decode\.guide needs a tokenizer: give model\.tokenizer=PATH"):
+        engine_of(chatty).request(0, [0], guide)
+    write_llama(tmp_path, vocab_size=330)
+    save(byte_fallback(), tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match="decode.guide needs a token that ends a text, and the model has no eos"):
+        engine_of(tmp_path, tokenizer="").request(0, [0], guide)
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(UserError, match=r"decode\.guide needs llguidance, .*: pip install quintet\[guide\]$"):
+        engine_of(chatty, tokenizer="").request(0, [0], guide)
+
+
+def test_compiled_guides_are_kept(chatty: Path) -> None:
+    tokenizer = load_tokenizer(chatty)
+    guides = Guides(tokenizer, 330, frozenset({1}))
+    first, second = guides.begin({"choice": ["a", "b"]}), guides.begin({"choice": ["a", "b"]})
+    assert tokenizer is not None
+    first.accept(tokenizer.encode("a", False)[0])
+    assert first.is_complete
+    assert not second.is_complete  # another state of the same grammar
+    assert guides._compiled.cache_info().hits == 1
