@@ -16,6 +16,11 @@ from models.layers.module import Module
 from models.layers.named_parts import register
 
 CLASSIFIER = "ForSequenceClassification"  # the end of transformers' name for a model with a head of labels
+OTHER_HEADS = (
+    "RewardModel",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+)  # the ends of names of heads that are not supported
 LABEL_HEAD = "score"  # the name of that head in checkpoints
 DEFAULT_LABELS = 2  # where config.json says nothing, as in transformers
 
@@ -39,9 +44,15 @@ class NoHead(Module):
 
 
 def read_num_labels(config: ConfigReader) -> int | None:
-    """Return the number of labels where config.json's architecture is a classifier; None for every other one."""
+    """Return the number of labels where config.json's architecture is a classifier; None for every other one.
+
+    Raises UserError for an architecture with a head of another kind.
+    """
     names = config.raw("architectures")
     names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if other := next((name for name in names if name.endswith(OTHER_HEADS)), None):
+        remedy = f"give a reward model that is a ...{CLASSIFIER}"
+        raise UserError(f"config.json: architectures={other!r} has a head that is not supported: {remedy}")
     if not any(name.endswith(CLASSIFIER) for name in names):
         return None
     labels = config.get("id2label", dict, {})

@@ -109,6 +109,16 @@ def test_bidirectional_models_are_refused_by_name(tmp_path: Path, config: dict[s
         open_source(ModelConfig(path=str(tmp_path)), Head.none)
 
 
+@pytest.mark.parametrize("kind", ["ForRewardModel", "ForProcessRewardModel", "ForTokenClassification"])
+def test_other_heads_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    """Qwen2ForRewardModel has two layers with a ReLU between them, process rewards one output for each token."""
+    write_model(tmp_path, LlamaForSequenceClassification)
+    change(tmp_path, architectures=[f"Qwen2{kind}"])
+    message = f"architectures='Qwen2{kind}' has a head that is not supported: give a reward model that is a ...ForSeq"
+    with pytest.raises(UserError, match=message):
+        open_source(ModelConfig(path=str(tmp_path)), None)
+
+
 def change(folder: Path, **config: Any) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
