@@ -7,9 +7,11 @@ from conf.errors import UserError, check, there_are
 
 def check_paths(key: str, paths: object) -> None:
     """Raise UserError for a setting that is neither null nor paths by name."""
-    pairs = paths.items() if isinstance(paths, dict) else [(paths, paths)]
-    are_paths = all(isinstance(text, str) and text for pair in pairs for text in pair)
-    check(paths is None or are_paths, key, paths, "paths by name: {NAME: PATH, ...}")
+    if isinstance(paths, dict):
+        are_paths = all(isinstance(text, str) and text for pair in paths.items() for text in pair)
+    else:
+        are_paths = paths is None
+    check(are_paths, key, paths, "paths by name: {NAME: PATH, ...}")
 
 
 def check_adapters(names: Collection[str], chosen: str | None) -> None:

@@ -74,7 +74,7 @@ class ModelConfig:
     """Read `.bin`, `.pt` and `.pth` files too (with `weights_only=True`)."""
     verify: bool = False
     """Compare every file with the folder's manifest.json before loading."""
-    prefixes: Any = None
+    prefixes: Any = None  # of no type that Hydra knows: it sets no pair of a typed dict that may be null
     """Soft prefixes by the names that rows give, {NAME: PATH, ...}: a pre_caches.npy of PaddleNLP or a folder with one, or the folder of a
     PEFT adapter of prefix_tuning, prompt_tuning or p_tuning."""
     keep_packed: bool = False

@@ -64,7 +64,9 @@ def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> t
     elif run.quant.needs_calibration:
         if source.architecture.head is not Head.vocabulary:
             what = f"quant={run.quant.scheme.name} needs calibration, which a model without the vocabulary's head has none of"
-            remedy = "give a scheme without it, such as quant=int8, or a model that task=quantize has made"
+            remedy = (
+                "give a scheme without it, such as quant=int8, or quantise the model with that head by task=quantize"
+            )
             raise UserError(f"{what}: {remedy}")
         from pipelines.quantize import find_or_make  # here, because other runs have nothing to calibrate
 
