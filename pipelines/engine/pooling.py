@@ -34,7 +34,7 @@ class PromptPooling:
 
     def advance(self, group: SequenceGroup, logits: Tensor) -> list[Continuation]:
         pooled = logits[0] if self._sum is None else self._sum / self._num_observed
-        group.pooled = pooled.to("cpu", torch.float32, copy=True)  # the next step overwrites the logits
+        group.pooled = pooled.to("cpu", torch.float32)
         return []
 
     def restart(self, group: SequenceGroup) -> Sequence:

@@ -54,6 +54,17 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, pooling: Pooling) -> 
         torch.testing.assert_close(vector, wanted[pooling], atol=1e-5, rtol=1e-5)
 
 
+def test_a_mean_is_added_up_in_float64(folder: Path) -> None:
+    """In float32 ones would vanish beside 2**24."""
+    engine, hidden = engine_of(folder), torch.tensor([[2.0**24], [1.0], [1.0], [1.0], [1.0]])
+    group = engine.add(engine.pooled_request(0, [5], Pooling.mean, DecodeConfig()))
+    assert group.search is not None
+    for chunk in hidden.split(2):
+        group.search.observe(chunk)
+    assert group.search.advance(group, torch.zeros(1, 1)) == []
+    assert torch.equal(group.pooled, torch.tensor([(2**24 + 4) / 5]))
+
+
 @NEEDS_KERNELS
 @pytest.mark.parametrize("pooling", Pooling)
 @pytest.mark.parametrize(
