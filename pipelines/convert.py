@@ -53,11 +53,12 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     write = writer_of(run.convert, replace(checkpoint, open_weights=lambda expected: files), model, matched, dtype)
     with report.progress_bar() as progress, complete_folder(target, run.convert.overwrite, "convert") as folder:
         write_manifest(folder, write(folder, progress.converted))
+    written = [file.stat().st_size for file in target.rglob("*") if file.is_file()]
     metrics = {
         "num_tensors": sum(len(file.shapes) for file in files),
-        "num_files": sum(1 for _ in target.iterdir()),
+        "num_files": len(written),
         "bytes_read": num_source_bytes,
-        "bytes_written": sum(file.stat().st_size for file in target.iterdir()),
+        "bytes_written": sum(written),
         "convert_s": time.perf_counter() - start,
         "peak_memory_bytes": report.peak_memory_bytes(torch.device("cpu")),
     }

@@ -1,5 +1,6 @@
 """The layouts that `task=convert` writes a model in."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -12,8 +13,11 @@ from models.formats.base import Checkpoint
 from models.formats.gguf.writer import write_gguf
 from models.formats.huggingface_writer import write_companions, write_huggingface
 from models.formats.partition import expected_tensors, partition
+from models.formats.sentence_transformers import MODULES
 from models.formats.sharded import write_sharded
 from models.weights import stored_dtype
+
+log = logging.getLogger(__name__)
 
 GGUF_FILE = "model.gguf"
 
@@ -34,6 +38,8 @@ def writer_of(
 
     def write(folder: Path, on_bytes: Callable[[int, int], None]) -> dict[str, str]:
         if config.format is CheckpointFormat.gguf:
+            if (checkpoint.path / MODULES).is_file():
+                log.warning("GGUF has no place for %s: give embed.pooling and embed.normalize with this file", MODULES)
             stored = (
                 config.dtype.name if config.dtype is not ConvertDType.auto else stored_dtype(checkpoint.config, files)
             )

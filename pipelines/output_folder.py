@@ -68,9 +68,9 @@ def complete_folder(target: Path, overwrite: bool, task: str, resumable: bool = 
             ) from error
         try:
             for leftover in () if resumable else partial.iterdir():
-                leftover.unlink()
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             yield partial
-            for path in (*partial.iterdir(), partial):
+            for path in (*partial.rglob("*"), partial):
                 _sync(path)
             refuse_existing(target, overwrite, task)  # by now there may be one
             shutil.rmtree(replaced, ignore_errors=True)

@@ -10,6 +10,7 @@ import torch
 from models.formats.base import Checkpoint, WeightFile
 from models.formats.huggingface import CONFIG, GENERATION_CONFIG, WEIGHTS
 from models.formats.safetensors_writer import Entry, SafetensorsWriter, content_of, entries_of, read_in_order
+from models.formats.sentence_transformers import copy_embedding_files
 from models.tokenizers import TOKENIZER_FILES
 
 
@@ -39,8 +40,9 @@ def write_huggingface(
 
 
 def write_companions(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None) -> None:
-    """Write config.json (with `dtype` where tensors were cast to it) and generation_config.json, and copy the tokenizer's files.
+    """Write config.json (with `dtype` where tensors were cast to it) and generation_config.json.
 
+    The tokenizer's files, and those that say how vectors are meant, are copied.
     A tokenizer that was inside the model's file gets files of its own.
     """
     config = checkpoint.config.values
@@ -55,6 +57,7 @@ def write_companions(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | 
     for pattern in TOKENIZER_FILES:
         for file in filter(Path.is_file, checkpoint.path.glob(pattern)):
             shutil.copyfile(file, folder / file.name)
+    copy_embedding_files(checkpoint.path, folder)
 
 
 def _shards(entries: list[Entry], max_bytes: int) -> list[list[Entry]]:

@@ -15,8 +15,8 @@ LISTED = 8  # files that an error names
 def write_manifest(folder: Path, sha256: dict[str, str]) -> None:
     """Write the folder's manifest. sha256: by file, for those that were hashed while they were written; the others are read."""
     files = {
-        file.name: {"size": file.stat().st_size, "sha256": sha256.get(file.name) or _sha256(file)}
-        for file in sorted(folder.iterdir())
+        name: {"size": (folder / name).stat().st_size, "sha256": sha256.get(name) or _sha256(folder / name)}
+        for name in sorted(_files(folder))
     }
     (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
 
@@ -29,17 +29,23 @@ def verify_manifest(path: Path) -> None:
             f"model.verify=true, but {folder} has no {MANIFEST}: task=convert writes one; give model.verify=false to load without"
         )
     listed: dict[str, Any] = ConfigReader.from_folder(folder, MANIFEST).require("files", dict)
-    present = {file.name for file in folder.iterdir() if not file.name.startswith(".")} - {MANIFEST}
     faults = [fault for name, entry in listed.items() if (fault := _fault(folder, name, entry))]
-    faults += [f"{name} is there, but not listed" for name in sorted(present - listed.keys())]
+    faults += [f"{name} is there, but not listed" for name in sorted(_files(folder) - {MANIFEST} - listed.keys())]
     if faults:
         more = f" and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
         raise UserError(f"{folder} is not what its {MANIFEST} lists: {'; '.join(faults[:LISTED])}{more}")
 
 
+def _files(folder: Path) -> set[str]:
+    """Return the names of the folder's files, as `1_Pooling/config.json` in a folder of its own, and of empty folders. None is hidden."""
+    entries = [entry for entry in folder.rglob("*") if not entry.is_dir() or not any(entry.iterdir())]
+    names = [entry.relative_to(folder) for entry in entries]
+    return {name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts)}
+
+
 def _fault(folder: Path, name: str, entry: Any) -> str | None:
-    if not isinstance(entry, dict) or Path(name).name != name:
-        return f"{name!r} is listed wrongly: expected a file of the folder itself with size and sha256"
+    if not isinstance(entry, dict) or Path(name).is_absolute() or ".." in Path(name).parts:
+        return f"{name!r} is listed wrongly: expected a file of the folder with size and sha256"
     file = folder / name
     if not file.is_file():
         return f"{name} is missing"

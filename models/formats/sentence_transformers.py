@@ -1,5 +1,6 @@
 """Read how a checkpoint's vectors are meant: the files that sentence-transformers writes beside the weights."""
 
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,15 @@ def read_embedding_files(folder: Path) -> EmbeddingFiles:
             f"{folder / PROMPTS}: default_prompt_name={default!r} is none of {', '.join(prompts) or 'no prompts'}"
         )
     return EmbeddingFiles(pooling, normalizes, prompts, default)
+
+
+def copy_embedding_files(source: Path, folder: Path) -> None:
+    """Copy those of a checkpoint's files that are there to another folder, with the folders that sentence-transformers names."""
+    for pattern in (MODULES, PROMPTS, TRANSFORMER, "*_Pooling/config.json"):
+        for file in source.glob(pattern):
+            target = folder / file.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
 
 
 def _read_modules(folder: Path) -> tuple[str | None, bool]:

@@ -20,11 +20,13 @@ from conf.errors import UserError
 from conf.pooling import EmbedConfig, PoolingMode
 from conf.quantization import Activations, QuantConfig, QuantMethod, QuantScheme
 from conf.schema import RunConfig, Task
-from conf.tasks import PredictConfig
+from conf.tasks import CheckpointFormat, PredictConfig
+from models.formats.manifest import verify_manifest
 from pipelines.embed import run_embed
 from pipelines.loading import load_engine
 from tests.helpers.adapters import ALL_LINEAR, write_adapter
 from tests.helpers.builders import all_logits, run_config, write_llama
+from tests.helpers.conversion import SHARDED, convert
 from tests.helpers.embedding_models import QUERY, write_e5_mistral, write_modules, write_qwen3_embedding
 from tests.helpers.gguf_files import write_twin
 from tests.helpers.quantized_models import make, quantize_run
@@ -60,6 +62,7 @@ def results(folder: Path) -> tuple[NDArray[np.float32], list[dict[str, Any]]]:
 
 
 def embedded(folder: Path, tmp_path: Path, rows: list[Any], **embed: Any) -> NDArray[np.float32]:
+    tmp_path.mkdir(exist_ok=True)
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row if isinstance(row, dict) else {"prompt": row}) + "\n" for row in rows))
     run_embed(embed_run(folder, data, embed), tmp_path / "out", dump)
@@ -179,6 +182,29 @@ def test_a_quantised_checkpoint_whose_head_is_coded(tmp_path: Path) -> None:
         run_embed(replace(run, quant=quant if name == "float" else QuantConfig()), tmp_path / f"{name} out", dump)
     (own, _), (stored, _) = results(tmp_path / "float out"), results(tmp_path / "coded out")
     np.testing.assert_allclose(stored, own, atol=1e-6, rtol=1e-6)
+
+
+def test_converted_and_quantised_models_pool_as_their_source(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = tmp_path / "source"
+    write_pooled_llama(source, "mean")
+    write_modules(source, "mean", "Normalize")
+    (source / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "q: "}}))
+    (tmp_path / ".sharded.partial" / "1_Pooling").mkdir(parents=True)  # of a run that was killed
+    folders = [convert(source, tmp_path / "hf"), convert(source, tmp_path / "sharded", format=SHARDED, tp=2)]
+    make(
+        quantize_run(source, QuantConfig(scheme=QuantScheme.int8), tmp_path / "int8", None, tokenizer=""),
+        tmp_path / "report",
+    )
+    wanted = embedded(source, tmp_path / "first", TEXTS, instruction="query")
+    for folder in (*folders, tmp_path / "int8"):
+        verify_manifest(folder)
+        vectors = embedded(folder, tmp_path / folder.name / "work", TEXTS, instruction="query")
+        if folder in folders:
+            np.testing.assert_array_equal(vectors, wanted)
+        np.testing.assert_allclose(vectors, wanted, atol=0.05)  # of length 1, in 8 bits
+    assert "GGUF" not in caplog.text
+    convert(source, tmp_path / "gguf", format=CheckpointFormat.gguf)
+    assert "GGUF has no place for modules.json: give embed.pooling and embed.normalize" in caplog.text
 
 
 def test_a_gguf_file(tmp_path: Path) -> None:

@@ -10,11 +10,17 @@ import pytest
 from conf.errors import UserError
 from models.formats.manifest import MANIFEST, verify_manifest, write_manifest
 
-CONTENTS = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 9, "empty": b""}
+CONTENTS = {
+    "config.json": b"{}",
+    "model.safetensors": bytes(range(256)) * 9,
+    "empty": b"",
+    "1_Pooling/config.json": b"[1]",
+}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    (tmp_path / "1_Pooling").mkdir()
     for name, content in CONTENTS.items():
         (tmp_path / name).write_bytes(content)
     write_manifest(tmp_path, {})
@@ -56,6 +62,11 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
      f"config.json has sha256 {hashlib.sha256(b'[]').hexdigest()}, expected '{hashlib.sha256(b'{}').hexdigest()}'"),
     (lambda folder: (folder / "model.bin").write_text("x"), r"model\.bin is there, but not listed"),
     (lambda folder: (folder / "templates").mkdir(), r"templates is there, but not listed"),
+    (lambda folder: (folder / "1_Pooling" / "more").touch(), r"1_Pooling/more is there, but not listed"),
+    (lambda folder: (folder / "1_Pooling" / "config.json").unlink(), r"1_Pooling/config.json is missing"),
+    (lambda folder: (folder / "1_Pooling" / "config.json").write_text("[2]"), r"1_Pooling/config.json has sha256"),
+    (listed("1_Pooling/../../config.json", {}), r"config\.json' is listed wrongly"),
+    (listed("/etc/passwd", {}), r"'/etc/passwd' is listed wrongly"),
     (lambda folder: [(folder / f"{i}").touch() for i in range(10)], r"0 is there, .* and 2 more$"),
     (lambda folder: rewrite(folder, "["), r"manifest\.json cannot be read"),
     (lambda folder: rewrite(folder, "[]"), r"manifest\.json holds a list, not a JSON object"),
