@@ -27,6 +27,13 @@ class TokenLogprob(Protocol):
         """The most likely tokens, best first, with their log probabilities."""
 
 
+class AnswerReader(Protocol):
+    """Divides the text of an answer into deltas of a message: content, reasoning_content and tool_calls."""
+
+    def read(self, text: str) -> list[dict[str, Any]]: ...
+    def end(self) -> list[dict[str, Any]]: ...
+
+
 @dataclass(frozen=True)
 class AnswerInfo:
     """What the body and every chunk of an answer say of it."""
@@ -152,6 +159,15 @@ def prompt_logprobs(
         }
 
     return [None, *map(entries, steps)]
+
+
+def num_reasoning_tokens(texts: TokenTexts, token_ids: Sequence[int], reader: AnswerReader) -> int:
+    """Return the number of tokens from the first that writes reasoning to the last. reader: a new one, for tokens one by one."""
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    written = [reader.read(utf8.decode(texts.written(token_id))) for token_id in token_ids]
+    written[-1] += reader.end()
+    found = [i for i, pieces in enumerate(written) if any("reasoning_content" in piece for piece in pieces)]
+    return found[-1] - found[0] + 1 if found else 0
 
 
 def usage(

@@ -12,12 +12,14 @@ MAX_SAMPLES = 8
 MAX_PROMPTS = 64
 MAX_TOKENS = 2**31 - 1
 TEXTS_ONLY = "this server reads and writes text alone: leave it out"
-NO_STORE = "nothing is kept between requests: leave it out"
+NOT_KEPT = "nothing is kept between requests: send the whole conversation"
 UNSUPPORTED = {
     "audio": TEXTS_ONLY,
     "dimensions": "vectors have all dimensions of the model: leave it out",
     "function_call": "give tool_choice",
     "functions": "give tools",
+    "previous_response_id": NOT_KEPT,
+    "conversation": NOT_KEPT,
     "prediction": "give none, or the setting decode.speculate to the server",
     "suffix": "models here continue a text and fill no gaps: leave it out",
     "verbosity": "ask for it in a message",
@@ -37,7 +39,14 @@ TokenIds: TypeAlias = Annotated[list[TokenId], Field(max_length=MAX_LIST)]
 NumTokens: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=256)]
-Prompt: TypeAlias = str | Annotated[list[TokenId], Field(min_length=1)]
+PromptIds: TypeAlias = Annotated[list[TokenId], Field(min_length=1)]
+Prompt: TypeAlias = str | list[int]
+Prompts: TypeAlias = (
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | PromptIds
+    | Annotated[list[PromptIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
 
 
 class Shape(BaseModel):
@@ -291,12 +300,7 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     """The body of POST /v1/completions."""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    prompt: Prompts
     max_tokens: NumTokens | None = None
     """0 with echo alone: the prompt is scored, and nothing is written."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -319,23 +323,25 @@ class CompletionRequest(Sampling):
     @property
     def prompts(self) -> list[Prompt]:
         """Return the prompts, each a text or its token ids."""
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
+        return _listed(self.prompt)
 
 
 class EmbeddingRequest(Shape):
     """The body of POST /v1/embeddings."""
 
     model: Name
-    input: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
+
+    @property
+    def inputs(self) -> list[Prompt]:
+        """Return the inputs, each a text or its token ids."""
+        return _listed(self.input)
+
+
+def _listed(prompts: Prompts) -> list[Prompt]:
+    return [prompts] if isinstance(prompts, str) or isinstance(prompts[0], int) else list(prompts)
 
 
 Body = TypeVar("Body", bound=Shape)

@@ -2,29 +2,25 @@
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
+from models.tokenizers.base import Tokenizer
 from pipelines.api.answers import (
+    AnswerReader,
     CompletionLogprobs,
     TokenTexts,
     api_finish_reason,
     api_stop_reason,
     chat_logprobs,
+    num_reasoning_tokens,
     prompt_logprobs,
 )
-from pipelines.api.requests import ChatRequest, CompletionRequest, Sampling
+from pipelines.api.requests import ChatRequest, CompletionRequest
 from pipelines.serve.frames import Delta, Done, Logprob
 from pipelines.serve.generation import Event, Generation
 from pipelines.serve.submitted import Call
-
-
-class Reader(Protocol):
-    """Divides the text of an answer into deltas of a message: content, reasoning_content and tool_calls."""
-
-    def read(self, text: str) -> list[dict[str, Any]]: ...
-    def end(self) -> list[dict[str, Any]]: ...
 
 
 class PlainReader:
@@ -69,9 +65,9 @@ class Choice:
 class _Answering:
     """What both kinds of answers do with an generation."""
 
-    def __init__(self, generation: Generation, texts: TokenTexts) -> None:
+    def __init__(self, generation: Generation, tokenizer: Tokenizer | None) -> None:
         self.generation = generation
-        self.texts = texts
+        self.texts = TokenTexts(tokenizer, generation.skips_special_tokens)
         num_choices = len(generation.prompts) * generation.num_samples
         had = generation.place.had if generation.place else [(0, 0)] * num_choices
         self.choices = [Choice(i, had[i]) for i in range(num_choices)]
@@ -115,14 +111,17 @@ class ChatAnswer(_Answering):
         call: Call,
         request: ChatRequest,
         prompt_token_ids: list[int],
-        make_reader: Callable[[], Reader] = PlainReader,
+        make_reader: Callable[[], AnswerReader] = PlainReader,
         settings: dict[str, Any] | None = None,
     ) -> None:
         """settings: of DecodeConfig, which the request's tools ask for. Raises ApiError as Generation does."""
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        super().__init__(Generation(call, request, [prompt_token_ids], settings or {}, kind), _texts(call, request))
+        super().__init__(Generation(call, request, [prompt_token_ids], settings or {}, kind), call.tokenizer)
         self._request = request
+        self._make_reader = make_reader
         self._readers = [make_reader() for _ in self.choices]
+        self._token_ids: list[list[int]] = [[] for _ in self.choices]
+        self._has_reasoning = [False] * len(self.choices)
         self._has_tool_calls = [False] * len(self.choices)
 
     async def body(self) -> dict[str, Any]:
@@ -135,7 +134,13 @@ class ChatAnswer(_Answering):
             more["prompt_logprobs"] = _prompt_logprobs(self.texts, generation.dones[0], self._request.prompt_logprobs)
         if self._request.return_token_ids:
             more["prompt_token_ids"] = generation.prompts[0]
-        return generation.info.body(choices, usage=generation.usage(), **more)
+        return generation.info.body(choices, usage=self.usage(), **more)
+
+    def usage(self) -> dict[str, Any]:
+        """Return the numbers of tokens, at the end."""
+        reasoning = [ids for ids, has in zip(self._token_ids, self._has_reasoning, strict=True) if has]
+        counts = [num_reasoning_tokens(self.texts, ids, self._make_reader()) for ids in reasoning]
+        return self.generation.usage(sum(counts))
 
     def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
@@ -164,7 +169,7 @@ class ChatAnswer(_Answering):
                 for body in self._chunks(index, delta):
                     yield self.event([body])
         if self.generation.wants_usage:
-            yield Event(self.generation.info.body([], usage=self.generation.usage()))
+            yield Event(self.generation.info.body([], usage=self.usage()))
 
     def _chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """Return the parts of a choice that a delta makes: its pieces, the last one with the log probabilities, then its end."""
@@ -191,10 +196,12 @@ class ChatAnswer(_Answering):
     def _pieces(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """Return what a delta adds to the message."""
         reader = self._readers[index]
+        self._token_ids[index] += delta.token_ids
         pieces = reader.read(delta.text)
         if delta.finish_reason is not None:
             pieces = pieces + reader.end()
         self._has_tool_calls[index] |= any("tool_calls" in piece for piece in pieces)
+        self._has_reasoning[index] |= any("reasoning_content" in piece for piece in pieces)
         return pieces
 
     def _logprobs(self, steps: list[Logprob]) -> dict[str, Any] | None:
@@ -206,7 +213,7 @@ class CompletionAnswer(_Answering):
 
     def __init__(self, call: Call, request: CompletionRequest, prompts: list[list[int]]) -> None:
         """prompts: token ids of each of the request's. Raises ApiError as Generation does."""
-        super().__init__(Generation(call, request, prompts, {}, "text_completion"), _texts(call, request))
+        super().__init__(Generation(call, request, prompts, {}, "text_completion"), call.tokenizer)
         self._request = request
         self._tokenizer = call.tokenizer
         self._writes = request.max_tokens != 0
@@ -272,11 +279,7 @@ class CompletionAnswer(_Answering):
             return prompt
         if self._tokenizer is None:
             return ""
-        return self._tokenizer.decode(prompt, skip_special_tokens=self._request.skip_special_tokens is not False)
-
-
-def _texts(call: Call, request: Sampling) -> TokenTexts:
-    return TokenTexts(call.tokenizer, request.skip_special_tokens is not False)
+        return self._tokenizer.decode(prompt, skip_special_tokens=self.generation.skips_special_tokens)
 
 
 def _prompt_logprobs(texts: TokenTexts, done: Done, num_top: int) -> list[dict[str, Any] | None]:

@@ -48,6 +48,7 @@ class Generation:
         decode = decode_settings(request, ready.decode, call.key) | settings
         merged = dict(ready.decode) | decode
         self.num_samples = max(merged.get("n") or 1, merged.get("num_return_sequences") or 1)
+        self.skips_special_tokens = bool(merged.get("skip_special_tokens", True))
         self.place = self._place(call, ready, decode)
         decode["seed"] = self._seed(ready, decode)
         self.info = AnswerInfo(call.id, object, int(time.time()), call.model, decode["seed"], ready.fingerprint)

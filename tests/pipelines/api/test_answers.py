@@ -9,6 +9,7 @@ from pipelines.api.answers import (
     api_finish_reason,
     api_stop_reason,
     chat_logprobs,
+    num_reasoning_tokens,
     prompt_logprobs,
     usage,
 )
@@ -78,6 +79,30 @@ def test_reasons_are_the_apis() -> None:
     assert api_finish_reason("length", True) == "length"
     assert api_stop_reason("no_token", None) == "no_token"
     assert api_stop_reason("stop", "\n") == "\n"
+
+
+class Thinks:
+    """Reads text up to a b as reasoning, each character as soon as the next one is there."""
+
+    def __init__(self) -> None:
+        self.held, self.is_over = "", False
+
+    def read(self, text: str) -> list[dict[str, str]]:
+        pieces = []
+        for letter in text:
+            if self.held and not self.is_over:
+                pieces.append({"reasoning_content": self.held})
+            self.held, self.is_over = letter, self.is_over or letter == "b"
+        return pieces
+
+    def end(self) -> list[dict[str, str]]:
+        return [{"content": self.held}] if self.is_over else [{"reasoning_content": self.held}]
+
+
+def test_tokens_of_reasoning_are_counted() -> None:
+    assert num_reasoning_tokens(texts(), [1, 2, 3, 4, 5, 2, 2], Thinks()) == 4
+    assert num_reasoning_tokens(texts(), [2, 2, 3, 4], Thinks()) == 4
+    assert num_reasoning_tokens(texts(), [5, 2], Thinks()) == 0
 
 
 def test_usage_tells_what_is_known() -> None:

@@ -26,8 +26,8 @@ def answer(client: EngineClient, folder: Path, **fields: Any) -> EmbeddingAnswer
     request = check_request(EmbeddingRequest, {"model": "tiny", **fields})
     tokenizer, ready = open_tokenizer(folder), client.info
     assert ready is not None
-    inputs = [request.input] if isinstance(request.input, str) else request.input
-    prompts = [encode_input(ready, tokenizer, each) if isinstance(each, str) else each for each in inputs]
+
+    prompts = [encode_input(ready, tokenizer, each) if isinstance(each, str) else each for each in request.inputs]
     return EmbeddingAnswer(Call(client, tokenizer, "embd-1", "tiny"), request, prompts)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,354 @@
+"""OpenAI's /v1/responses as a chat: a request becomes one of chat, and the chunks of its stream become events and a response.
+
+Nothing is kept: each request has the whole conversation.
+"""
+
+import re
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field
+
+from pipelines.api.errors import ApiError, bad_request
+from pipelines.api.requests import (
+    MAX_TOKENS,
+    ChatRequest,
+    Name,
+    Shape,
+    check_request,
+)
+
+NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning",
+    "response_format": "text",
+}
+"""Fields of chat requests by the names that they have here."""
+
+
+class InputText(Shape):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputMessage(Shape):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+class InputCall(Shape):
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class InputResult(Shape):
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+class ReasoningText(Shape):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class InputReasoning(Shape):
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+    summary: list[ReasoningText] | None = None
+    id: str | None = None
+    status: str | None = None
+
+
+Item: TypeAlias = InputMessage | InputCall | InputResult | InputReasoning
+
+
+class TextFormat(Shape):
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Shape):
+    type: Literal["json_schema"]
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Shape):
+    format: TextFormat | SchemaFormat | None = None
+
+
+class ReasoningOptions(Shape):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+
+class FunctionTool(Shape):
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunctionTool(Shape):
+    type: Literal["function"]
+    name: Name
+
+
+class ResponseRequest(Shape):
+    """The body of POST /v1/responses."""
+
+    model: Name
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=4096)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stream: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    parallel_tool_calls: bool | None = None
+    store: Literal[False] | None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    """Reasoning is given as text, and taken back as such."""
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+
+    def chat(self) -> ChatRequest:
+        """Return the request as one of a chat that is streamed. Raises ApiError (400) with the field's name here."""
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise bad_request("tool_choice is for tools: give these, or leave it out", "tool_choice")
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": self._messages(),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_completion_tokens": self.max_output_tokens,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "response_format": self._format(),
+            "tools": [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools or []],
+        }
+        for name in ("temperature", "top_p", "seed", "parallel_tool_calls"):
+            body[name] = getattr(self, name)
+        body["tool_choice"] = self.tool_choice if self.tools else None
+        if isinstance(self.tool_choice, NamedFunctionTool):
+            body["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        with_names = {name: value for name, value in body.items() if value is not None}
+        try:
+            return check_request(ChatRequest, with_names)
+        except ApiError as error:
+            raise renamed(error) from error
+
+    def _format(self) -> dict[str, Any] | None:
+        form = self.text.format if self.text else None
+        if form is None:
+            return None
+        if isinstance(form, TextFormat):
+            return form.model_dump()
+        return {"type": "json_schema", "json_schema": form.model_dump(by_alias=True, exclude={"type"})}
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Return the conversation. What an assistant reasons, says and calls in a row is one message."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        for item in items:
+            if isinstance(item, InputMessage) and item.role != "assistant":
+                messages.append({"role": item.role, "content": _joined(item.content)})
+            elif isinstance(item, InputResult):
+                messages.append({"role": "tool", "content": _joined(item.output), "tool_call_id": item.call_id})
+            else:
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant"})
+                _add(messages[-1], item)
+        return messages
+
+
+def _add(message: dict[str, Any], item: Item) -> None:
+    """Add what an assistant has said to its message."""
+    if isinstance(item, InputCall):
+        function = {"name": item.name, "arguments": item.arguments}
+        message.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    elif isinstance(item, InputReasoning):
+        text = "".join(part.text for part in item.content or item.summary or [])
+        message["reasoning_content"] = message.get("reasoning_content", "") + text
+    elif isinstance(item, InputMessage):
+        message["content"] = message.get("content", "") + _joined(item.content)
+
+
+def _joined(content: str | list[InputText]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def renamed(error: ApiError) -> ApiError:
+    """Return a chat's error with the names of the fields here."""
+    name = re.split(r"\W", error.param or "")[0]
+    if name not in NAMES:
+        return error
+    message = error.message.replace(name, NAMES[name])
+    return ApiError(error.status, message, error.type, NAMES[name], error.code, error.headers)
+
+
+class ResponseWriter:
+    """Makes events of a chat's chunks, and the response at the end."""
+
+    def __init__(self, request: ResponseRequest, id: str) -> None:
+        """id: of the request; those of response and items are made from it."""
+        self._request = request
+        self._id = id
+        self._num_events = 0
+        self._output: list[dict[str, Any]] = []
+        self._is_open = False
+        self._head: dict[str, Any] = {}
+        self._finish_reason: str | None = None
+        self._usage: dict[str, Any] | None = None
+
+    def read(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the events that a chunk makes."""
+        events = []
+        if not self._head:
+            self._head = {name: chunk[name] for name in ("created", "model", "seed", "system_fingerprint")}
+            events += [self._event("response.created", response=self.response("in_progress"))]
+            events += [self._event("response.in_progress", response=self.response("in_progress"))]
+        for choice in chunk["choices"]:
+            events += self._piece(choice["delta"])
+            self._finish_reason = choice["finish_reason"] or self._finish_reason
+        if chunk.get("usage"):
+            self._usage = chunk["usage"]
+        return events
+
+    def end(self) -> list[dict[str, Any]]:
+        """Return the last events."""
+        status = "incomplete" if self._finish_reason == "length" else "completed"
+        return [*self._close(status), self._event(f"response.{status}", response=self.response(status))]
+
+    def response(self, status: str) -> dict[str, Any]:
+        """Return the response as it is now."""
+        request = self._request.model_dump(by_alias=True)
+        names = ("instructions", "max_output_tokens", "temperature", "top_p", "metadata", "user")
+        return {
+            "id": f"resp_{self._id}",
+            "object": "response",
+            "created_at": self._head["created"],
+            "model": self._head["model"],
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": [dict(item) for item in self._output] if status != "in_progress" else [],
+            "parallel_tool_calls": request["parallel_tool_calls"] is not False,
+            "previous_response_id": None,
+            "reasoning": request["reasoning"] or {"effort": None},
+            "store": False,
+            "text": {"format": (request["text"] or {}).get("format") or {"type": "text"}},
+            "tool_choice": request["tool_choice"] or "auto",
+            "tools": request["tools"] or [],
+            "truncation": "disabled",
+            "usage": _usage(self._usage),
+            "seed": self._head["seed"],
+            "system_fingerprint": self._head["system_fingerprint"],
+            **{name: request[name] for name in names},
+        }
+
+    def _event(self, type: str, **more: Any) -> dict[str, Any]:
+        self._num_events += 1
+        return {"type": type, "sequence_number": self._num_events - 1, **more}
+
+    def _piece(self, piece: dict[str, Any]) -> list[dict[str, Any]]:
+        events = []
+        for name, kind in (("reasoning_content", "reasoning"), ("content", "message")):
+            if text := piece.get(name):
+                if not self._is_open or self._output[-1]["type"] != kind:
+                    events += self._close("completed") + self._open(kind)
+                self._output[-1]["content"][0]["text"] += text
+                part = "output_text" if kind == "message" else "reasoning_text"
+                more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+                events.append(self._event(f"response.{part}.delta", **self._at(), delta=text, **more))
+        for call in piece.get("tool_calls", []):
+            events += self._close("completed") + self._called(call)
+        return events
+
+    def _at(self) -> dict[str, Any]:
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, "content_index": 0}
+
+    def _open(self, kind: str) -> list[dict[str, Any]]:
+        """Begin an item of text."""
+        index, self._is_open = len(self._output), True
+        if kind == "message":
+            head: dict[str, Any] = {"id": f"msg_{self._id}_{index}", "role": "assistant"}
+            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        else:
+            head, part = {"id": f"rs_{self._id}_{index}", "summary": []}, {"type": "reasoning_text", "text": ""}
+        item = {"type": kind, **head, "status": "in_progress", "content": []}
+        self._output.append({**item, "content": [part]})
+        added = self._event("response.output_item.added", output_index=index, item=item)
+        return [added, self._event("response.content_part.added", **self._at(), part=dict(part))]
+
+    def _close(self, status: str) -> list[dict[str, Any]]:
+        """End the item of text that is open."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self._output[-1]
+        item["status"] = status
+        part = item["content"][0]
+        more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+        return [
+            self._event(f"response.{part['type']}.done", **self._at(), text=part["text"], **more),
+            self._event("response.content_part.done", **self._at(), part=part),
+            self._event("response.output_item.done", output_index=len(self._output) - 1, item=item),
+        ]
+
+    def _called(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """Add a call, which is there as a whole."""
+        index, function = len(self._output), call["function"]
+        item = {
+            "type": "function_call",
+            "id": f"fc_{self._id}_{index}",
+            "call_id": call["id"],
+            "name": function["name"],
+        }
+        whole = {**item, "arguments": function["arguments"], "status": "completed"}
+        self._output.append(whole)
+        at = {"item_id": item["id"], "output_index": index}
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        done = {"name": item["name"], "arguments": whole["arguments"]}
+        return [
+            self._event("response.output_item.added", output_index=index, item=begun),
+            self._event("response.function_call_arguments.delta", **at, delta=whole["arguments"]),
+            self._event("response.function_call_arguments.done", **at, **done),
+            self._event("response.output_item.done", output_index=index, item=whole),
+        ]
+
+
+def _usage(usage: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a chat's numbers of tokens by the names that they have here."""
+    if usage is None:
+        return None
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]},  # those cost nothing extra
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage["completion_tokens_details"],
+        "total_tokens": usage["total_tokens"],
+    }
