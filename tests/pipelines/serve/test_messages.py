@@ -1,0 +1,221 @@
+"""Anthropic's API: its client's requests become chat requests, and answers come back in its shapes."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from conf.serving import ServeConfig
+from pipelines.api.errors import ApiError
+from pipelines.api.messages import MessagesRequest, error_body
+from pipelines.api.requests import ChatRequest, parse_request
+from pipelines.serve.chat import Chat
+from pipelines.serve.completions import ChatAnswer
+from pipelines.serve.generation import Event
+from pipelines.serve.messages import MessagesAnswer
+from pipelines.serve.submitted import Call
+from tests.helpers.serving import LIMIT_S, serving, tiny_run
+from tests.pipelines.serve.test_chat import ARGUMENTS, CALLS, WEATHER, chat_of
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+TOOLS = [{"name": "weather", "input_schema": WEATHER}, {"name": "clock", "input_schema": {"type": "object"}}]
+Answering = Callable[[ChatRequest], Any]
+
+
+class Said:
+    """The chat's answer to a request, whose text is given, in pieces of seven letters."""
+
+    def __init__(self, chat: Chat, request: ChatRequest, text: str, failure: ApiError | None = None) -> None:
+        self.prompt = chat.prompt(request)
+        self.generation = SimpleNamespace(prompts=[self.prompt.token_ids])
+        self._text, self._failure = text, failure
+
+    def _deltas(self) -> list[dict[str, Any]]:
+        reader = self.prompt.reader()
+        pieces = [self._text[i : i + 7] for i in range(0, len(self._text), 7)]
+        return [delta for piece in pieces for delta in reader.read(piece)] + reader.end()
+
+    def _ending(self) -> dict[str, Any]:
+        has_calls = any("tool_calls" in delta for delta in self._deltas())
+        return {"finish_reason": "tool_calls" if has_calls else "stop", "stop_reason": None}
+
+    usage = {"prompt_tokens": 20, "completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 16}}
+
+    async def body(self) -> dict[str, Any]:
+        if self._failure:
+            raise self._failure
+        message: dict[str, Any] = {"content": None}
+        for delta in self._deltas():
+            ((name, value),) = delta.items()
+            message[name] = message[name] + value if message.get(name) else value
+        return {"id": "msg-1", "choices": [{"message": message, **self._ending()}], "usage": self.usage}
+
+    async def events(self) -> AsyncIterator[Event]:
+        nothing = {"finish_reason": None}
+        yield Event({"id": "msg-1", "choices": [{"delta": {"role": "assistant", "content": ""}, **nothing}]})
+        for delta in self._deltas():
+            yield Event({"id": "msg-1", "choices": [{"delta": delta, **nothing}]})
+        if self._failure:
+            raise self._failure
+        yield Event({"id": "msg-1", "choices": [{"delta": {}, **self._ending()}]})
+        yield Event({"id": "msg-1", "choices": [], "usage": self.usage})
+
+
+def client_of(answering: Answering, run: Callable[[Any], Any] = asyncio.run) -> anthropic.Anthropic:
+    """The client of a server that answers by `answering`."""
+
+    async def answered(body: MessagesRequest) -> httpx.Response:
+        answer = MessagesAnswer(answering(body.chat_request()), body.model)
+        if not body.stream:
+            return httpx.Response(200, json=await answer.body())
+        lines = [f"event: {event.name}\ndata: {json.dumps(event.data)}\n\n" async for event in answer.events()]
+        return httpx.Response(200, content="".join(lines), headers={"content-type": "text/event-stream"})
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        try:
+            response: httpx.Response = run(answered(parse_request(MessagesRequest, request.content)))
+            return response
+        except ApiError as error:
+            return httpx.Response(error.status, json=error_body(error))
+
+    http = httpx.Client(transport=httpx.MockTransport(handle))
+    return anthropic.Anthropic(api_key="k", base_url="http://server", http_client=http, max_retries=0)
+
+
+def ask(client: anthropic.Anthropic, streams: bool, **fields: Any) -> Any:
+    body: Any = {"model": "m", "max_tokens": 50, "messages": MESSAGES, **fields}
+    if not streams:
+        return client.messages.create(**body)
+    with client.messages.stream(**body) as stream:
+        return stream.get_final_message()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_reasoning_text_and_calls_are_blocks(streams: bool, tmp_path: Path) -> None:
+    chat, _ = chat_of(tmp_path, "chatml")
+    text = f"<think>hm hm</think>\n\nI look.\n{CALLS['chatml']}"
+    client = client_of(lambda request: Said(chat, request, text))
+    message = ask(client, streams, tools=TOOLS)
+    assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert (message.content[0].thinking, message.content[1].text) == ("hm hm", "I look.")
+    assert [(block.name, block.input) for block in message.content[2:]] == [
+        ("weather", json.loads(ARGUMENTS)),
+        ("clock", {}),
+    ]
+    assert (message.stop_reason, message.stop_sequence, message.model) == ("tool_use", None, "m")
+    usage = message.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (4, 16, 9)
+
+
+def test_requests_become_chat_requests(tmp_path: Path) -> None:
+    chat, tokenizer = chat_of(tmp_path, "chatml")
+    asked: list[ChatRequest] = []
+    client = client_of(lambda request: asked.append(request) or Said(chat, request, "Fine"))  # type: ignore[func-returns-value]
+    call = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "北京"}}
+    results = [
+        {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "sun"}]},
+        {"type": "tool_result", "tool_use_id": "b", "content": "none", "is_error": True},
+        {"type": "text", "text": "and?", "cache_control": {"type": "ephemeral"}},
+    ]
+    turns = [
+        *MESSAGES,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "text", "text": "I look."},
+                call,
+            ],
+        },
+        {"role": "user", "content": results},
+    ]
+    fields = {"temperature": 0.5, "top_k": 3, "stop_sequences": ["END"], "tools": TOOLS, "metadata": {"user_id": "u"}}
+    message = ask(client, False, messages=turns, system=[{"type": "text", "text": "be brief"}], **fields)
+    assert (message.content[0].text, message.stop_reason) == ("Fine", "end_turn")
+    (request,) = asked
+    assert (request.max_completion_tokens, request.temperature, request.top_k, request.stop) == (50, 0.5, 3, ["END"])
+    function = {"name": "weather", "arguments": '{"city": "北京"}'}
+    assert request.conversation() == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "a", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "sun"},
+        {"role": "tool", "tool_call_id": "b", "content": "error: none"},
+        {"role": "user", "content": "and?"},
+    ]
+    ask(client, False, tools=TOOLS, tool_choice={"type": "tool", "name": "clock", "disable_parallel_tool_use": True})
+    assert asked[-1].tool_choice.function.name == "clock"  # type: ignore[union-attr]
+    assert asked[-1].parallel_tool_calls is False
+    ask(client, False, tools=TOOLS, tool_choice={"type": "any"}, thinking={"type": "disabled"})
+    assert (asked[-1].tool_choice, asked[-1].chat_template_kwargs) == ("required", {"enable_thinking": False})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0 is not allowed"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": "The"}]}, "end with the user's"),
+        ({"tool_choice": {"type": "tool"}, "tools": TOOLS}, "tool_choice.name is for type=tool"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"extra_body": {"container": "c"}}, "container is not supported"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
+            "messages",
+        ),
+    ],
+)
+def test_what_is_refused_has_the_shape_of_its_errors(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=message) as raised:
+        ask(client_of(lambda request: None), False, **fields)
+    assert raised.value.body["type"] == "error"  # type: ignore[index,call-overload]
+    assert raised.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index,call-overload]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_failure_on_the_way_is_told(streams: bool, tmp_path: Path) -> None:
+    chat, _ = chat_of(tmp_path, "chatml")
+    failure = ApiError(503, "the engine has ended", "server_error")
+    with pytest.raises(anthropic.APIStatusError, match="the engine has ended"):
+        ask(client_of(lambda request: Said(chat, request, "Fi", failure)), streams)
+
+
+def test_the_engine_stops_at_sequences_and_at_the_length() -> None:
+    async def asked(**fields: Any) -> tuple[dict[str, Any], list[Event]]:
+        async with serving() as engine:
+            chat = Chat.open(tiny_run().model, ServeConfig())
+            both: list[Any] = []
+            for streams in (False, True):
+                body = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "stream": streams, **fields}
+                request = parse_request(MessagesRequest, json.dumps(body).encode()).chat_request()
+                prompt = await chat.encode(request)
+                call = Call(engine, chat.tokenizer, "msg-1", "tiny")
+                answer = MessagesAnswer(
+                    ChatAnswer(call, request, prompt.token_ids, prompt.reader, prompt.settings), "tiny"
+                )
+                await answer.accepted()
+                both.append([event async for event in answer.events()] if streams else await answer.body())
+            chat.close()
+            return both[0], both[1]
+
+    body, events = asyncio.run(asyncio.wait_for(asked(max_tokens=3), LIMIT_S))
+    assert (body["stop_reason"], body["usage"]["output_tokens"]) == ("max_tokens", 3)
+    text = "".join(event.data["delta"].get("text", "") for event in events if event.name == "content_block_delta")
+    assert text == body["content"][0]["text"]
+    assert [event.name for event in events][:2] == ["message_start", "content_block_start"]
+    assert [event.name for event in events][-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert events[-2].data["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert events[-2].data["usage"]["output_tokens"] == 3
+    stop = text.split()[0]
+    body, _ = asyncio.run(asyncio.wait_for(asked(max_tokens=30, stop_sequences=[stop]), LIMIT_S))
+    assert (body["stop_reason"], body["stop_sequence"], stop in str(body["content"])) == ("stop_sequence", stop, False)
