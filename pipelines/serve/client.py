@@ -139,6 +139,7 @@ class EngineClient:
         self.info: Ready | None = None
         """None while the model is loaded, the first time or again."""
         self.beat: Beat | None = None
+        """The child's last one."""
         self.num_restarts = 0
         self._run = run
         self._config = config
@@ -245,7 +246,7 @@ class EngineClient:
             await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=END_S)
             return self._why or _ended(process.returncode)
         finally:
-            self.info, self._process = None, None
+            self.info, self.beat, self._process = None, None, None
             self._watch()
             self._writer.close()
             self._writer = None

@@ -132,6 +132,7 @@ def test_a_killed_engine_comes_back_and_says_the_same(engine: Engine) -> None:
             os.kill(pid_of(client), signal.SIGKILL)
             for answer in running:
                 assert "was ended by SIGKILL: send the request again" in str(await ended(answer))
+            assert client.beat is None
             with pytest.raises(EngineGone, match="is loading its model"):
                 client.submit(submits[0])
             info = await client.wait_ready()
