@@ -74,6 +74,29 @@ def test_launchers_give_equal_tables(chatty: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_sweep_shows_what_drafts_gain_in_one_table(chatty: Path, tmp_path: Path) -> None:
+    """The command of pipelines/README.md, with drafts of a fixed length, so that there are some in a short row."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Once upon a time", "a b a b a b")))
+    arguments = [
+        "-m", "decode.speculate=none,ngram", f"predict.data={rows}", f"model.path={chatty}", "device=cpu",
+        "decode.speculation.adaptive=false", "decode.speculation.min_ngram=1", "decode.max_new_tokens=60",
+        "decode.ignore_eos=true", f"hydra.sweep.dir={tmp_path / 'sweep'}",
+    ]  # fmt: skip
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    plain, drafted = table(tmp_path / "sweep")
+    assert [row["decode.speculate"] for row in (plain, drafted)] == ["none", "ngram"]
+    assert plain["acceptance"] == ""
+    assert 0 < int(drafted["num_accepted_tokens"]) <= int(drafted["num_drafted_tokens"])
+    assert float(drafted["acceptance"]) == int(drafted["num_accepted_tokens"]) / int(drafted["num_drafted_tokens"])
+    heading, _, *lines = (tmp_path / "sweep" / "sweep.md").read_text().splitlines()
+    assert {"decode.speculate", "speed (tokens/s)", "drafts accepted (%)"} < set(map(str.strip, heading.split("|")))
+    assert len(lines) == 2
+    predictions = [(tmp_path / "sweep" / job / "predictions.jsonl").read_bytes() for job in "01"]
+    assert predictions[0] == predictions[1]
+
+
 def test_a_sweeper_searches_by_what_the_jobs_hand_back(
     chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
