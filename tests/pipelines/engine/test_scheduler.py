@@ -10,16 +10,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from conf.decoding import DecodeConfig
 from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.request import (
+    NO_PREFIX,
     Completion,
     ContextLimit,
     Continuation,
     FinishReason,
+    PlacedPrefix,
     Request,
     Sequence,
     SequenceGroup,
 )
 from pipelines.engine.request_factory import max_blocks, resolve_sampling_params
-from pipelines.engine.scheduler import Scheduler, StepPlan
+from pipelines.engine.scheduler import Scheduled, Scheduler, StepPlan
 
 
 class FakeBeams:
@@ -47,12 +49,17 @@ def next_token(token_ids: list[int]) -> int:
 
 
 def sequence(
-    id: int, prompt: list[int] | int, max_new_tokens: int = 5, prefix_cache: bool = True, **decode: Any
+    id: int,
+    prompt: list[int] | int,
+    max_new_tokens: int = 5,
+    prefix_cache: bool = True,
+    placed: PlacedPrefix = NO_PREFIX,
+    **decode: Any,
 ) -> SequenceGroup:
     tokens = [id * 1000 + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     config = DecodeConfig(max_new_tokens=max_new_tokens, prefix_cache=prefix_cache, **decode).resolved({})
     params = resolve_sampling_params(config, len(tokens), ContextLimit(10**6, "limit"), frozenset())
-    request = Request(id, tokens, params)
+    request = Request(id, tokens, params, prefix=placed)
     search = FakeBeams() if params.num_beams > 1 else None
     return SequenceGroup(request, Sequence.begin(request), search)
 
@@ -68,35 +75,111 @@ def scheduler_of(
     return Scheduler(BlockManager(num_blocks, block_size), max_num_requests, budget, whole_prompts, key_border)
 
 
-def step(scheduler: Scheduler, sides: dict[int, bool] | None = None, max_tokens: int | None = None) -> dict[int, int]:
+Keys = dict[tuple[int, int], tuple[object, ...]]
+"""What the key in each place of each block was computed from: the prefix, and the tokens up to its own."""
+
+
+def step(
+    scheduler: Scheduler,
+    sides: dict[int, bool] | None = None,
+    max_tokens: int | None = None,
+    keys: Keys | None = None,
+    num_drafts: int = 0,
+    num_right: int = 0,
+) -> dict[int, int]:
     """Plan and commit with a fake model whose next token is a function of the tokens so far; the tokens that each request computed.
-    `sides`: for each block the side of the border that its keys are of, kept from step to step."""
+
+    `sides`: for each block the side of the border that its keys are of, kept from step to step, as `keys` are. Sequences ask for
+    `num_drafts` drafts, of which the first `num_right` are right.
+    """
     plan = scheduler.plan(max_tokens)
     scheduler.check_integrity()
     check_writable(scheduler)
-    if sides is not None:
-        check_sides(scheduler, plan, sides)
     result: dict[int, int] = {}
     for item in plan.scheduled:
         assert not scheduler._whole_prompts or item.num_new_tokens == item.sequence.num_uncomputed_tokens
         result[item.group.request.id] = result.get(item.group.request.id, 0) + item.num_new_tokens
-    scheduler.commit(plan)
-    for group in plan.ready:
-        if group.search:
-            scheduler.branch(group, group.search.advance(group, None))
-            continue
-        if group.num_output_tokens == 0:
-            for i in range(1, group.request.params.n):
-                fork = scheduler.fork(group.sequences[0])
-                fork.sample = i
-                group.sequences.append(fork)
-        for s in list(group.sequences):
-            s.token_ids.append(next_token(s.token_ids) + s.sample)
-            if s.num_output_tokens == s.request.params.max_new_tokens:
-                group.completions[s.sample] = Completion(s.output_token_ids, None, FinishReason.length, None)
-                scheduler.finish(group, s)
+    plan = with_drafts(scheduler, plan, max_tokens, num_drafts, num_right)
+    if sides is not None:
+        check_sides(scheduler, plan, sides)
+    if keys is not None:
+        check_keys(scheduler, plan, keys)
+    while plan.scheduled:  # again for the drafts that were right, which nothing is computed for
+        scheduler.commit(plan)
+        for group in plan.ready:
+            advance(scheduler, group, [item.sequence for item in plan.scheduled])
+        plan = confirmed(plan)
     scheduler.check_integrity()
     return result
+
+
+def advance(scheduler: Scheduler, group: SequenceGroup, computed: list[Sequence]) -> None:
+    if group.search:
+        return scheduler.branch(group, group.search.advance(group, None))
+    sequences = [s for s in group.sequences if s in computed]
+    if group.num_output_tokens == 0:
+        for i in range(1, group.request.params.n):
+            fork = scheduler.fork(group.sequences[0])
+            fork.sample = i
+            group.sequences.append(fork)
+            sequences.append(fork)
+    for s in sequences:
+        s.token_ids.append(next_token(s.token_ids) + s.sample)
+        if s.num_output_tokens == s.request.params.max_new_tokens:
+            group.completions[s.sample] = Completion(s.output_token_ids, None, FinishReason.length, None)
+            scheduler.finish(group, s)
+    return None
+
+
+def with_drafts(
+    scheduler: Scheduler, plan: StepPlan, max_tokens: int | None, num_drafts: int, num_right: int
+) -> StepPlan:
+    """The plan with drafts where they have place, which takes no cached block and no more than is left of the step."""
+    blocks = scheduler.block_manager
+    wanted = [
+        num_drafts * (i.group in plan.ready and not i.group.search and i.sequence.num_output_tokens > 0)
+        for i in plan.scheduled
+    ]
+    num_cached = len(blocks._cached)
+    reserved = scheduler.reserve(plan, wanted, max_tokens)
+    scheduler.check_integrity()
+    assert len(blocks._cached) == num_cached
+    num_tokens = sum(item.num_new_tokens for item in plan.scheduled)
+    assert not any(reserved) or num_tokens + sum(reserved) <= scheduler._budget(max_tokens, len(plan.scheduled))
+    scheduled = []
+    for item, count, most in zip(plan.scheduled, reserved, wanted, strict=True):
+        assert count <= most
+        tokens = list(item.sequence.token_ids)
+        for place in range(count):
+            tokens.append(next_token(tokens) + item.sequence.sample if place < num_right else -1)
+        scheduled.append(item._replace(drafts=tuple(tokens[len(tokens) - count :])))
+    return plan._replace(scheduled=scheduled)
+
+
+def confirmed(plan: StepPlan) -> StepPlan:
+    """What follows, without computing, for sequences whose first draft has become a token."""
+    scheduled = [
+        Scheduled(i.group, i.sequence, i.start + i.num_new_tokens, 1, 1, i.drafts[1:])
+        for i in plan.scheduled
+        if i.drafts and i.sequence in i.group.sequences and i.sequence.token_ids[-1] == i.drafts[0]
+    ]
+    return StepPlan(scheduled, list(dict.fromkeys(item.group for item in scheduled)), [])
+
+
+def check_keys(scheduler: Scheduler, plan: StepPlan, keys: Keys) -> None:
+    """Every key that a sequence reads was computed from its own prefix and tokens, whoever computed it."""
+    size = scheduler.block_manager.block_size
+    for source, target in plan.copies:
+        keys |= {(target, place): keys[source, place] for place in range(size) if (source, place) in keys}
+    for item in plan.scheduled:
+        sequence, first = item.sequence, item.sequence.prefix.num_tokens
+        token_ids = [*sequence.token_ids[: item.start + item.num_new_tokens], *item.drafts]
+        for i in range(len(token_ids)):
+            block, place = divmod(first + i, size)
+            own = (sequence.prefix.digest, *token_ids[: i + 1])
+            if i < item.start:
+                assert keys[sequence.block_table[block], place] == own
+            keys[sequence.block_table[block], place] = own
 
 
 def check_writable(scheduler: Scheduler) -> None:
@@ -104,19 +187,23 @@ def check_writable(scheduler: Scheduler) -> None:
     blocks = scheduler.block_manager
     for group in scheduler.running:
         for s in group.sequences:
-            assert len(s.block_table) == blocks.num_blocks_for(len(s.token_ids))
-            assert all(blocks.num_owners(b) == 1 for b in s.block_table[s.num_computed_tokens // blocks.block_size :])
+            first = s.prefix.num_tokens
+            assert len(s.block_table) == blocks.num_blocks_for(first + len(s.token_ids))
+            written = s.block_table[(first + s.num_computed_tokens) // blocks.block_size :]
+            assert all(blocks.num_owners(block) == 1 for block in written)
 
 
 def check_sides(scheduler: Scheduler, plan: StepPlan, sides: dict[int, bool]) -> None:
-    """Every key that a sequence reads was computed for a text on its own side of the border."""
+    """Every key that a sequence reads was computed for a text on its own side of the border, and drafts are on it, too."""
     for source, target in plan.copies:
         sides[target] = sides[source]
     size = scheduler.block_manager.block_size
     for item in plan.scheduled:
         sequence, num_new_tokens = item.sequence, item.num_new_tokens
         is_past_border = scheduler._key_border is not None and len(sequence.token_ids) > scheduler._key_border
-        before, after = sequence.num_computed_tokens, sequence.num_computed_tokens + num_new_tokens
+        assert is_past_border or len(sequence.token_ids) + len(item.drafts) <= (scheduler._key_border or 10**9)
+        before = sequence.num_computed_tokens
+        after = before + num_new_tokens + len(item.drafts)
         assert all(sides[block] == is_past_border for block in sequence.block_table[: -(-before // size)])
         sides |= dict.fromkeys(sequence.block_table[before // size : -(-after // size)], is_past_border)
 
@@ -342,6 +429,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         pool_tokens=st.integers(30, 90),
         whole_prompts=st.booleans(),
         key_border=st.one_of(st.none(), st.integers(1, 30)),
+        num_prefix_tokens=st.sampled_from([0, 1, 4, 7]),
     )
     def start(
         self,
@@ -351,13 +439,21 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         pool_tokens: int,
         whole_prompts: bool,
         key_border: int | None,
+        num_prefix_tokens: int,
     ) -> None:
         num_blocks, budget = -(-pool_tokens // block_size), max_num_requests + 4 + spare_tokens
         if whole_prompts:
             budget, key_border = budget + 20, None  # else few prompts would fit; and no model has both
+        if whole_prompts or key_border:
+            num_prefix_tokens = 0  # such models are refused
         self.scheduler = scheduler_of(num_blocks, block_size, max_num_requests, budget, whole_prompts, key_border)
         self.key_border = key_border
+        blocks = self.scheduler.block_manager
+        own = blocks.allocate(blocks.num_blocks_for(num_prefix_tokens))
+        blocks.pin(own)
+        self.placed = PlacedPrefix(num_prefix_tokens, 0, "story", tuple(own)) if own else NO_PREFIX
         self.sides: dict[int, bool] = {}
+        self.keys: Keys = {}
         self.alive: list[SequenceGroup] = []
         self.num_added = 0
 
@@ -366,27 +462,43 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         rest=st.lists(st.integers(0, 4), min_size=1, max_size=15),
         max_new_tokens=st.integers(1, 20),
         prefix_cache=st.booleans(),
+        behind_prefix=st.booleans(),
         decode=st.sampled_from([{}, {}, {"n": 3, "temperature": 1.0}, {"num_beams": 2}, {"num_beams": 4}]),
     )
     def add(
-        self, prefix: tuple[int, int], rest: list[int], max_new_tokens: int, prefix_cache: bool, decode: dict[str, Any]
+        self,
+        prefix: tuple[int, int],
+        rest: list[int],
+        max_new_tokens: int,
+        prefix_cache: bool,
+        behind_prefix: bool,
+        decode: dict[str, Any],
     ) -> None:
         prompt = [prefix[0]] * prefix[1] + rest
         if self.scheduler._whole_prompts:  # the engine refuses what could never run, and shares no beginnings
             prefix_cache = False
             if len(prompt) + max_new_tokens > self.scheduler.max_batched_tokens:
                 return
-        group = sequence(self.num_added, prompt, max_new_tokens, prefix_cache, **decode)
+        placed = self.placed if behind_prefix else NO_PREFIX
+        group = sequence(self.num_added, prompt, max_new_tokens, prefix_cache, placed, **decode)
         blocks = self.scheduler.block_manager
-        if max_blocks(group.request.params, len(prompt), blocks.block_size, self.key_border) <= blocks.num_blocks:
+        sizes = len(prompt), blocks.block_size, self.key_border, placed.num_tokens
+        if max_blocks(group.request.params, *sizes) <= blocks.num_blocks - blocks.num_pinned_blocks:
             self.num_added += 1
             self.alive.append(group)
             self.scheduler.add(group)
 
-    @rule(steps=st.integers(1, 10), max_tokens=st.one_of(st.none(), st.integers(1, 40)))
-    def run(self, steps: int, max_tokens: int | None = None) -> None:
+    @rule(
+        steps=st.integers(1, 10),
+        max_tokens=st.one_of(st.none(), st.integers(1, 40)),
+        num_drafts=st.integers(0, 6),
+        num_right=st.integers(0, 6),
+    )
+    def run(self, steps: int, max_tokens: int | None = None, num_drafts: int = 0, num_right: int = 0) -> None:
         for _ in range(steps):
-            planned = step(self.scheduler, self.sides, max_tokens)
+            planned = step(
+                self.scheduler, self.sides if self.key_border else None, max_tokens, self.keys, num_drafts, num_right
+            )
             assert sum(planned.values()) <= self.scheduler.max_batched_tokens
             assert bool(planned) == bool(self.alive)
             for group in [group for group in self.alive if not group.sequences]:
@@ -413,7 +525,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             self.run(1)
         assert not self.alive
         blocks = self.scheduler.block_manager
-        assert blocks.num_free_blocks == blocks.num_blocks
+        assert blocks.num_free_blocks == blocks.num_blocks - blocks.num_pinned_blocks
 
 
 def check_tokens(group: SequenceGroup) -> None:
