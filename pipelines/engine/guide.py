@@ -114,16 +114,16 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, size: int, eos_token_ids: list[int]) -> None:
-        known = [tokenizer.token_bytes(id) for id in range(size)]
-        self.special_token_ids = [id for id, token in enumerate(known) if token is None or id in eos_token_ids]
         self.eos_token_id = eos_token_ids[0]
-        names = {
-            id: tokenizer.decode([id], skip_special_tokens=False)
-            for id in self.special_token_ids
-            if id < tokenizer.size
-        }
-        # Special tokens by their names, which Lark grammars may say; no text writes them.
-        self.tokens = [names.get(id, "").encode() if token is None else token for id, token in enumerate(known)]
+        self.tokens = [tokenizer.token_bytes(id) for id in range(size)]
+        # Special tokens by their names, which Lark grammars may say; no text writes them. What has no name, as ids that only the
+        # model has, is no special token: an empty name would begin any other.
+        self.special_token_ids = []
+        for id, token in enumerate(self.tokens):
+            name = tokenizer.decode([id], skip_special_tokens=False) if token is None and id < tokenizer.size else ""
+            self.tokens[id] = name.encode() if token is None else token
+            if name or id in eos_token_ids:
+                self.special_token_ids.append(id)
 
     def __call__(self, text: bytes) -> list[int]:
         raise NotImplementedError("only forced tokens are tokenised, and there are none")

@@ -15,7 +15,7 @@ from models.tokenizers import load_tokenizer
 from pipelines.engine import Engine
 from pipelines.engine.guide import Guides
 from pipelines.engine.request import FinishReason, Output, SequenceGroup
-from tests.helpers.builders import engine_of, write_llama
+from tests.helpers.builders import SHARED, engine_of, write_llama
 from tests.helpers.drafts import Hostile, at_random
 from tests.helpers.guides import GUIDES, keeps_to
 from tests.helpers.small_tokenizers import byte_fallback, save
@@ -231,6 +231,27 @@ def test_what_is_too_much_work_on_its_way_fails_alone(chatty: Path, monkeypatch:
         UserError, match=r"decode\.guide takes too much work for this text \(.+\): give a simpler guide"
     ):
         raise outputs[2].error or AssertionError("no error")
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
+@pytest.mark.parametrize(
+    "name",
+    ["llama2", "gpt2", "chatglm-6b", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama3", "qwen2"))],
+)
+def test_real_vocabularies(name: str) -> None:
+    """Every token that begins a choice is allowed, also two of the same bytes; special tokens are named by Lark alone."""
+    tokenizer = load_tokenizer(SHARED / "data" / "tokenizers" / name)
+    assert tokenizer is not None
+    assert tokenizer.eos_token_id is not None
+    size, eos = tokenizer.size + 64, tokenizer.eos_token_id  # as models pad their heads
+    guides = Guides(tokenizer, size, frozenset({eos}))
+    mask = int.from_bytes(guides.begin({"choice": ["yes", "</s><|endoftext|>"]}).mask(), "little")
+    texts = (b"yes", b"</s><|endoftext|>")
+    beginnings = {i for i in range(size) if (t := tokenizer.token_bytes(i)) and any(x.startswith(t) for x in texts)}
+    assert {i for i in range(size) if mask >> i & 1} == beginnings
+    named = guides.begin({"lark": f'start: {tokenizer.decode([eos], skip_special_tokens=False)} "!"'})
+    mask = int.from_bytes(named.mask(), "little")
+    assert [i for i in range(size) if mask >> i & 1] == [eos]
 
 
 def test_what_a_guide_needs(chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
