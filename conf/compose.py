@@ -56,6 +56,7 @@ SAVED_DEFAULTS = [
     {"override hydra/job_logging": "none"},
     {"override hydra/hydra_logging": "none"},
 ]
+NO_SWEEP = "task=serve runs until it is ended, so it is no job of a sweep: leave out -m"
 _COMPOSING = threading.Lock()  # Hydra has one state for the whole process
 
 
@@ -108,6 +109,8 @@ def to_run_config(config: DictConfig, swept: Iterable[str] | None = None) -> Run
         run = cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), plain)))
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
+    if swept is not None and run.task is Task.serve:
+        raise UserError(NO_SWEEP)
     objective = run.sweep.objective
     if swept is None and objective is not None:
         raise UserError(f"sweep.objective={objective} is not used by a run alone: leave it out, or give -m for a sweep")
@@ -162,6 +165,8 @@ def _unknown_name(text: str) -> str | None:
 
 def for_hydra(arguments: list[str]) -> list[str]:
     """Return the user's arguments in the form that Hydra's command line takes. Raises UserError."""
+    if {"-m", "--multirun"} & set(arguments) and any(re.fullmatch(r"task=(.*,)?serve(,.*)?", a) for a in arguments):
+        raise UserError(NO_SWEEP)
     if {"--help", "-h"} & set(arguments):
         text = (CONF / "help.txt").read_text(encoding="utf-8").replace("$GROUPS", _groups(arguments))
         arguments = [*arguments, _quote(f"hydra.help.template={text}")]

@@ -24,6 +24,8 @@ def as_saved(run: RunConfig) -> RunConfig:
     measured_on: dict[str, Any] = {
         key: _existing(getattr(run.evaluate, key)) for key in ("data", "questions", "reference")
     }
+    serve = run.serve
+    served: dict[str, Any] = {key: _given(getattr(serve, key)) for key in ("api_keys", "batches")}
     return replace(
         run,
         model=replace(model, **files),
@@ -35,6 +37,7 @@ def as_saved(run: RunConfig) -> RunConfig:
         quantize=replace(run.quantize, output=_given(run.quantize.output)),
         prefix=replace(prefix, output=_given(prefix.output), **kept),
         calibrate=replace(run.calibrate, data=_existing(run.calibrate.data)),
+        serve=replace(serve, chat_template=_template(serve.chat_template), **served),
         sweep=SweepConfig(),
     )
 

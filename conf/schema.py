@@ -13,7 +13,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError, check
 from conf.pooling import EmbedConfig, ScoreConfig
 from conf.quantization import Activations, CalibrateConfig, QuantConfig, QuantizeConfig
-from conf.serving import ChatConfig
+from conf.serving import ChatConfig, ServeConfig
 from conf.sizes import num_bytes
 from conf.speculation import BESIDE_AUTO, Speculate
 from conf.tasks import BenchConfig, ConvertConfig, EvaluateConfig, PredictConfig, PrefixConfig, SweepConfig
@@ -29,6 +29,7 @@ class Task(Enum):
     embed = "embed"
     score = "score"
     chat = "chat"
+    serve = "serve"
 
     @property
     def reads_rows(self) -> bool:
@@ -170,6 +171,7 @@ class RunConfig:
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
@@ -182,10 +184,11 @@ class RunConfig:
         if not (self.task.reads_rows or self.task is Task.prefix):
             merge = "or merge an adapter by task=convert convert.lora=FOLDER"
             for name, remedy in (("prefixes", "or give task=predict"), ("adapters", merge)):
-                if getattr(self.model, name):
+                if getattr(self.model, name) and (name, self.task) != ("adapters", Task.serve):
                     raise UserError(f"model.{name} is not used by task={self.task.name}: leave it out, {remedy}")
-        if self.device.kept_prefixes and not (self.task.reads_rows and self.decode.prefix_cache):
-            user = "decode.prefix_cache=false" if self.task.reads_rows else f"task={self.task.name}"
+        takes_kept = self.task.reads_rows or self.task is Task.serve
+        if self.device.kept_prefixes and not (takes_kept and self.decode.prefix_cache):
+            user = "decode.prefix_cache=false" if takes_kept else f"task={self.task.name}"
             raise UserError(f"device.kept_prefixes is not used by {user}: leave one of them out")
         if self.decode.speculate is not Speculate.none and self.quant.activations is Activations.auto:
             raise UserError(f"decode.speculate={self.decode.speculate.name} {BESIDE_AUTO}")

@@ -21,18 +21,30 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(VisibleFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    with reader_may_leave():
+        if run.task is Task.serve:  # its model is in another process: this one imports no torch
+            from pipelines.serve.serve import run_serve
+
+            run_serve(run, output_dir, dump)
+        else:
+            _launch_with_torch(run, output_dir, dump)
+
+
+def _launch_with_torch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     reset_peak_memory()
     with interrupts_waiting():
         from pipelines.memory import explained_out_of_memory
 
         function = _function_of(run.task)
-    with reader_may_leave(), explained_out_of_memory():
+    with explained_out_of_memory():
         function(run, output_dir, dump)
 
 
 def _function_of(task: Task) -> Run:
     """Return the function of a task. A run imports its own task alone: all of them take a tenth of a second more."""
     match task:
+        case Task.serve:
+            raise ValueError("task=serve runs without torch")
         case Task.predict:
             from pipelines.predict import run_predict
 

@@ -57,7 +57,7 @@ def test_every_option_composes_and_says_when_to_choose_it(group: str, option: st
     [
         ("decode=gredy", "decode=gredy does not exist: there are beam, checkpoint, contrastive, greedy, sampling: did you mean greedy?"),
         ("model=llama3", "tiny, tinyllama_1_1b: did you mean llama3_8b?"),
-        ("task=predct", "there are bench, chat, convert, embed, evaluate, predict, prefix, quantize, score: did you mean predict?"),
+        ("task=predct", "there are bench, chat, convert, embed, evaluate, predict, prefix, quantize, score, serve: did you mean predict?"),
         ("decode.temprature=1", "cache_salt, speculate, speculation: did you mean temperature?"),
         ("decod=greedy", "calibrate, sweep, experiment: did you mean decode?"),
         ("experment=short_stories", "calibrate, sweep, experiment: did you mean experiment?"),

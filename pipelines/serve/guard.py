@@ -1,0 +1,215 @@
+"""What every request passes before it is read: the size of its head, the name of the host, the key, the type, size and time of its body.
+
+Pure ASGI. Every refusal has OpenAI's shape, and every answer the id of its request.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import logging
+import os
+import re
+import traceback
+from http import HTTPStatus
+from pathlib import Path
+from uuid import uuid4
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from conf.errors import UserError
+from conf.serving import LOOPBACK, ServeConfig
+from conf.sizes import num_bytes
+from pipelines.api.errors import ApiError
+from pipelines.serve.records import Record
+from pipelines.serve.service import Service
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 32 << 10
+BODY_S = 30.0  # that a body may take to arrive
+KEYS = "QUINTET_API_KEYS"
+NO_KEY = ("/health", "/ready")
+WHILE_DRAINING = ("/health", "/metrics", "/version")
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def read_keys(file: str | None) -> dict[str, bytes]:
+    """Return the keys by their names, from a file or else the environment; empty where there are none. Raises UserError."""
+    if file is None:
+        source, text = KEYS, os.environ.get(KEYS, "")
+    else:
+        source = f"serve.api_keys={file}"
+        try:
+            text = Path(file).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{source} cannot be read ({type(error).__name__}): give a file of UTF-8") from error
+    keys: dict[str, bytes] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or words[0] in keys:
+            raise UserError(f"{source}: line {number} is not a new name and its key: give `NAME KEY` in each line")
+        keys[words[0]] = words[1].encode()
+    if file is not None and not keys:
+        raise UserError(f"{source} has no keys: give `NAME KEY` in each line")
+    return keys
+
+
+def check_host(config: ServeConfig, keys: dict[str, bytes]) -> None:
+    """Raise UserError for an address that others reach without a key."""
+    if config.host not in LOOPBACK and not keys:
+        remedy = f"give serve.api_keys=FILE or the environment's {KEYS}"
+        raise UserError(f"serve.host={config.host} is open to others and there are no keys: {remedy}")
+
+
+class Guard:
+    """The outermost application: refuses what nothing else should see, and answers what nothing else caught."""
+
+    def __init__(self, app: ASGIApp, service: Service, keys: dict[str, bytes]) -> None:
+        """`keys`: those of which a request must have one, by their names; empty: it needs none."""
+        config = service.config
+        self._app = app
+        self._service = service
+        self._hosts = {name.lower() for name in (*LOOPBACK, config.host, *config.allowed_hosts)}
+        self._keys = keys
+        self._max_body = num_bytes(config.max_body)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        record = Record(given if REQUEST_ID.fullmatch(given) else uuid4().hex, scope["method"], scope["path"])
+        scope.setdefault("state", {})["record"] = record
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
+            await send(message)
+
+        self._service.began()
+        try:
+            self._check(scope, headers, record)
+            body = await self._read_body(headers, receive)
+            await self._app(scope, _replayed(body, receive), send_with_id)
+        except ApiError as error:
+            await send_error(error, send_with_id)
+        except Exception:
+            log.error("request %s failed:\n%s", record.id, traceback.format_exc())
+            if record.status is None:
+                await send_error(ApiError(500, "the server failed: its log says why", "server_error"), send_with_id)
+        finally:
+            self._service.done(record)
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes], record: Record) -> None:
+        path = scope["path"]
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
+            raise ApiError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes: give less")
+        self._check_host(scope, headers.get(b"host"))
+        if self._keys and path not in NO_KEY:
+            record.key = self._name_of(_key(path, headers))
+        if self._service.is_draining and path not in WHILE_DRAINING:
+            raise ApiError(
+                503,
+                "the server is ending: ask another one",
+                "server_error",
+                code="draining",
+                headers={"connection": "close"},
+            )
+        if scope["method"] == "POST":
+            content = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+            if content != b"application/json" and not path.startswith("/v1/files"):
+                raise ApiError(415, "the body must be JSON: give the header content-type: application/json")
+
+    def _check_host(self, scope: Scope, header: bytes | None) -> None:
+        """Refuse names that are not this server's. A page from elsewhere whose name was made to mean this machine has such a name."""
+        if header is None:
+            raise ApiError(400, "there is no header Host: give one")
+        name = re.sub(r":\d*$", "", header.decode("latin-1")).strip("[]").lower()
+        if name in self._hosts or _is_own_address(name, scope):
+            return
+        raise ApiError(421, "the header Host names another server: give its name to serve.allowed_hosts")
+
+    def _name_of(self, given: bytes) -> str:
+        """Return the name of a key. All are compared, each in a time that does not tell how much was right."""
+        names = [name for name, key in self._keys.items() if hmac.compare_digest(key, given)]
+        if not names:
+            message = "there is no such key: give the header Authorization: Bearer KEY"
+            raise ApiError(
+                401, message, "authentication_error", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
+            )
+        return names[0]
+
+    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        too_long = ApiError(413, f"the body has more than {self._max_body} bytes, which serve.max_body allows")
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._max_body:
+            raise too_long
+        body, more = bytearray(), True
+        try:
+            async with asyncio.timeout(BODY_S):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ApiError(400, "the client left before its request was read")
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > self._max_body:
+                        raise too_long
+        except TimeoutError as error:
+            message_text = f"the body took more than {BODY_S:.0f} s to arrive"
+            raise ApiError(400, message_text, headers={"connection": "close"}) from error
+        return bytes(body)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives the body first and then waits for the client to leave."""
+    is_read = False
+
+    async def replay() -> Message:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _key(path: str, headers: dict[bytes, bytes]) -> bytes:
+    if path.startswith("/v1/messages") and (key := headers.get(b"x-api-key")):
+        return key
+    kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if kind.lower() == b"bearer" else b""
+
+
+def _is_own_address(name: str, scope: Scope) -> bool:
+    """Return whether a name is the address at which the connection arrived. Only a name can be made to mean another address."""
+    try:
+        return scope.get("server") is not None and ipaddress.ip_address(name) == ipaddress.ip_address(
+            scope["server"][0]
+        )
+    except ValueError:
+        return False
+
+
+def _content_of(error: ApiError) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    body = json.dumps(error.body()).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    return headers + [(name.lower().encode(), value.encode()) for name, value in error.headers.items()], body
+
+
+async def send_error(error: ApiError, send: Send) -> None:
+    """Send an error as a whole answer."""
+    headers, body = _content_of(error)
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def whole_error(error: ApiError) -> bytes:
+    """Return an error as HTTP writes it, for a connection without a request that can be read. It is the last one there."""
+    headers, body = _content_of(error)
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
+    lines += [name + b": " + value for name, value in [*headers, (b"connection", b"close")]]
+    return b"\r\n".join([*lines, b"", body])

@@ -1,0 +1,151 @@
+"""Prometheus metrics under vLLM's names, so that its dashboards show them (docs.vllm.ai, "Production Metrics"), and some of our own."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pipelines.serve.frames import Beat, Done
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SHORT = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    10,
+    40,
+    80,
+)  # seconds
+LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+
+
+class HasBeat(Protocol):
+    beat: Beat | None
+    num_restarts: int
+
+
+class Metrics:
+    """What has been measured since the server began."""
+
+    def __init__(self, engine: HasBeat, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._model = model_name
+        self._registry.register(_Beats(engine, model_name))
+        self._e2e = self._histogram(
+            "e2e_request_latency_seconds", "From a request's submission to its last token.", LONG
+        )
+        self._first = self._histogram(
+            "time_to_first_token_seconds", "From a request's submission to its first token.", SHORT
+        )
+        self._between = self._histogram("inter_token_latency_seconds", "Between two tokens of a stream.", SHORT)
+        self._queue = self._histogram("request_queue_time_seconds", "Wait before a request's first step.", LONG)
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "From a request's first step to its first token.", LONG
+        )
+        self._decode = self._histogram("request_decode_time_seconds", "From a request's first token to its last.", LONG)
+        self._prompt = self._histogram("request_prompt_tokens", "Tokens of a request's prompt.", TOKENS)
+        self._generated = self._histogram("request_generation_tokens", "Tokens that a request generated.", TOKENS)
+        self._most = self._histogram("request_max_num_generation_tokens", "Most tokens of a request's samples.", TOKENS)
+        self._num_prompt = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._num_generated = self._counter("generation_tokens", "Generated tokens.")
+        self._queries = self._counter(
+            "prefix_cache_queries", "Tokens of prompts that were looked up in the prefix cache."
+        )
+        self._hits = self._counter("prefix_cache_hits", "Tokens of prompts that were found there.")
+        self._success = self._counter("request_success", "Samples that ended.", "finished_reason")
+        self._rejections = self._counter(
+            "admission_rejections", "Requests that were refused because too much waits.", "reason"
+        )
+        self._cancelled = self._counter("cancelled", "Requests that ended early.", "why", prefix="quintet")
+        self._of_keys = self._counter("tokens", "Tokens of prompts and answers.", "key", prefix="quintet")
+
+    def text(self) -> bytes:
+        """Return all metrics as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+    def rejected(self, reason: str) -> None:
+        self._rejections.labels(self._model, reason).inc()
+
+    def between_tokens(self, seconds: float) -> None:
+        self._between.labels(self._model).observe(seconds)
+
+    def done(self, done: Done, finish: list[str], num_tokens: list[int], key: str | None) -> None:
+        """Count a request of the engine that has ended. `finish` and `num_tokens` are of each sample."""
+        name = self._model
+        for reason in finish:
+            self._success.labels(name, reason).inc()
+        self._num_prompt.labels(name).inc(done.num_prompt_tokens)
+        self._num_generated.labels(name).inc(done.num_generated_tokens)
+        self._queries.labels(name).inc(done.num_prompt_tokens)
+        self._hits.labels(name).inc(done.num_cached_tokens)
+        self._of_keys.labels(name, key or "").inc(done.num_prompt_tokens + done.num_generated_tokens)
+        self._prompt.labels(name).observe(done.num_prompt_tokens)
+        self._generated.labels(name).observe(done.num_generated_tokens)
+        self._most.labels(name).observe(max(num_tokens, default=0))
+        self._e2e.labels(name).observe(done.total_s)
+        self._queue.labels(name).observe(done.queue_s)
+        if done.first_token_s is not None:
+            self._first.labels(name).observe(done.first_token_s)
+            self._prefill.labels(name).observe(max(done.first_token_s - done.queue_s, 0.0))
+            self._decode.labels(name).observe(max(done.total_s - done.first_token_s, 0.0))
+
+    def ended_early(self, why: str) -> None:
+        self._cancelled.labels(self._model, why).inc()
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
+
+    def _counter(self, name: str, text: str, *labels: str, prefix: str = "vllm") -> Counter:
+        return Counter(f"{prefix}:{name}", text, ["model_name", *labels], registry=self._registry)
+
+
+class _Beats(Collector):
+    """The engine's state by its last beat."""
+
+    def __init__(self, engine: HasBeat, model_name: str) -> None:
+        self._engine = engine
+        self._model = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the state as it is now; all numbers are 0 before the first beat."""
+        beat = self._engine.beat
+        gauges = {
+            "vllm:num_requests_running": ("Requests that run.", beat.num_running if beat else 0),
+            "vllm:num_requests_waiting": ("Requests that wait.", beat.num_waiting if beat else 0),
+            "vllm:kv_cache_usage_perc": (
+                "Share of the KV cache in use, from 0 to 1.",
+                beat.cache_usage if beat else 0.0,
+            ),
+            "quintet:step_seconds": ("Seconds of the last step.", beat.step_s if beat else 0.0),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        counts = {
+            "vllm:num_preemptions": (
+                "Requests that gave up their blocks for others.",
+                beat.num_preemptions if beat else 0,
+            ),
+            "quintet:engine_restarts": ("Times that the engine was started again.", self._engine.num_restarts),
+        }
+        for name, (text, number) in counts.items():
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._model], number)
+            yield counter

@@ -1,0 +1,75 @@
+"""The description of the routes: FastAPI's, with the requests of pipelines.api and the errors that there are."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from pipelines.api.requests import Shape
+
+OF_ALL = (400, 401, 421, 431, 500, 503)  # what the guard and its last resort may answer
+OF_BODIES = (404, 413, 415, 429, 504)
+SCHEMAS = "#/components/schemas/{model}"
+
+
+class ErrorContent(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every error."""
+
+    error: ErrorContent
+
+
+def responses(*statuses: int, media: str = "application/json") -> dict[int | str, dict[str, Any]]:
+    """Return a route's answers for its decorator. `media`: the type of what is no error."""
+    return {
+        status: {
+            "description": "An answer" if status < 400 else "An error",
+            "content": {media if status < 400 else "application/json": {}},
+        }
+        for status in statuses
+    }
+
+
+def takes(kind: type[Shape], *further: int) -> dict[str, Any]:
+    """Return the arguments of a decorator for a route that reads a body of this kind, and may answer these statuses besides."""
+    body = {
+        "required": True,
+        "content": {"application/json": {"schema": {"$ref": SCHEMAS.format(model=kind.__name__)}}},
+    }
+    return {"responses": responses(200, *OF_BODIES, *further), "openapi_extra": {"requestBody": body}}
+
+
+def describe(app: FastAPI, kinds: list[type[Shape]], has_keys: bool) -> dict[str, Any]:
+    """Return the document. `kinds`: the bodies that routes take; has_keys: whether requests need a key."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, of status 422
+        schemas.pop(unused, None)
+    bodies: list[type[BaseModel]] = [*kinds, ErrorBody]
+    schemas |= models_json_schema([(kind, "validation") for kind in bodies], ref_template=SCHEMAS)[1].get("$defs", {})
+    error = {
+        "description": "An error",
+        "content": {"application/json": {"schema": {"$ref": SCHEMAS.format(model="ErrorBody")}}},
+    }
+    for path in document["paths"].values():
+        for operation in path.values():
+            answers = operation["responses"]
+            answers.pop("422", None)
+            for status in OF_ALL:
+                if status != 401 or has_keys:
+                    answers.setdefault(str(status), error)
+            for status in answers:
+                if int(status) >= 400:
+                    answers[status] = error
+    if has_keys:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document

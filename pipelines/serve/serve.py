@@ -1,0 +1,171 @@
+"""`task=serve`: bind the port, start the engine, answer requests, and end in order."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from conf.errors import UserError
+from conf.schema import RunConfig
+from conf.serving import ServeConfig
+from pipelines.api.errors import ApiError
+from pipelines.report import Dump, write_atomically
+from pipelines.serve.app import create_app
+from pipelines.serve.client import EngineClient
+from pipelines.serve.guard import MAX_HEAD_BYTES, check_host, read_keys, whole_error
+from pipelines.serve.records import RequestLog
+from pipelines.serve.service import Service
+
+HEAD_S = 30.0  # that a connection may take to say what it wants
+LAST_S = 5.0  # for error events to reach their readers, when the time to end is over
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def run_serve(run: RunConfig, output_dir: Path, dump: Dump) -> None:
+    """Serve the model of `run` until a signal comes. Raises UserError where that cannot begin, and SystemExit at a second signal."""
+    config = run.serve
+    if config.replicas > 1:
+        raise UserError(
+            f"serve.replicas={config.replicas} is not supported: give 1, and put a balancer before several servers"
+        )
+    keys = read_keys(config.api_keys)
+    check_host(config, keys)
+    with _bound(config) as listener:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(output_dir / "config.yaml", [dump(run, output_dir)])
+        request_log = RequestLog(output_dir / "requests.jsonl")
+        try:
+            number = asyncio.run(_Server(run, keys, request_log).run(listener))
+        finally:
+            request_log.close()
+    if number is not None:
+        raise SystemExit(128 + number)
+
+
+def _bound(config: ServeConfig) -> socket.socket:
+    """Return a socket that listens. Raises UserError where the address cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        where = f"serve.host={config.host} serve.port={config.port}"
+        why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        remedy = "give another port, or serve.port=0 for a free one"
+        raise UserError(f"{where} cannot be listened on ({why}): {remedy}") from error
+
+
+class _Server:
+    """The process of the server."""
+
+    def __init__(self, run: RunConfig, keys: dict[str, bytes], request_log: RequestLog) -> None:
+        self._config = run.serve
+        self._engine = EngineClient(run, run.serve)
+        self._service = Service(run, self._engine, request_log)
+        app = create_app(self._service, keys)
+        self._http = _Uvicorn(
+            uvicorn.Config(
+                app,
+                http=_protocol(self._config.max_connections),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # otherwise any client writes to our log
+        self._signals = asyncio.Queue[int]()
+
+    async def run(self, listener: socket.socket) -> int | None:
+        """Serve until a signal has come. Returns the number of the second one, None where all ended in time. Raises UserError."""
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._signals.put_nowait, number)
+        http = asyncio.create_task(self._http.serve([listener]))
+        ending = asyncio.create_task(self._end_by_signals())
+        try:
+            await self._engine.start()
+            ready = asyncio.create_task(self._engine.wait_ready())
+            await asyncio.wait({ready, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                ready.result()
+                print(f"ready: {_url(listener)}/v1", flush=True)
+            ready.cancel()
+            return await ending
+        finally:
+            ending.cancel()
+            self._http.should_exit = True
+            await asyncio.gather(http, self._engine.close(), return_exceptions=True)
+
+    async def _end_by_signals(self) -> int | None:
+        """Wait for a signal, and then for the requests: until they have ended, their time is over, or another signal comes."""
+        await self._signals.get()
+        service = self._service
+        service.is_draining = True
+        second = asyncio.create_task(self._signals.get())
+        try:
+            for seconds in (self._config.drain_s, LAST_S):
+                idle = asyncio.create_task(service.idle.wait())
+                done, _ = await asyncio.wait({idle, second}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                idle.cancel()
+                if done:
+                    break
+                service.stopping.set()
+            return second.result() if second.done() else None
+        finally:
+            second.cancel()
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to us."""
+        yield
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _protocol(max_connections: int) -> type[H11Protocol]:
+    """Return uvicorn's protocol with bounds on connections, and with errors in OpenAI's shape."""
+
+    class Bounded(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.app_state = {**self.app_state, "abort": transport.abort}
+            if len(self.connections) > max_connections:
+                self._refuse(
+                    ApiError(503, "there are too many connections: try again", "server_error", code="connections")
+                )
+            else:
+                self.loop.call_later(HEAD_S, self._close_if_silent)
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(ApiError(400, "this is no HTTP request"))
+
+        def _refuse(self, error: ApiError) -> None:
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and (
+                self.cycle is None or self.cycle.response_complete
+            ):
+                self.transport.write(whole_error(error))
+            self.transport.close()
+
+        def _close_if_silent(self) -> None:
+            if self.cycle is None:
+                self.transport.close()
+
+    return Bounded

@@ -1,0 +1,93 @@
+"""An engine that says a prompt's tokens again, one at a time, with the methods of `EngineClient`."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pipelines.serve.client import Answer, EngineGone, EngineRefused
+from pipelines.serve.frames import Beat, Delta, Done, Logprob, Ready, Submit, SubmitPooled
+
+READY = Ready(
+    context_length=64,
+    vocab_size=1000,
+    max_num_requests=4,
+    max_batched_tokens=64,
+    adapters=[],
+    fingerprint="fake",
+    decode={},
+    eos_token_ids=[2],
+    num_cache_tokens=1024,
+)
+BEAT = Beat(0, 0, 0.0, 0, 0, 0, 0, 0, 0.001)
+
+
+class FakeEngine:
+    """Its words are "t17 " for the token 17. It speaks while `speaks` is set, and clears that itself after `pauses_after` words."""
+
+    def __init__(self, text: Callable[[int], str] = "t{} ".format, **ready: Any) -> None:
+        """`ready`: fields of Ready that differ."""
+        self.info: Ready | None = msgspec.structs.replace(READY, **ready)
+        self.beat: Beat | None = BEAT
+        self.num_restarts = 0
+        self.submitted: list[Submit | SubmitPooled] = []
+        self.cancelled: list[int] = []
+        self.speaks = asyncio.Event()
+        self.speaks.set()
+        self.pauses_after: int | None = None
+        self.refusal: EngineRefused | None = None
+        self._text = text
+        self._answers: dict[int, tuple[Answer, asyncio.Task[None]]] = {}
+
+    def submit(self, submit: Submit | SubmitPooled) -> Answer:
+        if self.info is None:
+            raise EngineGone("the engine is loading its model")
+        submit = msgspec.structs.replace(submit, id=len(self.submitted) + 1)
+        self.submitted.append(submit)
+        answer = Answer(self, submit)  # type: ignore[arg-type]
+        if self.refusal is not None:
+            answer.end(self.refusal)
+            return answer
+        self._answers[submit.id] = (answer, asyncio.ensure_future(self._speak(answer)))
+        return answer
+
+    def forget(self, answer: Answer) -> None:
+        self.cancelled.append(answer.submit.id)
+        self._answers.pop(answer.submit.id)[1].cancel()
+
+    def say(self, **beat: Any) -> None:
+        """Send a beat with these fields."""
+        self.beat = msgspec.structs.replace(self.beat or BEAT, **beat)
+
+    def crash(self) -> None:
+        """End as a killed process does."""
+        self.info = None
+        for answer, task in self._answers.values():
+            task.cancel()
+            answer.end(EngineGone("the engine was ended by SIGKILL: send the request again"))
+        self._answers.clear()
+
+    async def _speak(self, answer: Answer) -> None:
+        submit = answer.submit
+        ids = submit.prompt_token_ids
+        if isinstance(submit, SubmitPooled):
+            vector = [float(token) for token in ids]
+            answer.accept(0)
+            answer.end(Done(submit.id, len(ids), 0, 0, 0.0, None, 0.01, vector=vector))
+            return
+        num_samples, most = submit.decode.get("n", 1), submit.decode.get("max_new_tokens")
+        said = ids if most in (None, "auto") else (ids * (most // len(ids) + 1))[:most]
+        answer.accept(submit.decode.get("seed", 7))
+        wants = submit.decode.get("logprobs") is not None
+        for number, token in enumerate(said, 1):
+            await self.speaks.wait()
+            if self.pauses_after == number:
+                self.speaks.clear()
+            for sample in range(num_samples):
+                reason = "length" if number == len(said) else None
+                logprobs = [Logprob(token, -0.5, 1, [(token, -0.5)])] if wants else []
+                answer.add(Delta(submit.id, sample, self._text(token), [token], logprobs, reason))
+            await asyncio.sleep(0)
+        del self._answers[submit.id]
+        answer.end(Done(submit.id, len(ids), 0, num_samples * len(said), 0.001, 0.002, 0.01))

@@ -1,0 +1,126 @@
+"""The command task=serve: its port, its first line, its end. Real processes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from conf.compose import compose_run_config
+from conf.errors import UserError
+from tests.helpers.builders import REPOSITORY
+from tests.helpers.command import run
+
+LIMIT_S = 120.0  # for what takes two seconds on an idle machine
+
+
+@contextmanager
+def served(folder: Path, *arguments: str, waits: bool = True) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The server's process and its URL, "" without `waits`."""
+    command = [
+        sys.executable,
+        "run.py",
+        "task=serve",
+        "serve.port=0",
+        "device=cpu",
+        f"hydra.run.dir={folder}",
+        *arguments,
+    ]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline() if waits else ""  # type: ignore[union-attr]
+        assert line.startswith("ready: http://127.0.0.1:") or not waits, process.stderr.read()  # type: ignore[union-attr]
+        yield process, line.removeprefix("ready: ").strip().removesuffix("/v1")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> tuple[int, str]:
+    """Exit code and errors behind a signal."""
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=LIMIT_S)
+    return process.returncode, stderr
+
+
+def test_it_serves_and_ends(tmp_path: Path) -> None:
+    with served(tmp_path / "run") as (process, url):
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        assert httpx.get(f"{url}/ready").json() == {"status": "ready"}
+        (model,) = httpx.get(f"{url}/v1/models").json()["data"]
+        assert (model["id"], model["max_model_len"]) == ("tiny", 1024)
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()  # the engine's process alone has it
+        assert ended(process) == (0, "")
+    assert {file.name for file in (tmp_path / "run").iterdir()} == {"config.yaml", "requests.jsonl"}
+    (line,) = (tmp_path / "run" / "requests.jsonl").read_text().splitlines()
+    assert (json.loads(line)["path"], json.loads(line)["status"]) == ("/v1/models", 200)
+
+
+def test_a_busy_port_is_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run("task=serve", f"serve.port={port}", f"hydra.run.dir={tmp_path / 'run'}")
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"error: serve.host=127.0.0.1 serve.port={port} cannot be listened on (Address already in use): "
+        "give another port, or serve.port=0 for a free one\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "none"}')
+    done = run(
+        "task=serve", "serve.port=0", "device=cpu", f"model.path={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}"
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ")
+
+
+def test_what_is_no_server_is_one_line(tmp_path: Path) -> None:
+    folder = f"hydra.run.dir={tmp_path}"
+    cases = {
+        ("serve.host=0.0.0.0", folder): "serve.host=0.0.0.0 is open to others and there are no keys",
+        ("serve.replicas=2", folder): "serve.replicas=2 is not supported",
+        ("predict.data=-", folder): "predict.data=- is not used by task=serve",
+        ("-m", f"hydra.sweep.dir={tmp_path}"): "so it is no job of a sweep: leave out -m",
+    }
+    environment = {key: value for key, value in os.environ.items() if key != "QUINTET_API_KEYS"}
+    for arguments, message in cases.items():
+        command = [sys.executable, "run.py", "task=serve", "serve.port=0", *arguments]
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+        assert message in done.stderr
+
+
+def test_the_decode_group_is_the_checkpoints() -> None:
+    assert compose_run_config(["task=serve"]).decode.temperature is None
+    assert compose_run_config(["task=serve", "decode=greedy"]).decode.temperature == 0
+    assert compose_run_config(["decode=greedy"]).decode.temperature == 0
+    assert compose_run_config(["task=serve", "model.adapters={fr:/adapters/fr}"]).model.adapters == {
+        "fr": "/adapters/fr"
+    }
+    with pytest.raises(UserError, match="model.prefixes is not used by task=serve"):
+        compose_run_config(["task=serve", "model.prefixes={a:/b}"])
+
+
+@pytest.mark.long
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    with served(tmp_path / "run", "serve.drain_s=600") as (process, url):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as waiting:
+            head = b"POST /v1/models HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
+            waiting.sendall(head)  # the body does not come: this request is under way
+            while httpx.get(f"{url}/ready").status_code == 200:
+                process.send_signal(signal.SIGTERM)
+                break
+            assert ended(process, signal.SIGINT)[0] == 128 + signal.SIGINT
