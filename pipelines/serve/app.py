@@ -11,7 +11,8 @@ from starlette.types import ASGIApp
 
 from conf.compose import version
 from pipelines.api.errors import ApiError
-from pipelines.api.requests import Shape
+from pipelines.serve.chat import Chat
+from pipelines.serve.endpoints import KINDS, add_generation, add_tokens
 from pipelines.serve.exchange import loaded
 from pipelines.serve.guard import Guard
 from pipelines.serve.metrics import CONTENT_TYPE
@@ -19,12 +20,10 @@ from pipelines.serve.openapi import describe, responses
 from pipelines.serve.service import Service
 from pipelines.serve.stream import ClientGone
 
-KINDS: list[type[Shape]] = []
-"""The bodies that routes take."""
 CLIENT_GONE = 499  # as in nginx's logs: nobody reads this answer
 
 
-def create_app(service: Service, keys: dict[str, bytes]) -> ASGIApp:
+def create_app(service: Service, chat: Chat, keys: dict[str, bytes]) -> ASGIApp:
     """Return the application that serves `service` to those who have one of the keys, or to all where there are none."""
     app = FastAPI(
         title="Quintet", version=version(), docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
@@ -32,6 +31,8 @@ def create_app(service: Service, keys: dict[str, bytes]) -> ASGIApp:
     add_errors(app)
     _add_state(app, service)
     _add_models(app, service)
+    add_generation(app, service, chat)
+    add_tokens(app, service, chat)
 
     @app.get("/openapi.json", responses=responses(200, 503))
     async def openapi() -> JSONResponse:

@@ -20,6 +20,7 @@ from conf.serving import ServeConfig
 from pipelines.api.errors import ApiError
 from pipelines.report import Dump, write_atomically
 from pipelines.serve.app import create_app
+from pipelines.serve.chat import Chat
 from pipelines.serve.client import EngineClient
 from pipelines.serve.guard import MAX_HEAD_BYTES, check_host, read_keys, whole_error
 from pipelines.serve.records import RequestLog
@@ -40,13 +41,15 @@ def run_serve(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     keys = read_keys(config.api_keys)
     check_host(config, keys)
     with _bound(config) as listener:
+        chat = Chat.open(run.model, config)
         output_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(output_dir / "config.yaml", [dump(run, output_dir)])
         request_log = RequestLog(output_dir / "requests.jsonl")
         try:
-            number = asyncio.run(_Server(run, keys, request_log).run(listener))
+            number = asyncio.run(_Server(run, chat, keys, request_log).run(listener))
         finally:
             request_log.close()
+            chat.close()
     if number is not None:
         raise SystemExit(128 + number)
 
@@ -66,11 +69,11 @@ def _bound(config: ServeConfig) -> socket.socket:
 class _Server:
     """The process of the server."""
 
-    def __init__(self, run: RunConfig, keys: dict[str, bytes], request_log: RequestLog) -> None:
+    def __init__(self, run: RunConfig, chat: Chat, keys: dict[str, bytes], request_log: RequestLog) -> None:
         self._config = run.serve
         self._engine = EngineClient(run, run.serve)
         self._service = Service(run, self._engine, request_log)
-        app = create_app(self._service, keys)
+        app = create_app(self._service, chat, keys)
         self._http = _Uvicorn(
             uvicorn.Config(
                 app,
