@@ -1,0 +1,232 @@
+"""The routes over the fake engine: which there are, who may ask them, what they say, and their description."""
+
+import json
+from functools import cache
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import schemathesis
+from fastapi import FastAPI
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from starlette.types import ASGIApp
+
+from conf.serving import ServeConfig
+from models.tokenizers import Tokenizer, load_tokenizer
+from pipelines.serve.app import create_app
+from pipelines.serve.chat import Chat
+from pipelines.serve.service import Service
+from tests.helpers.builders import REPOSITORY
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.http import URL, asking, service_of
+from tests.helpers.serving import run_async
+
+KEYS = {"alice": b"secret-1"}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    own = load_tokenizer(REPOSITORY / "models" / "tiny")
+    assert own is not None
+    return own
+
+
+def app_of(service: Service, keys: dict[str, bytes] | None = None) -> ASGIApp:
+    return create_app(service, Chat(tokenizer(), ServeConfig()), keys or {})
+
+
+def ask(
+    method: str, path: str, service: Service | None = None, keys: dict[str, bytes] | None = None, **request: Any
+) -> httpx.Response:
+    async def asked() -> httpx.Response:
+        async with asking(app_of(service or service_of(FakeEngine()), keys)) as client:
+            return await client.request(method, path, **request)
+
+    return run_async(asked())
+
+
+def routes() -> list[tuple[str, str]]:
+    """All routes of the application, by its own list."""
+    guard: Any = app_of_any()
+    inner: FastAPI = guard._app
+    found = [(method, route.path) for route in inner.routes for method in sorted(route.methods)]  # type: ignore[attr-defined]
+    return sorted(found)
+
+
+def app_of_any() -> ASGIApp:
+    async def made() -> ASGIApp:
+        return app_of(service_of(FakeEngine()))
+
+    return run_async(made())
+
+
+def test_there_are_no_other_routes() -> None:
+    assert {
+        ("GET", "/health"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/ready"), ("GET", "/v1/models"),
+        ("GET", "/v1/models/{model:path}"), ("GET", "/version"), ("POST", "/detokenize"), ("POST", "/tokenize"),
+        ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/embeddings"),
+    } <= set(routes())  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path"), routes())
+def test_every_route_but_two_needs_a_key(method: str, path: str) -> None:
+    path = path.replace("{model:path}", "tiny")
+    without = ask(method, path, keys=KEYS, json={})
+    assert (without.status_code == 401) == (path not in ("/health", "/ready"))
+    wrong = ask(method, path, keys=KEYS, json={}, headers={"authorization": "Bearer secret-2"})
+    assert wrong.status_code == without.status_code
+    right = ask(method, path, keys=KEYS, json={}, headers={"authorization": "Bearer secret-1"})
+    assert right.status_code in (200, 400)
+
+
+def test_state() -> None:
+    engine = FakeEngine()
+    service = service_of(engine)
+    assert ask("GET", "/health", service).json() == {"status": "ok"}
+    assert ask("GET", "/ready", service).json() == {"status": "ready"}
+    assert set(ask("GET", "/version", service).json()) == {"version"}
+    service.is_draining = True
+    assert ask("GET", "/health", service).status_code == 200
+    assert (answer := ask("GET", "/ready", service)).status_code == 503
+    assert answer.json()["error"]["code"] == "draining"
+    service.is_draining, engine.info = False, None
+    assert ask("GET", "/health", service).status_code == 200
+    for method, path, body in (
+        ("GET", "/ready", None),
+        ("GET", "/v1/models", None),
+        ("POST", "/v1/chat/completions", CHAT),
+    ):
+        answer = ask(method, path, service, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
+
+
+def test_adapters_are_models() -> None:
+    service = service_of(FakeEngine(), {"fr": "/adapters/fr"})
+    models = ask("GET", "/v1/models", service).json()
+    assert [(model["id"], model["parent"]) for model in models["data"]] == [("tiny", None), ("fr", "tiny")]
+    assert ask("GET", "/v1/models/fr", service).json() == models["data"][1]
+    assert ask("GET", "/v1/models/de", service).json()["error"]["code"] == "model_not_found"
+
+
+def test_tokens() -> None:
+    ids = tokenizer().encode("Once upon a time", True)
+    answer = ask("POST", "/tokenize", json={"prompt": "Once upon a time", "return_token_strs": True}).json()
+    assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 64)
+    assert "".join(answer["token_strs"][1:]) == "Once upon a time"
+    plain = ask("POST", "/tokenize", json={"prompt": "Once", "add_special_tokens": False}).json()
+    assert plain["tokens"] == tokenizer().encode("Once", False)
+    chat = ask("POST", "/tokenize", json={"messages": CHAT["messages"]}).json()
+    assert chat["tokens"] == tokenizer().encode_messages([{"role": "user", "content": "hi"}], None)[1]
+    assert ask("POST", "/detokenize", json={"tokens": ids[1:]}).json() == {"prompt": "Once upon a time"}
+    assert ask("POST", "/detokenize", json={"tokens": [10**6]}).json()["error"]["param"] == "tokens"
+    assert ask("POST", "/tokenize", json={"prompt": "a", "messages": CHAT["messages"]}).status_code == 400
+    assert ask("POST", "/tokenize", json={"prompt": "a", "model": "none"}).status_code == 404
+
+
+def test_openais_client() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        http_client = httpx.AsyncClient(transport=httpx.ASGITransport(app_of(service_of(engine), KEYS)))
+        client = openai.AsyncOpenAI(api_key="secret-1", base_url=f"{URL}/v1", http_client=http_client, max_retries=0)
+        answer = await client.chat.completions.create(**CHAT)  # type: ignore[call-overload]
+        words = "".join(f"t{token} " for token in engine.submitted[0].prompt_token_ids[:3])
+        assert answer.choices[0].message.content == words
+        assert answer._request_id == answer.id.removeprefix("chatcmpl-")
+        stream = await client.chat.completions.create(**CHAT, stream=True)  # type: ignore[call-overload]
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        assert "".join(pieces) == words
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(**CHAT, extra_body={"nope": 1})  # type: ignore[call-overload]
+        assert refused.value.param == "nope"
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(**{**CHAT, "model": "none"})  # type: ignore[call-overload]
+        engine.speaks.clear()
+        with pytest.raises(openai.InternalServerError) as late:  # its own read timeout is the deadline
+            await client.with_options(timeout=httpx.Timeout(9, read=0.05)).chat.completions.create(**CHAT)  # type: ignore[call-overload]
+        assert late.value.status_code == 504
+        assert [name async for name in _names(client)] == ["tiny"]
+
+    run_async(test())
+
+
+async def _names(client: openai.AsyncOpenAI) -> Any:
+    async for model in client.models.list():
+        yield model.id
+
+
+def test_metrics_have_vllms_names() -> None:
+    service = service_of(FakeEngine())
+    assert ask("POST", "/v1/chat/completions", service, json=CHAT).status_code == 200
+    text = ask("GET", "/metrics", service).text
+    assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0' in text
+    assert 'vllm:generation_tokens_total{model_name="tiny"} 3.0' in text
+    for name in (
+        "e2e_request_latency_seconds_bucket", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
+        "request_queue_time_seconds_bucket", "request_prefill_time_seconds_bucket", "request_decode_time_seconds_bucket",
+        "request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_max_num_generation_tokens_bucket",
+        "prompt_tokens_total", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total",
+        "prefix_cache_queries_total", "prefix_cache_hits_total",
+    ):  # fmt: skip
+        assert f"vllm:{name}{{" in text, name
+
+
+def test_pages_from_elsewhere() -> None:
+    origin = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in ask("OPTIONS", "/v1/chat/completions", headers=origin).headers
+    allowed = service_of(FakeEngine(), allowed_origins=["https://page.example"])
+    answer = ask("OPTIONS", "/v1/chat/completions", allowed, KEYS, headers=origin)
+    assert answer.headers["access-control-allow-origin"] == "https://page.example"
+    other = ask("OPTIONS", "/v1/chat/completions", allowed, headers={**origin, "origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_the_description_names_every_route_and_body() -> None:
+    document = ask("GET", "/openapi.json").json()
+    described = {(method.upper(), path) for path, operations in document["paths"].items() for method in operations}
+    assert described == {(method, path.replace(":path", "")) for method, path in routes()}
+    assert "422" not in json.dumps(document["paths"])
+    references = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}
+    assert references <= document["components"]["schemas"].keys()
+    assert {"ChatRequest", "CompletionRequest", "ErrorBody"} <= references
+
+
+async def fresh(scope: Any, receive: Any, send: Any) -> None:
+    """An application for each request, because each comes in a loop of its own here."""
+    if scope["type"] == "http":
+        await app_of(service_of(FakeEngine()))(scope, receive, send)
+
+
+SCHEMA = schemathesis.openapi.from_dict(ask("GET", "/openapi.json").json())
+SCHEMA.app = fresh
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.parametrize("operation", [each.ok() for each in SCHEMA.get_all_operations()], ids=lambda each: each.label)
+def test_requests_by_the_description(operation: Any, mode: GenerationMode) -> None:
+    """Whatever fits the description, or does not, is answered as it says: no status of its own, no failure of the server."""
+    checks = CHECKS + [negative_data_rejection] * (mode is GenerationMode.NEGATIVE)
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def answered(case: Any) -> None:
+        if mode is GenerationMode.POSITIVE and isinstance(case.body, dict) and case.body.get("model"):
+            case.body["model"] = "tiny"  # any other is 404
+        case.call_and_validate(checks=checks, headers={"host": "localhost"})
+
+    try:
+        answered()
+    except Unsatisfiable:
+        assert operation.method == "get"  # nothing of it can be wrong
