@@ -4,7 +4,8 @@ A format is a table of literals: nothing of a checkpoint is run, and no regular 
 the same parts.
 """
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from models.tokenizers.tool_calls import (
@@ -129,8 +130,16 @@ def find_format(template: str | None, names: Iterable[str]) -> str:
 class AnswerReader:
     """Reads one answer."""
 
-    def __init__(self, form: AnswerFormat, tool_names: Iterable[str] = (), reasons: bool = False) -> None:
-        """tool_names: of the tools that were offered. reasons: whether the prompt ends where the reasoning begins."""
+    def __init__(
+        self, form: AnswerFormat, tool_names: Iterable[str] = (), reasons: bool = False, dropped: Iterable[str] = ()
+    ) -> None:
+        """tool_names: of the tools that were offered. reasons: whether the prompt ends where the reasoning begins.
+
+        dropped: texts of special tokens that are no part of an answer, where these are not left out of its text.
+        """
+        self._dropped = tuple(dropped)
+        self._any_dropped = re.compile("|".join(map(re.escape, self._dropped)) or "(?!)")
+        self._held = ""  # text that may begin one of them
         self._names = frozenset(tool_names)
         self._form = form if self._names else form.without_calls()
         self._rest = ""
@@ -144,11 +153,15 @@ class AnswerReader:
 
     def read(self, text: str) -> list[Part]:
         """Return the parts that the next piece of text makes certain."""
-        self._rest += text
+        *whole, last = self._any_dropped.split(self._held + text)
+        keep = _begun(last, self._dropped)
+        self._held = last[len(last) - keep :]
+        self._rest += "".join(whole) + last[: len(last) - keep]
         return self._read(is_end=False)
 
     def end(self) -> list[Part]:
         """Return the rest, at the end of the answer."""
+        self._rest += self._held
         return self._read(is_end=True)
 
     def _read(self, is_end: bool) -> list[Part]:
@@ -241,7 +254,7 @@ class AnswerReader:
             self._parts.append(part)
 
 
-def _begun(text: str, literals: list[str]) -> int:
+def _begun(text: str, literals: Sequence[str]) -> int:
     """Return the length of the longest end of a text with which one of the literals begins and goes on."""
     longest = max(map(len, literals), default=1) - 1
     ends = range(min(longest, len(text)), 0, -1)

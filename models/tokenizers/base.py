@@ -107,6 +107,11 @@ class Tokenizer(ABC):
         templates = template or f"{self.chat_template or ''}{self.tool_template or ''}"
         return find_format(templates, self._control_names)
 
+    @property
+    def special_texts(self) -> list[str]:
+        """Texts of the special tokens that `encode` reads."""
+        return [name for name, is_special in self._control_names.items() if is_special]
+
     def special_token_id(self, text: str) -> int | None:
         """Return the id of the special token that `encode` reads in a text; None where it reads none."""
         if not self._control_names.get(text):

@@ -29,10 +29,10 @@ class CallGrammar:
     """What stands before and behind the name, where it stands before the arguments."""
 
 
-CALL_TOKENS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]") + tuple(
+CALL_TOKENS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]") + tuple(
     f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
 )
-"""Texts of the grammars that vocabularies may have as special tokens."""
+"""Texts in calls that vocabularies may have as special tokens."""
 
 
 class Literals:

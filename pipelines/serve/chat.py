@@ -18,7 +18,7 @@ from models.tokenizers.base import Message, Tokenizer, Tool, UnreadArgument
 from pipelines.api.errors import bad_request
 from pipelines.api.requests import ChatRequest, NamedTool
 from pipelines.api.settings import guide_of
-from pipelines.api.tool_guides import Literals, behind_reasoning, tool_guide
+from pipelines.api.tool_guides import CALL_TOKENS, Literals, behind_reasoning, tool_guide
 
 NUM_THREADS = 2
 CALL_ID_LENGTH = 9  # Mistral's templates take no other
@@ -28,9 +28,16 @@ class ChatPrompt:
     """The prompt of a chat request, and how its answers are read."""
 
     def __init__(
-        self, token_ids: list[int], settings: dict[str, Any], form: AnswerFormat, tool_names: list[str], reasons: bool
+        self,
+        token_ids: list[int],
+        settings: dict[str, Any],
+        form: AnswerFormat,
+        tool_names: list[str],
+        reasons: bool,
+        dropped: list[str],
     ) -> None:
-        """reasons: whether the prompt ends where the reasoning begins."""
+        """reasons: whether the prompt ends where the reasoning begins. dropped: as for AnswerReader."""
+        self._dropped = dropped
         self.token_ids = token_ids
         self.settings = settings
         """Settings of DecodeConfig that its tools ask for."""
@@ -40,7 +47,7 @@ class ChatPrompt:
 
     def reader(self) -> "MessageReader":
         """Return what reads the answer of the next sample."""
-        reader = AnswerReader(self._form, self._tool_names, self._reasons)
+        reader = AnswerReader(self._form, self._tool_names, self._reasons, self._dropped)
         return MessageReader(reader, f"{self._digest} {next(self._samples)}")
 
 
@@ -124,7 +131,10 @@ class Chat:
             message = "calls of tools in this model's format cannot be read: leave tools out, or give tool_choice=none"
             raise bad_request(message, "tools")
         settings = self._settings(request, tools if names else [], form if names else form.without_calls(), reasons)
-        return ChatPrompt(token_ids, settings, form, names, reasons)
+        # What marks calls is left in the text, and with it the token that ends an answer.
+        left = [] if settings.get("skip_special_tokens", True) else self.tokenizer.special_texts
+        dropped = [text for text in left if not any(text in literal for literal in form.literals + [*CALL_TOKENS])]
+        return ChatPrompt(token_ids, settings, form, names, reasons, dropped)
 
     def _encoded(self, tokenizer: Tokenizer, request: ChatRequest, tools: list[Tool]) -> tuple[str, list[int]]:
         arguments = dict(request.chat_template_kwargs or {})

@@ -142,6 +142,16 @@ def test_reasoning_that_the_prompt_began() -> None:
         assert parts_of("deepseek", pieces, reasons=True) == ([Reasoning("hm"), Content("Fine")], False)
 
 
+def test_special_tokens_that_are_no_part_of_an_answer_are_dropped() -> None:
+    for text in ("Fine</s>", "</s>Fi</s>ne"):
+        for pieces in ([text], list(text)):
+            reader = AnswerReader(FORMATS["mistral"], NAMES, dropped=["</s>"])
+            parts = [part for piece in pieces for part in reader.read(piece)] + reader.end()
+            assert "".join(part.text for part in parts if isinstance(part, Content)) == "Fine"
+    reader = AnswerReader(FORMATS["mistral"], NAMES, dropped=["</s>"])
+    assert [*reader.read("a</</s>s></"), *reader.end()] == [Content("a</s>"), Content("</")]
+
+
 def test_text_is_not_held_back_longer_than_it_may_be_a_literal() -> None:
     reader = AnswerReader(FORMATS["hermes"], NAMES)
     assert [reader.read(piece) for piece in ("a<", "b", "<tool", "s>", " c")] == [
