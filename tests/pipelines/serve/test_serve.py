@@ -91,6 +91,7 @@ def test_what_is_no_server_is_one_line(tmp_path: Path) -> None:
     cases = {
         ("serve.host=0.0.0.0", folder): "serve.host=0.0.0.0 is open to others and there are no keys",
         ("serve.replicas=2", folder): "serve.replicas=2 is not supported",
+        ("serve.batches=/batches", folder): "serve.batches=/batches is not supported",
         ("predict.data=-", folder): "predict.data=- is not used by task=serve",
         ("-m", f"hydra.sweep.dir={tmp_path}"): "so it is no job of a sweep: leave out -m",
     }
