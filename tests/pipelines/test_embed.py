@@ -102,6 +102,17 @@ def test_e5_mistral(tmp_path: Path, eos_in_tokenizer_json: bool) -> None:
         np.testing.assert_allclose(vector, expected, atol=TOLERANCE, rtol=0)
 
 
+def test_no_eos_follows_where_no_special_token_is_wanted(tmp_path: Path) -> None:
+    reference = write_e5_mistral(tmp_path, eos_in_tokenizer_json=False)
+    run = embed_run(tmp_path, tmp_path / "rows.txt", {"normalize": False})
+    (tmp_path / "rows.txt").write_text("Once upon\n")
+    run_embed(replace(run, predict=replace(run.predict, add_special_tokens=False)), tmp_path / "out", dump)
+    ids = byte_level().encode("Once upon", add_special_tokens=False).ids
+    (vector,), (row,) = results(tmp_path / "out")
+    assert row["num_prompt_tokens"] == len(ids)
+    np.testing.assert_allclose(vector, hidden_states(reference, ids)[-1], atol=TOLERANCE, rtol=TOLERANCE)
+
+
 def write_pooled_llama(folder: Path, pooling: str | None, **config: Any) -> Any:
     tokenizer = byte_level()
     reference = write_llama(folder, vocab_size=tokenizer.get_vocab_size(), **config)

@@ -151,7 +151,11 @@ def test_salts_and_soft_prefixes_keep_rows_apart(folder: Path, tmp_path: Path) -
         assert behind.num_cached_tokens == cached
         assert complete(engine, [*BEGINNING, 3]).num_cached_tokens == 0
         engine = with_kept(soft, tmp_path / "kept", block_size=size)
-        assert complete(engine, [*BEGINNING, 3], salted).num_cached_tokens == 32
+        behind = complete(engine, [*BEGINNING, 3], salted)  # whose places in the file come after a soft prefix's
+        assert behind.num_cached_tokens == 32
+        assert behind.completions == complete(plain, [*BEGINNING, 3], salted).completions
+        # The soft prefix's own blocks, the rest of 48 places behind it, and the 32 of the salted row.
+        assert engine.scheduler.block_manager.num_pinned_blocks == {16: 1 + 3 + 2, 8: 2 + 5 + 4, 4: 3 + 10 + 8}[size]
     with pytest.raises(
         UserError, match="holds a prompt behind the soft prefix .{12}..., which is not in model.prefixes"
     ):

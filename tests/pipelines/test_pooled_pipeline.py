@@ -12,11 +12,12 @@ from torch.nn.functional import normalize
 
 from conf.errors import UserError
 from pipelines import EmbeddingPipeline, ScorePipeline, pipeline
+from pipelines.engine import Output
 from tests.helpers.builders import write_llama
 from tests.helpers.embedding_models import write_qwen3_embedding, write_qwen3_reranker
 from tests.helpers.small_tokenizers import byte_level
 
-OVERRIDES = ["model.dtype=float32", "predict.batch_size=3"]
+OVERRIDES = ["model.dtype=float32", "predict.batch_size=3", "device.max_batched_tokens=24"]  # long rows end later
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,22 @@ def test_vectors_come_in_the_order_of_the_rows(pipe: EmbeddingPipeline) -> None:
     np.testing.assert_array_equal(vectors, pipe(iter(texts)))
     np.testing.assert_allclose((vectors**2).sum(-1), 1, atol=1e-6)
     assert pipe([]).shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    ("pooled", "expected"),
+    [
+        ([3.0, -4.0], [0.6, -0.8]),
+        ([0.0, 0.0], [0.0, 0.0]),
+        ([1e30, 1e30], [0.5**0.5] * 2),
+        ([1e-30, 0.0], [1e-18, 0.0]),
+    ],
+)
+def test_the_length_of_any_vector_is_found(pipe: EmbeddingPipeline, pooled: list[float], expected: list[float]) -> None:
+    """In float32 the square of 1e30 is infinite; below 1e-12 torch's normalize leaves vectors short."""
+    pooler = pipe.pooler(pipe.run, pipe._source, pipe.engine)
+    vector = pooler.values(Output(0, [], 1, 0, pooled=torch.tensor(pooled)))
+    assert torch.equal(vector, torch.tensor(expected))
 
 
 def test_arguments_of_a_call_beat_those_of_the_constructor(folder: Path, pipe: EmbeddingPipeline) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -218,9 +219,26 @@ def test_the_context_counts_the_prefix(base: tuple[Path, Any], tmp_path: Path) -
         engine.request(0, PROMPT, DecodeConfig(max_new_tokens=18), prefix="p")
     with pytest.raises(UserError, match="29 tokens, which leaves no room for new ones"):
         engine.request(0, [5] * 29, DecodeConfig(), prefix="p")
+    with pytest.raises(
+        UserError, match="29 tokens, more than .* of which a prefix takes 100.: shorten it to at most 28"
+    ):
+        engine.pooled_request(0, [5] * 29, Pooling.last, DecodeConfig(), "p")
+    (output,) = engine.generate([engine.pooled_request(0, [5] * 28, Pooling.last, DecodeConfig(), "p")])
+    assert output.error is None
     request = engine.request(0, PROMPT, DecodeConfig(max_new_tokens="auto", max_length=128), prefix="p")
     assert request.params.max_new_tokens == 17
     assert len(complete(engine, [PROMPT], DecodeConfig(max_new_tokens="auto"), "p")[0].token_ids) == 17
+
+
+def test_a_prefix_leaves_room_for_a_prompt(base: tuple[Path, Any], tmp_path: Path) -> None:
+    write_paddle(tmp_path / "most.npy", 126)
+    engine = engine_with(base[0], {"p": tmp_path / "most.npy"})
+    assert len(complete(engine, [[5]], DecodeConfig(), "p")[0].token_ids) == 1
+    write_paddle(tmp_path / "more.npy", 127)
+    with pytest.raises(
+        UserError, match="p has 127 virtual tokens, which leaves no room for a prompt .*: give at most 126"
+    ):
+        engine_with(base[0], {"p": tmp_path / "more.npy"})
 
 
 def test_what_has_no_room_is_refused(base: tuple[Path, Any], tmp_path: Path) -> None:
@@ -269,7 +287,9 @@ def test_what_static_scales_do_not_reach_is_said(
     np.save(tmp_path / "p.npy", 10 * write_paddle(tmp_path / "p.npy", 16).numpy())
     with caplog.at_level(logging.WARNING):
         engine_with(folder, {"p": tmp_path / "p.npy"})
-    assert " % of it is beyond the static scales of the KV cache" in caplog.text
+    said = re.search(r"([\d.e+]+) % of it is beyond the static scales of the KV cache", caplog.text)
+    assert said
+    assert 10 < float(said[1]) <= 100
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         engine_with(base[0], {"p": tmp_path / "p.npy"}, "int8")
