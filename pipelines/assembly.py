@@ -79,8 +79,7 @@ def assemble(
     place_kept(engine, kept)
     if draft:
         runner = engine.runner.beside(draft[1].model, caches[1], num_graph_sequences)
-        limits = engine.block_size, run.device.max_batched_tokens, engine.vocab_size
-        proposer = ModelProposer(runner, *limits)
+        proposer = ModelProposer(runner, engine.block_size, run.device.max_batched_tokens, engine.vocab_size)
         engine.speculator.proposers[Speculate.model] = proposer
     if plan.model.config.predicts_ahead:
         engine.speculator.proposers[Speculate.mtp] = MtpProposer(engine.runner, engine.block_size)
