@@ -39,7 +39,9 @@ def run_serve(run: RunConfig, output_dir: Path, dump: Dump) -> None:
             f"serve.replicas={config.replicas} is not supported: give 1, and put a balancer before several servers"
         )
     if config.batches is not None:
-        raise UserError(f"serve.batches={config.batches} is not supported: leave it out, or give predict.data=BATCH.jsonl")
+        raise UserError(
+            f"serve.batches={config.batches} is not supported: leave it out, or give predict.data=BATCH.jsonl"
+        )
     keys = read_keys(config.api_keys)
     check_host(config, keys)
     with _bound(config) as listener:
