@@ -11,12 +11,14 @@ from starlette.types import ASGIApp
 
 from conf.compose import version
 from pipelines.api.errors import ApiError
+from pipelines.api.responses import ResponseRequest
 from pipelines.serve.chat import Chat
-from pipelines.serve.endpoints import KINDS, add_generation, add_tokens
+from pipelines.serve.endpoints import KINDS, add_embeddings, add_generation, add_tokens
 from pipelines.serve.exchange import loaded
 from pipelines.serve.guard import Guard
 from pipelines.serve.metrics import CONTENT_TYPE
 from pipelines.serve.openapi import describe, responses
+from pipelines.serve.responses import add_responses
 from pipelines.serve.service import Service
 from pipelines.serve.stream import ClientGone
 
@@ -32,12 +34,14 @@ def create_app(service: Service, chat: Chat, keys: dict[str, bytes]) -> ASGIApp:
     _add_state(app, service)
     _add_models(app, service)
     add_generation(app, service, chat)
+    add_embeddings(app, service, chat)
     add_tokens(app, service, chat)
+    add_responses(app, service, chat)
 
     @app.get("/openapi.json", responses=responses(200, 503))
     async def openapi() -> JSONResponse:
         """Return the description of all routes."""
-        return JSONResponse(describe(app, KINDS, bool(keys)))
+        return JSONResponse(describe(app, [*KINDS, ResponseRequest], bool(keys)))
 
     guarded: ASGIApp = Guard(app, service, keys)
     if origins := service.config.allowed_origins:

@@ -62,7 +62,7 @@ KINDS: list[type[Shape]] = [ChatRequest, CompletionRequest, EmbeddingRequest, To
 
 
 def add_generation(app: FastAPI, service: Service, chat: Chat) -> None:
-    """Add the routes that the engine answers."""
+    """Add the routes of continuations."""
 
     @app.post("/v1/chat/completions", **takes(ChatRequest, 412))
     async def chat_completions(request: Request) -> Response:
@@ -71,10 +71,10 @@ def add_generation(app: FastAPI, service: Service, chat: Chat) -> None:
 
         async def work(exchange: Exchange) -> Result:
             prompt = await chat.encode(body)
-            call = _call(request, exchange, chat, "chatcmpl")
+            call = call_of(request, exchange, chat, "chatcmpl")
             answer = ChatAnswer(call, body, prompt.token_ids, prompt.reader, prompt.settings)
             await answer.accepted()
-            return _written(answer.events()) if body.stream else await answer.body()
+            return written(answer.events()) if body.stream else await answer.body()
 
         return await service.respond(request, body.model, body.n or 1, bool(body.stream), work)
 
@@ -89,12 +89,16 @@ def add_generation(app: FastAPI, service: Service, chat: Chat) -> None:
                 await asyncio.to_thread(_encoded, chat.tokenizer, each, special) if isinstance(each, str) else each
                 for each in body.prompts
             ]
-            answer = CompletionAnswer(_call(request, exchange, chat, "cmpl"), body, prompts)
+            answer = CompletionAnswer(call_of(request, exchange, chat, "cmpl"), body, prompts)
             await answer.accepted()
-            return _written(answer.events()) if body.stream else await answer.body()
+            return written(answer.events()) if body.stream else await answer.body()
 
         num_sequences = len(body.prompts) * (body.n or 1)
         return await service.respond(request, body.model, num_sequences, bool(body.stream), work)
+
+
+def add_embeddings(app: FastAPI, service: Service, chat: Chat) -> None:
+    """Add the route of vectors."""
 
     @app.post("/v1/embeddings", **takes(EmbeddingRequest))
     async def embeddings(request: Request) -> Response:
@@ -108,7 +112,7 @@ def add_generation(app: FastAPI, service: Service, chat: Chat) -> None:
                 else each
                 for each in body.inputs
             ]
-            answer = EmbeddingAnswer(_call(request, exchange, chat, "embd"), body, prompts)
+            answer = EmbeddingAnswer(call_of(request, exchange, chat, "embd"), body, prompts)
             await answer.accepted()
             return await answer.body()
 
@@ -156,7 +160,8 @@ async def _tokens(chat: Chat, body: TokenizeRequest, model: str) -> list[int]:
     return (await chat.encode(as_chat)).token_ids
 
 
-def _call(request: Request, exchange: Exchange, chat: Chat, prefix: str) -> Call:
+def call_of(request: Request, exchange: Exchange, chat: Chat, prefix: str) -> Call:
+    """Return what a request is beside its body. prefix: of the answer's id."""
     record = exchange.record
     return Call(
         exchange,
@@ -184,9 +189,10 @@ def _encoded(tokenizer: Tokenizer | None, text: str, add_special_tokens: bool) -
     return token_ids
 
 
-async def _written(events: AsyncGenerator[Event]) -> AsyncIterator[bytes]:
-    """Yield events as they are sent, and the one that says that all have come."""
+async def written(events: AsyncGenerator[Event], ends: bool = True) -> AsyncIterator[bytes]:
+    """Yield events as they are sent. ends: whether one more says that all have come."""
     async with aclosing(events):
         async for each in events:
             yield event(msgspec.json.encode(each.data), each.name, each.id)
-    yield DONE
+    if ends:
+        yield DONE

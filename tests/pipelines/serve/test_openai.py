@@ -1,0 +1,147 @@
+"""OpenAI's client against the served model: what it sends is taken, and what it reads is what predict gives."""
+
+import asyncio
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from conf.decoding import DecodeConfig
+from pipelines.engine import Engine
+from pipelines.loading import load_engine
+from tests.helpers.serving import tiny_run
+from tests.pipelines.serve.test_serve import served
+
+PROMPT = "Once upon a time"
+MESSAGES: Any = [{"role": "user", "content": "What is 3 + 4?"}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return load_engine(tiny_run(), 4)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(tmp_path_factory.mktemp("served") / "run", "decode.seed=5") as (_, url):
+        yield f"{url}/v1"
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def text_of(engine: Engine, prompt: str | list[int], **decode: Any) -> str | None:
+    assert engine.tokenizer is not None
+    ids = engine.tokenizer.encode(prompt, True) if isinstance(prompt, str) else prompt
+    (output,) = engine.generate([engine.request(0, ids, DecodeConfig(**decode))])
+    return output.completions[0].text
+
+
+def chat_text(engine: Engine, **decode: Any) -> str | None:
+    assert engine.tokenizer is not None
+    return text_of(engine, engine.tokenizer.encode_messages(MESSAGES, None)[1], **decode)
+
+
+def test_completions_are_predicts(client: openai.OpenAI, engine: Engine) -> None:
+    expected = text_of(engine, PROMPT, max_new_tokens=20, temperature=0.7, seed=3)
+    asked: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 20, "temperature": 0.7, "seed": 3}
+    answer = client.completions.create(**asked)
+    assert answer.choices[0].text == expected
+    assert answer.system_fingerprint
+    chunks = client.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+
+
+def test_chats_are_predicts(client: openai.OpenAI, engine: Engine) -> None:
+    expected = chat_text(engine, max_new_tokens=12, temperature=0.0)
+    asked: Any = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 12, "temperature": 0}
+    answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    assert answer.choices[0].message.content == expected
+    content = answer.choices[0].logprobs and answer.choices[0].logprobs.content
+    assert content is not None
+    assert len(content) == (answer.usage and answer.usage.completion_tokens)
+    with client.chat.completions.stream(**asked) as stream:
+        assert stream.get_final_completion().choices[0].message.content == expected
+
+
+def test_the_async_client_streams_many_at_once(url: str, engine: Engine) -> None:
+    async def ask(client: openai.AsyncOpenAI, seed: int) -> str:
+        asked: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 16, "temperature": 1, "seed": seed}
+        chunks = await client.completions.create(**asked, stream=True)
+        return "".join([chunk.choices[0].text async for chunk in chunks])
+
+    async def all_at_once() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(ask(client, seed) for seed in range(16)))
+
+    texts = asyncio.run(all_at_once())
+    assert texts == [text_of(engine, PROMPT, max_new_tokens=16, temperature=1.0, seed=seed) for seed in range(16)]
+
+
+def test_responses_are_chats(client: openai.OpenAI, engine: Engine) -> None:
+    expected = chat_text(engine, max_new_tokens=12, temperature=0.0)
+    asked: Any = {"model": "tiny", "input": MESSAGES, "max_output_tokens": 12, "temperature": 0, "store": False}
+    assert client.responses.create(**asked).output_text == expected
+    with client.responses.stream(**asked) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+    assert "".join(texts) == expected
+    with pytest.raises(openai.BadRequestError, match="nothing is kept") as caught:
+        client.responses.create(**asked, previous_response_id="r")
+    assert caught.value.param == "previous_response_id"
+
+
+def test_the_servers_seed_holds_where_a_request_gives_none(client: openai.OpenAI, engine: Engine) -> None:
+    answer: Any = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=16, temperature=1)
+    assert answer.seed == 5
+    assert answer.choices[0].text == text_of(engine, PROMPT, max_new_tokens=16, temperature=1.0, seed=5)
+
+
+def test_errors_are_the_clients_exceptions(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="tiny") as missing:
+        client.completions.create(model="other", prompt=PROMPT)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="tiny", prompt=PROMPT, stop=["x"] * 17)  # type: ignore[call-overload]
+    assert refused.value.param == "stop"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=5000, stream=True)
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "messages")
+    with pytest.raises(openai.BadRequestError, match="gives no vectors") as vectors:
+        client.embeddings.create(model="tiny", input="a")
+    assert vectors.value.param == "model"
+
+
+@pytest.mark.long
+def test_the_same_body_seed_and_fingerprint_give_the_same_after_a_restart(tmp_path: Path) -> None:
+    """Also the rest of a stream that was dropped."""
+    body: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 16, "temperature": 1, "n": 2}
+    wholes, places, rests = [], [], []
+    for i in range(2):
+        with served(tmp_path / f"run{i}") as (process, url):
+            wholes.append(httpx.post(f"{url}/v1/completions", json=body).json())
+            body["seed"] = wholes[0]["seed"]
+            headers = {"Last-Event-ID": places[3][0] if places else ""}
+            stream = httpx.post(f"{url}/v1/completions", json=body | {"stream": True}, headers=headers).text
+            events = [dict(line.split(": ", 1) for line in each.split("\n")) for each in stream.strip().split("\n\n")]
+            assert events.pop()["data"] == "[DONE]"
+            rests.append([json.loads(event["data"]) for event in events])
+            places = places or [(event["id"], event) for event in events]
+            process.send_signal(signal.SIGKILL)
+    assert wholes[0]["choices"] == wholes[1]["choices"]
+    assert wholes[0]["system_fingerprint"] == wholes[1]["system_fingerprint"]
+    assert wholes[0]["seed"] == wholes[1]["seed"]
+    first, rest = rests
+    for index in range(2):
+        texts = [
+            "".join(choice["text"] for chunk in chunks for choice in chunk["choices"] if choice["index"] == index)
+            for chunks in (first[:4], rest, first)
+        ]
+        assert texts[0] + texts[1] == texts[2]
