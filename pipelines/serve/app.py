@@ -13,7 +13,7 @@ from conf.compose import version
 from pipelines.api.errors import ApiError
 from pipelines.api.responses import ResponseRequest
 from pipelines.serve.chat import Chat
-from pipelines.serve.endpoints import KINDS, add_embeddings, add_generation, add_tokens
+from pipelines.serve.endpoints import KINDS, add_chat, add_completions, add_embeddings, add_tokens
 from pipelines.serve.exchange import loaded
 from pipelines.serve.guard import Guard
 from pipelines.serve.metrics import CONTENT_TYPE
@@ -33,7 +33,8 @@ def create_app(service: Service, chat: Chat, keys: dict[str, bytes]) -> ASGIApp:
     add_errors(app)
     _add_state(app, service)
     _add_models(app, service)
-    add_generation(app, service, chat)
+    add_chat(app, service, chat)
+    add_completions(app, service, chat)
     add_embeddings(app, service, chat)
     add_tokens(app, service, chat)
     add_responses(app, service, chat)

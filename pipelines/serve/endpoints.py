@@ -61,8 +61,8 @@ KINDS: list[type[Shape]] = [ChatRequest, CompletionRequest, EmbeddingRequest, To
 """The bodies that these routes take."""
 
 
-def add_generation(app: FastAPI, service: Service, chat: Chat) -> None:
-    """Add the routes of continuations."""
+def add_chat(app: FastAPI, service: Service, chat: Chat) -> None:
+    """Add the route of conversations."""
 
     @app.post("/v1/chat/completions", **takes(ChatRequest, 412))
     async def chat_completions(request: Request) -> Response:
@@ -77,6 +77,10 @@ def add_generation(app: FastAPI, service: Service, chat: Chat) -> None:
             return written(answer.events()) if body.stream else await answer.body()
 
         return await service.respond(request, body.model, body.n or 1, bool(body.stream), work)
+
+
+def add_completions(app: FastAPI, service: Service, chat: Chat) -> None:
+    """Add the route of prompts."""
 
     @app.post("/v1/completions", **takes(CompletionRequest, 412))
     async def completions(request: Request) -> Response:
