@@ -6,14 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from conf.decoding import DecodeConfig, warn_once
 from conf.speculation import Acceptance, Speculate, SpeculationConfig
 from pipelines.engine import Engine
 from pipelines.engine.proposers import Proposer
-from pipelines.engine.request import Sequence
+from pipelines.engine.request import ContextLimit, Sequence, SequenceGroup
+from pipelines.engine.request_factory import RequestFactory
 from pipelines.engine.sampler import uniform
-from pipelines.engine.top_p_window import drawn, num_accepted, num_candidates
+from pipelines.engine.scheduler import Scheduled
+from pipelines.engine.top_p_window import drawn, is_drafted_and_drawn, num_accepted, num_candidates, verified
 from tests.helpers.builders import all_logits, engine_of, write_llama
 
 LOSSY = {"adaptive": False, "acceptance": Acceptance.top_p_window}
@@ -52,6 +55,43 @@ def test_drafts_where_one_token_or_none_may_be_chosen() -> None:
 def test_the_last_token_is_drawn_among_candidates() -> None:
     assert [drawn([7, 8, 9], [0.5, 0.25, 0.125], 2, number) for number in (0.0, 0.49, 0.51, 0.74)] == [7, 7, 8, 8]
     assert drawn([7, 8, 9], [0.5, 0.25, 0.125], 0, 0.6) == 7
+
+
+def item_of(drafts: tuple[int, ...], **decode: Any) -> Scheduled:
+    """A sequence of the prompt 1, 2 and the token 3, which is computed with these drafts."""
+    speculation = SpeculationConfig(**LOSSY)
+    settings = DecodeConfig(max_new_tokens=9, speculate=Speculate.ngram, speculation=speculation, **decode)
+    factory = RequestFactory(None, 8, ContextLimit(64, "max_position_embeddings"), frozenset(), {}, 64, 16, 64)
+    sequence = Sequence.begin(factory.make(0, [1, 2], settings))
+    group = SequenceGroup(sequence.request, sequence, None)
+    (sequence,) = group.sequences
+    sequence.token_ids.append(3)
+    sequence.num_computed_tokens = 2
+    return Scheduled(group, sequence, 2, 1, 1, drafts)
+
+
+def test_the_last_token_is_drawn_below_top_p() -> None:
+    shares = [0.3, 0.25, 0.2, 0.15, 0.1]
+    logits = torch.tensor([*shares, 1e-9, 1e-9, 1e-9]).log()[None]
+    said = [verified(item_of((), temperature=1.0, top_p=0.5, seed=seed), logits) for seed in range(200)]
+    assert said == [[0 if uniform(seed, 1) * 0.5 < 0.3 else 1] for seed in range(200)]
+
+
+def test_what_is_drafted_counts_for_the_tokens_behind_it() -> None:
+    logits = torch.zeros(3, 8)
+    logits[:, 5], logits[:, 6], logits[:, 7] = 30.0, 20.0, 10.0  # 5 is certain, then 6, then 7
+    settings: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "seed": 1}
+    assert verified(item_of((5, 5), **settings), logits) == [5, 5, 5]
+    assert verified(item_of((5, 5), **settings, no_repeat_ngram_size=1), logits) == [5, 6]
+    assert verified(item_of((5, 6), **settings, no_repeat_ngram_size=1), logits) == [5, 6, 7]
+
+
+def test_only_the_last_part_of_a_text_is_verified() -> None:
+    item = item_of((5,), temperature=1.0, seed=1)
+    assert is_drafted_and_drawn(item)
+    item.sequence.token_ids.append(4)  # as behind a preemption, whose tokens are computed in parts
+    assert not is_drafted_and_drawn(item)
+    assert not is_drafted_and_drawn(item_of((5,), temperature=0.0))
 
 
 class Likely(Proposer):
