@@ -1,5 +1,6 @@
 """What a request says as settings of DecodeConfig, and what the engine says of these in the request's words."""
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -36,7 +37,7 @@ SETTING = re.compile(r"decode\.(\w+)")
 def decode_settings(request: Sampling, server: Mapping[str, Any], cache_salt: str | None = None) -> dict[str, Any]:
     """Return the settings that a request gives. Those that it leaves out are the server's.
 
-    server: settings that hold where a request says nothing. cache_salt: the one of requests that give none.
+    server: settings that hold where a request says nothing. cache_salt: the name of the key, which a request's own salt divides further.
 
     Raises ApiError for a form of the answer that is incomplete.
     """
@@ -49,8 +50,8 @@ def decode_settings(request: Sampling, server: Mapping[str, Any], cache_salt: st
         given["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
     if request.seed is not None:
         given["seed"] = request.seed & (2**64 - 1)
-    if cache_salt is not None:
-        given.setdefault("cache_salt", cache_salt)
+    if cache_salt is not None:  # nobody may name another key's
+        given["cache_salt"] = json.dumps([cache_salt, request.cache_salt])
     if request.use_beam_search:
         num_beams = given.pop("n", 1)
         given |= {"num_beams": num_beams, "num_return_sequences": num_beams, "temperature": 0.0}

@@ -176,6 +176,11 @@ class EngineClient:
             raise EngineGone("the engine is loading its model")
         self._num_submitted += 1
         answer = Answer(self, msgspec.structs.replace(submit, id=self._num_submitted))
+        try:
+            frame = encode(answer.submit)
+        except (OverflowError, UnicodeEncodeError) as error:  # a number beyond 64 bits, half a surrogate pair
+            answer.end(EngineRefused(f"the request has what no frame can hold ({error}): leave it out"))
+            return answer
         if self._crashes and self._crashes.get(digest_of(submit), 0) >= MAX_CRASHES:
             what = f"this request was running when the engine crashed, {MAX_CRASHES} times"
             answer.end(EngineRefused(f"{what}: it is not run again"))
@@ -183,13 +188,18 @@ class EngineClient:
         self._answers[answer.submit.id] = answer
         if len(self._answers) == 1:
             self._watch()
-        self._writer.write(encode(answer.submit))
+        self._writer.write(frame)
         return answer
 
     def forget(self, answer: Answer) -> None:
         """Cancel a request in the engine."""
         if self._answers.pop(answer.submit.id, None) and self._writer is not None:
             self._writer.write(encode(Cancel(answer.submit.id)))
+
+    async def ended(self) -> None:
+        """Wait until nobody keeps the engine running. Raises what ended that."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
 
     async def close(self) -> None:
         """End the engine's process. Requests on their way end with EngineGone."""
@@ -231,7 +241,7 @@ class EngineClient:
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 process_group=0,  # a terminal's interrupt is for the parent alone
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, "PYTHONPATH": path, "QUINTET_API_KEYS": ""},
             )
         except OSError as error:
             ours.close()
@@ -319,16 +329,18 @@ class EngineClient:
             answer.end(
                 EngineGone(f"the engine {why}" if self._is_closing else f"the engine {why}: send the request again")
             )
-            if not self._is_closing:
-                digest = digest_of(answer.submit)
-                self._crashes[digest] = self._crashes.pop(digest, 0) + 1
+        suspects = [] if self._is_closing else [digest_of(answer.submit) for answer in lost.values()]
+        for digest in dict.fromkeys(suspects):  # each once, however often it was sent
+            self._crashes[digest] = self._crashes.pop(digest, 0) + 1
         while len(self._crashes) > MAX_SUSPECTS:
             self._crashes.popitem(last=False)
 
 
 def digest_of(submit: Submit | SubmitPooled) -> bytes:
-    """Return what two sendings of the same request have in common."""
-    options = (submit.decode, submit.adapter) if isinstance(submit, Submit) else None
+    """Return what two sendings of the same request have in common: all but the seed, which is drawn where none is given."""
+    options = None
+    if isinstance(submit, Submit):
+        options = {name: value for name, value in submit.decode.items() if name != "seed"}, submit.adapter
     content = msgspec.msgpack.encode((submit.prompt_token_ids, options), order="deterministic")
     return hashlib.sha256(content).digest()
 

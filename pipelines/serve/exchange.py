@@ -75,7 +75,7 @@ class WatchedAnswer:
         self._begun = begun
         self._metrics = metrics
         self._record = record
-        self._last: float | None = None
+        self._last: dict[int, float] = {}  # seconds of the event loop, by sample
         self._finish: list[str] = []
         self._num_tokens: dict[int, int] = {}  # by sample
 
@@ -114,9 +114,9 @@ class WatchedAnswer:
             self._end(item)
             return
         now, num_tokens = asyncio.get_running_loop().time(), len(item.token_ids)
-        if self._last is not None and num_tokens:
-            self._metrics.between_tokens((now - self._last) / num_tokens)
-        self._last = now
+        if (last := self._last.get(item.sample)) is not None and num_tokens:
+            self._metrics.between_tokens((now - last) / num_tokens)
+        self._last[item.sample] = now
         self._num_tokens[item.sample] = self._num_tokens.get(item.sample, 0) + num_tokens
         if item.finish_reason is not None:
             self._finish.append(item.finish_reason)
@@ -135,7 +135,7 @@ class WatchedAnswer:
 def loaded(engine: Engine) -> Ready:
     """Return what the engine says of its model. Raises ApiError (503) while there is none."""
     if engine.info is None:
-        message = "the model is loaded: send the request again"
+        message = "the model is still loading: send the request again"
         raise ApiError(503, message, "server_error", code="loading", headers={"retry-after": "1"})
     return engine.info
 

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from fastapi.requests import Request
 from fastapi.responses import Response
 
-from pipelines.api.errors import ApiError
+from pipelines.api.errors import ApiError, bad_request
 from pipelines.api.requests import parse_request
 from pipelines.api.responses import ResponseRequest, ResponseWriter, renamed
 from pipelines.serve.chat import Chat
@@ -16,6 +16,7 @@ from pipelines.serve.endpoints import call_of, written
 from pipelines.serve.exchange import Exchange
 from pipelines.serve.generation import Event
 from pipelines.serve.openapi import takes
+from pipelines.serve.resumption import HEADER
 from pipelines.serve.service import Result, Service
 
 
@@ -26,6 +27,8 @@ def add_responses(app: FastAPI, service: Service, chat: Chat) -> None:
     async def responses(request: Request) -> Response:
         """Continue a conversation that is sent as a whole, in items."""
         body = parse_request(ResponseRequest, await request.body())
+        if request.headers.get(HEADER) is not None:
+            raise bad_request(f"streams of responses have no ids to go on from: leave {HEADER} out", HEADER)
         chat_body = body.chat()
 
         async def work(exchange: Exchange) -> Result:

@@ -32,7 +32,7 @@ def read_place(text: str, fingerprint: str | None, num_choices: int, seed: int |
     Raises ApiError: 400 for what is no place of this request, 412 where this server would not give the same answer again.
     """
     found = PLACE.fullmatch(text)
-    if found is None:
+    if found is None or int(found["seed"]) >= 2**64:
         raise bad_request(f"{HEADER} is no id of an event of this server: send an empty one to get ids", HEADER)
     pairs = (pair.split(":") for pair in found["had"].split("-"))
     place = Place(found["fingerprint"], int(found["seed"]), tuple((int(tokens), int(chars)) for tokens, chars in pairs))

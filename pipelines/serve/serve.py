@@ -110,6 +110,12 @@ class _Server:
                 ready.result()
                 print(f"ready: {_url(listener)}/v1", flush=True)
             ready.cancel()
+            ended = asyncio.create_task(self._engine.ended())
+            await asyncio.wait({ended, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():  # a server without an engine would answer nothing
+                ended.result()
+                raise UserError("the engine's process is not started again: the log says why")
+            ended.cancel()
             return await ending
         finally:
             ending.cancel()
@@ -159,7 +165,14 @@ def _protocol(max_connections: int) -> type[H11Protocol]:
                     ApiError(503, "there are too many connections: try again", "server_error", code="connections")
                 )
             else:
-                self.loop.call_later(HEAD_S, self._close_if_silent)
+                self._wait_for_request()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._wait_for_request()
+
+        def _wait_for_request(self) -> None:
+            self.loop.call_later(HEAD_S, self._close_if_silent, self.cycle)
 
         def send_400_response(self, msg: str) -> None:
             self._refuse(ApiError(400, "this is no HTTP request"))
@@ -171,8 +184,8 @@ def _protocol(max_connections: int) -> type[H11Protocol]:
                 self.transport.write(whole_error(error))
             self.transport.close()
 
-        def _close_if_silent(self) -> None:
-            if self.cycle is None:
+        def _close_if_silent(self, last: Any) -> None:
+            if self.cycle is last and (last is None or last.response_complete):
                 self.transport.close()
 
     return Bounded

@@ -104,34 +104,38 @@ class EventStream(Response):
         self._error_event = error_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender, why = _Sender(send, self._send_timeout_s), None
+        sender = _Sender(send, self._send_timeout_s)
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await self._send_events(sender)
+            await sender.send(b"", more_body=False)
+        except ReaderStopped:
+            scope.get("state", {}).get("abort", _nothing)()
+
+    async def _send_events(self, sender: "_Sender") -> None:
+        """Send the events, or the error that ends them. Raises ReaderStopped."""
+        why = None
+        try:
+            await sender.send_message({"type": "http.response.start", "status": 200, "headers": HEADERS})
             await self._ends.run(self._forward(sender))
         except ClientGone:
             why = "disconnected"
         except ReaderStopped:
             why = "not_read"
-            scope.get("state", {}).get("abort", _nothing)()
+            raise
         except ApiError as error:
             why = error.code or error.type
-            await self._send_error(sender, error)
+            await sender.send(self._error_event(error))
         except Exception:
             why = "failed"
             log.error("a stream failed:\n%s", traceback.format_exc())
-            await self._send_error(sender, ApiError(500, "the server failed: its log says why", "server_error"))
+            await sender.send(self._error_event(ApiError(500, "the server failed: its log says why", "server_error")))
         finally:
             self._closed(why)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _forward(self, sender: "_Sender") -> None:
         with sender.kept_alive():
             async for each in self._events:
                 await sender.send(each)
-
-    async def _send_error(self, sender: "_Sender", error: ApiError) -> None:
-        with suppress(ReaderStopped):
-            await sender.send(self._error_event(error))
 
 
 def _nothing() -> None:
@@ -147,12 +151,16 @@ class _Sender:
         self._sent_at = asyncio.get_running_loop().time()
         self._is_sending = False
 
-    async def send(self, body: bytes) -> None:
+    async def send(self, body: bytes, more_body: bool = True) -> None:
+        """Send a part of the body. Raises ReaderStopped as `send_message`."""
+        await self.send_message({"type": "http.response.body", "body": body, "more_body": more_body})
+
+    async def send_message(self, message: dict[str, Any]) -> None:
         """Raises ReaderStopped where the client does not read for too long."""
         self._is_sending = True
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._send({"type": "http.response.body", "body": body, "more_body": True})
+                await self._send(message)
         except TimeoutError as error:
             raise ReaderStopped(f"the client read nothing for {self._timeout_s:g} s") from error
         finally:

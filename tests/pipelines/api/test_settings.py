@@ -52,7 +52,7 @@ def test_every_field_that_is_a_setting_becomes_it() -> None:
         "max_new_tokens": 30,
     }
     for request in (chat(**fields), completion(**fields)):
-        settings = decode_settings(request, {}, "key")
+        settings = decode_settings(request, {})
         assert settings == expected
         DecodeConfig().replaced(settings)
 
@@ -96,9 +96,11 @@ def test_the_servers_length_holds_where_a_request_says_none() -> None:
         assert decode_settings(chat(max_tokens=3), server) == {"max_new_tokens": 3}
 
 
-def test_the_salt_of_a_key_holds_where_a_request_has_none() -> None:
-    assert decode_settings(completion(), {}, "key")["cache_salt"] == "key"
-    assert decode_settings(completion(cache_salt="own"), {}, "key")["cache_salt"] == "own"
+def test_no_request_names_the_salt_of_another_key() -> None:
+    keys = [("alice", None), ("bob", None), ("bob", "alice"), ("alice", "bob"), ("bob", '["alice", null]')]
+    assert len({decode_settings(completion(cache_salt=own), {}, key)["cache_salt"] for key, own in keys}) == len(keys)
+    assert decode_settings(completion(cache_salt="own"), {})["cache_salt"] == "own"
+    assert "cache_salt" not in decode_settings(completion(), {})
 
 
 def test_a_schema_without_a_schema_is_refused() -> None:

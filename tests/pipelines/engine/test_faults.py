@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from conf.decoding import DecodeConfig
-from pipelines.engine import Engine, Output, contrastive_search
-from pipelines.engine import engine as engine_module
+from pipelines.engine import Engine, Output, choices, contrastive_search
 from pipelines.engine.contrastive_search import ContrastiveSearch
 from pipelines.engine.detokenizer import Detokenizer
 from pipelines.engine.request import SamplingContext
@@ -110,7 +109,7 @@ def test_a_sampler_that_fails(
     def is_faulty(logits: torch.Tensor, contexts: list[SamplingContext]) -> bool:
         return any(context.token_ids[: context.num_prompt_tokens] == PROMPTS[FAULTY] for context in contexts)
 
-    monkeypatch.setattr(engine_module, "sample", fails_at(number, engine_module.sample, is_faulty))
+    monkeypatch.setattr(choices, "sample", fails_at(number, choices.sample, is_faulty))
     check_it_failed_alone(engine, decode, expected)
 
 
@@ -194,7 +193,7 @@ def test_a_sampler_that_was_interrupted_is_not_asked_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, raised: BaseException
 ) -> None:
     """It fails once, so asking it again for each group would hide the interrupt."""
-    real, num_calls = engine_module.sample, 0
+    real, num_calls = choices.sample, 0
 
     def failing_once(*arguments: Any) -> Any:
         nonlocal num_calls
@@ -203,7 +202,7 @@ def test_a_sampler_that_was_interrupted_is_not_asked_again(
             raise raised
         return real(*arguments)
 
-    monkeypatch.setattr(engine_module, "sample", failing_once)
+    monkeypatch.setattr(choices, "sample", failing_once)
     with pytest.raises(type(raised)):
         run(engine, {})
     assert num_calls == 1

@@ -17,7 +17,7 @@ from conf.serving import ServeConfig
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
 from pipelines.serve import client as module
-from pipelines.serve.client import COMMAND, MAX_CRASHES, Answer, EngineClient, EngineGone, EngineRefused
+from pipelines.serve.client import COMMAND, MAX_CRASHES, Answer, EngineClient, EngineGone, EngineRefused, digest_of
 from pipelines.serve.frames import Cancel, Delta, Submit, encode
 from tests.helpers.builders import REPOSITORY, run_config, said
 from tests.helpers.serving import LIMIT_S, Whole, idle, run_async, serving, tiny_run, whole
@@ -181,6 +181,41 @@ def test_what_was_in_two_crashes_is_refused(engine: Engine, monkeypatch: pytest.
                 await refused.accepted()
             assert isinstance(await ended(refused), EngineRefused)
             assert (await whole(client.submit(other))).done.error is None
+
+    run_async(test())
+
+
+def test_two_sendings_are_the_same_whatever_seed_was_drawn() -> None:
+    first = Submit(0, [5, 6], {"seed": 1, "temperature": 0.5})
+    assert digest_of(first) == digest_of(Submit(7, [5, 6], {"temperature": 0.5, "seed": 2}))
+    others = [Submit(0, [5], first.decode), Submit(0, [5, 6], {"seed": 1}), Submit(0, [5, 6], first.decode, "fr")]
+    assert digest_of(first) not in map(digest_of, others)
+
+
+@pytest.mark.parametrize("value", [10**30, -(10**30), "\ud800"], ids=["large", "small", "half"])
+def test_what_no_frame_can_hold_is_refused_and_leaves_nothing(engine: Engine, value: object) -> None:
+    async def test() -> None:
+        async with serving() as client:
+            answer = client.submit(Submit(0, prompt_of(engine), {"guide": {"json_schema": {"const": value}}}))
+            with pytest.raises(EngineRefused, match="the request has what no frame can hold"):
+                await answer.accepted()
+            assert client._answers == {}
+            assert (await whole(client.submit(Submit(0, prompt_of(engine), SETTINGS[0])))).done.error is None
+
+    run_async(test())
+
+
+def test_who_waits_for_the_end_hears_what_ended_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: EngineClient) -> str:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(EngineClient, "_run_child", fail)
+
+    async def test() -> None:
+        client = EngineClient(tiny_run(), ServeConfig())
+        await client.start()
+        with pytest.raises(RuntimeError, match="no such luck"):
+            await client.ended()
 
     run_async(test())
 

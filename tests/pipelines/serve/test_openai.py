@@ -86,6 +86,11 @@ def test_the_async_client_streams_many_at_once(url: str, engine: Engine) -> None
     assert texts == [text_of(engine, PROMPT, max_new_tokens=16, temperature=1.0, seed=seed) for seed in range(16)]
 
 
+def test_streams_of_responses_have_no_places(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="leave Last-Event-ID out"):
+        client.responses.create(model="tiny", input="Hi", extra_headers={"Last-Event-ID": ""})
+
+
 def test_responses_are_chats(client: openai.OpenAI, engine: Engine) -> None:
     expected = chat_text(engine, max_new_tokens=12, temperature=0.0)
     asked: Any = {"model": "tiny", "input": MESSAGES, "max_output_tokens": 12, "temperature": 0, "store": False}

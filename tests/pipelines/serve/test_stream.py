@@ -152,6 +152,21 @@ def test_time_that_is_over_in_a_stream() -> None:
     run_async(test())
 
 
+def test_time_that_is_over_while_nobody_reads() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        engine.speaks.clear()
+        service = service_of(engine, request_timeout_s=0.05, send_timeout_s=0.01)
+        connection = Connection(echoing(service), b'{"ids": [5], "stream": true}')
+        connection.reads.clear()
+        await connection.task
+        assert connection.aborted
+        assert '"code": "deadline"' in connection.text
+        assert service.idle.is_set()
+
+    run_async(test())
+
+
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon", ""])
 def test_times_that_are_none(seconds: str) -> None:
     async def test() -> httpx.Response:
