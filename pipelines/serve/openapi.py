@@ -44,7 +44,10 @@ def takes(kind: type[Shape], *further: int) -> dict[str, Any]:
         "required": True,
         "content": {"application/json": {"schema": {"$ref": SCHEMAS.format(model=kind.__name__)}}},
     }
-    return {"responses": responses(200, *OF_BODIES, *further), "openapi_extra": {"requestBody": body}}
+    answers = responses(200, *OF_BODIES, *further)
+    if "stream" in kind.model_fields:
+        answers[200]["content"]["text/event-stream"] = {}
+    return {"responses": answers, "openapi_extra": {"requestBody": body}}
 
 
 def describe(app: FastAPI, kinds: list[type[Shape]], has_keys: bool) -> dict[str, Any]:
