@@ -22,7 +22,7 @@ GIVEN_BY_US = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class UnreadArgument(UserError):
-    """What a template was given and does not read. `name`: tools, or the argument's name."""
+    """Error for an argument that the template does not read. `name`: tools, or the argument's name."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)

@@ -36,7 +36,7 @@ class AnswerReader(Protocol):
 
 @dataclass(frozen=True)
 class AnswerInfo:
-    """What the body and every chunk of an answer say of it."""
+    """Fields that the body and every chunk of an answer share."""
 
     id: str
     object: str

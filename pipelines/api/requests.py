@@ -105,7 +105,7 @@ class StructuredOutputs(Shape):
 
 
 class Sampling(Shape):
-    """What requests for continuations share: OpenAI's settings, then vLLM's."""
+    """Fields that all requests for continuations share: OpenAI's settings, then vLLM's."""
 
     model: Name
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None

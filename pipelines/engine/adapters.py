@@ -70,8 +70,8 @@ class Adapters:
     def load(self, name: str, folder: Path, in_use: Container[AdapterId | None]) -> bool:
         """Read an adapter, in the place of one of the same name. Returns whether tables are new, so that no recorded step knows them.
 
-        Raises UserError as `read_adapter` does, where the name is that of an adapter in use, and for a model whose layers read other inputs
-        than those that adapters were trained on, when nobody knows by how much.
+        Raises UserError as `read_adapter` does, and where an adapter of this name is in use. Raises it also for a smoothed model whose
+        fold scales are unknown.
         """
         if self._smoothed_by is not None:
             what = f"adapter {name} was trained on activations that {self._smoothed_by} has changed in this model"

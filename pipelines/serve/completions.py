@@ -63,7 +63,7 @@ class Choice:
 
 
 class _Answering:
-    """What both kinds of answers do with an generation."""
+    """Base of both kinds of answers."""
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer | None) -> None:
         self.generation = generation

@@ -13,7 +13,7 @@ from pipelines.serve.records import Record
 
 
 class Engine(Protocol):
-    """What the server needs of `EngineClient`."""
+    """The part of `EngineClient` that the server uses."""
 
     info: Ready | None
     beat: Beat | None

@@ -106,7 +106,7 @@ class Logprob(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Delta(msgspec.Struct, array_like=True):
-    """What a sample has said since its last delta. `finish_reason` is there with its last one."""
+    """New text and tokens of a sample since its last delta. The last delta has the `finish_reason`."""
 
     id: int
     sample: int

@@ -41,7 +41,7 @@ class HasBeat(Protocol):
 
 
 class Metrics:
-    """What has been measured since the server began."""
+    """Measurements since the server began."""
 
     def __init__(self, engine: HasBeat, model_name: str) -> None:
         self._registry = CollectorRegistry()

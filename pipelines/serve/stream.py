@@ -43,7 +43,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 class Ends:
-    """What may end a request before its answer does: its client, its time, and the server's end."""
+    """Reasons to end a request early: the client leaves, the time is over, or the server ends."""
 
     def __init__(self, receive: Receive, timeout_s: float, stopping: asyncio.Event) -> None:
         self._receive = receive

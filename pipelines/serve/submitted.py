@@ -11,7 +11,7 @@ from pipelines.serve.frames import Delta, Done, Ready, Submit, SubmitPooled
 
 
 class Answer(Protocol):
-    """As `client.Answer`, whose engine's end is an ApiError."""
+    """A `client.Answer` that raises ApiError where the engine ends."""
 
     async def accepted(self) -> int: ...
     def __aiter__(self) -> AsyncIterator[Delta | Done]: ...
@@ -28,7 +28,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """What the server knows of a request besides its body."""
+    """Facts about a request besides its body."""
 
     engine: Engine
     tokenizer: Tokenizer | None
