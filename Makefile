@@ -37,4 +37,4 @@ test-all: setup
 # of torch's operators, and of leaks: Python's own memory is not given back.
 sanitize: setup
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-		$(BIN)/python -m pytest -p tests.helpers.sanitize --capture=sys tests/kernels --ignore=tests/kernels/triton -k "not torch"
+		$(BIN)/python -m pytest -p tests.helpers.sanitize --capture=sys tests/kernels --ignore=tests/kernels/triton

@@ -24,13 +24,20 @@ KERNELS = Path(__file__).resolve().parent
 # Levels of the x86-64 ABI and not `native`: one cache serves every machine of a cluster, and a CPU's odd features change no result.
 # No fast-math, and no contraction of a * b + c into one rounding: where the compiler does that depends on how it unrolled a loop, so an
 # element's bits would depend on its place. Kernels that want a fused multiply-add say so.
-FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-pthread")
+# Hidden symbols: else the second library that a process loads would use the first one's list of functions.
+FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-pthread")
+AVX2, AVX2_FLAGS = {"avx2", "fma", "f16c"}, ("-march=x86-64-v3",)
+AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "fma", "f16c"}
+AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
+AMX = {"amx_tile", "amx_int8", "amx_bf16"}
 INSTRUCTION_SETS = {  # name, best first -> what /proc/cpuinfo must list, what the compiler is told
-    "avx512": (
-        {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "fma", "f16c"},
-        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
-    ),
-    "avx2": ({"avx2", "fma", "f16c"}, ("-march=x86-64-v3",)),
+    "amx": (AVX512 | AMX, (*AVX512_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16")),
+    "avx512": (AVX512, AVX512_FLAGS),
+    "avx2": (AVX2, AVX2_FLAGS),
+    "amx_emulated": (
+        AVX2,
+        (*AVX2_FLAGS, "-DTILES_IN_CPP"),
+    ),  # kernels/tiles.h in plain C++: for tests, for no CPU has it as its best
 }
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `enum class Dtype` in rows.h
 TYPES: dict[str, Any] = {  # by the letters of kernels/operator.h
@@ -93,9 +100,15 @@ def instruction_set() -> str:
         raise NotBuilt(f"they need Linux on x86-64 ({error})") from error
     present = set(next((line for line in lines if line.startswith("flags")), "").split())
     for name, (needed, _) in INSTRUCTION_SETS.items():
-        if needed <= present:
+        if needed <= present and (name != "amx" or _may_use_tiles()):
             return name
     raise NotBuilt("this CPU has neither AVX-512 with VNNI and BF16 nor AVX2 with FMA; use another machine")
+
+
+def _may_use_tiles() -> bool:
+    """Ask Linux for the use of AMX's tiles, for all threads of this process and its children: it refuses under gVisor, or if it is old."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # Linux, Documentation/arch/x86/xstate.rst
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 thread_local Recording *recording = nullptr;
 
-extern "C" const Exported *first_exported() { return Exported::first; }
+extern "C" [[gnu::visibility("default")]] const Exported *first_exported() { return Exported::first; }
 
 namespace {
 

@@ -27,6 +27,7 @@ inline Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
 inline Ints round_to_ints(Floats x) { return _mm512_cvtps_epi32(x); }  // half to even
 
 inline Ints bit_and(Ints a, Ints b) { return _mm512_and_si512(a, b); }
+inline Ints bit_xor(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
 inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Ints subtract(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 inline Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }

@@ -6,8 +6,8 @@ Without them torch multiplies, and the order of its sums may depend on the numbe
 
 from torch import Tensor
 
-from kernels.linear import float8, gpu_weight, int_weight
-from kernels.linear.float8 import Float8Weight
+from kernels.linear import float8_weight, gpu_weight, int_weight
+from kernels.linear.float8_weight import Float8Weight
 from kernels.linear.float_weight import FloatWeight, pack
 from kernels.linear.gpu_weight import GPUWeight
 from kernels.linear.int_weight import IntWeight, known_group_size
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-def matmul(x: Rows, weight: PackedWeight | Float8Weight | GPUWeight, bias: Tensor | None = None) -> Tensor:
+def matmul(x: Rows, weight: PackedWeight | GPUWeight, bias: Tensor | None = None) -> Tensor:
     """Return x [M, K] times weight transposed, plus bias [N]: [M, N] in x's dtype.
 
     Rows of float32, bfloat16 or float16 are multiplied by weights of any format, those of a FloatWeight of its dtype. Sums are float32,
@@ -50,21 +50,19 @@ def matmul(x: Rows, weight: PackedWeight | Float8Weight | GPUWeight, bias: Tenso
 
     - An IntWeight: with the C++ kernels, 128 inputs of a row (or a group, if that is less) share a scale and have 16 bits. Each is off by
       at most 2^-16 of the largest of them, and everything else is exact up to float32 sums. A row with NaN or infinity gives such.
-    - A Float8Weight is rounded to x's dtype first.
+    - A Float8Weight: codes, exact in bfloat16, are multiplied by the inputs. The sum of a group is scaled, then groups are
+      added in their order.
 
     Rows of int8 are multiplied by weights of integers, whose sums of a group are exact, those of float8_e4m3fn by weights of float8. Beside
     a float8 weight with groups the rows may have groups too, each of one or several whole ones of the weight's.
 
     Raises ValueError if shapes or dtypes do not belong together.
     """
-    if isinstance(weight, Float8Weight):
-        y = float8.matmul(x, weight)
-    elif isinstance(weight, GPUWeight):
-        from kernels.linear import triton  # not at the top: a process without a GPU need not load it
-
-        y = triton.matmul(x, weight)
-    else:
+    if not isinstance(weight, GPUWeight):
         return matmul_together(x, [weight], [bias])[0]
+    from kernels.linear import triton  # not at the top: a process without a GPU need not load it
+
+    y = triton.matmul(x, weight)
     return y if bias is None else y + bias
 
 
@@ -78,11 +76,12 @@ def pack_codes(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: 
 def pack_float8(codes: Tensor, scales: Tensor) -> Float8Weight | GPUWeight:
     """Pack codes float8_e4m3fn [N, K] and scales float32 [N, G], of groups of one size, or [1, 1] for the whole weight.
 
-    A CPU has no kernels for them, nor has a GPU for groups of other than 32, 64, 128 or all inputs: there codes stay as they are.
+    A GPU has no kernels for groups of other than 32, 64, 128 or all inputs: there torch multiplies. Raises ValueError for other dtypes or
+    shapes.
     """
     if _on_gpu(codes) and known_group_size(codes.shape[1], scales.shape[1]) is not None:
         return gpu_weight.pack(codes, scales, None, 8)
-    return Float8Weight(codes.clone(), scales.clone())
+    return float8_weight.pack(codes, scales)
 
 
 def _on_gpu(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@
 
 #include "../quantize_rows/quantize.h"
 #include "../simd.h"
+#include "products.h"
 
 namespace {
 
@@ -17,6 +18,26 @@ constexpr int64_t SEGMENT = 128;            // inputs that share a scale of fixe
 constexpr int32_t FIXED_POINT_MAX = 32512;  // 256 * 127: then both limbs fit a signed byte
 constexpr float LEAST_NORMAL = 1e-33f;      // below it the reciprocal of the scale would overflow
 
+// Where the parts of a packed weight are, as kernels/linear/int_weight.py describes them.
+struct Layout : Format {
+  int64_t num_inputs;
+
+  int64_t num_groups() const { return divide_up(num_inputs, group_size); }
+  int64_t num_steps() const { return divide_up(num_inputs, 2 * STEP) * 2; }
+  int64_t whole_group() const { return group_size == num_inputs ? num_steps() * STEP : group_size; }
+  int64_t tile_bytes() const { return num_steps() * STEP * LANES * bits / 8; }
+  // What was added to symmetric codes, for bytes are unsigned: their zero point. 1 if every group has its own.
+  int32_t offset() const { return has_zeros ? 1 : bits == 8 ? 128 : 8; }
+  const float *scales(const Weight &weight, int64_t num_tiles) const {
+    return reinterpret_cast<const float *>(weight.memory + num_tiles * tile_bytes());
+  }
+  const int8_t *zeros(const Weight &weight, int64_t num_tiles) const {
+    return reinterpret_cast<const int8_t *>(scales(weight, num_tiles) + num_tiles * num_groups() * LANES);
+  }
+};
+
+inline int64_t segment_of(const Layout &layout, int limbs) { return limbs == 2 ? std::min(layout.whole_group(), SEGMENT) : layout.whole_group(); }
+
 // Up to MAX_ROWS rows of activations, step after step: bytes [num_steps, num_rows, LIMBS, 4].
 template <int LIMBS> struct Panel {
   static constexpr int MAX_ROWS = std::max(1, ACCUMULATORS / (LIMBS + 1));  // of one tile, with a total for each
@@ -24,6 +45,12 @@ template <int LIMBS> struct Panel {
   int32_t *bytes;
   float *scales;  // [num_segments, num_rows]
   int32_t *sums;  // [num_segments, num_rows], of the integers, times minus the weight's offset; -1 if that has zero points
+
+  // `count` bytes of a limb of a row, those of the inputs from `first` on; both are multiples of STEP.
+  void put(int64_t row, int limb, int64_t first, int64_t count, const int8_t *from) const {
+    int32_t *to = bytes + (first / STEP * num_rows + row) * LIMBS + limb;
+    for (int64_t i = 0; i < count; i += STEP, to += num_rows * LIMBS) std::memcpy(to, from + i, STEP);
+  }
 };
 
 // All rows of a call in panels of nearly equal height.
@@ -45,7 +72,7 @@ template <int LIMBS> struct Activations {
 };
 
 // One row as fixed point. x is padded with zeros to a multiple of 16.
-void fix_row(const Activations<2> &all, const Panel<2> &panel, int64_t row, const float *x) {
+template <class All, class Panel> void fix_row(const All &all, const Panel &panel, int64_t row, const float *x) {
   for (int64_t segment = 0; segment < all.num_segments; ++segment) {
     const int64_t begin = segment * all.segment, end = std::min(begin + all.segment, all.num_steps * STEP);
     const float magnitude = largest_magnitude(x + begin, divide_up(end - begin, LANES) * LANES);
@@ -60,18 +87,15 @@ void fix_row(const Activations<2> &all, const Panel<2> &panel, int64_t row, cons
       store_bytes(high + i, shift_right<8>(subtract(q, low_byte)));
       total = add(total, q);
     }
-    for (int64_t step = 0; step < (end - begin) / STEP; ++step) {
-      int32_t *at = panel.bytes + ((begin / STEP + step) * panel.num_rows + row) * 2;
-      std::memcpy(at, low + step * STEP, STEP);
-      std::memcpy(at + 1, high + step * STEP, STEP);
-    }
+    panel.put(row, 0, begin, end - begin, low);
+    panel.put(row, 1, begin, end - begin, high);
     panel.scales[segment * panel.num_rows + row] = finite ? (normal ? magnitude / FIXED_POINT_MAX : 0.0f) : NAN;
     panel.sums[segment * panel.num_rows + row] = finite ? sum(total) * -all.offset : 0;  // NaN and infinity become the least int
   }
 }
 
 // One row of int8 codes.
-void take_row(const Activations<1> &all, const Panel<1> &panel, int64_t row, const int8_t *codes, float scale) {
+template <class All, class Panel> void take_row(const All &all, const Panel &panel, int64_t row, const int8_t *codes, float scale) {
   for (int64_t segment = 0; segment < all.num_segments; ++segment) {
     const int64_t begin = segment * all.segment, end = std::min(begin + all.segment, all.num_inputs);
     int32_t total = 0;
@@ -79,12 +103,12 @@ void take_row(const Activations<1> &all, const Panel<1> &panel, int64_t row, con
     panel.scales[segment * panel.num_rows + row] = scale;
     panel.sums[segment * panel.num_rows + row] = total * -all.offset;
   }
-  const int64_t whole = all.num_inputs / STEP;
-  for (int64_t step = 0; step < whole; ++step) std::memcpy(panel.bytes + step * panel.num_rows + row, codes + step * STEP, STEP);
-  for (int64_t step = whole; step < all.num_steps; ++step) {
-    int32_t bytes = 0;
-    std::memcpy(&bytes, codes + step * STEP, std::max<int64_t>(all.num_inputs - step * STEP, 0));
-    panel.bytes[step * panel.num_rows + row] = bytes;
+  const int64_t whole = all.num_inputs / STEP * STEP;
+  panel.put(row, 0, 0, whole, codes);
+  for (int64_t input = whole; input < all.num_steps * STEP; input += STEP) {
+    int8_t last[STEP] = {};
+    std::memcpy(last, codes + input, std::max<int64_t>(all.num_inputs - input, 0));
+    panel.put(row, 0, input, STEP, last);
   }
 }
 
@@ -95,6 +119,17 @@ float *row_buffer(int64_t count) {
   if (kept.size() < padded) kept.resize(padded);
   std::fill(kept.data() + count, kept.data() + padded, 0.0f);
   return kept.data();
+}
+
+// Row number `index` of those of a product
+template <int LIMBS, class All, class Panel> void fill_row(const All &all, const Panel &panel, int64_t row, const Rows &rows, int64_t index) {
+  if constexpr (LIMBS == 2) {
+    float *floats = row_buffer(rows.num_inputs);
+    read_floats(rows.x, rows.dtype, index * rows.num_inputs, rows.num_inputs, floats);
+    fix_row(all, panel, row, floats);
+  } else {
+    take_row(all, panel, row, static_cast<const int8_t *>(rows.x) + index * rows.num_inputs, rows.scales[index * rows.scale_stride]);
+  }
 }
 
 }  // namespace

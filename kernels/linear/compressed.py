@@ -34,7 +34,7 @@ def compress(tiles: Tensor) -> Tensor:
     With AVX2 it would be none: what reading 12 bits takes is what the memory gives back.
     """
     library = build.library()
-    if library is None or build.instruction_set() != "avx512" or tiles.nbytes < MIN_BYTES:
+    if library is None or build.instruction_set() == "avx2" or tiles.nbytes < MIN_BYTES:
         return tiles
     upper_bytes, num_exceptions = common_upper_bytes(tiles)
     if num_exceptions > MAX_EXCEPTIONS * tiles.numel():

@@ -1,10 +1,12 @@
 // x [M, K] times W [N, K] transposed, plus bias [N]; kernels/linear/reference.py is the specification.
 // Up to three weights in one call, each with its own result: rows are prepared once, and threads meet once. Or two of them, gate and up, with
-// one result, silu(gate) * up. Weights of floats are multiplied in floats.cpp, those of integers in ints.cpp.
+// one result, silu(gate) * up. Weights of floats are multiplied in floats.cpp, those of integers in
+// ints.cpp, those of float8 in floats8.cpp.
 #include <vector>
 
 #include "../operator.h"
 #include "compressed.h"
+#include "float8.h"
 #include "products.h"
 
 namespace {
@@ -16,7 +18,9 @@ std::vector<Product> &no_products() {
 }
 
 void multiply(const Format &format, const std::vector<Product> &products) {
-  if (format.bits)
+  if (format.bits == FLOAT8_BITS)
+    multiply_floats8(format.group_size, products);
+  else if (format.bits)
     multiply_ints(format, products);
   else
     multiply_floats(products);
@@ -48,10 +52,10 @@ OPERATOR(matmul_swiglu, (const void *x, const float *scales, int64_t scale_strid
 }
 
 // The rows starts[i] .. starts[i + 1] - 1 times weights[i], or gated by it times ups[i], if ups is not null; what has no rows is not read.
-OPERATOR(grouped_matmul, (const void *x, const float *scales, Dtype dtype, int64_t num_inputs, int64_t group_size, int32_t bits,
-                          bool has_zeros, const uint8_t *const *weights, const bool *compressed, const uint8_t *const *ups,
+OPERATOR(grouped_matmul, (const void *x, const float *scales, int64_t scale_stride, Dtype dtype, int64_t num_inputs, int64_t group_size,
+                          int32_t bits, bool has_zeros, const uint8_t *const *weights, const bool *compressed, const uint8_t *const *ups,
                           const bool *ups_compressed, const int64_t *starts, void *out, int64_t num_weights, int64_t num_outputs)) {
-  const Rows rows{x, scales, 1, dtype, starts[num_weights], num_inputs};
+  const Rows rows{x, scales, scale_stride, dtype, starts[num_weights], num_inputs};
   auto &products = no_products();
   for (int64_t i = 0; i < num_weights; ++i) {
     const int64_t num_rows = starts[i + 1] - starts[i];

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../tiles.h"
 #include "compressed.h"
 #include "products.h"
 
@@ -25,7 +26,9 @@ struct Job {
   const Rows &rows() const { return product.rows; }
   int64_t num_steps() const { return rows().dtype == Dtype::bfloat16 ? divide_up(rows().num_inputs, 2) : rows().num_inputs; }
   int64_t tile_bytes() const { return num_steps() * vector_bytes(rows().dtype); }
+  int64_t tiles_of_chunk() const { return TILES_OF_CHUNK; }
   int64_t num_panels() const { return divide_up(rows().num_rows, MAX_ROWS); }
+  int64_t num_fills() const { return num_panels(); }
   int64_t panels_of_chunk() const { return product.plain.numbers ? ROWS_PER_PACKING / MAX_ROWS : PANELS_PER_CHUNK; }
   int64_t height() const { return divide_up(rows().num_rows, std::max<int64_t>(num_panels(), 1)); }
   int64_t panel_bytes() const { return rows().num_rows * num_steps() * STEP_BYTES; }
@@ -178,6 +181,9 @@ template <Dtype DTYPE> void multiply_part(const Job &job, const Part &part) {
 }  // namespace
 
 void multiply_floats(const std::vector<Product> &products) {
+#ifdef HAS_TILES
+  if (!products.empty() && products[0].rows.dtype == Dtype::bfloat16) return multiply_bfloat16_by_tiles(products);
+#endif
   thread_local std::vector<Job> jobs;
   jobs.clear();
   for (const Product &product : products) jobs.push_back({product});

@@ -18,9 +18,9 @@ FLOAT_CHUNK_BYTES = 128
 
 @dataclass(frozen=True)
 class GPUWeight:
-    """value[o, i] = (code[o, i] - zero[g, o]) * scale[g, o] with g = i // group_size, in the order in which a program reads it.
+    """A weight [N, K], in the order in which a program reads it: value[o, i] = (code[o, i] - zero[g, o]) * scale[g, o].
 
-    Or those of several experts (`stack`), whose number is the first axis of every tensor.
+    g is i // group_size. Or the weights of several experts (`stack`), whose number is the first axis of every tensor.
     """
 
     codes: Tensor

@@ -23,9 +23,10 @@ class PackedFormat(NamedTuple):
 
 @dataclass(frozen=True)
 class IntWeight:
-    """value[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] with g = i // group_size, in the order in which a kernel reads it.
+    """A weight [N, K] of integers, in the order in which a kernel reads it.
 
-    `memory` [bytes] uint8 holds three parts, one behind the other; a file may hold it, and it may be mapped from there:
+    A value is (code[o, i] - zero[o, g]) * scale[o, g] for output o, input i and group g = i // group_size.
+    `memory` [bytes] uint8 holds three parts, one after the other; a file may hold it, and be mapped:
 
     - codes: 16 outputs (a tile), then inputs, then outputs: bytes [tiles, K / 4, 16, 4] of 8 bits (plus 128), or [tiles, K / 8, 16, 4] with
       inputs 0-3 in the lower and inputs 4-7 in the upper four bits (plus 8 if symmetric). K is rounded up to a multiple of 8, N of 16.

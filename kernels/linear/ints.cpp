@@ -10,6 +10,7 @@
 #include <limits>
 #include <vector>
 
+#include "../tiles.h"
 #include "activations.h"
 #include "products.h"
 
@@ -17,25 +18,10 @@ namespace {
 
 constexpr int64_t VECTOR_BYTES = STEP * LANES;
 constexpr int64_t PANELS_PER_CHUNK = 16;
+#ifdef HAS_TILES
+constexpr int64_t ROWS_FOR_TILES[] = {5, 10};  // with two limbs and with one: from so many on tiles are faster, with the same bits
+#endif
 constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level: 0.9 of the time with 2048 into the first, also for one row
-
-// Where the parts of a packed weight are, as kernels/linear/int_weight.py describes them.
-struct Layout : Format {
-  int64_t num_inputs;
-
-  int64_t num_groups() const { return divide_up(num_inputs, group_size); }
-  int64_t num_steps() const { return divide_up(num_inputs, 2 * STEP) * 2; }
-  int64_t whole_group() const { return group_size == num_inputs ? num_steps() * STEP : group_size; }
-  int64_t tile_bytes() const { return num_steps() * STEP * LANES * bits / 8; }
-  // What was added to symmetric codes, for bytes are unsigned: their zero point. 1 if every group has its own.
-  int32_t offset() const { return has_zeros ? 1 : bits == 8 ? 128 : 8; }
-  const float *scales(const Weight &weight, int64_t num_tiles) const {
-    return reinterpret_cast<const float *>(weight.memory + num_tiles * tile_bytes());
-  }
-  const int8_t *zeros(const Weight &weight, int64_t num_tiles) const {
-    return reinterpret_cast<const int8_t *>(scales(weight, num_tiles) + num_tiles * num_groups() * LANES);
-  }
-};
 
 // Rows as integers of LIMBS bytes, and the weights that they are multiplied by.
 template <int LIMBS> struct Job {
@@ -43,7 +29,9 @@ template <int LIMBS> struct Job {
   Layout layout;
   Activations<LIMBS> all;
 
+  int64_t tiles_of_chunk() const { return TILES_OF_CHUNK; }
   int64_t num_panels() const { return all.num_panels; }
+  int64_t num_fills() const { return num_panels(); }
   int64_t panels_of_chunk() const { return PANELS_PER_CHUNK; }
   int64_t panel_bytes() const { return all.num_rows * all.bytes_per_row; }
   void place(char *memory) { all.memory = memory; }
@@ -173,30 +161,17 @@ template <int LIMBS> void multiply_part(const Job<LIMBS> &job, const Part &part)
   for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel) multiply(job, *part.out, panel, part.first_tile, part.last_tile);
 }
 
-void fill_row(const Job<2> &job, const Panel<2> &panel, int64_t row, int64_t index) {
-  const Rows &rows = job.product.rows;
-  float *floats = row_buffer(rows.num_inputs);
-  read_floats(rows.x, rows.dtype, index * rows.num_inputs, rows.num_inputs, floats);
-  fix_row(job.all, panel, row, floats);
-}
-
-void fill_row(const Job<1> &job, const Panel<1> &panel, int64_t row, int64_t index) {
-  const Rows &rows = job.product.rows;
-  take_row(job.all, panel, row, static_cast<const int8_t *>(rows.x) + index * rows.num_inputs, rows.scales[index * rows.scale_stride]);
-}
-
 template <int LIMBS> void multiply_all(const Format &format, const std::vector<Product> &products) {
   thread_local std::vector<Job<LIMBS>> jobs;
   jobs.clear();
   for (const Product &product : products) {
     const Rows &rows = product.rows;
     const Layout layout{format, rows.num_inputs};
-    const int64_t segment = LIMBS == 2 ? std::min(layout.whole_group(), SEGMENT) : layout.whole_group();
-    jobs.push_back({product, layout, {rows.num_rows, rows.num_inputs, segment, layout.num_steps(), layout.offset()}});
+    jobs.push_back({product, layout, {rows.num_rows, rows.num_inputs, segment_of(layout, LIMBS), layout.num_steps(), layout.offset()}});
   }
   const auto fill = [](const Job<LIMBS> &job, int64_t number) {
     const Panel<LIMBS> panel = job.all.panel(number);
-    for (int64_t row = 0; row < panel.num_rows; ++row) fill_row(job, panel, row, number * job.all.height + row);
+    for (int64_t row = 0; row < panel.num_rows; ++row) fill_row<LIMBS>(job.all, panel, row, job.product.rows, number * job.all.height + row);
   };
   run(jobs, fill, multiply_part<LIMBS>);
 }
@@ -205,8 +180,15 @@ template <int LIMBS> void multiply_all(const Format &format, const std::vector<P
 
 void multiply_ints(const Format &format, const std::vector<Product> &products) {
   if (products.empty()) return;
-  if (products[0].rows.scales)
-    multiply_all<1>(format, products);
-  else
-    multiply_all<2>(format, products);
+  const bool are_codes = products[0].rows.scales;
+  const auto multiply = are_codes ? multiply_all<1> : multiply_all<2>;
+#ifdef HAS_TILES
+  thread_local std::vector<Product> few, many;
+  few.clear(), many.clear();
+  for (const Product &product : products) (product.rows.num_rows < ROWS_FOR_TILES[are_codes] ? few : many).push_back(product);
+  if (!few.empty()) multiply(format, few);
+  if (!many.empty()) multiply_ints_by_tiles(format, many);
+#else
+  multiply(format, products);
+#endif
 }

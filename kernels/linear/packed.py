@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.build import DTYPES, Library
-from kernels.linear import portable
+from kernels.linear import float8_weight, portable
+from kernels.linear.float8_weight import Float8Weight
 from kernels.linear.float_weight import FloatWeight
 from kernels.linear.int_weight import IntWeight
 from kernels.operator import Misfit, Parts, operator
@@ -19,7 +20,7 @@ from kernels.swiglu import swiglu
 
 MAX_TOGETHER = 3  # weights that one call multiplies: queries, keys and values
 
-PackedWeight: TypeAlias = FloatWeight | IntWeight
+PackedWeight: TypeAlias = FloatWeight | IntWeight | Float8Weight
 Biases: TypeAlias = Sequence[Tensor | None]
 
 NO_WEIGHTS = [(None, False, None, None, 0) * (MAX_TOGETHER - count) for count in range(MAX_TOGETHER + 1)]
@@ -46,12 +47,14 @@ class WeightGroup:
         return (c_bool * len(self.weights))(*[weight.is_compressed for weight in self.weights])
 
 
-def _row_parts(x: Rows) -> tuple[Tensor, Tensor | None, torch.dtype]:
-    return (x.codes, x.scales, x.dtype) if isinstance(x, QuantizedActivations) else (x, None, x.dtype)
+def _row_parts(x: Rows) -> tuple[Tensor, Tensor | None, torch.dtype, int | None]:
+    if isinstance(x, QuantizedActivations):
+        return x.codes, x.scales, x.dtype, x.group_size
+    return x, None, x.dtype, None
 
 
-def _make_rows(codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Rows:
-    return codes if scales is None else QuantizedActivations(codes, scales, dtype)
+def _make_rows(codes: Tensor, scales: Tensor | None, dtype: torch.dtype, group_size: int | None) -> Rows:
+    return codes if scales is None else QuantizedActivations(codes, scales, dtype, group_size)
 
 
 def _weight_parts(weight: PackedWeight) -> tuple[Tensor, int, int, int, int, bool]:
@@ -63,6 +66,8 @@ def _make_weight(
 ) -> PackedWeight:
     if (group_size, bits, has_zero_points) == FLOATS:
         return FloatWeight(memory, num_outputs, num_inputs)
+    if bits == float8_weight.BITS:
+        return Float8Weight(memory, num_outputs, num_inputs, group_size)
     return IntWeight(memory, num_outputs, num_inputs, group_size, bits, has_zero_points)
 
 
@@ -101,15 +106,15 @@ def _check(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> None:
     if len(weights) > MAX_TOGETHER:
         raise ValueError(f"{len(weights)} weights: at most {MAX_TOGETHER} are multiplied together")
     shape, dtype, format = x.shape, x.dtype, weights[0].format
-    are_ints, are_codes = isinstance(weights[0], IntWeight), isinstance(x, QuantizedActivations)
+    are_floats, are_codes = isinstance(weights[0], FloatWeight), isinstance(x, QuantizedActivations)
     if dtype not in DTYPES:
         raise ValueError(f"products of {dtype}: there are only those of {', '.join(map(str, DTYPES))}")
-    if not are_ints and (are_codes or dtype != format):
+    if are_floats and (are_codes or dtype != format):
         raise ValueError(
             f"{'codes for ' if are_codes else ''}rows of {dtype} cannot be multiplied by a weight of {format}"
         )
     if isinstance(x, QuantizedActivations):
-        _check_codes(x)
+        _check_codes(x, weights[0])
     for weight, bias in zip(weights, biases, strict=True):
         if len(shape) != 2 or shape[1] != weight.num_inputs:
             raise ValueError(f"rows {list(shape)} cannot be multiplied by a weight of {weight.num_inputs} inputs")
@@ -126,10 +131,15 @@ def _check(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> None:
             )
 
 
-def _check_codes(x: QuantizedActivations) -> None:
-    if x.codes.dtype != torch.int8:
-        raise ValueError(f"rows of {x.codes.dtype}: weights of integers are multiplied by floats or int8")
-    if tuple(x.scales.shape) not in ((1, 1), (len(x), 1)):
+def _check_codes(x: QuantizedActivations, weight: PackedWeight) -> None:
+    if isinstance(weight, Float8Weight) != (x.codes.dtype == torch.float8_e4m3fn) or not x.codes.itemsize == 1:
+        raise ValueError(
+            f"rows of {x.codes.dtype}: weights of integers are multiplied by floats or int8, of float8 by floats or float8"
+        )
+    allowed = [(1, 1), (len(x), 1)]
+    if isinstance(weight, Float8Weight) and x.group_size is not None and x.group_size % weight.group_size == 0:
+        allowed.append((len(x), -(-weight.num_inputs // x.group_size)))
+    if tuple(x.scales.shape) not in allowed:
         raise ValueError(f"scales {list(x.scales.shape)} for {len(x)} rows: one of each, or [1, 1] of all")
 
 
@@ -158,7 +168,7 @@ def matmul_together(cpp: Library, x: Rows, weights: Sequence[PackedWeight], bias
         arguments += (weight.memory.data_ptr(), weight.is_compressed, bias_at, out.data_ptr(), weight.num_outputs)
         outs.append(out)
     arguments += NO_WEIGHTS[len(weights)]
-    x, rows = _rows(x)
+    x, rows = _rows(x, weights[0])
     cpp.matmul(*rows, *x.shape, *_format_numbers(weights[0]), *arguments)
     return outs
 
@@ -192,7 +202,7 @@ def matmul_swiglu(
     """
     if not x.is_cpu:
         raise Misfit
-    out, (x, rows) = torch.empty(len(x), gate.num_outputs, dtype=x.dtype), _rows(x)
+    out, (x, rows) = torch.empty(len(x), gate.num_outputs, dtype=x.dtype), _rows(x, gate)
     cpp.matmul_swiglu(
         *(*rows, *x.shape, *_format_numbers(gate)),
         *(gate.memory.data_ptr(), gate.is_compressed, None if gate_bias is None else gate_bias.data_ptr()),
@@ -222,9 +232,7 @@ def _grouped_matmul(x: Rows, weights: WeightGroup, starts: Tensor, ups: WeightGr
     for i, weight in enumerate(weights.weights):
         rows = slice(ends[i], ends[i + 1])
         part = (
-            QuantizedActivations(x.codes[rows], x.scales[rows], x.dtype)
-            if isinstance(x, QuantizedActivations)
-            else x[rows]
+            replace(x, codes=x.codes[rows], scales=x.scales[rows]) if isinstance(x, QuantizedActivations) else x[rows]
         )
         y = portable.matmul(part, weight, None)
         outs.append(y if ups is None else swiglu(y, portable.matmul(part, ups.weights[i], None)))
@@ -248,9 +256,10 @@ def grouped_matmul(
         raise Misfit
     first = weights.first
     starts, out = starts.contiguous(), torch.empty(len(x), first.num_outputs, dtype=x.dtype)
-    x, (at, scales, _, dtype) = _rows(x)
+    x, rows = _rows(x, first)
+    scales_apart = rows[2] if isinstance(x, Tensor) else x.scales.shape[1]  # also where there is one row
     cpp.grouped_matmul(
-        *(at, scales, dtype, first.num_inputs, *_format_numbers(first)),
+        *(*rows[:2], scales_apart, rows[3], first.num_inputs, *_format_numbers(first)),
         *(weights.addresses, weights.are_compressed),
         *((None, None) if ups is None else (ups.addresses, ups.are_compressed)),
         *(starts.data_ptr(), out.data_ptr(), len(weights.weights), first.num_outputs),
@@ -258,18 +267,32 @@ def grouped_matmul(
     return out
 
 
-def _rows(x: Rows) -> tuple[Rows, tuple[int, int | None, int, int]]:
-    """Return contiguous rows, and for C++: their address, that of their scales, how far those are apart, and the number of the dtype."""
+def _rows(x: Rows, weight: PackedWeight) -> tuple[Rows, tuple[int, int | None, int, int]]:
+    """Return contiguous rows, with a scale for each of the weight's groups where they have several, and what C++ is told of them.
+
+    That is their address, the address of their scales, how far these are from row to row, and the number of the dtype.
+    """
     if not isinstance(x, QuantizedActivations):
         x = x.contiguous()
         return x, (x.data_ptr(), None, 0, DTYPES[x.dtype])
+    num_scales = x.scales.shape[1]
+    if num_scales > 1 and isinstance(weight, Float8Weight) and num_scales != weight.num_groups:
+        assert x.group_size is not None
+        x = replace(x, scales=x.scales.repeat_interleave(x.group_size // weight.group_size, 1)[:, : weight.num_groups])
     if not (x.codes.is_contiguous() and x.scales.is_contiguous()):
         x = replace(x, codes=x.codes.contiguous(), scales=x.scales.contiguous())
-    return x, (x.codes.data_ptr(), x.scales.data_ptr(), int(len(x.scales) > 1), DTYPES[x.dtype])
+    return x, (x.codes.data_ptr(), x.scales.data_ptr(), _scales_apart(x.scales), DTYPES[x.dtype])
+
+
+def _scales_apart(scales: Tensor) -> int:
+    """Return how far the scales of a row are from those of the next one; 0 where all share one."""
+    return scales.shape[1] if scales.numel() > 1 else 0
 
 
 def _format_numbers(weight: PackedWeight) -> tuple[int, int, bool]:
     """Return group size, bits and whether there are zero points."""
-    if not isinstance(weight, IntWeight):
+    if isinstance(weight, FloatWeight):
         return FLOATS
+    if isinstance(weight, Float8Weight):
+        return weight.group_size, float8_weight.BITS, False
     return weight.group_size, weight.bits, weight.has_zero_points

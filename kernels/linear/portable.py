@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels.linear.float8_weight import Float8Weight
 from kernels.linear.float_weight import FloatWeight
 from kernels.linear.int_weight import IntWeight
 from kernels.linear.reference import dequantize, linear
@@ -16,11 +17,14 @@ def blocks(weight: IntWeight) -> list[tuple[int, int]]:
     return [(first, min(first + tiles, weight.num_tiles)) for first in range(0, weight.num_tiles, tiles)]
 
 
-def matmul(x: Rows, weight: FloatWeight | IntWeight, bias: Tensor | None) -> Tensor:
+def matmul(x: Rows, weight: FloatWeight | IntWeight | Float8Weight, bias: Tensor | None) -> Tensor:
     """Return x [M, K] times weight transposed, plus bias [N]: [M, N] in x's dtype. Integers are unpacked a block of outputs at a time."""
     if isinstance(weight, FloatWeight):
         assert isinstance(x, Tensor)
         return linear(x, weight.unpack(), bias)
+    if isinstance(weight, Float8Weight):
+        y = _float8_matmul(x, weight)
+        return y if bias is None else y + bias
     y = _int8_matmul(x, weight) if isinstance(x, QuantizedActivations) else _int_matmul(x, weight)
     return y if bias is None else y + bias
 
@@ -42,6 +46,25 @@ def _int8_matmul(x: QuantizedActivations, weight: IntWeight) -> Tensor:
             total += exact_product(x.codes[:, inputs], centred).float() * scales[:, group]
         parts.append(total)
     return (torch.cat(parts, dim=1) * x.scales).to(x.dtype)
+
+
+def _float8_matmul(x: Rows, weight: Float8Weight) -> Tensor:
+    """Add products of codes and inputs in a group, scale the sum, and add groups in float32 in their order."""
+    codes, scales = weight.unpack()
+    inputs, size = x.codes if isinstance(x, QuantizedActivations) else x, weight.group_size
+    total = torch.zeros(len(x), len(codes), device=codes.device)
+    for group, start in enumerate(range(0, weight.num_inputs, size)):
+        part = slice(start, start + size)
+        products = linear(inputs[:, part].float(), codes[:, part].float())
+        scale = scales[:, group]  # [N]
+        total += products * (scale * _row_scales(x, start) if isinstance(x, QuantizedActivations) else scale)
+    return total.to(x.dtype)
+
+
+def _row_scales(x: QuantizedActivations, first_input: int) -> Tensor:
+    """Return the scales [M, 1] or [1, 1] of a group that begins with an input."""
+    group = first_input // x.group_size if x.scales.shape[1] > 1 and x.group_size else 0
+    return x.scales[:, group, None]
 
 
 def exact_product(a: Tensor, b: Tensor) -> Tensor:

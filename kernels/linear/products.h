@@ -10,13 +10,13 @@
 #include "../threads.h"
 #include "plain.h"
 
-constexpr int64_t TILES_PER_CHUNK = 4;
+constexpr int64_t TILES_OF_CHUNK = 4, MAX_TILES_OF_CHUNK = 8;
 
 // Rows of activations [num_rows, num_inputs].
 struct Rows {
   const void *x;        // of the dtype, or int8 codes
   const float *scales;  // of the codes; null if x is of the dtype
-  int64_t scale_stride;  // 1 if every row has its scale, 0 if all share one
+  int64_t scale_stride;  // from row to row: 1, 0 if all share one, or the number of groups that have their own
   Dtype dtype;           // of the product
   int64_t num_rows, num_inputs;
 
@@ -31,7 +31,7 @@ struct Rows {
 // What weights that are multiplied together have in common, besides their inputs.
 struct Format {
   int64_t group_size;  // inputs that share a scale
-  int32_t bits;        // of a code; 0: floats of the rows' dtype
+  int32_t bits;        // of a code; 0: floats of the rows' dtype, FLOAT8_BITS: float8
   bool has_zeros;
 };
 
@@ -48,7 +48,7 @@ struct Output {
   int64_t num_outputs;
 
   int64_t num_tiles() const { return divide_up(num_outputs, LANES); }
-  int64_t num_chunks() const { return divide_up(num_tiles(), TILES_PER_CHUNK); }
+  int64_t num_chunks(int64_t tiles_of_chunk) const { return divide_up(num_tiles(), tiles_of_chunk); }
 };
 
 struct Product {
@@ -56,14 +56,17 @@ struct Product {
   Output outputs[3];
   Plain plain = {};  // the weight of the first output, if it is not packed
 
-  int64_t num_chunks() const {
+  int64_t num_chunks(int64_t tiles_of_chunk) const {
     int64_t count = 0;
-    for (const Output &out : outputs) count += out.num_chunks();
+    for (const Output &out : outputs) count += out.num_chunks(tiles_of_chunk);
     return count;
   }
 };
 
 void multiply_floats(const std::vector<Product> &products);
+void multiply_floats8(int64_t group_size, const std::vector<Product> &products);
+void multiply_bfloat16_by_tiles(const std::vector<Product> &products);  // where there are tiles: kernels/tiles.h
+void multiply_ints_by_tiles(const Format &format, const std::vector<Product> &products);
 void multiply_ints(const Format &format, const std::vector<Product> &products);
 
 // What a thread takes at a time: some tiles of one output and some panels of rows.
@@ -72,26 +75,27 @@ struct Part {
   int64_t first_tile, last_tile, first_panel, last_panel;
 };
 
-// Part number `chunk` of a job, which is a product and its rows in `num_panels` panels, `panels_of_chunk` for a thread at a time.
+// Part number `chunk` of a job, which is a product and its rows in `num_panels` panels, `panels_of_chunk` and `tiles_of_chunk` for a thread at a
+// time.
 template <class Job> Part part_of(const Job &job, int64_t chunk) {
-  const int64_t panel_chunks = divide_up(job.num_panels(), job.panels_of_chunk());
+  const int64_t panel_chunks = divide_up(job.num_panels(), job.panels_of_chunk()), tiles_of_chunk = job.tiles_of_chunk();
   const Output *out = job.product.outputs;
   int64_t tiles = chunk / panel_chunks;
-  for (; tiles >= out->num_chunks(); ++out) tiles -= out->num_chunks();
-  const int64_t tile = tiles * TILES_PER_CHUNK, panel = chunk % panel_chunks * job.panels_of_chunk();
-  return {out, tile, std::min(tile + TILES_PER_CHUNK, out->num_tiles()), panel, std::min(panel + job.panels_of_chunk(), job.num_panels())};
+  for (; tiles >= out->num_chunks(tiles_of_chunk); ++out) tiles -= out->num_chunks(tiles_of_chunk);
+  const int64_t tile = tiles * tiles_of_chunk, panel = chunk % panel_chunks * job.panels_of_chunk();
+  return {out, tile, std::min(tile + tiles_of_chunk, out->num_tiles()), panel, std::min(panel + job.panels_of_chunk(), job.num_panels())};
 }
 
-// fill(job, panel) for every panel of all jobs, in memory that they are given; then multiply(job, part) for every part.
+// fill(job, number) for all fills of all jobs, in memory that they are given; then multiply(job, part) for every part.
 template <class Job, class Fill, class Multiply> void run(std::vector<Job> &jobs, Fill &&fill, Multiply &&multiply) {
   thread_local std::vector<char> kept;
-  thread_local std::vector<int64_t> panels, chunks;
-  panels.assign(1, 0), chunks.assign(1, 0);
+  thread_local std::vector<int64_t> fills, chunks;
+  fills.assign(1, 0), chunks.assign(1, 0);
   int64_t bytes = 0;
   for (const Job &job : jobs) {
     bytes += job.panel_bytes();
-    panels.push_back(panels.back() + job.num_panels());
-    chunks.push_back(chunks.back() + job.product.num_chunks() * divide_up(job.num_panels(), job.panels_of_chunk()));
+    fills.push_back(fills.back() + job.num_fills());
+    chunks.push_back(chunks.back() + job.product.num_chunks(job.tiles_of_chunk()) * divide_up(job.num_panels(), job.panels_of_chunk()));
   }
   if (kept.size() < static_cast<size_t>(bytes)) kept.resize(bytes);
   char *memory = kept.data();
@@ -99,8 +103,20 @@ template <class Job, class Fill, class Multiply> void run(std::vector<Job> &jobs
     job.place(memory);
     memory += job.panel_bytes();
   }
-  parallel_for_each(panels, [&](int64_t job, int64_t panel) { fill(jobs[job], panel); });
+  parallel_for_each(fills, [&](int64_t job, int64_t number) { fill(jobs[job], number); });
   parallel_for_each(chunks, [&](int64_t job, int64_t chunk) { multiply(jobs[job], part_of(jobs[job], chunk)); });
+}
+
+// Writes result [num_rows, width], or silu(result) * up if `up` is not null: `count` outputs of each row, from tile number `tile` on.
+inline void write_rows(const Output &out, Dtype dtype, int64_t first_row, int64_t num_rows, int64_t tile, int64_t count, int64_t width, float *result,
+                       float *up) {
+  if (up) {  // both are rounded first, as if they had been written
+    round_to(dtype, result, num_rows * width);
+    round_to(dtype, up, num_rows * width);
+    swiglu(dtype, result, up, num_rows * width);
+  }
+  for (int64_t row = 0; row < num_rows; ++row)
+    write_floats(out.memory, dtype, (first_row + row) * out.num_outputs + tile * LANES, count, result + row * width);
 }
 
 // Writes what ROWS rows from `first_row` on give with the tiles first .. last - 1, or silu(gate) * up of both.
@@ -112,21 +128,15 @@ void write_tiles(const Output &out, Dtype dtype, int64_t first_row, int64_t firs
     const int64_t num_tiles = tile + TILES <= last ? TILES : 1, width = num_tiles * LANES;
     const int64_t count = std::min(width, out.num_outputs - tile * LANES);
     compute(out.weight, tile, num_tiles, count, result);
-    if (out.up.memory) {  // both are rounded first, as if they had been written
-      compute(out.up, tile, num_tiles, count, up);
-      round_to(dtype, result, ROWS * width);
-      round_to(dtype, up, ROWS * width);
-      swiglu(dtype, result, up, ROWS * width);
-    }
-    for (int64_t row = 0; row < ROWS; ++row)
-      write_floats(out.memory, dtype, (first_row + row) * out.num_outputs + tile * LANES, count, result + row * width);
+    if (out.up.memory) compute(out.up, tile, num_tiles, count, up);
+    write_rows(out, dtype, first_row, ROWS, tile, count, width, result, out.up.memory ? up : nullptr);
     tile += num_tiles;
   }
 }
 
 // result [num_rows, num_tiles, 16] plus the weight's bias, `count` numbers of a row from tile number `tile` on.
 inline void add_bias(const Weight &weight, Dtype dtype, int64_t num_rows, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
-  float bias[TILES_PER_CHUNK * LANES];
+  float bias[MAX_TILES_OF_CHUNK * LANES];
   read_floats(weight.bias, dtype, tile * LANES, count, bias);
   for (int64_t row = 0; row < num_rows; ++row)
     for (int64_t i = 0; i < count; ++i) result[row * num_tiles * LANES + i] += bias[i];

@@ -10,7 +10,7 @@ def lora_add(y: Tensor, x: Tensor, table: AdapterTable, slots: Tensor) -> None:
     """Add scale * B (A x) of each row's own adapter to y [T, O], x [T, I], in place (arXiv 2106.09685).
 
     slots int64 [T]: the row's adapter in the table, or -1, which leaves the row as it is. A x and the sum are float32, rounded once to
-    y's dtype. An adapter counts up to its own rank; what the table holds behind that does not matter.
+    y's dtype. An adapter counts up to its own rank; what the table holds after that does not matter.
     """
     rows = x.float()
     for slot in range(table.num_slots):

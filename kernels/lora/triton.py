@@ -69,7 +69,7 @@ def _shrink(
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """RANKS numbers of A x for rows of one adapter, zeros behind its own rank."""
+    """RANKS numbers of A x for rows of one adapter, zeros after its own rank."""
     slot, row, inside = _rows_of(order, starts, num_slots, ROWS)
     first = tl.program_id(1) * RANKS
     rank = tl.load(ranks + slot)

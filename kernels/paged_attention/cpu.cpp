@@ -13,6 +13,7 @@
 #include "../exp.h"
 #include "../kv_format.h"
 #include "../operator.h"
+#include "../room.h"
 #include "../threads.h"
 #include "product.h"
 
@@ -85,12 +86,6 @@ struct Scratch {
   alignas(64) float scores[MAX_ROWS * TILE], kept[MAX_ROWS] = {}, sums[MAX_ROWS];
   alignas(64) uint8_t weights[MAX_ROWS * TILE * WORD_BYTES];
   const uint8_t *at[TILE];
-
-  template <class Number> static Number *room(std::vector<Number> &memory, int64_t count) {
-    const size_t with_margin = count + VECTOR_BYTES / sizeof(Number);
-    if (memory.size() < with_margin) memory.resize(with_margin);
-    return reinterpret_cast<Number *>(divide_up(reinterpret_cast<intptr_t>(memory.data()), VECTOR_BYTES) * VECTOR_BYTES);
-  }
 };
 
 // --- what is multiplied ---
@@ -109,8 +104,8 @@ void write_words(Dtype dtype, float *x, int64_t count, int64_t num_words, uint8_
 const uint8_t *query_words(const Rows &rows, Scratch &scratch) {
   const Call &call = rows.call;
   const int64_t words = call.key_words(), channels = call.keys.channels;
-  uint8_t *query = scratch.room(scratch.query, rows.count * words * WORD_BYTES);
-  float *x = scratch.room(scratch.floats, 2 * words);
+  uint8_t *query = room(scratch.query, rows.count * words * WORD_BYTES);
+  float *x = room(scratch.floats, 2 * words);
   for (int64_t row = 0; row < rows.count; ++row) {
     read_floats(call.query, call.keys.dtype, rows.place(row) * channels, channels, x);
     write_words(call.keys.dtype, x, channels, words, query + row * words * WORD_BYTES);
@@ -137,7 +132,7 @@ void find_vectors(const Rows &rows, const PagedVectors &cache, int64_t first, in
   const int64_t vector_bytes = cache.channels * (cache.dtype == Dtype::bfloat16 ? 2 : 4);
   const bool readable = vector_bytes % VECTOR_BYTES == 0 || (vector_bytes % WORD_BYTES == 0 && cache.has_margin);
   const bool in_place = cache.format == KVFormat::unquantised && cache.dtype != Dtype::float16 && readable;
-  uint8_t *copies = scratch.room(scratch.vectors, (TILE + 1) * bytes);
+  uint8_t *copies = room(scratch.vectors, (TILE + 1) * bytes);
   for_each_vector(rows, cache, last, std::min(last + TILE, rows.length()), [&](int64_t, const uint8_t *later) {
     for (int64_t byte = 0; byte < stored_bytes; byte += 64) _mm_prefetch(reinterpret_cast<const char *>(later + byte), _MM_HINT_T0);
   });
@@ -145,7 +140,7 @@ void find_vectors(const Rows &rows, const PagedVectors &cache, int64_t first, in
   std::fill(scratch.at + (last - first), scratch.at + TILE, copies + TILE * bytes);
   if (in_place)
     return for_each_vector(rows, cache, first, last, [&](int64_t token, const uint8_t *vector) { scratch.at[token - first] = vector; });
-  float *x = scratch.room(scratch.floats, std::max(2 * words, room_for(cache)));
+  float *x = room(scratch.floats, std::max(2 * words, room_for(cache)));
   for_each_vector(rows, cache, first, last, [&](int64_t token, const uint8_t *vector) {
     uint8_t *copy = copies + (token - first) * bytes;
     read_vector(cache, (vector - cache.stored) / stored_bytes / cache.num_heads, rows.group, x);
@@ -154,8 +149,8 @@ void find_vectors(const Rows &rows, const PagedVectors &cache, int64_t first, in
   });
 }
 
-// Keys as [64 / 16, words, 16 keys].
-void pack_keys(const uint8_t *const *at, int64_t words, uint8_t *tiles) {
+// Keys as [64 / 16, words, 16 keys]; zeros from `num_words` on, where the vectors end.
+void pack_keys(const uint8_t *const *at, int64_t num_words, int64_t words, uint8_t *tiles) {
   for (int64_t tile = 0; tile < VECTORS; ++tile)
     for (int64_t word = 0; word < words; word += LANES) {
       Ints block[LANES];
@@ -163,7 +158,7 @@ void pack_keys(const uint8_t *const *at, int64_t words, uint8_t *tiles) {
       for (int64_t i = 0; i < LANES; ++i) block[i] = load(at[tile * LANES + i] + word * WORD_BYTES);
       transpose(block);
       UNROLL
-      for (int64_t i = 0; i < LANES; ++i) store(tiles + (tile * words + word + i) * VECTOR_BYTES, block[i]);
+      for (int64_t i = 0; i < LANES; ++i) store(tiles + (tile * words + word + i) * VECTOR_BYTES, word + i < num_words ? block[i] : splat(0));
     }
 }
 
@@ -237,23 +232,24 @@ void attend_split(const Rows &rows, int64_t split, const uint8_t *query, Partial
   const Dtype dtype = call.keys.dtype;
   const int64_t key_words = call.key_words(), width = call.value_width(), per_word = WORD_BYTES / call.element_bytes();
   const int64_t end = std::min((split + 1) * SPLIT, rows.end(rows.count - 1)), steps = TILE / per_word;
-  uint8_t *keys = scratch.room(scratch.keys, TILE * key_words * WORD_BYTES);
-  uint8_t *values = scratch.room(scratch.values, width * steps * WORD_BYTES);
+  uint8_t *keys = room(scratch.keys, TILE * key_words * WORD_BYTES);
+  uint8_t *values = room(scratch.values, width * steps * WORD_BYTES);
   const Product scores{keys, VECTORS, divide_up(call.keys.channels, per_word), key_words * LANES, reinterpret_cast<const int32_t *>(query),
                        key_words, nullptr, scratch.scores, TILE};
   const Product attended{values, width / LANES, steps, steps * LANES, reinterpret_cast<const int32_t *>(scratch.weights), steps,
                          scratch.kept, partial.values, width};
+  TileHeight height;
   for (int64_t first = std::max(split * SPLIT, rows.begin(0) / TILE * TILE); first < end; first += TILE) {
     int64_t a = 0, b = rows.count;  // the rows that see some of the tile
     while (rows.end(a) <= first) ++a;
     while (rows.begin(b - 1) >= first + TILE) --b;
     find_vectors(rows, call.keys, first, key_words, scratch);
-    pack_keys(scratch.at, key_words, keys);
-    compute(dtype, scores, a, b);
+    pack_keys(scratch.at, scores.num_steps, key_words, keys);
+    compute(dtype, scores, a, b, height);
     weigh_rows(rows, a, b, first, partial, scratch);
     find_vectors(rows, call.values, first, call.value_words(), scratch);
     pack_values(scratch.at, dtype, width / LANES, values);
-    compute(dtype, attended, a, b);
+    compute(dtype, attended, a, b, height);
   }
 }
 
@@ -272,7 +268,7 @@ void join(const Partial &partial, int64_t rows, int64_t width, Partial &total) {
 
 void write_out(const Rows &rows, const Partial &total, Scratch &scratch) {
   const int64_t width = rows.call.value_width(), channels = rows.call.values.channels;
-  float *x = scratch.room(scratch.floats, width);
+  float *x = room(scratch.floats, width);
   for (int64_t row = 0; row < rows.count; ++row) {
     for (int64_t i = 0; i < width; i += LANES) store(x + i, divide(load(total.values + row * width + i), splat(total.sum[row])));
     write_floats(rows.call.out, rows.call.keys.dtype, rows.place(row) * channels, channels, x);
@@ -321,9 +317,9 @@ void run_unit(const Unit &unit, float *partials, Scratch &scratch) {
     Partial partial = Partial::of_nothing(partials + unit.place, rows.count, width);
     return attend_split(rows, unit.split, query, partial, scratch);
   }
-  Partial total = Partial::of_nothing(scratch.room(scratch.total, size), rows.count, width);
+  Partial total = Partial::of_nothing(room(scratch.total, size), rows.count, width);
   for (int64_t split = rows.first_split(); split < rows.end_split(); ++split) {
-    Partial partial = Partial::of_nothing(scratch.room(scratch.partial, size), rows.count, width);
+    Partial partial = Partial::of_nothing(room(scratch.partial, size), rows.count, width);
     attend_split(rows, split, query, partial, scratch);
     join(partial, rows.count, width, total);
   }
@@ -334,7 +330,7 @@ void run_unit(const Unit &unit, float *partials, Scratch &scratch) {
 void join_splits(const Unit *unit, float *partials, Scratch &scratch) {
   const Rows &rows = unit->rows;
   const int64_t width = rows.call.value_width();
-  Partial total = Partial::of_nothing(scratch.room(scratch.total, Partial::size(rows.count, width)), rows.count, width);
+  Partial total = Partial::of_nothing(room(scratch.total, Partial::size(rows.count, width)), rows.count, width);
   for (int64_t i = 0; i < rows.num_splits(); ++i)
     join(Partial(partials + unit[i * rows.call.keys.num_heads].place, rows.count, width), rows.count, width, total);
   write_out(rows, total, scratch);
@@ -351,7 +347,7 @@ OPERATOR(paged_attention, (const void *query, const PagedVectors &keys, const Pa
   thread_local std::vector<Unit> units;
   thread_local std::vector<float> kept_partials;
   const int64_t num_floats = list_units(call, units), num_units = units.size();
-  float *partials = Scratch::room(kept_partials, num_floats);
+  float *partials = room(kept_partials, num_floats);
   int64_t work = 0;
   for (const Unit &unit : units) work += unit.work();
   const int64_t num_chunks = std::clamp<int64_t>(work / CHUNK_WORK, 1, std::max<int64_t>(num_units, 1));

@@ -5,6 +5,7 @@
 
 #include "../rows.h"
 #include "../simd.h"
+#include "../tiles.h"
 
 constexpr int VECTORS = 4;                         // tiles whose products are computed together
 constexpr int MAX_PANEL = ACCUMULATORS / VECTORS;  // rows whose sums then fit the registers
@@ -71,6 +72,75 @@ template <bool BFLOAT16> void multiply_panels(const Product &p, int64_t first, i
   }
 }
 
-inline void compute(Dtype dtype, const Product &product, int64_t first, int64_t last) {
+#ifdef HAS_TILES
+
+// How many rows the tiles of this thread have now: to change it takes as long as a dozen products.
+class TileHeight {
+  int64_t height = 0;
+
+public:
+  ~TileHeight() {
+    if (height) release_tiles();
+  }
+  void set(int64_t rows) {
+    if (rows == height) return;
+    height = rows;
+    TileShapes shapes;
+    for (int tile = 0; tile < 8; ++tile) shapes.set(tile, tile < 5 ? rows : TILE_ROWS, TILE_ROW_BYTES);
+    configure_tiles(shapes);
+  }
+};
+
+// A tile of rows times TILES tiles of 16 columns; steps are those of kernels/tiles.h.
+template <int TILES> void multiply_tiles(const Product &p, int64_t tile, int64_t row) {
+  const int64_t stride = p.out_stride * WORD_BYTES, x_stride = p.x_stride * WORD_BYTES, tile_bytes = p.tile_words * WORD_BYTES;
+  float *out = p.out + row * p.out_stride + tile * LANES;
+  const int32_t *x = p.x + row * p.x_stride;
+  const uint8_t *at = p.tiles + tile * tile_bytes;
+  if (p.kept) {
+    load_tile<0>(out, stride);
+    if constexpr (TILES == 4) load_tile<1>(out + LANES, stride), load_tile<2>(out + 2 * LANES, stride), load_tile<3>(out + 3 * LANES, stride);
+  } else {
+    zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+  }
+  for (int64_t step = 0; step < p.num_steps; step += TILE_ROWS, x += LANES, at += TILE_BYTES) {
+    load_tile<4>(x, x_stride);
+    load_tile<5>(at, TILE_ROW_BYTES), multiply_bfloat16_tiles<0, 4, 5>();
+    if constexpr (TILES == 4) {
+      load_tile<6>(at + tile_bytes, TILE_ROW_BYTES), multiply_bfloat16_tiles<1, 4, 6>();
+      load_tile<7>(at + 2 * tile_bytes, TILE_ROW_BYTES), multiply_bfloat16_tiles<2, 4, 7>();
+      load_tile<5>(at + 3 * tile_bytes, TILE_ROW_BYTES), multiply_bfloat16_tiles<3, 4, 5>();
+    }
+  }
+  store_tile<0>(out, stride);
+  if constexpr (TILES == 4) store_tile<1>(out + LANES, stride), store_tile<2>(out + 2 * LANES, stride), store_tile<3>(out + 3 * LANES, stride);
+}
+
+inline void multiply_by_tiles(const Product &p, int64_t first, int64_t last, TileHeight &height) {
+  if (p.kept)
+    for (int64_t row = first; row < last; ++row)
+      for (float *at = p.out + row * p.out_stride, *end = at + p.num_tiles * LANES; at != end; at += LANES)
+        store(at, multiply(load(at), splat(p.kept[row])));
+  for (int64_t row = first; row < last; row += TILE_ROWS) {
+    height.set(std::min(last - row, TILE_ROWS));
+    for (int64_t tile = 0; tile < p.num_tiles;) {
+      const int64_t num_tiles = tile + VECTORS <= p.num_tiles ? VECTORS : 1;
+      (num_tiles == 1 ? multiply_tiles<1> : multiply_tiles<VECTORS>)(p, tile, row);
+      tile += num_tiles;
+    }
+  }
+}
+
+inline void compute(Dtype dtype, const Product &product, int64_t first, int64_t last, TileHeight &height) {
+  dtype == Dtype::bfloat16 ? multiply_by_tiles(product, first, last, height) : multiply_panels<false>(product, first, last);
+}
+
+#else
+
+struct TileHeight {};
+
+inline void compute(Dtype dtype, const Product &product, int64_t first, int64_t last, TileHeight &) {
   (dtype == Dtype::bfloat16 ? multiply_panels<true> : multiply_panels<false>)(product, first, last);
 }
+
+#endif

@@ -3,6 +3,8 @@
 M rows, K inputs.
 """
 
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,10 @@ from kernels.operator import Misfit, operator
 from kernels.quantize_rows import reference
 from kernels.quantize_rows.rows import ActivationFormat, QuantizedActivations, Rows
 
-__all__ = ["QuantizedActivations", "ActivationFormat", "Rows", "quantize_rows"]
+LANES = 16  # in simd.h: groups of a row begin at a multiple of them
+CodesArguments: TypeAlias = tuple[int | None, int | None, bool, int, int | None, int]
+
+__all__ = ["ActivationFormat", "CodesArguments", "QuantizedActivations", "Rows", "code_arguments", "quantize_rows"]
 
 
 @operator(reference.quantize_rows, has_triton=True)
@@ -24,11 +29,37 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return codes and scales of x [M, K], as `reference.quantize_rows` does. A row's bits depend on that row alone."""
     x_dtype = DTYPES.get(x.dtype)
-    has_kernel = dtype == torch.int8 and group_size is None and static_scales is None
-    if x_dtype is None or not x.is_cpu or not has_kernel:
+    if x_dtype is None or not x.is_cpu:
         raise Misfit
     x = x.contiguous()
-    codes = torch.empty(x.shape, dtype=dtype)
-    scales = torch.empty(x.shape[0], 1)
-    cpp.quantize_rows(x.data_ptr(), x_dtype, codes.data_ptr(), scales.data_ptr(), *x.shape)
+    codes, scales, arguments = code_arguments(x, dtype, group_size, static_scales)
+    cpp.quantize_rows(x.data_ptr(), x_dtype, *arguments, *x.shape)
     return codes, scales
+
+
+def code_arguments(
+    x: Tensor, dtype: torch.dtype, group_size: int | None, static_scales: Tensor | None
+) -> tuple[Tensor, Tensor, CodesArguments]:
+    """Return room for codes [M, K] and scales [M, G] of rows x, and the arguments by which C++ fills it.
+
+    Raises Misfit where it does not.
+    """
+    num_rows, num_inputs = x.shape
+    size = max(1, min(group_size or num_inputs, num_inputs))
+    is_odd = size < num_inputs and size % LANES != 0
+    is_static = static_scales is not None
+    if is_odd or dtype not in (torch.int8, torch.float8_e4m3fn) or (is_static and not _fits(static_scales, num_rows)):
+        raise Misfit
+    codes, scales = torch.empty(x.shape, dtype=dtype), torch.empty(num_rows, -(-num_inputs // size))
+    chosen = (None, 0) if static_scales is None else (static_scales.data_ptr(), int(static_scales.numel() > 1))
+    return codes, scales, (codes.data_ptr(), scales.data_ptr(), dtype == torch.float8_e4m3fn, size, *chosen)
+
+
+def _fits(scales: Tensor | None, num_rows: int) -> bool:
+    return (
+        scales is not None
+        and scales.is_cpu
+        and scales.dtype == torch.float32
+        and scales.numel() in (1, num_rows)
+        and scales.is_contiguous()
+    )

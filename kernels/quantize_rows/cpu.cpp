@@ -1,4 +1,4 @@
-// Every row as int8 codes and a scale; kernels/quantize_rows/reference.py is the specification.
+// Every row as codes and scales; kernels/quantize_rows/reference.py is the specification.
 #include <vector>
 
 #include "../operator.h"
@@ -7,8 +7,10 @@
 
 constexpr int64_t ROWS_PER_CHUNK = 16;
 
-// x [M, K] of the dtype, codes [M, K], scales [M]
-OPERATOR(quantize_rows, (const void *x, Dtype dtype, int8_t *codes, float *scales, int64_t num_rows, int64_t num_inputs)) {
+// x [M, K] of the dtype, codes [M, K], scales [M, G]; chosen scales [M], or one, or null
+OPERATOR(quantize_rows, (const void *x, Dtype dtype, int8_t *codes, float *scales, bool is_float8, int64_t group_size, const float *chosen,
+                         int64_t chosen_stride, int64_t num_rows, int64_t num_inputs)) {
+  const Quantizer to{codes, scales, is_float8, group_size, chosen, chosen_stride};
   const int64_t padded = divide_up(num_inputs, LANES) * LANES;
   parallel_for(divide_up(num_rows, ROWS_PER_CHUNK), [&](int64_t chunk) {
     thread_local std::vector<float> kept;
@@ -17,7 +19,7 @@ OPERATOR(quantize_rows, (const void *x, Dtype dtype, int8_t *codes, float *scale
     std::fill(row + num_inputs, row + padded, 0.0f);
     for (int64_t i = chunk * ROWS_PER_CHUNK; i < std::min((chunk + 1) * ROWS_PER_CHUNK, num_rows); ++i) {
       read_floats(x, dtype, i * num_inputs, num_inputs, row);
-      scales[i] = quantize_row(row, num_inputs, codes + i * num_inputs);
+      quantize_row(to, i, row, num_inputs);
     }
   });
 }

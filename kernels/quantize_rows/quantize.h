@@ -1,4 +1,4 @@
-// One row of floats as int8 codes and a scale.
+// One row of floats as codes of int8 or float8_e4m3fn, with its scales.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,18 @@
 
 #include "../rows.h"
 #include "../simd.h"
+
+// What rows become: codes [M, K] and scales [M, G] of groups of inputs, or under scales that were chosen before, a row's `chosen_stride` apart.
+struct Quantizer {
+  int8_t *codes;
+  float *scales;
+  bool is_float8;
+  int64_t group_size;  // a multiple of 16, unless there is one group
+  const float *chosen;
+  int64_t chosen_stride;
+
+  float largest_code() const { return is_float8 ? 448.0f : 127.0f; }
+};
 
 // The largest magnitude of `count` floats, a multiple of 16; not finite if any of them is not (bits of magnitudes compare like integers).
 inline float largest_magnitude(const float *x, int64_t count) {
@@ -19,16 +31,35 @@ inline float largest_magnitude(const float *x, int64_t count) {
   return result;
 }
 
-// Returns the scale. x is padded with zeros to a multiple of 16.
-inline float quantize_row(const float *x, int64_t count, int8_t *codes) {
-  const float magnitude = largest_magnitude(x, divide_up(count, LANES) * LANES);
-  const bool finite = magnitude <= std::numeric_limits<float>::max();
-  const float scale = finite ? magnitude / 127 : NAN, divisor = scale > 0 ? scale : 1.0f;
-  for (int64_t i = 0; i < count; i += LANES) {
-    const Ints code = round_to_ints(divide(load(x + i), splat(divisor)));
-    alignas(16) int8_t bytes[LANES];
-    store_bytes(bytes, finite ? smaller(larger(code, splat(-127)), splat(127)) : splat(0));
-    std::memcpy(codes + i, bytes, std::min(LANES, count - i));
+// Codes of numbers from -448 to 448, to nearest, ties to even: from 2^-6 on three bits are left of a float, below that multiples of 2^-9. At
+// 2^-6 both are 8.
+inline Ints to_float8(Floats x) {
+  const Ints bits = as_ints(x), magnitude = bit_and(bits, splat(0x7fffffff)), least = as_ints(splat(0x1p-6f));
+  const Ints normal = larger(magnitude, least), odd = bit_and(shift_right<20>(normal), splat(1));
+  const Ints large = shift_right<20>(add(add(normal, splat(0x7ffff)), odd));
+  const Ints small = round_to_ints(multiply(as_floats(smaller(magnitude, least)), splat(512.0f)));
+  return add(add(subtract(large, splat((127 - 7) * 8 + 8)), small), bit_and(shift_right<24>(bits), splat(0x80)));
+}
+
+inline Ints to_int8(Floats x) { return round_to_ints(x); }
+
+// Row number `row`: x [K], padded with zeros to a multiple of 16.
+inline void quantize_row(const Quantizer &to, int64_t row, const float *x, int64_t count) {
+  const int64_t num_groups = divide_up(count, to.group_size);
+  const Floats lowest = splat(to.is_float8 ? -448.0f : -128.0f), highest = splat(to.largest_code());
+  for (int64_t group = 0; group < num_groups; ++group) {
+    const int64_t begin = group * to.group_size, end = std::min(begin + to.group_size, count);
+    const float magnitude = largest_magnitude(x + begin, divide_up(end - begin, LANES) * LANES);
+    const bool finite = magnitude <= std::numeric_limits<float>::max();
+    const float own = to.chosen ? to.chosen[row * to.chosen_stride] : magnitude / to.largest_code();
+    const float scale = to.chosen || own > 0 ? own : 1.0f;
+    to.scales[row * num_groups + group] = finite ? scale : NAN;
+    for (int64_t i = begin; i < end; i += LANES) {
+      const Floats ratio = smaller(larger(divide(load(x + i), splat(scale)), lowest), highest);
+      const Ints code = to.is_float8 ? to_float8(ratio) : to_int8(ratio);
+      alignas(16) int8_t bytes[LANES];
+      store_bytes(bytes, finite ? code : splat(0));
+      std::memcpy(to.codes + row * count + i, bytes, std::min(LANES, end - i));
+    }
   }
-  return finite ? divisor : scale;
 }

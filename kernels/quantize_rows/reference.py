@@ -14,13 +14,18 @@ def quantize_rows(
     rounded half to even.
 
     x [M, K] of any float dtype; codes [M, K] int8 up to 127 or float8_e4m3fn up to 448, scales float32 [M, 1], or [M, K / group_size
-    rounded up], NaN where x is not finite. Or the rows' scales are `static_scales`, float32 [M], under which codes saturate.
+    rounded up], NaN where x is not finite. Or the scales are `static_scales`, float32,
+    one for each row or for all, under which codes saturate.
     """
     size = min(group_size or x.shape[1], x.shape[1])
     largest = FLOAT8_MAX if dtype.is_floating_point else INT8_MAX
     groups = functional.pad(x.float(), (0, -x.shape[1] % size)).unflatten(1, (-1, size))  # [M, G, size]
     scales = groups.abs().amax(2) / largest  # [M, G]
-    own = torch.where(scales == 0, 1.0, scales) if static_scales is None else static_scales[:, None].expand_as(scales)
+    own = (
+        torch.where(scales == 0, 1.0, scales)
+        if static_scales is None
+        else static_scales.reshape(-1, 1).expand_as(scales)
+    )
     scales = torch.where(scales.isfinite(), own, torch.nan)
     codes = (groups / scales[:, :, None]).nan_to_num()
     codes = codes if dtype.is_floating_point else codes.round()

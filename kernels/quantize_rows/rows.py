@@ -14,7 +14,7 @@ class ActivationFormat(NamedTuple):
     """int8 or float8_e4m3fn"""
     group_size: int | None = None
     static_scales: Tensor | None = None
-    """float32, one for each expert, that were chosen before."""
+    """float32 that were chosen before: one, or one for each expert."""
 
 
 @dataclass(frozen=True)

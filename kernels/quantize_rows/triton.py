@@ -12,6 +12,7 @@ def quantize_rows(
     """Compute what kernels/quantize_rows/reference.py defines."""
     x = x.contiguous()
     rows, inputs = x.shape
+    static_scales = None if static_scales is None else static_scales.reshape(-1).expand(rows).contiguous()
     size = min(group_size or inputs, inputs)
     codes, scales = empty_codes(x, dtype, size)
     padded = triton.next_power_of_2(size)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.build import DTYPES, Library
 from kernels.operator import Misfit, operator
-from kernels.quantize_rows import quantize_rows
+from kernels.quantize_rows import CodesArguments, code_arguments
 from kernels.rms_norm import reference
 
 __all__ = ["add_rms_norm", "add_rms_norm_quantize", "rms_norm", "rms_norm_quantize"]
@@ -36,30 +36,39 @@ def add_rms_norm(cpp: Library, x: Tensor, residual: Tensor, weight: Tensor, eps:
 
 @operator(reference.rms_norm_quantize, has_triton=True)
 def rms_norm_quantize(
-    cpp: Library, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
+    cpp: Library,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    group_size: int | None,
+    static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm as codes and scales, on a CPU to the bit `quantize_rows` of `rms_norm`. There only int8 takes a single pass."""
-    if (dtype, group_size) != (torch.int8, None) or not _fit(x, weight):
-        return quantize_rows(rms_norm(x, weight, eps), dtype, group_size)
-    codes, scales = torch.empty(x.shape, dtype=dtype), torch.empty(len(x), 1)
-    _normalise(cpp, x, None, weight, eps, codes=codes, scales=scales)
+    """Return the norm as codes and scales, on a CPU to the bit `quantize_rows` of `rms_norm`."""
+    if not _fit(x, weight):
+        raise Misfit
+    codes, scales, arguments = code_arguments(x, dtype, group_size, static_scales)
+    _normalise(cpp, x, None, weight, eps, codes=arguments)
     return codes, scales
 
 
 @operator(reference.add_rms_norm_quantize, has_triton=True)
 def add_rms_norm_quantize(
-    cpp: Library, x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
+    cpp: Library,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    group_size: int | None,
+    static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the norm of x + residual as codes and scales, and that sum, on a CPU to the bit `quantize_rows` of `add_rms_norm`."""
-    if (dtype, group_size) != (torch.int8, None) or not _fit(x, weight, residual):
-        normed, total = add_rms_norm(x, residual, weight, eps)
-        return *quantize_rows(normed, dtype, group_size), total
-    codes, scales, total = (
-        torch.empty(x.shape, dtype=dtype),
-        torch.empty(len(x), 1),
-        torch.empty(x.shape, dtype=x.dtype),
-    )
-    _normalise(cpp, x, residual, weight, eps, total=total, codes=codes, scales=scales)
+    if not _fit(x, weight, residual):
+        raise Misfit
+    total = torch.empty(x.shape, dtype=x.dtype)
+    codes, scales, arguments = code_arguments(x, dtype, group_size, static_scales)
+    _normalise(cpp, x, residual, weight, eps, total=total, codes=arguments)
     return codes, scales, total
 
 
@@ -78,11 +87,10 @@ def _normalise(
     *,
     out: Tensor | None = None,
     total: Tensor | None = None,
-    codes: Tensor | None = None,
-    scales: Tensor | None = None,
+    codes: CodesArguments = (None, None, False, 0, None, 0),
 ) -> None:
-    """Fill those of the last four that are there."""
+    """Fill those of the last three that are there."""
     x, weight, residual = x.contiguous(), weight.contiguous(), None if residual is None else residual.contiguous()
-    tensors, channels = (x, residual, weight, out, total, codes, scales), x.shape[-1]
+    tensors, channels = (x, residual, weight, out, total), x.shape[-1]
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-    cpp.rms_norm(*pointers, DTYPES[x.dtype], x.shape[:-1].numel(), channels, eps)
+    cpp.rms_norm(*pointers, *codes, DTYPES[x.dtype], x.shape[:-1].numel(), channels, eps)

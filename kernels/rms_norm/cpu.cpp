@@ -1,4 +1,4 @@
-// x / sqrt(mean(x^2) + eps) * weight for every row of D channels, or of the sum of two rows, as numbers or as int8 codes;
+// x / sqrt(mean(x^2) + eps) * weight for every row of D channels, or of the sum of two rows, as numbers or as codes;
 // kernels/rms_norm/reference.py is the specification.
 #include <algorithm>
 #include <vector>
@@ -10,10 +10,12 @@
 
 constexpr int64_t CHUNK_CHANNELS = 1 << 12;  // worth another thread
 
-// x, residual, weight [D], out and total [rows, D] of one dtype; codes [rows, D], scales [rows]. Null: residual and total if nothing is added;
-// out if rows become codes, else codes and scales.
+// x, residual, weight [D], out and total [rows, D] of one dtype; codes [rows, D], scales [rows, G] as of quantize_rows. Null: residual and total if
+// nothing is added; out if rows become codes, else codes and scales.
 OPERATOR(rms_norm, (const void *x, const void *residual, const void *weight, void *out, void *total, int8_t *codes, float *scales,
-                    Dtype dtype, int64_t num_rows, int64_t channels, float eps)) {
+                    bool is_float8, int64_t group_size, const float *chosen, int64_t chosen_stride, Dtype dtype, int64_t num_rows,
+                    int64_t channels, float eps)) {
+  const Quantizer to{codes, scales, is_float8, group_size, chosen, chosen_stride};
   const int64_t padded = room_for_norm(channels);
   const int64_t rows_per_chunk = rows_of_chunk(CHUNK_CHANNELS, channels);
   parallel_for(divide_up(num_rows, rows_per_chunk), [&](int64_t chunk) {
@@ -33,7 +35,7 @@ OPERATOR(rms_norm, (const void *x, const void *residual, const void *weight, voi
       normalise_row(row, factors, channels, dtype, eps);
       if (codes) {
         round_to(dtype, row, channels);
-        scales[i] = quantize_row(row, channels, codes + i * channels);
+        quantize_row(to, i, row, channels);
       } else {
         write_floats(out, dtype, i * channels, channels, row);
       }

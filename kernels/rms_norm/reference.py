@@ -24,15 +24,26 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def rms_norm_quantize(
-    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    group_size: int | None,
+    static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The norm, rounded to x's dtype, as codes [T, D] of `dtype` and scales float32 [T, G], as of `quantize_rows`."""
-    return quantize_rows(rms_norm(x, weight, eps), dtype, group_size)
+    return quantize_rows(rms_norm(x, weight, eps), dtype, group_size, static_scales)
 
 
 def add_rms_norm_quantize(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    group_size: int | None,
+    static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The norm of x + residual as codes and scales, and x + residual itself [T, D]."""
     normed, total = add_rms_norm(x, residual, weight, eps)
-    return *quantize_rows(normed, dtype, group_size), total
+    return *quantize_rows(normed, dtype, group_size, static_scales), total

@@ -25,15 +25,20 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def rms_norm_quantize(
-    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    group_size: int | None,
+    static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute what kernels/rms_norm/reference.py defines.
 
     Threads share a row in other ways than where it is not quantised, so the last bit of its sum of squares may be another.
     """
     size = _group_of_registers(x, weight, group_size)
-    if size is None:
-        return quantize_rows(rms_norm(x, weight, eps), dtype, group_size)
+    if size is None or static_scales is not None:
+        return quantize_rows(rms_norm(x, weight, eps), dtype, group_size, static_scales)
     x = x.contiguous()
     codes, scales = empty_codes(x, dtype, size)
     _launch(x, None, weight, codes, scales, None, eps, size)
@@ -41,13 +46,19 @@ def rms_norm_quantize(
 
 
 def add_rms_norm_quantize(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group_size: int | None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    group_size: int | None,
+    static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what kernels/rms_norm/reference.py defines, with the sum of squares of `rms_norm_quantize`."""
     size = _group_of_registers(x, weight, group_size)
-    if size is None:
+    if size is None or static_scales is not None:
         normed, total = add_rms_norm(x, residual, weight, eps)
-        return *quantize_rows(normed, dtype, group_size), total
+        return *quantize_rows(normed, dtype, group_size, static_scales), total
     x, residual = x.contiguous(), residual.contiguous()
     codes, scales = empty_codes(x, dtype, size)
     total = torch.empty_like(x)

@@ -33,7 +33,12 @@ def swiglu(cpp: Library, gate: Tensor, up: Tensor) -> Tensor:
 
 @operator(reference.swiglu_quantize, has_triton=True)
 def swiglu_quantize(
-    cpp: Library, gate: Tensor, up: Tensor, dtype: torch.dtype, group_size: int | None
+    cpp: Library,
+    gate: Tensor,
+    up: Tensor,
+    dtype: torch.dtype,
+    group_size: int | None,
+    static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `quantize_rows` of `swiglu`, to the bit; on a GPU in one launch."""
-    return quantize_rows(swiglu(gate, up), dtype, group_size)
+    return quantize_rows(swiglu(gate, up), dtype, group_size, static_scales)

@@ -7,7 +7,7 @@ from kernels.quantize_rows.reference import quantize_rows
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (arXiv 2002.05202); gate, up and the result [T, F] in one float dtype; silu is float32, rounded once.
+    """Return silu(gate) * up (arXiv 2002.05202); gate, up and the result [T, F] in one float dtype; silu is float32, rounded once.
 
     Not torch's silu: on a CPU its arithmetic for the last elements of a tensor, and of each thread's share, is another one, so that a
     row's bits would depend on how many rows there are. exp has no such seam.
@@ -16,6 +16,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (wide / (1 + (-wide).exp())).to(gate.dtype) * up
 
 
-def swiglu_quantize(gate: Tensor, up: Tensor, dtype: torch.dtype, group_size: int | None) -> tuple[Tensor, Tensor]:
+def swiglu_quantize(
+    gate: Tensor, up: Tensor, dtype: torch.dtype, group_size: int | None, static_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the same, rounded to its dtype, as codes [T, F] of `dtype` and scales float32 [T, G], as of `quantize_rows`."""
-    return quantize_rows(swiglu(gate, up), dtype, group_size)
+    return quantize_rows(swiglu(gate, up), dtype, group_size, static_scales)

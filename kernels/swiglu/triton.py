@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.quantize_rows.triton import empty_codes, quantize
+from kernels.quantize_rows.triton import empty_codes, quantize, quantize_rows
 
 SIZE = 1024
 
@@ -17,8 +17,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return output
 
 
-def swiglu_quantize(gate: Tensor, up: Tensor, dtype: torch.dtype, group_size: int | None) -> tuple[Tensor, Tensor]:
+def swiglu_quantize(
+    gate: Tensor, up: Tensor, dtype: torch.dtype, group_size: int | None, static_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute what kernels/swiglu/reference.py defines, to the bit what the two kernels give one after the other."""
+    if static_scales is not None:
+        return quantize_rows(swiglu(gate, up), dtype, group_size, static_scales)
     size = min(group_size or gate.shape[1], gate.shape[1])
     codes, scales = empty_codes(gate, dtype, size)
     _launch(gate, up, codes, scales, size)

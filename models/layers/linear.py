@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kernels.linear import FloatWeight, IntWeight, PackedWeight, gpu_weight, matmul_swiglu, matmul_together
+from kernels.linear import PackedWeight, gpu_weight, matmul_swiglu, matmul_together
 from kernels.lora import AdapterTable, lora_add
 from kernels.quantize_rows import ActivationFormat
 from kernels.swiglu import swiglu, swiglu_quantize
@@ -151,10 +151,12 @@ class MergedLinear(Module):
         methods = [layer.method for layer in self.layers]
         if len(methods) < 2 or not are_alike(methods) or not share_input_scale(methods):
             return
+        for method in methods:  # the same tensor of equal ones: then they expect one activation format
+            method.input_scale = methods[0].input_scale
         parts = [method.gpu_weight for method in methods]
         if any(part is None for part in parts):
             weights = (method.weight for method in methods)
-            self._weights = [weight for weight in weights if isinstance(weight, FloatWeight | IntWeight)]
+            self._weights = [weight for weight in weights if isinstance(weight, PackedWeight)]
             self._biases = [layer.bias for layer in self.layers]
             return
         has_bias = {layer.bias is not None for layer in self.layers}
@@ -206,8 +208,7 @@ def shared_activations(num_rows: int, readers: Sequence[Linear]) -> ActivationFo
     if any(reader.adapters is not None for reader in readers):
         return None
     wanted = {reader.method.activations(num_rows) for reader in readers}
-    format = wanted.pop() if len(wanted) == 1 else None
-    return None if format is None or format.static_scales is not None else format
+    return wanted.pop() if len(wanted) == 1 else None
 
 
 def swiglu_for(readers: Sequence[Linear], gate: Tensor, up: Tensor) -> Tensor:
@@ -215,7 +216,7 @@ def swiglu_for(readers: Sequence[Linear], gate: Tensor, up: Tensor) -> Tensor:
     format = shared_activations(len(gate), readers)
     if format is None:
         return swiglu(gate, up)
-    codes, scales = swiglu_quantize(gate, up, format.dtype, format.group_size)
+    codes, scales = swiglu_quantize(gate, up, *format)
     return quantized_activations(codes, scales, gate.dtype, format.group_size)
 
 

@@ -10,10 +10,10 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
-from kernels.linear import Float8Weight, GPUWeight, PackedWeight
+from kernels.linear import GPUWeight, PackedWeight
 from kernels.quantize_rows import ActivationFormat, QuantizedActivations, Rows
 
-Weight: TypeAlias = Tensor | PackedWeight | Float8Weight | GPUWeight
+Weight: TypeAlias = Tensor | PackedWeight | GPUWeight
 
 
 class LinearMethod(ABC):

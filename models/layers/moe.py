@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from kernels.linear import FloatWeight, IntWeight, WeightGroup, grouped_matmul
+from kernels.linear import PackedWeight, WeightGroup, grouped_matmul
 from kernels.linear.gpu_weight import GPUWeight, stack
 from kernels.moe import combine_rows, group_rows, mixture, route
 from models.batch import Batch
@@ -167,7 +167,7 @@ def can_stack(gates: list[LinearMethod], ups: list[LinearMethod], downs: list[Li
 
 def _group(methods: list[LinearMethod]) -> WeightGroup:
     """Return the packed weights of all, each for rows of its own."""
-    return WeightGroup([weight for method in methods if isinstance(weight := method.weight, FloatWeight | IntWeight)])
+    return WeightGroup([weight for method in methods if isinstance(weight := method.weight, PackedWeight)])
 
 
 def _stack(methods: list[LinearMethod]) -> tuple[GPUWeight, list[LinearMethod]]:

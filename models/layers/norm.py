@@ -61,7 +61,7 @@ class AddRMSNorm(Module):
         format = shared_activations(len(x), self.readers)
         if format is None:
             return add_rms_norm(update, x, self.weight, self.eps)
-        codes, scales, total = add_rms_norm_quantize(update, x, self.weight, self.eps, format.dtype, format.group_size)
+        codes, scales, total = add_rms_norm_quantize(update, x, self.weight, self.eps, *format)
         return quantized_activations(codes, scales, x.dtype, format.group_size), total
 
 
@@ -69,5 +69,5 @@ def _norm(x: Tensor, weight: Tensor, eps: float, readers: Sequence[Linear]) -> T
     format = shared_activations(len(x), readers)
     if format is None:
         return rms_norm(x, weight, eps)
-    codes, scales = rms_norm_quantize(x, weight, eps, format.dtype, format.group_size)
+    codes, scales = rms_norm_quantize(x, weight, eps, *format)
     return quantized_activations(codes, scales, x.dtype, format.group_size)

@@ -40,7 +40,9 @@ class HuggingFaceTokenizer(Tokenizer):
         )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` holds the interpreter's lock, 0.6 s for 1 MB, and notes the place of each token, which nobody reads
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     @cached_property

@@ -1,4 +1,5 @@
-// What the machine can do at most: bytes read and dot products that never leave the registers, on all threads of the pool.
+// What the machine can do at most: bytes read, and products that never leave the registers or, by tiles, the first level of the cache; on
+// all threads of the pool.
 // Built by tests/bench/matmul.py together with kernels/operator.cpp and threads.cpp.
 #include <cstddef>
 #include <cstdint>
@@ -6,6 +7,7 @@
 
 #include "../../kernels/operator.h"
 #include "../../kernels/threads.h"
+#include "../../kernels/tiles.h"
 
 #define EACH_REGISTER(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 #define CLEAR(i) __m512i sum##i = _mm512_setzero_si512();
@@ -44,3 +46,40 @@ OPERATOR(dot_bfloat16, (int64_t pieces, int64_t repeats)) {
     for (int64_t i = 0; i < repeats; ++i) { EACH_REGISTER(DOT_BF16) }
   });
 }
+
+#ifdef HAS_TILES
+
+// 4 * `repeats` products of tiles for each of `pieces`: data [2, 16, 1024], tiles of rows and of outputs. Random ones: the clock falls with
+// the bits that change.
+template <class Multiply> void multiply_tiles(const char *data, int64_t pieces, int64_t repeats, Multiply &&multiply) {
+  parallel_for(pieces, [&](int64_t) {
+    TileShapes shapes;
+    for (int tile = 0; tile < 8; ++tile) shapes.set(tile, TILE_ROWS, TILE_ROW_BYTES);
+    configure_tiles(shapes);
+    zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+    for (int64_t i = 0; i < repeats; ++i) {
+      const char *rows = data + i % 8 * 2 * TILE_BYTES, *outputs = rows + 16 * TILE_BYTES;
+      load_tile<4>(rows, TILE_ROW_BYTES), load_tile<5>(rows + TILE_BYTES, TILE_ROW_BYTES);
+      load_tile<6>(outputs, TILE_ROW_BYTES), load_tile<7>(outputs + TILE_BYTES, TILE_ROW_BYTES);
+      multiply();
+    }
+    release_tiles();
+  });
+}
+
+// 16,384 operations a product
+OPERATOR(tile_bfloat16, (const char *data, int64_t pieces, int64_t repeats)) {
+  multiply_tiles(data, pieces, repeats, [] {
+    multiply_bfloat16_tiles<0, 4, 6>(), multiply_bfloat16_tiles<1, 4, 7>();
+    multiply_bfloat16_tiles<2, 5, 6>(), multiply_bfloat16_tiles<3, 5, 7>();
+  });
+}
+
+// 32,768 operations a product
+OPERATOR(tile_int8, (const char *data, int64_t pieces, int64_t repeats)) {
+  multiply_tiles(data, pieces, repeats, [] {
+    multiply_byte_tiles<0, 4, 6>(), multiply_byte_tiles<1, 4, 7>(), multiply_byte_tiles<2, 5, 6>(), multiply_byte_tiles<3, 5, 7>();
+  });
+}
+
+#endif

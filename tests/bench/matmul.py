@@ -2,7 +2,7 @@
 
 Shapes of Llama 1.1 B. In every round each variant runs a few times in a row (a pool that slept is awake then), with weights that
 exceed the caches; the best time of all counts, for neighbours only ever slow a call down. One line of JSON a shape: with few rows
-GB/s of weights read, else 10^9 operations per second. Needs AVX-512.
+GB/s of weights read, else 10^9 operations per second. Needs AVX-512; with AMX the limits are those of its tiles.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def limits() -> build.Library:
             "c++",
             *build.FLAGS,
             "-shared",
-            *build.INSTRUCTION_SETS["avx512"][1],
+            *build.INSTRUCTION_SETS[build.instruction_set()][1],
             f"{here}/limits.cpp",
             *(f"{build.KERNELS}/{name}.cpp" for name in ("operator", "threads")),
         ]
@@ -72,7 +72,7 @@ def variants(num_outputs: int, num_inputs: int, num_rows: int) -> dict[str, tupl
     plain = several(2 * size, lambda: torch.randn(num_outputs, num_inputs, dtype=torch.bfloat16))
     made["torch bf16"] = (2 * size, lambda: functional.linear(x, next(plain)))
     dense = products.pack(torch.randn(num_outputs, num_inputs, dtype=torch.bfloat16))
-    packed = several(dense.memory.nbytes, lambda: replace(dense, tiles=dense.memory.clone()))
+    packed = several(dense.memory.nbytes, lambda: replace(dense, memory=dense.memory.clone()))
     made["bf16"] = (dense.memory.nbytes, lambda: products.matmul(x, next(packed)))
     for name, bits, group in (("int8", 8, num_inputs), ("int4 g128", 4, 128), ("int4 g32", 4, 32)):
         scales = torch.rand(num_outputs, -(-num_inputs // group))
@@ -102,6 +102,7 @@ def main() -> None:
     data = torch.ones(2**28, dtype=torch.uint8)
     address, size = ctypes.c_void_p(data.data_ptr()), ctypes.c_int64(data.numel())
     pieces, repeats = 64, 2000
+    random_tiles = torch.randn(2 * 16 * 512).bfloat16()
     for num_rows in args.rows:
         few = num_rows <= FEW_ROWS
         for name, (num_outputs, num_inputs) in SHAPES.items():
@@ -121,6 +122,12 @@ def main() -> None:
                     dot = getattr(machine, f"dot_{key}")
                     work[f"limit {key}"] = 12.0 * operations * pieces * repeats
                     run[f"limit {key}"] = lambda dot=dot: dot(ctypes.c_int64(pieces), ctypes.c_int64(repeats))
+                    if build.instruction_set() == "amx":
+                        multiply = getattr(machine, f"tile_{key}")
+                        work[f"limit {key}"] = 4.0 * 16384 * (2 if key == "int8" else 1) * pieces * repeats
+                        run[f"limit {key}"] = lambda multiply=multiply: multiply(
+                            random_tiles.data_ptr(), pieces, repeats
+                        )
             best = dict.fromkeys(run, float("inf"))
             for _ in range(args.rounds):
                 for key, call in run.items():

@@ -21,7 +21,7 @@ def have(name: str) -> None:
         pytest.skip(str(error))
 
 
-@pytest.fixture(params=["avx512", "avx2"])
+@pytest.fixture(params=list(build.INSTRUCTION_SETS))
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """The C++ kernels of one instruction set; the fixture sets their number of threads."""
     have(request.param)
@@ -32,7 +32,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     library.set_threads(before)
 
 
-@pytest.fixture(params=["avx512", "avx2", "torch"])
+@pytest.fixture(params=[*build.INSTRUCTION_SETS, "torch"])
 def any_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The C++ kernels of each instruction set, and torch's operators."""
     if request.param != "torch":

@@ -76,11 +76,23 @@ def test_an_old_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         build.instruction_set()
 
 
-def test_the_best_instruction_set_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    best, second = (" ".join(needed) for needed, _ in build.INSTRUCTION_SETS.values())
-    for flags, name in ((f"{best} {second}", "avx512"), (f"{second} avx512f", "avx2")):
+@pytest.mark.parametrize("may_use_tiles", [True, False])
+def test_the_best_instruction_set_is_taken(may_use_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: may_use_tiles)
+    amx, avx512, avx2, _ = (" ".join(needed) for needed, _ in build.INSTRUCTION_SETS.values())
+    for flags, name in (
+        (amx, "amx" if may_use_tiles else "avx512"),
+        (f"{avx512} {avx2}", "avx512"),
+        (f"{avx2} avx512f", "avx2"),
+    ):
         monkeypatch.setattr(Path, "read_text", lambda *_, text=f"flags : {flags}\n", **__: text)
         assert build.instruction_set() == name
+
+
+def test_two_instruction_sets_in_one_process_have_each_their_functions() -> None:
+    have("avx512")
+    addresses = {ctypes.cast(build.load(name).matmul, ctypes.c_void_p).value for name in ("avx512", "avx2")}
+    assert len(addresses) == 2
 
 
 def test_processes_build_at_once(tmp_path: Path) -> None:

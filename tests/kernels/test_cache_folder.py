@@ -23,7 +23,7 @@ SOURCE = """
 #include <cstdio>
 #include <cstdlib>
 __attribute__((constructor)) void begin() { std::fclose(std::fopen(std::getenv("LOADED"), "w")); }
-extern "C" void *first_exported() { return nullptr; }
+extern "C" [[gnu::visibility("default")]] void *first_exported() { return nullptr; }
 """
 
 

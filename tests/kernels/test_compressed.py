@@ -95,7 +95,7 @@ def test_exceptions_are_multiplied_too() -> None:
 
 
 def test_what_gains_is_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
-    if build.library() is None or build.instruction_set() != "avx512":
+    if build.library() is None or build.instruction_set() == "avx2":
         pytest.skip("with AVX2 nothing is")
     weight = random(512, 1024)
     assert pack(weight).memory.nbytes == pytest.approx(weight.nbytes * 0.75, rel=0.003)  # exceptions are few

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear import IntWeight, matmul, pack_codes, pack_float8, reference
-from kernels.quantize_rows import QuantizedActivations, quantize_rows
+from kernels.linear import Float8Weight, IntWeight, matmul, pack_codes, pack_float8, reference
+from kernels.quantize_rows import QuantizedActivations, Rows, quantize_rows
 
 ROWS = [1, 2, 3, 7, 8, 9, 63, 65]
 SHAPES = [
@@ -164,6 +164,100 @@ def test_float8_products_equal_float64(any_way: str, groups: int, dtype: torch.d
                 else x[:count]
             )
             assert any_way == "torch" or torch.equal(matmul(part, weight), whole[:count])
+
+
+ALL_CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+FINITE_CODES = ALL_CODES[ALL_CODES.float().isfinite()]  # 254
+
+
+def float8(num_outputs: int, num_inputs: int, groups: int) -> tuple[Tensor, Tensor]:
+    """Codes among which are all finite ones, and scales."""
+    count = num_outputs * num_inputs
+    codes = FINITE_CODES.view(torch.uint8)[(torch.arange(count) * 37 + 5) % len(FINITE_CODES)]
+    scales = torch.rand(num_outputs, groups, generator=torch.Generator().manual_seed(count)) + 0.1
+    return codes.view(torch.float8_e4m3fn).view(num_outputs, num_inputs), scales
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_float8_code_is_exact(any_way: str, dtype: torch.dtype) -> None:
+    """One input at a time, denormals too, in every place of a vector; NaN makes its output NaN and no other."""
+    codes = ALL_CODES.view(64, 4)
+    found = matmul(torch.eye(4, dtype=dtype), pack_float8(codes, torch.ones(64, 1))).T
+    bad = codes.float().isnan().any(1)
+    assert found[~bad].equal(codes[~bad].to(dtype))
+    assert found[bad].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs", "groups"), [(1, 1, 1), (17, 6, 2), (33, 50, 1), (100, 384, 3), (70, 200, 4)]
+)
+@pytest.mark.usefixtures("poisoned")
+def test_float8_of_any_shape(any_way: str, num_outputs: int, num_inputs: int, groups: int) -> None:
+    """Against float64: rows of every dtype, and of codes with a scale for each row, each group of the weight, two of them, or all rows."""
+    codes, scales = float8(num_outputs, num_inputs, groups)
+    weight, size = pack_float8(codes, scales), num_inputs // groups
+    found_codes, found_scales = weight.unpack()
+    assert found_codes.view(torch.uint8).equal(codes.view(torch.uint8))
+    assert found_scales.equal(scales)
+    assert weight.cut(slice(0, 1)).unpack()[0].float().equal(codes[:1].float())
+    values = codes.double() * scales.double().repeat_interleave(size, 1)
+    x = randn(max(ROWS), num_inputs)
+    rows: list[tuple[Rows, Tensor]] = [
+        (x.to(dtype), x.to(dtype).double()) for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ]
+    for width in {None, size, 2 * size if groups % 2 == 0 else None}:
+        x_codes, x_scales = quantize_rows(x, torch.float8_e4m3fn, width)
+        exact = x_codes.double() * x_scales.double().repeat_interleave(width or num_inputs, 1)
+        rows.append((QuantizedActivations(x_codes, x_scales, torch.float32, width), exact))
+    x_codes, one = quantize_rows(x, torch.float8_e4m3fn, None, torch.tensor([0.01]))
+    rows.append((QuantizedActivations(x_codes, one[:1], torch.float32), x_codes.double() * one[:1].double()))
+    for given, exact in rows:
+        whole = matmul(given, weight)
+        unit = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-10}[given.dtype]
+        allowed = unit * (exact.abs() @ values.abs().T)
+        assert ((whole.double() - exact @ values.T).abs() <= allowed).all()
+        for count in ROWS:
+            part = given[:count] if isinstance(given, Tensor) else first_rows(given, count)
+            assert any_way == "torch" or torch.equal(matmul(part, weight), whole[:count])
+
+
+def first_rows(x: QuantizedActivations, count: int) -> QuantizedActivations:
+    return QuantizedActivations(x.codes[:count], x.scales[:count], x.dtype, x.group_size)
+
+
+def test_float8_bits_do_not_depend_on_threads(compiled: Callable[[int], None]) -> None:
+    compiled(1)
+    weight, x = pack_float8(*float8(100, 320, 5)), randn(100, 320)
+    rows = [x, x.bfloat16(), QuantizedActivations(*quantize_rows(x, torch.float8_e4m3fn, 64), torch.float16, 64)]
+    alone = [matmul(each, weight, torch.ones(100, dtype=each.dtype)) for each in rows]
+    for num_threads in (2, 3):
+        compiled(num_threads)
+        for each, expected in zip(rows, alone, strict=True):
+            assert torch.equal(matmul(each, weight, torch.ones(100, dtype=each.dtype)), expected)
+
+
+def test_float8_that_cannot_be_packed_or_multiplied() -> None:
+    codes, scales = float8(17, 64, 2)
+    for bad in ((codes.float(), scales), (codes, scales.double())):
+        with pytest.raises(ValueError, match="they are float8_e4m3fn and float32"):
+            pack_float8(*bad)
+    for bad_scales in (torch.ones(17, 3), torch.ones(16, 2), torch.ones(17, 0)):
+        with pytest.raises(ValueError, match="do not divide codes"):
+            pack_float8(codes, bad_scales)
+    weight, x = pack_float8(codes, scales), torch.zeros(3, 64, dtype=torch.int8)
+    with pytest.raises(ValueError, match="of float8 by floats or float8"):
+        matmul(QuantizedActivations(x, torch.ones(3, 1), torch.float32), weight)
+    with pytest.raises(ValueError, match="of float8 by floats or float8"):
+        matmul(
+            QuantizedActivations(x.to(torch.float8_e4m3fn), torch.ones(3, 1), torch.float32),
+            pack_codes(x, torch.ones(3, 1), None, 8),
+        )
+    with pytest.raises(ValueError, match=r"scales \[3, 4\] for 3 rows"):
+        matmul(QuantizedActivations(x.to(torch.float8_e4m3fn), torch.ones(3, 4), torch.float32, 16), weight)
+    with pytest.raises(ValueError, match="cannot be"):
+        Float8Weight(weight.memory[1:], 17, 64, 32)
+    with pytest.raises(ValueError, match="cannot be"):
+        Float8Weight(weight.memory, 17, 64, 24)
 
 
 def test_float32_contract(any_way: str) -> None:

@@ -59,8 +59,10 @@ def test_rows(num_rows: int, dtype: torch.dtype) -> None:
         opcheck(ops.rms_norm, rows, weight, 1e-5)
         opcheck(ops.add_rms_norm, rows, x, weight, 1e-5)
         opcheck(ops.quantize_rows, rows)
+        opcheck(ops.quantize_rows, rows, torch.int8, 16, torch.ones(1))
         opcheck(ops.rms_norm_quantize, rows, weight, 1e-5, torch.int8, None)
         opcheck(ops.add_rms_norm_quantize, rows, x, weight, 1e-5, torch.int8, None)
+        opcheck(ops.add_rms_norm_quantize, rows, x, weight, 1e-5, torch.int8, None, torch.ones(1))
         opcheck(ops.all_finite, rows)
     opcheck(ops.swiglu, *wide.chunk(2, dim=-1))
     opcheck(ops.swiglu_quantize, *wide.chunk(2, dim=-1), torch.int8, None)
@@ -84,7 +86,7 @@ def test_products(dtype: torch.dtype) -> None:
         formats.append([products.pack_codes(*make(size, 31, bits, group, zeros)[:3], bits) for size in sizes])
     for number, weights in enumerate(formats):
         parts = [WEIGHT.take(weight) for weight in weights]
-        for rows in ((x, None, dtype), (*quantize_rows(x), dtype))[: 1 + (number > 0)]:
+        for rows in ((x, None, dtype, None), (*quantize_rows(x), dtype, None))[: 1 + (number > 0)]:
             opcheck(ops.matmul_together, *rows, *map(list, zip(*parts, strict=True)), [bias, None])
             opcheck(ops.matmul_swiglu, *rows, *parts[0], *parts[0], None, bias)
             group_of = GROUP.take(products.WeightGroup(weights[:1] * 2))
@@ -248,11 +250,12 @@ def test_a_compiled_layer_computes_the_same_bits() -> None:
 def test_errors_are_those_of_the_function() -> None:
     weight = products.pack(randn(17, 31))
     with pytest.raises(ValueError, match=r"rows \[5, 30\] cannot be multiplied by a weight of 31 inputs"):
-        ops.matmul_together(randn(5, 30), None, torch.float32, *([part] for part in WEIGHT.take(weight)), [None])
+        ops.matmul_together(randn(5, 30), None, torch.float32, None, *([part] for part in WEIGHT.take(weight)), [None])
+    numbers = [17], [32], [0], [0], [False], [None]
     with pytest.raises(
         ValueError, match=r"packed weights \[2, 32, 16, 1\] cannot be \[2, 31, 16, 1\] of torch.float32"
     ):
-        ops.matmul_together(randn(5, 32), None, torch.float32, [weight.memory], [17], [32], [0], [0], [False], [None])
+        ops.matmul_together(randn(5, 32), None, torch.float32, None, [weight.memory], *numbers)
     cache = allocate(Int4(2), (3, 4, 2), 12, torch.float32, torch.device("cpu"))
     inputs = randn(5, 6, 12), randn(5, 2, 12), randn(5, 2, 12), *cache.tensors, *cache.tensors
     with pytest.raises(

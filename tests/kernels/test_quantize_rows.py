@@ -57,6 +57,35 @@ def test_ties_become_even(any_way: str) -> None:
     assert scales.tolist() == [[1.0]]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_float8_codes_are_those_of_torch(any_way: str, dtype: torch.dtype) -> None:
+    """Under a scale of 1, of numbers at, beside and between all codes, and beyond them."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles, ulp = (codes[1:] + codes[:-1]) / 2, 1 + 2**-20
+    numbers = torch.cat([codes, middles, middles * ulp, middles / ulp, codes * ulp, torch.tensor([449.0, 1e30])])
+    x = torch.cat([numbers, -numbers])[None].to(dtype).clamp(-6e4, 6e4)
+    found, scales = quantize_rows(x, torch.float8_e4m3fn, None, torch.ones(1))
+    assert found.view(torch.uint8).equal(x.float().clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
+    assert scales.tolist() == [[1.0]]
+
+
+@pytest.mark.usefixtures("any_way", "poisoned")
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_scales", [1, 20])
+def test_static_scales(codes: ActivationFormat, dtype: torch.dtype, num_scales: int) -> None:
+    """They saturate; rows that are not finite have NaN for a scale. A norm and a gate make the same codes."""
+    x, weight, residual = odd_rows((20, 144), dtype), randn(144, dtype=dtype), randn(20, 144, dtype=dtype)
+    given = (*codes[:2], torch.linspace(1e-4, 0.02, num_scales))
+    assert_same(quantize_rows(x, *given), reference.quantize_rows(x, *given))
+    assert_same(quantize_rows(x * 1e-3, *given), reference.quantize_rows(x * 1e-3, *given))
+    assert_same(rms_norm_quantize(x, weight, 1e-5, *given), reference.quantize_rows(rms_norm(x, weight, 1e-5), *given))
+    normed, total = add_rms_norm(x, residual, weight, 1e-5)
+    expected = (*reference.quantize_rows(normed, *given), total)
+    assert_same(add_rms_norm_quantize(x, residual, weight, 1e-5, *given), expected)
+    assert_same(swiglu_quantize(x, residual, *given), reference.quantize_rows(swiglu(x, residual), *given))
+
+
 def odd_rows(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """With zeros, NaN and infinities, and magnitudes that the dtype has no scale of its own for."""
     x = randn(*shape, dtype=dtype)

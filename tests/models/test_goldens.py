@@ -12,9 +12,6 @@ from pipelines.engine import runner
 from tests.helpers.builders import all_logits, engine_of, generate
 from tests.helpers.goldens import FAMILIES, GOLDENS, TOLERANCE, WHOLE_PROMPTS, greedy, link
 
-# decode steps that cannot be captured: positions and frequencies depend on a prompt's length
-COMPUTED_EACH_TIME = {"chatglm", "chatglm_28layers", "chatglm_bin", "qwen"}
-
 
 def spellings(family: str) -> list[str]:
     return [file.name for file in sorted((GOLDENS / family).glob("config*.json"))]
@@ -34,7 +31,7 @@ def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path, mo
     lengths = golden["batch_attention_mask"].sum(-1).tolist()
     prompts = [row[-length:].tolist() for row, length in zip(golden["batch_input_ids"], lengths, strict=True)]
     if build.library():
-        assert engine.runner.decode_steps.can_record == (family not in COMPUTED_EACH_TIME)
+        assert engine.runner.decode_steps.can_record
     expected_batch = golden["batch_greedy_ids"].tolist()
     assert greedy(engine, prompts, len(expected_batch[0])) == expected_batch
     small_blocks = engine_of(folder, allow_pickle=True, block_size=4)
@@ -51,7 +48,7 @@ def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path, mo
     assert greedy(chunked, [prompt], len(expected)) == [expected]
     assert greedy(chunked, prompts, len(expected_batch[0])) == expected_batch
     if build.library():
-        assert chunked.runner.prompt_steps.can_record == (family not in COMPUTED_EACH_TIME)
+        assert chunked.runner.prompt_steps.can_record
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,25 @@ def test_text_comes_back_exactly(tokenizer: Tokenizer, text: str, tmp_path: Path
     save(byte_fallback(), tmp_path)
     llama_like = load(tmp_path)
     assert llama_like.decode(llama_like.encode(text, add_special_tokens=True), skip_special_tokens=True) == text
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    """A server's event loop is one of them."""
+    ends: list[float] = []
+
+    def encode() -> None:
+        ends.append(time.monotonic())
+        tokenizer.encode("once upon " * 100_000, add_special_tokens=False)
+        ends.append(time.monotonic())
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    moments = []
+    while thread.is_alive():
+        moments.append(time.monotonic())
+        time.sleep(0.001)
+    quarter = (ends[1] - ends[0]) / 4
+    assert any(ends[0] + quarter < moment < ends[1] - quarter for moment in moments)
 
 
 def test_special_tokens_only_where_asked_for(tokenizer: Tokenizer) -> None:

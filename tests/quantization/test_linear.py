@@ -1,5 +1,6 @@
 """Linear layers of every method: those that share their input give together what each gives alone, to the bit."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -85,6 +86,10 @@ TOGETHER: dict[str, Any] = {
     "int4": lambda dtype: [coded(17, dtype, INT4), coded(17, dtype, INT4)],
     "a8w8": lambda dtype: [coded(size, dtype, INT8, DYNAMIC) for size in (17, 5, 17)],
     "static": lambda dtype: [coded(17, dtype, INT8, STATIC) for _ in range(2)],
+    "fp8": lambda dtype: [coded(17, dtype, FP8, DYNAMIC) for _ in range(2)],
+    "fp8 with groups": lambda dtype: [coded(17, dtype, FP8_GROUPS, DYNAMIC) for _ in range(2)],
+    "fp8 weights": lambda dtype: [coded(17, dtype, FP8) for _ in range(2)],
+    "static fp8": lambda dtype: [coded(17, dtype, FP8, STATIC) for _ in range(2)],
 }
 APART: dict[str, Any] = {
     "floats": lambda dtype: [floats(17, dtype), floats(17, dtype)],
@@ -94,8 +99,6 @@ APART: dict[str, Any] = {
     "a8w8 beside int8": lambda dtype: [coded(17, dtype, INT8, DYNAMIC), coded(17, dtype, INT8)],
     "permuted": lambda dtype: [coded(17, dtype, INT4, permuted=True), coded(17, dtype, INT4, permuted=True)],
     "two static scales": lambda dtype: [coded(17, dtype, INT8, STATIC, scale=scale) for scale in (0.02, 0.03)],
-    "fp8": lambda dtype: [coded(17, dtype, FP8, DYNAMIC) for _ in range(2)],
-    "static fp8": lambda dtype: [coded(17, dtype, FP8, STATIC) for _ in range(2)],
 }
 
 
@@ -110,7 +113,8 @@ def check(layers: list[Linear], dtype: torch.dtype) -> None:
         gated = swiglu(alone[0], alone[-1])
         assert torch.equal(merged([first, last]).swiglu(x, None), gated)
         assert torch.equal(merged([first, last], reader=floats(5, dtype)).swiglu(x, None), gated)
-        for down in (coded(5, dtype, format, DYNAMIC, inputs=gated.shape[1]) for format in (INT8, FP8)):
+        for format, activations in itertools.product((INT8, FP8), (DYNAMIC, STATIC)):
+            down = coded(5, dtype, format, activations, inputs=gated.shape[1])
             assert torch.equal(down(merged([first, last], reader=down).swiglu(x, None), None), down(gated, None))
 
 
@@ -144,7 +148,9 @@ SHARED: dict[str, tuple[Any, ActivationFormat]] = {
         lambda dtype: [coded(17, dtype, INT8, DYNAMIC), coded(5, dtype, INT4, DYNAMIC)],
         ActivationFormat(torch.int8),
     ),
-    "fp8": (APART["fp8"], ActivationFormat(torch.float8_e4m3fn)),
+    "static": (TOGETHER["static"], ActivationFormat(torch.int8)),
+    "fp8": (TOGETHER["fp8"], ActivationFormat(torch.float8_e4m3fn)),
+    "static fp8": (TOGETHER["static fp8"], ActivationFormat(torch.float8_e4m3fn)),
     "fp8, groups": (
         lambda dtype: [coded(17, dtype, FP8_GROUPS, DYNAMIC) for _ in range(3)],
         ActivationFormat(torch.float8_e4m3fn, 32),
@@ -152,14 +158,13 @@ SHARED: dict[str, tuple[Any, ActivationFormat]] = {
 }
 UNSHARED: dict[str, Any] = APART | {
     "int8": TOGETHER["int8"],
-    "static": TOGETHER["static"],
+    "fp8 weights": TOGETHER["fp8 weights"],
     "nobody": lambda dtype: [],
     "a8w8 beside fp8": lambda dtype: [coded(17, dtype, INT8, DYNAMIC), coded(17, dtype, FP8, DYNAMIC)],
     "a8w8, one permuted": lambda dtype: [
         coded(17, dtype, INT8, DYNAMIC, permuted=permuted) for permuted in (False, True)
     ],
 }
-del UNSHARED["fp8"]
 
 
 def read_by(norm: RMSNorm | AddRMSNorm, readers: Sequence[Linear]) -> RMSNorm | AddRMSNorm:
@@ -180,7 +185,10 @@ def test_a_norm_quantises_its_rows_once_for_all_who_read_them(name: str, dtype: 
         each.weight.copy_(randn(INPUTS))
     for num_rows in (MANY_ROWS, 40):
         x, update = randn(num_rows, INPUTS, dtype=dtype), randn(num_rows, INPUTS + 1, dtype=dtype)[:, 1:]
-        assert shared_activations(num_rows, layers) == format
+        shared = shared_activations(num_rows, layers)
+        assert shared is not None
+        assert shared[:2] == format[:2]
+        assert (shared.static_scales is not None) == ("static" in name)
         for found, alone in (
             (read_by(norm, layers)(x), norm(x)),
             (read_by(add_norm, layers)(x, None)[0], norm(x)),

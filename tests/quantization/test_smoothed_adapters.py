@@ -23,24 +23,20 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from conf.compose import dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import QuantConfig, QuantizedFormat, SmoothConfig
-from conf.schema import DType, Task
-from conf.tasks import ConvertConfig, PredictConfig
 from models.linear_layers import linear_layer
 from pipelines import pipeline
-from pipelines.convert import run_convert
 from pipelines.engine import Engine
-from pipelines.loading import load_engine
 from pipelines.quantize_layers import calibrator_of
 from quantization.plan import float_weight, plan
 from quantization.quantizer import parts_of
 from quantization.smoothing import Smoother
 from quantization.smoothing_record import FOLDS, add_folds
-from tests.helpers.adapters import ALL_LINEAR, peft_logprobs, peft_model, write_adapter
-from tests.helpers.builders import run_config, unpacked_engine, weights_of, write_llama
+from tests.helpers.adapters import ALL_LINEAR, load_with, peft_logprobs, peft_model, write_adapter
+from tests.helpers.builders import run_config, unpacked_engine, weights_of, write_llama, write_random
+from tests.helpers.conversion import convert
 from tests.helpers.quantized_models import (
     A8W8,
     AWQ,
@@ -78,15 +74,6 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[[], Any], list[str], i
 }
 
 
-def write_random(folder: Path, kind: type[PreTrainedModel], config: Any) -> None:
-    torch.manual_seed(0)
-    model = kind(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
-    model.save_pretrained(folder)
-
-
 def write_folded(base: Path, folder: Path, quant: QuantConfig) -> int:
     """Write the float model with folds in its weights, and the file of them; returns the number of its vectors."""
     engine = unpacked_engine(run_config(base), 3)
@@ -105,10 +92,9 @@ def write_folded(base: Path, folder: Path, quant: QuantConfig) -> int:
     return len(load_file(folder / FOLDS))
 
 
-def engine_with(base: Path, adapter: Path | None, quant: QuantConfig | None = None, **model: Any) -> Engine:
-    run = run_config(base, **model)
-    adapters = None if adapter is None else {"fr": str(adapter)}
-    return load_engine(replace(run, model=replace(run.model, adapters=adapters), quant=quant or QuantConfig()), 2)
+def engine_with(base: Path, adapter: Path | None, quant: QuantConfig | None = None) -> Engine:
+    run = replace(run_config(base), quant=quant or QuantConfig())
+    return load_with(run, {} if adapter is None else {"fr": adapter})
 
 
 def logprobs(engine: Engine, adapter: str | None = "fr") -> Tensor:
@@ -148,12 +134,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_llama(folder / "base", num_key_value_heads=4, intermediate_size=96)
     write_adapter(folder / "fr", folder / "base", LlamaForCausalLM, r=4, target_modules=ALL_LINEAR)
     write_rows(folder / "rows.jsonl", random_rows(60, 16))
-    run = run_config(folder / "base")
-    model = replace(run.model, dtype=DType.auto, tokenizer="")
-    convert = ConvertConfig(output=str(folder / "merged"), lora=str(folder / "fr"))
-    run_convert(
-        replace(run, task=Task.convert, model=model, predict=PredictConfig(), convert=convert), folder / "run", dump
-    )
+    convert(folder / "base", folder / "merged", lora=str(folder / "fr"))
     return folder
 
 

@@ -69,6 +69,7 @@ def in_vllm(
         make(run, folder / "run" / name)
     command = [
         PYTHON,
+        "-P",  # the script's folder holds no modules of vLLM's
         REPOSITORY / "tests" / "helpers" / "vllm_tokens.py",
         dtype,
         str(NUM_TOKENS),

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import kernels.kv_store.triton
 import kernels.linear
+import kernels.lora.triton
 import kernels.moe.triton
 import kernels.paged_attention.triton
 import kernels.rms_norm.triton
@@ -19,10 +21,12 @@ import models.layers.moe
 import models.layers.norm
 from conf.decoding import DecodeConfig
 from conf.quantization import Activations, QuantConfig, QuantScheme
+from models.adapters import has_adapters
 from models.layers.moe import Experts
 from pipelines.engine import Engine
 from pipelines.engine.graph_steps import GraphSteps
 from pipelines.loading import load_engine
+from tests.helpers.adapters import ALL_LINEAR, load_with, outputs, write_adapter
 from tests.helpers.builders import complete, engine_of, run_config, write_llama
 from tests.helpers.goldens import GOLDENS
 from tests.helpers.triton_cases import DEVICE
@@ -36,7 +40,8 @@ def tokens(engine: Engine) -> list[list[int]]:
     return [completion.token_ids for completion in complete(engine, PROMPTS, DECODE)]
 
 
-def padded_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+def padded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Return the engine with decode steps of three sizes over the GPU's kernels."""
     for module, kernel in (
         (models.layers.attention, kernels.paged_attention.triton.paged_attention),
         (models.layers.norm, kernels.rms_norm.triton.rms_norm),
@@ -44,18 +49,22 @@ def padded_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[
         (models.layers.linear, kernels.swiglu.triton.swiglu),
         (models.decoder, kernels.kv_store.triton.rope_and_store),
         (models.layers.moe, kernels.moe.triton.route),
+        (models.layers.linear, kernels.lora.triton.lora_add),
     ):
         monkeypatch.setattr(module, kernel.__name__, kernel)
-    steps = GraphSteps(engine.runner.compute, compute_again, 4, 3, 0, torch.device("cpu"))
-    engine.runner.decode_steps = steps
-    assert steps.sizes == [1, 2, 4]
-    return tokens(engine)
+    runner, sizes = engine.runner, (4, 3, 0, torch.device("cpu"))
+    runner.decode_steps = GraphSteps(runner.compute, compute_again, *sizes)
+    assert runner.decode_steps.sizes == [1, 2, 4]
+    if has_adapters(runner.model):
+        runner.adapted_steps = GraphSteps(runner.compute, compute_again, *sizes, with_adapters=True)
+        assert runner.adapted_steps.sizes == [1, 2, 4]
+    return engine
 
 
 def test_an_engine_gives_the_cpus_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_llama(tmp_path)
     expected = tokens(engine_of(tmp_path, block_size=4))
-    assert padded_tokens(engine_of(tmp_path, block_size=4), monkeypatch) == expected
+    assert tokens(padded(engine_of(tmp_path, block_size=4), monkeypatch)) == expected
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # rows that pad are NaN
@@ -73,7 +82,7 @@ def test_so_does_one_whose_layers_are_joined(scheme: str, tmp_path: Path, monkey
     for layer in engine.runner.model.get_submodule("model.layers"):
         assert layer.self_attn.qkv.is_merged
         assert layer.mlp.gate_up.is_merged
-    assert padded_tokens(engine, monkeypatch) == expected
+    assert tokens(padded(engine, monkeypatch)) == expected
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
@@ -87,4 +96,24 @@ def test_so_does_one_with_quantised_experts(scheme: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
     engine = load_engine(run, 3)
     assert all(module.is_merged for module in engine.runner.model.modules() if isinstance(module, Experts))
-    assert padded_tokens(engine, monkeypatch) == expected
+    assert tokens(padded(engine, monkeypatch)) == expected
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_so_does_one_whose_rows_have_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of different ranks, and a row without: three rows, padded to four."""
+    write_llama(tmp_path / "base")
+    names = ["fr", None, "de"]
+    for rank, name in ((3, "fr"), (20, "de")):
+        write_adapter(tmp_path / name, tmp_path / "base", LlamaForCausalLM, rank, r=rank, target_modules=ALL_LINEAR)
+
+    def engine() -> Engine:
+        run = run_config(tmp_path / "base")
+        run = replace(run, device=replace(run.device, block_size=4))
+        return load_with(run, {name: tmp_path / name for name in names if name}, 3)
+
+    rows = list(zip(PROMPTS, names, strict=True))
+    expected = outputs(engine(), rows, DECODE)
+    assert outputs(padded(engine(), monkeypatch), rows, DECODE) == expected
+    plain = outputs(engine(), [(prompt, None) for prompt in PROMPTS], DECODE)
+    assert [a == b for a, b in zip(expected, plain, strict=True)] == [False, True, False]

@@ -1,0 +1,228 @@
+// Products with weights of bfloat16 by the tiles of the AMX unit: packed, in 12 bits, or plain.
+//
+// M rows, K inputs, N outputs. A step is 32 inputs: those of 16 outputs fill a tile, in the order of kernels/linear/float_weight.py, and so
+// do those of 16 rows. Every output is one sum over the steps in their order (kernels/tiles.h), so a row's bits depend neither on the other
+// rows nor on how the work was shared.
+#include "../tiles.h"
+
+#ifdef HAS_TILES
+
+#include <algorithm>
+#include <vector>
+
+#include "../room.h"
+#include "blocks.h"
+#include "compressed.h"
+
+namespace {
+
+constexpr int64_t INPUTS_OF_STEP = 32, PAIR_BYTES = 64;  // a pair of inputs of 16 outputs
+constexpr int64_t GROUPS_OF_STEP = TILE_ROWS / STEPS_OF_GROUP;
+
+struct Job {
+  Product product;
+  char *panels = nullptr;  // the rows: [tiles of 16 rows, steps, 16 rows, 64 bytes]; fewer rows lie without gaps
+
+  const Rows &rows() const { return product.rows; }
+  bool has_few_rows() const { return rows().num_rows <= TILE_ROWS; }
+  int64_t num_pairs() const { return divide_up(rows().num_inputs, 2); }
+  int64_t num_steps() const { return divide_up(rows().num_inputs, INPUTS_OF_STEP); }
+  int64_t num_panels() const { return divide_up(rows().num_rows, TILE_ROWS); }
+  int64_t height() const { return std::min(rows().num_rows, TILE_ROWS); }  // of a panel; the last one ends in zeros
+  int64_t step_bytes() const { return height() * TILE_ROW_BYTES; }
+  int64_t num_fills() const { return num_panels(); }
+  int64_t panels_of_chunk() const { return ROW_TILES_OF_CHUNK; }
+  int64_t tiles_of_chunk() const {
+    const int64_t chunks = product.num_chunks(MAX_TILES_OF_CHUNK) * divide_up(num_panels(), ROW_TILES_OF_CHUNK);
+    return has_few_rows() || chunks < 4 * get_threads() ? TILES_OF_CHUNK : MAX_TILES_OF_CHUNK;
+  }
+  int64_t panel_bytes() const { return num_panels() * num_steps() * step_bytes() + ALIGNMENT; }
+  void place(char *memory) { panels = aligned(memory); }
+  char *panel(int64_t number) const { return panels + number * num_steps() * step_bytes(); }
+};
+
+void fill_panel(const Job &job, int64_t panel) {
+  const Rows &rows = job.rows();
+  const int64_t first = panel * TILE_ROWS, row_bytes = rows.num_inputs * 2, step_bytes = job.step_bytes();
+  for (int64_t row = 0; row < job.height(); ++row) {
+    char *to = job.panel(panel) + row * TILE_ROW_BYTES;
+    const int64_t present = first + row < rows.num_rows ? row_bytes : 0;
+    const char *from = static_cast<const char *>(rows.x) + (first + row) * row_bytes;
+    for (int64_t byte = 0; byte < row_bytes; byte += TILE_ROW_BYTES, to += step_bytes)
+      store(reinterpret_cast<uint8_t *>(to), load_part(from + byte, present - byte));
+  }
+}
+
+// Reads one tile of outputs, block after block.
+struct Reader {
+  const uint8_t *memory;  // of the tile
+  Ahead ahead;
+  int64_t num_pairs;
+  bool is_compressed;
+  Ints upper;
+  const Exception *next;
+
+  // One of `num_tiles` that are read in turn.
+  void begin(const Job &job, const Output &out, const Weight &weight, int64_t tile, int64_t num_tiles) {
+    num_pairs = job.num_pairs(), is_compressed = weight.is_compressed;
+    const Compressed layout{out.num_tiles(), num_pairs};
+    const int64_t tile_bytes = is_compressed ? layout.tile_bytes() : num_pairs * PAIR_BYTES;
+    if (is_compressed)
+      memory = weight.memory + layout.groups(tile), upper = upper_bytes(weight.memory), next = first_exception(weight.memory, layout, tile);
+    else
+      memory = weight.memory + (tile - weight.first_tile) * tile_bytes;
+    ahead = {memory, tile_bytes, num_tiles};
+  }
+
+  // Whether the steps first .. first + count - 1 lie in the weight as tiles are loaded.
+  bool holds(int64_t first, int64_t count) const { return !is_compressed && (first + count) * TILE_ROWS <= num_pairs; }
+  const uint8_t *at(int64_t step) const { return memory + step * TILE_BYTES; }
+
+  // Writes four pairs, 256 bytes, zeros after the last input.
+  void expand(int64_t group, uint8_t *to) {
+    const int64_t present = std::clamp<int64_t>(num_pairs - group * STEPS_OF_GROUP, 0, STEPS_OF_GROUP);
+    if (is_compressed && present > 0) {
+      Ints pairs[STEPS_OF_GROUP];
+      read_pairs<true>(group, pairs);
+      UNROLL
+      for (int64_t pair = 0; pair < STEPS_OF_GROUP; ++pair) store(to + pair * PAIR_BYTES, pairs[pair]);
+    } else if (present > 0) {
+      std::memcpy(to, memory + group * STEPS_OF_GROUP * PAIR_BYTES, present * PAIR_BYTES);
+    }
+    if (present < STEPS_OF_GROUP) [[unlikely]] std::fill(to + present * PAIR_BYTES, to + STEPS_OF_GROUP * PAIR_BYTES, 0);
+  }
+
+  // Four pairs; what comes after the last one is not zero.
+  template <bool COMPRESSED> void read_pairs(int64_t group, Ints (&pairs)[STEPS_OF_GROUP]) {
+    constexpr int64_t BYTES = COMPRESSED ? GROUP_BYTES : STEPS_OF_GROUP * PAIR_BYTES;
+    const uint8_t *from = memory + group * BYTES;
+    for (int64_t line = 0; line < BYTES; line += 64) ahead.fetch(from + line);
+    if constexpr (COMPRESSED) {
+      read_group(from, upper, next, group, pairs);
+    } else {
+      UNROLL
+      for (int64_t pair = 0; pair < STEPS_OF_GROUP; ++pair) pairs[pair] = load(from + pair * PAIR_BYTES);
+    }
+  }
+};
+
+// --- one row, for which vectors are a tenth faster ---
+
+// sums += the products of `count` pairs from number `first` on, as kernels/tiles.h adds up those of a step, by multiply-adds.
+template <int COLUMNS, bool COMPRESSED>
+[[gnu::always_inline]] inline void add_step(Reader *readers, const int32_t *x, int64_t first, int64_t count, Floats (&sums)[COLUMNS]) {
+  Floats even[COLUMNS], odd[COLUMNS];
+  UNROLL
+  for (int t = 0; t < COLUMNS; ++t) even[t] = odd[t] = splat(0.0f);
+  for (int64_t pair = 0; pair < count; pair += STEPS_OF_GROUP) {
+    UNROLL
+    for (int t = 0; t < COLUMNS; ++t) {
+      Ints pairs[STEPS_OF_GROUP];
+      readers[t].template read_pairs<COMPRESSED>((first + pair) / STEPS_OF_GROUP, pairs);
+      UNROLL
+      for (int64_t i = 0; i < STEPS_OF_GROUP; ++i) {
+        if (pair + i >= count) break;
+        const Ints x_pair = splat(x[first + pair + i]), upper_half = splat(-65536);
+        even[t] = multiply_add(as_floats(shift_left<16>(x_pair)), as_floats(shift_left<16>(pairs[i])), even[t]);
+        odd[t] = multiply_add(as_floats(bit_and(x_pair, upper_half)), as_floats(bit_and(pairs[i], upper_half)), odd[t]);
+      }
+    }
+  }
+  UNROLL
+  for (int t = 0; t < COLUMNS; ++t) sums[t] = add(sums[t], add(even[t], odd[t]));
+}
+
+// result [COLUMNS, 16]
+template <int COLUMNS, bool COMPRESSED>
+[[gnu::noinline]] void multiply_row(Reader *readers, const int32_t *x, int64_t num_pairs, float *result) {
+  const FlushDenormals mode;
+  Floats sums[COLUMNS];
+  UNROLL
+  for (int t = 0; t < COLUMNS; ++t) sums[t] = splat(0.0f);
+  int64_t first = 0;
+  for (; first + TILE_ROWS <= num_pairs; first += TILE_ROWS) add_step<COLUMNS, COMPRESSED>(readers, x, first, TILE_ROWS, sums);
+  if (first < num_pairs) add_step<COLUMNS, COMPRESSED>(readers, x, first, num_pairs - first, sums);
+  UNROLL
+  for (int t = 0; t < COLUMNS; ++t) store(result + t * LANES, sums[t]);
+}
+
+struct Unit {
+  template <int C, int A, int B> static void multiply() { multiply_bfloat16_tiles<C, A, B>(); }
+};
+
+// sums [rows, COLUMNS, 16]
+template <int COLUMNS> void multiply_few(const Job &job, const Output &out, const Weight &weight, int64_t tile, float *sums) {
+  Reader readers[COLUMNS];
+  for (int t = 0; t < COLUMNS; ++t) readers[t].begin(job, out, weight, tile + t, COLUMNS);
+  if (job.rows().num_rows > 1) return stream<Unit, COLUMNS>(job, readers, sums);
+  const auto multiply = weight.is_compressed ? multiply_row<COLUMNS, true> : multiply_row<COLUMNS, false>;
+  multiply(readers, reinterpret_cast<const int32_t *>(job.panel(0)), job.num_pairs(), sums);
+}
+
+void multiply_few_rows(const Job &job, const Output &out, int64_t first, int64_t last) {
+  alignas(64) float result[TILE_ROWS * TILES_OF_CHUNK * LANES], up[TILE_ROWS * TILES_OF_CHUNK * LANES];
+  const int64_t num_rows = job.rows().num_rows;
+  configure_tiles_for(num_rows);
+  for (int64_t tile = first; tile < last;) {
+    const int64_t num_tiles = tile + TILES_OF_CHUNK <= last ? TILES_OF_CHUNK : 1, width = num_tiles * LANES;
+    const int64_t count = std::min(width, out.num_outputs - tile * LANES);
+    const auto compute = [&](const Weight &weight, float *sums) {
+      (num_tiles == 1 ? multiply_few<1> : multiply_few<TILES_OF_CHUNK>)(job, out, weight, tile, sums);
+      if (weight.bias) add_bias(weight, Dtype::bfloat16, num_rows, tile, num_tiles, count, sums);
+    };
+    compute(out.weight, result);
+    if (out.up.memory) compute(out.up, up);
+    write_rows(out, Dtype::bfloat16, 0, num_rows, tile, count, width, result, out.up.memory ? up : nullptr);
+    tile += num_tiles;
+  }
+  release_tiles();
+}
+
+void multiply_many_rows(const Job &job, const Output &out, const Part &part) {
+  thread_local std::vector<float> kept[2];
+  const int64_t first_row = part.first_panel * TILE_ROWS, num_rows = std::min(part.last_panel * TILE_ROWS, job.rows().num_rows) - first_row;
+  const int64_t num_tiles = part.last_tile - part.first_tile, width = num_tiles * LANES, tile = part.first_tile;
+  const int64_t count = std::min(width, out.num_outputs - tile * LANES);
+  const auto compute = [&](const Weight &weight, std::vector<float> &memory) {
+    float *sums = room(memory, (part.last_panel - part.first_panel) * TILE_ROWS * width);
+    Reader readers[MAX_TILES_OF_CHUNK];
+    for (int64_t t = 0; t < num_tiles; ++t) readers[t].begin(job, out, weight, tile + t, num_tiles);
+    multiply_many<Unit>(job, readers, part, sums);
+    if (weight.bias) add_bias(weight, Dtype::bfloat16, num_rows, tile, num_tiles, count, sums);
+    return sums;
+  };
+  configure_tiles_for(TILE_ROWS);
+  float *result = compute(out.weight, kept[0]), *up = out.up.memory ? compute(out.up, kept[1]) : nullptr;
+  release_tiles();
+  write_rows(out, Dtype::bfloat16, first_row, num_rows, tile, count, width, result, up);
+}
+
+// The tiles are packed first if they are not.
+void multiply_part(const Job &job, const Part &part) {
+  Output out = *part.out;
+  if (job.product.plain.numbers) {
+    thread_local std::vector<uint8_t> packed;
+    const int64_t tile_bytes = job.num_pairs() * PAIR_BYTES;
+    uint8_t *memory = room(packed, (part.last_tile - part.first_tile) * tile_bytes);
+    for (int64_t tile = part.first_tile; tile < part.last_tile; ++tile) {
+      uint8_t *to = memory + (tile - part.first_tile) * tile_bytes;
+      pack_tile<Dtype::bfloat16>(job.product.plain, out.num_outputs, job.rows().num_inputs, tile, to);
+    }
+    out.weight.memory = memory, out.weight.first_tile = part.first_tile;
+  }
+  if (job.has_few_rows())
+    multiply_few_rows(job, out, part.first_tile, part.last_tile);
+  else
+    multiply_many_rows(job, out, part);
+}
+
+}  // namespace
+
+void multiply_bfloat16_by_tiles(const std::vector<Product> &products) {
+  thread_local std::vector<Job> jobs;
+  jobs.clear();
+  for (const Product &product : products) jobs.push_back({product});
+  run(jobs, fill_panel, multiply_part);
+}
+
+#endif

@@ -1,0 +1,177 @@
+// What products by tiles share, whatever their weights are held in.
+#pragma once
+
+#include <algorithm>
+
+#include "../tiles.h"
+#include "products.h"
+
+namespace {
+
+constexpr int64_t ROW_TILES_OF_CHUNK = 16;  // 256 rows: those of a block leave three quarters of the second level to the weight
+constexpr int64_t BLOCK_STEPS = 32;         // of a weight, that many rows are multiplied by in turn
+constexpr int64_t STEPS_OF_STORE = 4;       // a store takes 700 cycles more if 2,150 have gone by without one
+constexpr int64_t QUARTER = TILE_BYTES / 4;
+constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level
+
+// Some steps of up to four tiles of outputs, [tile, steps, 1024 bytes]. They are read little by little, beside the products of others: the
+// unit leaves the time to vectors.
+template <class Reader> struct Block {
+  const uint8_t *tiles[TILES_OF_CHUNK];
+  Reader *readers;
+  uint8_t *memory;
+  int64_t num_tiles, first_quarter, num_quarters;  // quarters of steps, of each tile
+  int64_t tile, quarter;                           // the next one to be read
+  bool are_there;  // in the weight, as tiles are loaded
+
+  void begin(Reader *first_reader, int64_t count, int64_t first_step, int64_t num_steps, uint8_t *to) {
+    readers = first_reader, memory = to, num_tiles = count, first_quarter = first_step * 4, num_quarters = num_steps * 4;
+    are_there = readers[0].holds(first_step, num_steps);
+    for (int64_t t = 0; t < num_tiles; ++t) tiles[t] = are_there ? readers[t].at(first_step) : memory + t * num_steps * TILE_BYTES;
+    tile = quarter = 0;
+  }
+
+  void read_some() {
+    if (tile == num_tiles) return;
+    Reader &reader = readers[tile];
+    const int64_t place = first_quarter + quarter;
+    if (are_there)
+      for (int64_t byte = 0; byte < QUARTER; byte += 64) reader.ahead.fetch(reader.at(0) + place * QUARTER + byte);
+    else
+      reader.expand(place, memory + (tile * num_quarters + quarter) * QUARTER);
+    if (++quarter == num_quarters) quarter = 0, ++tile;
+  }
+
+  void read_all() {
+    while (tile != num_tiles) read_some();
+  }
+};
+
+// Where the prefetches of a reader go: PREFETCH_BYTES ahead in its tile, and at its end to the tiles that are read next.
+struct Ahead {
+  const uint8_t *near_end;
+  int64_t skipped;
+
+  // One of `num_tiles` that are read in turn.
+  Ahead() = default;
+  Ahead(const uint8_t *tile, int64_t tile_bytes, int64_t num_tiles)
+      : near_end(tile + tile_bytes - PREFETCH_BYTES), skipped((num_tiles - 1) * tile_bytes) {}
+  void fetch(const uint8_t *at) const {
+    _mm_prefetch(reinterpret_cast<const char *>(at + PREFETCH_BYTES + (at < near_end ? 0 : skipped)), _MM_HINT_T1);
+  }
+};
+
+// --- a block of sums: ROWS tiles of rows times COLUMNS tiles of outputs, 2 x 2 or 1 x 4 or less, in the tiles 0 to 3 ---
+
+template <int ROWS, int COLUMNS> void begin_sums(const char *sums, int64_t stride, bool are_new) {
+  static_assert(ROWS * COLUMNS <= 4);
+  if (are_new) {
+    zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+    return;
+  }
+  load_tile<0>(sums, stride);
+  if constexpr (COLUMNS > 1) load_tile<1>(sums + TILE_ROW_BYTES, stride);
+  if constexpr (COLUMNS > 2) load_tile<2>(sums + 2 * TILE_ROW_BYTES, stride), load_tile<3>(sums + 3 * TILE_ROW_BYTES, stride);
+  if constexpr (ROWS > 1) load_tile<COLUMNS>(sums + TILE_ROWS * stride, stride);
+  if constexpr (ROWS > 1 && COLUMNS > 1) load_tile<3>(sums + TILE_ROWS * stride + TILE_ROW_BYTES, stride);
+}
+
+template <int ROWS, int COLUMNS> void end_sums(char *sums, int64_t stride) {
+  store_tile<0>(sums, stride);
+  if constexpr (COLUMNS > 1) store_tile<1>(sums + TILE_ROW_BYTES, stride);
+  if constexpr (COLUMNS > 2) store_tile<2>(sums + 2 * TILE_ROW_BYTES, stride), store_tile<3>(sums + 3 * TILE_ROW_BYTES, stride);
+  if constexpr (ROWS > 1) store_tile<COLUMNS>(sums + TILE_ROWS * stride, stride);
+  if constexpr (ROWS > 1 && COLUMNS > 1) store_tile<3>(sums + TILE_ROWS * stride + TILE_ROW_BYTES, stride);
+}
+
+// x: the first tile of rows, `step_bytes` from step to step, the second one `panel_bytes` after it. `later` is read meanwhile.
+template <class Unit, int ROWS, int COLUMNS, class Reader>
+[[gnu::noinline]] void add_steps(const char *x, int64_t step_bytes, int64_t panel_bytes, const uint8_t *const *weight, int64_t num_steps,
+                                 Block<Reader> &later) {
+  alignas(64) thread_local uint8_t unread[TILE_BYTES];
+  for (int64_t step = 0; step < num_steps; ++step, x += step_bytes) {
+    const int64_t at = step * TILE_BYTES;
+    load_tile<4>(x, TILE_ROW_BYTES);
+    load_tile<6>(weight[0] + at, TILE_ROW_BYTES);
+    Unit::template multiply<0, 4, 6>();
+    if constexpr (COLUMNS > 1) load_tile<7>(weight[1] + at, TILE_ROW_BYTES), Unit::template multiply<1, 4, 7>();
+    if constexpr (COLUMNS > 2) load_tile<5>(weight[2] + at, TILE_ROW_BYTES), Unit::template multiply<2, 4, 5>();
+    if constexpr (COLUMNS > 2) load_tile<6>(weight[3] + at, TILE_ROW_BYTES), Unit::template multiply<3, 4, 6>();
+    if constexpr (ROWS > 1) load_tile<5>(x + panel_bytes, TILE_ROW_BYTES), Unit::template multiply<COLUMNS, 5, 6>();
+    if constexpr (ROWS > 1 && COLUMNS > 1) Unit::template multiply<3, 5, 7>();
+    later.read_some();
+    if (step % STEPS_OF_STORE == STEPS_OF_STORE - 1) store_tile<7>(unread, TILE_ROW_BYTES);
+  }
+}
+
+// The tiles of `num_rows` rows (4: of outputs, if few rows leave 5 to them), of outputs and of sums.
+inline void configure_tiles_for(int64_t num_rows) {
+  TileShapes shapes;
+  for (int tile = 0; tile < 8; ++tile) shapes.set(tile, tile < 5 ? num_rows : TILE_ROWS, TILE_ROW_BYTES);
+  configure_tiles(shapes);
+}
+
+// Few rows, one tile of them, while the weight streams by: sums [rows, COLUMNS, 16].
+template <class Unit, int COLUMNS, class Job, class Reader, class Number> void stream(const Job &job, Reader *readers, Number *sums) {
+  alignas(64) thread_local uint8_t scratch[2][TILES_OF_CHUNK][TILE_BYTES];
+  begin_sums<1, COLUMNS>(nullptr, 0, true);
+  Block<Reader> block{}, nothing{};
+  for (int64_t step = 0; step < job.num_steps(); ++step) {
+    block.begin(readers, COLUMNS, step, 1, scratch[step % 2][0]);
+    block.read_all();
+    add_steps<Unit, 1, COLUMNS>(job.panel(0) + step * job.step_bytes(), job.step_bytes(), 0, block.tiles, 1, nothing);
+  }
+  end_sums<1, COLUMNS>(reinterpret_cast<char *>(sums), COLUMNS * TILE_ROW_BYTES);
+}
+
+// Memory of this thread for two blocks of two tiles.
+inline uint8_t *memory_of_block(int64_t number) {
+  alignas(64) thread_local uint8_t memory[2][2 * BLOCK_STEPS * TILE_BYTES];
+  return memory[number % 2];
+}
+
+// The weight's tiles two by two, some steps of them at a time, each block while the one before it is multiplied: work(block, tile, num_tiles,
+// step, num_steps, later).
+template <class Reader, class Work>
+void for_each_block(Reader *readers, int64_t num_tiles, int64_t num_steps, int64_t steps_of_block, Work &&work) {
+  const int64_t num_pairs = divide_up(num_tiles, 2), num_blocks = divide_up(num_steps, steps_of_block) * num_pairs;
+  Block<Reader> blocks[2]{};
+  const auto tile = [&](int64_t number) { return number % num_pairs * 2; };
+  const auto step = [&](int64_t number) { return number / num_pairs * steps_of_block; };
+  const auto width = [&](int64_t number) { return std::min<int64_t>(2, num_tiles - tile(number)); };
+  const auto count = [&](int64_t number) { return std::min(steps_of_block, num_steps - step(number)); };
+  const auto begin = [&](int64_t number) {
+    blocks[number % 2].begin(readers + tile(number), width(number), step(number), count(number), memory_of_block(number));
+  };
+  begin(0);
+  for (int64_t number = 0; number < num_blocks; ++number) {
+    blocks[number % 2].read_all();
+    if (number + 1 < num_blocks) begin(number + 1);
+    work(blocks[number % 2], tile(number), width(number), step(number), count(number), blocks[(number + 1) % 2]);
+  }
+}
+
+// Many rows, of which up to 256 share what was read from the weight: sums [rows of the part's panels, tiles of the part, 16].
+template <class Unit, class Job, class Reader, class Number>
+void multiply_many(const Job &job, Reader *readers, const Part &part, Number *sums) {
+  const int64_t num_tiles = part.last_tile - part.first_tile, stride = num_tiles * TILE_ROW_BYTES;
+  for_each_block(readers, num_tiles, job.num_steps(), BLOCK_STEPS,
+                 [&](const Block<Reader> &block, int64_t tile, int64_t width, int64_t step, int64_t count, Block<Reader> &later) {
+    const auto multiply = [&]<int ROWS, int COLUMNS>(int64_t panel) {
+      char *to = reinterpret_cast<char *>(sums) + (panel - part.first_panel) * TILE_ROWS * stride + tile * TILE_ROW_BYTES;
+      begin_sums<ROWS, COLUMNS>(to, stride, step == 0);
+      const char *x = job.panel(panel) + step * job.step_bytes();
+      add_steps<Unit, ROWS, COLUMNS>(x, job.step_bytes(), job.panel(1) - job.panel(0), block.tiles, count, later);
+      end_sums<ROWS, COLUMNS>(to, stride);
+    };
+    for (int64_t panel = part.first_panel; panel < part.last_panel; panel += 2) {
+      const bool two_panels = panel + 1 < part.last_panel;
+      if (width == 2)
+        two_panels ? multiply.template operator()<2, 2>(panel) : multiply.template operator()<1, 2>(panel);
+      else
+        two_panels ? multiply.template operator()<2, 1>(panel) : multiply.template operator()<1, 1>(panel);
+    }
+  });
+}
+
+}  // namespace

@@ -1,0 +1,190 @@
+// Products with weights of float8, by dot products of bfloat16 where the rows are bfloat16 or float8, else of float32.
+//
+// M rows, K inputs, N outputs, G groups of inputs. A tile is 16 outputs, one for each lane; a vector of codes is two steps of two inputs. Every
+// group is one sum over its inputs in their order; groups are scaled and added in float32 in their order, with one rounding each. So a row's
+// bits depend neither on the other rows nor on how the work was shared.
+#include <vector>
+
+#include "float8.h"
+#include "products.h"
+
+namespace {
+
+constexpr int64_t VECTOR_BYTES = 64;
+constexpr int64_t INPUTS_OF_VECTOR = VECTOR_BYTES / LANES;
+constexpr int64_t PANELS_PER_CHUNK = 8;
+constexpr int64_t PREFETCH_BYTES = 8192;
+constexpr int MAX_ROWS = ACCUMULATORS;
+
+// Bytes of an input of a row: bfloat16 in pairs, or a float32.
+template <bool IN_PAIRS> constexpr int64_t INPUT_BYTES = IN_PAIRS ? 2 : 4;
+
+template <bool IN_PAIRS> struct Job {
+  Product product;
+  int64_t group_size;
+  char *panels = nullptr;  // rows, up to MAX_ROWS together: [vectors, 2, rows, 2 inputs] or [vectors, 4, rows], then scales [G, rows]
+
+  const Rows &rows() const { return product.rows; }
+  int64_t num_groups() const { return rows().num_inputs / group_size; }
+  int64_t group_vectors() const { return divide_up(group_size, INPUTS_OF_VECTOR); }
+  int64_t num_vectors() const { return num_groups() * group_vectors(); }
+  int64_t tile_bytes() const { return num_vectors() * VECTOR_BYTES; }
+  int64_t tiles_of_chunk() const { return TILES_OF_CHUNK; }
+  int64_t num_panels() const { return divide_up(rows().num_rows, MAX_ROWS); }
+  int64_t num_fills() const { return num_panels(); }
+  int64_t panels_of_chunk() const { return PANELS_PER_CHUNK; }
+  int64_t height() const { return divide_up(rows().num_rows, std::max<int64_t>(num_panels(), 1)); }
+  int64_t height(int64_t panel) const { return std::min(height(), rows().num_rows - panel * height()); }
+  int64_t inputs_bytes() const { return num_vectors() * INPUTS_OF_VECTOR * INPUT_BYTES<IN_PAIRS>; }  // of a row
+  int64_t row_bytes() const { return inputs_bytes() + num_groups() * sizeof(float); }
+  int64_t panel_bytes() const { return rows().num_rows * row_bytes(); }
+  char *inputs(int64_t panel) const { return panels + panel * height() * row_bytes(); }
+  float *scales(int64_t panel) const { return reinterpret_cast<float *>(inputs(panel) + height(panel) * inputs_bytes()); }
+  void place(char *memory) { panels = memory; }
+};
+
+// Numbers `first` .. `first` + count - 1 of all rows, as the panel holds them.
+template <bool IN_PAIRS> void read_inputs(const Rows &rows, int64_t first, int64_t count, void *to) {
+  if constexpr (!IN_PAIRS) {
+    read_floats(rows.x, rows.dtype, first, count, static_cast<float *>(to));
+  } else if (rows.scales) {
+    for (int64_t i = 0; i < count; ++i) static_cast<uint16_t *>(to)[i] = float8_to_bfloat16(static_cast<const uint8_t *>(rows.x)[first + i]);
+  } else {
+    std::copy_n(static_cast<const uint16_t *>(rows.x) + first, count, static_cast<uint16_t *>(to));
+  }
+}
+
+template <bool IN_PAIRS> void fill_panel(const Job<IN_PAIRS> &job, int64_t panel) {
+  using Number = std::conditional_t<IN_PAIRS, uint16_t, float>;
+  constexpr int64_t PER_WORD = 4 / INPUT_BYTES<IN_PAIRS>;
+  const Rows &rows = job.rows();
+  const int64_t height = job.height(panel), words = job.group_vectors() * INPUTS_OF_VECTOR / PER_WORD;
+  thread_local std::vector<Number> group;
+  group.assign(words * PER_WORD, 0);
+  for (int64_t row = 0; row < height; ++row)
+    for (int64_t g = 0; g < job.num_groups(); ++g) {
+      const int64_t index = panel * job.height() + row;
+      read_inputs<IN_PAIRS>(rows, index * rows.num_inputs + g * job.group_size, job.group_size, group.data());
+      auto *to = reinterpret_cast<int32_t *>(job.inputs(panel)) + g * words * height + row;
+      for (int64_t word = 0; word < words; ++word) std::memcpy(to + word * height, group.data() + word * PER_WORD, sizeof(int32_t));
+      job.scales(panel)[g * height + row] = rows.scales ? rows.scales[index * rows.scale_stride + (rows.scale_stride > 1 ? g : 0)] : 1.0f;
+    }
+}
+
+// Where a kernel starts to read.
+struct Sources {
+  const uint8_t *codes;  // of the first tile; the next one is tile_bytes behind it
+  int64_t tile_bytes;
+  const float *scales;  // of the first tile and group; the next tile is tile_scales behind it, the next group LANES
+  int64_t tile_scales;
+  const int32_t *x;
+  const float *x_scales;
+  int64_t num_groups, group_vectors;
+};
+
+// out [ROWS, TILES, 16] = the products of ROWS rows and TILES tiles. Never inlined, as the others: the sums fill the registers, and the totals
+// of groups stay in the first level of the cache.
+template <bool IN_PAIRS, int ROWS, int TILES> [[gnu::noinline]] void dot(Sources from, float *out) {
+  const Float8Tables tables;
+  const Ints upper_half = splat(static_cast<int32_t>(0xffff0000));
+  const uint8_t *near_end = from.codes + from.tile_bytes - PREFETCH_BYTES;  // from here on the next tiles are fetched, TILES further on
+  std::fill(out, out + ROWS * TILES * LANES, 0.0f);
+  for (int64_t group = 0; group < from.num_groups; ++group) {
+    Floats sums[ROWS][TILES];
+    UNROLL
+    for (int row = 0; row < ROWS; ++row)
+      UNROLL
+      for (int t = 0; t < TILES; ++t) sums[row][t] = splat(0.0f);
+    for (int64_t vector = 0; vector < from.group_vectors; ++vector, from.codes += VECTOR_BYTES) {
+      const int64_t ahead = PREFETCH_BYTES + (from.codes < near_end ? 0 : (TILES - 1) * from.tile_bytes);
+      Ints w[TILES][2];
+      UNROLL
+      for (int t = 0; t < TILES; ++t) {
+        _mm_prefetch(reinterpret_cast<const char *>(from.codes + t * from.tile_bytes + ahead), _MM_HINT_T1);
+        expand(tables, load(from.codes + t * from.tile_bytes), w[t]);
+      }
+      UNROLL
+      for (int step = 0; step < 2; ++step) {
+        if constexpr (IN_PAIRS) {
+          UNROLL
+          for (int row = 0; row < ROWS; ++row) {
+            const Ints x = splat(from.x[row]);
+            UNROLL
+            for (int t = 0; t < TILES; ++t) sums[row][t] = dot_bfloat16(sums[row][t], w[t][step], x);
+          }
+          from.x += ROWS;
+        } else {
+          UNROLL
+          for (int odd = 0; odd < 2; ++odd, from.x += ROWS) {
+            Floats numbers[TILES];
+            UNROLL
+            for (int t = 0; t < TILES; ++t) numbers[t] = as_floats(odd ? bit_and(w[t][step], upper_half) : shift_left<16>(w[t][step]));
+            UNROLL
+            for (int row = 0; row < ROWS; ++row) {
+              const Floats x = as_floats(splat(from.x[row]));
+              UNROLL
+              for (int t = 0; t < TILES; ++t) sums[row][t] = multiply_add(numbers[t], x, sums[row][t]);
+            }
+          }
+        }
+      }
+    }
+    UNROLL
+    for (int row = 0; row < ROWS; ++row)
+      UNROLL
+      for (int t = 0; t < TILES; ++t) {
+        float *total = out + (row * TILES + t) * LANES;
+        const Floats scale = multiply(load(from.scales + t * from.tile_scales), splat(from.x_scales[row]));
+        store(total, multiply_add(sums[row][t], scale, load(total)));
+      }
+    from.scales += LANES, from.x_scales += ROWS;
+  }
+}
+
+// result [ROWS, tiles, 16] = what the tiles from `tile` on give: `count` numbers of each row. They are rounded before the bias is added, as if
+// they had been written.
+template <bool IN_PAIRS, int ROWS, int TILES>
+void multiply(const Job<IN_PAIRS> &job, const Weight &weight, int64_t all_tiles, int64_t panel, int64_t tile, int64_t num_tiles, int64_t count,
+              float *result) {
+  const auto *scales = reinterpret_cast<const float *>(weight.memory + all_tiles * job.tile_bytes());
+  const int64_t tile_scales = job.num_groups() * LANES;
+  const auto product = num_tiles == TILES ? dot<IN_PAIRS, ROWS, TILES> : dot<IN_PAIRS, ROWS, 1>;
+  product({weight.memory + tile * job.tile_bytes(), job.tile_bytes(), scales + tile * tile_scales, tile_scales,
+           reinterpret_cast<const int32_t *>(job.inputs(panel)), job.scales(panel), job.num_groups(), job.group_vectors()},
+          result);
+  if (!weight.bias) return;
+  round_to(job.rows().dtype, result, ROWS * num_tiles * LANES);
+  add_bias(weight, job.rows().dtype, ROWS, tile, num_tiles, count, result);
+}
+
+// One panel, ROWS high or less, times the tiles first .. last - 1.
+template <bool IN_PAIRS, int ROWS> void multiply_panel(const Job<IN_PAIRS> &job, const Output &out, int64_t panel, int64_t first, int64_t last) {
+  if constexpr (ROWS > 1)
+    if (job.height(panel) < ROWS) return multiply_panel<IN_PAIRS, ROWS - 1>(job, out, panel, first, last);
+  constexpr int FIT = ACCUMULATORS / ROWS, TILES = FIT >= 4 ? 4 : 1;
+  write_tiles<ROWS, TILES>(out, job.rows().dtype, panel * job.height(), first, last,
+                           [&](const Weight &weight, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
+                             multiply<IN_PAIRS, ROWS, TILES>(job, weight, out.num_tiles(), panel, tile, num_tiles, count, result);
+                           });
+}
+
+template <bool IN_PAIRS> void multiply_all(int64_t group_size, const std::vector<Product> &products) {
+  thread_local std::vector<Job<IN_PAIRS>> jobs;
+  jobs.clear();
+  for (const Product &product : products) jobs.push_back({product, group_size});
+  run(jobs, fill_panel<IN_PAIRS>, [](const Job<IN_PAIRS> &job, const Part &part) {
+    for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel)
+      multiply_panel<IN_PAIRS, MAX_ROWS>(job, *part.out, panel, part.first_tile, part.last_tile);
+  });
+}
+
+}  // namespace
+
+void multiply_floats8(int64_t group_size, const std::vector<Product> &products) {
+  if (products.empty()) return;
+  const Rows &rows = products[0].rows;
+  if (rows.scales || rows.dtype == Dtype::bfloat16)
+    multiply_all<true>(group_size, products);
+  else
+    multiply_all<false>(group_size, products);
+}

@@ -1,0 +1,319 @@
+// Products with weights of integers by the tiles of the AMX unit: the bits of ints.cpp, sooner where rows are many.
+//
+// A step is 64 inputs: those of 16 outputs fill a tile, in the order of kernels/linear/int_weight.py, and so do those of 16 rows. A segment of
+// 32 inputs is half a step.
+#include "../tiles.h"
+
+#ifdef HAS_TILES
+
+#include <algorithm>
+#include <vector>
+
+#include "../room.h"
+#include "activations.h"
+#include "blocks.h"
+
+namespace {
+
+constexpr int64_t INPUTS_OF_STEP = 64, BYTES_OF_INPUT = 16;  // of a tile of outputs
+constexpr int64_t NUMBERS_OF_TILE = TILE_ROWS * LANES;
+constexpr int64_t ROWS_OF_FILL = 2;    // that a thread prepares at a time
+constexpr int64_t STEPS_OF_BLOCK = 4;  // of a weight, where segments are short
+
+// Up to 16 rows: bytes [steps, LIMBS, 16 rows, 64 inputs]; scales and sums as of activations.h.
+template <int LIMBS> struct RowTile {
+  static constexpr int64_t num_rows = TILE_ROWS;
+  uint8_t *bytes;
+  float *scales;
+  int32_t *sums;
+
+  static constexpr int64_t STEP_BYTES = LIMBS * TILE_BYTES;
+
+  void put(int64_t row, int limb, int64_t first, int64_t count, const int8_t *from) const {
+    while (count > 0) {
+      const int64_t begin = first % INPUTS_OF_STEP, length = std::min(count, INPUTS_OF_STEP - begin);
+      std::memcpy(bytes + first / INPUTS_OF_STEP * STEP_BYTES + limb * TILE_BYTES + row * TILE_ROW_BYTES + begin, from, length);
+      first += length, from += length, count -= length;
+    }
+  }
+};
+
+template <int LIMBS> struct Job {
+  Product product;
+  Layout layout;
+  int64_t num_inputs, num_steps, segment, num_segments;  // steps of four inputs, as of activations.h
+  int32_t offset;
+  char *memory = nullptr;
+
+  Job(const Product &product, const Layout &layout)
+      : product(product), layout(layout), num_inputs(layout.num_inputs), num_steps(layout.num_steps()), segment(segment_of(layout, LIMBS)),
+        num_segments(divide_up(num_inputs, segment)), offset(layout.offset()) {}
+
+  const Rows &rows() const { return product.rows; }
+  bool has_few_rows() const { return rows().num_rows <= TILE_ROWS; }
+  int64_t num_tile_steps() const { return divide_up(num_steps * STEP, INPUTS_OF_STEP); }
+  int64_t num_panels() const { return divide_up(rows().num_rows, TILE_ROWS); }
+  int64_t num_fills() const { return divide_up(rows().num_rows, ROWS_OF_FILL); }
+  int64_t panels_of_chunk() const { return ROW_TILES_OF_CHUNK; }
+  int64_t tiles_of_chunk() const { return TILES_OF_CHUNK; }
+  int64_t bytes_of_panel() const { return num_tile_steps() * LIMBS * TILE_BYTES + num_segments * TILE_ROWS * 8; }
+  int64_t panel_bytes() const { return num_panels() * bytes_of_panel() + ALIGNMENT; }
+  void place(char *at) { memory = aligned(at); }
+  RowTile<LIMBS> panel(int64_t number) const {
+    char *at = memory + number * bytes_of_panel();
+    auto *scales = reinterpret_cast<float *>(at + num_tile_steps() * LIMBS * TILE_BYTES);
+    return {reinterpret_cast<uint8_t *>(at), scales, reinterpret_cast<int32_t *>(scales + num_segments * TILE_ROWS)};
+  }
+};
+
+template <int LIMBS> void fill_rows(const Job<LIMBS> &job, int64_t number) {
+  for (int64_t index = number * ROWS_OF_FILL; index < std::min((number + 1) * ROWS_OF_FILL, job.rows().num_rows); ++index) {
+    const RowTile<LIMBS> panel = job.panel(index / TILE_ROWS);
+    const int64_t row = index % TILE_ROWS;
+    for (int limb = 0; limb < LIMBS; ++limb)  // zeros after the last input
+      std::memset(panel.bytes + (job.num_tile_steps() - 1) * panel.STEP_BYTES + limb * TILE_BYTES + row * TILE_ROW_BYTES, 0, TILE_ROW_BYTES);
+    fill_row<LIMBS>(job, panel, row, job.rows(), index);
+  }
+}
+
+// Reads one tile of outputs, block after block.
+struct Reader {
+  const uint8_t *memory;  // of the tile
+  Ahead ahead;
+  int64_t num_bytes;  // without compression
+  bool are_bytes;
+
+  // One of `num_tiles` that are read in turn.
+  void begin(const Layout &layout, const Weight &weight, int64_t tile, int64_t num_tiles) {
+    memory = weight.memory + tile * layout.tile_bytes(), are_bytes = layout.bits == 8;
+    num_bytes = layout.num_steps() * STEP * BYTES_OF_INPUT;
+    ahead = {memory, layout.tile_bytes(), num_tiles};
+  }
+
+  bool holds(int64_t first, int64_t count) const { return are_bytes && (first + count) * TILE_BYTES <= num_bytes; }
+  const uint8_t *at(int64_t step) const { return memory + step * TILE_BYTES; }
+
+  // Writes 256 bytes, zeros after the last input.
+  void expand(int64_t quarter, uint8_t *to) const {
+    const int64_t present = std::clamp<int64_t>(num_bytes - quarter * QUARTER, 0, QUARTER);
+    const uint8_t *from = memory + (quarter * QUARTER >> (are_bytes ? 0 : 1));
+    ahead.fetch(from), ahead.fetch(from + 64);
+    if (are_bytes) {
+      std::memcpy(to, from, present);
+    } else {
+      for (int64_t byte = 0; byte < present; byte += 128, from += 64) {
+        const Ints codes = load(from), half = splat(0x0f0f0f0f);
+        store(to + byte, bit_and(codes, half)), store(to + byte + 64, bit_and(shift_right<4>(codes), half));
+      }
+    }
+    if (present < QUARTER) [[unlikely]] std::fill(to + present, to + QUARTER, 0);
+  }
+};
+
+// The products of one segment and those before it: what they take from a weight, besides its codes.
+struct Scales {
+  const float *scales;  // of the segment's first tile; the next tile is `stride` after it
+  const int8_t *zeros;
+  int64_t stride;
+};
+
+// totals [rows, COLUMNS, 16] += the sums of one segment [LIMBS, COLUMNS, 16 rows, 16], scaled, in the order of ints.cpp.
+template <int LIMBS, bool ZEROS, int COLUMNS>
+void add_segment(const int32_t *sums, int64_t num_rows, const float *x_scales, const int32_t *x_sums, const Scales &from, float *totals,
+                 int64_t stride) {
+  UNROLL
+  for (int t = 0; t < COLUMNS; ++t) {
+    const Floats scale = load(from.scales + t * from.stride);
+    const Ints zeros = ZEROS ? load_bytes(from.zeros + t * from.stride) : splat(0);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const auto limb = [&](int number) {
+        return load(reinterpret_cast<const uint8_t *>(sums + (number * COLUMNS + t) * NUMBERS_OF_TILE + row * LANES));
+      };
+      const Ints begin = splat(x_sums[row]);
+      Ints sum = add(ZEROS ? multiply(zeros, begin) : begin, limb(0));
+      if constexpr (LIMBS == 2) sum = add(sum, shift_left<8>(limb(1)));
+      float *total = totals + row * stride + t * LANES;
+      store(total, multiply_add(to_floats(sum), LIMBS == 2 ? multiply(scale, splat(x_scales[row])) : scale, load(total)));
+    }
+  }
+}
+
+// The sums 0 .. 3 are [LIMBS, COLUMNS]. Inputs of a multiplication: a step, or a whole segment that is shorter.
+template <int LIMBS, int COLUMNS>
+void multiply_steps(const uint8_t *x, const uint8_t *const *weight, int64_t first_input, int64_t num_inputs, int64_t depth) {
+  for (int64_t input = first_input; input < first_input + num_inputs; input += depth) {
+    const uint8_t *rows = x + input / INPUTS_OF_STEP * LIMBS * TILE_BYTES + input % INPUTS_OF_STEP;
+    const int64_t at = input * BYTES_OF_INPUT;
+    load_tile<4>(rows, TILE_ROW_BYTES);
+    load_tile<6>(weight[0] + at, TILE_ROW_BYTES);
+    multiply_byte_tiles<0, 4, 6>();
+    if constexpr (COLUMNS > 1) load_tile<7>(weight[1] + at, TILE_ROW_BYTES), multiply_byte_tiles<1, 4, 7>();
+    if constexpr (LIMBS > 1) load_tile<5>(rows + TILE_BYTES, TILE_ROW_BYTES), multiply_byte_tiles<COLUMNS, 5, 6>();
+    if constexpr (LIMBS > 1 && COLUMNS > 1) multiply_byte_tiles<3, 5, 7>();
+  }
+}
+
+template <int LIMBS, int COLUMNS> void store_sums(int32_t *sums) {
+  store_tile<0>(sums, TILE_ROW_BYTES);
+  if constexpr (COLUMNS > 1) store_tile<1>(sums + NUMBERS_OF_TILE, TILE_ROW_BYTES);
+  if constexpr (LIMBS > 1) store_tile<COLUMNS>(sums + COLUMNS * NUMBERS_OF_TILE, TILE_ROW_BYTES);
+  if constexpr (LIMBS > 1 && COLUMNS > 1) store_tile<3>(sums + 3 * NUMBERS_OF_TILE, TILE_ROW_BYTES);
+}
+
+// What is multiplied: a tile of rows with a block of COLUMNS tiles of outputs.
+template <int LIMBS> struct Operands {
+  const Job<LIMBS> &job;
+  RowTile<LIMBS> x;
+  int64_t num_rows;
+  const uint8_t *const *weight;
+  int64_t first_input, num_inputs;  // of the block
+  Scales scales;                    // of the first segment
+  float *totals;
+  int64_t stride;
+};
+
+// Segments of 128 inputs or less: while the unit multiplies one, vectors scale the one before it.
+template <int LIMBS, bool ZEROS, int COLUMNS> [[gnu::noinline]] void add_segments(const Operands<LIMBS> &the, Block<Reader> &later) {
+  constexpr int64_t BUFFER = 4 * NUMBERS_OF_TILE + 2 * LANES;  // so that no read is at the place, modulo 4096, of a store just before it
+  alignas(64) int32_t sums[2 * BUFFER];
+  const int64_t segment = the.job.segment, depth = std::min(segment, INPUTS_OF_STEP), num_groups = the.job.layout.num_groups();
+  const int64_t first = the.first_input / segment, count = divide_up(the.num_inputs, segment);
+  const int64_t padded = divide_up(the.num_inputs, depth) * depth;
+  const auto add = [&](int64_t i) {
+    const int64_t group = num_groups > 1 ? (first + i) * segment / the.job.layout.group_size : 0, at = (first + i) * TILE_ROWS;
+    const Scales scales{the.scales.scales + group * LANES, the.scales.zeros + group * LANES, the.scales.stride};
+    add_segment<LIMBS, ZEROS, COLUMNS>(sums + i % 2 * BUFFER, the.num_rows, the.x.scales + at, the.x.sums + at, scales, the.totals,
+                                       the.stride);
+  };
+  const uint8_t *x = the.x.bytes + the.first_input / INPUTS_OF_STEP * the.x.STEP_BYTES;
+  for (int64_t i = 0; i < count; ++i) {
+    zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+    multiply_steps<LIMBS, COLUMNS>(x, the.weight, i * segment, std::min(segment, padded - i * segment), depth);
+    for (int64_t input = 0; input < segment; input += BYTES_OF_INPUT) later.read_some();
+    if (i > 0) add(i - 1);
+    store_sums<LIMBS, COLUMNS>(sums + i % 2 * BUFFER);
+  }
+  add(count - 1);
+}
+
+// totals [rows of the part's panels, tiles of the part, 16]
+template <int LIMBS, bool ZEROS>
+void multiply_in_segments(const Job<LIMBS> &job, const Weight &weight, int64_t all_tiles, const Part &part, float *totals) {
+  const int64_t num_tiles = part.last_tile - part.first_tile, width = num_tiles * LANES, groups = job.layout.num_groups() * LANES;
+  Reader readers[TILES_OF_CHUNK];
+  for (int64_t t = 0; t < num_tiles; ++t) readers[t].begin(job.layout, weight, part.first_tile + t, std::min<int64_t>(2, num_tiles));
+  const int64_t first_row = part.first_panel * TILE_ROWS, num_rows = std::min(part.last_panel * TILE_ROWS, job.rows().num_rows) - first_row;
+  std::fill_n(totals, num_rows * width, 0.0f);
+  for_each_block(readers, num_tiles, job.num_tile_steps(), STEPS_OF_BLOCK,
+                 [&](const Block<Reader> &block, int64_t tile, int64_t columns, int64_t step, int64_t count, Block<Reader> &later) {
+    const int64_t first = step * INPUTS_OF_STEP, length = std::min(count * INPUTS_OF_STEP, job.num_steps * STEP - first);
+    const int64_t at = (part.first_tile + tile) * groups;
+    const Scales scales{job.layout.scales(weight, all_tiles) + at, job.layout.zeros(weight, all_tiles) + at, groups};
+    for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel) {
+      const int64_t row = panel * TILE_ROWS - first_row;
+      const Operands<LIMBS> the{job,   job.panel(panel), std::min(TILE_ROWS, num_rows - row),     block.tiles, first, length,
+                                scales, totals + row * width + tile * LANES, width};
+      (columns == 2 ? add_segments<LIMBS, ZEROS, 2> : add_segments<LIMBS, ZEROS, 1>)(the, later);
+    }
+  });
+  if constexpr (LIMBS == 1)
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const Floats scale = splat(job.panel(part.first_panel + row / TILE_ROWS).scales[row % TILE_ROWS]);
+      for (int64_t i = 0; i < width; i += LANES) store(totals + row * width + i, multiply(load(totals + row * width + i), scale));
+    }
+}
+
+// --- one segment for all inputs, of int8 rows ---
+
+// The same job, as blocks.h multiplies it.
+struct WholeRows {
+  const Job<1> &job;
+
+  int64_t num_steps() const { return job.num_tile_steps(); }
+  int64_t step_bytes() const { return TILE_BYTES; }
+  const char *panel(int64_t number) const { return reinterpret_cast<const char *>(job.panel(number).bytes); }
+};
+
+struct Unit {
+  template <int C, int A, int B> static void multiply() { multiply_byte_tiles<C, A, B>(); }
+};
+
+template <bool ZEROS> void multiply_whole(const Job<1> &job, const Weight &weight, int64_t all_tiles, const Part &part, float *totals) {
+  const int64_t num_tiles = part.last_tile - part.first_tile, width = num_tiles * LANES;
+  const int64_t first_row = part.first_panel * TILE_ROWS, num_rows = std::min(part.last_panel * TILE_ROWS, job.rows().num_rows) - first_row;
+  Reader readers[TILES_OF_CHUNK];
+  for (int64_t t = 0; t < num_tiles; ++t) readers[t].begin(job.layout, weight, part.first_tile + t, num_tiles);
+  auto *sums = reinterpret_cast<int32_t *>(totals);
+  if (job.has_few_rows() && num_tiles == TILES_OF_CHUNK)
+    stream<Unit, TILES_OF_CHUNK>(WholeRows{job}, readers, sums);
+  else
+    multiply_many<Unit>(WholeRows{job}, readers, part, sums);
+  for (int64_t t = 0; t < num_tiles; ++t) {
+    const Floats scale = load(job.layout.scales(weight, all_tiles) + (part.first_tile + t) * LANES);
+    const Ints zeros = ZEROS ? load_bytes(job.layout.zeros(weight, all_tiles) + (part.first_tile + t) * LANES) : splat(0);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const RowTile<1> x = job.panel(part.first_panel + row / TILE_ROWS);
+      const Ints begin = splat(x.sums[row % TILE_ROWS]);
+      const int64_t at = row * width + t * LANES;
+      const Ints sum = add(ZEROS ? multiply(zeros, begin) : begin, load(reinterpret_cast<const uint8_t *>(sums + at)));
+      store(totals + at, multiply(multiply_add(to_floats(sum), scale, splat(0.0f)), splat(x.scales[row % TILE_ROWS])));
+    }
+  }
+}
+
+void configure(int64_t depth) {
+  TileShapes shapes;
+  for (int tile = 0; tile < 8; ++tile) {
+    if (tile < 4) shapes.set(tile, TILE_ROWS, TILE_ROW_BYTES);
+    if (tile == 4 || tile == 5) shapes.set(tile, TILE_ROWS, depth);
+    if (tile > 5) shapes.set(tile, depth / STEP, TILE_ROW_BYTES);
+  }
+  configure_tiles(shapes);
+}
+
+template <int LIMBS> void multiply_part(const Job<LIMBS> &job, const Part &part) {
+  thread_local std::vector<float> kept[2];
+  const Output &out = *part.out;
+  const Dtype dtype = job.rows().dtype;
+  const int64_t num_panels = part.last_panel - part.first_panel, num_tiles = part.last_tile - part.first_tile, width = num_tiles * LANES;
+  const int64_t first_row = part.first_panel * TILE_ROWS, num_rows = std::min(part.last_panel * TILE_ROWS, job.rows().num_rows) - first_row;
+  const int64_t count = std::min(width, out.num_outputs - part.first_tile * LANES);
+  const bool is_whole = LIMBS == 1 && job.num_segments == 1;
+  const auto compute = [&](const Weight &weight, std::vector<float> &memory) {
+    float *result = room(memory, num_panels * TILE_ROWS * width);
+    const auto in_segments = job.layout.has_zeros ? multiply_in_segments<LIMBS, true> : multiply_in_segments<LIMBS, false>;
+    if constexpr (LIMBS == 1) {
+      const auto whole = job.layout.has_zeros ? multiply_whole<true> : multiply_whole<false>;
+      (is_whole ? whole : in_segments)(job, weight, out.num_tiles(), part, result);
+    } else {
+      in_segments(job, weight, out.num_tiles(), part, result);
+    }
+    if (weight.bias) {  // after the product is rounded, as if it had been written
+      round_to(dtype, result, num_rows * width);
+      add_bias(weight, dtype, num_rows, part.first_tile, num_tiles, count, result);
+    }
+    return result;
+  };
+  configure(is_whole ? INPUTS_OF_STEP : std::min(job.segment, INPUTS_OF_STEP));
+  float *result = compute(out.weight, kept[0]), *up = out.up.memory ? compute(out.up, kept[1]) : nullptr;
+  release_tiles();
+  write_rows(out, dtype, first_row, num_rows, part.first_tile, count, width, result, up);
+}
+
+template <int LIMBS> void multiply_all(const Format &format, const std::vector<Product> &products) {
+  thread_local std::vector<Job<LIMBS>> jobs;
+  jobs.clear();
+  for (const Product &product : products) jobs.emplace_back(product, Layout{format, product.rows.num_inputs});
+  run(jobs, fill_rows<LIMBS>, multiply_part<LIMBS>);
+}
+
+}  // namespace
+
+void multiply_ints_by_tiles(const Format &format, const std::vector<Product> &products) {
+  if (products[0].rows.scales)
+    multiply_all<1>(format, products);
+  else
+    multiply_all<2>(format, products);
+}
+
+#endif

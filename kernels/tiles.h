@@ -1,0 +1,145 @@
+// Tiles of the AMX unit: eight registers of up to 16 rows of 64 bytes. Where the compiler targets no AMX and TILES_IN_CPP is defined, the
+// same operations are plain C++ with the same bits, so that kernels of tiles are tested on every machine.
+//
+// C [rows, 16 columns of 4 bytes] += A [rows, depth of 4 bytes] * B [depth, 16 columns of 4 bytes]. Four bytes are a pair of bfloat16, whose
+// sums are float32, or four integers of 8 bits, whose sums are integers modulo 2^32.
+//
+// The sum of bfloat16 (Intel SDM, TDPBF16PS), for an output: e = o = +0; for each pair in its order e = fma(a[0], b[0], e) and
+// o = fma(a[1], b[1], o); then C += e + o. Denormals count as zero, of operands as of results; to nearest, ties to even. So zeros at the end of
+// a row change no bit, and neither does a sum that is stored and loaded again between two multiplications.
+#pragma once
+
+#include <cstdint>
+#include <immintrin.h>
+
+#if defined(__AMX_TILE__) || defined(TILES_IN_CPP)
+#define HAS_TILES
+#endif
+
+#ifdef HAS_TILES
+
+constexpr int64_t TILE_ROWS = 16, TILE_ROW_BYTES = 64, TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES;
+
+// The shapes of all eight tiles, as LDTILECFG reads them.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  void set(int tile, int64_t num_rows, int64_t num_bytes) { rows[tile] = num_rows, row_bytes[tile] = num_bytes; }
+};
+
+// Denormals count as zero for vectors too, while this lives.
+struct FlushDenormals {
+  static constexpr unsigned FLUSH_TO_ZERO = 1 << 15, DENORMALS_ARE_ZERO = 1 << 6;
+  const unsigned before = _mm_getcsr();
+  FlushDenormals() { _mm_setcsr(before | FLUSH_TO_ZERO | DENORMALS_ARE_ZERO); }
+  ~FlushDenormals() { _mm_setcsr(before); }
+};
+
+#ifdef __AMX_TILE__
+
+// Not the compiler's intrinsics: those of g++ 11 and 12 do not say that they read memory, so stores before them may be moved behind them.
+inline void configure_tiles(const TileShapes &shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
+inline void release_tiles() { asm volatile("tilerelease"); }
+template <int T> void zero_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
+// Rows begin `stride` bytes apart.
+template <int T> void load_tile(const void *from, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
+}
+template <int T> void store_tile(void *to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(T) : "memory");
+}
+template <int C, int A, int B> void multiply_bfloat16_tiles() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+// A signed, B unsigned
+template <int C, int A, int B> void multiply_byte_tiles() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
+#else
+
+#include <bit>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+struct Tiles {
+  TileShapes shapes;
+  alignas(64) uint8_t bytes[8][TILE_BYTES];
+};
+
+inline thread_local Tiles tiles_of_thread;
+
+inline void configure_tiles(const TileShapes &shapes) { tiles_of_thread = {shapes, {}}; }
+inline void release_tiles() { tiles_of_thread.shapes.palette = 0; }
+
+// The unit answers other shapes, and every use before configure_tiles, with an illegal instruction.
+inline void need_tiles(bool fit) {
+  if (!fit || tiles_of_thread.shapes.palette != 1) std::abort();
+}
+
+inline uint8_t *row_of_tile(int tile, int64_t row) { return tiles_of_thread.bytes[tile] + row * TILE_ROW_BYTES; }
+
+template <int T> void zero_tile() {
+  need_tiles(true);
+  std::memset(tiles_of_thread.bytes[T], 0, TILE_BYTES);
+}
+
+template <int T> void load_tile(const void *from, int64_t stride) {
+  zero_tile<T>();
+  for (int64_t row = 0; row < tiles_of_thread.shapes.rows[T]; ++row)
+    std::memcpy(row_of_tile(T, row), static_cast<const char *>(from) + row * stride, tiles_of_thread.shapes.row_bytes[T]);
+}
+
+template <int T> void store_tile(void *to, int64_t stride) {
+  need_tiles(true);
+  for (int64_t row = 0; row < tiles_of_thread.shapes.rows[T]; ++row)
+    std::memcpy(static_cast<char *>(to) + row * stride, row_of_tile(T, row), tiles_of_thread.shapes.row_bytes[T]);
+}
+
+// total = sum(total, depth, row of A, column of B) for every output.
+template <int C, int A, int B, class Number, class Sum> void multiply_tiles(Sum &&sum) {
+  const TileShapes &shapes = tiles_of_thread.shapes;
+  const int64_t depth = shapes.row_bytes[A] / 4, columns = shapes.row_bytes[C] / 4;
+  need_tiles(shapes.rows[A] == shapes.rows[C] && shapes.rows[B] == depth && shapes.row_bytes[B] == shapes.row_bytes[C]);
+  for (int64_t row = 0; row < shapes.rows[C]; ++row)
+    for (int64_t column = 0; column < columns; ++column) {
+      Number total;
+      uint8_t *at = row_of_tile(C, row) + column * 4;
+      std::memcpy(&total, at, 4);
+      total = sum(total, depth, row_of_tile(A, row), row_of_tile(B, 0) + column * 4);
+      std::memcpy(at, &total, 4);
+    }
+}
+
+inline float bfloat16_at(const uint8_t *at) {
+  uint16_t half;
+  std::memcpy(&half, at, 2);
+  return std::bit_cast<float>(static_cast<uint32_t>(half) << 16);
+}
+
+template <int C, int A, int B> void multiply_bfloat16_tiles() {
+  const FlushDenormals mode;
+  multiply_tiles<C, A, B, float>([](float total, int64_t depth, const uint8_t *a, const uint8_t *b) {
+    volatile float even = 0, odd = 0;  // so that nothing is computed before or after the mode is set
+    for (int64_t i = 0; i < depth; ++i, a += 4, b += TILE_ROW_BYTES) {
+      even = std::fma(bfloat16_at(a), bfloat16_at(b), even);
+      odd = std::fma(bfloat16_at(a + 2), bfloat16_at(b + 2), odd);
+    }
+    const volatile float sum = even + odd;
+    return total + sum;
+  });
+}
+
+template <int C, int A, int B> void multiply_byte_tiles() {
+  multiply_tiles<C, A, B, uint32_t>([](uint32_t total, int64_t depth, const uint8_t *a, const uint8_t *b) {
+    for (int64_t i = 0; i < depth; ++i, a += 4, b += TILE_ROW_BYTES)
+      for (int64_t byte = 0; byte < 4; ++byte) total += static_cast<int8_t>(a[byte]) * b[byte];
+    return total;
+  });
+}
+
+#endif
+#endif

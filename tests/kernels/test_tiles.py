@@ -1,0 +1,154 @@
+"""Products by the tiles of the AMX unit, and by kernels/tiles.h in plain C++, against the arithmetic that Intel documents."""
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels import build
+from kernels.linear import linear, matmul, matmul_swiglu, pack, pack_codes
+from kernels.linear.compressed import common_upper_bytes, compress_with
+from kernels.linear.float_weight import FloatWeight
+from kernels.quantize_rows import QuantizedActivations, quantize_rows
+from tests.kernels.conftest import have
+
+ROWS = (1, 2, 5, 16, 17, 33, 70)
+SIZES = ((1, 1), (15, 31), (17, 33), (33, 95), (70, 258), (130, 1056))  # outputs, inputs
+LEAST_NORMAL = np.float32(2.0**-126)
+
+
+@pytest.fixture(params=["amx", "amx_emulated"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> build.Library:
+    have(request.param)
+    library = build.load(request.param)
+    monkeypatch.setattr(build, "library", lambda: library)
+    return library
+
+
+def flush(x: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(x) < LEAST_NORMAL, np.float32(0), x)
+
+
+def documented(x: Tensor, weight: Tensor) -> Tensor:
+    """TDPBF16PS over 32 inputs at a time: [M, N]. A product of two bfloat16 is exact in float32, so a sum of it is a fused multiply-add."""
+    padding = -x.shape[1] % 32
+    a, b = (flush(functional.pad(each, (0, padding)).float().numpy()) for each in (x, weight))
+    total = np.zeros((len(a), len(b)), np.float32)
+    with np.errstate(all="ignore"):
+        for step in range(0, a.shape[1], 32):
+            sums = [np.zeros_like(total), np.zeros_like(total)]  # of even and of odd inputs
+            for i in range(32):
+                product = a[:, None, step + i].astype(np.float64) * b[None, :, step + i]
+                sums[i % 2] = flush((sums[i % 2] + product).astype(np.float32))
+            total = flush(total + flush(sums[0] + sums[1]))
+    return torch.from_numpy(total)
+
+
+def numbers(kind: str, *shape: int) -> Tensor:
+    if kind == "normal":
+        return torch.randn(shape).bfloat16()
+    if kind == "wide":
+        return (torch.randn(shape) * 2.0 ** torch.randint(-60, 60, shape)).bfloat16()
+    return torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(
+        torch.bfloat16
+    )  # any bits: denormals, infinity, NaN
+
+
+def compressed(weight: FloatWeight) -> FloatWeight:
+    upper_bytes, num_exceptions = common_upper_bytes(weight.memory)
+    return FloatWeight(compress_with(upper_bytes, num_exceptions, weight.memory), weight.num_outputs, weight.num_inputs)
+
+
+def assert_equal(actual: Tensor, expected: Tensor) -> None:
+    """To the bit, but for which NaN it is."""
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("kind", ["normal", "wide", "any"])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), SIZES)
+def test_sums_of_bfloat16_are_the_documented_ones(num_outputs: int, num_inputs: int, kind: str) -> None:
+    weight = numbers("normal" if kind == "any" else kind, num_outputs, num_inputs)
+    packed = pack(weight)
+    for num_rows in ROWS:
+        x = numbers(kind, num_rows, num_inputs)
+        expected = documented(x, weight).bfloat16()
+        assert_equal(matmul(x, packed), expected)
+        assert_equal(matmul(x, compressed(packed)), expected)
+        assert_equal(linear(x, weight), expected)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e-39])
+def test_a_row_does_not_see_its_neighbours(bad: float) -> None:
+    weight = pack(numbers("normal", 40, 95))
+    x = numbers("normal", 37, 95)
+    alone = matmul(x, weight)
+    beside = x.clone()
+    beside[[0, 15, 17, 36]] = bad
+    mixed = matmul(beside, weight)
+    kept = [i for i in range(37) if i not in (0, 15, 17, 36)]
+    assert torch.equal(mixed[kept], alone[kept])
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("codes", [True, False], ids=["int8 rows", "bfloat16 rows"])
+@pytest.mark.parametrize(
+    ("bits", "group", "zero_points"),
+    [(8, 0, False), (8, 32, False), (8, 128, False), (4, 32, True), (4, 64, False), (4, 0, True)],
+)
+def test_products_of_integers_have_the_bits_of_vectors(
+    bits: int, group: int, zero_points: bool, codes: bool, tiles: build.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for num_outputs, num_inputs in (*SIZES, (40, 2050)):
+        least = 0 if zero_points else -(2 ** (bits - 1))
+        groups = -(-num_inputs // (group or num_inputs))
+
+        def weight(n: int = num_outputs, k: int = num_inputs, g: int = groups, least: int = least) -> object:
+            zeros = torch.randint(0, 16, (n, g), dtype=torch.int8) if zero_points else None
+            return pack_codes(
+                torch.randint(least, least + 2**bits, (n, k), dtype=torch.int8), torch.rand(n, g), zeros, bits
+            )
+
+        gate, up = weight(), weight()
+        for num_rows in ROWS:
+            rows = torch.randn(num_rows, num_inputs).bfloat16()
+            if not codes and num_rows > 2:
+                rows[1] = float("nan")
+            x = QuantizedActivations(*quantize_rows(rows), rows.dtype) if codes else rows
+            results = []
+            for library in (tiles, build.load("avx2")):
+                monkeypatch.setattr(build, "library", lambda library=library: library)
+                results.append((matmul(x, gate), matmul_swiglu(x, gate, up)))
+            for actual, expected in zip(*results, strict=True):
+                assert_equal(actual, expected)
+
+
+def product_in_a_child(expected: Tensor, send: Callable[[bool], None]) -> None:
+    x, weight = torch.ones(20, 64).bfloat16(), pack(torch.ones(20, 64).bfloat16())
+    send(torch.equal(matmul(x, weight), expected))
+
+
+@pytest.mark.usefixtures("tiles")
+def test_tiles_belong_to_threads_and_children_and_not_to_torch() -> None:
+    ready, found = threading.Event(), []
+    older = threading.Thread(target=lambda: (ready.wait(), found.append(matmul(x, weight))))
+    older.start()  # before the process asks for tiles
+    x, weight = torch.ones(20, 64).bfloat16(), pack(torch.ones(20, 64).bfloat16())
+    expected = matmul(x, weight)
+    torch.ones(64, 64).bfloat16() @ torch.ones(64, 64).bfloat16()  # may configure the tiles of this thread
+    assert torch.equal(matmul(x, weight), expected)
+    ready.set()
+    older.join()
+    assert torch.equal(found[0], expected)
+    receiving, sending = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=product_in_a_child, args=(expected, sending.send))
+    child.start()
+    child.join()
+    assert receiving.recv()
