@@ -327,6 +327,8 @@ def options_over_saved(arguments: list[str]) -> list[str]:
     task: list[dict[str, str]] = []  # before _self_, so that the saved section wins over the data of the option file
     if "task" in chosen:
         chosen.remove("task")
+        if "decode" not in chosen:  # before the task, because task=serve chooses one; the saved values win over it
+            task.append({"decode": options("decode")[0]})
         task.append({"task": saved.task})  # any option, which the argument replaces
         for section in options("task"):  # only the saved task's has given values, which its job in a sweep needs
             if section != saved.task or section not in swept_tasks(others):

@@ -1,6 +1,7 @@
 """Guides: the grammars that texts are written in, as settings name them. Of the standard library alone."""
 
 import json
+import re
 from typing import Any
 
 from conf.errors import UserError, shortened
@@ -8,6 +9,8 @@ from conf.errors import UserError, shortened
 KINDS = ("json_schema", "json_object", "regex", "choice", "lark")
 MAX_BYTES = 256 * 1024  # of a guide as JSON
 MAX_CHOICES = 1024
+CALL_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as models were trained
+"""The only x-guidance that a Lark grammar may have: that of calls of tools. Others can let keywords of schemas be ignored."""
 MAX_LARK_RULES = 500  # lines with a colon: a grammar of r rules takes r**3 to compile, 0.3 s of them
 
 
@@ -37,7 +40,7 @@ def _wanted(kind: str, value: Any) -> str | None:
     """Return what a kind of guide may be, None where the value is that."""
     match kind:
         case "json_schema":
-            holds = isinstance(value, dict) and "x-guidance" not in value  # which would let keywords be ignored
+            holds = isinstance(value, dict) and "x-guidance" not in value
             allowed = "a JSON schema that is an object, without x-guidance"
         case "json_object":
             holds, allowed = value is True, "true"
@@ -48,7 +51,13 @@ def _wanted(kind: str, value: Any) -> str | None:
         case "regex":
             holds, allowed = isinstance(value, str) and value != "", "a regular expression that is not empty"
         case _:
-            holds = isinstance(value, str) and value.strip() != "" and "x-guidance" not in value
+            holds = isinstance(value, str) and value.strip() != "" and not _has_options(value)
             holds = holds and sum(":" in line for line in value.splitlines()) <= MAX_LARK_RULES
             allowed = f"a Lark grammar of at most {MAX_LARK_RULES} rules (lines with a colon), without x-guidance"
     return None if holds else allowed
+
+
+def _has_options(lark: str) -> bool:
+    """Return whether a grammar has an x-guidance besides CALL_SPACING, also one that is spelled with JSON's escapes."""
+    rest = lark.replace(f'"x-guidance": {json.dumps(CALL_SPACING)}', "")
+    return "x-guidance" in re.sub(r"\\u([0-9a-fA-F]{4})", lambda escape: chr(int(escape[1], 16)), rest)

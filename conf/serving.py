@@ -50,6 +50,8 @@ class ServeConfig:
     """How answers write reasoning and tool calls: auto: as the model's family does; none: they are content; or a format by its name."""
     batches: str | None = None
     """Folder of /v1/files and /v1/batches, which go on there after a restart; null: these are not served."""
+    max_upload: str = "200MB"
+    """Most bytes of a file of /v1/files."""
     replicas: int = 1
     """Engines that share the requests, on Ray where there are more than one."""
 
@@ -58,6 +60,9 @@ class ServeConfig:
         check(0 <= self.port < 65536, "serve.port", self.port, "a number from 0 to 65535")
         check(self.model_name != "", "serve.model_name", repr(self.model_name), "a name, or null")
         check(num_bytes(self.max_body) > 0, "serve.max_body", self.max_body, "a size such as 4MB")
+        check(num_bytes(self.max_upload) > 0, "serve.max_upload", self.max_upload, "a size such as 200MB")
+        unused = "200MB, or serve.batches=FOLDER too: without it there are no files"
+        check(self.batches is not None or self.max_upload == "200MB", "serve.max_upload", self.max_upload, unused)
         for name in ("batch_size", "max_waiting_tokens", "max_connections", "replicas"):
             check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a number above 0")
         check(self.max_waiting >= 0, "serve.max_waiting", self.max_waiting, "a number from 0")
@@ -87,9 +92,9 @@ class ChatConfig:
     chat_template: str = "auto"
     """As in predict, for the run's own model."""
     web: bool = False
-    """Show a web page at chat.host and chat.port instead, for conversations with the server of chat.url."""
+    """Show a web page at chat.host and chat.port instead."""
     host: str = "127.0.0.1"
-    """Address of the page. Whoever reaches it talks with the server by the key of this process."""
+    """Address of the page. Whoever reaches it talks with the run's model, or with the server by the key of this process."""
     port: int = 7860
     """Port of the page; 0: a free one."""
 
@@ -98,8 +103,6 @@ class ChatConfig:
         check(is_address, "chat.url", repr(self.url), "an address that begins with http:// or https://, or null")
         allowed = "null, or chat.url=ADDRESS too: without it the model is the run's"
         check(self.model is None or self.url is not None, "chat.model", repr(self.model), allowed)
-        start = "false, or chat.url=ADDRESS too: start run.py task=serve first"
-        check(self.url is not None or not self.web, "chat.web", "true", start)
         for name in ("host", "port"):
             value, unset = getattr(self, name), getattr(ChatConfig, name)
             check(self.web or value == unset, f"chat.{name}", value, f"{unset}, or chat.web=true too")

@@ -77,12 +77,12 @@ def assemble(
     )
     place_prefixes(engine, prefixes)
     place_kept(engine, kept)
+    limits = engine.block_size, run.device.max_batched_tokens
     if draft:
         runner = engine.runner.beside(draft[1].model, caches[1], num_graph_sequences)
-        proposer = ModelProposer(runner, engine.block_size, run.device.max_batched_tokens, engine.vocab_size)
-        engine.speculator.proposers[Speculate.model] = proposer
+        engine.speculator.proposers[Speculate.model] = ModelProposer(runner, *limits, engine.vocab_size)
     if plan.model.config.predicts_ahead:
-        engine.speculator.proposers[Speculate.mtp] = MtpProposer(engine.runner, engine.block_size)
+        engine.speculator.proposers[Speculate.mtp] = MtpProposer(engine.runner, *limits)
     return engine
 
 

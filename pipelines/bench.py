@@ -86,7 +86,10 @@ def decode_config(run: RunConfig) -> DecodeConfig:
             f"decode.n={run.decode.n} is not used by task=bench: leave it out, bench.batch_size is the number of rows"
         )
     size = run.bench.new_tokens
-    speculation = replace(run.decode.speculation, shared=False)
+    speculation, speculate = run.decode.speculation, run.decode.speculate
+    alone = replace(speculation, shared=False)
+    if len(alone.unused(speculate)) == len(speculation.unused(speculate)):  # a setting that nothing reads is warned of
+        speculation = alone
     return replace(
         run.decode,
         max_new_tokens=size,

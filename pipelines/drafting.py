@@ -75,7 +75,7 @@ def predicting_ahead(source: ModelSource) -> ModelSource:
 def _compare(source: ModelSource, target: ModelSource, settings: RequestSettings) -> None:
     """Raise UserError for a model whose drafts would mean other tokens, or that cannot take the run's prompts."""
     shape, context = source.shape, settings.context
-    # With the same tokenizer, which both hold, ids behind its own are padding: of Qwen2.5 0.5B has 128 fewer than 7B.
+    # With the same tokenizer, which both hold, ids after its own are padding: of Qwen2.5 0.5B has 128 fewer than 7B.
     num_needed = settings.tokenizer.size if settings.tokenizer else target.shape.vocab_size
     if shape.vocab_size != target.shape.vocab_size and (shape.vocab_size < num_needed or not settings.tokenizer):
         sizes = f"{shape.vocab_size} tokens, but the model's {target.shape.vocab_size}"

@@ -24,7 +24,7 @@ class NewTokens(NamedTuple):
 
 
 def build_batch(plan: StepPlan, block_size: int, all_outputs: bool = False) -> Batch:
-    """Flatten the plan's new tokens, each sequence's with its drafts behind them, without padding.
+    """Flatten the plan's new tokens, each sequence's with its drafts after them, without padding.
 
     `all_outputs`: every token is an output row, not only those whose outputs the plan wants.
     """

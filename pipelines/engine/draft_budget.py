@@ -79,7 +79,7 @@ class Share:
     num_tried: float = 0.0
 
     def add(self, num_accepted: int, num_drafts: int) -> None:
-        """Count drafts up to the first one that was wrong; those behind it say nothing."""
+        """Count drafts up to the first one that was wrong; those after it say nothing."""
         if self.num_tried > MEMORY:
             self.num_accepted /= 2
             self.num_tried /= 2
@@ -163,5 +163,5 @@ class DraftBudget:
         self._share.add(num_accepted, num_drafts)
         self._own_shares.setdefault(row, Share()).add(num_accepted, num_drafts)
         most = row.params.speculation.num_tokens
-        length = self._paddle_lengths.get(row, most) + (2 if num_accepted == num_drafts else -1)
-        self._paddle_lengths[row] = max(1, min(length, most))
+        length = self._paddle_lengths.get(row, most)
+        self._paddle_lengths[row] = max(1, min(length + (2 if num_accepted == length else -1), most))

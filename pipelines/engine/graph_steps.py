@@ -16,7 +16,7 @@ from pipelines.engine.steps import StepOutputs, Steps
 
 log = logging.getLogger(__name__)
 
-PADDING = {  # values of the rows behind a batch's own: sequences without new tokens, which see nothing and are stored nowhere
+PADDING = {  # values of the rows after a batch's own: sequences without new tokens, which see nothing and are stored nowhere
     "token_ids": 0,
     "positions": 0,
     "slots": -1,
@@ -115,9 +115,9 @@ class GraphSteps:
 
 
 def fill(target: Batch, batch: Batch) -> None:
-    """Put a batch into one with as many sequences and as wide tables at least, and padding behind it.
+    """Put a batch into one with as many sequences and as wide tables at least, and padding after it.
 
-    Entries of a table behind a sequence's blocks stay as they are: nobody reads them.
+    Entries of a table after a sequence's blocks stay as they are: nobody reads them.
     """
     for name, padding in PADDING.items():
         to, values = getattr(target, name), getattr(batch, name)

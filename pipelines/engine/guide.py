@@ -25,7 +25,7 @@ MAX_LEXER_FUEL = 500_000  # of building the lexer, 50,000 in a millisecond
 MAX_LEXER_STATES = 50_000  # of 1 to 2 kB each
 # Between the parts of a JSON text: a space, or a line break and an indent. Without a bound small models write spaces without end.
 WHITESPACE = r" |\r?\n[ \t]{0,32}"
-NUM_KEPT = 64  # compiled guides
+NUM_KEPT = 64  # compiled or refused guides
 # Without forced tokens: where the grammar has one continuation, any tokens may write it, and nothing depends on how long it is.
 OPTIONS = '%llguidance {"no_forcing": true}'  # the last one of a grammar counts
 
@@ -68,11 +68,21 @@ class Guides:
         """`vocab_size`: of the model, whose masks it is for; ids that the tokenizer lacks are never allowed."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = sorted(id for id in eos_token_ids if id < vocab_size)
-        self._compiled = functools.lru_cache(maxsize=NUM_KEPT)(self._compile)
+        self._compiled = functools.lru_cache(maxsize=NUM_KEPT)(self._tried)
 
     def begin(self, guide: dict[str, Any]) -> Guide:
         """Return the state at the beginning of a text. Raises UserError for a guide that cannot be compiled, or is too large to be."""
-        return self._compiled(guide_text(guide)).copy()
+        compiled = self._compiled(guide_text(guide))
+        if isinstance(compiled, UserError):
+            raise UserError(str(compiled))
+        return compiled.copy()
+
+    def _tried(self, text: str) -> Guide | UserError:
+        """Return a compiled guide, or why there is none: whoever sends a slow one again shall not make it slow again."""
+        try:
+            return self._compile(text)
+        except UserError as error:
+            return error.with_traceback(None)
 
     def _compile(self, text: str) -> Guide:
         ((kind, value),) = json.loads(text).items()

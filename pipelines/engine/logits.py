@@ -28,7 +28,7 @@ def waits_for_tokens(context: SamplingContext) -> bool:
 def process_logits(logits: Tensor, contexts: Sequence[SamplingContext], last_tokens: Tensor | None = None) -> Tensor:
     """Return rows [R, V], float32, a copy; the same tensor where nobody asks for anything. A token that may not be chosen has -inf.
 
-    `last_tokens` int64 [R], on the logits' device: the token behind those that each context lists; for rows that need not wait for it.
+    `last_tokens` int64 [R], on the logits' device: the token after those that each context lists; for rows that need not wait for it.
     """
     assert last_tokens is None or not any(map(waits_for_tokens, contexts))
     vocab_size, num_unknown = logits.shape[1], int(last_tokens is not None)

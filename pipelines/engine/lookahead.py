@@ -47,7 +47,7 @@ class LaunchedStep:
                 self._arrived.record()
 
     def give(self, index: int, tokens: list[int | None]) -> None:
-        """Let the plan's item of this index have these next tokens: its first drafts, and one behind them."""
+        """Let the plan's item of this index have these next tokens: its first drafts, and one after them."""
         item = self.plan.scheduled[index]
         before = len(item.sequence.token_ids)
         self.given |= {(item.sequence, before + i): token for i, token in enumerate(tokens)}

@@ -32,7 +32,7 @@ class ContextLimit:
 
     @property
     def num_places(self) -> int:
-        """How many tokens fit behind the prefix."""
+        """How many tokens fit after the prefix."""
         return self.num_tokens - self.num_prefix_tokens
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ class PlacedPrefix:
     digest: str
     """sha256 of what its keys and values were made of."""
     blocks: tuple[int, ...]
-    """Its blocks of the cache. Sequences share them; the last one, if not full, is copied by those that write behind it."""
+    """Its blocks of the cache. Sequences share them; the last one, if not full, is copied by those that write after it."""
 
 
 NO_PREFIX = PlacedPrefix(0, 0, "", ())

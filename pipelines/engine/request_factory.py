@@ -2,7 +2,7 @@
 
 import functools
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from pipelines.engine.request import (
 )
 
 DEFAULT_MAX_NEW_TOKENS = 256
+NUM_KEPT = 64  # lists of bad_words, as token ids
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,20 @@ class RequestFactory:
     def guides(self) -> Guides:
         return Guides(self.tokenizer, self.vocab_size, self.eos_token_ids)
 
+    @functools.cached_property
+    def _bad_words(self) -> Callable[[tuple[str, ...]], tuple[tuple[int, ...], ...]]:
+        return functools.lru_cache(NUM_KEPT)(self._written)
+
+    def prepare(self, decode: DecodeConfig) -> None:
+        """Do what may take long with settings and depends on no prompt, so that `make` finds it done. In any thread.
+
+        Raises UserError for a guide as `Guides`.
+        """
+        if decode.bad_words and self.tokenizer is not None:
+            self._bad_words(tuple(decode.bad_words))
+        if decode.guide is not None:
+            self.guides.begin(decode.guide)
+
     def resolve(self, decode: DecodeConfig) -> DecodeConfig:
         """Complete the settings: what the checkpoint suggests, or a neutral value, where they say nothing."""
         return decode.resolved(self.decode_defaults)
@@ -66,7 +81,7 @@ class RequestFactory:
         prediction_token_ids: list[int] | None = None,
         prefix: str | None = None,
     ) -> Request:
-        """Return a checked request, behind the prefix of this name.
+        """Return a checked request, after the prefix of this name.
 
         Raises UserError for ids outside the vocabulary, for lengths that do not fit, for an unknown prefix, and for a guide as `Guides`.
         `prediction_token_ids`: what the output may be, for drafts to be copied from.
@@ -76,7 +91,11 @@ class RequestFactory:
         self.check(decode)
         if not self.shares_prefixes:
             decode = replace(decode, prefix_cache=False)
-        num_prompt, bad_words, placed = len(prompt_token_ids), self._bad_words(decode.bad_words), self.prefix(prefix)
+        num_prompt, bad_words, placed = (
+            len(prompt_token_ids),
+            self._bad_words(tuple(decode.bad_words)),
+            self.prefix(prefix),
+        )
         context = replace(self.context, num_prefix_tokens=placed.num_tokens)
         params = resolve_sampling_params(decode, num_prompt, context, self.eos_token_ids, bad_words)
         if sink is not None and params.num_beams > 1:
@@ -109,7 +128,7 @@ class RequestFactory:
     def make_pooled(
         self, id: int, prompt_token_ids: list[int], pooling: Pooling, decode: DecodeConfig, prefix: str | None = None
     ) -> Request:
-        """Return a checked request for the prompt's vector, behind the prefix of this name.
+        """Return a checked request for the prompt's vector, after the prefix of this name.
 
         Of `decode` it reads `prefix_cache` and `cache_salt`. Raises UserError as `make` does, and for another setting of `decode`.
         """
@@ -149,7 +168,7 @@ class RequestFactory:
         if wrong := [id for id in ids if not 0 <= id < self.vocab_size]:
             raise UserError(f"{what} {wrong[0]} is not in the vocabulary: give ids from 0 to {self.vocab_size - 1}")
 
-    def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+    def _written(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Return each word as the tokenizer writes it, alone and after a space."""
         if not words:
             return ()

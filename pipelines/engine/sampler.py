@@ -34,7 +34,10 @@ def choose(logits: Tensor, contexts: Sequence[SamplingContext], last_tokens: Ten
     """
     processed = process_logits(logits, contexts, last_tokens)
     tokens = _choose(processed, contexts, int(last_tokens is not None))
-    return tokens if processed is logits else tokens.masked_fill(processed.amax(-1) == -torch.inf, NO_TOKEN)
+    if processed is logits:
+        return tokens
+    chosen = processed.gather(1, tokens.clamp(max=logits.shape[1] - 1)[:, None])[:, 0]  # a draw of nothing is V
+    return tokens.masked_fill(chosen == -torch.inf, NO_TOKEN)
 
 
 def _choose(logits: Tensor, contexts: Sequence[SamplingContext], num_unknown: int) -> Tensor:

@@ -18,7 +18,7 @@ class Scheduled(NamedTuple):
     num_outputs: int
     """How many of the new tokens, the last ones, have outputs that are wanted."""
     drafts: tuple[int, ...] = ()
-    """Guesses of the tokens behind the new ones, which are computed, with outputs, in the same step."""
+    """Guesses of the tokens after the new ones, which are computed, with outputs, in the same step."""
 
 
 class StepPlan(NamedTuple):
@@ -341,7 +341,7 @@ class Scheduler:
         return self.block_manager.num_blocks_for(num_tokens) - len(sequence.block_table)
 
     def _drop_reserved(self, sequence: Sequence) -> None:
-        """Take back the blocks behind the sequence's tokens, which drafts were written into."""
+        """Take back the blocks after the sequence's tokens, which drafts were written into."""
         if (surplus := -self._num_missing(sequence)) > 0:
             self.block_manager.free(sequence.block_table[-surplus:])
             del sequence.block_table[-surplus:]

@@ -81,7 +81,7 @@ class Speculator:
                 proposer.observe(own)
 
     def extend(self, plan: StepPlan, max_tokens: int | None = None) -> StepPlan:
-        """Return the plan with drafts behind the last tokens of sequences that want them and whose next tokens come of it.
+        """Return the plan with drafts after the last tokens of sequences that want them and whose next tokens come of it.
 
         The plan's blocks have been copied in the model's cache. `max_tokens`: the step's budget, as for `Scheduler.plan`.
         """

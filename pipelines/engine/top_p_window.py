@@ -1,9 +1,9 @@
 """PaddleNLP's verification of drafts (d68a385fc, `speculate_verify_and_update.cu`), which changes tokens: a likely draft stays.
 
 A token's candidates are the most likely ones, at most `max_candidates`, up to the one with which they reach `top_p`; where they do not
-reach it, there are none. A draft stays if it is a candidate; and if it is the second most likely token and the next `verify_window` drafts
-are each the most likely one, it stays with these, and nothing behind them. The token that follows is drawn among the candidates of its
-place, or is the most likely one where there are none.
+reach it, there are none. A draft stays if it is a candidate; and if it is the second most likely token, `max_candidates` is 2 or more, and
+the next `verify_window` drafts are each the most likely one, it stays with these, and nothing after them. The token that follows is drawn
+among the candidates of its place, or is the most likely one where there are none.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def verify(step: LaunchedStep, fail: Callable[[SequenceGroup, BaseException], No
 
 
 def is_drafted_and_drawn(item: Scheduled) -> bool:
-    """Return whether the item's next tokens are drafted and drawn, behind the first one, which is drawn as all are."""
+    """Return whether the item's next tokens are drafted and drawn, after the first one, which is drawn as all are."""
     params, sequence = item.sequence.params, item.sequence
     return (
         params.speculate is not Speculate.none
@@ -41,9 +41,9 @@ def is_drafted_and_drawn(item: Scheduled) -> bool:
 
 
 def verified(item: Scheduled, logits: Tensor) -> list[int | None]:
-    """Return the drafts that stay and the token behind them, None where all were banned.
+    """Return the drafts that stay and the token after them, None where all were banned.
 
-    `logits` [1 + D, V]: behind the sequence's last token, and behind each of the D drafts.
+    `logits` [1 + D, V]: after the sequence's last token, and after each of the D drafts.
     """
     sequence, drafts, params = item.sequence, list(item.drafts), item.sequence.params
     settings = params.speculation
@@ -52,10 +52,9 @@ def verified(item: Scheduled, logits: Tensor) -> list[int | None]:
         for place in range(1 + len(drafts))
     ]
     scaled = process_logits(logits, contexts).double() / params.temperature
-    num_ids = min(max(2, settings.max_candidates), scaled.shape[-1])
-    top = scaled.softmax(-1).topk(num_ids)
-    probabilities = [row[: settings.max_candidates] for row in top.values.tolist()]
-    ids = [_possible(*row) for row in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+    top = scaled.softmax(-1).topk(min(settings.max_candidates, scaled.shape[-1]))
+    probabilities = top.values.tolist()
+    ids = [_possible(*row) for row in zip(top.indices.tolist(), probabilities, strict=True)]
     counts = [num_candidates(row, params.top_p) for row in probabilities]
     num_kept = num_accepted(drafts, ids, counts, settings.verify_window)
     last: int | None = None
@@ -85,9 +84,9 @@ def num_accepted(drafts: list[int], ids: list[list[int]], counts: list[int], win
     for place, draft in enumerate(drafts):
         if draft in ids[place][: counts[place]]:
             continue
-        behind = range(place + 1, place + 1 + window)
-        if [draft] == ids[place][1:2] and behind.stop <= len(drafts) and all([drafts[i]] == ids[i][:1] for i in behind):
-            return behind.stop
+        after = range(place + 1, place + 1 + window)
+        if [draft] == ids[place][1:2] and after.stop <= len(drafts) and all([drafts[i]] == ids[i][:1] for i in after):
+            return after.stop
         return place
     return len(drafts)
 

@@ -20,33 +20,16 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
 
 from conf.compose import compose_run_config  # noqa: E402
 from conf.decoding import DecodeConfig  # noqa: E402
-from models.causal_lm import CausalLM  # noqa: E402
-from models.linear_layers import linear_specs  # noqa: E402
 from pipelines.engine import Engine  # noqa: E402
 from pipelines.loading import load_engine  # noqa: E402
 from pipelines.report import environment, write_atomically  # noqa: E402
+from tests.helpers.random_adapters import write_random_adapter  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "adapters.json"
 PROMPT_TOKENS, NUM_ADAPTERS = 64, 8
-
-
-def write_adapter(folder: Path, model: CausalLM, rank: int, seed: int) -> Path:
-    """Write random factors in bfloat16 for all linear layers of the decoder that rows may adapt."""
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    for name, spec in linear_specs(model).items():
-        if name.startswith(model.layout.layers) and ".experts." not in name:
-            for own, shape in (("A", (rank, spec.shape[1])), ("B", (spec.shape[0], rank))):
-                factor = torch.randn(shape, generator=generator) * 0.01
-                tensors[f"base_model.model.{name}.lora_{own}.weight"] = factor.bfloat16()
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
-    return folder
 
 
 def decode_speed(engine: Engine, names: list[str | None], decode: DecodeConfig) -> float:
@@ -117,7 +100,8 @@ def main() -> None:
         plain, engine = (load_engine(run, NUM_ADAPTERS) for _ in range(2))
         with tempfile.TemporaryDirectory() as folder:
             written = [
-                write_adapter(Path(folder) / str(i), plain.runner.model, args.rank, i) for i in range(NUM_ADAPTERS)
+                write_random_adapter(Path(folder) / str(i), plain.runner.model, args.rank, i, std=0.01)
+                for i in range(NUM_ADAPTERS)
             ]
             for path in written:
                 engine.load_adapter(path.name, path)

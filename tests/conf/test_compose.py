@@ -291,6 +291,7 @@ def composed_over(arguments: list[str]) -> RunConfig:
         return to_run_config(compose(name, overrides=overrides))
 
 
+SAMPLING_OVER_SAVED = ["decode=sampling", "decode.max_new_tokens=9"]
 GIVEN: dict[str, dict[str, object]] = {  # what `saved` has besides its options
     "decode": {"max_new_tokens": 9},
     "model": {"dtype": DType.float32},
@@ -343,6 +344,10 @@ def test_another_task_over_a_saved_config_leaves_the_section_of_the_former(saved
     run = composed_over(["--config-path=saved", "task=evaluate", "evaluate.data=x.txt"])
     fresh = compose_run_config(["task=evaluate", "evaluate.data=x.txt"])
     assert run == replace(saved, task=Task.evaluate, predict=fresh.predict, evaluate=fresh.evaluate)
+    fresh = compose_run_config(["task=serve", "serve.port=1"])
+    given = ["--config-path=saved", "task=serve", "serve.port=1"]
+    assert composed_over(given) == replace(saved, task=Task.serve, predict=fresh.predict, serve=fresh.serve)
+    assert composed_over([*given, "decode=sampling"]).decode == compose_run_config(SAMPLING_OVER_SAVED).decode
     run = composed_over(["--config-path", "saved", "task=predict", "decode=greedy"])  # as before: with its own prompts
     assert run.predict == saved.predict
 

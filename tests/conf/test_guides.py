@@ -8,10 +8,11 @@ import pytest
 from conf.compose import compose_run_config
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.guides import MAX_BYTES, MAX_CHOICES, MAX_LARK_RULES, guide_text
+from conf.guides import CALL_SPACING, MAX_BYTES, MAX_CHOICES, MAX_LARK_RULES, guide_text
 from conf.speculation import Acceptance, Speculate, SpeculationConfig
 
 ONE_OF = r"is not allowed: give one of \{json_schema: \{\.\.\.\}\}, \{json_object: true\}, .* or null$"
+SPACING = json.dumps(CALL_SPACING)
 deep: Any = []
 for _ in range(100_000):
     deep = [deep]
@@ -39,6 +40,13 @@ for _ in range(100_000):
         ({"choice": ["a"] * (MAX_CHOICES + 1)}, "texts that are not empty"),
         ({"lark": " \n"}, f"give a Lark grammar of at most {MAX_LARK_RULES} rules"),
         ({"lark": "a: /a/\n" * (MAX_LARK_RULES + 1)}, f"of at most {MAX_LARK_RULES} rules"),
+        ({"lark": 'start: %json {"x-guidance": {"lenient": true}}'}, "without x-guidance$"),
+        ({"lark": 'start: %json {"x\\u002dguidance": {"lenient": true}}'}, "without x-guidance$"),
+        ({"lark": f'start: %json {{"x-guidance": {SPACING[:-1]}, "lenient": true}}}}'}, "without x-guidance$"),
+        (
+            {"lark": f'start: %json {{"x-guidance": {SPACING[:-2]}\\u0022}}", "lenient": true}}}}'},
+            "without x-guidance$",
+        ),
         (
             {"regex": "a" * MAX_BYTES},
             rf"regex has {MAX_BYTES + 13} bytes as JSON: give at most {MAX_BYTES}$",

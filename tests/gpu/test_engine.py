@@ -14,6 +14,7 @@ from conf.schema import DeviceConfig, DeviceType
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
 from tests.helpers.builders import complete, run_config, write_llama
+from tests.helpers.random_adapters import write_random_adapter
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 PROMPTS = [[3 + i] * (5 * i + 1) for i in range(6)]
@@ -59,6 +60,31 @@ def test_mixtures_run_in_graphs(scheme: str) -> None:
     captured = engine_on("cuda", GOLDENS / "mixtral", scheme)
     assert captured.runner.decode_steps.sizes == [1, 2, 4, 6]  # type: ignore[attr-defined]
     assert tokens(captured) == tokens(engine_on("cuda", GOLDENS / "mixtral", scheme, cuda_graphs=False))
+
+
+@pytest.mark.parametrize("scheme", ["none", "int4"])
+def test_rows_with_adapters_run_in_graphs(scheme: str, tmp_path: Path) -> None:
+    """Rows of two adapters and of none beside each other, and rows of none alone, which have graphs of their own."""
+    write_llama(tmp_path / "base")
+    for rank, name in ((3, "fr"), (20, "de")):
+        model = engine_on("cpu", tmp_path / "base").runner.model
+        write_random_adapter(tmp_path / name, model, rank, seed=rank, std=0.15)
+
+    def adapted(device: str, names: list[str | None], **options: Any) -> list[list[int]]:
+        engine = engine_on(device, tmp_path / "base", scheme, **options)
+        for name in ("fr", "de"):
+            engine.load_adapter(name, tmp_path / name)
+        if options.get("cuda_graphs", device == "cuda"):
+            assert engine.runner.adapted_steps.sizes == [1, 2, 4, 6]  # type: ignore[attr-defined]
+        rows = enumerate(PROMPTS)
+        requests = [engine.request(i, prompt, DECODE, adapter=names[i % len(names)]) for i, prompt in rows]
+        outputs = sorted(engine.generate(requests), key=lambda output: output.request_id)
+        return [output.completions[0].token_ids for output in outputs]
+
+    for names in (["fr", None, "de"], [None]):
+        expected = adapted("cpu", names)
+        assert adapted("cuda", names) == expected
+        assert adapted("cuda", names, cuda_graphs=False) == expected
 
 
 def test_the_pool_takes_its_share_of_what_weights_leave(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Random adapters of small models, and PEFT's own results with them."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -10,7 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from conf.decoding import DecodeConfig
+from conf.schema import RunConfig
+from pipelines.engine import Engine, Output
+from pipelines.loading import load_engine
+
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PROMPTS = [[7, 3, 90, 20], [5], [33, 41, 8, 5, 17, 60, 2, 9, 11], [7, 3, 90, 20, 44], [12, 13]]
+GREEDY = DecodeConfig(max_new_tokens=6, ignore_eos=True, logprobs=3, prefix_cache=False)
 RANKS = {"four": 4, "eight": 8, "sixteen": 16, "sixty_four": 64}
 
 
@@ -27,12 +36,50 @@ def write_adapter(folder: Path, base: Path, kind: type[PreTrainedModel], seed: i
     return folder
 
 
+def load_with(run: RunConfig, adapters: Mapping[str, Path], batch_size: int = 5) -> Engine:
+    """Load the run's model with adapters."""
+    folders = {name: str(folder) for name, folder in adapters.items()}
+    return load_engine(replace(run, model=replace(run.model, adapters=folders or None)), batch_size)
+
+
+Rows: TypeAlias = list[tuple[list[int], str | None]]
+"""Prompts, and the adapters named beside them."""
+
+
+def outputs(engine: Engine, rows: Rows, decode: DecodeConfig = GREEDY) -> list[Output]:
+    """Outputs of rows, in their order."""
+    requests = [engine.request(i, prompt, decode, adapter=name) for i, (prompt, name) in enumerate(rows)]
+    found = []
+    for output in engine.generate(requests):
+        engine.scheduler.check_integrity()
+        assert output.error is None
+        found.append(output)
+    return sorted(found, key=lambda output: output.request_id)
+
+
+def completions(results: list[Output]) -> list[Any]:
+    return [output.completions for output in results]
+
+
+def check_as_peft(peft: PeftModel, rows: Rows, results: list[Output]) -> None:
+    """Compare greedy tokens with PEFT's, and their log probabilities within 1e-4, both in float32."""
+    for (prompt, name), output in zip(rows, results, strict=True):
+        (completion,) = output.completions
+        expected = peft_logprobs(peft, name, prompt + completion.token_ids)[len(prompt) - 1 : -1]
+        assert completion.token_ids == expected.argmax(-1).tolist()
+        assert completion.logprobs is not None
+        for step, row in zip(completion.logprobs, expected, strict=True):
+            for token, logprob in step.logprobs.items():
+                assert abs(logprob - row[token].item()) < 1e-4
+
+
 def change_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor | None]) -> None:
     """Give an adapter other settings, and tensors that are changed, added or (None) taken away."""
     file, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
-    changed = load_file(weights) | tensors
-    save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, weights)
+    if tensors:  # else the file stays as it is, to the byte
+        changed = load_file(weights) | tensors
+        save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, weights)
 
 
 def peft_model(base: Path, kind: type[PreTrainedModel], folders: dict[str, Path]) -> PeftModel:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from conf.decoding import DecodeConfig
 from conf.quantization import KVCacheFormat, QuantConfig
@@ -38,6 +38,7 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+KEY_VALUE_BYTES = 2 * 2 * 2 * 16 * 4  # of a token of this model: keys and values, layers, heads, channels, float32
 
 
 def said(stderr: str) -> str:
@@ -47,9 +48,15 @@ def said(stderr: str) -> str:
 
 
 def write_llama(folder: Path, **config: Any) -> LlamaForCausalLM:
-    """A random float32 Llama in Hugging Face layout, and transformers' model of it. Every parameter is random, also the biases."""
+    """A random float32 Llama in Hugging Face layout, and transformers' model of it."""
+    model: LlamaForCausalLM = write_random(folder, LlamaForCausalLM, LlamaConfig(**{**SMALL, **config}))
+    return model
+
+
+def write_random(folder: Path, kind: type[PreTrainedModel], config: Any) -> Any:
+    """Write transformers' model of a class and a config, in float32, and return it. Every parameter is random, also the biases."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{**SMALL, **config})).eval()
+    model = kind(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)

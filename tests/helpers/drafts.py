@@ -2,15 +2,38 @@
 
 import random
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 
+from conf.decoding import DecodeConfig
 from pipelines.engine.proposers import Proposer
 from pipelines.engine.request import Sequence
 
 EOS = 1
+PROMPTS = [[3 + i, 9, 4] * (2 * i + 1) for i in range(6)]
+GREEDY = DecodeConfig(max_new_tokens=23, ignore_eos=True)
+DRAWN = DecodeConfig(max_new_tokens=17, temperature=1.3, top_p=0.9, top_k=20, seed=5)
+SETTINGS = {
+    "greedy": GREEDY,
+    "drawn": DRAWN,
+    "penalties": replace(DRAWN, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2),
+    "three samples": replace(DRAWN, n=3),
+    "n-grams": replace(GREEDY, no_repeat_ngram_size=2),
+    "log probabilities": replace(DRAWN, logprobs=3, prompt_logprobs=1),
+}
+
+
+def devices(cache_bytes: int) -> dict[str, dict[str, Any]]:
+    """Fields of DeviceConfig by name. `cache_bytes`: of a KV cache in which rows give way."""
+    return {
+        "roomy": {},
+        "one block a token": {"block_size": 1},
+        "chunks": {"block_size": 4, "max_batched_tokens": 7},
+        "preemption": {"block_size": 4, "kv_cache_memory": str(cache_bytes)},
+    }
 
 
 class Hostile(Proposer):

@@ -1,5 +1,6 @@
 """The engine's side of the socket without a process: the frames that it is told are a script, and what it says is written down."""
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from pipelines.serve.engine_loading import Served
 from pipelines.serve.engine_process import EngineProcess
 from pipelines.serve.frames import Deltas, ToEngine
-from tests.helpers.serving import Sample
+from tests.helpers.serving import LIMIT_S, Sample
 
 
 class Script:
@@ -20,11 +21,21 @@ class Script:
         self._turns = deque(turns)
         self.sent: list[Any] = []
         self.is_blocked = False
+        self.awaits_wake: Callable[[], bool] = lambda: False
+        """Whether `wake` will be called."""
+        self._woken = threading.Event()
+
+    def wake(self) -> None:
+        self._woken.set()
 
     def send(self, frame: Any) -> None:
         self.sent.append(frame)
 
     def receive(self, waits: bool) -> list[ToEngine] | None:
+        if not self._turns and waits and self.awaits_wake():
+            assert self._woken.wait(LIMIT_S)
+            self._woken.clear()
+            return []
         if not self._turns:
             return None if waits and not self.is_blocked else []
         turn = self._turns.popleft()
@@ -53,5 +64,7 @@ class Script:
 def serve(served: Served, *turns: Any, clock: Callable[[], float] | None = None, max_step_ms: float = 200.0) -> Script:
     script = Script(*turns)
     extra = {} if clock is None else {"clock": clock}
-    EngineProcess(script, served, max_step_ms, **extra).serve()  # type: ignore[arg-type]
+    process = EngineProcess(script, served, max_step_ms, **extra)  # type: ignore[arg-type]
+    script.awaits_wake = lambda: len(process._inbox) > 0
+    process.serve()
     return script

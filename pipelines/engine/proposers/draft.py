@@ -21,10 +21,10 @@ class Draft:
         # and less often of any other (LOG).
         params = replace(sequence.params, temperature=0.0)
         self.context = SamplingContext(params, list(sequence.token_ids), sequence.num_prompt_tokens)
-        """Of the token behind the draft."""
+        """Of the token after the draft."""
 
     def add(self, token: int | None) -> bool:
-        """Take the next token. Returns whether more are wanted: none behind an end, or where all tokens are banned."""
+        """Take the next token. Returns whether more are wanted: none after an end, or where all tokens are banned."""
         if token is None:
             return False
         self.token_ids.append(token)

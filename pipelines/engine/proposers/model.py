@@ -21,7 +21,7 @@ class Held(NamedTuple):
 
     num_tokens: int
     drafts: tuple[int, ...]
-    """What was computed behind them."""
+    """What was computed after them."""
 
     def num_right(self, token_ids: list[int]) -> int:
         """Return how many of the sequence's tokens are in the cache, with the drafts that became tokens."""

@@ -1,6 +1,6 @@
 """Drafts of the model's own layer for it (multi-token prediction, arXiv 2412.19437), whose keys and values come last in the cache.
 
-The layer reads the hidden state of a token and the token behind it, so it can compute all but the last token of a sequence. Further drafts
+The layer reads the hidden state of a token and the token after it, so it can compute all but the last token of a sequence. Further drafts
 come of its own hidden states.
 """
 
@@ -16,6 +16,8 @@ from pipelines.engine.request import Sequence
 from pipelines.engine.runner import Runner
 from pipelines.engine.scheduler import Scheduled
 
+MAX_WAITING = 16  # tokens of a row that wait for its next draft: for so many a CPU reads each weight once
+
 
 class Seen(NamedTuple):
     """Hidden states [P, E] of a sequence's tokens from a position on, which the layer has not computed. Drafts' follow: some are wrong."""
@@ -27,25 +29,36 @@ class Seen(NamedTuple):
 class MtpProposer(Proposer):
     reads_hidden = True
 
-    def __init__(self, runner: Runner, block_size: int) -> None:
-        """`runner`: of the model, which predicts ahead."""
+    def __init__(self, runner: Runner, block_size: int, max_batched_tokens: int) -> None:
+        """`runner`: of the model, which predicts ahead. The layer computes at most `max_batched_tokens` tokens at once."""
         self._runner = runner
         self._block_size = block_size
+        self._max_batched_tokens = max_batched_tokens
         for stored in runner.cache.layers[-1]:
             for tensor in stored.tensors:
                 tensor.zero_()  # rows that others drafted for leave gaps, and blocks of theirs are shared
 
     def observe(self, computed: list[tuple[Scheduled, Tensor]]) -> None:
-        """Take the hidden states [T, E] of sequences, and compute those of the step before, whose next tokens are known by now."""
-        self._compute([(i.sequence, i.start) for i, _ in computed if self._reaches(i.sequence, i.start)])
-        for item, hidden in computed:
-            item.sequence.drafting = Seen(item.start, hidden.clone())
+        """Take the hidden states [T, E] of sequences. They wait for a draft; where too many do, the layer computes those seen before.
+
+        What waits when a row ends or gives way is not computed: rows that find its blocks get worse drafts.
+        """
+        waiting = [self._num_waiting(item.sequence, item.start) for item, _ in computed]
+        num_tokens = sum(waiting) + sum(len(hidden) for _, hidden in computed)
+        if num_tokens > min(MAX_WAITING * len(computed), self._max_batched_tokens):
+            self._compute(
+                [(item.sequence, item.start) for (item, _), count in zip(computed, waiting, strict=True) if count]
+            )
+            waiting = [0] * len(computed)
+        for (item, hidden), count in zip(computed, waiting, strict=True):
+            before = item.sequence.drafting.hidden[:count] if count else hidden[:0]
+            item.sequence.drafting = Seen(item.start - count, torch.cat((before, hidden)))
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Return at most so many tokens that may follow each sequence: none before the model has computed all but its last token."""
         drafts = [Draft(sequence, most) for sequence, most in wanted]
         ends = {draft.sequence: len(draft.sequence.token_ids) - 1 for draft in drafts}
-        growing = [draft for draft in drafts if self._reaches(draft.sequence, ends[draft.sequence])]
+        growing = [draft for draft in drafts if self._num_waiting(draft.sequence, ends[draft.sequence])]
         hidden = self._compute([(draft.sequence, ends[draft.sequence]) for draft in growing])
         while growing and (more := grow(growing, self._runner.model.logits(hidden))):
             growing, hidden = [growing[i] for i in more], hidden[more]
@@ -53,10 +66,11 @@ class MtpProposer(Proposer):
         return [draft.token_ids for draft in drafts]
 
     @staticmethod
-    def _reaches(sequence: Sequence, end: int) -> bool:
-        """Return whether hidden states of the sequence are there that the layer has not computed, up to the position `end`."""
+    def _num_waiting(sequence: Sequence, end: int) -> int:
+        """Return how many hidden states up to the position `end` wait for the layer: 0 where some of them are missing."""
         seen: Seen | None = sequence.drafting
-        return seen is not None and seen.start < end <= seen.start + len(seen.hidden)
+        count = 0 if seen is None else end - seen.start
+        return count if seen is not None and 0 < count <= len(seen.hidden) else 0
 
     def _compute(self, parts: list[tuple[Sequence, int]]) -> Tensor:
         """Compute what was seen of sequences up to these positions. Returns hidden states [S, E] of the last of each."""

@@ -12,7 +12,7 @@ from pipelines.engine.request import Sequence
 
 
 class Places:
-    """The latest place behind each n-gram of a growing list of tokens, for n from `fewest` to `most`."""
+    """The latest place after each n-gram of a growing list of tokens, for n from `fewest` to `most`."""
 
     def __init__(self, fewest: int, most: int) -> None:
         self._sizes = range(most, fewest - 1, -1)
@@ -20,7 +20,7 @@ class Places:
         self._num_known = 0
 
     def update(self, token_ids: list[int]) -> None:
-        """Take the tokens that came since the last call. The n-grams at the very end have nothing behind them yet."""
+        """Take the tokens that came since the last call. The n-grams at the very end have nothing after them yet."""
         for end in range(max(1, self._num_known), len(token_ids)):
             for size in self._sizes:
                 if size <= end:
@@ -28,7 +28,7 @@ class Places:
         self._num_known = len(token_ids)
 
     def find(self, last: list[int]) -> int | None:
-        """Return the latest place behind the longest n-gram that the last tokens end with."""
+        """Return the latest place after the longest n-gram that the last tokens end with."""
         for size in self._sizes:
             if size <= len(last) and (place := self._places.get(tuple(last[-size:]))) is not None:
                 return place
@@ -36,7 +36,7 @@ class Places:
 
 
 def copied(token_ids: list[int], place: int, most: int) -> list[int]:
-    """Return the tokens from a place on; behind the last one comes again what was copied, as in a text that repeats itself."""
+    """Return the tokens from a place on; after the last one comes again what was copied, as in a text that repeats itself."""
     draft = token_ids[place : place + most]
     while len(draft) < most:
         draft += draft[: most - len(draft)]
@@ -79,13 +79,13 @@ class NgramProposer(Proposer):
             self._shared.learn(sequence.params.cache_salt, sequence.token_ids)
 
     def _from_prediction(self, sequence: Sequence, prediction: list[int], last: list[int], most: int) -> list[int]:
-        """Return what follows in the prediction: behind the output where it begins so, else behind the last tokens."""
+        """Return what follows in the prediction: after the output where it begins so, else after the last tokens."""
         num_said = sequence.num_output_tokens
         if prediction[:num_said] == sequence.output_token_ids:
             return prediction[num_said : num_said + most]
         places = self._places(self._predicted, sequence, sequence.params.speculation)
         places.update(prediction)
-        place = places.find(last[-num_said:])
+        place = places.find(last)
         return [] if place is None else prediction[place : place + most]
 
     @staticmethod
@@ -106,14 +106,14 @@ def _shares(settings: SpeculationConfig) -> bool:
 def paddle_draft(sequence: Sequence, max_ngram: int, most: int) -> list[int]:
     """Return PaddleNLP's draft (`ngram_match.cc` of inference_with_reference).
 
-    For n from `max_ngram` down to 1: what follows the first place of the last n tokens in the prompt, clipped at the prompt's end; else the
-    first place in the output. The last tokens are the last one of the prompt and the output.
+    For n from `max_ngram` down to 1: what follows the first place of the output's last n tokens in the prompt, clipped at the prompt's end;
+    else in the output, which begins with the prompt's last token and of which the last token is not copied.
     """
     prompt = sequence.token_ids[: sequence.num_prompt_tokens]
     said = sequence.token_ids[sequence.num_prompt_tokens - 1 :]
-    for size in range(min(max_ngram, len(said)), 0, -1):
+    for size in range(min(max_ngram, sequence.num_output_tokens), 0, -1):
         key = said[-size:]
-        for text in (prompt, said):
+        for text in (prompt, said[:-1]):
             for place in range(size, len(text)):
                 if text[place - size : place] == key:
                     return text[place : place + most]

@@ -1,13 +1,11 @@
 """Adapters on every scheme with every format of the cache, and on many families: a row's bits alone and mixed; PEFT and merged twins."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3Config,
@@ -26,18 +24,26 @@ from transformers import (
 
 from conf.decoding import DecodeConfig
 from conf.quantization import KVCacheFormat, QuantConfig
-from conf.schema import DType, Task
-from conf.tasks import ConvertConfig, PredictConfig
-from models.linear_layers import linear_specs
-from pipelines.convert import run_convert
+from conf.schema import DType
 from pipelines.engine import Engine
-from pipelines.loading import load_engine
-from tests.helpers.adapters import ALL_LINEAR, peft_logprobs, peft_model, write_adapter
-from tests.helpers.builders import run_config, write_llama
+from tests.helpers.adapters import (
+    ALL_LINEAR,
+    GREEDY,
+    PROMPTS,
+    Rows,
+    check_as_peft,
+    completions,
+    load_with,
+    outputs,
+    peft_model,
+    write_adapter,
+)
+from tests.helpers.builders import run_config, write_llama, write_random
+from tests.helpers.conversion import convert
 from tests.helpers.deepseek import SMALL as DEEPSEEK
 from tests.helpers.goldens import GOLDENS
 from tests.helpers.quantized_models import make, quantize_run, random_rows, write_rows
-from tests.pipelines.engine.test_adapters import GREEDY, PROMPTS, completions, outputs
+from tests.helpers.random_adapters import write_random_adapter
 from tests.quantization.test_cells import CACHES, SCHEMES
 
 SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -59,21 +65,12 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[[], Any], list[str]]] 
         ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
     ),
 }
-MIXED: list[tuple[list[int], str | None]] = [
+MIXED: Rows = [
     (PROMPTS[0], "one"),
     (PROMPTS[1], None),
     (PROMPTS[2], "two"),
     (PROMPTS[3], "one"),
 ]
-
-
-def write_random(folder: Path, kind: type[PreTrainedModel], config: Any) -> None:
-    torch.manual_seed(0)
-    model = kind(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
-    model.save_pretrained(folder)
 
 
 def write_two(base: Path, folder: Path, kind: type[PreTrainedModel], modules: list[str]) -> dict[str, Path]:
@@ -86,9 +83,7 @@ def write_two(base: Path, folder: Path, kind: type[PreTrainedModel], modules: li
 
 def engine_of(base: Path, adapters: dict[str, Path], quant: QuantConfig | None = None, **device: Any) -> Engine:
     run = run_config(base)
-    model = replace(run.model, adapters={name: str(folder) for name, folder in adapters.items()} or None)
-    device = replace(run.device, **device)
-    return load_engine(replace(run, model=model, quant=quant or QuantConfig(), device=device), 4)
+    return load_with(replace(run, quant=quant or QuantConfig(), device=replace(run.device, **device)), adapters)
 
 
 def check_bits(base: Path, adapters: dict[str, Path], quant: QuantConfig | None = None) -> None:
@@ -134,35 +129,19 @@ def test_families_as_peft(family: str, tmp_path: Path) -> None:
     write_random(tmp_path / "base", kind, config())
     adapters = write_two(tmp_path / "base", tmp_path, kind, modules)
     peft = peft_model(tmp_path / "base", kind, adapters)
-    for (prompt, name), output in zip(MIXED, outputs(engine_of(tmp_path / "base", adapters), MIXED), strict=True):
-        (completion,) = output.completions
-        expected = peft_logprobs(peft, name, prompt + completion.token_ids)[len(prompt) - 1 : -1]
-        assert completion.token_ids == expected.argmax(-1).tolist()
-        for step, row in zip(completion.logprobs or [], expected, strict=True):
-            for token, logprob in step.logprobs.items():
-                assert abs(logprob - row[token].item()) < 1e-4  # both in float32
+    check_as_peft(peft, MIXED, outputs(engine_of(tmp_path / "base", adapters), MIXED))
     check_bits(tmp_path / "base", adapters)
-
-
-def write_by_hand(folder: Path, base: Path, rank: int) -> Path:
-    """Write an adapter of all linear layers in the decoder layers, for a model that PEFT cannot load."""
-    model = engine_of(base, {}).runner.model
-    generator, tensors = torch.Generator().manual_seed(rank), {}
-    for name, spec in linear_specs(model).items():
-        if name.startswith(model.layout.layers):
-            for own, shape in (("A", (rank, spec.shape[1])), ("B", (spec.shape[0], rank))):
-                tensors[f"base_model.model.{name}.lora_{own}.weight"] = torch.randn(shape, generator=generator) * 0.15
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
-    return folder
 
 
 @pytest.mark.parametrize("family", ["baichuan-7b", "baichuan2-13b", "chatglm2", "qwen"])
 def test_families_that_peft_cannot_load(family: str, tmp_path: Path) -> None:
     """Fused matrices: the bits of a row, and the merged twin's log probabilities."""
     base = GOLDENS / family
-    adapters = {name: write_by_hand(tmp_path / name, base, rank) for name, rank in (("one", 4), ("two", 24))}
+    model = engine_of(base, {}).runner.model
+    adapters = {
+        name: write_random_adapter(tmp_path / name, model, rank, seed=rank, std=0.15)
+        for name, rank in (("one", 4), ("two", 24))
+    }
     check_bits(base, adapters)
     check_merged(base, adapters["one"], tmp_path)
 
@@ -170,8 +149,8 @@ def test_families_that_peft_cannot_load(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_bits_in_narrow_floats(dtype: str, models: Path) -> None:
     run = run_config(models / "float")
-    folders = {name: str(models / name) for name in ("one", "two")}
-    engine = load_engine(replace(run, model=replace(run.model, adapters=folders, dtype=DType[dtype])), 4)
+    run = replace(run, model=replace(run.model, dtype=DType[dtype]))
+    engine = load_with(run, {name: models / name for name in ("one", "two")})
     alone = [outputs(engine, [row])[0].completions for row in MIXED]
     assert completions(outputs(engine, MIXED)) == alone
 
@@ -184,13 +163,7 @@ def check_merged(base: Path, adapter: Path, tmp_path: Path) -> None:
     """Log probabilities within 1e-4 in float32, of which the products are added in another order."""
     decode, prompt = DecodeConfig(max_new_tokens=1, prompt_logprobs=0), [token % 60 + 3 for token in range(20)]
     ours = outputs(engine_of(base, {"one": adapter}), [(prompt, "one")], decode)[0]
-    run = run_config(base)
-    convert = ConvertConfig(output=str(tmp_path / "merged"), lora=str(adapter))
-    run = replace(
-        run, model=replace(run.model, dtype=DType.auto, tokenizer=""), task=Task.convert, predict=PredictConfig()
-    )
-    run_convert(replace(run, convert=convert), tmp_path / "run", lambda *_: "")
-    twin = outputs(engine_of(tmp_path / "merged", {}), [(prompt, None)], decode)[0]
+    twin = outputs(engine_of(convert(base, tmp_path / "merged", lora=str(adapter)), {}), [(prompt, None)], decode)[0]
     assert ours.completions[0].token_ids == twin.completions[0].token_ids
     assert len(ours.prompt_logprobs or []) == len(prompt) - 1
     for one, other in zip(ours.prompt_logprobs or [], twin.prompt_logprobs or [], strict=True):
@@ -204,12 +177,9 @@ def test_an_adapted_head(models: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "head", base, LlamaForCausalLM, r=4, target_modules=["lm_head", "q_proj"])
     peft = peft_model(base, LlamaForCausalLM, {"head": adapter})
     drop_copies(adapter)
-    rows: list[tuple[list[int], str | None]] = [(PROMPTS[0], "head"), (PROMPTS[1], None)]
+    rows: Rows = [(PROMPTS[0], "head"), (PROMPTS[1], None)]
     engine = engine_of(base, {"head": adapter})
-    for (prompt, name), output in zip(rows, outputs(engine, rows), strict=True):
-        (completion,) = output.completions
-        expected = peft_logprobs(peft, name, prompt + completion.token_ids)[len(prompt) - 1 : -1]
-        assert completion.token_ids == expected.argmax(-1).tolist()
+    check_as_peft(peft, rows, outputs(engine, rows))
     assert completions(outputs(engine, rows)) == [outputs(engine, [row])[0].completions for row in rows]
 
 

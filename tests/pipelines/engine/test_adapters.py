@@ -9,13 +9,22 @@ from transformers import LlamaForCausalLM
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from pipelines.engine import Engine, Output
-from pipelines.loading import load_engine
-from tests.helpers.adapters import ALL_LINEAR, RANKS, peft_logprobs, peft_model, write_adapter
+from pipelines.engine import Engine
+from tests.helpers.adapters import (
+    ALL_LINEAR,
+    GREEDY,
+    PROMPTS,
+    RANKS,
+    Rows,
+    check_as_peft,
+    completions,
+    load_with,
+    outputs,
+    peft_model,
+    write_adapter,
+)
 from tests.helpers.builders import engine_of, run_config, write_llama
 
-PROMPTS = [[7, 3, 90, 20], [5], [33, 41, 8, 5, 17, 60, 2, 9, 11], [7, 3, 90, 20, 44], [12, 13]]
-GREEDY = DecodeConfig(max_new_tokens=6, ignore_eos=True, logprobs=3, prefix_cache=False)
 NAMES = [*RANKS, None]
 
 
@@ -33,39 +42,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_with(models: Path, names: list[str | None] = NAMES, max_adapters: int = 8, **device: Any) -> Engine:
-    run = run_config(models / "base")
-    adapters = {name: str(models / name) for name in names if name}
-    model = replace(run.model, adapters=adapters, max_adapters=max_adapters)
-    return load_engine(replace(run, model=model, device=replace(run.device, **device)), 5)
-
-
-def outputs(engine: Engine, rows: list[tuple[list[int], str | None]], decode: DecodeConfig = GREEDY) -> list[Output]:
-    """Outputs of prompts with the adapters named beside them, in their order."""
-    requests = [engine.request(i, prompt, decode, adapter=name) for i, (prompt, name) in enumerate(rows)]
-    found = []
-    for output in engine.generate(requests):
-        engine.scheduler.check_integrity()
-        assert output.error is None
-        found.append(output)
-    return sorted(found, key=lambda output: output.request_id)
+    run = run_config(models / "base", max_adapters=max_adapters)
+    adapters = {name: models / name for name in names if name}
+    return load_with(replace(run, device=replace(run.device, **device)), adapters)
 
 
 def test_as_peft_unmerged(models: Path) -> None:
     """Four adapters of ranks 4 to 64 and none in one batch: greedy tokens, and log probabilities within 1e-4, both in float32."""
     peft = peft_model(models / "base", LlamaForCausalLM, {name: models / name for name in RANKS})
-    results = outputs(engine_with(models), list(zip(PROMPTS, NAMES, strict=True)))
-    tokens = []
-    for prompt, name, output in zip(PROMPTS, NAMES, results, strict=True):
-        completion = output.completions[0]
-        expected = peft_logprobs(peft, name, prompt + completion.token_ids)[len(prompt) - 1 : -1]
-        assert completion.token_ids == expected.argmax(-1).tolist()
-        assert completion.logprobs is not None
-        for step, row in zip(completion.logprobs, expected, strict=True):
-            for token, logprob in step.logprobs.items():
-                assert abs(logprob - row[token].item()) < 1e-4
-        tokens.append(completion.token_ids)
+    rows = list(zip(PROMPTS, NAMES, strict=True))
+    results = outputs(engine_with(models), rows)
+    check_as_peft(peft, rows, results)
     base = outputs(engine_with(models), [(prompt, None) for prompt in PROMPTS])
-    assert all(mine != other.completions[0].token_ids for mine, other in zip(tokens[:4], base, strict=False))
+    pairs = zip(results[:4], base[:4], strict=True)
+    assert all(mine.completions[0].token_ids != plain.completions[0].token_ids for mine, plain in pairs)
 
 
 def test_rows_alone_and_together(models: Path) -> None:
@@ -85,10 +75,6 @@ def test_rows_alone_and_together(models: Path) -> None:
     assert completions(outputs(engine_with(models, max_adapters=1), rows[::-1])) == completions(alone[::-1])
 
 
-def completions(results: list[Output]) -> list[Any]:
-    return [output.completions for output in results]
-
-
 def test_other_ranks_and_residency_change_no_bit(models: Path) -> None:
     """An adapter's rows are the same in an engine that knows it alone."""
     rows = list(zip(PROMPTS, NAMES, strict=True))
@@ -99,7 +85,7 @@ def test_other_ranks_and_residency_change_no_bit(models: Path) -> None:
 
 def test_rows_without_an_adapter_are_those_of_an_engine_without(models: Path) -> None:
     plain = engine_of(models / "base", 5)
-    rows: list[tuple[list[int], str | None]] = [(prompt, None) for prompt in PROMPTS]
+    rows: Rows = [(prompt, None) for prompt in PROMPTS]
     expected = outputs(plain, rows)
     engine = engine_with(models)
     assert outputs(engine, rows) == expected

@@ -150,7 +150,7 @@ def test_fixed_lengths_know_no_price() -> None:
 
 
 def test_paddles_lengths_grow_by_two_and_shrink_by_one() -> None:
-    """PaddleNLP's speculate_update.cu: all accepted +2 up to the most, else -1 down to 1."""
+    """PaddleNLP's speculate_update.cu: as many accepted as there may be +2 up to the most, else -1 down to 1."""
     budget, (row,) = DraftBudget(), rows_of(1, order=DraftOrder.paddle, num_tokens=5)
     got = []
     for accepted_all in (True, False, False, False, False, False, True, True, True):
@@ -158,6 +158,8 @@ def test_paddles_lengths_grow_by_two_and_shrink_by_one() -> None:
         got.append(length)
         budget.learn(row, length if accepted_all else length - 1, length)
     assert got == [5, 5, 4, 3, 2, 1, 1, 3, 5]
+    budget.learn(row, 2, 2)  # all that there were to copy, and fewer than there might have been
+    assert budget.lengths([row], [5], 1) == [4]
 
 
 def test_a_row_whose_drafts_are_wrong_is_asked_for_few(chatty: Path) -> None:

@@ -20,28 +20,10 @@ from pipelines.engine.request import SequenceGroup
 from pipelines.engine.steps import StepOutputs
 from pipelines.loading import load_engine
 from tests.helpers.adapters import write_adapter
-from tests.helpers.builders import engine_of, generate, run_config, write_llama
-from tests.helpers.drafts import with_long
+from tests.helpers.builders import KEY_VALUE_BYTES, engine_of, generate, run_config, write_llama
+from tests.helpers.drafts import DRAWN, GREEDY, PROMPTS, SETTINGS, devices, with_long
 from tests.helpers.soft_prefixes import write_paddle
 
-PROMPTS = [[3 + i, 9, 4] * (2 * i + 1) for i in range(6)]
-KEY_VALUE_BYTES = 2 * 2 * 2 * 16 * 4  # of a token: keys and values, layers, heads, channels, float32
-GREEDY = DecodeConfig(max_new_tokens=23, ignore_eos=True)
-DRAWN = DecodeConfig(max_new_tokens=17, temperature=1.3, top_p=0.9, top_k=20, seed=5)
-SETTINGS = {
-    "greedy": GREEDY,
-    "drawn": DRAWN,
-    "penalties": replace(DRAWN, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2),
-    "three samples": replace(DRAWN, n=3),
-    "n-grams": replace(GREEDY, no_repeat_ngram_size=2),
-    "log probabilities": replace(DRAWN, logprobs=3, prompt_logprobs=1),
-}
-DEVICES: dict[str, dict[str, Any]] = {
-    "roomy": {},
-    "one block a token": {"block_size": 1},
-    "chunks": {"block_size": 4, "max_batched_tokens": 7},
-    "preemption": {"block_size": 4, "num_blocks": 24},
-}
 DRAFTED = SpeculationConfig(adaptive=False)
 
 
@@ -75,11 +57,9 @@ def drafted(decode: DecodeConfig) -> DecodeConfig:
     return replace(decode, speculate=Speculate.model, speculation=DRAFTED)
 
 
-def device_of(name: str, same: bool) -> dict[str, Any]:
-    device = dict(DEVICES[name])
-    if num_blocks := device.pop("num_blocks", None):
-        device["kv_cache_memory"] = str(num_blocks * 4 * KEY_VALUE_BYTES * (8 if same else 5) // 4)
-    return device
+def devices_of(same: bool) -> dict[str, dict[str, Any]]:
+    """A block has the keys and values of both models: as many again, or a quarter."""
+    return devices(24 * 4 * KEY_VALUE_BYTES * (8 if same else 5) // 4)
 
 
 def proposer_of(engine: Engine) -> ModelProposer:
@@ -88,14 +68,14 @@ def proposer_of(engine: Engine) -> ModelProposer:
     return proposer
 
 
-@pytest.mark.parametrize(("setting", "device"), with_long(SETTINGS, DEVICES))
+@pytest.mark.parametrize(("setting", "device"), with_long(SETTINGS, devices_of(same=True)))
 @pytest.mark.parametrize("same", [True, False])
 def test_drafts_change_nothing(
     folder: Path, smaller: Path, setting: str, device: str, same: bool, preempted: list[SequenceGroup]
 ) -> None:
     decode = SETTINGS[setting]
     expected = [output.completions for output in generate(engine_of(folder), PROMPTS, decode)]
-    engine = drafting_engine(folder, folder if same else smaller, **device_of(device, same))
+    engine = drafting_engine(folder, folder if same else smaller, **devices_of(same)[device])
     preempted.clear()
     for _ in range(2):  # the second time over what the prefix cache knows
         assert [output.completions for output in generate(engine, PROMPTS, drafted(decode))] == expected
@@ -218,7 +198,7 @@ def test_rows_behind_soft_prefixes_and_with_adapters(folder: Path, tmp_path: Pat
     """The draft model has neither, which costs drafts and no token."""
     write_paddle(tmp_path / "pre_caches.npy", 7)
     write_adapter(tmp_path / "fr", folder, LlamaForCausalLM, r=4, target_modules=["q_proj", "down_proj"])
-    run = drafting_run(folder, folder, **device_of(device, same=True))
+    run = drafting_run(folder, folder, **devices_of(same=True)[device])
     prefixes, adapters = {"story": str(tmp_path / "pre_caches.npy")}, {"fr": str(tmp_path / "fr")}
     engine = load_engine(replace(run, model=replace(run.model, prefixes=prefixes, adapters=adapters)), 6)
 

@@ -3,21 +3,28 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_rows
+from transformers import LlamaForCausalLM
 
 from conf.decoding import DecodeConfig
+from kernels.kv_format import Unquantised
+from models.adapters import has_adapters
 from models.batch import Batch, BatchShape
 from pipelines.engine import Engine
 from pipelines.engine.graph_steps import GraphSteps, fill, graph_sizes
+from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.engine.steps import StepOutputs
-from tests.helpers.builders import engine_of, generate, write_llama
+from tests.helpers.adapters import load_with, write_adapter
+from tests.helpers.builders import engine_of, generate, run_config, write_llama
 
 CPU = torch.device("cpu")
+CAPTURED = ["captured plain", "captured adapted"]
 
 
 def compute_again(compute: Callable[[], None]) -> Callable[[], None]:
@@ -121,32 +128,42 @@ def test_what_a_graph_cannot_hold_is_computed_each_time(caplog: pytest.LogCaptur
     assert steps(batch_of([5])).hidden.tolist() == [4]
 
 
-def pad(engine: Engine, most: int) -> list[int]:
-    """Let the engine's decode steps be padded. The CPU's kernels see the true rows alone, the others become NaN. Returns their sizes."""
-    runner, sizes = engine.runner, []
+def pad(engine: Engine, most: int) -> list[BatchShape]:
+    """Let the engine's decode steps be padded. Returns the shapes of those that are computed from then on."""
+    runner, shapes = engine.runner, list[BatchShape]()
+    runner.decode_steps = padded(engine, most, shapes)
+    if has_adapters(runner.model):
+        runner.adapted_steps = padded(engine, most, shapes, with_adapters=True)
+    shapes.clear()
+    return shapes
+
+
+def padded(engine: Engine, most: int, shapes: list[BatchShape], with_adapters: bool = False) -> GraphSteps:
+    """Steps whose shapes are noted. The CPU's kernels see the true rows alone, the others become NaN."""
+    runner = engine.runner
 
     def compute(batch: Batch, token_ids: Tensor | None) -> StepOutputs:
         if batch.shape.num_sequences > most:  # has no graph
             return runner.compute(batch, token_ids)
-        sizes.append(len(batch.token_ids))
+        shapes.append(batch.shape)
         count = int((batch.slots >= 0).sum())
         assert batch.query_starts[count:].eq(count).all()
+        assert batch.adapter_slots[count:].eq(-1).all()
         own = max(count, 1)  # where there are none, one row shows the outputs' shapes
-        true = Batch(torch.zeros(10**4, dtype=torch.int64), BatchShape(own, own, batch.block_tables.shape[1], 0, own))
+        true = BatchShape(own, own, batch.block_tables.shape[1], 0, own, own if with_adapters else 0)
+        rows = Batch(torch.zeros(10**4, dtype=torch.int64), true)
         for field in batch.shape.fields:
-            part = getattr(true, field)
+            part = getattr(rows, field)
             part.copy_(getattr(batch, field)[: len(part)])
         if not count:
-            true.query_starts[1], true.slots[0], true.context_lengths[0] = 1, 0, 1
-        hidden, logits, finite = runner.compute(true)
+            rows.query_starts[1], rows.slots[0], rows.context_lengths[0] = 1, 0, 1
+        hidden, logits, finite = runner.compute(rows)
         padding = (0, 0, 0, len(batch.token_ids) - count)
-        hidden, logits = (pad_rows(rows[:count], padding, value=torch.nan) for rows in (hidden, logits))
+        hidden, logits = (pad_rows(each[:count], padding, value=torch.nan) for each in (hidden, logits))
         return StepOutputs(hidden, logits, pad_rows(finite[:count], padding[2:]))
 
     width = -(-engine.context.num_tokens // engine.block_size)
-    runner.decode_steps = GraphSteps(compute, compute_again, most, width, 0, CPU)
-    sizes.clear()
-    return sizes
+    return GraphSteps(compute, compute_again, most, width, 0, CPU, with_adapters)
 
 
 def test_an_engine_gives_the_same_tokens(tmp_path: Path) -> None:
@@ -159,12 +176,81 @@ def test_an_engine_gives_the_same_tokens(tmp_path: Path) -> None:
         DecodeConfig(max_new_tokens=7, num_beams=3),
     ):
         results = []
-        for padded in (False, True):
+        for is_padded in (False, True):
             engine = engine_of(tmp_path, batch_size=5, block_size=4)
-            sizes = pad(engine, 8) if padded else []
-            if not padded:
+            shapes = pad(engine, 8) if is_padded else []
+            if not is_padded:
                 engine.runner.decode_steps = engine.runner.compute
             outputs = generate(engine, prompts, decode)
             results.append([[c.token_ids for c in output.completions] for output in outputs])
-            assert not padded or 8 in sizes
+            assert not is_padded or 8 in {shape.num_sequences for shape in shapes}
         assert results[0] == results[1]
+
+
+def test_rows_with_adapters_have_graphs_of_their_own(tmp_path: Path) -> None:
+    """Beside rows without one, in slots that change their adapters; steps in which nobody has one are captured as ever."""
+    write_llama(tmp_path / "base")
+    names = ["fr", "de"]
+    for seed, name in enumerate(names):
+        settings: dict[str, Any] = {"r": 4 * seed + 3, "target_modules": ["q_proj", "up_proj", "down_proj"]}
+        write_adapter(tmp_path / name, tmp_path / "base", LlamaForCausalLM, seed, **settings)
+    rows = [("fr", 5), (None, 30), (None, 9), ("de", 7), (None, 4), ("fr", 3)]
+
+    def said(engine: Engine) -> list[Any]:
+        requests = [
+            engine.request(i, [7 + i, 3, 9], DecodeConfig(max_new_tokens=count, logprobs=2), adapter=name)
+            for i, (name, count) in enumerate(rows)
+        ]
+        outputs = sorted(engine.generate(requests), key=lambda output: output.request_id)
+        assert not any(output.error for output in outputs)
+        return [output.completions for output in outputs]
+
+    run = run_config(tmp_path / "base", max_adapters=1)
+    engine = load_with(run, {name: tmp_path / name for name in names})
+    expected = said(engine)
+    shapes = pad(engine, 5)
+    assert said(engine) == expected
+    assert {shape.num_adapted for shape in shapes} > {0, 4}
+    assert all(shape.num_adapted in (0, shape.num_sequences) for shape in shapes)
+
+
+def test_a_gpu_captures_for_adapters_where_there_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a batch goes to the graphs that know its shape, a prompt to none. The GPU is a device that computes nothing."""
+    write_llama(tmp_path / "base")
+    for name, rank in (("fr", 4), ("small", 2), ("large", 5)):
+        write_adapter(tmp_path / name, tmp_path / "base", LlamaForCausalLM, r=rank, target_modules=["q_proj"])
+    ran: list[str] = []
+
+    class Captured:
+        def __init__(self, *_: Any, with_adapters: bool = False) -> None:
+            self._name = "adapted" if with_adapters else "plain"
+            ran.append(f"captured {self._name}")
+
+        def __call__(self, batch: Batch, token_ids: Tensor | None = None) -> None:
+            ran.append(self._name)
+
+    def happened(engine: Engine, *batches: Batch) -> list[str]:
+        for batch in batches:
+            engine.runner.execute(batch)
+        happened = list(ran)
+        ran.clear()
+        return happened
+
+    monkeypatch.setattr("pipelines.engine.runner.GraphSteps", Captured)
+    monkeypatch.setattr("pipelines.engine.runner.GraphPool", lambda: SimpleNamespace(capture=compute_again))
+    monkeypatch.setattr("pipelines.engine.runner.Runner.compute", lambda *_: ran.append("computed"))
+    engine = engine_of(tmp_path / "base")
+    model = engine.runner.model
+    formats = [(Unquantised(), Unquantised())] * len(model.attention_heads)
+    plain, prompt = batch_of([3, 4]), Batch(torch.zeros(100, dtype=torch.int64), BatchShape(5, 2, 1, 0, 2))
+    adapted = Batch(torch.zeros(100, dtype=torch.int64), BatchShape(2, 2, 1, 0, 2, 2))
+    engine.run_over(
+        model, allocate_kv_cache(model.attention_heads, 9, 4, formats, torch.float32, torch.device("meta")), 4
+    )
+    assert happened(engine, plain, prompt) == ["captured plain", "plain", "computed"]
+    engine.load_adapter("fr", tmp_path / "fr")  # the first one makes the tables
+    assert happened(engine, plain, adapted, prompt) == [*CAPTURED, "plain", "adapted", "computed"]
+    engine.load_adapter("small", tmp_path / "small")  # these graphs know its table
+    assert happened(engine, adapted) == ["adapted"]
+    engine.load_adapter("large", tmp_path / "large")  # of a rank for which the tables are made anew
+    assert happened(engine, adapted) == [*CAPTURED, "adapted"]

@@ -15,12 +15,11 @@ from models.tokenizers import load_tokenizer
 from pipelines.engine import Engine
 from pipelines.engine.guide import Guides
 from pipelines.engine.request import FinishReason, Output, SequenceGroup
-from tests.helpers.builders import SHARED, engine_of, write_llama
+from tests.helpers.builders import KEY_VALUE_BYTES, SHARED, engine_of, write_llama
 from tests.helpers.drafts import Hostile, at_random
 from tests.helpers.guides import GUIDES, keeps_to
 from tests.helpers.small_tokenizers import byte_fallback, save
 
-KEY_VALUE_BYTES = 2 * 2 * 2 * 16 * 4  # of a token: keys and values, layers, heads, channels, float32
 DRAWN = DecodeConfig(max_new_tokens=100, temperature=1.0, top_p=0.95, seed=5)
 SETTINGS = [replace(DRAWN, guide=guide, seed=i) for i, guide in enumerate(GUIDES)]
 SETTINGS += [replace(each, temperature=0.0, top_p=1.0, max_new_tokens=40) for each in SETTINGS]
@@ -277,3 +276,18 @@ def test_compiled_guides_are_kept(chatty: Path) -> None:
     assert first.is_complete
     assert not second.is_complete  # another state of the same grammar
     assert guides._compiled.cache_info().hits == 1
+
+
+def test_refusals_are_kept(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sends one again gets the same words, and nothing is compiled again."""
+    from pipelines.engine import guide as module
+
+    engine, compiled, lark = engine_of(chatty, tokenizer=""), list[str](), module._lark
+    monkeypatch.setattr(module, "_lark", lambda kind, value: compiled.append(kind) or lark(kind, value))  # type: ignore[func-returns-value]
+    messages = []
+    for _ in range(3):
+        with pytest.raises(UserError, match="keywords that are not supported") as error:
+            engine.request(0, [0], DecodeConfig(guide={"json_schema": {"type": "object", "unevaluatedItems": 1}}))
+        messages.append(str(error.value))
+    assert len(set(messages)) == 1
+    assert compiled == ["json_schema"]

@@ -1,11 +1,13 @@
 """Drafts of DeepSeek-V3's layer for further tokens: those of its definition in float64, and no token changes by them."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import DeepseekV3ForCausalLM
 
 from conf.decoding import DecodeConfig
@@ -13,6 +15,7 @@ from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, DType, RunConfig, Weights
 from conf.speculation import Speculate, SpeculationConfig
+from models.batch import Batch, KVCache
 from pipelines.engine import Engine
 from pipelines.engine.batch import NewTokens, flat_batch
 from pipelines.engine.proposers.mtp import MtpProposer
@@ -21,26 +24,10 @@ from pipelines.loading import load_engine
 from tests.helpers.adapters import change_adapter, write_adapter
 from tests.helpers.builders import engine_of, generate, run_config, write_llama
 from tests.helpers.deepseek import V3_GROUPS, YARN, NextTokenReference, build
-from tests.helpers.drafts import with_long
+from tests.helpers.drafts import DRAWN, GREEDY, PROMPTS, SETTINGS, devices, with_long
 
-PROMPTS = [[3 + i, 9, 4] * (2 * i + 1) for i in range(6)]
 LATENT_BYTES = 4 * (24 + 8) * 4  # of a token: layers with the one that drafts, channels, float32
-GREEDY = DecodeConfig(max_new_tokens=23, ignore_eos=True)
-DRAWN = DecodeConfig(max_new_tokens=17, temperature=1.3, top_p=0.9, top_k=20, seed=5)
-SETTINGS = {
-    "greedy": GREEDY,
-    "drawn": DRAWN,
-    "penalties": replace(DRAWN, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2),
-    "three samples": replace(DRAWN, n=3),
-    "n-grams": replace(GREEDY, no_repeat_ngram_size=2),
-    "log probabilities": replace(DRAWN, logprobs=3, prompt_logprobs=1),
-}
-DEVICES: dict[str, dict[str, Any]] = {
-    "roomy": {},
-    "one block a token": {"block_size": 1},
-    "chunks": {"block_size": 4, "max_batched_tokens": 7},
-    "preemption": {"block_size": 4, "kv_cache_memory": str(24 * 4 * LATENT_BYTES)},
-}
+DEVICES = devices(24 * 4 * LATENT_BYTES)
 DRAFTED = SpeculationConfig(adaptive=False, num_tokens=3)
 
 
@@ -105,6 +92,46 @@ def test_drafts_are_those_of_the_definition(
     assert len(drafts) > 40
     for token_ids, draft in drafts:
         assert draft == reference.drafts(token_ids, len(draft))
+
+
+@pytest.mark.parametrize("device", ["roomy", "one block a token", "chunks"])
+def test_what_waited_for_a_draft_is_computed_before_it(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some rows draft in every eleventh step, others in between, behind steps whose drafts were wrong or that had none."""
+    reference = NextTokenReference(tmp_path)
+    engine = load_engine(mtp_run(tmp_path, **DEVICES[device]), 3)
+    seen, steps = watch_drafts(engine, monkeypatch), itertools.count()
+
+    def lengths(rows: list[Sequence], most: list[int], num_tokens: int) -> list[int]:
+        step = next(steps)
+        return [count if (step + 4 * row.request.id) % 11 == 0 else 0 for row, count in zip(rows, most, strict=True)]
+
+    monkeypatch.setattr(engine.speculator._budget, "lengths", lengths)
+    generate(engine, PROMPTS, drafted(replace(GREEDY, max_new_tokens=45)))
+    drafts = [(token_ids, draft) for token_ids, draft in seen if draft]
+    assert len(drafts) > 12
+    for token_ids, draft in drafts:
+        assert draft == reference.drafts(token_ids, len(draft))
+
+
+@pytest.mark.parametrize(("budget", "most"), [(2048, 32), (8, 8)])
+def test_without_drafts_the_layer_computes_many_tokens_at_once(
+    folder: Path, budget: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows of 45 tokens and no draft: 16 of each at once, or as many as a step takes. The last ones are never needed."""
+    engine = load_engine(mtp_run(folder, max_batched_tokens=budget), 3)
+    monkeypatch.setattr(engine.speculator._budget, "lengths", lambda rows, most, num_tokens: [0] * len(rows))
+    model, sizes = engine.runner.model, list[int]()
+    ahead = model.predict_ahead
+
+    def counted(hidden: Tensor, batch: Batch, cache: KVCache) -> Tensor:
+        sizes.append(batch.shape.num_tokens)
+        return ahead(hidden, batch, cache)
+
+    monkeypatch.setattr(model, "predict_ahead", counted)
+    generate(engine, [[3], [4]], drafted(replace(GREEDY, max_new_tokens=45)))
+    assert sizes == [most] * (88 // most)
 
 
 def test_hidden_states_are_those_of_the_definition(tmp_path: Path) -> None:

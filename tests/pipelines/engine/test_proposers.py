@@ -6,6 +6,7 @@ import pytest
 
 from conf.decoding import DecodeConfig
 from conf.speculation import Acceptance, DraftOrder, Speculate, SpeculationConfig
+from pipelines.engine.proposers.draft import Draft
 from pipelines.engine.proposers.ngram import NgramProposer, Places, paddle_draft
 from pipelines.engine.proposers.shared_table import MAX_TABLES, NUM_BEFORE, SharedTables
 from pipelines.engine.request import ContextLimit, Sequence
@@ -90,9 +91,12 @@ def test_a_prediction_is_looked_at_first(said: list[int], expected: list[int]) -
         ([1, 2, 3, 9, 2, 4], [9, 2], 3, 3, [4]),  # clipped at the prompt's end
         ([5, 2, 6], [1, 2], 3, 3, [6]),  # one token is enough
         ([5, 6], [1, 2, 3, 1, 2], 3, 2, [3, 1]),  # then the output
-        ([5, 6], [1, 2, 3, 1, 2], 3, 9, [3, 1, 2]),  # and as far as it goes
-        ([5, 6], [7, 6], 3, 3, [7, 6]),  # the prompt's last token is the output's first
-        ([5, 2], [2], 3, 3, [2]),
+        ([5, 6], [1, 2, 3, 1, 2], 3, 9, [3, 1]),  # as far as it goes without the last token
+        ([5, 6], [7, 6], 3, 3, [7]),  # the prompt's last token is the output's first
+        ([5, 2], [2], 3, 3, []),  # behind it stands the last token alone
+        ([5, 2], [2, 3, 2], 3, 3, [2, 3]),  # the first place
+        ([2, 5, 1, 2, 9, 1], [2], 3, 2, [5, 1]),  # one token was generated, so one is looked for
+        ([3, 6, 2, 3, 8, 1, 2, 3, 9, 1], [2, 3], 3, 2, [8, 1]),
         ([5, 6], [7], 3, 3, []),
         ([8, 1, 2, 7, 1, 2], [1, 2], 1, 2, [7, 1]),
     ],
@@ -100,6 +104,17 @@ def test_a_prediction_is_looked_at_first(said: list[int], expected: list[int]) -
 def test_paddles_order(prompt: list[int], said: list[int], max_ngram: int, most: int, expected: list[int]) -> None:
     row = sequence(prompt, said, min_ngram=1, max_ngram=max_ngram, order=DraftOrder.paddle)
     assert paddle_draft(row, max_ngram, most) == expected == draft(row, most)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wanted"), [([4, 5, 6], [True, True, False]), ([4, 7], [True, False]), ([None], [False])]
+)
+def test_a_draft_of_weights_ends_where_the_text_does(tokens: list[int | None], wanted: list[bool]) -> None:
+    """At its length, at a stop token, and where all tokens are banned."""
+    decode = DecodeConfig(max_new_tokens=9, stop_token_ids=[7])
+    draft = Draft(Sequence.begin(FACTORY.make(0, [1, 2], decode)), most=3)
+    assert [draft.add(token) for token in tokens] == wanted
+    assert draft.token_ids == [token for token in tokens if token is not None]
 
 
 def test_rows_of_one_salt_learn_from_each_other() -> None:
@@ -123,11 +138,12 @@ def test_rows_that_do_not_share_teach_and_learn_nothing(settings: dict[str, Any]
     assert draft(sequence([50, 11, 12], [13], **{"shared": True, **settings}), proposer=proposer) == []
 
 
-def test_the_table_least_used_goes_when_there_are_too_many_salts() -> None:
+def test_the_table_that_learned_first_goes_when_there_are_too_many_salts() -> None:
     tables, text = SharedTables(), list(range(NUM_BEFORE + 2))
-    for i in range(MAX_TABLES + 1):
+    for i in (*range(MAX_TABLES), 0, MAX_TABLES):  # the first one learns again
         tables.learn(str(i), text)
     last = text[:NUM_BEFORE]
-    assert [bool(tables.propose(str(i), last, 1)) for i in range(MAX_TABLES + 1)] == [False] + [True] * MAX_TABLES
-    assert tables.propose("1", last, 5) == text[NUM_BEFORE:]
-    assert tables.propose("1", last[:2], 5) == []
+    known = [bool(tables.propose(str(i), last, 1)) for i in range(MAX_TABLES + 1)]
+    assert known == [i != 1 for i in range(MAX_TABLES + 1)]
+    assert tables.propose("2", last, 5) == text[NUM_BEFORE:]
+    assert tables.propose("2", last[:2], 5) == []

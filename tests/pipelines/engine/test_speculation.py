@@ -17,30 +17,18 @@ from pipelines.engine import Engine
 from pipelines.engine.lookahead import LaunchedStep
 from pipelines.engine.request import Output, SequenceGroup
 from pipelines.engine.scheduler import StepPlan
-from tests.helpers.builders import engine_of, write_llama
-from tests.helpers.drafts import EOS, Hostile, at_random
+from tests.helpers import drafts
+from tests.helpers.builders import KEY_VALUE_BYTES, engine_of, write_llama
+from tests.helpers.drafts import DRAWN, EOS, GREEDY, Hostile, at_random, devices
 
 PROMPTS = [[0, 70 + i, 9, 4] * (i + 1) for i in range(6)]
-KEY_VALUE_BYTES = 2 * 2 * 2 * 16 * 4  # of a token: keys and values, layers, heads, channels, float32
-GREEDY = DecodeConfig(max_new_tokens=23, ignore_eos=True)
-DRAWN = DecodeConfig(max_new_tokens=17, temperature=1.3, top_p=0.9, top_k=20, seed=5)
 SETTINGS = {
-    "greedy": GREEDY,
-    "drawn": DRAWN,
-    "penalties": replace(DRAWN, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2),
-    "three samples": replace(DRAWN, n=3),
-    "n-grams": replace(GREEDY, no_repeat_ngram_size=2),
-    "logprobs": replace(DRAWN, logprobs=3, prompt_logprobs=1),
+    **drafts.SETTINGS,
     "min_new_tokens": replace(DRAWN, min_new_tokens=5),
     "bias": replace(DRAWN, logit_bias={EOS: 4.0, 80: 3.0}),
     "last token": replace(GREEDY, max_new_tokens=1),
 }
-DEVICES = {
-    "roomy": {},
-    "one block a token": {"block_size": 1},
-    "chunks": {"block_size": 4, "max_batched_tokens": 7},
-    "preemption": {"block_size": 4, "kv_cache_memory": str(22 * 4 * KEY_VALUE_BYTES)},
-}
+DEVICES = devices(22 * 4 * KEY_VALUE_BYTES)
 
 
 RIGHT: dict[str, Callable[[int], bool]] = {

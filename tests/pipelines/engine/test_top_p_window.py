@@ -138,7 +138,7 @@ def by_the_text(engine: Engine, prompt: list[int], first: int, decode: DecodeCon
                 continue
             window = drafts[place + 1 : place + 1 + settings.verify_window]
             best = [int(order[place + 1 + i][0]) for i in range(len(window))]
-            if drafts[place] == order[place][1] and len(window) == settings.verify_window and window == best:
+            if drafts[place] in order[place][1:2] and len(window) == settings.verify_window and window == best:
                 place += 1 + settings.verify_window
             break
         said += drafts[:place]
@@ -155,6 +155,7 @@ def by_the_text(engine: Engine, prompt: list[int], first: int, decode: DecodeCon
         {"top_p": 0.9},
         {"top_p": 0.5, "num_tokens": 4, "max_candidates": 8},
         {"top_p": 0.3, "verify_window": 1, "max_candidates": 3},
+        {"top_p": 0.1, "verify_window": 1, "max_candidates": 1},  # nobody asks for the second most likely
         {"top_p": 0.99, "max_candidates": 2},  # candidates that never reach top_p
         {"top_p": 0.95, "max_candidates": 64, "num_tokens": 15},
     ],
