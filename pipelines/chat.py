@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from conf.errors import UserError
-from conf.schema import RunConfig
+from conf.schema import RunConfig, Task
+from conf.serving import ChatConfig, ServeConfig
 from conf.terminal import visible, visible_line
 from models.tokenizers import Message
 from pipelines import report
@@ -119,14 +120,34 @@ def run_chat(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         raise UserError(f"decode.n={run.decode.n} is not used by task=chat, whose answers are single: leave it at 1")
     if run.decode.max_new_tokens is None:  # an answer ends by itself
         run = replace(run, decode=replace(run.decode, max_new_tokens="auto"))
-    speaker: Speaker = Endpoint(run.chat.url, run.chat.model, run.decode) if run.chat.url else LocalModel(run)
+    endpoint = _endpoint(run, run.chat.url) if run.chat.url else None
+    if endpoint is not None:
+        print(visible_line(f"{run.chat.url}: {endpoint.model}; the run's own model is not loaded"), file=sys.stderr)
+    if run.chat.web:
+        report.write_run(output_dir, dump(run, output_dir), {})
+        _show_page(run, endpoint, output_dir)
+        return
+    speaker: Speaker = endpoint or LocalModel(run)
     report.write_run(output_dir, dump(run, output_dir), {})
-    if isinstance(speaker, Endpoint) and run.chat.web:
-        from pipelines.chat_page import show_page  # here, because Gradio takes seconds to import
+    talk(Conversation(speaker, run.chat.system))
 
-        show_page(speaker, run.chat)
-    else:
-        talk(Conversation(speaker, run.chat.system))
+
+def _endpoint(run: RunConfig, url: str) -> Endpoint:
+    return Endpoint(url, run.chat.model, run.decode)
+
+
+def _show_page(run: RunConfig, endpoint: Endpoint | None, output_dir: Path) -> None:
+    """Show the page of conversations with the endpoint, or else with a server of the run's model that ends with the page."""
+    from pipelines.chat_page import show_page  # here, because Gradio takes seconds to import
+
+    if endpoint is not None:
+        show_page(endpoint, run.chat)
+        return
+    from pipelines.serve.serve import local_server
+
+    config = ServeConfig(port=0, chat_template=run.chat.chat_template)
+    with local_server(replace(run, task=Task.serve, chat=ChatConfig(), serve=config), output_dir) as url:
+        show_page(_endpoint(run, url), run.chat)
 
 
 def talk(conversation: Conversation) -> None:

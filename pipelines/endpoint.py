@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +9,6 @@ from typing import Any
 
 from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError, shortened, there_are
-from conf.terminal import visible_line
 from models.tokenizers import Message
 from pipelines.interrupt import Interruption
 
@@ -57,7 +55,6 @@ class Endpoint:
         if model is not None and model not in self.models:
             raise UserError(f"chat.model={model} is none of the server's: {there_are(self.models, model)}")
         self.model = model or self.models[0]
-        print(visible_line(f"{url}: {self.model}; the run's own model is not loaded"), file=sys.stderr)
 
     def answer(self, messages: list[Message], say: Callable[[str], None], signals: Interruption) -> str:
         """Stream the answer, as `Speaker` of chat.py says. What the model says of its reasoning is printed, and not kept."""

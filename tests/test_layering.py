@@ -54,6 +54,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "uvicorn": ("pipelines.serve.*",),
     "msgspec": ("pipelines.serve.*",),
     "prometheus_client": ("pipelines.serve.*",),
+    "ray": ("pipelines.replicas.workers",),
     "pydantic": ("pipelines.api.*", "pipelines.serve.*"),
     "llguidance": ("pipelines.engine.guide",),
     "httpx": ("pipelines.endpoint",),

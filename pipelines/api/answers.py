@@ -4,8 +4,8 @@ import codecs
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from conf.errors import UserError
 from models.tokenizers.base import Tokenizer
@@ -25,6 +25,36 @@ class TokenLogprob(Protocol):
     @property
     def top(self) -> Sequence[tuple[int, float]]:
         """The most likely tokens, best first, with their log probabilities."""
+
+
+@dataclass
+class Said:
+    """Words of a choice, and why it ended where it has."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, more: "Said") -> None:
+        """Take the words that follow."""
+        self.text += more.text
+        self.token_ids += more.token_ids
+        self.logprobs += more.logprobs
+        self.finish_reason, self.stop_reason = more.finish_reason, more.stop_reason
+
+
+class Event(NamedTuple):
+    """A part of a stream: a JSON object, or a text that stands as it is."""
+
+    data: Any
+    id: str | None = None
+    name: str | None = None
+
+
+DONE = Event("[DONE]")
+"""The last event of OpenAI's streams."""
 
 
 class AnswerReader(Protocol):
@@ -79,6 +109,12 @@ class TokenTexts:
             return content.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+    def joined(self, token_ids: list[int]) -> str:
+        """Return the text of tokens, empty where there is no tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
 
     def written(self, token_id: int) -> bytes:
         """Return what a token adds to the answer's text."""

@@ -1,5 +1,6 @@
 """Errors in OpenAI's shape: status, message, type, and the field of the request that is to blame."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,19 @@ from conf.errors import shortened
 BAD_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 PREFIX = "Input should be "  # how pydantic's messages begin
+
+
+ANTHROPIC = "/v1/messages"  # where paths begin whose errors have Anthropic's shape
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(Exception):
@@ -30,9 +44,41 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
-        """Return the JSON object of the answer."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """Return the JSON object of the answer, in the shape of the API that has this path."""
+        if path.startswith(ANTHROPIC):
+            kind = ANTHROPIC_TYPES.get(self.status, "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def renamed(self, names: Mapping[str, str]) -> "ApiError":
+        """Return the error with the names that a chat's fields have in another API."""
+        name = re.split(r"\W", self.param or "")[0]
+        message = self.message.replace(name, names[name]) if name in names else self.message
+        message = re.sub(r"\b(\w+)(?=[=[])", lambda found: names.get(found[1], found[1]), message)
+        return ApiError(self.status, message, self.type, names.get(name, self.param), self.code, self.headers)
+
+
+def failed() -> ApiError:
+    """Return the error of what nobody foresaw."""
+    return ApiError(500, "the server failed: its log says why", SERVER_ERROR)
+
+
+def draining() -> ApiError:
+    """Return the error of a server that ends."""
+    message = "the server is ending: ask another one"
+    return ApiError(503, message, SERVER_ERROR, code="draining", headers={"connection": "close"})
+
+
+def loading() -> ApiError:
+    """Return the error of a server without a model yet."""
+    message = "the model is still loading: send the request again"
+    return ApiError(503, message, SERVER_ERROR, code="loading", headers={"retry-after": "1"})
+
+
+def engine_gone(why: object, status: int) -> ApiError:
+    """Return the error of an engine that ended before the answer did."""
+    return ApiError(status, str(why), SERVER_ERROR, code="engine_gone", headers={"retry-after": "1"})
 
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:

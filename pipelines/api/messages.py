@@ -1,23 +1,24 @@
-"""Requests of Anthropic's API, /v1/messages, as chat requests, and its errors. Every field is honoured, or refused by its name."""
+"""Anthropic's /v1/messages as a chat: requests become those of a chat, each field honoured or refused, and answers messages."""
 
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from pipelines.api.errors import ApiError, bad_request
-from pipelines.api.requests import MAX_TOKENS, ChatRequest, Name, Shape, StopText, check_request
+from pipelines.api.answers import Event, Said
+from pipelines.api.errors import ANTHROPIC, ApiError, bad_request
+from pipelines.api.requests import MAX_TOKENS, ChatRequest, Json, Name, Parts, Shape, StopText, check_request
+from pipelines.api.writers import ChatWriter
 
-ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
+NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
+"""Fields of chat requests by the names that they have here."""
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "content": {"type": "text", "text": ""},
+    "reasoning_content": {"type": "thinking", "thinking": "", "signature": ""},
 }
+"""How blocks begin, by the field of a delta."""
 
 
 class CacheControl(Shape):
@@ -40,13 +41,13 @@ class ToolUseBlock(Block):
     type: Literal["tool_use"]
     id: Name
     name: Name
-    input: dict[str, Any]
+    input: Json
 
 
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: str | list[TextBlock] | None = None
+    content: str | Parts[TextBlock] | None = None
     is_error: bool | None = None
 
 
@@ -62,7 +63,7 @@ AssistantBlock: TypeAlias = Annotated[TextBlock | ToolUseBlock | ThinkingBlock, 
 
 class UserTurn(Shape):
     role: Literal["user"]
-    content: str | list[UserBlock]
+    content: str | Parts[UserBlock]
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the results of tools, then what the user says."""
@@ -83,7 +84,7 @@ class UserTurn(Shape):
 
 class AssistantTurn(Shape):
     role: Literal["assistant"]
-    content: str | list[AssistantBlock]
+    content: str | Parts[AssistantBlock]
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the answer with its reasoning and its calls."""
@@ -109,7 +110,7 @@ class CustomTool(Block):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     type: Literal["custom"] | None = None
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: Json
     strict: bool | None = None
 
     def tool(self) -> dict[str, Any]:
@@ -151,15 +152,16 @@ class MessagesRequest(Shape):
     model: Name
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     messages: Annotated[
-        list[Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]], Field(min_length=1, max_length=4096)
+        list[Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]],
+        Field(min_length=1, max_length=4096, fail_fast=True),
     ]
-    system: str | list[TextBlock] | None = None
-    stop_sequences: Annotated[list[StopText], Field(max_length=16)] | None = None
+    system: str | Parts[TextBlock] | None = None
+    stop_sequences: Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    tools: Annotated[list[CustomTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[CustomTool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: NoThinking | None = None
     """A budget of reasoning cannot be kept; disabled becomes the template's enable_thinking=false."""
@@ -180,6 +182,7 @@ class MessagesRequest(Shape):
         system = [{"role": "system", "content": _text(self.system)}] if self.system else []
         body: dict[str, Any] = {
             "model": self.model,
+            "n": 1,
             "max_completion_tokens": self.max_tokens,
             "messages": system + [message for turn in self.messages for message in turn.messages()],
             "stop": self.stop_sequences,
@@ -195,13 +198,121 @@ class MessagesRequest(Shape):
             body["chat_template_kwargs"] = {"enable_thinking": False}
         if self.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        return check_request(ChatRequest, body)
-
-
-def error_body(error: ApiError) -> dict[str, Any]:
-    """Return an error in Anthropic's shape."""
-    return {"type": "error", "error": {"type": ERROR_TYPES.get(error.status, "api_error"), "message": error.message}}
+        try:
+            return check_request(ChatRequest, body)
+        except ApiError as error:
+            raise error.renamed(NAMES) from error
 
 
 def _text(content: str | list[TextBlock] | None) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content or [])
+
+
+class MessageWriter:
+    """Writes the answer of a chat as a message: its chunks become blocks."""
+
+    def __init__(self, chat: ChatWriter) -> None:
+        self._chat = chat
+        self._num_blocks = 0
+        self._open: str | None = None
+        """Field of the block that has begun."""
+        self._ending: dict[str, Any] = {}
+
+    def body(self, said: list[Said]) -> dict[str, Any]:
+        """Return the whole message."""
+        chat = self._chat.body(said)
+        (choice,) = chat["choices"]
+        message = choice["message"]
+        content: list[dict[str, Any]] = []
+        if thought := message.get("reasoning_content"):
+            content.append(BLOCKS["reasoning_content"] | {"thinking": thought})
+        if text := message["content"]:
+            content.append(BLOCKS["content"] | {"text": text})
+        content += [
+            _tool_use(call) | {"input": json.loads(call["function"]["arguments"])}
+            for call in message.get("tool_calls", [])
+        ]
+        return self._message(content) | _ending(choice) | {"usage": _usage(chat["usage"])}
+
+    def begin(self) -> list[Event]:
+        """Return the event of a message that has begun."""
+        usage = {"input_tokens": len(self._chat.generation.prompts[0]), "output_tokens": 0}
+        return [_event("message_start", message=self._message([]) | {"usage": usage})]
+
+    def read(self, index: int, known: Said, rest: Said) -> list[Event]:
+        """Return the events that the next words make."""
+        events: list[Event] = []
+        for chunk in self._chat.read(index, known, rest):
+            (choice,) = chunk.data["choices"]
+            events += self._pieces(choice["delta"])
+            if choice["finish_reason"] is not None:
+                self._ending = _ending(choice)
+        return events
+
+    def end(self) -> list[Event]:
+        """Return the last events."""
+        (chunk,) = self._chat.usage_chunk()
+        last = _event("message_delta", delta=self._ending, usage=_usage(chunk.data["usage"]))
+        return [*self._close(), last, _event("message_stop")]
+
+    def failed(self, error: ApiError) -> Event:
+        """Return the event of a message that failed."""
+        return Event(error.body(ANTHROPIC), name="error")
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        info = self._chat.generation.info
+        message = {"id": info.id, "type": "message", "role": "assistant", "model": info.model, "content": content}
+        more = {"seed": info.seed, "system_fingerprint": info.system_fingerprint}
+        return message | {"stop_reason": None, "stop_sequence": None} | more
+
+    def _pieces(self, delta: dict[str, Any]) -> Iterator[Event]:
+        for field, block in BLOCKS.items():
+            if text := delta.get(field):
+                if self._open != field:
+                    yield from self._close()
+                    yield self._begin(field, block)
+                kind = "thinking" if field == "reasoning_content" else "text"
+                yield self._delta({"type": f"{kind}_delta", kind: text})
+        for call in delta.get("tool_calls", []):
+            yield from self._close()
+            yield self._begin("tool_calls", _tool_use(call) | {"input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
+
+    def _begin(self, field: str, block: dict[str, Any]) -> Event:
+        self._open = field
+        self._num_blocks += 1
+        return _event("content_block_start", index=self._num_blocks - 1, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
+
+    def _close(self) -> Iterator[Event]:
+        if self._open is not None:
+            self._open = None
+            yield _event("content_block_stop", index=self._num_blocks - 1)
+
+
+def _event(name: str, **fields: Any) -> Event:
+    return Event({"type": name, **fields}, name=name)
+
+
+def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+
+
+def _ending(choice: dict[str, Any]) -> dict[str, Any]:
+    stop = choice.get("stop_reason")
+    if choice["finish_reason"] == "stop" and isinstance(stop, str) and stop != "no_token":
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": STOP_REASONS.get(choice["finish_reason"], "end_turn"), "stop_sequence": None}
+
+
+def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of tokens, those of the prompt that were cached apart."""
+    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+    }

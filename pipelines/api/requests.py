@@ -3,7 +3,8 @@
 import json
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from conf.decoding import MAX_LIST
 from pipelines.api.errors import bad_request, not_allowed, validation_error
@@ -11,6 +12,9 @@ from pipelines.api.errors import bad_request, not_allowed, validation_error
 MAX_SAMPLES = 8
 MAX_PROMPTS = 64
 MAX_TOKENS = 2**31 - 1
+MAX_FIELDS = 100  # of an object whose fields are known; each unknown one would be an error of its own
+MAX_PARTS = 1024  # of a content
+MAX_DEPTH = 64  # of JSON whose form is not known here
 TEXTS_ONLY = "this server reads and writes text alone: leave it out"
 NOT_KEPT = "nothing is kept between requests: send the whole conversation"
 UNSUPPORTED = {
@@ -33,19 +37,20 @@ UNSUPPORTED = {
 }
 """Fields that OpenAI or other servers have, and what to give instead."""
 
+T = TypeVar("T")
 Name: TypeAlias = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-TokenIds: TypeAlias = Annotated[list[TokenId], Field(max_length=MAX_LIST)]
+TokenIds: TypeAlias = Annotated[list[TokenId], Field(max_length=MAX_LIST, fail_fast=True)]
 NumTokens: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=256)]
-PromptIds: TypeAlias = Annotated[list[TokenId], Field(min_length=1)]
+PromptIds: TypeAlias = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Prompt: TypeAlias = str | list[int]
 Prompts: TypeAlias = (
     str
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     | PromptIds
-    | Annotated[list[PromptIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[PromptIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 )
 
 
@@ -53,6 +58,29 @@ class Shape(BaseModel):
     """A JSON object whose types are exact and whose fields are all known."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, value: object) -> object:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise PydanticCustomError("too_many_fields", f"Input should be an object of at most {MAX_FIELDS} fields")
+        return value
+
+
+def check_depth(value: T) -> T:
+    """Return JSON that is not nested too deeply for those who read it by recursion. Raises ValueError for what is."""
+    level: list[object] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner = [each for each in level if isinstance(each, dict | list)]
+        if not inner:
+            return value
+        level = [item for each in inner for item in (each.values() if isinstance(each, dict) else each)]
+    raise PydanticCustomError("too_deep", f"Input should be JSON of at most {MAX_DEPTH} levels")
+
+
+Parts: TypeAlias = Annotated[list[T], Field(max_length=MAX_PARTS, fail_fast=True)]
+Json: TypeAlias = Annotated[dict[str, Any], AfterValidator(check_depth)]
+"""An object whose form is not known here."""
 
 
 class StreamOptions(Shape):
@@ -63,7 +91,7 @@ class StreamOptions(Shape):
 class JsonSchema(Shape):
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
-    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    json_schema: Json | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -89,10 +117,10 @@ ResponseFormat: TypeAlias = Annotated[
 class StructuredOutputs(Shape):
     """The form of an answer, by one of these."""
 
-    json_schema: dict[str, Any] | None = Field(default=None, alias="json")
+    json_schema: Json | None = Field(default=None, alias="json")
     json_object: Literal[True] | None = None
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_LIST)] | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)] | None = None
     grammar: str | None = None
 
     @model_validator(mode="after")
@@ -116,12 +144,12 @@ class Sampling(Shape):
     logit_bias: (
         Annotated[
             dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=MAX_LIST),
+            Field(max_length=MAX_LIST, fail_fast=True),
         ]
         | None
     ) = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
@@ -135,7 +163,7 @@ class Sampling(Shape):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    bad_words: Annotated[list[StopText], Field(max_length=MAX_LIST)] | None = None
+    bad_words: Annotated[list[StopText], Field(max_length=MAX_LIST, fail_fast=True)] | None = None
     allowed_token_ids: TokenIds | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -177,7 +205,7 @@ class TextPart(Shape):
     text: str
 
 
-Content: TypeAlias = str | list[TextPart]
+Content: TypeAlias = str | Parts[TextPart]
 
 
 class SystemMessage(Shape):
@@ -210,7 +238,7 @@ class AssistantMessage(Shape):
     reasoning_content: str | None = None
     refusal: str | None = None
     name: Name | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
 
 
 class ToolMessage(Shape):
@@ -229,7 +257,7 @@ Message: TypeAlias = Annotated[
 class Function(Shape):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Json | None = None
     strict: bool | None = None
 
 
@@ -250,21 +278,22 @@ class NamedTool(Shape):
 class ChatRequest(Sampling):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
-    modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: Annotated[Json, Field(max_length=32)] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     store: Literal[False] | None = None
     metadata: (
         Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=16, fail_fast=True),
         ]
         | None
     ) = None
@@ -350,7 +379,7 @@ Body = TypeVar("Body", bound=Shape)
 def parse_request(kind: type[Body], content: bytes) -> Body:
     """Return a body as a checked request. Raises ApiError (400) in one line, with the field to blame."""
     try:
-        body = json.loads(content)
+        body = json.loads(content.decode())
         if b"\\u" in content:
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -3,19 +3,22 @@
 Nothing is kept: each request has the whole conversation.
 """
 
-import re
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
+from pipelines.api.answers import Event, Said
 from pipelines.api.errors import ApiError, bad_request
 from pipelines.api.requests import (
     MAX_TOKENS,
     ChatRequest,
+    Json,
     Name,
+    Parts,
     Shape,
     check_request,
 )
+from pipelines.api.writers import ChatWriter
 
 NAMES = {
     "max_completion_tokens": "max_output_tokens",
@@ -36,7 +39,7 @@ class InputText(Shape):
 class InputMessage(Shape):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText]
+    content: str | Parts[InputText]
     id: str | None = None
     status: str | None = None
 
@@ -53,7 +56,7 @@ class InputCall(Shape):
 class InputResult(Shape):
     type: Literal["function_call_output"]
     call_id: Name
-    output: str | list[InputText]
+    output: str | Parts[InputText]
     id: str | None = None
     status: str | None = None
 
@@ -65,8 +68,8 @@ class ReasoningText(Shape):
 
 class InputReasoning(Shape):
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
-    summary: list[ReasoningText] | None = None
+    content: Parts[ReasoningText] | None = None
+    summary: Parts[ReasoningText] | None = None
     id: str | None = None
     status: str | None = None
 
@@ -82,7 +85,7 @@ class SchemaFormat(Shape):
     type: Literal["json_schema"]
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
-    json_schema: dict[str, Any] = Field(alias="schema")
+    json_schema: Json = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -98,7 +101,7 @@ class FunctionTool(Shape):
     type: Literal["function"]
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Json | None = None
     strict: bool | None = None
 
 
@@ -111,7 +114,7 @@ class ResponseRequest(Shape):
     """The body of POST /v1/responses."""
 
     model: Name
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=4096)]
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=4096, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -120,16 +123,18 @@ class ResponseRequest(Shape):
     stream: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = None
     """Reasoning is given as text, and taken back as such."""
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    metadata: (
+        Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16, fail_fast=True)] | None
+    ) = None
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
@@ -140,6 +145,7 @@ class ResponseRequest(Shape):
             raise bad_request("tool_choice is for tools: give these, or leave it out", "tool_choice")
         body: dict[str, Any] = {
             "model": self.model,
+            "n": 1,
             "messages": self._messages(),
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -157,7 +163,7 @@ class ResponseRequest(Shape):
         try:
             return check_request(ChatRequest, with_names)
         except ApiError as error:
-            raise renamed(error) from error
+            raise error.renamed(NAMES) from error
 
     def _format(self) -> dict[str, Any] | None:
         form = self.text.format if self.text else None
@@ -201,57 +207,72 @@ def _joined(content: str | list[InputText]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def renamed(error: ApiError) -> ApiError:
-    """Return a chat's error with the names of the fields here."""
-    name = re.split(r"\W", error.param or "")[0]
-    if name not in NAMES:
-        return error
-    message = error.message.replace(name, NAMES[name])
-    return ApiError(error.status, message, error.type, NAMES[name], error.code, error.headers)
-
-
 class ResponseWriter:
-    """Makes events of a chat's chunks, and the response at the end."""
+    """Writes the answer of a chat as a response: its chunks become events."""
 
-    def __init__(self, request: ResponseRequest, id: str) -> None:
+    def __init__(self, request: ResponseRequest, id: str, chat: ChatWriter) -> None:
         """id: of the request; those of response and items are made from it."""
         self._request = request
         self._id = id
+        self._chat = chat
         self._num_events = 0
         self._output: list[dict[str, Any]] = []
         self._is_open = False
-        self._head: dict[str, Any] = {}
         self._finish_reason: str | None = None
         self._usage: dict[str, Any] | None = None
 
-    def read(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the events that a chunk makes."""
-        events = []
-        if not self._head:
-            self._head = {name: chunk[name] for name in ("created", "model", "seed", "system_fingerprint")}
-            events += [self._event("response.created", response=self.response("in_progress"))]
-            events += [self._event("response.in_progress", response=self.response("in_progress"))]
-        for choice in chunk["choices"]:
+    def body(self, said: list[Said]) -> dict[str, Any]:
+        """Return the whole response."""
+        self.begin()
+        self.read(0, Said(), said[0])
+        self.end()
+        return self._response(self._status)
+
+    def begin(self) -> list[Event]:
+        """Return the events of a response that has begun."""
+        kinds = ("response.created", "response.in_progress")
+        return _named([self._event(kind, response=self._response("in_progress")) for kind in kinds])
+
+    def read(self, index: int, known: Said, rest: Said) -> list[Event]:
+        """Return the events that the next words make."""
+        return _named([event for chunk in self._chat.read(index, known, rest) for event in self._read(chunk)])
+
+    def end(self) -> list[Event]:
+        """Return the last events."""
+        for chunk in self._chat.usage_chunk():
+            self._read(chunk)
+        status = self._status
+        return _named([*self._close(status), self._event(f"response.{status}", response=self._response(status))])
+
+    def failed(self, error: ApiError) -> Event:
+        """Return the event of a response that failed."""
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"  # those that clients know
+        told = self._response("failed") | {"error": {"code": code, "message": error.message}}
+        return _named([self._event("response.failed", response=told)])[0]
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._finish_reason == "length" else "completed"
+
+    def _read(self, chunk: Event) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        for choice in chunk.data["choices"]:
             events += self._piece(choice["delta"])
             self._finish_reason = choice["finish_reason"] or self._finish_reason
-        if chunk.get("usage"):
-            self._usage = chunk["usage"]
+        if chunk.data.get("usage"):
+            self._usage = chunk.data["usage"]
         return events
 
-    def end(self) -> list[dict[str, Any]]:
-        """Return the last events."""
-        status = "incomplete" if self._finish_reason == "length" else "completed"
-        return [*self._close(status), self._event(f"response.{status}", response=self.response(status))]
-
-    def response(self, status: str) -> dict[str, Any]:
+    def _response(self, status: str) -> dict[str, Any]:
         """Return the response as it is now."""
+        info = self._chat.generation.info
         request = self._request.model_dump(by_alias=True)
         names = ("instructions", "max_output_tokens", "temperature", "top_p", "metadata", "user")
         return {
             "id": f"resp_{self._id}",
             "object": "response",
-            "created_at": self._head["created"],
-            "model": self._head["model"],
+            "created_at": info.created,
+            "model": info.model,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -265,8 +286,8 @@ class ResponseWriter:
             "tools": request["tools"] or [],
             "truncation": "disabled",
             "usage": _usage(self._usage),
-            "seed": self._head["seed"],
-            "system_fingerprint": self._head["system_fingerprint"],
+            "seed": info.seed,
+            "system_fingerprint": info.system_fingerprint,
             **{name: request[name] for name in names},
         }
 
@@ -339,6 +360,10 @@ class ResponseWriter:
             self._event("response.function_call_arguments.done", **at, **done),
             self._event("response.output_item.done", output_index=index, item=whole),
         ]
+
+
+def _named(events: list[dict[str, Any]]) -> list[Event]:
+    return [Event(event, name=event["type"]) for event in events]
 
 
 def _usage(usage: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -34,10 +34,10 @@ SAME = {
 SETTING = re.compile(r"decode\.(\w+)")
 
 
-def decode_settings(request: Sampling, server: Mapping[str, Any], cache_salt: str | None = None) -> dict[str, Any]:
+def decode_settings(request: Sampling, server: Mapping[str, Any], key: str | None = None) -> dict[str, Any]:
     """Return the settings that a request gives. Those that it leaves out are the server's.
 
-    server: settings that hold where a request says nothing. cache_salt: the name of the key, which a request's own salt divides further.
+    server: settings that hold where a request says nothing. key: the name of the client's.
 
     Raises ApiError for a form of the answer that is incomplete.
     """
@@ -50,8 +50,8 @@ def decode_settings(request: Sampling, server: Mapping[str, Any], cache_salt: st
         given["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
     if request.seed is not None:
         given["seed"] = request.seed & (2**64 - 1)
-    if cache_salt is not None:  # nobody may name another key's
-        given["cache_salt"] = json.dumps([cache_salt, request.cache_salt])
+    if (salt := cache_salt(key, request.cache_salt)) is not None:
+        given["cache_salt"] = salt
     if request.use_beam_search:
         num_beams = given.pop("n", 1)
         given |= {"num_beams": num_beams, "num_return_sequences": num_beams, "temperature": 0.0}
@@ -62,6 +62,11 @@ def decode_settings(request: Sampling, server: Mapping[str, Any], cache_salt: st
     if isinstance(request, CompletionRequest):
         return given | _completion_settings(request, server)
     raise TypeError(f"{type(request).__name__} is no request for continuations")
+
+
+def cache_salt(key: str | None, own: str | None) -> str | None:
+    """Return what divides the prefix cache: the key, so that nobody may name another's, which a request's own salt divides further."""
+    return own if key is None else json.dumps([key, own])
 
 
 def _chat_settings(request: ChatRequest, server: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,13 +106,11 @@ def guide_of(request: Sampling) -> dict[str, Any] | None:
     return {"json_schema": form.json_schema.json_schema}
 
 
-def refusal(message: str, setting: str | None, request: Sampling) -> ApiError:
-    """Return the error of status 400 for what the engine refused, with its settings by the request's names.
-
-    setting: the one to blame, if one is.
-    """
+def refusal(message: str, request: Sampling) -> ApiError:
+    """Return the error of status 400 for what the engine refused, with its settings by the request's names. The first is to blame."""
     told = SETTING.sub(lambda found: field_of(found[1], request) or found[0], message)
-    return bad_request(told, field_of(setting, request) if setting else None)
+    found = SETTING.search(message)
+    return bad_request(told, field_of(found[1], request) if found else None)
 
 
 def field_of(setting: str, request: Sampling) -> str | None:

@@ -5,10 +5,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from conf.guides import CALL_SPACING
 from models.tokenizers.base import Tokenizer, Tool
 from pipelines.api.errors import bad_request
 
-SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as models were trained
 ANY_TEXT = r"(.|\n)*"
 
 
@@ -105,7 +105,7 @@ def behind_reasoning(guide: dict[str, Any]) -> dict[str, Any]:
         raise bad_request(f"{message}: give response_format, or turn its reasoning off", "structured_outputs")
     schema = {"type": "object"} if kind == "json_object" else value
     return {
-        "lark": f"start: think answer\n{_THINK}\nanswer: %json {json.dumps({**schema, 'x-guidance': SEPARATORS}, ensure_ascii=False)}"
+        "lark": f"start: think answer\n{_THINK}\nanswer: %json {json.dumps({**schema, 'x-guidance': CALL_SPACING}, ensure_ascii=False)}"
     }
 
 
@@ -135,14 +135,14 @@ def _value(tool: Tool, argument_key: str | None, has_schema: bool) -> dict[str, 
     parameters = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
     parameters = parameters if has_schema else {"type": "object"}
     if argument_key is None:
-        return {**parameters, "x-guidance": SEPARATORS}
+        return {**parameters, "x-guidance": CALL_SPACING}
     both = {"name": {"const": function["name"]}, argument_key: parameters}
     return {
         "type": "object",
         "properties": both,
         "required": list(both),
         "additionalProperties": False,
-        "x-guidance": SEPARATORS,
+        "x-guidance": CALL_SPACING,
     }
 
 

@@ -5,18 +5,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from conf.serving import ServeConfig
 from pipelines.api.errors import ApiError
+from pipelines.serve.client import Engine
 from pipelines.serve.frames import Beat
 
 MAX_RETRY_S = 60
 WINDOW_S = 30.0  # of which the measured speed tells, about
-
-
-class HasBeat(Protocol):
-    beat: Beat | None
 
 
 @dataclass(eq=False)
@@ -58,14 +54,14 @@ class Admission:
 
     def __init__(
         self,
-        engine: HasBeat,
+        engine: Engine,
         config: ServeConfig,
         refused: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`refused` is told the reason of each refusal."""
         self._engine = engine
-        self._max_sequences = config.batch_size + config.max_waiting
+        self._max_sequences = config.replicas * config.batch_size + config.max_waiting
         self._max_tokens = config.max_waiting_tokens
         self._refused = refused
         self._now = now
@@ -92,11 +88,14 @@ class Admission:
         finally:
             self._num_sequences -= num_sequences
 
-    def wait(self, num_tokens: int) -> Prompt:
-        """Count a prompt that is handed to the engine, until `begun`. Raises ApiError (429)."""
+    def check(self, num_tokens: int) -> None:
+        """Raise ApiError (429) where the prompts of a request do not fit beside those that wait; alone they always do."""
         waiting = self.num_waiting_tokens
         if waiting and waiting + num_tokens > self._max_tokens:
             raise self._full("tokens", f"prompts of {waiting} tokens wait")
+
+    def wait(self, num_tokens: int) -> Prompt:
+        """Count a prompt that is handed to the engine, until `begun`."""
         prompt = Prompt(num_tokens, self._engine.beat)
         self._prompts[prompt] = None
         self._note()

@@ -1,5 +1,8 @@
 """The routes of the server."""
 
+import functools
+import json
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
@@ -10,39 +13,49 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from conf.compose import version
-from pipelines.api.errors import ApiError
-from pipelines.api.responses import ResponseRequest
-from pipelines.serve.chat import Chat
-from pipelines.serve.endpoints import KINDS, add_chat, add_completions, add_embeddings, add_tokens
+from pipelines.api.batches import BatchRequest
+from pipelines.api.conversation import Chat
+from pipelines.api.errors import ApiError, failed
+from pipelines.api.requests import Shape
+from pipelines.batch_jobs import BatchJobs
+from pipelines.serve.batches import LineSender, add_batches, add_files
 from pipelines.serve.exchange import loaded
 from pipelines.serve.guard import Guard
 from pipelines.serve.metrics import CONTENT_TYPE
 from pipelines.serve.openapi import describe, responses
-from pipelines.serve.responses import add_responses
+from pipelines.serve.routes import ROUTES, add_routes
 from pipelines.serve.service import Service
 from pipelines.serve.stream import ClientGone
 
 CLIENT_GONE = 499  # as in nginx's logs: nobody reads this answer
 
 
-def create_app(service: Service, chat: Chat, keys: dict[str, bytes]) -> ASGIApp:
-    """Return the application that serves `service` to those who have one of the keys, or to all where there are none."""
+def create_app(service: Service, chat: Chat, keys: dict[str, bytes], jobs: BatchJobs | None = None) -> ASGIApp:
+    """Return the application that serves `service` to those who have one of the keys, or to all where there are none.
+
+    jobs: the batches and files that it has routes of, and whose lines it answers.
+    """
     app = FastAPI(
         title="Quintet", version=version(), docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     add_errors(app)
     _add_state(app, service)
     _add_models(app, service)
-    add_chat(app, service, chat)
-    add_completions(app, service, chat)
-    add_embeddings(app, service, chat)
-    add_tokens(app, service, chat)
-    add_responses(app, service, chat)
+    add_routes(app, service, chat)
+    if jobs is not None:
+        jobs.send = LineSender(service, chat)
+        add_files(app, jobs, service.config.send_timeout_s)
+        add_batches(app, jobs)
+
+    @functools.cache
+    def description() -> bytes:
+        kinds: list[type[Shape]] = [*(route.kind for route in ROUTES.values()), BatchRequest]
+        return json.dumps(describe(app, kinds, bool(keys))).encode()
 
     @app.get("/openapi.json", responses=responses(200, 503))
-    async def openapi() -> JSONResponse:
+    async def openapi() -> Response:
         """Return the description of all routes."""
-        return JSONResponse(describe(app, [*KINDS, ResponseRequest], bool(keys)))
+        return Response(description(), media_type="application/json")
 
     guarded: ASGIApp = Guard(app, service, keys)
     if origins := service.config.allowed_origins:
@@ -51,27 +64,26 @@ def create_app(service: Service, chat: Chat, keys: dict[str, bytes]) -> ASGIApp:
 
 
 def add_errors(app: FastAPI) -> None:
-    """Give every error OpenAI's shape."""
+    """Give every error the shape of its path's API."""
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body(), error.status, error.headers)
+        return JSONResponse(error.body(request.url.path), error.status, error.headers)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
         what = f"{request.method} {request.url.path[:200]}"
         messages = {404: f"there is no {what}: GET /openapi.json lists what there is", 405: f"{what} is not allowed"}
-        own = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)), headers=error.headers)
-        return JSONResponse(own.body(), own.status, own.headers)
+        message = messages.get(error.status_code, HTTPStatus(error.status_code).phrase)
+        return await refused(request, ApiError(error.status_code, message, headers=error.headers))
 
     @app.exception_handler(ClientGone)
     async def gone(request: Request, error: ClientGone) -> Response:
         return Response(status_code=CLIENT_GONE)
 
     @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        own = ApiError(500, "the server failed: its log says why", "server_error")
-        return JSONResponse(own.body(), own.status)
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        return await refused(request, failed())
 
 
 def _add_state(app: FastAPI, service: Service) -> None:

@@ -2,10 +2,12 @@
 
 import select
 import socket
+from contextlib import suppress
 
 from pipelines.serve.frames import FrameReader, FromEngine, ToEngine, encode
 
 CHUNK = 1 << 20  # bytes
+MAX_CHUNKS = 8  # that are received at once
 
 
 class Channel:
@@ -16,6 +18,9 @@ class Channel:
         self._connection = connection
         self._reader = FrameReader(ToEngine)
         self._unsent = bytearray()
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._woken.setblocking(False)
 
     @property
     def is_blocked(self) -> bool:
@@ -44,16 +49,25 @@ class Channel:
             select.select((), (self._connection,), ())
             self._send()
 
-    def receive(self, waits: bool) -> list[ToEngine] | None:
-        """Return the frames that have come, None where the other end has closed the socket.
+    def wake(self) -> None:
+        """End a wait of `receive`, or the next one. From any thread."""
+        with suppress(BlockingIOError):  # enough wait for it
+            self._waker.send(b"1")
 
-        `waits`: until there is something to receive, or the socket takes what was kept. Raises UserError for bytes that are no frame.
+    def receive(self, waits: bool) -> list[ToEngine] | None:
+        """Return frames that have come, None where the other end has closed the socket.
+
+        `waits`: until there is something to receive, the socket takes what was kept, or `wake` is called.
+
+        Raises UserError for bytes that are no frame.
         """
         if waits:
-            select.select((self._connection,), (self._connection,) if self._unsent else (), ())
+            select.select((self._connection, self._woken), (self._connection,) if self._unsent else (), ())
+        with suppress(BlockingIOError):
+            self._woken.recv(CHUNK)
         self._send()
         frames: list[ToEngine] = []
-        while True:
+        for _ in range(MAX_CHUNKS):
             try:
                 received = self._connection.recv(CHUNK)
             except BlockingIOError:
@@ -63,6 +77,7 @@ class Channel:
             if not received:
                 return None
             frames += self._reader.read(received)
+        return frames
 
     def _send(self) -> None:
         try:

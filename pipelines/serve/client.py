@@ -1,25 +1,19 @@
 """The engine as the HTTP process knows it: a child process that is started, asked, and started again."""
 
 import asyncio
-import hashlib
 import logging
-import os
-import signal
-import socket
-import sys
-from collections import OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import msgspec
 
 from conf.errors import UserError
 from conf.schema import RunConfig
-from conf.serving import ServeConfig
+from pipelines.serve.child import END_S, Child, LocalChild
 from pipelines.serve.frames import (
     Accepted,
     Beat,
+    Began,
     Cancel,
     Delta,
     Deltas,
@@ -34,16 +28,11 @@ from pipelines.serve.frames import (
     Unready,
     encode,
 )
+from pipelines.serve.suspects import MAX_CRASHES, Suspects
 
 log = logging.getLogger(__name__)
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-COMMAND = (sys.executable, "-P", "-m", "pipelines.serve.engine_process")
-CHUNK = 1 << 20  # bytes
 MAX_BACKOFF_S = 30.0
-END_S = 5.0  # for a child that was asked to end
-MAX_CRASHES = 2  # that a request may have been in
-MAX_SUSPECTS = 4096  # requests whose crashes are remembered
 
 
 class EngineGone(Exception):
@@ -51,26 +40,41 @@ class EngineGone(Exception):
 
 
 class EngineRefused(Exception):
-    """The engine cannot run a request. `setting`: as in frames.Refused."""
+    """The engine cannot run a request."""
 
-    def __init__(self, message: str, setting: str | None = None) -> None:
+    def __init__(self, message: str) -> None:
         super().__init__(message)
-        self.message, self.setting = message, setting
+        self.message = message
+
+
+class Engine(Protocol):
+    """The part of `EngineClient` that the server uses."""
+
+    @property
+    def info(self) -> Ready | None:
+        """None where no model is loaded."""
+
+    @property
+    def beat(self) -> Beat | None: ...
+    @property
+    def num_restarts(self) -> int: ...
+    def submit(self, submit: Submit | SubmitPooled, news: asyncio.Event) -> "Answer": ...
 
 
 class Answer:
     """One request on its way. Whoever leaves it before its end calls `cancel`."""
 
-    def __init__(self, client: "EngineClient", submit: Submit | SubmitPooled) -> None:
+    def __init__(self, client: "EngineClient", submit: Submit | SubmitPooled, news: asyncio.Event) -> None:
+        """news: set whenever there is something to take, and at the end."""
         self._client = client
         self.submit = submit
         self._seed: int | None = None
         self._waiting: dict[int, Delta] = {}  # by sample
         self._done: Done | None = None
         self._error: Exception | None = None
-        self._is_over = False
+        self._has_ended = False
         self._is_accepted = asyncio.Event()
-        self._has_news = asyncio.Event()
+        self._news = news
 
     async def accepted(self) -> int:
         """Wait for the engine's word, and return the seed. Raises EngineRefused and EngineGone."""
@@ -79,26 +83,26 @@ class Answer:
             raise self._error or EngineGone("the request was cancelled")
         return self._seed
 
-    async def __aiter__(self) -> AsyncIterator[Delta | Done]:
-        """Yield what comes, deltas of a sample that wait merged into one, and at last the Done, unless it was cancelled.
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing comes any more, and all was taken."""
+        return self._has_ended and not self._waiting and self._error is None and self._done is None
 
-        Raises EngineRefused, and EngineGone behind what had come before.
+    def take(self) -> Delta | Done | None:
+        """Return what has come, deltas of a sample merged into one, at last the Done; None where nothing waits.
+
+        Raises EngineRefused, and EngineGone after what had come before.
         """
-        while True:
-            await self._has_news.wait()
-            self._has_news.clear()
-            while self._waiting:
-                yield self._waiting.pop(next(iter(self._waiting)))
-            if self._is_over:
-                break
+        if self._waiting:
+            return self._waiting.pop(next(iter(self._waiting)))
+        done, self._done = self._done, None
         if self._error is not None:
             raise self._error
-        if self._done is not None:
-            yield self._done
+        return done
 
     def cancel(self) -> None:
-        """Leave the request, which ends within a step; it does nothing behind the end."""
-        if not self._is_over:
+        """Leave the request, which ends within a step; it does nothing after the end."""
+        if not self._has_ended:
             self._waiting.clear()
             self._end()
             self._client.forget(self)
@@ -116,7 +120,7 @@ class Answer:
             known.token_ids += delta.token_ids
             known.logprobs += delta.logprobs
             known.finish_reason, known.stop_reason = delta.finish_reason, delta.stop_reason
-        self._has_news.set()
+        self._news.set()
 
     def end(self, end: Done | Exception) -> None:
         """Take the end."""
@@ -127,27 +131,34 @@ class Answer:
         self._end()
 
     def _end(self) -> None:
-        self._is_over = True
+        self._has_ended = True
         self._is_accepted.set()
-        self._has_news.set()
+        self._news.set()
 
 
 class EngineClient:
     """Starts the engine's process, hands it requests, and starts it again where it ends or hangs. For one event loop."""
 
-    def __init__(self, run: RunConfig, config: ServeConfig) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        start_child: Callable[[], Awaitable[Child]] = LocalChild.start,
+        suspects: Suspects | None = None,
+    ) -> None:
+        """`start_child` raises OSError where it cannot. `suspects`: those that clients of the same model share."""
         self.info: Ready | None = None
         """None while the model is loaded, the first time or again."""
         self.beat: Beat | None = None
         """The child's last one."""
         self.num_restarts = 0
         self._run = run
-        self._config = config
+        self._config = run.serve
         self._answers: dict[int, Answer] = {}
         self._num_submitted = 0
-        self._crashes: OrderedDict[bytes, int] = OrderedDict()  # that a request was in, by its digest
-        self._writer: asyncio.StreamWriter | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._begun: set[int] = set()  # requests that the child has something to do for
+        self._suspects = Suspects() if suspects is None else suspects
+        self._start_child = start_child
+        self._child: Child | None = None
         self._why: str | None = None  # the child was ended
         self._stall: asyncio.TimerHandle | None = None
         self._was_ready = False
@@ -170,31 +181,37 @@ class EngineClient:
             await self._is_settled.wait()
         return self.info
 
-    def submit(self, submit: Submit | SubmitPooled) -> Answer:
-        """Send a request, whose `id` is given here. Raises EngineGone where no engine is ready."""
-        if self.info is None or self._writer is None:
+    @property
+    def num_requests(self) -> int:
+        """How many requests are on their way."""
+        return len(self._answers)
+
+    def submit(self, submit: Submit | SubmitPooled, news: asyncio.Event) -> Answer:
+        """Send a request, whose `id` is given here. news: as for Answer. Raises EngineGone where no engine is ready."""
+        if self.info is None or self._child is None:
             raise EngineGone("the engine is loading its model")
         self._num_submitted += 1
-        answer = Answer(self, msgspec.structs.replace(submit, id=self._num_submitted))
+        answer = Answer(self, msgspec.structs.replace(submit, id=self._num_submitted), news)
         try:
             frame = encode(answer.submit)
         except (OverflowError, UnicodeEncodeError) as error:  # a number beyond 64 bits, half a surrogate pair
             answer.end(EngineRefused(f"the request has what no frame can hold ({error}): leave it out"))
             return answer
-        if self._crashes and self._crashes.get(digest_of(submit), 0) >= MAX_CRASHES:
+        if self._suspects.has(submit):
             what = f"this request was running when the engine crashed, {MAX_CRASHES} times"
             answer.end(EngineRefused(f"{what}: it is not run again"))
             return answer
         self._answers[answer.submit.id] = answer
         if len(self._answers) == 1:
             self._watch()
-        self._writer.write(frame)
+        self._child.write(frame)
         return answer
 
     def forget(self, answer: Answer) -> None:
         """Cancel a request in the engine."""
-        if self._answers.pop(answer.submit.id, None) and self._writer is not None:
-            self._writer.write(encode(Cancel(answer.submit.id)))
+        self._begun.discard(answer.submit.id)
+        if self._answers.pop(answer.submit.id, None) and self._child is not None:
+            self._child.write(encode(Cancel(answer.submit.id)))
 
     async def ended(self) -> None:
         """Wait until nobody keeps the engine running. Raises what ended that."""
@@ -206,8 +223,8 @@ class EngineClient:
         self._is_closing = True
         if self._task is None:
             return
-        if self._writer is not None:
-            self._writer.write_eof()
+        if self._child is not None:
+            self._child.write_eof()
             await asyncio.wait([self._task], timeout=END_S)
         self._task.cancel()
         await asyncio.wait([self._task])
@@ -233,48 +250,32 @@ class EngineClient:
 
     async def _run_child(self) -> str:
         """Run a child until it ends, hangs, or sends what is no frame. Returns which."""
-        ours, theirs = socket.socketpair()
-        path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(*COMMAND, str(theirs.fileno())),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                process_group=0,  # a terminal's interrupt is for the parent alone
-                env={**os.environ, "PYTHONPATH": path, "QUINTET_API_KEYS": ""},
-            )
+            child = await self._start_child()
         except OSError as error:
-            ours.close()
             return f"cannot be started ({error})"
-        finally:
-            theirs.close()
-        self._process, self._why = process, None
-        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._child, self._why = child, None
         try:
-            self._writer.write(encode(Start(self._run, self._config)))
-            await self._receive(reader)
-            await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=END_S)
-            return self._why or _ended(process.returncode)
+            child.write(encode(Start(self._run)))
+            await self._receive(child)
+            how = await child.ended()
+            return self._why or how
         finally:
-            self.info, self.beat, self._process = None, None, None
+            self.info, self.beat, self._child = None, None, None
             self._watch()
-            self._writer.close()
-            self._writer = None
-            _kill(process)
-            await process.wait()
+            await child.close()
 
-    async def _receive(self, reader: asyncio.StreamReader) -> None:
-        """Take frames until the child closes the socket or sends what is none."""
+    async def _receive(self, child: Child) -> None:
+        """Take frames until the child closes its end or sends what is no frame."""
         frames = FrameReader(FromEngine)
-        with suppress(ConnectionError):  # of a child that has left what it was sent unread
-            while received := await reader.read(CHUNK):
-                try:
-                    for frame in frames.read(received):
-                        self._take(frame)
-                except UserError as error:
-                    self._end_child(f"sent what is no frame ({error})")
-                    return
-                self._watch()
+        while received := await child.read():
+            try:
+                for frame in frames.read(received):
+                    self._take(frame)
+            except UserError as error:
+                self._end_child(f"sent what is no frame ({error})")
+                return
+            self._watch()
 
     def _take(self, frame: FromEngine) -> None:
         match frame:
@@ -284,18 +285,23 @@ class EngineClient:
                         answer.add(delta)
             case Beat():
                 self.beat = frame
+            case Began():
+                self._begun.update(id for id in frame.ids if id in self._answers)
             case Accepted():
+                self._begun.discard(frame.id)  # it waits from here on
                 if answer := self._answers.get(frame.id):
                     answer.accept(frame.seed)
             case Refused():
+                self._begun.discard(frame.id)
                 if answer := self._answers.pop(frame.id, None):
-                    answer.end(EngineRefused(frame.message, frame.setting))
+                    answer.end(EngineRefused(frame.message))
             case Done():
+                self._begun.discard(frame.id)
                 if answer := self._answers.pop(frame.id, None):
                     answer.end(frame)
                     self._backoff_s = 0.0
-                    if self._crashes and frame.error is None:
-                        self._crashes.pop(digest_of(answer.submit), None)
+                    if frame.error is None:
+                        self._suspects.cleared(answer.submit)
             case Ready():
                 self.info, self._was_ready = frame, True
                 self._is_settled.set()
@@ -313,48 +319,22 @@ class EngineClient:
         if self._stall is not None:
             self._stall.cancel()
         self._stall = None
-        if self._answers and self._process is not None:
+        if self._answers and self._child is not None:
             why = f"said nothing for serve.stall_s={self._config.stall_s} seconds"
             self._stall = asyncio.get_running_loop().call_later(self._config.stall_s, self._end_child, why)
 
     def _end_child(self, why: str) -> None:
         self._why = why
-        if self._process is not None:
-            _kill(self._process)
+        if self._child is not None:
+            self._child.kill()
 
     def _lose_answers(self, why: str) -> None:
-        """End the requests on their way, and remember them where this was no orderly end."""
+        """End the requests on their way, and remember those that had begun where this was no orderly end."""
         lost, self._answers = self._answers, {}
         for answer in lost.values():
             answer.end(
                 EngineGone(f"the engine {why}" if self._is_closing else f"the engine {why}: send the request again")
             )
-        suspects = [] if self._is_closing else [digest_of(answer.submit) for answer in lost.values()]
-        for digest in dict.fromkeys(suspects):  # each once, however often it was sent
-            self._crashes[digest] = self._crashes.pop(digest, 0) + 1
-        while len(self._crashes) > MAX_SUSPECTS:
-            self._crashes.popitem(last=False)
-
-
-def digest_of(submit: Submit | SubmitPooled) -> bytes:
-    """Return what two sendings of the same request have in common: all but the seed, which is drawn where none is given."""
-    options = None
-    if isinstance(submit, Submit):
-        options = {name: value for name, value in submit.decode.items() if name != "seed"}, submit.adapter
-    content = msgspec.msgpack.encode((submit.prompt_token_ids, options), order="deterministic")
-    return hashlib.sha256(content).digest()
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _ended(returncode: int | None) -> str:
-    """Return how a process ended."""
-    if returncode is None:
-        return "closed its socket"
-    if returncode < 0:
-        return f"was ended by {signal.Signals(-returncode).name}"
-    return f"ended with exit code {returncode}"
+        begun, self._begun = self._begun, set()
+        if not self._is_closing:
+            self._suspects.crashed(answer.submit for id, answer in lost.items() if id in begun)

@@ -1,12 +1,13 @@
 """From the first frame to an engine that can serve, in the engine's process."""
 
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from conf.decoding import DecodeConfig
+from conf.errors import UserError
 from conf.quantization import Activations
 from conf.schema import RunConfig, Weights
-from conf.serving import ServeConfig
 from models.formats.hub import find_checkpoint
 from models.formats.sentence_transformers import read_embedding_files
 from models.heads import Head
@@ -18,7 +19,7 @@ from pipelines.fingerprint import model_fingerprint, plain, replay_fingerprint, 
 from pipelines.loading import load_engine_on
 from pipelines.memory import explained_out_of_memory
 from pipelines.opening import ModelSource, open_source
-from pipelines.report import NoProgress
+from pipelines.report import NoProgress, ProgressSink, progress_bar
 from pipelines.serve.channel import Channel
 from pipelines.serve.frames import Ready
 
@@ -36,24 +37,36 @@ class Served:
 
 
 class _WhileWanted(NoProgress):
-    """Ends the process where the other end of the channel is closed while weights are read."""
+    """Shows the progress, and ends the process where the other end of the channel is closed meanwhile."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, shown: ProgressSink) -> None:
         self._channel = channel
+        self._shown = shown
 
     def loaded(self, done: int, total: int) -> None:
+        self._check()
+        self._shown.loaded(done, total)
+
+    def quantized(self, num_layers: int, total_layers: int) -> None:
+        self._check()
+        self._shown.quantized(num_layers, total_layers)
+
+    def calibrating(self) -> AbstractContextManager[None]:
+        return self._shown.calibrating()
+
+    def _check(self) -> None:
         if self._channel.is_closed:
             raise SystemExit(1)
 
 
-def load_served(run: RunConfig, config: ServeConfig, channel: Channel) -> Served:
-    """Load the model of `run` for `config.batch_size` requests at once. Raises UserError as `load_engine_on` does."""
+def load_served(run: RunConfig, channel: Channel) -> Served:
+    """Load the model of `run` for `serve.batch_size` requests at once. Raises UserError as `load_engine_on` does."""
     path = find_checkpoint(run.model.path, run.model.weights is Weights.checkpoint, run.model.allow_pickle)
     embeds = read_embedding_files(path).pooling is not None
-    with explained_out_of_memory():
+    with explained_out_of_memory(), progress_bar() as progress:
         device = prepare_device(run.device)
         source = open_source(run.model, Head.none if embeds else Head.vocabulary)
-        engine = load_engine_on(device, run, source, config.batch_size, _WhileWanted(channel))
+        engine = load_engine_on(device, run, source, run.serve.batch_size, _WhileWanted(channel, progress))
     embedder, decode = None, run.decode
     if embeds:
         check_pooled(decode)
@@ -61,9 +74,13 @@ def load_served(run: RunConfig, config: ServeConfig, channel: Channel) -> Served
     else:
         decode = engine.requests.resolve(_sampled(decode, engine.requests.decode_defaults))
         engine.requests.check(decode)
+        with suppress(UserError):  # where there are no guides
+            engine.requests.prepare(
+                DecodeConfig(guide={"json_object": True})
+            )  # so that no request waits for the vocabulary
     parts: dict[str, Any] = {} if embedder is None else {"embed": embedder.settings}
-    parts["serve.chat_template"] = template_fingerprint(config.chat_template)
-    parts["serve.response_template"] = config.response_template
+    parts["serve.chat_template"] = template_fingerprint(run.serve.chat_template)
+    parts["serve.response_template"] = run.serve.response_template
     fingerprint = _fingerprint(replace(run, decode=decode), source, engine, parts)
     return Served(engine, embedder, decode, _ready(engine, embedder, decode, fingerprint))
 
@@ -89,12 +106,8 @@ def _ready(engine: Engine, embedder: Embedder | None, decode: DecodeConfig, fing
     return Ready(
         context_length=engine.context.num_tokens,
         vocab_size=engine.vocab_size,
-        max_num_requests=engine.max_num_requests,
-        max_batched_tokens=engine.scheduler.max_batched_tokens,
-        adapters=[adapter.name for adapter in engine.adapters.ids],
         fingerprint=fingerprint,
         decode=plain(asdict(decode)),
-        eos_token_ids=sorted(engine.requests.eos_token_ids),
         num_cache_tokens=(blocks.num_blocks - blocks.num_pinned_blocks) * blocks.block_size,
         embeds=embedder is not None,
         instruction=settings.get("instruction", ""),

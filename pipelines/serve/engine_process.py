@@ -3,8 +3,8 @@
 FD is the inherited end of a socketpair. The process ends when the other end is closed.
 """
 
+import ctypes
 import logging
-import re
 import signal
 import socket
 import sys
@@ -12,20 +12,23 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 
-from conf.errors import UserError, shortened
+from conf.errors import UserError
 from conf.terminal import VisibleFormatter
 from pipelines.embed import Embedder
 from pipelines.engine import Engine, Output, Request
-from pipelines.engine.faults import belongs_to_request, row_error
+from pipelines.engine.faults import belongs_to_request
 from pipelines.engine.request import Completion, SequenceGroup, Sink, TokenLogprobs
+from pipelines.engine.step_budget import StepBudget
 from pipelines.serve.channel import Channel
 from pipelines.serve.engine_loading import Served, load_served
 from pipelines.serve.frames import (
     Accepted,
     Beat,
+    Began,
     Cancel,
     Delta,
     Deltas,
@@ -39,12 +42,12 @@ from pipelines.serve.frames import (
     Unready,
 )
 from pipelines.serve.gate import Gate
-from pipelines.serve.step_budget import StepBudget
+from pipelines.serve.inbox import Inbox
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.1  # between two beats, while steps follow each other
-SETTING = re.compile(r"decode\.(\w+)")  # in the message of a refusal
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 @dataclass(eq=False)
@@ -57,6 +60,8 @@ class Answering:
     group: SequenceGroup | None = None
     """None while a request of the background waits for its turn."""
     admitted_s: float | None = None
+    has_begun: bool = False
+    """Whether the other end knows that a step may compute it."""
     ended: set[int] = field(default_factory=set)
     """Samples of a stream whose end is told."""
 
@@ -66,7 +71,7 @@ class Answering:
 
     @property
     def is_background(self) -> bool:
-        return isinstance(self.frame, Submit) and self.frame.is_background
+        return self.frame.is_background
 
 
 class EngineProcess:
@@ -81,6 +86,7 @@ class EngineProcess:
         self._engine: Engine = served.engine
         self._embedder: Embedder | None = served.embedder
         self._clock = clock
+        self._inbox = Inbox(self._prepare, channel.wake, clock)
         self._gate = Gate(clock)
         self._budget = StepBudget(max_step_ms)
         self._answering: dict[int, Answering] = {}
@@ -88,22 +94,25 @@ class EngineProcess:
         self._last: deque[Deltas | Done] = (
             deque()
         )  # frames of requests that have ended, behind their deltas in the gate
-        self._num_cached_tokens = self._num_preemptions = self._num_steps = (
-            0  # the first two of requests that have ended
-        )
+        self._num_preemptions = 0  # of requests that have ended
         self._step_s = 0.0
         self._beat_s = 0.0
         self._is_told = False  # whether the last beat tells of the state
 
     def serve(self) -> None:
         """Answer requests until the other end of the channel is closed. Raises UserError for bytes that are no frame."""
-        while (frames := self._channel.receive(waits=not self._has_work)) is not None:
-            for frame in frames:
-                self._take(frame)
-            self._admit_background()
-            if self._has_work:
-                self._step()
-            self._flush()
+        try:
+            while (frames := self._channel.receive(waits=not (self._has_work or self._inbox.is_ready))) is not None:
+                for frame in frames:
+                    self._take(frame)
+                for submit in self._inbox.take():
+                    self._submit(submit)
+                self._admit_background()
+                if self._has_work:
+                    self._step()
+                self._flush()
+        finally:
+            self._inbox.close()
 
     @property
     def _has_work(self) -> bool:
@@ -114,11 +123,13 @@ class EngineProcess:
         if isinstance(frame, Cancel):
             self._cancel(frame.id)
         elif isinstance(frame, Submit | SubmitPooled):
-            self._submit(frame)
+            if self._inbox.put(frame):
+                self._channel.send(Began([frame.id]))
         else:
             raise UserError("a frame of this kind can only be the first one")
 
     def _submit(self, frame: Submit | SubmitPooled) -> None:
+        self._channel.send(Began([frame.id]))
         try:
             answering = Answering(frame, self._request(frame), self._clock())
             if answering.is_background:
@@ -128,12 +139,13 @@ class EngineProcess:
         except BaseException as error:
             if not belongs_to_request(error):
                 raise
-            message = row_error(error, frame.id)
-            found = SETTING.search(message)
-            self._channel.send(Refused(frame.id, message, found and found[1]))
+            self._channel.send(Refused(frame.id, told_error(error, frame.id)))
             return
         self._answering[frame.id] = answering
         self._channel.send(Accepted(frame.id, answering.request.params.seed))
+
+    def _prepare(self, frame: Submit) -> None:
+        self._engine.requests.prepare(self._served.decode.replaced(frame.decode))
 
     def _request(self, frame: Submit | SubmitPooled) -> Request:
         """Return the checked request. Raises UserError for one that this model cannot run."""
@@ -141,11 +153,10 @@ class EngineProcess:
         if isinstance(frame, SubmitPooled):
             if self._embedder is None:
                 raise UserError("this model continues texts and gives no vectors of them")
-            return self._engine.pooled_request(frame.id, prompt, self._embedder.pooling, self._served.decode)
+            decode = self._served.decode.replaced({"cache_salt": frame.cache_salt} if frame.cache_salt else {})
+            return self._engine.pooled_request(frame.id, prompt, self._embedder.pooling, decode, adapter=frame.adapter)
         if self._embedder is not None:
             raise UserError("this model gives vectors of texts and continues none")
-        if frame.resume and not frame.streams:
-            raise UserError("only a stream can be resumed")
         decode = self._served.decode.replaced(frame.decode)
         if decode.seed is None:
             decode = decode.replaced({"seed": self._served.decode.seed})
@@ -153,13 +164,9 @@ class EngineProcess:
         return self._engine.request(frame.id, prompt, decode, sink, adapter=frame.adapter)
 
     def _sink(self, frame: Submit, num_top: int | None) -> Sink:
-        """Return a sink that hands tokens to the gate, without those that the client has."""
-        num_had = dict(enumerate(frame.resume))
+        """Return a sink that hands tokens to the gate."""
 
         def put(sample: int, token_ids: list[int], text: str, logprobs: list[TokenLogprobs]) -> None:
-            if (num_left := num_had.get(sample, 0)) > 0:
-                num_had[sample] = num_left - len(token_ids)
-                return
             self._gate.put(frame.id, sample, token_ids, text, told_logprobs(token_ids, logprobs, num_top))
 
         return put
@@ -186,6 +193,8 @@ class EngineProcess:
             self._begin(self._background.popleft())
 
     def _cancel(self, id: int) -> None:
+        if self._inbox.drop(id):
+            return
         answering = self._answering.pop(id, None)
         if answering is None:  # it has ended meanwhile
             return
@@ -193,21 +202,34 @@ class EngineProcess:
             self._background.remove(answering)
         else:
             self._engine.scheduler.cancel(answering.group)
-            self._count(answering.group)
+            self._num_preemptions += answering.group.num_preemptions
         self._gate.drop(id)
         self._is_told = False
 
+    def _tell_begun(self) -> None:
+        """Name the requests that the next step may be the first to compute, because it may be the last one of this process."""
+        scheduler = self._engine.scheduler
+        num_free = scheduler.max_num_requests - len(scheduler.running)
+        groups = [*scheduler.running, *islice(scheduler.waiting, num_free)]
+        new = [each for group in groups if not (each := self._answering[group.request.id]).has_begun]
+        for answering in new:
+            answering.has_begun = True
+        if new:
+            self._channel.send(Began([answering.frame.id for answering in new]))
+
     def _step(self) -> None:
+        self._tell_begun()
         engine, start = self._engine, self._clock()
         before = engine.num_computed_tokens, engine.num_generated_tokens
         try:
             engine.step(self._max_tokens())
-        except Exception as error:
+        except BaseException as error:
+            if not (isinstance(error, Exception) or belongs_to_request(error)):
+                raise
             self._fail_running(error)
         self._step_s = self._clock() - start
         num_computed, num_generated = engine.num_computed_tokens - before[0], engine.num_generated_tokens - before[1]
         self._budget.observe(max(0, num_computed - num_generated), 1000 * self._step_s)
-        self._num_steps += 1
         self._is_told = False
         for answering in list(self._answering.values()):
             self._report(answering, start)
@@ -221,7 +243,7 @@ class EngineProcess:
             return None
         return self._budget.max_tokens(num_generating)
 
-    def _fail_running(self, error: Exception) -> None:
+    def _fail_running(self, error: BaseException) -> None:
         """End the requests that run. Raises an exception behind which the engine cannot go on: this process is started again."""
         if isinstance(error, torch.AcceleratorError):
             raise error
@@ -229,7 +251,7 @@ class EngineProcess:
         scheduler = self._engine.scheduler
         for group in list(scheduler.running):
             scheduler.cancel(group)
-            group.error = error
+            group.error = UserError("a step of the engine failed: the server's log says why")
         scheduler.check_integrity()
 
     def _report(self, answering: Answering, step_start_s: float) -> None:
@@ -252,13 +274,8 @@ class EngineProcess:
         elif not answering.streams:
             self._last += [Deltas([whole_delta(answering.request, *item)]) for item in enumerate(output.completions)]
         self._last.append(self._done(answering, output))
-        self._count(group)
-        del self._answering[id]
-
-    def _count(self, group: SequenceGroup) -> None:
-        """Add what beats tell of a request that has ended."""
-        self._num_cached_tokens += group.num_cached_tokens or 0
         self._num_preemptions += group.num_preemptions
+        del self._answering[id]
 
     def _done(self, answering: Answering, output: Output) -> Done:
         start, first, error = answering.submitted_s, output.first_token_s, output.error
@@ -273,10 +290,9 @@ class EngineProcess:
             queue_s=admitted - start,
             first_token_s=None if first is None else first - start,
             total_s=output.finished_s - start,
-            num_preemptions=output.num_preemptions,
             prompt_logprobs=None if num_top is None else told_logprobs(prompt[1:], output.prompt_logprobs, num_top),
             vector=vector,
-            error=None if error is None else failure(error, answering.frame.id),
+            error=None if error is None else told_error(error, answering.frame.id),
         )
 
     def _flush(self) -> None:
@@ -299,13 +315,11 @@ class EngineProcess:
         groups = [*scheduler.running, *scheduler.waiting]
         return Beat(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(self._background),
+            num_waiting=len(scheduler.waiting) + len(self._background) + len(self._inbox),
             cache_usage=1 - blocks.num_free_blocks / num_blocks,
             num_prompt_tokens=max(0, engine.num_computed_tokens - engine.num_generated_tokens),
             num_generated_tokens=engine.num_generated_tokens,
-            num_cached_tokens=self._num_cached_tokens + sum(group.num_cached_tokens or 0 for group in groups),
             num_preemptions=self._num_preemptions + sum(group.num_preemptions for group in groups),
-            num_steps=self._num_steps,
             step_s=self._step_s,
         )
 
@@ -332,15 +346,17 @@ def whole_delta(request: Request, sample: int, completion: Completion) -> Delta:
     return Delta(request.id, sample, completion.text or "", tokens, logprobs, reason, completion.stop_reason)
 
 
-def failure(error: BaseException, id: int) -> str:
-    """Return what is said of a request that failed on its way, in one line."""
-    if belongs_to_request(error):
-        return row_error(error, id)
-    return shortened(f"the step failed: {type(error).__name__}: {' '.join(str(error).split())}")
+def told_error(error: BaseException, id: int) -> str:
+    """Return what a client is told of its request's error, in one line. What nobody foresaw is for the log alone."""
+    if isinstance(error, UserError):
+        return str(error)
+    log.error("request %d failed", id, exc_info=error)
+    return "the engine failed: the server's log says why"
 
 
 def main() -> None:
     """Load the model that the first frame names, and serve it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a hung process does not see that its socket was closed
     for number in (signal.SIGINT, signal.SIGTERM):  # the other process decides when to end
         signal.signal(number, signal.SIG_IGN)
     handler = logging.StreamHandler()
@@ -354,14 +370,14 @@ def main() -> None:
     if not isinstance(start, Start):
         raise UserError("the first frame is not Start")
     try:
-        served = load_served(start.run, start.config, channel)
+        served = load_served(start.run, channel)
     except (UserError, OSError) as error:
         channel.send_all(Unready(str(error)))
         return
     channel.send(served.ready)
     # What a request's settings leave unused is its sender's affair, and would fill the log.
     logging.getLogger("conf.decoding").setLevel(logging.ERROR)
-    EngineProcess(channel, served, start.config.max_step_ms).serve()
+    EngineProcess(channel, served, start.run.serve.max_step_ms).serve()
 
 
 if __name__ == "__main__":

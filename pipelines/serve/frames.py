@@ -10,17 +10,15 @@ import msgspec
 
 from conf.errors import UserError
 from conf.schema import RunConfig
-from conf.serving import ServeConfig
 
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 256 << 20
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first frame to the child: the run whose model it loads, and how it serves it."""
+    """The first frame to the child: the run whose model it loads."""
 
     run: RunConfig
-    config: ServeConfig
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
@@ -33,8 +31,6 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     adapter: str | None = None
     streams: bool = False
     """Whether deltas are sent as tokens come, and not all at the end."""
-    resume: list[int] = []
-    """Number of each sample's output tokens that the client of a stream has: they are computed again and not sent."""
     is_background: bool = False
     """Whether it waits until no other request waits, as the lines of batches do."""
 
@@ -44,6 +40,11 @@ class SubmitPooled(msgspec.Struct, tag=True, frozen=True):
 
     id: int
     prompt_token_ids: list[int]
+    adapter: str | None = None
+    cache_salt: str | None = None
+    """As in DecodeConfig; None: the server's."""
+    is_background: bool = False
+    """As in Submit."""
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -57,14 +58,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
     context_length: int
     vocab_size: int
-    max_num_requests: int
-    max_batched_tokens: int
-    adapters: list[str]
     fingerprint: str | None
     """Names all that decides an answer beside the request and its seed; None where bits depend on more, as on a GPU."""
     decode: dict[str, Any]
     """The settings that hold where a request says nothing: the run's, completed by the checkpoint's."""
-    eos_token_ids: list[int]
     num_cache_tokens: int
     """Tokens that the KV cache holds."""
     embeds: bool = False
@@ -81,6 +78,12 @@ class Unready(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
+class Began(msgspec.Struct, tag=True, frozen=True):
+    """From here on the engine has something to do for these requests. Between its check and its first step a request only waits."""
+
+    ids: list[int]
+
+
 class Accepted(msgspec.Struct, tag=True, frozen=True):
     """The engine has checked and queued a request. `seed`: the given or the drawn one."""
 
@@ -89,11 +92,10 @@ class Accepted(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """A request cannot be run. `setting`: the field of DecodeConfig that is to blame, if one is."""
+    """A request cannot be run."""
 
     id: int
     message: str
-    setting: str | None = None
 
 
 class Logprob(msgspec.Struct, array_like=True, frozen=True):
@@ -131,7 +133,6 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     queue_s: float
     first_token_s: float | None
     total_s: float
-    num_preemptions: int = 0
     prompt_logprobs: list[Logprob] | None = None
     vector: list[float] | None = None
     error: str | None = None
@@ -139,7 +140,7 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
-    """The state of the engine behind a step. Counts are since the child began; those of tokens count what was computed again, too."""
+    """The state of the engine after a step. Counts are since the child began; those of tokens count what was computed again, too."""
 
     num_running: int
     num_waiting: int
@@ -148,16 +149,13 @@ class Beat(msgspec.Struct, tag=True, frozen=True):
     num_prompt_tokens: int
     """Computed tokens of prompts."""
     num_generated_tokens: int
-    num_cached_tokens: int
-    """Tokens of prompts that the cache spared."""
     num_preemptions: int
-    num_steps: int
     step_s: float
     """Seconds of the last step."""
 
 
 ToEngine: TypeAlias = Start | Submit | SubmitPooled | Cancel
-FromEngine: TypeAlias = Ready | Unready | Accepted | Refused | Deltas | Done | Beat
+FromEngine: TypeAlias = Ready | Unready | Began | Accepted | Refused | Deltas | Done | Beat
 
 _ENCODER = msgspec.msgpack.Encoder()
 

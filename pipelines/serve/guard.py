@@ -1,6 +1,6 @@
 """What every request passes before it is read: the size of its head, the name of the host, the key, the type, size and time of its body.
 
-Pure ASGI. Every refusal has OpenAI's shape, and every answer the id of its request.
+Pure ASGI. Every refusal has the shape of its path's API, and every answer the id of its request.
 """
 
 import asyncio
@@ -20,24 +20,30 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from conf.errors import UserError
 from conf.serving import LOOPBACK, ServeConfig
 from conf.sizes import num_bytes
-from pipelines.api.errors import ApiError
+from pipelines.api.errors import ANTHROPIC, ApiError, draining, failed
 from pipelines.serve.records import Record
 from pipelines.serve.service import Service
 
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 32 << 10
+MAX_PATH = 256  # characters of a path that are written down
 BODY_S = 30.0  # that a body may take to arrive
 KEYS = "QUINTET_API_KEYS"
 NO_KEY = ("/health", "/ready")
+UPLOAD = ("POST", "/v1/files")  # whose body goes to the disk as it comes
 WHILE_DRAINING = ("/health", "/metrics", "/version")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def read_keys(file: str | None) -> dict[str, bytes]:
-    """Return the keys by their names, from a file or else the environment; empty where there are none. Raises UserError."""
+    """Return the keys by their names, from a file or else the environment; empty where there are none. Raises UserError.
+
+    They are taken out of the environment, which other processes get from here on.
+    """
+    in_environment = os.environ.pop(KEYS, "")
     if file is None:
-        source, text = KEYS, os.environ.get(KEYS, "")
+        source, text = KEYS, in_environment
     else:
         source = f"serve.api_keys={file}"
         try:
@@ -75,11 +81,14 @@ class Guard:
         self._hosts = {name.lower() for name in (*LOOPBACK, config.host, *config.allowed_hosts)}
         self._keys = keys
         self._max_body = num_bytes(config.max_body)
+        self._max_upload, self._upload_s = num_bytes(config.max_upload), config.request_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
-        record = Record(given if REQUEST_ID.fullmatch(given) else uuid4().hex, scope["method"], scope["path"])
+        record = Record(
+            given if REQUEST_ID.fullmatch(given) else uuid4().hex, scope["method"], scope["path"][:MAX_PATH]
+        )
         scope.setdefault("state", {})["record"] = record
 
         async def send_with_id(message: Message) -> None:
@@ -89,38 +98,43 @@ class Guard:
             await send(message)
 
         self._service.began()
+        is_known = False
         try:
-            self._check(scope, headers, record)
-            body = await self._read_body(headers, receive)
-            await self._app(scope, _replayed(body, receive), send_with_id)
+            self._check_sender(scope, headers, record)
+            is_known = True
+            self._check(scope, headers)
+            if (scope["method"], scope["path"]) == UPLOAD:
+                whole = _bounded(receive, headers, self._max_upload, "serve.max_upload", self._upload_s)
+            else:
+                bounded = _bounded(receive, headers, self._max_body, "serve.max_body", BODY_S)
+                whole = _replayed(await _read(bounded), receive)
+            await self._app(scope, whole, send_with_id)
         except ApiError as error:
-            await send_error(error, send_with_id)
+            await send_error(error, send_with_id, scope["path"])
         except Exception:
             log.error("request %s failed:\n%s", record.id, traceback.format_exc())
             if record.status is None:
-                await send_error(ApiError(500, "the server failed: its log says why", "server_error"), send_with_id)
+                await send_error(failed(), send_with_id, scope["path"])
         finally:
-            self._service.done(record)
+            self._service.done(record, is_known)
 
-    def _check(self, scope: Scope, headers: dict[bytes, bytes], record: Record) -> None:
-        path = scope["path"]
+    def _check_sender(self, scope: Scope, headers: dict[bytes, bytes], record: Record) -> None:
+        """Refuse who may not ask."""
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
             raise ApiError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes: give less")
         self._check_host(scope, headers.get(b"host"))
-        if self._keys and path not in NO_KEY:
-            record.key = self._name_of(_key(path, headers))
+        if self._keys and scope["path"] not in NO_KEY:
+            record.key = self._name_of(_key(scope["path"], headers))
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        path = scope["path"]
         if self._service.is_draining and path not in WHILE_DRAINING:
-            raise ApiError(
-                503,
-                "the server is ending: ask another one",
-                "server_error",
-                code="draining",
-                headers={"connection": "close"},
-            )
+            raise draining()
         if scope["method"] == "POST":
             content = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-            if content != b"application/json" and not path.startswith("/v1/files"):
-                raise ApiError(415, "the body must be JSON: give the header content-type: application/json")
+            wanted = b"multipart/form-data" if path == UPLOAD[1] else b"application/json"
+            if content != wanted:
+                raise ApiError(415, f"the body has another type: give the header content-type: {wanted.decode()}")
 
     def _check_host(self, scope: Scope, header: bytes | None) -> None:
         """Refuse names that are not this server's. A page from elsewhere whose name was made to mean this machine has such a name."""
@@ -135,32 +149,53 @@ class Guard:
         """Return the name of a key. All are compared, each in a time that does not tell how much was right."""
         names = [name for name, key in self._keys.items() if hmac.compare_digest(key, given)]
         if not names:
-            message = "there is no such key: give the header Authorization: Bearer KEY"
+            message = "there is no such key: give the header Authorization: Bearer KEY, or x-api-key to /v1/messages"
             raise ApiError(
                 401, message, "authentication_error", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
             )
         return names[0]
 
-    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        too_long = ApiError(413, f"the body has more than {self._max_body} bytes, which serve.max_body allows")
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self._max_body:
-            raise too_long
-        body, more = bytearray(), True
+
+def _bounded(receive: Receive, headers: dict[bytes, bytes], most: int, setting: str, seconds: float) -> Receive:
+    """Return a `receive` of a body that has at most so many bytes and takes at most so long.
+
+    Raises ApiError (413) for a length that is too large, and so does what is returned (400, 413).
+    """
+    too_long = ApiError(413, f"the body has more than {most} bytes, which {setting} allows")
+    length = headers.get(b"content-length", b"0")
+    if not length.isdigit() or int(length) > most:
+        raise too_long
+    deadline = asyncio.get_running_loop().time() + seconds
+    size, is_whole = 0, False
+
+    async def bounded() -> Message:
+        nonlocal size, is_whole
+        if is_whole:
+            return await receive()
         try:
-            async with asyncio.timeout(BODY_S):
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ApiError(400, "the client left before its request was read")
-                    body += message.get("body", b"")
-                    more = message.get("more_body", False)
-                    if len(body) > self._max_body:
-                        raise too_long
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
         except TimeoutError as error:
-            message_text = f"the body took more than {BODY_S:.0f} s to arrive"
-            raise ApiError(400, message_text, headers={"connection": "close"}) from error
-        return bytes(body)
+            late = f"the body took more than {seconds:g} s to arrive"
+            raise ApiError(400, late, headers={"connection": "close"}) from error
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "the client left before its request was read")
+        size += len(message.get("body", b""))
+        is_whole = not message.get("more_body", False)
+        if size > most:
+            raise too_long
+        return message
+
+    return bounded
+
+
+async def _read(receive: Receive) -> bytes:
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return bytes(body)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
@@ -178,7 +213,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _key(path: str, headers: dict[bytes, bytes]) -> bytes:
-    if path.startswith("/v1/messages") and (key := headers.get(b"x-api-key")):
+    if path.startswith(ANTHROPIC) and (key := headers.get(b"x-api-key")):
         return key
     kind, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if kind.lower() == b"bearer" else b""
@@ -194,15 +229,15 @@ def _is_own_address(name: str, scope: Scope) -> bool:
         return False
 
 
-def _content_of(error: ApiError) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    body = json.dumps(error.body()).encode()
+def _content_of(error: ApiError, path: str = "") -> tuple[list[tuple[bytes, bytes]], bytes]:
+    body = json.dumps(error.body(path)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     return headers + [(name.lower().encode(), value.encode()) for name, value in error.headers.items()], body
 
 
-async def send_error(error: ApiError, send: Send) -> None:
-    """Send an error as a whole answer."""
-    headers, body = _content_of(error)
+async def send_error(error: ApiError, send: Send, path: str) -> None:
+    """Send an error as a whole answer, in the shape of the path's API."""
+    headers, body = _content_of(error, path)
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

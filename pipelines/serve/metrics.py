@@ -1,49 +1,25 @@
 """Prometheus metrics under vLLM's names, so that its dashboards show them (docs.vllm.ai, "Production Metrics"), and some of our own."""
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pipelines.serve.client import Engine
 from pipelines.serve.frames import Beat, Done
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-SHORT = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    10,
-    40,
-    80,
-)  # seconds
+SHORT_MS = (1, 2.5, 5, 10, 25, 50, 75, 100, 150, 200, 300, 500, 750, 1000, 2500, 5000, 10_000, 40_000, 80_000)
+SHORT = tuple(ms / 1000 for ms in SHORT_MS)  # seconds, as the longer ones
 LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
-
-
-class HasBeat(Protocol):
-    beat: Beat | None
-    num_restarts: int
 
 
 class Metrics:
     """Measurements since the server began."""
 
-    def __init__(self, engine: HasBeat, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str) -> None:
         self._registry = CollectorRegistry()
         self._model = model_name
         self._registry.register(_Beats(engine, model_name))
@@ -118,34 +94,26 @@ class Metrics:
 class _Beats(Collector):
     """The engine's state by its last beat."""
 
-    def __init__(self, engine: HasBeat, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine = engine
         self._model = model_name
 
     def collect(self) -> Iterator[Metric]:
         """Yield the state as it is now; all numbers are 0 before the first beat."""
-        beat = self._engine.beat
-        gauges = {
-            "vllm:num_requests_running": ("Requests that run.", beat.num_running if beat else 0),
-            "vllm:num_requests_waiting": ("Requests that wait.", beat.num_waiting if beat else 0),
-            "vllm:kv_cache_usage_perc": (
-                "Share of the KV cache in use, from 0 to 1.",
-                beat.cache_usage if beat else 0.0,
-            ),
-            "quintet:step_seconds": ("Seconds of the last step.", beat.step_s if beat else 0.0),
-        }
-        for name, (text, value) in gauges.items():
+        beat = self._engine.beat or Beat(0, 0, 0.0, 0, 0, 0, 0.0)
+        for name, text, value in (
+            ("vllm:num_requests_running", "Requests that run.", beat.num_running),
+            ("vllm:num_requests_waiting", "Requests that wait.", beat.num_waiting),
+            ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, from 0 to 1.", beat.cache_usage),
+            ("quintet:step_seconds", "Seconds of the last step.", beat.step_s),
+        ):
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
-        counts = {
-            "vllm:num_preemptions": (
-                "Requests that gave up their blocks for others.",
-                beat.num_preemptions if beat else 0,
-            ),
-            "quintet:engine_restarts": ("Times that the engine was started again.", self._engine.num_restarts),
-        }
-        for name, (text, number) in counts.items():
+        for name, text, value in (
+            ("vllm:num_preemptions", "Requests that gave up their blocks for others.", beat.num_preemptions),
+            ("quintet:engine_restarts", "Times that the engine was started again.", self._engine.num_restarts),
+        ):
             counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model], number)
+            counter.add_metric([self._model], value)
             yield counter

@@ -1,12 +1,13 @@
 """The description of the routes: FastAPI's, with the requests of pipelines.api and the errors that there are."""
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from pipelines.api.errors import ANTHROPIC
 from pipelines.api.requests import Shape
 
 OF_ALL = (400, 401, 421, 431, 500, 503)  # what the guard and its last resort may answer
@@ -25,6 +26,18 @@ class ErrorBody(BaseModel):
     """The body of every error."""
 
     error: ErrorContent
+
+
+class AnthropicErrorContent(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """The body of every error of /v1/messages."""
+
+    type: Literal["error"]
+    error: AnthropicErrorContent
 
 
 def responses(*statuses: int, media: str = "application/json") -> dict[int | str, dict[str, Any]]:
@@ -56,14 +69,12 @@ def describe(app: FastAPI, kinds: list[type[Shape]], has_keys: bool) -> dict[str
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, of status 422
         schemas.pop(unused, None)
-    bodies: list[type[BaseModel]] = [*kinds, ErrorBody]
+    bodies: list[type[BaseModel]] = [*kinds, ErrorBody, AnthropicErrorBody]
     schemas |= models_json_schema([(kind, "validation") for kind in bodies], ref_template=SCHEMAS)[1].get("$defs", {})
-    error = {
-        "description": "An error",
-        "content": {"application/json": {"schema": {"$ref": SCHEMAS.format(model="ErrorBody")}}},
-    }
-    for path in document["paths"].values():
-        for operation in path.values():
+    for path, operations in document["paths"].items():
+        shape = SCHEMAS.format(model="AnthropicErrorBody" if path.startswith(ANTHROPIC) else "ErrorBody")
+        error = {"description": "An error", "content": {"application/json": {"schema": {"$ref": shape}}}}
+        for operation in operations.values():
             answers = operation["responses"]
             answers.pop("422", None)
             for status in OF_ALL:

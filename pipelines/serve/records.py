@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +21,8 @@ class Record:
     key: str | None = None
     """Name of the key."""
     model: str | None = None
+    batch: str | None = None
+    """Id of the batch that the request is a line of. It waits for all others, without a limit of its own."""
     status: int | None = None
     """None where the client left before there was an answer."""
     began: float = field(default_factory=time.time)
@@ -33,6 +36,8 @@ class Record:
     finish: list[str] = field(default_factory=list)
     """Of each sample, or how the request ended before."""
     seed: int | None = None
+    client: dict[str, Any] | None = None
+    """What the client says of itself: user, metadata, safety_identifier, prompt_cache_key."""
 
 
 class RequestLog:

@@ -5,9 +5,11 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import h11
@@ -17,14 +19,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from conf.errors import UserError
 from conf.schema import RunConfig
 from conf.serving import ServeConfig
+from conf.sizes import num_bytes
+from pipelines.api.conversation import Chat
 from pipelines.api.errors import ApiError
+from pipelines.batch_jobs import BatchJobs
+from pipelines.replicas.cluster import replicas_of
 from pipelines.report import Dump, write_atomically
 from pipelines.serve.app import create_app
-from pipelines.serve.chat import Chat
 from pipelines.serve.client import EngineClient
 from pipelines.serve.guard import MAX_HEAD_BYTES, check_host, read_keys, whole_error
 from pipelines.serve.records import RequestLog
 from pipelines.serve.service import Service
+
+log = logging.getLogger(__name__)
 
 HEAD_S = 30.0  # that a connection may take to say what it wants
 LAST_S = 5.0  # for error events to reach their readers, when the time to end is over
@@ -34,28 +41,54 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def run_serve(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     """Serve the model of `run` until a signal comes. Raises UserError where that cannot begin, and SystemExit at a second signal."""
     config = run.serve
-    if config.replicas > 1:
-        raise UserError(
-            f"serve.replicas={config.replicas} is not supported: give 1, and put a balancer before several servers"
-        )
-    if config.batches is not None:
-        raise UserError(
-            f"serve.batches={config.batches} is not supported: leave it out, or give predict.data=BATCH.jsonl"
-        )
     keys = read_keys(config.api_keys)
     check_host(config, keys)
     with _bound(config) as listener:
+        jobs = _jobs(config)
         chat = Chat.open(run.model, config)
         output_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(output_dir / "config.yaml", [dump(run, output_dir)])
         request_log = RequestLog(output_dir / "requests.jsonl")
+
+        def say(url: str) -> None:
+            print(f"ready: {url}", flush=True)
+
         try:
-            number = asyncio.run(_Server(run, chat, keys, request_log).run(listener))
+            number = asyncio.run(_Server(run, chat, keys, request_log, jobs).run(listener, say, SIGNALS))
         finally:
             request_log.close()
             chat.close()
     if number is not None:
         raise SystemExit(128 + number)
+
+
+@contextmanager
+def local_server(run: RunConfig, folder: Path) -> Iterator[str]:
+    """Serve the model of `run` within the block, in a thread, and yield the URL. requests.jsonl is in `folder`. Raises UserError."""
+    ready: Future[str] = Future()
+    with (
+        _bound(run.serve) as listener,
+        closing(Chat.open(run.model, run.serve)) as chat,
+        closing(RequestLog(folder / "requests.jsonl")) as request_log,
+    ):
+        server = _Server(run, chat, {}, request_log, None)
+
+        def serve() -> None:
+            try:
+                asyncio.run(server.run(listener, ready.set_result))
+            except BaseException as error:
+                if ready.done():
+                    log.error("the server ended: %s", error)
+                else:
+                    ready.set_exception(error)
+
+        thread = Thread(target=serve, name="server")
+        thread.start()
+        try:
+            yield ready.result()
+        finally:
+            server.end()
+            thread.join()
 
 
 def _bound(config: ServeConfig) -> socket.socket:
@@ -73,11 +106,14 @@ def _bound(config: ServeConfig) -> socket.socket:
 class _Server:
     """The process of the server."""
 
-    def __init__(self, run: RunConfig, chat: Chat, keys: dict[str, bytes], request_log: RequestLog) -> None:
+    def __init__(
+        self, run: RunConfig, chat: Chat, keys: dict[str, bytes], request_log: RequestLog, jobs: BatchJobs | None
+    ) -> None:
         self._config = run.serve
-        self._engine = EngineClient(run, run.serve)
+        self._engine = EngineClient(run) if run.serve.replicas == 1 else replicas_of(run)
         self._service = Service(run, self._engine, request_log)
-        app = create_app(self._service, chat, keys)
+        self._jobs = jobs
+        app = create_app(self._service, chat, keys, jobs)
         self._http = _Uvicorn(
             uvicorn.Config(
                 app,
@@ -94,21 +130,35 @@ class _Server:
         )
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # otherwise any client writes to our log
         self._signals = asyncio.Queue[int]()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def run(self, listener: socket.socket) -> int | None:
-        """Serve until a signal has come. Returns the number of the second one, None where all ended in time. Raises UserError."""
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+    def end(self) -> None:
+        """End as a signal does; from any thread. Does nothing before `run` and after it."""
+        with suppress(RuntimeError):  # the loop is closed
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._signals.put_nowait, signal.SIGTERM)
+
+    async def run(
+        self, listener: socket.socket, say: Callable[[str], object], signals: Iterable[int] = ()
+    ) -> int | None:
+        """Serve until a signal has come. Returns the number of the second one, None where all ended in time. Raises UserError.
+
+        say: is told the URL when the model is loaded. signals: those that end the server, for the main thread.
+        """
+        self._loop = loop = asyncio.get_running_loop()
+        for number in signals:
             loop.add_signal_handler(number, self._signals.put_nowait, number)
         http = asyncio.create_task(self._http.serve([listener]))
         ending = asyncio.create_task(self._end_by_signals())
         try:
             await self._engine.start()
+            if self._jobs is not None:
+                self._jobs.start()
             ready = asyncio.create_task(self._engine.wait_ready())
             await asyncio.wait({ready, ending}, return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
                 ready.result()
-                print(f"ready: {_url(listener)}/v1", flush=True)
+                say(f"{_url(listener)}/v1")
             ready.cancel()
             ended = asyncio.create_task(self._engine.ended())
             await asyncio.wait({ended, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -119,6 +169,7 @@ class _Server:
             return await ending
         finally:
             ending.cancel()
+            await self._close_jobs()
             self._http.should_exit = True
             await asyncio.gather(http, self._engine.close(), return_exceptions=True)
 
@@ -127,6 +178,7 @@ class _Server:
         await self._signals.get()
         service = self._service
         service.is_draining = True
+        await self._close_jobs()
         second = asyncio.create_task(self._signals.get())
         try:
             for seconds in (self._config.drain_s, LAST_S):
@@ -139,6 +191,19 @@ class _Server:
             return second.result() if second.done() else None
         finally:
             second.cancel()
+
+    async def _close_jobs(self) -> None:
+        """Stop the batches, which the next server goes on with."""
+        jobs, self._jobs = self._jobs, None
+        if jobs is not None:
+            await jobs.close()
+
+
+def _jobs(config: ServeConfig) -> BatchJobs | None:
+    """Return the batches of the server's folder. Raises UserError where it cannot be had."""
+    if config.batches is None:
+        return None
+    return BatchJobs(Path(config.batches).expanduser(), config.batch_size, num_bytes(config.max_body))
 
 
 class _Uvicorn(uvicorn.Server):

@@ -1,28 +1,56 @@
 """What all requests share: engine, limits, metrics, log, and the server's end."""
 
 import asyncio
+import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack
+import traceback
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+import msgspec
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from conf.errors import there_are
 from conf.schema import RunConfig
-from pipelines.api.errors import ApiError
+from pipelines.api.answers import Event
+from pipelines.api.errors import ApiError, failed
+from pipelines.api.generation import Head
 from pipelines.serve.admission import Admission
-from pipelines.serve.exchange import Engine, Exchange, loaded
+from pipelines.serve.client import Engine
+from pipelines.serve.exchange import Exchange, loaded
 from pipelines.serve.metrics import Metrics
 from pipelines.serve.records import Record, RequestLog
-from pipelines.serve.stream import ClientGone, Ends, EventStream
+from pipelines.serve.stream import HEADERS, ClientGone, Ends, ReaderStopped, Sender, written
+
+log = logging.getLogger(__name__)
 
 PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds, and not logged
-Result = dict[str, Any] | AsyncIterator[bytes]
-"""The body of a whole answer, or the events of a streamed one."""
+NAMED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+"""Fields of bodies that change no answer, and are written down."""
+
+
+class Stream(NamedTuple):
+    """An answer of server-sent events."""
+
+    events: AsyncGenerator[bytes]
+    failed: Callable[[ApiError], Event]
+    """Returns the last event of a stream that fails."""
+
+
+Result: TypeAlias = dict[str, Any] | Stream
+
+
+class Asking(Protocol):
+    """A body that says which model it asks; None: the server's."""
+
+    @property
+    def model(self) -> str | None: ...
+    def model_dump(self, *, include: set[str], exclude_none: bool) -> dict[str, Any]: ...
 
 
 class Service:
@@ -50,10 +78,10 @@ class Service:
         self._num_active += 1
         self.idle.clear()
 
-    def done(self, record: Record) -> None:
-        """Log a request that has been answered."""
+    def done(self, record: Record, is_logged: bool) -> None:
+        """Count a request that has been answered, and log it. is_logged: not what strangers send, of which there is no end."""
         record.total_s = time.time() - record.began
-        if self._log is not None and record.path not in PROBES:
+        if self._log is not None and is_logged and record.path not in PROBES:
             self._log.write(record)
         self._num_active -= 1
         if self._num_active == 0:
@@ -68,61 +96,103 @@ class Service:
         known = there_are([self.model_name, *self.adapters], model)
         raise ApiError(404, f"the model {model[:200]} does not exist: {known}", param="model", code="model_not_found")
 
-    async def respond(
-        self,
-        request: Request,
-        model: str,
-        num_sequences: int,
-        is_stream: bool,
-        work: Callable[[Exchange], Awaitable[Result]],
-    ) -> Response:
-        """Return the answer that `work` makes, which is cancelled where client, time or server end before. Raises ApiError.
-
-        `work` gives a body, or events once the engine has accepted the request.
-        """
-        record: Record = request.state.record
-        record.model, adapter = model, self.adapter_of(model)
+    def exchange(self, record: Record, body: Asking, prefix: str, last_event_id: str | None) -> Exchange:
+        """Return the engine for a request. prefix: of the answer's id. Raises ApiError (404, 503)."""
+        record.model = body.model or self.model_name
+        record.client = body.model_dump(include=NAMED, exclude_none=True) or None
+        adapter = self.adapter_of(record.model)
         loaded(self.engine)
-        timeout_s = _timeout_s(request, self.config.request_timeout_s, is_stream)
-        ends = Ends(request.receive, timeout_s, self.stopping)
-        with ExitStack() as stack:
-            stack.enter_context(self.admission.place(num_sequences, timeout_s))
-            exchange = Exchange(self.engine, self.admission, self.metrics, record, adapter)
-            early: list[str] = []
-            stack.callback(lambda: exchange.end(*early))
-            try:
-                result = await ends.run(_awaited(work(exchange)))
-            except ClientGone:
-                early.append("disconnected")
-                raise
-            except ApiError as error:
-                if error.status in (503, 504):
-                    early.append(error.code or error.type)
-                raise
-            if isinstance(result, dict):
-                return JSONResponse(result)
-            kept = stack.pop_all()
-
-        def closed(why: str | None) -> None:
-            early.extend([why] if why else [])
-            kept.close()
-
-        return EventStream(result, ends, self.config.send_timeout_s, closed)
+        head = Head(prefix + record.id, record.model, record.key, last_event_id)
+        return Exchange(self.engine, self.admission, self.metrics, record, head, adapter)
 
 
-async def _awaited(work: Awaitable[Result]) -> Result:
-    return await work
+class Answered(Response):
+    """The answer that `work` makes, whole or events, which is cancelled where client, time or server end before.
+
+    What is refused before the answer begins has a status of its own; what fails later is the last event.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        exchange: Exchange,
+        num_sequences: int,
+        timeout_s: float,
+        work: Callable[[Exchange], Coroutine[Any, Any, Result]],
+    ) -> None:
+        super().__init__()
+        self._service = service
+        self._exchange = exchange
+        self._num_sequences = num_sequences
+        self._timeout_s = timeout_s
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ApiError and ClientGone before the answer has begun."""
+        service, exchange, seconds, why = self._service, self._exchange, self._timeout_s, None
+        ends = Ends(receive, seconds, service.stopping)
+        sender = Sender(send, service.config.send_timeout_s)
+        try:
+            with service.admission.place(self._num_sequences, seconds):
+                result = await ends.run(self._work(exchange))
+                if isinstance(result, Stream):
+                    why = await self._send_events(result, ends, sender)
+            if not isinstance(result, Stream):
+                await sender.send_head([(b"content-type", b"application/json")])
+                await sender.send(msgspec.json.encode(result), more_body=False)
+        except ClientGone:
+            why = "disconnected"
+            raise
+        except ReaderStopped:
+            why = "not_read"
+            scope.get("state", {}).get("abort", _nothing)()
+        except ApiError as error:
+            why = (error.code or error.type) if error.status in (503, 504) else None
+            raise
+        finally:
+            exchange.end(why)
+
+    async def _send_events(self, stream: Stream, ends: Ends, sender: Sender) -> str | None:
+        """Send the events, or the error that ends them. Returns why they ended early. Raises ReaderStopped."""
+
+        async def forward() -> None:
+            with sender.kept_alive():
+                async with aclosing(stream.events) as parts:
+                    async for part in parts:
+                        await sender.send(part)
+
+        why = None
+        try:
+            await sender.send_head(HEADERS)
+            await ends.run(forward())
+        except ClientGone:
+            return "disconnected"
+        except ApiError as error:
+            why = error.code or error.type
+            await sender.send(written([stream.failed(error)]))
+        except ReaderStopped:
+            raise
+        except Exception:
+            why = "failed"
+            log.error("a stream failed:\n%s", traceback.format_exc())
+            await sender.send(written([stream.failed(failed())]))
+        await sender.send(b"", more_body=False)
+        return why
 
 
-def _timeout_s(request: Request, most: float, is_stream: bool) -> float:
+def _nothing() -> None:
+    """Abort no connection, where there is none."""
+
+
+def timeout_s(headers: Headers, most: float, is_stream: bool) -> float:
     """Return the seconds that a request has. An SDK says how long it waits for the next bytes, which for a whole answer is all its time."""
     given = []
-    if (own := request.headers.get("x-request-timeout")) is not None:
+    if (own := headers.get("x-request-timeout")) is not None:
         if (seconds := _seconds(own)) is None:
             message = f"the header x-request-timeout={own[:50]} is not allowed: give seconds, a number above 0"
             raise ApiError(400, message, param="x-request-timeout")
         given.append(seconds)
-    if not is_stream and (seconds := _seconds(request.headers.get("x-stainless-read-timeout", ""))) is not None:
+    if not is_stream and (seconds := _seconds(headers.get("x-stainless-read-timeout", ""))) is not None:
         given.append(seconds)
     return min(most, *given) if given else most
 

@@ -12,15 +12,11 @@ from pipelines.serve.frames import Beat, Delta, Done, Logprob, Ready, Submit, Su
 READY = Ready(
     context_length=64,
     vocab_size=1000,
-    max_num_requests=4,
-    max_batched_tokens=64,
-    adapters=[],
     fingerprint="fake",
     decode={},
-    eos_token_ids=[2],
     num_cache_tokens=1024,
 )
-BEAT = Beat(0, 0, 0.0, 0, 0, 0, 0, 0, 0.001)
+BEAT = Beat(0, 0, 0.0, 0, 0, 0, 0.001)
 
 
 class FakeEngine:
@@ -40,12 +36,12 @@ class FakeEngine:
         self._text = text
         self._answers: dict[int, tuple[Answer, asyncio.Task[None]]] = {}
 
-    def submit(self, submit: Submit | SubmitPooled) -> Answer:
+    def submit(self, submit: Submit | SubmitPooled, news: asyncio.Event) -> Answer:
         if self.info is None:
             raise EngineGone("the engine is loading its model")
         submit = msgspec.structs.replace(submit, id=len(self.submitted) + 1)
         self.submitted.append(submit)
-        answer = Answer(self, submit)  # type: ignore[arg-type]
+        answer = Answer(self, submit, news)  # type: ignore[arg-type]
         if self.refusal is not None:
             answer.end(self.refusal)
             return answer

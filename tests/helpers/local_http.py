@@ -1,6 +1,7 @@
 """A server over the fake engine, asked within the process."""
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,22 +12,32 @@ from starlette.responses import Response
 
 from conf.schema import ModelConfig, RunConfig, Task
 from conf.serving import ServeConfig
+from pipelines.api.answers import DONE, Event
+from pipelines.api.generation import Generation, Head
+from pipelines.api.requests import Shape, check_request
+from pipelines.api.writers import Writer
 from pipelines.serve.app import add_errors
+from pipelines.serve.client import Engine
 from pipelines.serve.exchange import Exchange
-from pipelines.serve.frames import Delta, Submit
+from pipelines.serve.frames import Submit
 from pipelines.serve.guard import Guard
-from pipelines.serve.service import Result, Service
-from pipelines.serve.stream import DONE, event
-from tests.helpers.fake_engine import FakeEngine
+from pipelines.serve.records import Record
+from pipelines.serve.routes import continued
+from pipelines.serve.service import Answered, Result, Service, Stream, timeout_s
+from pipelines.serve.stream import written
 
 URL = "http://127.0.0.1:8000"
 
 
-def service_of(engine: FakeEngine, adapters: dict[str, str] | None = None, **config: Any) -> Service:
+def service_of(engine: Engine, adapters: dict[str, str] | None = None, **config: Any) -> Service:
     """`config`: fields of ServeConfig."""
     run = RunConfig(Task.serve, ModelConfig(path="models/tiny", adapters=adapters), serve=ServeConfig(**config))
     run.serve.model_name = run.serve.model_name or "tiny"
     return Service(run, engine)
+
+
+class Asked(Shape):
+    model: str | None
 
 
 def echoing(service: Service, keys: dict[str, bytes] | None = None) -> Guard:
@@ -39,23 +50,51 @@ def echoing(service: Service, keys: dict[str, bytes] | None = None) -> Guard:
         is_stream, n = body.get("stream", False), body.get("n", 1)
 
         async def work(exchange: Exchange) -> Result:
-            answer = exchange.submit(Submit(0, body["ids"], {"n": n}, streams=is_stream))
-            await answer.accepted()
+            exchange.submit([Submit(0, body["ids"], {"n": n}, streams=is_stream)])
+            await exchange.accepted()
 
-            async def events() -> AsyncIterator[bytes]:
-                async for item in answer:
-                    if isinstance(item, Delta):
-                        yield event(item.text.encode())
-                yield DONE
+            async def parts() -> AsyncGenerator[bytes]:
+                async for _, delta in exchange.deltas():
+                    yield written([Event(delta.text)])
+                yield written([DONE])
 
             if is_stream:
-                return events()
-            return {"text": "".join([item.text async for item in answer if isinstance(item, Delta)])}
+                return Stream(parts(), lambda error: Event(error.body()))
+            return {"text": "".join([delta.text async for _, delta in exchange.deltas()])}
 
-        return await service.respond(request, body.get("model", "tiny"), n, is_stream, work)
+        asked = check_request(Asked, {"model": body.get("model")})
+        exchange = service.exchange(request.state.record, asked, "", None)
+        seconds = timeout_s(request.headers, service.config.request_timeout_s, is_stream)
+        return Answered(service, exchange, n, seconds, work)
 
     add_errors(app)
     return Guard(app, service, keys or {})
+
+
+def exchange_of(engine: Engine, last_event_id: str | None = None) -> Exchange:
+    """The dealings of a request with nobody's key."""
+    service, head = service_of(engine), Head("cmpl-1", "tiny", None, last_event_id)
+    return Exchange(engine, service.admission, service.metrics, Record("1", "POST", "/"), head)
+
+
+def parsed(content: str) -> list[Event]:
+    """The server-sent events of a stream, but for [DONE]."""
+    events = []
+    for each in content.removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]:
+        fields = dict(line.split(": ", 1) for line in each.split("\n"))
+        events.append(Event(json.loads(fields["data"]), fields.get("id"), fields.get("event")))
+    return events
+
+
+async def answer_of(exchange: Exchange, generation: Generation, writer: Writer, is_stream: bool) -> Any:
+    """The body, or the events."""
+    try:
+        result = await continued(exchange, generation, writer, is_stream)
+        if isinstance(result, dict):
+            return result
+        return parsed(b"".join([part async for part in result.events]).decode())
+    finally:
+        exchange.end()
 
 
 @asynccontextmanager

@@ -4,13 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig
+from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig, Task
 from conf.serving import ServeConfig
-from pipelines.serve.client import Answer, EngineClient
-from pipelines.serve.frames import Beat, Done, Logprob
+from pipelines.serve.client import Engine, EngineClient
+from pipelines.serve.frames import Beat, Delta, Done, Logprob, Submit, SubmitPooled
 from tests.helpers.builders import REPOSITORY
 
 T = TypeVar("T")
@@ -50,7 +50,23 @@ class Whole:
         return [sample.token_ids for _, sample in sorted(self.samples.items())]
 
 
-async def whole(answer: Answer) -> Whole:
+class Asked:
+    """A request that was submitted, and what comes of it."""
+
+    def __init__(self, client: Engine, submit: Submit | SubmitPooled) -> None:
+        self._news = asyncio.Event()
+        self.answer = client.submit(submit, self._news)
+        self.accepted, self.cancel = self.answer.accepted, self.answer.cancel
+
+    async def __aiter__(self) -> AsyncIterator[Delta | Done]:
+        while not self.answer.is_over:
+            await self._news.wait()
+            self._news.clear()
+            while (item := self.answer.take()) is not None:
+                yield item
+
+
+async def whole(answer: Asked) -> Whole:
     """All that comes, put together; checks the order in which it does."""
     seed, samples, done = await answer.accepted(), dict[int, Sample](), None
     async for item in answer:
@@ -72,7 +88,7 @@ async def whole(answer: Answer) -> Whole:
 @asynccontextmanager
 async def serving(run: RunConfig | None = None, **config: Any) -> AsyncIterator[EngineClient]:
     """A client whose engine is loaded. `config`: fields of ServeConfig."""
-    client = EngineClient(tiny_run() if run is None else run, ServeConfig(**config))
+    client = EngineClient(replace(run or tiny_run(), task=Task.serve, serve=ServeConfig(**config)))
     await client.start()
     try:
         await client.wait_ready()

@@ -4,11 +4,35 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from pipelines.api.errors import ApiError
-from pipelines.api.requests import ChatRequest, CompletionRequest, EmbeddingRequest, Shape, parse_request
+from pipelines.api.messages import MessagesRequest
+from pipelines.api.requests import (
+    MAX_FIELDS,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    Shape,
+    parse_request,
+)
+from pipelines.api.responses import ResponseRequest
 
 USER = {"role": "user", "content": "Hi"}
+
+PART = {"type": "text", "text": "a"}
+
+
+def nested(num_levels: int) -> dict[str, Any]:
+    """Objects and lists in each other, by turns."""
+    value: Any = 1
+    for i in reversed(range(num_levels)):
+        value = {"a": value} if i % 2 == 0 else [value]
+    return value
+
+
+def tool_of(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
 def read(kind: type[Shape], **fields: Any) -> Any:
@@ -69,6 +93,10 @@ def completion(**fields: Any) -> CompletionRequest:
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
         ({"seed": 2**64}, "seed", "less than 18446744073709551616"),
         ({"model": None}, "model", "give a valid string"),
+        ({"tools": [tool_of(nested(65))]}, "tools[0].function.parameters", "give JSON of at most 64 levels"),
+        ({"chat_template_kwargs": nested(900)}, "chat_template_kwargs", "give JSON of at most 64 levels"),
+        ({"structured_outputs": {"json": nested(65)}}, "structured_outputs.json", "give JSON of at most 64 levels"),
+        ({"messages": [{**USER, "content": [PART] * 1025}]}, "messages[0].content", "at most 1024 items"),
     ],
 )
 def test_a_wrong_chat_request_is_one_line_with_its_field(fields: dict[str, Any], param: str, message: str) -> None:
@@ -120,7 +148,43 @@ def test_what_is_no_object_is_refused(content: bytes) -> None:
         parse_request(ChatRequest, content)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "x"}] * 10_000}]}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 1000}] * 100}),
+        (ChatRequest, {"messages": [USER], **{f"f{i}": 1 for i in range(10_000)}}),
+        (ChatRequest, {"messages": [{**USER, **{f"f{i}": 1 for i in range(10_000)}}]}),
+        (ChatRequest, {"messages": [USER], "logit_bias": {f"f{i}": 1 for i in range(10_000)}}),
+        (ChatRequest, {"messages": [USER], "metadata": {f"f{i}": 1 for i in range(10_000)}}),
+        (ChatRequest, {"messages": [USER], "modalities": ["x"] * 10_000}),
+        (CompletionRequest, {"prompt": [-1] * 10_000}),
+        (CompletionRequest, {"prompt": [["a"] * 10_000]}),
+        (CompletionRequest, {"prompt": [None] * 10_000}),
+        (EmbeddingRequest, {"input": [[]] * 10_000}),
+        (ResponseRequest, {"input": [{"role": "user", "content": [{"type": "x"}] * 10_000}]}),
+        (ResponseRequest, {"input": [{"type": "x"}] * 4000}),
+        (ResponseRequest, {"input": "a", "include": ["x"] * 10_000}),
+        (MessagesRequest, {"max_tokens": 1, "messages": [USER], "system": [{"type": "x"}] * 10_000}),
+        (MessagesRequest, {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "x"}] * 10_000}]}),
+    ],
+)
+def test_what_is_wrong_thousands_of_times_is_a_few_errors(kind: type[Shape], fields: dict[str, Any]) -> None:
+    """Each of pydantic's costs some 10 us and holds up all other clients."""
+    with pytest.raises(ApiError) as caught:
+        read(kind, **fields)
+    assert isinstance(caught.value.__cause__, ValidationError)
+    assert caught.value.__cause__.error_count() <= MAX_FIELDS
+
+
+def test_depth_counts_the_levels() -> None:
+    for fields in ({"tools": [tool_of(nested(64))]}, {"structured_outputs": {"json": nested(64)}}):
+        assert chat(**fields)
+
+
 def test_half_a_surrogate_pair_and_infinities_are_refused() -> None:
+    with pytest.raises(ApiError, match="the body is not JSON: 'utf-8' codec"):
+        parse_request(CompletionRequest, b'{"model": "tiny", "prompt": "\xed\xa0\x80"}')
     with pytest.raises(ApiError, match="half a surrogate pair"):
         parse_request(CompletionRequest, b'{"model": "tiny", "prompt": "\\ud800"}')
     assert parse_request(CompletionRequest, b'{"model": "tiny", "prompt": "\\ud83d\\ude00"}').prompt == "\U0001f600"

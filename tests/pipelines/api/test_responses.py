@@ -1,17 +1,18 @@
 """/v1/responses against the types of OpenAI's client."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from pipelines.api.answers import AnswerInfo, Event, Said
 from pipelines.api.errors import ApiError
 from pipelines.api.requests import check_request
-from pipelines.api.responses import ResponseRequest, ResponseWriter, renamed
+from pipelines.api.responses import NAMES, ResponseRequest, ResponseWriter
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-HEAD = {"created": 5, "model": "tiny", "seed": 3, "system_fingerprint": "fp"}
 USAGE = {
     "prompt_tokens": 2,
     "completion_tokens": 3,
@@ -27,13 +28,27 @@ def request(**fields: Any) -> ResponseRequest:
 
 
 def chunk(finish_reason: str | None = None, **delta: Any) -> dict[str, Any]:
-    return {**HEAD, "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
+
+
+class ChunksOf:
+    """A chat's writer that is given its chunks instead of words."""
+
+    generation = SimpleNamespace(info=AnswerInfo("1", "chat.completion.chunk", 5, "tiny", 3, "fp"))
+
+    def read(self, index: int, known: Said, rest: Any) -> list[Event]:
+        return [Event(rest)]
+
+    def usage_chunk(self) -> list[Event]:
+        return []
 
 
 def written(chunks: list[dict[str, Any]], **fields: Any) -> tuple[list[Any], Response]:
     """The events, read strictly, and the response at the end."""
-    writer = ResponseWriter(request(**fields), "1")
-    events = [event for each in chunks for event in writer.read(each)] + writer.end()
+    writer = ResponseWriter(request(**fields), "1", ChunksOf())  # type: ignore[arg-type]
+    made = [*writer.begin(), *(event for each in chunks for event in writer.read(0, Said(), each)), *writer.end()]  # type: ignore[arg-type]
+    events = [event.data for event in made]
+    assert [event.name for event in made] == [event["type"] for event in events]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     for event in events:
         assert EVENTS.validate_python(event).type == event["type"]
@@ -46,7 +61,7 @@ def test_a_text_is_a_message() -> None:
         chunk(content="Hel"),
         chunk(content="lo"),
         chunk("stop"),
-        {**HEAD, "choices": [], "usage": USAGE},
+        {"choices": [], "usage": USAGE},
     ]
     events, response = written(chunks, temperature=0.5, instructions="Be kind.")
     assert [event["type"].removeprefix("response.") for event in events] == [
@@ -144,7 +159,17 @@ def test_what_is_not_supported_is_named(fields: dict[str, Any], param: str, mess
 
 
 def test_errors_of_the_chat_have_the_names_of_responses() -> None:
-    error = renamed(ApiError(400, "max_completion_tokens=9 is too much", param="max_completion_tokens"))
+    error = ApiError(400, "max_completion_tokens=9 is too much", param="max_completion_tokens").renamed(NAMES)
     assert (error.param, error.message) == ("max_output_tokens", "max_output_tokens=9 is too much")
-    assert renamed(ApiError(400, "x", param="messages[0].content")).param == "input"
-    assert renamed(ApiError(400, "x", param="temperature")).param == "temperature"
+    assert ApiError(400, "x", param="messages[0].content").renamed(NAMES).param == "input"
+    assert ApiError(400, "x", param="temperature").renamed(NAMES).param == "temperature"
+
+
+def test_a_response_that_fails_says_so() -> None:
+    writer = ResponseWriter(request(), "1", ChunksOf())  # type: ignore[arg-type]
+    begun = [*writer.begin(), *writer.read(0, Said(), chunk(content="Hel"))]  # type: ignore[arg-type]
+    last = writer.failed(ApiError(504, "the request took longer than it had", "timeout_error", code="deadline"))
+    assert (last.name, last.data["sequence_number"]) == ("response.failed", len(begun))
+    failed = EVENTS.validate_python(last.data).response
+    assert (failed.status, failed.error.message) == ("failed", "the request took longer than it had")
+    assert failed.output_text == "Hel"

@@ -124,6 +124,6 @@ def test_a_schema_without_a_schema_is_refused() -> None:
     ],
 )
 def test_a_refusal_has_the_apis_name(request_: Any, setting: str | None, param: str | None) -> None:
-    error = refusal(f"decode.{setting}=5 is not allowed", setting, request_)
+    error = refusal(f"decode.{setting}=5 is not allowed" if setting else "the prompt is empty", request_)
     assert (error.status, error.param) == (400, param)
-    assert error.message.startswith(f"{param or f'decode.{setting}'}=5")
+    assert error.message.startswith(f"{param or f'decode.{setting}'}=5" if setting else "the prompt is empty")

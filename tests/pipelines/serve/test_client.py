@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,17 @@ import pytest
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
+from conf.schema import Task
 from conf.serving import ServeConfig
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
-from pipelines.serve import client as module
-from pipelines.serve.client import COMMAND, MAX_CRASHES, Answer, EngineClient, EngineGone, EngineRefused, digest_of
+from pipelines.serve import child as module
+from pipelines.serve.child import COMMAND, LocalChild
+from pipelines.serve.client import EngineClient, EngineGone, EngineRefused
 from pipelines.serve.frames import Cancel, Delta, Submit, encode
+from pipelines.serve.suspects import MAX_CRASHES, digest_of
 from tests.helpers.builders import REPOSITORY, run_config, said
-from tests.helpers.serving import LIMIT_S, Whole, idle, run_async, serving, tiny_run, whole
+from tests.helpers.serving import LIMIT_S, Asked, Whole, idle, run_async, serving, tiny_run, whole
 
 ENDLESS = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
 SETTINGS: list[dict[str, Any]] = [
@@ -43,17 +48,17 @@ def prompt_of(engine: Engine, text: str = TEXTS[0]) -> list[int]:
 
 
 def pid_of(client: EngineClient) -> int:
-    assert client._process is not None
-    return client._process.pid
+    assert isinstance(client._child, LocalChild)
+    return client._child.pid
 
 
-async def first_token(answer: Answer) -> None:
+async def first_token(answer: Asked) -> None:
     async for item in answer:
         if isinstance(item, Delta):
             return
 
 
-async def ended(answer: Answer) -> Any:
+async def ended(answer: Asked) -> Any:
     """The exception that the rest of an answer ends with."""
     try:
         async for _ in answer:
@@ -69,7 +74,7 @@ def test_sixteen_at_once_are_what_each_is_alone(engine: Engine) -> None:
     async def test() -> list[Whole]:
         async with serving() as client:
             submits = [Submit(0, prompt_of(engine, text), decode, streams=streams) for text, decode, streams in cases]
-            answers = await asyncio.gather(*(whole(client.submit(each)) for each in submits))
+            answers = await asyncio.gather(*(whole(Asked(client, each)) for each in submits))
             beat = await idle(client)
             assert beat.num_generated_tokens == sum(len(ids) for one in answers for ids in one.token_ids)
             assert beat.cache_usage == 0
@@ -92,8 +97,8 @@ def test_sixteen_at_once_are_what_each_is_alone(engine: Engine) -> None:
 def test_a_request_that_is_left_ends_at_once(engine: Engine) -> None:
     async def test() -> None:
         async with serving() as client:
-            left = client.submit(Submit(0, prompt_of(engine), ENDLESS, streams=True))
-            stays = client.submit(Submit(0, prompt_of(engine), SETTINGS[0]))
+            left = Asked(client, Submit(0, prompt_of(engine), ENDLESS, streams=True))
+            stays = Asked(client, Submit(0, prompt_of(engine), SETTINGS[0]))
             await first_token(left)
             left.cancel()
             left.cancel()
@@ -110,8 +115,8 @@ def test_deltas_of_a_client_that_reads_late_are_one(engine: Engine) -> None:
     async def test() -> list[Whole]:
         async with serving() as client:
             submit = Submit(0, prompt_of(engine), SETTINGS[1], streams=True)
-            late = client.submit(submit)
-            others = [await whole(client.submit(submit))]
+            late = Asked(client, submit)
+            others = [await whole(Asked(client, submit))]
             await idle(client)
             return [await whole(late), *others]
 
@@ -125,20 +130,20 @@ def test_a_killed_engine_comes_back_and_says_the_same(engine: Engine) -> None:
 
     async def test() -> None:
         async with serving() as client:
-            before = await asyncio.gather(*(whole(client.submit(each)) for each in submits))
+            before = await asyncio.gather(*(whole(Asked(client, each)) for each in submits))
             fingerprint = client.info and client.info.fingerprint
-            running = [client.submit(each) for each in submits]
+            running = [Asked(client, each) for each in submits]
             await asyncio.gather(*map(first_token, running))
             os.kill(pid_of(client), signal.SIGKILL)
             for answer in running:
                 assert "was ended by SIGKILL: send the request again" in str(await ended(answer))
             assert client.beat is None
             with pytest.raises(EngineGone, match="is loading its model"):
-                client.submit(submits[0])
+                Asked(client, submits[0])
             info = await client.wait_ready()
             assert (info.fingerprint, client.num_restarts) == (fingerprint, 1)
             assert (info.fingerprint or "").startswith("fp_")
-            after = await asyncio.gather(*(whole(client.submit(each)) for each in submits))
+            after = await asyncio.gather(*(whole(Asked(client, each)) for each in submits))
             assert [each.texts for each in after] == [each.texts for each in before]
             assert [each.token_ids for each in after] == [each.token_ids for each in before]
 
@@ -149,11 +154,11 @@ def test_a_stopped_engine_is_ended_and_started_again(engine: Engine) -> None:
     async def test() -> None:
         async with serving(stall_s=1.5) as client:
             os.kill(pid_of(client), signal.SIGSTOP)
-            answer = client.submit(Submit(0, prompt_of(engine), SETTINGS[0]))
+            answer = Asked(client, Submit(0, prompt_of(engine), SETTINGS[0]))
             with pytest.raises(EngineGone, match=r"said nothing for serve.stall_s=1.5 seconds: send"):
                 await answer.accepted()
             await client.wait_ready()
-            assert (await whole(client.submit(Submit(0, prompt_of(engine), SETTINGS[0])))).done.error is None
+            assert (await whole(Asked(client, Submit(0, prompt_of(engine), SETTINGS[0])))).done.error is None
             assert client.num_restarts == 1
 
     run_async(test())
@@ -162,7 +167,7 @@ def test_a_stopped_engine_is_ended_and_started_again(engine: Engine) -> None:
 @pytest.mark.long
 def test_what_was_in_two_crashes_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     async def crash(client: EngineClient, poison: Submit, other: Submit) -> None:
-        answers = [client.submit(each) for each in (poison, other)]
+        answers = [Asked(client, each) for each in (poison, other)]
         await first_token(answers[0])
         os.kill(pid_of(client), signal.SIGKILL)
         for answer in answers:
@@ -174,13 +179,13 @@ def test_what_was_in_two_crashes_is_refused(engine: Engine, monkeypatch: pytest.
         other = Submit(0, prompt_of(engine, TEXTS[1]), ENDLESS)
         async with serving() as client:
             await crash(client, poison, other)
-            assert (await whole(client.submit(other))).done.error is None  # which clears it
+            assert (await whole(Asked(client, other))).done.error is None  # which clears it
             await crash(client, poison, other)
-            refused = client.submit(poison)
+            refused = Asked(client, poison)
             with pytest.raises(EngineRefused, match=f"the engine crashed, {MAX_CRASHES} times: it is not run again"):
                 await refused.accepted()
             assert isinstance(await ended(refused), EngineRefused)
-            assert (await whole(client.submit(other))).done.error is None
+            assert (await whole(Asked(client, other))).done.error is None
 
     run_async(test())
 
@@ -196,11 +201,11 @@ def test_two_sendings_are_the_same_whatever_seed_was_drawn() -> None:
 def test_what_no_frame_can_hold_is_refused_and_leaves_nothing(engine: Engine, value: object) -> None:
     async def test() -> None:
         async with serving() as client:
-            answer = client.submit(Submit(0, prompt_of(engine), {"guide": {"json_schema": {"const": value}}}))
+            answer = Asked(client, Submit(0, prompt_of(engine), {"guide": {"json_schema": {"const": value}}}))
             with pytest.raises(EngineRefused, match="the request has what no frame can hold"):
                 await answer.accepted()
             assert client._answers == {}
-            assert (await whole(client.submit(Submit(0, prompt_of(engine), SETTINGS[0])))).done.error is None
+            assert (await whole(Asked(client, Submit(0, prompt_of(engine), SETTINGS[0])))).done.error is None
 
     run_async(test())
 
@@ -212,7 +217,7 @@ def test_who_waits_for_the_end_hears_what_ended_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(EngineClient, "_run_child", fail)
 
     async def test() -> None:
-        client = EngineClient(tiny_run(), ServeConfig())
+        client = EngineClient(tiny_run())
         await client.start()
         with pytest.raises(RuntimeError, match="no such luck"):
             await client.ended()
@@ -235,7 +240,7 @@ def test_an_engine_that_sends_what_is_no_frame_is_ended(
         "from pipelines.serve.frames import Ready, encode\n"
         "connection = socket.socket(fileno=int(sys.argv[1]))\n"
         "connection.recv(1 << 20)\n"
-        "connection.sendall(encode(Ready(99, 99, 1, 1, [], None, {}, [], 99)))\n"
+        "connection.sendall(encode(Ready(99, 99, None, {}, 99)))\n"
         "connection.recv(1 << 20)\n"
         "connection.sendall(b'HTTP/1.1 200 OK')\n"
         "connection.recv(1)\n"
@@ -244,11 +249,11 @@ def test_an_engine_that_sends_what_is_no_frame_is_ended(
 
     async def test() -> None:
         async with serving() as client:
-            answer = client.submit(Submit(0, prompt_of(engine), SETTINGS[0]))
+            answer = Asked(client, Submit(0, prompt_of(engine), SETTINGS[0]))
             with pytest.raises(EngineGone, match="the engine sent what is no frame .*is longer than"):
                 await answer.accepted()
             await client.wait_ready()
-            assert (await whole(client.submit(Submit(0, prompt_of(engine), SETTINGS[0])))).done.error is None
+            assert (await whole(Asked(client, Submit(0, prompt_of(engine), SETTINGS[0])))).done.error is None
 
     run_async(test())
 
@@ -264,34 +269,57 @@ async def failure_of(client: EngineClient) -> str:
 
 
 def test_a_model_that_cannot_be_loaded_is_an_error_of_one_line(tmp_path: Path) -> None:
-    client = EngineClient(run_config(tmp_path), ServeConfig())
+    client = EngineClient(run_config(tmp_path))
     assert "config.json" in run_async(failure_of(client))
-    too_many = EngineClient(tiny_run(), ServeConfig(batch_size=4096))
+    too_many = EngineClient(replace(tiny_run(), task=Task.serve, serve=ServeConfig(batch_size=4096)))
     assert "batch_size=4096 is more than device.max_batched_tokens=2048" in run_async(failure_of(too_many))
 
 
 def test_an_engine_that_ends_while_it_loads_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
-    client = EngineClient(tiny_run(), ServeConfig())
+    client = EngineClient(tiny_run())
     assert run_async(failure_of(client)) == "the engine was ended by SIGKILL while it loaded the model"
     monkeypatch.setattr(module, "COMMAND", ("/no/such/python",))
-    client = EngineClient(tiny_run(), ServeConfig())
+    client = EngineClient(tiny_run())
     assert "the engine cannot be started (" in run_async(failure_of(client))
 
 
 def test_closing_ends_what_runs(engine: Engine) -> None:
     async def test() -> None:
         async with serving() as client:
-            answer = client.submit(Submit(0, prompt_of(engine), ENDLESS))
+            answer = Asked(client, Submit(0, prompt_of(engine), ENDLESS))
             await answer.accepted()
             pid = pid_of(client)
         assert isinstance(await ended(answer), EngineGone)
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
         with pytest.raises(EngineGone):
-            client.submit(Submit(0, [1], {}))
+            Asked(client, Submit(0, [1], {}))
 
     run_async(test())
+
+
+@pytest.mark.long
+def test_a_hung_engine_does_not_outlive_its_parent() -> None:
+    """It reads no more, so that it does not see that its socket is closed."""
+    code = (
+        "import asyncio\n"
+        "from tests.helpers.serving import serving\n"
+        "async def wait():\n"
+        "    async with serving() as client:\n"
+        "        print(client._child.pid, flush=True)\n"
+        "        await asyncio.sleep(600)\n"
+        "asyncio.run(wait())"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())  # type: ignore[union-attr]
+    child_end = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGSTOP)
+    parent.kill()
+    parent.communicate()
+    ended, _, _ = select.select([child_end], [], [], LIMIT_S)
+    os.close(child_end)
+    assert ended
 
 
 def child(sent: bytes) -> subprocess.CompletedProcess[str]:

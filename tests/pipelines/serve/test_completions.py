@@ -8,13 +8,16 @@ import pytest
 
 from conf.decoding import DecodeConfig
 from models.tokenizers import Tokenizer
+from models.tokenizers.answers import FORMATS, AnswerReader
+from pipelines.api.conversation import MessageReader
 from pipelines.api.errors import ApiError
-from pipelines.api.requests import ChatRequest, CompletionRequest, check_request
+from pipelines.api.generation import Generation
+from pipelines.api.requests import ChatRequest, CompletionRequest, Sampling, check_request
+from pipelines.api.writers import ChatWriter, CompletionWriter
 from pipelines.engine import Engine, Output
 from pipelines.loading import load_engine
 from pipelines.serve.client import EngineClient
-from pipelines.serve.completions import ChatAnswer, CompletionAnswer
-from pipelines.serve.submitted import Call
+from tests.helpers.local_http import answer_of, exchange_of
 from tests.helpers.serving import LIMIT_S, serving, tiny_run
 
 PROMPT = "Once upon a time"
@@ -51,20 +54,23 @@ class Asker:
     def completion(self, last_event_id: str | None = None, **fields: Any) -> Any:
         request = check_request(CompletionRequest, {"model": "tiny", "prompt": PROMPT, **fields})
         prompts = [self.tokenizer.encode(p, True) if isinstance(p, str) else p for p in request.prompts]
-        return self._ask(lambda call: CompletionAnswer(call, request, prompts), bool(request.stream), last_event_id)
+        return self._ask(request, prompts, lambda generation: CompletionWriter(generation, request), last_event_id)
 
     def chat(self, last_event_id: str | None = None, **fields: Any) -> Any:
         messages = [{"role": "user", "content": PROMPT}]
         request = check_request(ChatRequest, {"model": "tiny", "messages": messages, **fields})
-        ids = self.tokenizer.encode(PROMPT, True)
-        return self._ask(lambda call: ChatAnswer(call, request, ids), bool(request.stream), last_event_id)
+        prompts = [self.tokenizer.encode(PROMPT, True)]
 
-    def _ask(self, make: Any, streams: bool, last_event_id: str | None) -> Any:
+        def reader() -> MessageReader:
+            return MessageReader(AnswerReader(FORMATS["text"], [], False, []), "")
+
+        return self._ask(request, prompts, lambda generation: ChatWriter(generation, request, reader), last_event_id)
+
+    def _ask(self, request: Sampling, prompts: Any, make: Any, last_event_id: str | None) -> Any:
         async def ask() -> Any:
-            call = Call(self.client, self.tokenizer, "cmpl-1", "tiny", last_event_id=last_event_id)
-            answer = make(call)
-            await answer.accepted()
-            return [event async for event in answer.events()] if streams else await answer.body()
+            exchange = exchange_of(self.client, last_event_id)
+            generation = Generation(request, prompts, exchange.info, exchange.head, self.tokenizer)
+            return await answer_of(exchange, generation, make(generation), bool(request.stream))
 
         return self.runner.run(asyncio.wait_for(ask(), LIMIT_S))
 

@@ -8,27 +8,31 @@ import numpy as np
 import pytest
 
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig
+from conf.serving import ServeConfig
 from models.formats import open_tokenizer
+from models.tokenizers import Tokenizer
 from pipelines import pipeline
+from pipelines.api.conversation import Chat
 from pipelines.api.errors import ApiError
+from pipelines.api.generation import Generation
 from pipelines.api.requests import CompletionRequest, EmbeddingRequest, check_request
 from pipelines.serve.client import EngineClient
-from pipelines.serve.completions import CompletionAnswer
-from pipelines.serve.embeddings import EmbeddingAnswer, encode_input
-from pipelines.serve.submitted import Call
+from pipelines.serve.routes import embeddings
+from tests.helpers.builders import REPOSITORY
 from tests.helpers.embedding_models import write_qwen3_embedding
+from tests.helpers.local_http import exchange_of
 from tests.helpers.serving import run_async, serving
 
 TEXTS = ["a cat sat on the mat", "dogs", ""]
 
 
-def answer(client: EngineClient, folder: Path, **fields: Any) -> EmbeddingAnswer:
-    request = check_request(EmbeddingRequest, {"model": "tiny", **fields})
-    tokenizer, ready = open_tokenizer(folder), client.info
-    assert ready is not None
-
-    prompts = [encode_input(ready, tokenizer, each) if isinstance(each, str) else each for each in request.inputs]
-    return EmbeddingAnswer(Call(client, tokenizer, "embd-1", "tiny"), request, prompts)  # type: ignore[arg-type]
+async def answer(client: EngineClient, tokenizer: Tokenizer, **fields: Any) -> Any:
+    exchange, chat = exchange_of(client), Chat(tokenizer, ServeConfig())
+    try:
+        return await embeddings(check_request(EmbeddingRequest, {"model": "tiny", **fields}), exchange, chat)
+    finally:
+        exchange.end()
+        chat.close()
 
 
 def test_vectors_are_those_of_the_task(tmp_path: Path) -> None:
@@ -37,18 +41,18 @@ def test_vectors_are_those_of_the_task(tmp_path: Path) -> None:
     run = RunConfig(model=model, device=DeviceConfig(DeviceType.cpu))
 
     async def test() -> Any:
+        tokenizer = open_tokenizer(tmp_path)
         async with serving(run) as client:
             bodies = [
-                await answer(client, tmp_path, input=TEXTS).body(),
-                await answer(client, tmp_path, input=TEXTS, encoding_format="base64").body(),
-                await answer(client, tmp_path, input=TEXTS[0]).body(),
+                await answer(client, tokenizer, input=TEXTS),
+                await answer(client, tokenizer, input=TEXTS, encoding_format="base64"),
+                await answer(client, tokenizer, input=TEXTS[0]),
             ]
-            long = answer(client, tmp_path, input=[[5] * 300])
             with pytest.raises(ApiError, match="shorten it") as caught:
-                await long.accepted()
-            request = check_request(CompletionRequest, {"model": "tiny", "prompt": "a"})
+                await answer(client, tokenizer, input=[[5] * 300])
+            request, exchange = check_request(CompletionRequest, {"model": "tiny", "prompt": "a"}), exchange_of(client)
             with pytest.raises(ApiError, match="continues none"):
-                CompletionAnswer(Call(client, None, "c", "tiny"), request, [[5]])  # type: ignore[arg-type]
+                Generation(request, [[5]], exchange.info, exchange.head, None)
             return bodies, caught.value
 
     (floats, packed, one), error = run_async(test())
@@ -66,9 +70,8 @@ def test_vectors_are_those_of_the_task(tmp_path: Path) -> None:
 def test_a_model_without_vectors_says_so() -> None:
     async def test() -> None:
         async with serving() as client:
-            request = check_request(EmbeddingRequest, {"model": "tiny", "input": "a"})
             with pytest.raises(ApiError, match="gives no vectors") as caught:
-                EmbeddingAnswer(Call(client, None, "e", "tiny"), request, [[5]])  # type: ignore[arg-type]
+                await answer(client, open_tokenizer(REPOSITORY / "models" / "tiny"), input="a")
             assert caught.value.param == "model"
 
     run_async(test())

@@ -2,28 +2,32 @@
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Qwen3Model
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantScheme
 from conf.schema import DType, RunConfig, Task
 from conf.serving import ServeConfig
+from conf.tasks import PredictConfig
 from kernels import build
 from models.tokenizers import load_tokenizer
 from pipelines import fingerprint
+from pipelines.api.embeddings import encode_input
 from pipelines.engine.request import FinishReason
 from pipelines.pooled_pipeline import EmbeddingPipeline
-from pipelines.serve.embeddings import encode_input
+from pipelines.report import NoProgress
 from pipelines.serve.engine_loading import Served, load_served
-from pipelines.serve.frames import Deltas, Done, Refused, Submit, SubmitPooled
+from pipelines.serve.frames import Beat, Deltas, Done, Refused, Submit, SubmitPooled
 from tests.helpers.adapters import ALL_LINEAR, write_adapter
 from tests.helpers.builders import run_config
 from tests.helpers.embedding_models import write_e5_mistral, write_qwen3_embedding
@@ -33,11 +37,37 @@ TEXTS = ["Once upon a time", "a", "She said: hello, world!"]
 
 
 def loaded(run: RunConfig, **config: Any) -> Served:
-    return load_served(run, ServeConfig(batch_size=3, **config), Script())  # type: ignore[arg-type]
+    served = replace(run, task=Task.serve, predict=PredictConfig(), serve=ServeConfig(batch_size=3, **config))
+    return load_served(served, Script())  # type: ignore[arg-type]
 
 
 def of(run: RunConfig, **config: Any) -> str | None:
     return loaded(run, **config).ready.fingerprint
+
+
+def test_no_request_waits_for_the_tree_of_the_vocabulary(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guides need it, and it takes a second for a large one; without llguidance there are no guides."""
+    run = run_config(chatty)
+    run.model.tokenizer = ""
+    assert "_vocabulary" in vars(loaded(run).engine.requests.guides)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    without = loaded(run).engine.requests
+    with pytest.raises(UserError, match="needs llguidance"):
+        without.make(0, [5], DecodeConfig(guide={"json_object": True}))
+
+
+def test_loading_shows_its_progress(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Shown(NoProgress):
+        def loaded(self, done: int, total: int) -> None:
+            seen.append((done, total))
+
+    monkeypatch.setattr("pipelines.serve.engine_loading.progress_bar", lambda: nullcontext(Shown()))
+    loaded(run_config(chatty))
+    assert seen == sorted(seen)
+    assert len({total for _, total in seen}) == 1
+    assert seen[-1][0] == seen[-1][1]
 
 
 def test_a_fingerprint_is_the_same_wherever_the_same_model_is(chatty: Path, tmp_path: Path) -> None:
@@ -83,8 +113,7 @@ def test_what_a_request_leaves_out_is_told(chatty: Path) -> None:
     run = replace(run_config(chatty), decode=DecodeConfig(temperature=0.5, stop=["x"], logit_bias={7: 1.5}))
     ready = loaded(replace(run, model=replace(run.model, tokenizer=""))).ready
     assert (ready.decode["temperature"], ready.decode["stop"], ready.decode["logit_bias"]) == (0.5, ["x"], {"7": 1.5})
-    assert (ready.context_length, ready.vocab_size, ready.max_num_requests, ready.embeds) == (128, 330, 3, False)
-    assert ready.eos_token_ids == [1]
+    assert (ready.context_length, ready.vocab_size, ready.embeds) == (128, 330, False)
     assert ready.num_cache_tokens >= 3 * 128
 
 
@@ -114,11 +143,41 @@ def test_vectors_are_those_of_task_embed(tmp_path: Path, write: Callable[[Path],
     assert "more than the model takes" in refused[0].message
 
 
+def test_requests_for_vectors_name_adapters_and_share_beginnings_by_their_salt(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "model", tmp_path / "fr"
+    write_qwen3_embedding(base)
+    only = {"target_modules": ["v_proj"], "task_type": "FEATURE_EXTRACTION"}
+    write_adapter(adapter, base, Qwen3Model, r=4, **only)
+    run = run_config(base)
+    served = loaded(replace(run, model=replace(run.model, adapters={"fr": str(adapter)})))
+    prompt = list(range(5, 55))
+    kinds = [
+        (None, "alice"),
+        ("fr", "alice"),
+        (None, "bob"),
+        (None, "alice"),
+        ("fr", "alice"),
+        (None, None),
+        ("de", None),
+    ]
+    turns: list[Any] = []
+    for i, kind in enumerate(kinds):
+        turns += [[SubmitPooled(i, prompt, *kind)], [], []]  # one after the other
+    script = serve(served, *turns)
+    done = {frame.id: frame for frame in script.of(Done)}
+    assert [done[i].num_cached_tokens > 0 for i in range(6)] == [False, False, False, True, True, False]
+    assert done[0].vector == done[2].vector == done[3].vector == done[5].vector
+    assert done[1].vector == done[4].vector != done[0].vector
+    embed = replace(run, task=Task.embed, model=replace(run.model, adapters={"fr": str(adapter)}, tokenizer=""))
+    expected = EmbeddingPipeline(embed)([{"prompt_token_ids": prompt, "adapter": name} for name in (None, "fr")])
+    np.testing.assert_array_equal(np.array([done[0].vector, done[1].vector], np.float32), expected)
+    assert "adapter 'de' does not exist" in script.of(Refused)[0].message
+
+
 def test_requests_name_adapters(chatty: Path, tmp_path: Path) -> None:
     write_adapter(tmp_path, chatty, LlamaForCausalLM, 1, r=4, target_modules=ALL_LINEAR)
     run = run_config(chatty)
     served = loaded(replace(run, model=replace(run.model, adapters={"fr": str(tmp_path)})))
-    assert served.ready.adapters == ["fr"]
     decode = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
     names = ["fr", None, "fr"]
     script = serve(served, [Submit(i, [5, 6, 7], decode, adapter=name) for i, name in enumerate(names)])
@@ -146,4 +205,4 @@ def test_samples_that_give_their_blocks_up_are_heard_once(chatty: Path, preempte
         assert [sample.text for sample in script.samples(i)] == [one.text for one in output.completions]
         assert [sample.token_ids for sample in script.samples(i)] == [one.token_ids for one in output.completions]
         assert [sample.finish_reason for sample in script.samples(i)] == [FinishReason.length.value] * 3
-    assert sum(done.num_preemptions for done in script.of(Done)) == len(preempted)
+    assert script.of(Beat)[-1].num_preemptions == len(preempted)

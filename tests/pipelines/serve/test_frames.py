@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from conf.errors import UserError
 from conf.quantization import QuantScheme
-from conf.schema import DeviceType, RunConfig
+from conf.schema import DeviceType, RunConfig, Task
 from conf.serving import ServeConfig
+from conf.tasks import PredictConfig
 from pipelines.serve import frames
 from pipelines.serve.frames import (
     MAX_FRAME_BYTES,
@@ -47,10 +48,10 @@ def test_a_run_arrives_as_it_was(tmp_path: Path) -> None:
     run = run_config(tmp_path)
     run.quant.scheme, run.device.type = QuantScheme.int4, DeviceType.cpu
     run.model.adapters = {"fr": "/adapters/fr"}
-    config = ServeConfig(batch_size=3, api_keys="/keys")
-    (start,) = FrameReader(ToEngine).read(encode(Start(run, config)))
+    run.task, run.predict, run.serve = Task.serve, PredictConfig(), ServeConfig(batch_size=3, api_keys="/keys")
+    (start,) = FrameReader(ToEngine).read(encode(Start(run)))
     assert isinstance(start.run, RunConfig)
-    assert (start.run, start.config) == (run, config)
+    assert start.run == run
 
 
 def test_what_the_engine_says_arrives_as_it_was() -> None:

@@ -1,6 +1,7 @@
 """What no request passes: wrong hosts, keys, types, sizes. Every refusal has OpenAI's shape and the request's id."""
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from conf.errors import UserError
 from conf.serving import ServeConfig
 from pipelines.serve.guard import check_host, read_keys
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http import asking, echoing, service_of
+from tests.helpers.local_http import asking, echoing, service_of
 from tests.helpers.serving import run_async
 
 KEYS = {"alice": b"secret-1", "bob": b"secret-2"}
@@ -147,6 +148,9 @@ def test_keys_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_keys(str(file)) == KEYS
     monkeypatch.setenv("QUINTET_API_KEYS", "alice secret-1\nbob secret-2")
     assert read_keys(None) == KEYS
+    monkeypatch.setenv("QUINTET_API_KEYS", "eve secret-3")
+    assert read_keys(str(file)) == KEYS
+    assert "QUINTET_API_KEYS" not in os.environ  # which the engine's process and that of templates get
 
 
 @pytest.mark.parametrize(

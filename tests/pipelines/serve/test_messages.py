@@ -2,90 +2,82 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import anthropic
 import httpx
+import msgspec
 import pytest
 
 from conf.serving import ServeConfig
+from pipelines.api.answers import Event, Said
+from pipelines.api.conversation import Chat
 from pipelines.api.errors import ApiError
-from pipelines.api.messages import MessagesRequest, error_body
+from pipelines.api.generation import Generation, Head
+from pipelines.api.messages import MessagesRequest, MessageWriter
 from pipelines.api.requests import ChatRequest, parse_request
-from pipelines.serve.chat import Chat
-from pipelines.serve.completions import ChatAnswer
-from pipelines.serve.generation import Event
-from pipelines.serve.messages import MessagesAnswer
-from pipelines.serve.submitted import Call
+from pipelines.api.writers import ChatWriter
+from pipelines.serve.frames import Delta, Done
+from pipelines.serve.routes import message
+from pipelines.serve.stream import written as sent
+from tests.helpers.fake_engine import READY
+from tests.helpers.local_http import exchange_of, parsed
 from tests.helpers.serving import LIMIT_S, serving, tiny_run
-from tests.pipelines.serve.test_chat import ARGUMENTS, CALLS, WEATHER, chat_of
+from tests.pipelines.api.test_conversation import ARGUMENTS, CALLS, WEATHER, chat_of
 
+SERVED = msgspec.structs.replace(READY, context_length=4096, num_cache_tokens=4096)
 MESSAGES = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"name": "weather", "input_schema": WEATHER}, {"name": "clock", "input_schema": {"type": "object"}}]
-Answering = Callable[[ChatRequest], Any]
+Answering = Callable[[MessagesRequest], Any]
 
 
-class Said:
-    """The chat's answer to a request, whose text is given, in pieces of seven letters."""
-
-    def __init__(self, chat: Chat, request: ChatRequest, text: str, failure: ApiError | None = None) -> None:
-        self.prompt = chat.prompt(request)
-        self.generation = SimpleNamespace(prompts=[self.prompt.token_ids])
-        self._text, self._failure = text, failure
-
-    def _deltas(self) -> list[dict[str, Any]]:
-        reader = self.prompt.reader()
-        pieces = [self._text[i : i + 7] for i in range(0, len(self._text), 7)]
-        return [delta for piece in pieces for delta in reader.read(piece)] + reader.end()
-
-    def _ending(self) -> dict[str, Any]:
-        has_calls = any("tool_calls" in delta for delta in self._deltas())
-        return {"finish_reason": "tool_calls" if has_calls else "stop", "stop_reason": None}
-
-    usage = {"prompt_tokens": 20, "completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 16}}
-
-    async def body(self) -> dict[str, Any]:
-        if self._failure:
-            raise self._failure
-        message: dict[str, Any] = {"content": None}
-        for delta in self._deltas():
-            ((name, value),) = delta.items()
-            message[name] = message[name] + value if message.get(name) else value
-        return {"id": "msg-1", "choices": [{"message": message, **self._ending()}], "usage": self.usage}
-
-    async def events(self) -> AsyncIterator[Event]:
-        nothing = {"finish_reason": None}
-        yield Event({"id": "msg-1", "choices": [{"delta": {"role": "assistant", "content": ""}, **nothing}]})
-        for delta in self._deltas():
-            yield Event({"id": "msg-1", "choices": [{"delta": delta, **nothing}]})
-        if self._failure:
-            raise self._failure
-        yield Event({"id": "msg-1", "choices": [{"delta": {}, **self._ending()}]})
-        yield Event({"id": "msg-1", "choices": [], "usage": self.usage})
+def written(
+    chat: Chat, body: MessagesRequest, text: str, failure: ApiError | None = None
+) -> dict[str, Any] | list[Event]:
+    """The answer to a request, whose text the engine gives in tokens of seven letters; 16 tokens of the prompt were cached."""
+    request = body.chat_request()
+    prompt = chat.prompt(request)
+    generation = Generation(request, [prompt.token_ids], SERVED, Head("msg-1", "m"), chat.tokenizer, prompt.settings)
+    generation.dones = {0: Done(1, len(prompt.token_ids), 16, 0, 0.0, 0.0, 0.0)}
+    writer = MessageWriter(ChatWriter(generation, request, prompt.reader))
+    deltas = [Delta(1, 0, text[i : i + 7], [5], []) for i in range(0, len(text), 7)]
+    deltas[-1].finish_reason = "stop"
+    taken = [generation.take(0, delta) for delta in deltas]
+    if not body.stream:
+        if failure:
+            raise failure
+        whole = Said()
+        for _, _, rest in taken:
+            whole.add(rest)
+        return writer.body([whole])
+    events = [*writer.begin(), *(event for each in taken for event in writer.read(*each))]
+    return [*events, writer.failed(failure)] if failure else [*events, *writer.end()]
 
 
-def client_of(answering: Answering, run: Callable[[Any], Any] = asyncio.run) -> anthropic.Anthropic:
+def client_of(answering: Answering) -> anthropic.Anthropic:
     """The client of a server that answers by `answering`."""
 
-    async def answered(body: MessagesRequest) -> httpx.Response:
-        answer = MessagesAnswer(answering(body.chat_request()), body.model)
-        if not body.stream:
-            return httpx.Response(200, json=await answer.body())
-        lines = [f"event: {event.name}\ndata: {json.dumps(event.data)}\n\n" async for event in answer.events()]
-        return httpx.Response(200, content="".join(lines), headers={"content-type": "text/event-stream"})
+    def answered(body: MessagesRequest) -> httpx.Response:
+        answer = answering(body)
+        if isinstance(answer, dict):
+            return httpx.Response(200, json=answer)
+        return httpx.Response(200, content=sent(answer), headers={"content-type": "text/event-stream"})
 
     def handle(request: httpx.Request) -> httpx.Response:
         try:
-            response: httpx.Response = run(answered(parse_request(MessagesRequest, request.content)))
-            return response
+            return answered(parse_request(MessagesRequest, request.content))
         except ApiError as error:
-            return httpx.Response(error.status, json=error_body(error))
+            return httpx.Response(error.status, json=error.body("/v1/messages"))
 
     http = httpx.Client(transport=httpx.MockTransport(handle))
     return anthropic.Anthropic(api_key="k", base_url="http://server", http_client=http, max_retries=0)
+
+
+def asked_chat(**fields: Any) -> ChatRequest:
+    body = {"model": "m", "max_tokens": 50, "messages": MESSAGES, **fields}
+    return parse_request(MessagesRequest, json.dumps(body).encode()).chat_request()
 
 
 def ask(client: anthropic.Anthropic, streams: bool, **fields: Any) -> Any:
@@ -100,7 +92,7 @@ def ask(client: anthropic.Anthropic, streams: bool, **fields: Any) -> Any:
 def test_reasoning_text_and_calls_are_blocks(streams: bool, tmp_path: Path) -> None:
     chat, _ = chat_of(tmp_path, "chatml")
     text = f"<think>hm hm</think>\n\nI look.\n{CALLS['chatml']}"
-    client = client_of(lambda request: Said(chat, request, text))
+    client = client_of(lambda body: written(chat, body, text))
     message = ask(client, streams, tools=TOOLS)
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert (message.content[0].thinking, message.content[1].text) == ("hm hm", "I look.")
@@ -110,13 +102,14 @@ def test_reasoning_text_and_calls_are_blocks(streams: bool, tmp_path: Path) -> N
     ]
     assert (message.stop_reason, message.stop_sequence, message.model) == ("tool_use", None, "m")
     usage = message.usage
-    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (4, 16, 9)
+    assert (usage.cache_read_input_tokens, usage.output_tokens) == (16, -(-len(text) // 7))
+    assert 0 < usage.input_tokens + 16 == len(chat.prompt(asked_chat(tools=TOOLS)).token_ids)
 
 
 def test_requests_become_chat_requests(tmp_path: Path) -> None:
     chat, tokenizer = chat_of(tmp_path, "chatml")
     asked: list[ChatRequest] = []
-    client = client_of(lambda request: asked.append(request) or Said(chat, request, "Fine"))  # type: ignore[func-returns-value]
+    client = client_of(lambda body: asked.append(body.chat_request()) or written(chat, body, "Fine"))  # type: ignore[func-returns-value]
     call = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "北京"}}
     results = [
         {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "sun"}]},
@@ -175,9 +168,9 @@ def test_requests_become_chat_requests(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_refused_has_the_shape_of_its_errors(fields: dict[str, Any], message: str) -> None:
+def test_what_is_refused_has_the_shape_of_its_errors(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(anthropic.BadRequestError, match=message) as raised:
-        ask(client_of(lambda request: None), False, **fields)
+        ask(client_of(lambda body: written(chat_of(tmp_path, "chatml")[0], body, "Fine")), False, **fields)
     assert raised.value.body["type"] == "error"  # type: ignore[index,call-overload]
     assert raised.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index,call-overload]
 
@@ -187,7 +180,7 @@ def test_a_failure_on_the_way_is_told(streams: bool, tmp_path: Path) -> None:
     chat, _ = chat_of(tmp_path, "chatml")
     failure = ApiError(503, "the engine has ended", "server_error")
     with pytest.raises(anthropic.APIStatusError, match="the engine has ended"):
-        ask(client_of(lambda request: Said(chat, request, "Fi", failure)), streams)
+        ask(client_of(lambda body: written(chat, body, "Fi", failure)), streams)
 
 
 def test_the_engine_stops_at_sequences_and_at_the_length() -> None:
@@ -197,14 +190,13 @@ def test_the_engine_stops_at_sequences_and_at_the_length() -> None:
             both: list[Any] = []
             for streams in (False, True):
                 body = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "stream": streams, **fields}
-                request = parse_request(MessagesRequest, json.dumps(body).encode()).chat_request()
-                prompt = await chat.encode(request)
-                call = Call(engine, chat.tokenizer, "msg-1", "tiny")
-                answer = MessagesAnswer(
-                    ChatAnswer(call, request, prompt.token_ids, prompt.reader, prompt.settings), "tiny"
-                )
-                await answer.accepted()
-                both.append([event async for event in answer.events()] if streams else await answer.body())
+                exchange = exchange_of(engine)
+                result = await message(parse_request(MessagesRequest, json.dumps(body).encode()), exchange, chat)
+                if isinstance(result, dict):
+                    both.append(result)
+                else:
+                    both.append(parsed(b"".join([part async for part in result.events]).decode()))
+                exchange.end()
             chat.close()
             return both[0], both[1]
 

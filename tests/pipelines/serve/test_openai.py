@@ -5,11 +5,12 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 
 from conf.decoding import DecodeConfig
 from pipelines.engine import Engine
@@ -101,6 +102,30 @@ def test_responses_are_chats(client: openai.OpenAI, engine: Engine) -> None:
     with pytest.raises(openai.BadRequestError, match="nothing is kept") as caught:
         client.responses.create(**asked, previous_response_id="r")
     assert caught.value.param == "previous_response_id"
+
+
+class Ball(BaseModel):
+    """An answer's form that no text of it can leave unfinished."""
+
+    color: Literal["red", "blue", "dark green"]
+    sizes: tuple[Literal[1, 2], Literal[3]] | None
+    is_new: bool
+
+
+def test_answers_are_parsed_into_classes(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Tom had a red ball."}], "max_tokens": 200}
+    colors = set()
+    for seed in range(4):
+        (choice,) = client.chat.completions.parse(**asked, response_format=Ball, seed=seed).choices
+        assert choice.message.parsed == Ball.model_validate_json(choice.message.content or "")
+        colors.add(choice.message.parsed and choice.message.parsed.color)
+        with client.chat.completions.stream(**asked, response_format=Ball, seed=seed) as stream:
+            assert stream.get_final_completion().choices[0].message.parsed == choice.message.parsed
+    assert len(colors) > 1
+    response = client.responses.parse(model="tiny", input="Tom had a red ball.", text_format=Ball)
+    assert isinstance(response.output_parsed, Ball)
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(**asked | {"max_tokens": 2}, response_format=Ball)
 
 
 def test_the_servers_seed_holds_where_a_request_gives_none(client: openai.OpenAI, engine: Engine) -> None:

@@ -90,8 +90,8 @@ def test_what_is_no_server_is_one_line(tmp_path: Path) -> None:
     folder = f"hydra.run.dir={tmp_path}"
     cases = {
         ("serve.host=0.0.0.0", folder): "serve.host=0.0.0.0 is open to others and there are no keys",
-        ("serve.replicas=2", folder): "serve.replicas=2 is not supported",
-        ("serve.batches=/batches", folder): "serve.batches=/batches is not supported",
+        ("serve.batches=/dev/null/a", folder): "serve.batches=/dev/null/a cannot be had (Not a directory)",
+        ("serve.max_upload=1MB", folder): "serve.max_upload=1MB is not allowed",
         ("predict.data=-", folder): "predict.data=- is not used by task=serve",
         ("-m", f"hydra.sweep.dir={tmp_path}"): "so it is no job of a sweep: leave out -m",
     }

@@ -9,7 +9,7 @@ import pytest
 from pipelines.serve import stream
 from pipelines.serve.client import EngineRefused
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http import asking, echoing, service_of
+from tests.helpers.local_http import asking, echoing, service_of
 from tests.helpers.serving import run_async
 
 IDS = {"ids": [5, 6, 7]}
@@ -144,10 +144,21 @@ def test_time_that_is_over_in_a_stream() -> None:
         async with asking(echoing(service_of(engine, request_timeout_s=0.01))) as client:
             answer = await client.post("/v1/echo", json={**IDS, "stream": True})
         assert answer.status_code == 200
-        assert answer.text.startswith(
-            'data: {"error": {"message": "the request took longer than the 0.01 s that it had"'
-        )
+        assert answer.text.startswith('data: {"error":{"message":"the request took longer than the 0.01 s that it had"')
         assert "[DONE]" not in answer.text
+
+    run_async(test())
+
+
+def test_a_whole_answer_that_nobody_reads_is_given_up() -> None:
+    async def test() -> None:
+        service = service_of(FakeEngine(), send_timeout_s=0.01)
+        connection = Connection(echoing(service), b'{"ids": [5, 6, 7]}')
+        connection.reads.clear()
+        await connection.task
+        assert connection.aborted
+        assert 'why="not_read"} 1.0' in service.metrics.text().decode()
+        assert service.idle.is_set()
 
     run_async(test())
 
@@ -161,7 +172,7 @@ def test_time_that_is_over_while_nobody_reads() -> None:
         connection.reads.clear()
         await connection.task
         assert connection.aborted
-        assert '"code": "deadline"' in connection.text
+        assert '"code":"deadline"' in connection.text
         assert service.idle.is_set()
 
     run_async(test())
@@ -193,7 +204,7 @@ def test_an_engine_that_dies() -> None:
             whole, streamed = [await each for each in asked]
             assert whole.status_code == 500
             assert whole.json()["error"]["code"] == "engine_gone"
-            assert '"code": "engine_gone"' in streamed.text
+            assert '"code":"engine_gone"' in streamed.text
             assert "[DONE]" not in streamed.text
             later = await client.post("/v1/echo", json=IDS)
         assert (later.status_code, later.json()["error"]["code"]) == (503, "loading")
@@ -220,7 +231,7 @@ def test_the_servers_end() -> None:
             service.stopping.set()
             whole, streamed = [await each for each in asked]
         assert whole.status_code == 503
-        assert '"code": "draining"' in streamed.text
+        assert '"code":"draining"' in streamed.text
         assert service.idle.is_set()
         assert sorted(engine.cancelled) == [1, 2]
 

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import ModelConfig
 from conf.serving import FORMATS as NAMES
 from conf.serving import ServeConfig
 from models.tokenizers import Tokenizer
 from models.tokenizers.answers import FORMATS
+from pipelines.api.conversation import Chat
 from pipelines.api.errors import ApiError
 from pipelines.api.requests import ChatRequest, parse_request
-from pipelines.serve.chat import Chat
 from tests.helpers.small_tokenizers import byte_level, save
 from tests.models.test_chat_templates import STYLES, written
 
@@ -135,6 +136,7 @@ def test_calls_can_be_required(style: str, choice: str, tmp_path: Path) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     prompt = chat.prompt(request(tools=TOOLS, tool_choice=named if choice == "named" else choice))
     lark = prompt.settings["guide"]["lark"]
+    DecodeConfig(guide={"lark": lark})  # what the engine makes of it
     special = tuple(name for name in STYLES[style][1] if name == "[TOOL_CALLS]")
     one = CALLS[style] if style in ("llama3", "glm4") else None
     assert matches(tokenizer, lark, CALLS[style], special) is (choice == "required" or one is not None)
@@ -168,6 +170,7 @@ def test_reasoning_that_the_prompt_begins(tmp_path: Path) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": WEATHER}}
     lark = chat.prompt(request(response_format=form)).settings["guide"]["lark"]
     assert matches(tokenizer, lark, f"hm</think>\n{ARGUMENTS}")
+    DecodeConfig(guide={"lark": lark})
     error = refused(chat, structured_outputs={"choice": ["a"]})
     assert (error.param, "only a JSON schema can be put behind" in error.message) == ("structured_outputs", True)
 
@@ -190,8 +193,11 @@ def test_messages_are_told_as_templates_have_them(tmp_path: Path) -> None:
     own[2]["tool_calls"][0]["function"]["arguments"] = json.loads(ARGUMENTS)
     assert prompt.token_ids == tokenizer.encode_messages(own, None, tools=TOOLS)[1]
     assert prompt.token_ids.count(tokenizer.special_token_id("<|im_end|>")) == 5  # type: ignore[arg-type]
-    call["function"]["arguments"] = "[1]"  # type: ignore[index]
-    assert refused(chat, messages=messages).param == "messages[2].tool_calls[0].function.arguments"
+    for wrong in ("[1]", "1", "{", '{"a":' * 65 + "1" + "}" * 65, '{"a":' * 500 + "1" + "}" * 500):
+        call["function"]["arguments"] = wrong  # type: ignore[index]
+        error = refused(chat, messages=messages)
+        assert error.param == "messages[2].tool_calls[0].function.arguments"
+        assert "is no JSON object of at most 64 levels" in error.message
 
 
 def test_arguments_of_the_template(tmp_path: Path) -> None:
@@ -267,7 +273,7 @@ def test_encoding_in_threads_and_without_torch(tmp_path: Path) -> None:
     chat.close()
     code = (
         "import sys\nfrom pathlib import Path\nfrom conf.schema import ModelConfig\nfrom conf.serving import ServeConfig\n"
-        "from pipelines.serve.chat import Chat\n"
+        "from pipelines.api.conversation import Chat\n"
         "import models.formats.gguf.header, models.formats.gguf.tokenizer\n"
         "assert Chat.open(ModelConfig(path='models/tiny'), ServeConfig()).tokenizer\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

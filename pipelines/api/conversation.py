@@ -16,7 +16,7 @@ from models.formats.hub import find_checkpoint
 from models.tokenizers.answers import FORMATS, AnswerFormat, AnswerReader, Content, Part, Reasoning
 from models.tokenizers.base import Message, Tokenizer, Tool, UnreadArgument
 from pipelines.api.errors import bad_request
-from pipelines.api.requests import ChatRequest, NamedTool
+from pipelines.api.requests import MAX_DEPTH, ChatRequest, NamedTool, check_depth
 from pipelines.api.settings import guide_of
 from pipelines.api.tool_guides import CALL_TOKENS, Literals, behind_reasoning, tool_guide
 
@@ -205,9 +205,9 @@ def _read_template(path: str) -> str:
 
 def _arguments(text: str, param: str) -> dict[str, Any]:
     try:
-        arguments = json.loads(text)
+        arguments = check_depth(json.loads(text))
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise bad_request(f"{param} is no JSON object: give one, as text", param)
+        raise bad_request(f"{param} is no JSON object of at most {MAX_DEPTH} levels: give one, as text", param)
     return arguments

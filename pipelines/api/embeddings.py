@@ -1,0 +1,55 @@
+"""Prompts and answers of /v1/embeddings."""
+
+import base64
+import struct
+from typing import Any, Protocol
+
+from models.tokenizers.base import Tokenizer
+from pipelines.api.errors import ApiError, bad_request
+from pipelines.api.requests import EmbeddingRequest
+
+
+class Embedding(Protocol):
+    """The part of the engine's `Ready` that says how a text becomes a prompt."""
+
+    @property
+    def instruction(self) -> str: ...
+    @property
+    def final_token_id(self) -> int | None: ...
+
+
+def encode_input(model: Embedding, tokenizer: Tokenizer | None, text: str) -> list[int]:
+    """Return the token ids of a text, as `task=embed` makes them. Raises ApiError where there is no tokenizer."""
+    if tokenizer is None:
+        raise bad_request("the server has no tokenizer: give token ids as input", "input")
+    token_ids = tokenizer.encode(model.instruction + text, True)
+    if model.final_token_id is None or token_ids[-1:] == [model.final_token_id]:
+        return token_ids
+    return [*token_ids, model.final_token_id]
+
+
+def embedding_refusal(message: str) -> ApiError:
+    """Return the error of what the engine refused."""
+    return bad_request(message, "input", "context_length_exceeded" if "shorten it" in message else None)
+
+
+def embedding_body(
+    request: EmbeddingRequest, model: str, fingerprint: str | None, vectors: list[list[float]], num_tokens: int
+) -> dict[str, Any]:
+    """Return the answer, with vectors as the request wants them: numbers, or base64 of little-endian float32."""
+
+    def written(vector: list[float]) -> list[float] | str:
+        if request.encoding_format != "base64":
+            return vector
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": written(vector)}
+            for index, vector in enumerate(vectors)
+        ],
+        "model": model,
+        "system_fingerprint": fingerprint,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }

@@ -1,0 +1,186 @@
+"""A request for continuations: what it asks of the engine for each prompt, and what is known of its answer on the way."""
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from models.tokenizers.base import Tokenizer
+from pipelines.api.answers import AnswerInfo, Event, Said, TokenLogprob, TokenTexts, usage
+from pipelines.api.errors import ApiError, bad_request
+from pipelines.api.requests import ChatRequest, CompletionRequest, Sampling
+from pipelines.api.resumption import Place, read_place
+from pipelines.api.settings import decode_settings, field_of, refusal
+
+SEED_BITS = 53  # of a drawn seed, which JavaScript's numbers can hold
+
+
+@dataclass(frozen=True)
+class Head:
+    """The properties of a request that its body does not hold."""
+
+    id: str
+    """Of the answer."""
+    model: str
+    """Name by which answers call the model."""
+    key: str | None = None
+    """Name of the client's key. Beginnings of prompts are shared by requests of the same key alone."""
+    last_event_id: str | None = None
+    """The header's value: events have ids then; empty: from the beginning."""
+
+
+class Served(Protocol):
+    """The part of the engine's `Ready` that requests depend on."""
+
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def num_cache_tokens(self) -> int: ...
+    @property
+    def fingerprint(self) -> str | None: ...
+    @property
+    def decode(self) -> Mapping[str, Any]: ...
+    @property
+    def embeds(self) -> bool: ...
+
+
+class Counted(Protocol):
+    """The part of the engine's `Done` that answers tell."""
+
+    @property
+    def num_cached_tokens(self) -> int: ...
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprob] | None: ...
+
+
+class Delta(Protocol):
+    """A part of a sample, as the engine sends it."""
+
+    sample: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprob]: ...
+
+
+class Choice:
+    """One continuation of a prompt: how much it has said, and how much of it a resuming client has."""
+
+    def __init__(self, had: tuple[int, int]) -> None:
+        """had: numbers of tokens and characters, as in Place."""
+        self.num_tokens = 0
+        self.num_chars = 0
+        self.is_new = had == (0, 0)
+        self._tokens_had, self._chars_had = had
+
+    def divide(self, delta: Delta) -> tuple[Said, Said]:
+        """Return the part of a delta that the client has, and the rest."""
+        tokens = max(0, self._tokens_had - self.num_tokens)
+        chars = max(0, self._chars_had - self.num_chars)
+        self.num_tokens += len(delta.token_ids)
+        self.num_chars += len(delta.text)
+        known = Said(delta.text[:chars], delta.token_ids[:tokens], list(delta.logprobs[:tokens]))
+        rest = Said(delta.text[chars:], delta.token_ids[tokens:], list(delta.logprobs[tokens:]))
+        rest.finish_reason, rest.stop_reason = delta.finish_reason, delta.stop_reason
+        return known, rest
+
+
+class Generation:
+    """A request with its prompts."""
+
+    def __init__(
+        self,
+        request: Sampling,
+        prompts: list[list[int]],
+        served: Served,
+        head: Head,
+        tokenizer: Tokenizer | None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """settings: of DecodeConfig, which win over the request's. Raises ApiError for a request that cannot be run."""
+        if served.embeds:
+            raise bad_request("this model gives vectors of texts and continues none: ask another one", "model")
+        self.request = request
+        self.prompts = prompts
+        self.dones: Mapping[int, Counted] = {}
+        """By prompt: what the engine counted, at the end."""
+        self.num_generated = 0
+        """Tokens that were written so far."""
+        decode = decode_settings(request, served.decode, head.key) | dict(settings or {})
+        merged = dict(served.decode) | decode
+        self.num_samples = max(merged.get("n") or 1, merged.get("num_return_sequences") or 1)
+        self.texts = TokenTexts(tokenizer, bool(merged.get("skip_special_tokens", True)))
+        num_choices = len(prompts) * self.num_samples
+        place = None
+        if head.last_event_id:
+            place = read_place(head.last_event_id, served.fingerprint, num_choices, decode.get("seed"))
+        decode["seed"] = place.seed if place else _seed(served, decode)
+        self.choices = [Choice(had) for had in (place.had if place else [(0, 0)] * num_choices)]
+        kind = "text_completion"
+        if isinstance(request, ChatRequest):
+            kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        self.info = AnswerInfo(head.id, kind, int(time.time()), head.model, decode["seed"], served.fingerprint)
+        self._sends_ids = head.last_event_id is not None and served.fingerprint is not None
+        self.settings = [self._fitted(served, decode, len(prompt)) for prompt in prompts]
+        """Of DecodeConfig, for each prompt."""
+
+    def _fitted(self, served: Served, decode: dict[str, Any], num_prompt: int) -> dict[str, Any]:
+        """Return the settings for a prompt, with a default length that fits. Raises ApiError for what cannot fit."""
+        request, limit = self.request, served.context_length
+        param = "prompt" if isinstance(request, CompletionRequest) else "messages"
+        if num_prompt >= limit:
+            message = f"the prompt has {num_prompt} tokens, and the model takes {limit} with the answer's: shorten it"
+            raise bad_request(message, param, "context_length_exceeded")
+        asked, name = decode.get("max_new_tokens"), field_of("max_new_tokens", request)
+        is_given = getattr(request, str(name), None) is not None
+        if is_given and isinstance(asked, int) and num_prompt + asked > limit:
+            message = f"the prompt has {num_prompt} tokens and {name}={asked}, together more than the model's {limit}"
+            remedy = f"give at most {limit - num_prompt}"
+            raise bad_request(f"{message}: {remedy}", param, "context_length_exceeded")
+        room = min(limit, served.num_cache_tokens // self.num_samples) - num_prompt
+        if is_given or asked is None or room < 1:
+            return decode
+        return decode | {"max_new_tokens": room if asked == "auto" else min(asked, room)}
+
+    def refused(self, message: str) -> ApiError:
+        """Return the error of what the engine refused."""
+        return refusal(message, self.request)
+
+    def take(self, prompt: int, delta: Delta) -> tuple[int, Said, Said]:
+        """Count what the engine says. Returns the number of the choice, the part that the client has, and the rest."""
+        index = prompt * self.num_samples + delta.sample
+        self.num_generated += len(delta.token_ids)
+        return index, *self.choices[index].divide(delta)
+
+    def usage(self, num_reasoning: int | None = None) -> dict[str, Any]:
+        """Return the numbers of tokens, at the end."""
+        num_cached = sum(done.num_cached_tokens for done in self.dones.values())
+        return usage(sum(map(len, self.prompts)), num_cached, self.num_generated, num_reasoning)
+
+    def event(self, choices: list[dict[str, Any]]) -> Event:
+        """Return a chunk, with the usage that was asked for, and the place after it where the client wants ids."""
+        options, more = self.request.stream_options, dict[str, Any]()
+        if options and options.continuous_usage_stats:  # what the cache spared is not known yet
+            more["usage"] = usage(sum(map(len, self.prompts)), None, self.num_generated)
+        elif options and options.include_usage:
+            more["usage"] = None
+        data = self.info.body(choices, **more)
+        if not self._sends_ids:
+            return Event(data)
+        had = tuple((choice.num_tokens, choice.num_chars) for choice in self.choices)
+        return Event(data, str(Place(self.info.system_fingerprint or "", self.info.seed, had)))
+
+    @property
+    def wants_usage(self) -> bool:
+        """Return whether a chunk with the usage ends the stream."""
+        return bool(self.request.stream_options and self.request.stream_options.include_usage)
+
+
+def _seed(served: Served, decode: Mapping[str, Any]) -> int:
+    """Return the seed of all prompts: the request's, the server's, or one that is drawn here."""
+    seed = decode.get("seed", served.decode.get("seed"))
+    return random.getrandbits(SEED_BITS) if seed is None else int(seed)

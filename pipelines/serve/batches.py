@@ -1,0 +1,196 @@
+"""The routes of /v1/files and /v1/batches, and lines of batches as requests to the server's own routes."""
+
+import asyncio
+import json
+import logging
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+from uuid import uuid4
+
+from fastapi import FastAPI, Query
+from fastapi.exceptions import RequestValidationError
+from fastapi.requests import Request
+from fastapi.responses import FileResponse, JSONResponse, Response
+from starlette.datastructures import FormData, UploadFile
+from starlette.types import Message, Receive, Scope, Send
+
+from pipelines.api.batches import BatchPage, BatchRequest, FilePage, FileRequest, listed
+from pipelines.api.conversation import Chat
+from pipelines.api.errors import ApiError, bad_request, failed, validation_error
+from pipelines.api.requests import check_request, parse_request
+from pipelines.batch_jobs import Batch, BatchJobs, Reply
+from pipelines.serve.openapi import responses, takes
+from pipelines.serve.records import Record
+from pipelines.serve.routes import ROUTES
+from pipelines.serve.service import Service, Stream
+
+log = logging.getLogger(__name__)
+
+CHUNK = 1 << 20
+SECONDS = "expires_after[seconds]"
+UPLOAD = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": ["batch"]},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        SECONDS: {"type": "integer", "minimum": 3600, "maximum": 2592000},
+    },
+}
+
+
+def add_files(app: FastAPI, jobs: BatchJobs, send_timeout_s: float) -> None:
+    """Add the routes of files. Nobody sees another key's."""
+
+    @app.exception_handler(RequestValidationError)
+    async def refused(request: Request, error: RequestValidationError) -> Response:
+        found = [{**each, "loc": each["loc"][1:]} for each in error.errors()]
+        own = validation_error(found, dict(request.query_params), {})
+        return JSONResponse(own.body(), own.status)
+
+    body = {"required": True, "content": {"multipart/form-data": {"schema": UPLOAD}}}
+
+    @app.post("/v1/files", responses=responses(200, 413, 415), openapi_extra={"requestBody": body})
+    async def upload(request: Request) -> JSONResponse:
+        """Store a file of a batch's lines."""
+        async with request.form(max_files=1, max_fields=len(UPLOAD["properties"])) as form:
+            file, fields = _upload_of(form)
+            kept_s = fields.expires_after.seconds if fields.expires_after else None
+            name = (file.filename or "")[:255]
+            stored = await asyncio.to_thread(jobs.files.add, _owner(request), name, "batch", _chunks(file.file), kept_s)
+        return JSONResponse(stored.described())
+
+    @app.get("/v1/files", responses=responses(200))
+    async def files(request: Request, page: Annotated[FilePage, Query()]) -> JSONResponse:
+        """List the files."""
+        found = [file for file in jobs.files.of(_owner(request)) if page.purpose in (None, file.purpose)]
+        return JSONResponse(listed(found if page.order == "asc" else found[::-1], page.after, page.limit))
+
+    @app.get("/v1/files/{file_id}", responses=responses(200, 404))
+    async def file(request: Request, file_id: str) -> JSONResponse:
+        """Describe a file."""
+        return JSONResponse(jobs.files.get(_owner(request), file_id).described())
+
+    @app.get("/v1/files/{file_id}/content", responses=responses(200, 404, media="application/jsonl"))
+    async def content(request: Request, file_id: str) -> Response:
+        """Return what is in a file."""
+        stored = jobs.files.get(_owner(request), file_id)
+        return Download(jobs.files.path(stored.id), send_timeout_s)
+
+    @app.delete("/v1/files/{file_id}", responses=responses(200, 404))
+    async def remove(request: Request, file_id: str) -> JSONResponse:
+        """Delete a file that no batch reads."""
+        await jobs.remove_file(_owner(request), file_id)
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+
+def add_batches(app: FastAPI, jobs: BatchJobs) -> None:
+    """Add the routes of batches. Nobody sees another key's."""
+
+    @app.post("/v1/batches", **takes(BatchRequest))
+    async def create(request: Request) -> JSONResponse:
+        """Begin to ask each line of a file."""
+        body = parse_request(BatchRequest, await request.body())
+        return JSONResponse((await jobs.create(_owner(request), body)).described())
+
+    @app.get("/v1/batches", responses=responses(200))
+    async def batches(request: Request, page: Annotated[BatchPage, Query()]) -> JSONResponse:
+        """List the batches, the newest first."""
+        return JSONResponse(listed(jobs.of(_owner(request))[::-1], page.after, page.limit))
+
+    @app.get("/v1/batches/{batch_id}", responses=responses(200, 404))
+    async def batch(request: Request, batch_id: str) -> JSONResponse:
+        """Describe a batch."""
+        return JSONResponse(jobs.get(_owner(request), batch_id).described())
+
+    @app.post("/v1/batches/{batch_id}/cancel", responses=responses(200, 404, 415))
+    async def cancel(request: Request, batch_id: str) -> JSONResponse:
+        """End a batch before its lines have been asked."""
+        return JSONResponse((await jobs.cancel(_owner(request), batch_id)).described())
+
+
+def _owner(request: Request) -> str | None:
+    record: Record = request.state.record
+    return record.key
+
+
+def _upload_of(form: FormData) -> tuple[UploadFile, FileRequest]:
+    """Return the file and the other fields. Raises ApiError (400)."""
+    fields: dict[str, Any] = {}
+    for name, value in form.multi_items():
+        if name in fields or name not in UPLOAD["properties"] or isinstance(value, UploadFile) != (name == "file"):
+            raise bad_request(f"{name[:100]} is not allowed here: give {', '.join(UPLOAD['properties'])}", name[:100])
+        fields[name] = value
+    if "file" not in fields:
+        raise bad_request("file is missing: give it", "file")
+    file = fields.pop("file")
+    after = {name[len("expires_after[") : -1]: fields.pop(name) for name in [*fields] if name.startswith("expires")}
+    if after:
+        seconds = after.get("seconds", "")
+        fields["expires_after"] = after | ({"seconds": int(seconds)} if seconds.isdecimal() else {})
+    return file, check_request(FileRequest, fields)
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    while chunk := file.read(CHUNK):
+        yield chunk
+
+
+class Download(FileResponse):
+    """A file for a client that reads it. The connection of one that does not is ended."""
+
+    def __init__(self, path: Path, send_timeout_s: float) -> None:
+        super().__init__(path, media_type="application/jsonl")
+        self._send_timeout_s = send_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def bounded(message: Message) -> None:
+            async with asyncio.timeout(self._send_timeout_s):
+                await send(message)
+
+        try:
+            await super().__call__(scope, receive, bounded)
+        except TimeoutError:
+            if abort := scope["state"].get("abort"):
+                abort()
+
+
+class LineSender:
+    """Answers lines by the server's own routes, as requests that wait for all others."""
+
+    def __init__(self, service: Service, chat: Chat) -> None:
+        self._service = service
+        self._chat = chat
+
+    async def __call__(self, batch: Batch, body: dict[str, Any]) -> Reply:
+        """Return the answer to a line's body."""
+        record = Record(uuid4().hex, "POST", batch.endpoint, key=batch.owner, batch=batch.id)
+        self._service.began()
+        try:
+            answer, record.status = await self._answer(record, body), 200
+        except ApiError as error:
+            answer, record.status = error.body(), error.status
+        except Exception:
+            log.error("a line of %s failed:\n%s", batch.id, traceback.format_exc())
+            answer, record.status = failed().body(), 500
+        finally:
+            self._service.done(record, is_logged=True)
+        return Reply(record.status, record.id, answer)
+
+    async def _answer(self, record: Record, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a body. Raises ApiError."""
+        if body.get("stream"):
+            raise bad_request("stream=true is not allowed: lines are answered whole, leave it out", "stream")
+        route = ROUTES[record.path]
+        request: Any = parse_request(route.kind, json.dumps(body).encode())
+        exchange = self._service.exchange(record, request, route.prefix, None)
+        try:
+            answer = await route.answer(request, exchange, self._chat)
+        finally:
+            exchange.end()
+        if isinstance(answer, Stream):
+            raise TypeError(f"{record.path} streams what was asked as a whole")
+        return answer

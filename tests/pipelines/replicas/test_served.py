@@ -1,0 +1,115 @@
+"""task=serve with two replicas, over HTTP. Real processes."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.helpers.command import run
+from tests.helpers.processes import engines
+from tests.pipelines.serve.test_serve import LIMIT_S, ended, served
+
+pytestmark = [pytest.mark.skipif(find_spec("ray") is None, reason="needs the package ray"), pytest.mark.long]
+
+BODY = {"model": "tiny", "temperature": 0, "max_tokens": 8, "prompt": [300 + i for i in range(64)]}
+ENDLESS = BODY | {"max_tokens": 900, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def post(url: str, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json=BODY | fields, timeout=LIMIT_S)
+
+
+def events(lines: Iterator[str]) -> list[Any]:
+    """What comes of a stream until it ends; None is its [DONE]."""
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    return [None if each == "[DONE]" else json.loads(each) for each in data]
+
+
+def restarts(url: str) -> str:
+    (line,) = [
+        each for each in httpx.get(f"{url}/metrics").text.splitlines() if each.startswith("quintet:engine_restarts")
+    ]
+    return line.split()[-1]
+
+
+def test_two_replicas_behind_one_address(tmp_path: Path) -> None:
+    limits = ["serve.batch_size=1", "serve.max_waiting=0", "serve.replicas=2"]
+    with served(tmp_path / "run", *limits) as (process, url):
+        assert len(engines()) == 2
+        first, again = post(url).json(), post(url).json()
+        assert (first["choices"], first["system_fingerprint"]) == (again["choices"], again["system_fingerprint"])
+        cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in (first, again)]
+        assert cached == [0, 48]  # three whole blocks, and the last token is always computed
+        with ExitStack() as stack:
+            opened = [httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS, timeout=LIMIT_S) for _ in range(2)]
+            streams = [stack.enter_context(each).iter_lines() for each in opened]
+            assert [next(each).startswith("data: {") for each in streams] == [True, True]  # each replica has one
+            refused = post(url)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+            assert int(refused.headers["retry-after"]) > 0
+            os.kill(next(iter(engines().values())), signal.SIGKILL)
+            ends = sorted((events(each)[-2:] for each in streams), key=lambda end: end[-1] is None)
+        assert "lost its worker of Ray: send the request again" in ends[0][-1]["error"]["message"]
+        assert ends[1][-1] is None
+        assert post(url).json()["choices"] == first["choices"]
+        assert restarts(url) == "1.0"
+        left = [os.pidfd_open(pid) for pid in engines()]
+        assert (len(left), ended(process)[0]) == (2, 0)
+    for each in left:
+        assert select.select([each], [], [], LIMIT_S)[0]  # it has ended
+        os.close(each)
+
+
+def test_a_cluster_that_is_there_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64, "RAY_USAGE_STATS_ENABLED": "0"}.items():
+        monkeypatch.setenv(name, value)
+    ray = Path(sys.executable).parent / "ray"
+    options = [
+        f"--port={port}",
+        "--num-cpus=2",
+        "--object-store-memory=80000000",
+        "--include-dashboard=false",
+        "--block",
+    ]
+    with (tmp_path / "head").open("w+") as out:
+        head = subprocess.Popen([ray, "start", "--head", *options], stdout=out, stderr=out)
+        try:
+            deadline = time.monotonic() + LIMIT_S
+            while "Ray runtime started" not in (tmp_path / "head").read_text():
+                assert head.poll() is None
+                assert time.monotonic() < deadline, (tmp_path / "head").read_text()
+                time.sleep(0.1)
+            monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+            with served(tmp_path / "run", "serve.replicas=2") as (process, url):
+                assert post(url).json()["usage"]["completion_tokens"] == 8
+                assert ended(process)[0] == 0
+            monkeypatch.delenv("RAY_AUTH_TOKEN")
+            monkeypatch.setenv("HOME", str(tmp_path))
+            done = run("task=serve", "serve.port=0", "serve.replicas=2", f"hydra.run.dir={tmp_path / 'other'}")
+            assert done.returncode == 1
+            assert (
+                f"error: RAY_ADDRESS=127.0.0.1:{port} cannot be reached (Token authentication is enabled" in done.stderr
+            )
+        finally:
+            head.send_signal(signal.SIGINT)
+            head.wait(LIMIT_S)

@@ -1,0 +1,215 @@
+"""Engines in workers of Ray: two of them answer as one does, and one may end."""
+
+import asyncio
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.errors import UserError
+from conf.schema import RunConfig, Task
+from conf.serving import ServeConfig
+from pipelines.replicas.cluster import replicas_of
+from pipelines.replicas.replicas import Replicas
+from pipelines.serve.client import EngineClient, EngineGone, EngineRefused
+from pipelines.serve.frames import Delta, Submit
+from tests.helpers.builders import REPOSITORY
+from tests.helpers.processes import engines
+from tests.helpers.serving import LIMIT_S, Asked, Whole, run_async, serving, tiny_run, whole
+
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the package ray")
+
+GREEDY = {"temperature": 0.0, "max_new_tokens": 8}
+ENDLESS = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
+
+
+def run_of(number: int = 2, **config: Any) -> RunConfig:
+    return replace(tiny_run(), task=Task.serve, serve=ServeConfig(replicas=number, **config))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_ray() -> Iterator[None]:
+    """All tests share a Ray, which a process begins once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        yield
+        import ray
+
+        ray.shutdown()
+
+
+@asynccontextmanager
+async def replicated(**config: Any) -> AsyncIterator[Replicas]:
+    replicas = replicas_of(run_of(**config))
+    await replicas.start()
+    try:
+        await replicas.wait_ready()
+        yield replicas
+    finally:
+        await replicas.close()
+
+
+async def end_of(answer: Asked) -> str:
+    """How the rest of an answer ends."""
+    reasons = []
+    try:
+        async for item in answer:
+            reasons += [item.finish_reason] if isinstance(item, Delta) and item.finish_reason else []
+    except EngineGone as gone:
+        return str(gone)
+    return reasons[-1]
+
+
+async def first_token(answer: Asked) -> None:
+    async for item in answer:
+        if isinstance(item, Delta):
+            return
+
+
+def prompts_of(num_groups: int, num_prompts: int) -> list[list[int]]:
+    """Prompts of 112 tokens, of which each group shares 96, in any order."""
+    draw = random.Random(3)
+    beginnings = [[draw.randrange(300, 900) for _ in range(96)] for _ in range(num_groups)]
+    prompts = [
+        beginnings[i % num_groups] + [draw.randrange(300, 900) for _ in range(16)]
+        for i in range(num_groups * num_prompts)
+    ]
+    draw.shuffle(prompts)
+    return prompts
+
+
+async def answers_of(engine: EngineClient | Replicas, submits: list[Submit], num_at_once: int) -> list[Whole]:
+    """Answers of requests of which so many are under way."""
+    places = asyncio.Semaphore(num_at_once)
+
+    async def answered(submit: Submit) -> Whole:
+        async with places:
+            return await whole(Asked(engine, submit))
+
+    return await asyncio.gather(*map(answered, submits))
+
+
+@pytest.mark.long
+def test_two_answer_as_one_and_compute_hardly_more() -> None:
+    submits = [
+        Submit(0, prompt, GREEDY | ({"temperature": 0.8, "seed": i} if i % 3 else {}), streams=i % 2 > 0)
+        for i, prompt in enumerate(prompts_of(num_groups=6, num_prompts=12))
+    ]
+
+    async def test() -> None:
+        async with serving(batch_size=8) as one:
+            alone = await answers_of(one, submits, 8)
+            fingerprint = one.info and one.info.fingerprint
+        async with replicated(batch_size=8) as two:
+            assert two.info is not None
+            assert two.info.fingerprint == fingerprint
+            shared = await answers_of(two, submits, 8)
+            used = [len(replica._chunks) > 0 for replica in two._replicas]
+        assert used == [True, True]
+        assert [(each.token_ids, each.texts) for each in shared] == [(each.token_ids, each.texts) for each in alone]
+        cached = [sum(each.done.num_cached_tokens for each in answers) for answers in (shared, alone)]
+        assert cached[1] > 0.7 * 96 * len(submits)
+        assert cached[0] >= 0.9 * cached[1]
+
+    run_async(test())
+
+
+@pytest.mark.long
+def test_where_one_is_killed_the_other_goes_on() -> None:
+    submits = [Submit(0, [300 + i] * 20, ENDLESS | {"seed": i}, streams=True) for i in range(4)]
+
+    async def test() -> None:
+        async with replicated() as replicas:
+            clients, before = replicas._clients, engines()
+            answers = [Asked(replicas, each) for each in submits]
+            await asyncio.gather(*map(first_token, answers))
+            assert [client.num_requests for client in clients] == [2, 2]
+            os.kill(next(iter(before.values())), signal.SIGKILL)
+            ends = await asyncio.gather(*map(end_of, answers))
+            assert sorted(ends) == ["length"] * 2 + ["the engine lost its worker of Ray: send the request again"] * 2
+            again = [await whole(Asked(replicas, submits[i])) for i in range(2)]  # by the other one
+            assert sorted(client.num_restarts for client in clients) == [0, 1]
+            await replicas.wait_ready()
+            assert len(engines().keys() - before.keys()) == 1
+            for client in clients:
+                assert (await whole(Asked(client, submits[0]))).token_ids == again[0].token_ids
+
+    run_async(test())
+
+
+@pytest.mark.long
+def test_what_crashed_two_engines_is_refused_by_both() -> None:
+    poison = Submit(0, [300] * 20, ENDLESS, streams=True)
+
+    async def test() -> None:
+        async with replicated() as replicas:
+            for client in replicas._clients:
+                answer = Asked(client, poison)
+                await first_token(answer)
+                for pid in engines():
+                    os.kill(pid, signal.SIGKILL)
+                assert "was ended by SIGKILL: send the request again" in await end_of(answer)
+                while replicas.info is not None:  # the other one has not been missed yet
+                    await asyncio.sleep(0.01)
+                await replicas.wait_ready()
+            for client in replicas._clients:
+                with pytest.raises(EngineRefused, match="crashed, 2 times"):
+                    await Asked(client, poison).accepted()
+
+    run_async(test())
+
+
+@pytest.mark.long
+def test_a_hung_engine_is_started_again_and_leaves_nothing() -> None:
+    async def test() -> None:
+        async with replicated(number=1, stall_s=2.0) as replicas:
+            ((pid, _),) = engines().items()
+            process = os.pidfd_open(pid)
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(EngineGone, match=r"said nothing for serve.stall_s=2.0 seconds: send"):
+                await whole(Asked(replicas, Submit(0, [300] * 20, GREEDY)))
+            await replicas.wait_ready()
+            assert (await whole(Asked(replicas, Submit(0, [300] * 20, GREEDY)))).done.error is None
+            assert select.select([process], [], [], LIMIT_S)[0]  # it has ended
+            os.close(process)
+
+    run_async(test())
+
+
+@pytest.mark.long
+def test_a_model_that_cannot_be_loaded_is_an_error_of_one_line() -> None:
+    async def failure() -> str:
+        with pytest.raises(UserError) as raised:
+            async with replicated(batch_size=4096):
+                pass
+        return str(raised.value)
+
+    assert "batch_size=4096 is more than device.max_batched_tokens=2048" in run_async(failure())
+
+
+@pytest.mark.long
+def test_a_cluster_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
+    for address in ("127.0.0.1:1", "auto", "ray://127.0.0.1:10001"):
+        command = [
+            sys.executable,
+            "run.py",
+            "task=serve",
+            "serve.port=0",
+            "serve.replicas=2",
+            f"hydra.run.dir={tmp_path}",
+        ]
+        environment = os.environ | {"RAY_ADDRESS": address}
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+        assert f"error: RAY_ADDRESS={address} cannot be reached (" in done.stderr
+        assert "give HOST:PORT of a cluster's head, or leave it out" in done.stderr
