@@ -10,6 +10,12 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FLOORS = ["conf", "kernels", "models", "quantization", "pipelines.engine", "pipelines", "run"]  # lowest first
+SERVER = [
+    "pipelines.engine_process",
+    "pipelines.replicas",
+    "pipelines.api",
+    "pipelines.serve",
+]  # each uses those before it
 TORCHLESS = {  # these decide, and compute nothing; neither do they import what does
     "conf.schema",
     "conf.decoding",
@@ -52,7 +58,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "fastapi": ("pipelines.serve.*",),
     "starlette": ("pipelines.serve.*", "pipelines.chat_page"),
     "uvicorn": ("pipelines.serve.*",),
-    "msgspec": ("pipelines.serve.*",),
+    "msgspec": ("pipelines.serve.*", "pipelines.engine_process.*"),
     "prometheus_client": ("pipelines.serve.*",),
     "ray": ("pipelines.replicas.workers",),
     "pydantic": ("pipelines.api.*", "pipelines.serve.*"),
@@ -109,6 +115,12 @@ def test_no_cycles() -> None:
     while ready := [name for name in graph if name not in done and graph[name] - {name} <= done]:
         done.update(ready)
     assert done == graph.keys(), f"in or behind a cycle: {sorted(graph.keys() - done)}"
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.rpartition(".")[0] in SERVER])
+def test_packages_of_the_server_have_an_order(name: str) -> None:
+    later = SERVER[SERVER.index(name.rpartition(".")[0]) + 1 :]
+    assert not [other for other in imports(name) if other.rpartition(".")[0] in later]
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -168,5 +180,5 @@ def test_every_package_is_installed() -> None:
 
 
 def test_the_server_may_be_imported_without_torch() -> None:
-    code = "import pipelines.launch, pipelines.serve.frames, models.tokenizers, sys; sys.exit('torch' in sys.modules)"
+    code = "import pipelines.launch, pipelines.serve.app, models.tokenizers, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0

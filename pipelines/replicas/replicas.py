@@ -5,8 +5,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from conf.errors import UserError
-from pipelines.serve.client import Answer, EngineClient, EngineGone
-from pipelines.serve.frames import Beat, Ready, Submit, SubmitPooled
+from pipelines.engine_process.client import Answer, EngineClient, EngineGone
+from pipelines.engine_process.frames import Beat, Ready, Submit, SubmitPooled
 
 CHUNK_TOKENS = 16  # of a prompt that are remembered together, as in a block of the KV cache
 LEAD = 0.5  # of serve.batch_size: requests that an engine may have more than the one with the fewest

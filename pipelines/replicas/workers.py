@@ -12,11 +12,11 @@ from ray.exceptions import RayError
 
 from conf.errors import UserError, shortened
 from conf.schema import RunConfig
+from pipelines.engine_process.child import LocalChild
+from pipelines.engine_process.client import EngineClient
+from pipelines.engine_process.suspects import Suspects
 from pipelines.replicas.places import Place, place_of
 from pipelines.replicas.replicas import Replicas
-from pipelines.serve.child import LocalChild
-from pipelines.serve.client import EngineClient
-from pipelines.serve.suspects import Suspects
 
 OBJECT_STORE_BYTES = 80 << 20  # all that Ray carries here are frames; it takes no less
 REACH_S = 10.0  # for the cluster to be reached

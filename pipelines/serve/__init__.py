@@ -1,6 +1,6 @@
-"""Floor 4b, the server: HTTP in one process, the engine in its child, and frames between them.
+"""Floor 4b, the server's HTTP, without torch.
 
-The HTTP process imports no torch. A request passes the guard (`guard`), finds its route (`routes`), is admitted
-(`service`, `admission`) and deals with the engine (`exchange`, `client`); `pipelines.api` makes settings of it and writes
-the answer, which `stream` sends. The child (`engine_process`) runs the engine's steps.
+A request passes the guard (`guard`), finds its route (`routes`), is admitted (`service`, `admission`) and deals with the
+engine (`exchange`), which runs in a process of its own (`pipelines.engine_process`, several of them by
+`pipelines.replicas`). `pipelines.api` makes settings of a request and writes the answer, which `stream` sends.
 """

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from conf.serving import ServeConfig
 from pipelines.api.errors import ApiError
-from pipelines.serve.client import Engine
-from pipelines.serve.frames import Beat
+from pipelines.engine_process.client import Engine
+from pipelines.engine_process.frames import Beat
 
 MAX_RETRY_S = 60
 WINDOW_S = 30.0  # of which the measured speed tells, about

@@ -8,9 +8,9 @@ import msgspec
 
 from pipelines.api.errors import SERVER_ERROR, ApiError, engine_gone, loading
 from pipelines.api.generation import Head
+from pipelines.engine_process.client import Answer, Engine, EngineGone
+from pipelines.engine_process.frames import Delta, Done, Ready, Submit, SubmitPooled
 from pipelines.serve.admission import Admission, Prompt
-from pipelines.serve.client import Answer, Engine, EngineGone
-from pipelines.serve.frames import Delta, Done, Ready, Submit, SubmitPooled
 from pipelines.serve.metrics import Metrics
 from pipelines.serve.records import Record
 

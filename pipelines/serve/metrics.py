@@ -6,8 +6,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pipelines.serve.client import Engine
-from pipelines.serve.frames import Beat, Done
+from pipelines.engine_process.client import Engine
+from pipelines.engine_process.frames import Beat, Done
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SHORT_MS = (1, 2.5, 5, 10, 25, 50, 75, 100, 150, 200, 300, 500, 750, 1000, 2500, 5000, 10_000, 40_000, 80_000)

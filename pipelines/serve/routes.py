@@ -36,9 +36,9 @@ from pipelines.api.responses import ResponseRequest, ResponseWriter
 from pipelines.api.resumption import HEADER
 from pipelines.api.settings import cache_salt
 from pipelines.api.writers import ChatWriter, CompletionWriter, Writer
-from pipelines.serve.client import EngineRefused
+from pipelines.engine_process.client import EngineRefused
+from pipelines.engine_process.frames import Submit, SubmitPooled
 from pipelines.serve.exchange import Exchange
-from pipelines.serve.frames import Submit, SubmitPooled
 from pipelines.serve.openapi import takes
 from pipelines.serve.service import Answered, Result, Service, Stream, timeout_s
 from pipelines.serve.stream import written

@@ -23,10 +23,10 @@ from conf.sizes import num_bytes
 from pipelines.api.conversation import Chat
 from pipelines.api.errors import ApiError
 from pipelines.batch_jobs import BatchJobs
+from pipelines.engine_process.client import EngineClient
 from pipelines.replicas.cluster import replicas_of
 from pipelines.report import Dump, write_atomically
 from pipelines.serve.app import create_app
-from pipelines.serve.client import EngineClient
 from pipelines.serve.guard import MAX_HEAD_BYTES, check_host, read_keys, whole_error
 from pipelines.serve.records import RequestLog
 from pipelines.serve.service import Service

@@ -20,8 +20,8 @@ from conf.schema import RunConfig
 from pipelines.api.answers import Event
 from pipelines.api.errors import ApiError, failed
 from pipelines.api.generation import Head
+from pipelines.engine_process.client import Engine
 from pipelines.serve.admission import Admission
-from pipelines.serve.client import Engine
 from pipelines.serve.exchange import Exchange, loaded
 from pipelines.serve.metrics import Metrics
 from pipelines.serve.records import Record, RequestLog

@@ -79,7 +79,7 @@ class Server:
     def child(self) -> int | None:
         """Return the id of the engine's process, None while there is none."""
         for pid in map(int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()):
-            if b"pipelines.serve.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"pipelines.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
         return None
 

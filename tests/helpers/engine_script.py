@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from pipelines.serve.engine_loading import Served
-from pipelines.serve.engine_process import EngineProcess
-from pipelines.serve.frames import Deltas, ToEngine
+from pipelines.engine_process.frames import Deltas, ToEngine
+from pipelines.engine_process.loading import Served
+from pipelines.engine_process.process import EngineProcess
 from tests.helpers.serving import LIMIT_S, Sample
 
 

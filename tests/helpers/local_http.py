@@ -16,10 +16,10 @@ from pipelines.api.answers import DONE, Event
 from pipelines.api.generation import Generation, Head
 from pipelines.api.requests import Shape, check_request
 from pipelines.api.writers import Writer
+from pipelines.engine_process.client import Engine
+from pipelines.engine_process.frames import Submit
 from pipelines.serve.app import add_errors
-from pipelines.serve.client import Engine
 from pipelines.serve.exchange import Exchange
-from pipelines.serve.frames import Submit
 from pipelines.serve.guard import Guard
 from pipelines.serve.records import Record
 from pipelines.serve.routes import continued

@@ -22,5 +22,5 @@ def engines() -> dict[int, int]:
     def is_ours(pid: int) -> bool:
         return pid == os.getpid() or (pid in known and is_ours(known[pid][0]))
 
-    pids = [pid for pid, (_, command) in known.items() if "pipelines.serve.engine_process" in command and is_ours(pid)]
+    pids = [pid for pid, (_, command) in known.items() if "pipelines.engine_process" in command and is_ours(pid)]
     return {pid: known[pid][0] for pid in pids}

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig, Task
 from conf.serving import ServeConfig
-from pipelines.serve.client import Engine, EngineClient
-from pipelines.serve.frames import Beat, Delta, Done, Logprob, Submit, SubmitPooled
+from pipelines.engine_process.client import Engine, EngineClient
+from pipelines.engine_process.frames import Beat, Delta, Done, Logprob, Submit, SubmitPooled
 from tests.helpers.builders import REPOSITORY
 
 T = TypeVar("T")

@@ -19,10 +19,10 @@ import pytest
 from conf.errors import UserError
 from conf.schema import RunConfig, Task
 from conf.serving import ServeConfig
+from pipelines.engine_process.client import EngineClient, EngineGone, EngineRefused
+from pipelines.engine_process.frames import Delta, Submit
 from pipelines.replicas.cluster import replicas_of
 from pipelines.replicas.replicas import Replicas
-from pipelines.serve.client import EngineClient, EngineGone, EngineRefused
-from pipelines.serve.frames import Delta, Submit
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.processes import engines
 from tests.helpers.serving import LIMIT_S, Asked, Whole, run_async, serving, tiny_run, whole

@@ -30,8 +30,8 @@ from conf.serving import ServeConfig
 from models.tokenizers import Tokenizer, load_tokenizer
 from pipelines.api.conversation import Chat
 from pipelines.batch_jobs import BatchJobs
+from pipelines.engine_process.frames import Submit
 from pipelines.serve.app import create_app
-from pipelines.serve.frames import Submit
 from pipelines.serve.service import Service
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.fake_engine import FakeEngine

@@ -17,9 +17,9 @@ import pytest
 from pipelines import batch_jobs
 from pipelines.api.conversation import Chat
 from pipelines.batch_jobs import BatchJobs
+from pipelines.engine_process.client import EngineRefused
+from pipelines.engine_process.frames import Submit
 from pipelines.serve.app import create_app
-from pipelines.serve.client import EngineRefused
-from pipelines.serve.frames import Submit
 from tests.helpers.fake_engine import READY, FakeEngine
 from tests.helpers.local_http import URL, service_of
 from tests.helpers.serving import run_async

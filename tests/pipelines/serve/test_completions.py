@@ -15,8 +15,8 @@ from pipelines.api.generation import Generation
 from pipelines.api.requests import ChatRequest, CompletionRequest, Sampling, check_request
 from pipelines.api.writers import ChatWriter, CompletionWriter
 from pipelines.engine import Engine, Output
+from pipelines.engine_process.client import EngineClient
 from pipelines.loading import load_engine
-from pipelines.serve.client import EngineClient
 from tests.helpers.local_http import answer_of, exchange_of
 from tests.helpers.serving import LIMIT_S, serving, tiny_run
 

@@ -16,7 +16,7 @@ from pipelines.api.conversation import Chat
 from pipelines.api.errors import ApiError
 from pipelines.api.generation import Generation
 from pipelines.api.requests import CompletionRequest, EmbeddingRequest, check_request
-from pipelines.serve.client import EngineClient
+from pipelines.engine_process.client import EngineClient
 from pipelines.serve.routes import embeddings
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.embedding_models import write_qwen3_embedding

@@ -19,7 +19,7 @@ from pipelines.api.generation import Generation, Head
 from pipelines.api.messages import MessagesRequest, MessageWriter
 from pipelines.api.requests import ChatRequest, parse_request
 from pipelines.api.writers import ChatWriter
-from pipelines.serve.frames import Delta, Done
+from pipelines.engine_process.frames import Delta, Done
 from pipelines.serve.routes import message
 from pipelines.serve.stream import written as sent
 from tests.helpers.fake_engine import READY

@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
+from pipelines.engine_process.client import EngineRefused
 from pipelines.serve import stream
-from pipelines.serve.client import EngineRefused
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.local_http import asking, echoing, service_of
 from tests.helpers.serving import run_async

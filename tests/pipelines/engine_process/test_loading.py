@@ -24,10 +24,10 @@ from models.tokenizers import load_tokenizer
 from pipelines import fingerprint
 from pipelines.api.embeddings import encode_input
 from pipelines.engine.request import FinishReason
+from pipelines.engine_process.frames import Beat, Deltas, Done, Refused, Submit, SubmitPooled
+from pipelines.engine_process.loading import Served, load_served
 from pipelines.pooled_pipeline import EmbeddingPipeline
 from pipelines.report import NoProgress
-from pipelines.serve.engine_loading import Served, load_served
-from pipelines.serve.frames import Beat, Deltas, Done, Refused, Submit, SubmitPooled
 from tests.helpers.adapters import ALL_LINEAR, write_adapter
 from tests.helpers.builders import run_config
 from tests.helpers.embedding_models import write_e5_mistral, write_qwen3_embedding
@@ -63,7 +63,7 @@ def test_loading_shows_its_progress(chatty: Path, monkeypatch: pytest.MonkeyPatc
         def loaded(self, done: int, total: int) -> None:
             seen.append((done, total))
 
-    monkeypatch.setattr("pipelines.serve.engine_loading.progress_bar", lambda: nullcontext(Shown()))
+    monkeypatch.setattr("pipelines.engine_process.loading.progress_bar", lambda: nullcontext(Shown()))
     loaded(run_config(chatty))
     assert seen == sorted(seen)
     assert len({total for _, total in seen}) == 1

@@ -18,12 +18,12 @@ from conf.errors import UserError
 from conf.schema import Task
 from conf.serving import ServeConfig
 from pipelines.engine import Engine
+from pipelines.engine_process import child as module
+from pipelines.engine_process.child import COMMAND, LocalChild
+from pipelines.engine_process.client import EngineClient, EngineGone, EngineRefused
+from pipelines.engine_process.frames import Cancel, Delta, Submit, encode
+from pipelines.engine_process.suspects import MAX_CRASHES, digest_of
 from pipelines.loading import load_engine
-from pipelines.serve import child as module
-from pipelines.serve.child import COMMAND, LocalChild
-from pipelines.serve.client import EngineClient, EngineGone, EngineRefused
-from pipelines.serve.frames import Cancel, Delta, Submit, encode
-from pipelines.serve.suspects import MAX_CRASHES, digest_of
 from tests.helpers.builders import REPOSITORY, run_config, said
 from tests.helpers.serving import LIMIT_S, Asked, Whole, idle, run_async, serving, tiny_run, whole
 
@@ -234,10 +234,10 @@ def test_an_engine_that_sends_what_is_no_frame_is_ended(
         f"import pathlib, runpy, socket, sys, msgspec\n"
         f"used = pathlib.Path({str(used)!r})\n"
         "if used.exists():\n"
-        "    runpy.run_module('pipelines.serve.engine_process', run_name='__main__')\n"
+        "    runpy.run_module('pipelines.engine_process', run_name='__main__')\n"
         "    sys.exit()\n"
         "used.touch()\n"
-        "from pipelines.serve.frames import Ready, encode\n"
+        "from pipelines.engine_process.frames import Ready, encode\n"
         "connection = socket.socket(fileno=int(sys.argv[1]))\n"
         "connection.recv(1 << 20)\n"
         "connection.sendall(encode(Ready(99, 99, None, {}, 99)))\n"
@@ -351,5 +351,5 @@ def test_the_process_ends_where_it_is_left_or_told_nonsense(sent: bytes, code: i
 
 
 def test_the_client_loads_no_torch() -> None:
-    code = "import sys, pipelines.serve.client; sys.exit('torch' in sys.modules)"
+    code = "import sys, pipelines.engine_process.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0

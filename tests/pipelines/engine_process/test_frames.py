@@ -12,8 +12,8 @@ from conf.quantization import QuantScheme
 from conf.schema import DeviceType, RunConfig, Task
 from conf.serving import ServeConfig
 from conf.tasks import PredictConfig
-from pipelines.serve import frames
-from pipelines.serve.frames import (
+from pipelines.engine_process import frames
+from pipelines.engine_process.frames import (
     MAX_FRAME_BYTES,
     Cancel,
     Delta,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from pipelines.serve.frames import Submit, SubmitPooled
+from pipelines.engine_process.frames import Submit, SubmitPooled
 
 MAX_CRASHES = 2  # that a request may have been in
 FORGOTTEN_S = 3600.0  # after the last crash: it may have been another request's

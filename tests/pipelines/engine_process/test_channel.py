@@ -3,8 +3,8 @@
 import socket
 import threading
 
-from pipelines.serve.channel import CHUNK, MAX_CHUNKS, Channel
-from pipelines.serve.frames import Submit, encode
+from pipelines.engine_process.channel import CHUNK, MAX_CHUNKS, Channel
+from pipelines.engine_process.frames import Submit, encode
 
 
 def test_a_wait_ends_by_wake_from_a_thread_and_by_one_before_it() -> None:

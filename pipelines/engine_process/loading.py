@@ -15,13 +15,13 @@ from pipelines.device import prepare_device
 from pipelines.embed import Embedder
 from pipelines.engine import Engine
 from pipelines.engine.request_factory import check_pooled
+from pipelines.engine_process.channel import Channel
+from pipelines.engine_process.frames import Ready
 from pipelines.fingerprint import model_fingerprint, plain, replay_fingerprint, template_fingerprint
 from pipelines.loading import load_engine_on
 from pipelines.memory import explained_out_of_memory
 from pipelines.opening import ModelSource, open_source
 from pipelines.report import NoProgress, ProgressSink, progress_bar
-from pipelines.serve.channel import Channel
-from pipelines.serve.frames import Ready
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import msgspec
 
 from conf.errors import UserError
 from conf.schema import RunConfig
-from pipelines.serve.child import END_S, Child, LocalChild
-from pipelines.serve.frames import (
+from pipelines.engine_process.child import END_S, Child, LocalChild
+from pipelines.engine_process.frames import (
     Accepted,
     Beat,
     Began,
@@ -28,7 +28,7 @@ from pipelines.serve.frames import (
     Unready,
     encode,
 )
-from pipelines.serve.suspects import MAX_CRASHES, Suspects
+from pipelines.engine_process.suspects import MAX_CRASHES, Suspects
 
 log = logging.getLogger(__name__)
 

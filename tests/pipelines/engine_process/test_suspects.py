@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from conf.schema import RunConfig
-from pipelines.serve.client import Answer, EngineClient, EngineRefused
-from pipelines.serve.frames import (
+from pipelines.engine_process.client import Answer, EngineClient, EngineRefused
+from pipelines.engine_process.frames import (
     Accepted,
     Began,
     Done,
@@ -19,7 +19,7 @@ from pipelines.serve.frames import (
     ToEngine,
     encode,
 )
-from pipelines.serve.suspects import FORGOTTEN_S, MAX_SUSPECTS, Suspects
+from pipelines.engine_process.suspects import FORGOTTEN_S, MAX_SUSPECTS, Suspects
 from tests.helpers.fake_engine import READY
 from tests.helpers.serving import run_async
 

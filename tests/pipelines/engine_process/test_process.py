@@ -14,9 +14,7 @@ from conf.schema import Task
 from conf.serving import ServeConfig
 from pipelines.engine import Engine
 from pipelines.engine.request import TokenLogprobs
-from pipelines.serve.engine_loading import Served, load_served
-from pipelines.serve.engine_process import EngineProcess
-from pipelines.serve.frames import (
+from pipelines.engine_process.frames import (
     Accepted,
     Beat,
     Began,
@@ -27,6 +25,8 @@ from pipelines.serve.frames import (
     Submit,
     SubmitPooled,
 )
+from pipelines.engine_process.loading import Served, load_served
+from pipelines.engine_process.process import EngineProcess
 from tests.helpers.engine_script import Script, serve
 from tests.helpers.serving import LIMIT_S, tiny_run
 

@@ -1,13 +1,6 @@
-"""The engine's process: requests in, deltas out, a step at a time. `python -m pipelines.serve.engine_process FD`.
+"""What the engine's process does: requests in, deltas out, a step at a time."""
 
-FD is the inherited end of a socketpair. The process ends when the other end is closed.
-"""
-
-import ctypes
 import logging
-import signal
-import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,15 +10,13 @@ from itertools import islice
 import torch
 
 from conf.errors import UserError
-from conf.terminal import VisibleFormatter
 from pipelines.embed import Embedder
 from pipelines.engine import Engine, Output, Request
 from pipelines.engine.faults import belongs_to_request
 from pipelines.engine.request import Completion, SequenceGroup, Sink, TokenLogprobs
 from pipelines.engine.step_budget import StepBudget
-from pipelines.serve.channel import Channel
-from pipelines.serve.engine_loading import Served, load_served
-from pipelines.serve.frames import (
+from pipelines.engine_process.channel import Channel
+from pipelines.engine_process.frames import (
     Accepted,
     Beat,
     Began,
@@ -35,14 +26,13 @@ from pipelines.serve.frames import (
     Done,
     Logprob,
     Refused,
-    Start,
     Submit,
     SubmitPooled,
     ToEngine,
-    Unready,
 )
-from pipelines.serve.gate import Gate
-from pipelines.serve.inbox import Inbox
+from pipelines.engine_process.gate import Gate
+from pipelines.engine_process.inbox import Inbox
+from pipelines.engine_process.loading import Served
 
 log = logging.getLogger(__name__)
 
@@ -352,36 +342,3 @@ def told_error(error: BaseException, id: int) -> str:
         return str(error)
     log.error("request %d failed", id, exc_info=error)
     return "the engine failed: the server's log says why"
-
-
-def main() -> None:
-    """Load the model that the first frame names, and serve it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a hung process does not see that its socket was closed
-    for number in (signal.SIGINT, signal.SIGTERM):  # the other process decides when to end
-        signal.signal(number, signal.SIG_IGN)
-    handler = logging.StreamHandler()
-    handler.setFormatter(VisibleFormatter("%(levelname)s: %(message)s"))
-    logging.basicConfig(handlers=[handler], level=logging.WARNING)
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    while not (frames := channel.receive(waits=True)):
-        if frames is None:
-            return
-    start = frames[0]
-    if not isinstance(start, Start):
-        raise UserError("the first frame is not Start")
-    try:
-        served = load_served(start.run, channel)
-    except (UserError, OSError) as error:
-        channel.send_all(Unready(str(error)))
-        return
-    channel.send(served.ready)
-    # What a request's settings leave unused is its sender's affair, and would fill the log.
-    logging.getLogger("conf.decoding").setLevel(logging.ERROR)
-    EngineProcess(channel, served, start.run.serve.max_step_ms).serve()
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")

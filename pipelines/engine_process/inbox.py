@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from pipelines.serve.frames import Submit, SubmitPooled
+from pipelines.engine_process.frames import Submit, SubmitPooled
 
 TURN_S = 0.02  # that requests are looked at before the next step: a long prompt takes a millisecond
 PATIENCE_S = 0.002  # for what is prepared, before the next step: settings that were used before are there by then

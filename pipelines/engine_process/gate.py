@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from pipelines.serve.frames import Delta, Logprob
+from pipelines.engine_process.frames import Delta, Logprob
 
 MAX_CHUNKS_PER_S = 2000  # of all streams together: each costs the HTTP process some 50 us
 

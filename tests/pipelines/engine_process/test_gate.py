@@ -5,8 +5,8 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.serve.frames import Delta, Logprob
-from pipelines.serve.gate import MAX_CHUNKS_PER_S, Gate
+from pipelines.engine_process.frames import Delta, Logprob
+from pipelines.engine_process.gate import MAX_CHUNKS_PER_S, Gate
 
 KEYS = [(1, 0), (1, 1), (2, 0)]
 EVENTS = st.lists(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-COMMAND = (sys.executable, "-P", "-m", "pipelines.serve.engine_process")
+COMMAND = (sys.executable, "-P", "-m", "pipelines.engine_process")
 CHUNK = 1 << 20  # bytes
 END_S = 5.0  # for a process that has closed its socket
 

@@ -4,7 +4,7 @@ import select
 import socket
 from contextlib import suppress
 
-from pipelines.serve.frames import FrameReader, FromEngine, ToEngine, encode
+from pipelines.engine_process.frames import FrameReader, FromEngine, ToEngine, encode
 
 CHUNK = 1 << 20  # bytes
 MAX_CHUNKS = 8  # that are received at once

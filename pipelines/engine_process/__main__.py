@@ -1,0 +1,52 @@
+"""The engine's process: `python -m pipelines.engine_process FD`.
+
+FD is the inherited end of a socketpair. The process ends when the other end is closed.
+"""
+
+import ctypes
+import logging
+import signal
+import socket
+import sys
+
+from conf.errors import UserError
+from conf.terminal import VisibleFormatter
+from pipelines.engine_process.channel import Channel
+from pipelines.engine_process.frames import Start, Unready
+from pipelines.engine_process.loading import load_served
+from pipelines.engine_process.process import EngineProcess
+
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+def main() -> None:
+    """Load the model that the first frame names, and serve it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a hung process does not see that its socket was closed
+    for number in (signal.SIGINT, signal.SIGTERM):  # the other process decides when to end
+        signal.signal(number, signal.SIG_IGN)
+    handler = logging.StreamHandler()
+    handler.setFormatter(VisibleFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    while not (frames := channel.receive(waits=True)):
+        if frames is None:
+            return
+    start = frames[0]
+    if not isinstance(start, Start):
+        raise UserError("the first frame is not Start")
+    try:
+        served = load_served(start.run, channel)
+    except (UserError, OSError) as error:
+        channel.send_all(Unready(str(error)))
+        return
+    channel.send(served.ready)
+    # What a request's settings leave unused is its sender's affair, and would fill the log.
+    logging.getLogger("conf.decoding").setLevel(logging.ERROR)
+    EngineProcess(channel, served, start.run.serve.max_step_ms).serve()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
