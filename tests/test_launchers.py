@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -35,6 +36,17 @@ class Doubling(Sweeper):
         Path(self.config.hydra.sweep.dir, "values.json").write_text(json.dumps(values))
 '''
 
+SBATCH = """#!/bin/sh
+last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\)%.*/\\1/p' "$1")
+echo "Submitted batch job 7"
+export SLURM_JOB_ID=7 SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID SLURM_NTASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0
+(for SLURM_ARRAY_TASK_ID in $(seq 0 "$last"); do sh "$1"; done) > "$SLURM_LOG" 2>&1 &
+"""
+SRUN = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do case "$1" in --output|--error) shift 2 ;; *) shift ;; esac; done
+exec "$@"
+"""
+
 
 def table(sweep_dir: Path) -> list[dict[str, str]]:
     with open(sweep_dir / "sweep.csv", newline="", encoding="utf-8") as file:
@@ -44,6 +56,10 @@ def table(sweep_dir: Path) -> list[dict[str, str]]:
 def measured(metric: str) -> bool:
     """Whether two runs differ in it. What a row's tasks measured alike has one column, and otherwise one for each."""
     return metric.endswith("_s") or any(part in metric for part in ("_s.p", "peak_memory", "decode_share"))
+
+
+def without_times(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{name: row[name] for name in row if not measured(name)} for row in rows]
 
 
 def test_launchers_give_equal_tables(chatty: Path, tmp_path: Path) -> None:
@@ -61,10 +77,7 @@ def test_launchers_give_equal_tables(chatty: Path, tmp_path: Path) -> None:
         assert done.returncode == 1
         assert done.stderr.splitlines()[-1] == f"error: 4 of 8 jobs failed: see {tmp_path / name}/sweep.md"
         assert {"sweep.csv", "sweep.md", "sweep.png"} < {file.name for file in (tmp_path / name).iterdir()}
-    basic, joblib = (table(tmp_path / name) for name in launchers)
-    basic, joblib = (
-        [{name: row[name] for name in row if not measured(name)} for row in rows] for rows in (basic, joblib)
-    )
+    basic, joblib = (without_times(table(tmp_path / name)) for name in launchers)
     assert {"job", "quant", "model.max_length", "perplexity", "weight_bytes", "error"} <= basic[0].keys()
     assert basic == joblib
     headings = [(tmp_path / name / "sweep.md").read_text().splitlines()[0] for name in launchers]
@@ -72,6 +85,52 @@ def test_launchers_give_equal_tables(chatty: Path, tmp_path: Path) -> None:
     assert [(row["job"], bool(row["error"])) for row in joblib] == [
         ("0 + 4", False), ("1 + 5", True), ("2 + 6", False), ("3 + 7", True),
     ]  # fmt: skip
+
+
+@pytest.mark.long
+def test_jobs_of_submitit_give_the_table_of_the_basic_launcher(
+    chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In processes of this machine, and as tasks of a Slurm array, which two scripts stand for."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    for name, script in (("sbatch", SBATCH), ("srun", SRUN)):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(script)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_LOG", str(tmp_path / "slurm.log"))
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time, there was a little girl. " * 9)
+    arguments = [
+        "-m", "task=evaluate", "quant=none,int8", "model.max_length=64,9999", "device=cpu", f"model.path={chatty}",
+        f"evaluate.data={text}", "evaluate.window=32",
+    ]  # fmt: skip
+    tables = []
+    for name in ("basic", "submitit_local", "submitit_slurm"):
+        done = run(*arguments, f"hydra/launcher={name}", f"hydra.sweep.dir={tmp_path / name}")
+        assert done.stderr.splitlines()[-1] == f"error: 2 of 4 jobs failed: see {tmp_path / name}/sweep.md", done.stderr
+        tables.append(without_times(table(tmp_path / name)))
+    assert [bool(row["error"]) for row in tables[0]] == [False, True, False, True]
+    assert tables[1:] == [tables[0], tables[0]]
+    assert "#SBATCH --array=0-3%4" in next(tmp_path.glob("submitit_slurm/.submitit/**/*.sh")).read_text()
+
+
+def test_a_launcher_that_cannot_run_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = run(
+        "-m", "hydra/launcher=submitit_slurm", "decode.max_new_tokens=2,3", f"hydra.sweep.dir={tmp_path / 'sweep'}"
+    )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: hydra/launcher=submitit_slurm needs Slurm, and there is no srun here: start the sweep on a machine of the "
+        "cluster, or give hydra/launcher=submitit_local\n",
+    )
+    assert not (tmp_path / "sweep").exists()
+    done = run("hydra/launcher=joblib", "decode.max_new_tokens=2")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: hydra/launcher=joblib is not used by a run alone: leave it out, or give -m for a sweep\n"
+    )
 
 
 def test_a_sweep_shows_what_drafts_gain_in_one_table(chatty: Path, tmp_path: Path) -> None:
