@@ -78,11 +78,6 @@ class Batch:
     output_file_id: str | None = None
     error_file_id: str | None = None
 
-    def enter(self, status: str) -> None:
-        """Come to a status now."""
-        self.status = status
-        self.times[status] = int(time.time())
-
     def described(self) -> dict[str, Any]:
         """Return it in OpenAI's shape."""
         statuses = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
@@ -112,8 +107,11 @@ Send = Callable[[Batch, dict[str, Any]], Awaitable[Reply]]
 class BatchJobs:
     """The batches and files of a folder, for one event loop. One process at a time has the folder."""
 
-    def __init__(self, folder: Path, max_running: int, max_line: int) -> None:
-        """max_running: lines at once. max_line: most bytes of one. Raises UserError where the folder cannot be had."""
+    def __init__(self, folder: Path, max_running: int, max_line: int, clock: Callable[[], float] = time.time) -> None:
+        """max_running: lines at once. max_line: most bytes of one. clock: returns seconds since 1970.
+
+        Raises UserError where the folder cannot be had.
+        """
         try:
             (folder / "batches").mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -127,6 +125,7 @@ class BatchJobs:
             raise UserError(f"serve.batches={folder} cannot be had ({error.strerror}): give another folder") from error
         self._folder = folder / "batches"
         self._max_line = max_line
+        self._clock = clock
         self._places = asyncio.Semaphore(max_running)  # in turn, so that no batch waits for another one's end
         self._alone = asyncio.Lock()  # of lines that ran when the engine ended: one of them may be why
         self._disk = ThreadPoolExecutor(1, "batches")  # all that is done to a journal, one after the other
@@ -159,7 +158,7 @@ class BatchJobs:
             raise bad_request(message, "input_file_id")
         if sum(batch.status not in ENDED for batch in self.of(owner)) >= MAX_UNFINISHED:
             raise bad_request(f"{MAX_UNFINISHED} batches have not ended: wait for one, or cancel one", None)
-        now = int(time.time())
+        now = int(self._clock())
         after = request.output_expires_after
         kept_s = after.seconds if after else KEPT_S
         batch = Batch(new_id("batch_"), owner, file.id, request.endpoint, now, now + WINDOW_S, request.metadata, kept_s)
@@ -189,7 +188,7 @@ class BatchJobs:
         if batch.status in (*ENDED, "finalizing"):
             raise bad_request(f"the batch {id} is {batch.status}: only one that runs can be cancelled", "batch_id")
         if batch.status != "cancelling":
-            batch.enter("cancelling")
+            self._enter(batch, "cancelling")
             self._tasks[id].cancel()
             await self._on_disk(self._save, batch)
         return batch
@@ -203,6 +202,11 @@ class BatchJobs:
 
     def _used(self) -> set[str]:
         return {batch.input_file_id for batch in self._batches.values() if batch.status not in ENDED}
+
+    def _enter(self, batch: Batch, status: str) -> None:
+        """Let a batch come to a status now."""
+        batch.status = status
+        batch.times[status] = int(self._clock())
 
     def _begin(self, batch: Batch) -> None:
         self._tasks[batch.id] = task = asyncio.create_task(self._run(batch))
@@ -236,10 +240,10 @@ class BatchJobs:
         if batch.status == "validating":
             checked = await self._on_disk(check_lines, path, batch.endpoint, self._max_line)
             batch.total, batch.errors = checked.num_lines, checked.errors
-            batch.enter("failed" if batch.errors else "in_progress")
+            self._enter(batch, "failed" if batch.errors else "in_progress")
             await self._on_disk(self._save, batch)
         elif batch.total == 0:  # cancelled before its lines were known
-            batch.enter("cancelled")
+            self._enter(batch, "cancelled")
             await self._on_disk(self._save, batch)
         if batch.status in ENDED:
             return
@@ -248,9 +252,9 @@ class BatchJobs:
             end = "cancelled" if batch.status == "cancelling" else "completed"
             if batch.status == "in_progress":
                 try:
-                    async with asyncio.timeout(batch.expires_at - time.time()) as window:
+                    async with asyncio.timeout(batch.expires_at - self._clock()) as window:
                         await self._run_lines(batch, journal, path)
-                    batch.enter("finalizing")
+                    self._enter(batch, "finalizing")
                 except TimeoutError:
                     if not window.expired():
                         raise
@@ -309,7 +313,7 @@ class BatchJobs:
             filename = f"{batch.id}_{name}.jsonl"
             self.files.put(file_id, batch.owner, filename, "batch_output", lines, batch.output_kept_s)
             setattr(ended, f"{name}_file_id", file_id)
-        ended.enter(end)
+        self._enter(ended, end)
         self._save(ended)
         journal.remove()
         vars(batch).update(vars(ended))
@@ -320,7 +324,7 @@ class BatchJobs:
             try:
                 await asyncio.to_thread(self.files.expire, self._used())
                 for batch in list(self._batches.values()):
-                    if batch.status in ENDED and time.time() - batch.times[batch.status] > KEPT_S:
+                    if batch.status in ENDED and self._clock() - batch.times[batch.status] > KEPT_S:
                         await asyncio.to_thread(shutil.rmtree, self._folder / batch.id)
                         del self._batches[batch.id]
             except OSError as error:

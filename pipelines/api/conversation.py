@@ -18,7 +18,7 @@ from models.tokenizers.base import Message, Tokenizer, Tool, UnreadArgument
 from pipelines.api.errors import bad_request
 from pipelines.api.requests import MAX_DEPTH, ChatRequest, NamedTool, check_depth
 from pipelines.api.settings import guide_of
-from pipelines.api.tool_guides import CALL_TOKENS, Literals, behind_reasoning, tool_guide
+from pipelines.api.tool_guides import CALL_TOKENS, Literals, after_reasoning, tool_guide
 
 NUM_THREADS = 2
 CALL_ID_LENGTH = 9  # Mistral's templates take no other
@@ -190,7 +190,7 @@ class Chat:
             literal = Literals(self.tokenizer)
             settings["guide"] = tool_guide(self._form, tools, literal, is_required, is_parallel, reasons)
         elif guide and reasons:
-            settings["guide"] = behind_reasoning(guide)
+            settings["guide"] = after_reasoning(guide)
         return settings
 
 

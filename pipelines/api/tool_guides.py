@@ -26,7 +26,7 @@ class CallGrammar:
     separator: str | None = None
     """None where there is one call at most."""
     named: tuple[str, str] = ("", "")
-    """What stands before and behind the name, where it stands before the arguments."""
+    """What stands before and after the name, where it stands before the arguments."""
 
 
 CALL_TOKENS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]") + tuple(
@@ -45,9 +45,9 @@ class Literals:
     def __call__(self, text: str) -> str:
         """Return a text as an expression, the special tokens in it as tokens."""
         for name, id in self._special_ids.items():
-            before, found, behind = text.partition(name)
+            before, found, after = text.partition(name)
             if found:
-                return " ".join(part for part in (self(before), f"<[{id}]>", self(behind)) if part)
+                return " ".join(part for part in (self(before), f"<[{id}]>", self(after)) if part)
         return json.dumps(text, ensure_ascii=False) if text else ""
 
 
@@ -73,7 +73,7 @@ def tool_guide(
 ) -> dict[str, Any]:
     """Return the setting `guide` of answers that call tools.
 
-    is_required: the answer is calls alone; else it may be any text, or text and calls behind it, and only strict tools' schemas hold.
+    is_required: the answer is calls alone; else it may be any text, or text and calls after it, and only strict tools' schemas hold.
     is_parallel: there may be several calls. reasons: the prompt ends where the reasoning begins, which is written first.
 
     Raises ApiError (400) where the family's calls have no grammar here.
@@ -89,19 +89,19 @@ def tool_guide(
         f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
     ]
     for i, tool in enumerate(tools):
-        before, behind = grammar.named
-        name = "" if grammar.argument_key else literal(before + tool["function"]["name"] + behind)
+        before, after = grammar.named
+        name = "" if grammar.argument_key else literal(before + tool["function"]["name"] + after)
         rules.append(f"call_{i}: {_joined(name, f'value_{i}')}")
         schema = _value(tool, grammar.argument_key, is_required or bool(tool["function"].get("strict")))
         rules.append(f"value_{i}: %json {json.dumps(schema, ensure_ascii=False)}")
     return {"lark": "\n".join(rules)}
 
 
-def behind_reasoning(guide: dict[str, Any]) -> dict[str, Any]:
-    """Return the guide of an answer whose reasoning the prompt has begun. Raises ApiError (400) for a kind that cannot be put behind it."""
+def after_reasoning(guide: dict[str, Any]) -> dict[str, Any]:
+    """Return the guide of an answer whose reasoning the prompt has begun. Raises ApiError (400) for a kind that cannot stand after it."""
     ((kind, value),) = guide.items()
     if kind not in ("json_schema", "json_object"):
-        message = "the model reasons before it answers, and only a JSON schema can be put behind that"
+        message = "the model reasons before it answers, and only a JSON schema can follow that"
         raise bad_request(f"{message}: give response_format, or turn its reasoning off", "structured_outputs")
     schema = {"type": "object"} if kind == "json_object" else value
     return {

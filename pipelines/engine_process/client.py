@@ -173,7 +173,7 @@ class EngineClient:
         self._task = asyncio.create_task(self._keep_running())
 
     async def wait_ready(self) -> Ready:
-        """Wait until the model is loaded. Raises UserError where it cannot be loaded the first time, and EngineGone behind `close`."""
+        """Wait until the model is loaded. Raises UserError where it cannot be loaded the first time, and EngineGone after `close`."""
         while self.info is None:
             if self._failure or self._is_closing:
                 raise self._failure or EngineGone("the engine is closed")

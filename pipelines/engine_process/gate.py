@@ -32,7 +32,7 @@ class Gate:
             self._urgent.add((id, sample))
 
     def end(self, id: int, sample: int, finish_reason: str, stop_reason: str | int | None) -> None:
-        """Take the end of a sample, behind all of its tokens."""
+        """Take the end of a sample, after all of its tokens."""
         delta = self._delta(id, sample)
         delta.finish_reason, delta.stop_reason = finish_reason, stop_reason
         self._urgent.add((id, sample))

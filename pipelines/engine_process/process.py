@@ -41,8 +41,8 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 @dataclass(eq=False)
-class Answering:
-    """A request that was accepted. Times are seconds of `time.monotonic`."""
+class Ongoing:
+    """A request that was accepted and has not ended. Times are seconds of `time.monotonic`."""
 
     frame: Submit | SubmitPooled
     request: Request
@@ -79,11 +79,9 @@ class EngineProcess:
         self._inbox = Inbox(self._prepare, channel.wake, clock)
         self._gate = Gate(clock)
         self._budget = StepBudget(max_step_ms)
-        self._answering: dict[int, Answering] = {}
-        self._background: deque[Answering] = deque()  # whose turn has not come
-        self._last: deque[Deltas | Done] = (
-            deque()
-        )  # frames of requests that have ended, behind their deltas in the gate
+        self._ongoing: dict[int, Ongoing] = {}
+        self._background: deque[Ongoing] = deque()  # whose turn has not come
+        self._last = deque[Deltas | Done]()  # frames of requests that have ended, sent after their deltas in the gate
         self._num_preemptions = 0  # of requests that have ended
         self._step_s = 0.0
         self._beat_s = 0.0
@@ -121,18 +119,18 @@ class EngineProcess:
     def _submit(self, frame: Submit | SubmitPooled) -> None:
         self._channel.send(Began([frame.id]))
         try:
-            answering = Answering(frame, self._request(frame), self._clock())
-            if answering.is_background:
-                self._background.append(answering)
+            ongoing = Ongoing(frame, self._request(frame), self._clock())
+            if ongoing.is_background:
+                self._background.append(ongoing)
             else:
-                self._begin(answering)
+                self._begin(ongoing)
         except BaseException as error:
             if not belongs_to_request(error):
                 raise
             self._channel.send(Refused(frame.id, told_error(error, frame.id)))
             return
-        self._answering[frame.id] = answering
-        self._channel.send(Accepted(frame.id, answering.request.params.seed))
+        self._ongoing[frame.id] = ongoing
+        self._channel.send(Accepted(frame.id, ongoing.request.params.seed))
 
     def _prepare(self, frame: Submit) -> None:
         self._engine.requests.prepare(self._served.decode.replaced(frame.decode))
@@ -161,16 +159,16 @@ class EngineProcess:
 
         return put
 
-    def _begin(self, answering: Answering) -> None:
+    def _begin(self, ongoing: Ongoing) -> None:
         """Queue a request in the engine, before those of the background."""
-        answering.group = self._engine.add(answering.request)
+        ongoing.group = self._engine.add(ongoing.request)
         scheduler = self._engine.scheduler
-        if not answering.is_background and len(scheduler.waiting) > 1:
+        if not ongoing.is_background and len(scheduler.waiting) > 1:
             scheduler.waiting = deque(sorted(scheduler.waiting, key=self._is_of_background))
 
     def _is_of_background(self, group: SequenceGroup) -> bool:
-        answering = self._answering.get(group.request.id)
-        return answering is not None and answering.is_background
+        ongoing = self._ongoing.get(group.request.id)
+        return ongoing is not None and ongoing.is_background
 
     def _admit_background(self) -> None:
         """Queue requests of the background while nobody waits, and no more than half of all that may run are theirs."""
@@ -185,14 +183,14 @@ class EngineProcess:
     def _cancel(self, id: int) -> None:
         if self._inbox.drop(id):
             return
-        answering = self._answering.pop(id, None)
-        if answering is None:  # it has ended meanwhile
+        ongoing = self._ongoing.pop(id, None)
+        if ongoing is None:  # it has ended meanwhile
             return
-        if answering.group is None:
-            self._background.remove(answering)
+        if ongoing.group is None:
+            self._background.remove(ongoing)
         else:
-            self._engine.scheduler.cancel(answering.group)
-            self._num_preemptions += answering.group.num_preemptions
+            self._engine.scheduler.cancel(ongoing.group)
+            self._num_preemptions += ongoing.group.num_preemptions
         self._gate.drop(id)
         self._is_told = False
 
@@ -201,11 +199,11 @@ class EngineProcess:
         scheduler = self._engine.scheduler
         num_free = scheduler.max_num_requests - len(scheduler.running)
         groups = [*scheduler.running, *islice(scheduler.waiting, num_free)]
-        new = [each for group in groups if not (each := self._answering[group.request.id]).has_begun]
-        for answering in new:
-            answering.has_begun = True
+        new = [each for group in groups if not (each := self._ongoing[group.request.id]).has_begun]
+        for ongoing in new:
+            ongoing.has_begun = True
         if new:
-            self._channel.send(Began([answering.frame.id for answering in new]))
+            self._channel.send(Began([ongoing.frame.id for ongoing in new]))
 
     def _step(self) -> None:
         self._tell_begun()
@@ -221,8 +219,8 @@ class EngineProcess:
         num_computed, num_generated = engine.num_computed_tokens - before[0], engine.num_generated_tokens - before[1]
         self._budget.observe(max(0, num_computed - num_generated), 1000 * self._step_s)
         self._is_told = False
-        for answering in list(self._answering.values()):
-            self._report(answering, start)
+        for ongoing in list(self._ongoing.values()):
+            self._report(ongoing, start)
 
     def _max_tokens(self) -> int | None:
         """Return the budget of a step in which prompts may keep those waiting who generate; None where there are not both."""
@@ -234,7 +232,7 @@ class EngineProcess:
         return self._budget.max_tokens(num_generating)
 
     def _fail_running(self, error: BaseException) -> None:
-        """End the requests that run. Raises an exception behind which the engine cannot go on: this process is started again."""
+        """End the requests that run. Raises an exception after which the engine cannot go on: this process is started again."""
         if isinstance(error, torch.AcceleratorError):
             raise error
         log.error("a step failed, and what ran in it", exc_info=error)
@@ -244,36 +242,36 @@ class EngineProcess:
             group.error = UserError("a step of the engine failed: the server's log says why")
         scheduler.check_integrity()
 
-    def _report(self, answering: Answering, step_start_s: float) -> None:
+    def _report(self, ongoing: Ongoing, step_start_s: float) -> None:
         """Hand on what a step has ended of a request."""
-        group = answering.group
+        group = ongoing.group
         if group is None:
             return
-        if answering.admitted_s is None and group.num_cached_tokens is not None:
-            answering.admitted_s = step_start_s
-        id = answering.frame.id
-        for sample, completion in group.completions.items() if answering.streams else ():
-            if sample not in answering.ended:  # one that begins again after a preemption ends again
-                answering.ended.add(sample)
+        if ongoing.admitted_s is None and group.num_cached_tokens is not None:
+            ongoing.admitted_s = step_start_s
+        id = ongoing.frame.id
+        for sample, completion in group.completions.items() if ongoing.streams else ():
+            if sample not in ongoing.ended:  # one that begins again after a preemption ends again
+                ongoing.ended.add(sample)
                 self._gate.end(id, sample, completion.finish_reason.value, completion.stop_reason)
         if group.sequences:
             return
         output = group.output()
         if output.error is not None:
             self._gate.drop(id)
-        elif not answering.streams:
-            self._last += [Deltas([whole_delta(answering.request, *item)]) for item in enumerate(output.completions)]
-        self._last.append(self._done(answering, output))
+        elif not ongoing.streams:
+            self._last += [Deltas([whole_delta(ongoing.request, *item)]) for item in enumerate(output.completions)]
+        self._last.append(self._done(ongoing, output))
         self._num_preemptions += group.num_preemptions
-        del self._answering[id]
+        del self._ongoing[id]
 
-    def _done(self, answering: Answering, output: Output) -> Done:
-        start, first, error = answering.submitted_s, output.first_token_s, output.error
-        admitted = output.finished_s if answering.admitted_s is None else answering.admitted_s
-        prompt, num_top = answering.frame.prompt_token_ids, answering.request.params.prompt_logprobs
+    def _done(self, ongoing: Ongoing, output: Output) -> Done:
+        start, first, error = ongoing.submitted_s, output.first_token_s, output.error
+        admitted = output.finished_s if ongoing.admitted_s is None else ongoing.admitted_s
+        prompt, num_top = ongoing.frame.prompt_token_ids, ongoing.request.params.prompt_logprobs
         vector = None if self._embedder is None or error else self._embedder.values(output).tolist()
         return Done(
-            answering.frame.id,
+            ongoing.frame.id,
             output.num_prompt_tokens,
             output.num_cached_tokens,
             sum(len(completion.token_ids) for completion in output.completions),
@@ -282,7 +280,7 @@ class EngineProcess:
             total_s=output.finished_s - start,
             prompt_logprobs=None if num_top is None else told_logprobs(prompt[1:], output.prompt_logprobs, num_top),
             vector=vector,
-            error=None if error is None else told_error(error, answering.frame.id),
+            error=None if error is None else told_error(error, ongoing.frame.id),
         )
 
     def _flush(self) -> None:

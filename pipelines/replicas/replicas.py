@@ -13,7 +13,7 @@ LEAD = 0.5  # of serve.batch_size: requests that an engine may have more than th
 
 
 class Replicas:
-    """Engines behind what one `EngineClient` offers."""
+    """Engines with the methods of one `EngineClient`."""
 
     def __init__(self, clients: Sequence[EngineClient], batch_size: int) -> None:
         """`batch_size`: requests that run at once in an engine."""

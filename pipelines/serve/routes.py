@@ -40,7 +40,7 @@ from pipelines.engine_process.client import EngineRefused
 from pipelines.engine_process.frames import Submit, SubmitPooled
 from pipelines.serve.exchange import Exchange
 from pipelines.serve.openapi import takes
-from pipelines.serve.service import Answered, Result, Service, Stream, timeout_s
+from pipelines.serve.service import EngineResponse, Result, Service, Stream, timeout_s
 from pipelines.serve.stream import written
 
 
@@ -180,7 +180,7 @@ def _handler(route: Route, service: Service, chat: Chat) -> Callable[[Request], 
         body: Any = parse_request(route.kind, await request.body())
         exchange = service.exchange(request.state.record, body, route.prefix, request.headers.get(HEADER))
         seconds = timeout_s(request.headers, service.config.request_timeout_s, bool(getattr(body, "stream", False)))
-        return Answered(
+        return EngineResponse(
             service,
             exchange,
             route.num_sequences(body, exchange.info.decode),

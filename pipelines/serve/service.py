@@ -106,7 +106,7 @@ class Service:
         return Exchange(self.engine, self.admission, self.metrics, record, head, adapter)
 
 
-class Answered(Response):
+class EngineResponse(Response):
     """The answer that `work` makes, whole or events, which is cancelled where client, time or server end before.
 
     What is refused before the answer begins has a status of its own; what fails later is the last event.

@@ -16,7 +16,6 @@ import resource
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from pipelines.report import environment, write_atomically  # noqa: E402
+from tests.helpers.server import ready_url, start_server  # noqa: E402
 
 TINY = REPOSITORY / "models" / "tiny"
 NUM_BODIES = 24
@@ -56,24 +56,14 @@ class Server:
 
     def __init__(self, folder: Path, overrides: list[str]) -> None:
         self.folder = folder
-        command = [
-            sys.executable,
-            "run.py",
-            "task=serve",
-            "serve.port=0",
-            "device=cpu",
-            f"hydra.run.dir={folder / 'run'}",
-        ]
-        command += [f"serve.stall_s={STALL_S}", f"serve.send_timeout_s={SEND_TIMEOUT_S}", "serve.batch_size=16"]
-        command += [f"serve.batches={folder / 'batches'}", f"model.adapters={{broken: {write_broken(folder)}}}"]
+        settings = [f"serve.stall_s={STALL_S}", f"serve.send_timeout_s={SEND_TIMEOUT_S}", "serve.batch_size=16"]
+        settings += [f"serve.batches={folder / 'batches'}", f"model.adapters={{broken: {write_broken(folder)}}}"]
         self._log = open(folder / "log.txt", "w")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [*command, *overrides], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=self._log, text=True
-        )
-        line = self.process.stdout.readline() if self.process.stdout else ""
-        if not line.startswith("ready: "):
+        self.process = start_server(folder / "run", *settings, *overrides, stderr=self._log)
+        url = ready_url(self.process)
+        if url is None:
             raise Failed(f"the server does not start: {(folder / 'log.txt').read_text()[-2000:]}")
-        self.url = line.removeprefix("ready: ").strip()
+        self.url = f"{url}/v1"
 
     @property
     def child(self) -> int | None:

@@ -23,7 +23,7 @@ from pipelines.serve.exchange import Exchange
 from pipelines.serve.guard import Guard
 from pipelines.serve.records import Record
 from pipelines.serve.routes import continued
-from pipelines.serve.service import Answered, Result, Service, Stream, timeout_s
+from pipelines.serve.service import EngineResponse, Result, Service, Stream, timeout_s
 from pipelines.serve.stream import written
 
 URL = "http://127.0.0.1:8000"
@@ -65,7 +65,7 @@ def echoing(service: Service, keys: dict[str, bytes] | None = None) -> Guard:
         asked = check_request(Asked, {"model": body.get("model")})
         exchange = service.exchange(request.state.record, asked, "", None)
         seconds = timeout_s(request.headers, service.config.request_timeout_s, is_stream)
-        return Answered(service, exchange, n, seconds, work)
+        return EngineResponse(service, exchange, n, seconds, work)
 
     add_errors(app)
     return Guard(app, service, keys or {})

@@ -172,7 +172,7 @@ def test_reasoning_that_the_prompt_begins(tmp_path: Path) -> None:
     assert matches(tokenizer, lark, f"hm</think>\n{ARGUMENTS}")
     DecodeConfig(guide={"lark": lark})
     error = refused(chat, structured_outputs={"choice": ["a"]})
-    assert (error.param, "only a JSON schema can be put behind" in error.message) == ("structured_outputs", True)
+    assert (error.param, "only a JSON schema can follow that" in error.message) == ("structured_outputs", True)
 
 
 def test_messages_are_told_as_templates_have_them(tmp_path: Path) -> None:

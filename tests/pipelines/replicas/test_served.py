@@ -19,7 +19,7 @@ import pytest
 
 from tests.helpers.command import run
 from tests.helpers.processes import engines
-from tests.pipelines.serve.test_serve import LIMIT_S, ended, served
+from tests.helpers.server import LIMIT_S, ended, served
 
 pytestmark = [pytest.mark.skipif(find_spec("ray") is None, reason="needs the package ray"), pytest.mark.long]
 

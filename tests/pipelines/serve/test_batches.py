@@ -5,7 +5,7 @@ import io
 import json
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from pipelines.engine_process.frames import Submit
 from pipelines.serve.app import create_app
 from tests.helpers.fake_engine import READY, FakeEngine
 from tests.helpers.local_http import URL, service_of
+from tests.helpers.server import ended as ended_by_signal
+from tests.helpers.server import served
 from tests.helpers.serving import run_async
 from tests.pipelines.serve.test_app import tokenizer
-from tests.pipelines.serve.test_serve import ended as ended_by_signal
-from tests.pipelines.serve.test_serve import served
 
 KEYS = {"alice": b"secret-1", "bob": b"secret-2"}
 ENDPOINT: Any = "/v1/completions"
@@ -42,11 +42,15 @@ def jsonl(lines: list[dict[str, Any]]) -> bytes:
 
 @asynccontextmanager
 async def batching(
-    folder: Path, engine: FakeEngine | None = None, keys: dict[str, bytes] | None = None, **config: Any
+    folder: Path,
+    engine: FakeEngine | None = None,
+    keys: dict[str, bytes] | None = None,
+    clock: Callable[[], float] = time.time,
+    **config: Any,
 ) -> AsyncIterator[openai.AsyncOpenAI]:
     """A client of a server with batches in `folder`. With keys it is alice's."""
     service = service_of(engine or FakeEngine(), batches=str(folder), **config)
-    jobs = BatchJobs(folder, service.config.batch_size, 4096)
+    jobs = BatchJobs(folder, service.config.batch_size, 4096, clock)
     app = create_app(service, Chat(tokenizer(), service.config), keys or {}, jobs)
     jobs.start()
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -310,16 +314,22 @@ def test_a_cancelled_batch_keeps_what_is_done(tmp_path: Path) -> None:
     run_async(test())
 
 
-def test_time_that_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.batch_jobs.WINDOW_S", 1)
+def test_time_that_is_over(tmp_path: Path) -> None:
+    """One line is done before; a later server has the rest of the time, in which another one begins and does not end."""
 
     async def test() -> None:
         engine = FakeEngine()
         engine.pauses_after = 4
         async with batching(tmp_path, engine, batch_size=1) as client:
             batch = await begun(client, [line("a", max_tokens=1), line("b", max_tokens=5), line("c")])
+            while (await client.batches.retrieve(batch.id)).request_counts.completed < 1:
+                await asyncio.sleep(0.002)
+        left_s = batch.expires_at - time.time() - 0.05
+        engine = FakeEngine()
+        engine.pauses_after = 1
+        async with batching(tmp_path, engine, batch_size=1, clock=lambda: time.time() + left_s) as client:
             batch = await ended(client, batch.id)
-            assert (batch.status, batch.expired_at >= batch.expires_at) == ("expired", True)
+            assert (batch.status, batch.expired_at >= batch.expires_at - 1) == ("expired", True)  # whole seconds
             assert [each["custom_id"] for each in await lines_of(client, batch.output_file_id)] == ["a"]
             errors = await lines_of(client, batch.error_file_id)
             assert [(each["custom_id"], each["error"]["code"]) for each in errors] == [

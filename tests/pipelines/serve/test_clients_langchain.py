@@ -11,7 +11,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, Too
 from langchain_openai import ChatOpenAI, OpenAI
 
 from tests.helpers.clients import PROMPT, QUESTION, TOOL_TEMPLATE, Expected, Weather
-from tests.pipelines.serve.test_serve import served
+from tests.helpers.server import served
 
 CITIES = [{"city": "Bern"}, {"city": "Rome"}]
 

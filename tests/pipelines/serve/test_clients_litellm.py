@@ -12,7 +12,7 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or its import asks a host
 import litellm  # noqa: E402
 
 from tests.helpers.clients import PROMPT, QUESTION, TOOL_TEMPLATE, Expected, Weather  # noqa: E402
-from tests.pipelines.serve.test_serve import served  # noqa: E402
+from tests.helpers.server import served  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of its own types
 MESSAGES = [{"role": "user", "content": QUESTION}]

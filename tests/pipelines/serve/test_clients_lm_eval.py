@@ -15,7 +15,7 @@ from models.tokenizers import load_tokenizer
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.clients import Expected
 from tests.helpers.command import run
-from tests.pipelines.serve.test_serve import served
+from tests.helpers.server import served
 
 TINY = REPOSITORY / "models" / "tiny"
 STRIDE = 64  # tokens that a window scores; the one before them is its context

@@ -280,8 +280,8 @@ def test_a_dropped_stream_goes_on_where_it_was(ask: Asker, kind: str) -> None:
     for cut in range(len(first)):
         rest = getattr(ask, kind)(**fields, last_event_id=first[cut].id)
         for index in range(2):
-            before, behind, whole = (said(events, index) for events in (first[: cut + 1], rest, first))
-            assert tuple(a + b for a, b in zip(before, behind, strict=True)) == whole
+            before, after, whole = (said(events, index) for events in (first[: cut + 1], rest, first))
+            assert tuple(a + b for a, b in zip(before, after, strict=True)) == whole
         assert rest[-1].id == first[-1].id
 
 

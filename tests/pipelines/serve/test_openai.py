@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from conf.decoding import DecodeConfig
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
+from tests.helpers.server import served
 from tests.helpers.serving import tiny_run
-from tests.pipelines.serve.test_serve import served
 
 PROMPT = "Once upon a time"
 MESSAGES: Any = [{"role": "user", "content": "What is 3 + 4?"}]

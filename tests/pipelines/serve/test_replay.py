@@ -8,8 +8,8 @@ import httpx
 
 from conf.decoding import DecodeConfig
 from pipelines.loading import load_engine
+from tests.helpers.server import served
 from tests.helpers.serving import tiny_run
-from tests.pipelines.serve.test_serve import served
 
 PROMPT = "Once upon a time there was a little girl named Lily. She loved to play outside in the park."
 BLOCK_BYTES = 4 * 2 * 4 * 2 * 64 * 2  # 4 tokens, keys and values of 4 layers of 2 heads of 64 in bfloat16

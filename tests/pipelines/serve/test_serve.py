@@ -6,8 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -17,41 +15,12 @@ from conf.compose import compose_run_config
 from conf.errors import UserError
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.command import run
-
-LIMIT_S = 120.0  # for what takes two seconds on an idle machine
-
-
-@contextmanager
-def served(folder: Path, *arguments: str, waits: bool = True) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The server's process and its URL, "" without `waits`."""
-    command = [
-        sys.executable,
-        "run.py",
-        "task=serve",
-        "serve.port=0",
-        "device=cpu",
-        f"hydra.run.dir={folder}",
-        *arguments,
-    ]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        line = process.stdout.readline() if waits else ""  # type: ignore[union-attr]
-        assert line.startswith("ready: http://127.0.0.1:") or not waits, process.stderr.read()  # type: ignore[union-attr]
-        yield process, line.removeprefix("ready: ").strip().removesuffix("/v1")
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def ended(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> tuple[int, str]:
-    """Exit code and errors behind a signal."""
-    process.send_signal(number)
-    _, stderr = process.communicate(timeout=LIMIT_S)
-    return process.returncode, stderr
+from tests.helpers.server import ended, served
 
 
 def test_it_serves_and_ends(tmp_path: Path) -> None:
     with served(tmp_path / "run") as (process, url):
+        assert url.startswith("http://127.0.0.1:")
         assert httpx.get(f"{url}/health").json() == {"status": "ok"}
         assert httpx.get(f"{url}/ready").json() == {"status": "ready"}
         (model,) = httpx.get(f"{url}/v1/models").json()["data"]

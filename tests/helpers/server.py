@@ -1,0 +1,45 @@
+"""The command task=serve in a process of its own."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from tests.helpers.builders import REPOSITORY
+
+LIMIT_S = 120.0  # for what takes two seconds on an idle machine
+
+
+def start_server(folder: Path, *arguments: str, stderr: int | IO[str] = subprocess.PIPE) -> subprocess.Popen[str]:
+    """Start a server on a free port, whose run is in `folder`."""
+    command = [sys.executable, "run.py", "task=serve", "serve.port=0", "device=cpu", f"hydra.run.dir={folder}"]
+    return subprocess.Popen([*command, *arguments], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=stderr, text=True)
+
+
+def ready_url(process: subprocess.Popen[str]) -> str | None:
+    """Return the URL that a server's first line names, without /v1; None where it ends before it is ready."""
+    line = process.stdout.readline() if process.stdout else ""
+    return line.removeprefix("ready: ").strip().removesuffix("/v1") if line.startswith("ready: ") else None
+
+
+@contextmanager
+def served(folder: Path, *arguments: str, waits: bool = True) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The server's process and its URL, "" without `waits`."""
+    process = start_server(folder, *arguments)
+    try:
+        url = ready_url(process) if waits else ""
+        assert url is not None, process.stderr.read()  # type: ignore[union-attr]
+        yield process, url
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> tuple[int, str]:
+    """Exit code and errors after a signal."""
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=LIMIT_S)
+    return process.returncode, stderr
