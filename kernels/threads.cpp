@@ -82,10 +82,9 @@ struct Cores {
   }
 };
 
-const Cores &cores() {
-  static const Cores found;
-  return found;
-}
+const Cores *found = new Cores;  // never destroyed, as the pools
+
+const Cores &cores() { return *found; }
 
 // Consecutive chunks, so that a thread reads memory in one direction, and the same weights in every step. It takes them from the front; who is
 // done with his own takes from the back.
@@ -216,6 +215,15 @@ const int at_fork = pthread_atfork(nullptr, nullptr, [] {
   pools = new Pools;
   pool = pools->of(num_threads);
 });
+
+// For a process that from now on may use other cores: its threads are made anew, as many as these.
+void read_cores() {
+  found = new Cores;
+  pools = new Pools;
+  pool = pools->of(static_cast<int>(cores().all.size()));
+}
+
+EXPORT(read_cores);
 
 }  // namespace
 

@@ -1,0 +1,152 @@
+// What ranks exchange that are processes of one machine: each copies its piece into shared memory, says so, waits for the others, and copies
+// what they have. kernels/collectives/__init__.py (Threads) is the specification.
+#include "../operator.h"
+#include "../simd.h"
+#include "../threads.h"
+
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstring>
+#include <ctime>
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr auto SPIN = std::chrono::microseconds(200);  // as threads.cpp: to wake a sleeper costs microseconds on both sides
+constexpr timespec NAP{0, 50'000'000};  // between two looks at the abort word, should nobody be left to wake this rank
+constexpr int64_t SLOT = 1 << 22;       // bytes of a piece: two slots of each rank
+constexpr int64_t HEADER = 1 << 16;
+constexpr int32_t MAX_RANKS = 512;
+constexpr int64_t CHUNK = 1 << 17;  // bytes that are worth another thread
+
+struct alignas(64) Rank {
+  std::atomic<uint32_t> published;  // exchanges whose piece this rank has copied in
+  std::atomic<uint32_t> sleepers;   // ranks that sleep until it publishes
+};
+
+// Slots follow: of rank 0 for even exchanges, for odd ones, of rank 1, and so on. All zeros at first.
+struct Region {
+  std::atomic<uint32_t> aborted;
+  Rank ranks[MAX_RANKS];
+
+  char *slot(int32_t rank, uint32_t number) { return reinterpret_cast<char *>(this) + HEADER + (2 * rank + number % 2) * SLOT; }
+};
+static_assert(sizeof(Region) <= HEADER && std::atomic<uint32_t>::is_always_lock_free);
+
+// Not FUTEX_PRIVATE: the sleepers are other processes.
+void wake(Rank &rank) {
+  if (rank.sleepers.load() != 0) syscall(SYS_futex, &rank.published, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// Waits until a rank has published `number` exchanges. False if the region is aborted.
+bool wait_for(Region &region, Rank &rank, uint32_t number, bool spins) {
+  const auto reached = [&] { return static_cast<int32_t>(rank.published.load(std::memory_order_acquire) - number) >= 0; };
+  for (const auto end = std::chrono::steady_clock::now() + SPIN; spins && std::chrono::steady_clock::now() < end;)
+    for (int i = 0; i < 32; ++i) {
+      if (reached()) return !region.aborted.load(std::memory_order_relaxed);
+      _mm_pause();
+    }
+  for (;;) {
+    if (region.aborted.load()) return false;
+    const uint32_t seen = rank.published.load();
+    if (reached()) return true;
+    rank.sleepers.fetch_add(1);
+    syscall(SYS_futex, &rank.published, FUTEX_WAIT, seen, &NAP, nullptr, 0);
+    rank.sleepers.fetch_sub(1);
+  }
+}
+
+// Who takes part in a call.
+struct Ranks {
+  Region &region;
+  const int32_t own, count;
+  const bool spins;
+
+  // Publishes what `write(slot)` writes; then `read(rank, slot)` reads each rank's, where this rank reads. False if the region is aborted.
+  template <class Write, class Read> bool exchange(bool reads, Write &&write, Read &&read) {
+    Rank &mine = region.ranks[own];
+    const uint32_t number = mine.published.load(std::memory_order_relaxed);
+    // Who has published the exchange before this one has read those before it, of which one was in the slot that is written now.
+    for (int32_t rank = 0; rank < count; ++rank)
+      if (!wait_for(region, region.ranks[rank], number, spins)) return false;
+    write(region.slot(own, number));
+    mine.published.store(number + 1);
+    wake(mine);
+    for (int32_t i = 0; reads && i < count; ++i) {
+      const int32_t rank = (own + i) % count;  // its own first, which is there
+      if (!wait_for(region, region.ranks[rank], number + 1, spins)) return false;
+      read(rank, region.slot(rank, number));
+    }
+    return true;
+  }
+};
+
+// Calls work(row) for all rows of so many bytes.
+template <class Work> void for_rows(int64_t num_rows, int64_t row_bytes, Work &&work) {
+  const int64_t size = rows_of_chunk(CHUNK, row_bytes);
+  parallel_for(divide_up(num_rows, size), [&](int64_t chunk) {
+    for (int64_t row = chunk * size; row < std::min((chunk + 1) * size, num_rows); ++row) work(row);
+  });
+}
+
+int64_t shared_bytes(int32_t num_ranks) { return num_ranks > MAX_RANKS ? 0 : HEADER + num_ranks * 2 * SLOT; }
+
+int64_t shared_slot_bytes() { return SLOT; }
+
+void shared_abort(Region *region) {
+  region->aborted.store(1);
+  for (Rank &rank : region->ranks) wake(rank);
+}
+
+bool shared_aborted(Region *region) { return region->aborted.load() != 0; }
+
+EXPORT(shared_bytes);
+EXPORT(shared_slot_bytes);
+EXPORT(shared_abort);
+EXPORT(shared_aborted);
+
+}  // namespace
+
+// x: rows of widths[rank] bytes, at most a slot; out: rows of all widths, null for a rank that gets nothing.
+OPERATOR(shared_gather, (Region *region, int32_t rank, int32_t num_ranks, bool spins, const char *x, int64_t num_rows, const int64_t *widths, char *out)) {
+  Ranks ranks{*region, rank, num_ranks, spins};
+  int64_t total = 0, widest = 1;
+  for (int32_t i = 0; i < num_ranks; ++i) total += widths[i], widest = std::max(widest, widths[i]);
+  const int64_t width = widths[rank], size = SLOT / widest;
+  for (int64_t first = 0; first < num_rows; first += size) {
+    const int64_t rows = std::min(size, num_rows - first);
+    const bool goes_on = ranks.exchange(
+        out != nullptr, [&](char *slot) { std::memcpy(slot, x + first * width, rows * width); },
+        [&](int32_t other, const char *slot) {
+          int64_t before = 0;
+          for (int32_t i = 0; i < other; ++i) before += widths[i];
+          for_rows(rows, widths[other], [&](int64_t row) {
+            std::memcpy(out + (first + row) * total + before, slot + row * widths[other], widths[other]);
+          });
+        });
+    if (!goes_on) return;
+  }
+}
+
+// rows, out: rows of so many bytes, at most a slot; row t of out is that of rank owners[t].
+OPERATOR(shared_owned_rows, (Region *region, int32_t rank, int32_t num_ranks, bool spins, const char *rows, int64_t num_rows, int64_t row_bytes,
+                             const int64_t *owners, char *out)) {
+  Ranks ranks{*region, rank, num_ranks, spins};
+  const int64_t size = SLOT / std::max<int64_t>(row_bytes, 1);
+  for (int64_t first = 0; first < num_rows; first += size) {
+    const int64_t count = std::min(size, num_rows - first);
+    const auto copy_owned = [&](int32_t owner, char *to, const char *from) {
+      for_rows(count, row_bytes, [&](int64_t row) {
+        if (owners[first + row] == owner) std::memcpy(to + row * row_bytes, from + row * row_bytes, row_bytes);
+      });
+    };
+    const bool goes_on = ranks.exchange(
+        true, [&](char *slot) { copy_owned(rank, slot, rows + first * row_bytes); },
+        [&](int32_t other, const char *slot) { copy_owned(other, out + first * row_bytes, slot); });
+    if (!goes_on) return;
+  }
+}
