@@ -1,9 +1,8 @@
 """Tokens per second with drafts that are right by chance, over those without.
 
 `python tests/bench/speculation.py model.path=FOLDER device=cpu`. For each format and number of rows the plain run and the drafted ones take
-turns in one process. A proposer knows what the plain run says, and spoils a draft with the chance 1 - acceptance. `--data FILE` measures
-the n-grams of a file of prompts instead. Medians of the ratios, in tests/bench/results/speculation.json, where rows that are measured again
-are replaced.
+turns in one process. A proposer knows what the plain run says, and spoils a draft with the chance 1 - acceptance. Medians of the ratios, in
+tests/bench/results/speculation.json, where rows that are measured again are replaced. (tests/bench/copies.py measures n-grams.)
 """
 
 import argparse
@@ -28,7 +27,6 @@ from pipelines.engine.proposers import Proposer  # noqa: E402
 from pipelines.engine.request import Sequence  # noqa: E402
 from pipelines.engine.speculation import Speculator  # noqa: E402
 from pipelines.loading import load_engine  # noqa: E402
-from pipelines.prompts import PromptEncoder, read_prompts  # noqa: E402
 from pipelines.report import environment, write_atomically  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "speculation.json"
@@ -62,17 +60,16 @@ def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> 
 
 
 def measure(
-    engine: Engine, prompts: list[list[int]], plain: DecodeConfig, acceptances: list[float | None], rounds: int
+    engine: Engine, prompts: list[list[int]], plain: DecodeConfig, acceptances: list[float], rounds: int
 ) -> dict[str, Any]:
-    """Return ratios of the drafted speeds to the plain one, by acceptance; None stands for n-grams."""
+    """Return ratios of the drafted speeds to the plain one, by acceptance."""
     outputs, _ = generate(engine, prompts, plain)
     said = {output.request_id: output.completions[0].token_ids for output in outputs}
     drafted = replace(plain, speculate=Speculate.ngram, speculation=SpeculationConfig(shared=False))
     ratios: dict[str, list[float]] = {str(a): [] for a in acceptances}
     speculators = {a: Speculator(engine.scheduler) for a in acceptances}  # each learns from its own rounds
     for acceptance, speculator in speculators.items():
-        if acceptance is not None:
-            speculator.proposers[Speculate.ngram] = Spoiled(said, acceptance)
+        speculator.proposers[Speculate.ngram] = Spoiled(said, acceptance)
     speeds = []
     for turn in range(rounds + 1):  # the first one warms up
         _, speed = generate(engine, prompts, plain)
@@ -93,7 +90,6 @@ def main() -> None:
     parser.add_argument("--acceptances", nargs="+", type=float, default=[0.0, 0.5, 0.8])
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--data", help="prompts, whose n-grams are measured")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("overrides", nargs="+")
     args = parser.parse_args()
@@ -104,13 +100,9 @@ def main() -> None:
         engine = load_engine(run, max(args.rows))
         plain = DecodeConfig(max_new_tokens=args.new_tokens, temperature=0.0, ignore_eos=True, prefix_cache=False)
         for num_rows in args.rows:
-            prompts = read(args.data, engine, num_rows) if args.data else random_prompts(engine, num_rows)
-            acceptances = [None] if args.data else args.acceptances
             start = time.perf_counter()
-            row = measure(engine, prompts, plain, acceptances, args.rounds)
-            name = f"{Path(run.model.path).name}, {scheme}, {num_rows} rows" + (
-                f", {Path(args.data).name}" if args.data else ""
-            )
+            row = measure(engine, random_prompts(engine, num_rows), plain, args.acceptances, args.rounds)
+            name = f"{Path(run.model.path).name}, {scheme}, {num_rows} rows"
             found["rows"][name] = row
             print(f"{name}: {row} in {time.perf_counter() - start:.0f} s", flush=True)
             about = {"what": (__doc__ or "").splitlines()[0], "date": str(date.today()), "environment": environment()}
@@ -120,12 +112,6 @@ def main() -> None:
 def random_prompts(engine: Engine, num_rows: int) -> list[list[int]]:
     generator = random.Random(1)
     return [[generator.randrange(5, engine.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(num_rows)]
-
-
-def read(data: str, engine: Engine, num_rows: int) -> list[list[int]]:
-    encoder = PromptEncoder(engine.tokenizer, True, "auto")
-    rows = [encoder.encode(row).token_ids for row in read_prompts(data)]
-    return [rows[i % len(rows)] for i in range(num_rows)]
 
 
 if __name__ == "__main__":
