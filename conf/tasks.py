@@ -1,6 +1,6 @@
 """Settings of the tasks that generate, measure, convert and keep prefixes, and of sweeps. A part of schema.py."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -97,6 +97,14 @@ class EvaluateConfig:
     """Tokens between the beginnings of two windows; null: the window, so that windows do not overlap."""
     questions: str | None = None
     """A `.jsonl`, `.csv` or `.json`, or `.gz` of these, with rows as in predict and an `answer` in each: gives the accuracy."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks of lm-evaluation-harness (extra `eval`), by name: each gives its own metrics."""
+    tasks_folder: str | None = None
+    """Folder with the YAML files of further tasks."""
+    num_fewshot: int | None = None
+    """Examples before each question of `tasks`; null: as many as the task says."""
+    limit: int | None = None
+    """Most questions of each of `tasks`; null: all."""
     reference: str = "none"
     """Folder or hub id of the float model that this one was made of: gives KL divergence and agreement on `data`. none: neither."""
 
@@ -111,6 +119,12 @@ class EvaluateConfig:
         for name, unset in (("window", None), ("stride", None), ("reference", "none")):
             if self.data is None and (value := getattr(self, name)) != unset:
                 raise UserError(f"evaluate.{name}={value} needs a text: give evaluate.data=FILE too")
+        for name, least in (("num_fewshot", 0), ("limit", 1)):
+            value = getattr(self, name)
+            check(value is None or value >= least, f"evaluate.{name}", value, f"a number from {least}, or null")
+        for name in ("tasks_folder", "num_fewshot", "limit"):
+            if not self.tasks and (value := getattr(self, name)) is not None:
+                raise UserError(f"evaluate.{name}={value} needs a task of lm_eval: give evaluate.tasks=[NAME] too")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""`task=evaluate`: perplexity of a text, divergence from a reference model, and the share of questions that are answered right.
+"""`task=evaluate`: perplexity of a text, divergence from a reference model, the share of questions answered right, tasks of lm_eval.
 
 Answers are greedy. One is right if, stripped of white space, it begins with exactly the expected lines: the model may go on with another
 line, but not in the same one.
@@ -48,8 +48,9 @@ class Question:
 def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Measure and write the results. Raises UserError, before anything is written, for files, rows and models that cannot be measured."""
     data, asked = run.evaluate.data, run.evaluate.questions
-    if data is None and asked is None:
-        raise UserError("there is nothing to evaluate: give evaluate.data=FILE, evaluate.questions=FILE.jsonl or both")
+    if data is None and asked is None and not run.evaluate.tasks:
+        given = "evaluate.data=FILE, evaluate.questions=FILE.jsonl or evaluate.tasks=[NAME]"
+        raise UserError(f"there is nothing to evaluate: give {given}, or several of them")
     texts = [] if data is None else read_texts(data)
     questions = [] if asked is None else read_questions(asked)
     if not questions:
@@ -65,8 +66,10 @@ def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         load_s, start = time.perf_counter() - start, time.perf_counter()
         right = right_answers(engine, questions, run.decode, progress.generated)
         scores = _score(run.evaluate, engine, reference, token_ids, progress) if texts else None
+        tasks = _ask_lm_eval(engine, run.evaluate) if run.evaluate.tasks else {}
     metrics = {
         **_quality(scores, right),
+        "tasks": tasks,
         "start_s": report.START_S,
         "load_s": load_s,
         "evaluate_s": time.perf_counter() - start,
@@ -192,6 +195,17 @@ def _resolved(run: RunConfig, engine: Engine) -> RunConfig:
     return replace(run, evaluate=replace(evaluate, window=window, stride=stride))
 
 
+def _ask_lm_eval(engine: Engine, evaluate: EvaluateConfig) -> dict[str, dict[str, float]]:
+    """Return the metrics of `evaluate.tasks`. Raises UserError where lm_eval is not installed."""
+    try:
+        from pipelines.lm_eval import evaluate_tasks
+    except ImportError as error:
+        raise UserError(
+            f"evaluate.tasks needs lm_eval, which is not installed ({error}): pip install quintet[eval]"
+        ) from error
+    return evaluate_tasks(engine, evaluate)
+
+
 def _encode(tokenizer: Tokenizer | None, text: Text) -> list[int]:
     """Return the token ids of a text, with the tokenizer's BOS and the like."""
     try:
@@ -267,6 +281,11 @@ def _print(metrics: dict[str, Any], output_dir: Path) -> None:
             ("KL divergence", shown("kl_mean", ".3g")),
             ("equal most likely tokens", shown("top1_agreement", ".2f", " %", 100)),
             ("accuracy", shown("accuracy", ".2f", f" % of {metrics['num_questions']:,}", 100)),
+            *(
+                (f"{task}, {name}", f"{value:.4f}")
+                for task, own in metrics["tasks"].items()
+                for name, value in own.items()
+            ),
             ("weights", shown("weight_bytes", ",.1f", " MB", 1e-6)),
             ("peak memory", shown("peak_memory_bytes", ",.0f", " MB", 1e-6)),
         ]

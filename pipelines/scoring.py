@@ -4,10 +4,11 @@ R scored tokens, V tokens in the vocabulary, E hidden channels (each model's own
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from conf.errors import UserError
 from pipelines.engine import Engine
@@ -84,25 +85,73 @@ def score(
     that are not finite.
     """
     engines = [engine] if reference is None else [engine, reference]
+    scores = Scores() if reference is None else Scores(kl=0.0, num_agreed=0)
+    for step in _steps(engines, windows):
+        _score_step(scores, engines, step)
+        on_step(scores.num_tokens)
+    return scores
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Of a window's scored tokens: the sum of their logarithms, and whether each is the most likely one."""
+
+    log_likelihood: float
+    is_greedy: bool
+
+
+def likelihoods(engine: Engine, windows: list[Window]) -> list[Likelihood]:
+    """Return the likelihood of each window. Raises UserError as `score` does."""
+    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].token_ids))
+    found: dict[int, Likelihood] = {}
+    for step in _steps([engine], [windows[i] for i in order]) if windows else ():
+        for likelihood in _likelihoods_of_step(engine, step):
+            found[order[len(found)]] = likelihood
+    return [found[i] for i in range(len(windows))]
+
+
+def _steps(engines: list[Engine], windows: list[Window]) -> Iterator[list[Window]]:
+    """Yield the windows, as many at once as every engine takes of the longest."""
     longest = max(len(window.token_ids) for window in windows)
     at_once = min(each.num_at_once(longest) for each in engines)
     if not at_once:
         limits = "device.max_batched_tokens, or than the KV cache holds"
         remedy = "give a smaller evaluate.window, or raise device.max_batched_tokens or device.kv_cache_memory"
         raise UserError(f"a window of {longest} tokens is more than {limits}: {remedy}")
-    scores = Scores() if reference is None else Scores(kl=0.0, num_agreed=0)
     for start in range(0, len(windows), at_once):
-        _score_step(scores, engines, windows[start : start + at_once])
-        on_step(scores.num_tokens)
-    return scores
+        yield windows[start : start + at_once]
+
+
+@torch.inference_mode()
+def _likelihoods_of_step(engine: Engine, windows: list[Window]) -> list[Likelihood]:
+    hidden, targets = _hidden(engine, windows), _targets(windows, engine.device)
+    logs, greedy = [], []
+    for start in range(0, len(targets), LOGIT_ROWS):
+        rows = slice(start, start + LOGIT_ROWS)
+        logits = engine.runner.logits(hidden[rows]).float()  # [R, V]
+        logs.append(logits.log_softmax(-1).gather(-1, targets[rows, None])[:, 0])
+        greedy.append(logits.argmax(-1) == targets[rows])
+    counts = [window.num_scored for window in windows]
+    parts = zip(torch.cat(logs).split(counts), torch.cat(greedy).split(counts), strict=True)
+    return [Likelihood(own.sum(dtype=torch.float64).item(), bool(right.all())) for own, right in parts]
+
+
+def _hidden(engine: Engine, windows: list[Window]) -> Tensor:
+    """Return the hidden states [R, E] that predict the windows' scored tokens. The last token of a window predicts nothing in it."""
+    return engine.hidden_states(
+        [window.token_ids[:-1] for window in windows], [window.num_scored for window in windows]
+    )
+
+
+def _targets(windows: list[Window], device: torch.device) -> Tensor:
+    """Return the ids [R] of the scored tokens."""
+    return torch.tensor([id for window in windows for id in window.token_ids[-window.num_scored :]], device=device)
 
 
 @torch.inference_mode()
 def _score_step(scores: Scores, engines: list[Engine], windows: list[Window]) -> None:
-    # The last token of a window predicts nothing in it.
-    prompts, counts = [w.token_ids[:-1] for w in windows], [w.num_scored for w in windows]
-    hidden = [engine.hidden_states(prompts, counts) for engine in engines]  # each [R, E]
-    targets = torch.tensor([id for w in windows for id in w.token_ids[-w.num_scored :]], device=hidden[0].device)  # [R]
+    hidden = [_hidden(engine, windows) for engine in engines]  # each [R, E]
+    targets = _targets(windows, hidden[0].device)  # [R]
     for start in range(0, len(targets), LOGIT_ROWS):
         rows = slice(start, start + LOGIT_ROWS)
         logits = [engine.runner.logits(h[rows]).float() for engine, h in zip(engines, hidden, strict=True)]

@@ -44,6 +44,7 @@ MAIN = {  # metric: name, unit, factor
     "decode_share_of_bandwidth": ("share of bandwidth", "%", 100),
     "num_errors": ("rows with errors", "", 1),
 }
+PER_TASK = "tasks."  # of lm_eval: each metric of each task is shown, as it is
 PEAK_MEMORY = "peak_memory_bytes"
 SPEED = (
     "decode_tokens_per_s",
@@ -255,21 +256,25 @@ def _main_metrics(jobs: list[Job]) -> Table:
             return f"{value:#.5g}"
         return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 99.95 else f"{value:#.3g}"
 
+    per_task = dict.fromkeys(name for job in jobs for name in job.metrics if name.startswith(PER_TASK))
     return {
         _heading(metric): [shown(job, metric) for job in jobs]
-        for metric in MAIN
+        for metric in (*per_task, *MAIN)
         if any(_scaled(job, metric) is not None for job in jobs)
     }
 
 
 def _heading(metric: str) -> str:
+    if metric.startswith(PER_TASK):
+        return metric.removeprefix(PER_TASK)
     name, unit, _ = MAIN[metric]
     return f"{name} ({unit})" if unit else name
 
 
 def _scaled(job: Job, metric: str) -> float | None:
     value = job.metrics.get(metric)
-    return value * MAIN[metric][2] if isinstance(value, int | float) else None
+    factor = 1 if metric.startswith(PER_TASK) else MAIN[metric][2]
+    return value * factor if isinstance(value, int | float) else None
 
 
 def _csv(table: Table) -> str:

@@ -64,6 +64,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "pydantic": ("pipelines.api.*", "pipelines.serve.*"),
     "llguidance": ("pipelines.engine.guide",),
     "httpx": ("pipelines.endpoint",),
+    "lm_eval": ("pipelines.lm_eval",),
     "gradio": ("pipelines.chat_page",),
     "matplotlib": ("pipelines.quantize_report", "pipelines.sweep"),
 }
