@@ -17,6 +17,8 @@ Message = dict[str, Any]
 Tool = dict[str, Any]
 """What a model may call: {"type": "function", "function": {"name", "description", "parameters"}}, the parameters as a JSON schema."""
 
+NFC_SHRINKAGE = 3
+"""Most bytes of a text that become one of UTF-8 when it is normalised to NFC."""
 GIVEN_BY_US = ("messages", "tools", "documents", "add_generation_prompt")
 """Names of a template that are no arguments of a caller."""
 
@@ -27,6 +29,14 @@ class UnreadArgument(UserError):
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
         self.name = name
+
+
+class TooLong(UserError):
+    """Error for a conversation of more tokens than are allowed, found before it is encoded. `num_tokens`: how many it has at least."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"the prompt has at least {num_tokens} tokens: shorten it")
+        self.num_tokens = num_tokens
 
 
 class Tokenizer(ABC):
@@ -60,6 +70,16 @@ class Tokenizer(ABC):
         `decode` may leave a space out. Raises UserError for a kind of tokenizer whose tokens have no bytes of their own.
         """
 
+    @property
+    def max_token_bytes(self) -> int | None:
+        """Most bytes of a text that become one token. None where any number may, such as spaces that are left out."""
+        return None
+
+    def least_tokens(self, text: str) -> int:
+        """Return how many tokens a text has at least, without encoding it; 0 where nothing is known."""
+        most = self.max_token_bytes
+        return -(-len(text.encode("utf-8", "replace")) // most) if most else 0
+
     def save(self, folder: Path) -> None:
         """Write files that `load_tokenizer` and transformers read. Raises UserError for a tokenizer that was read from such files."""
         raise UserError(f"the tokenizer in {self.source} cannot be written in another form: copy its files")
@@ -71,6 +91,7 @@ class Tokenizer(ABC):
         add_generation_prompt: bool = True,
         tools: list[Tool] | None = None,
         template_arguments: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> tuple[str, list[int]]:
         """Return a conversation as text and as token ids, ready for the assistant's turn, or as it ends without `add_generation_prompt`.
 
@@ -78,8 +99,10 @@ class Tokenizer(ABC):
 
         template: Jinja source, or None for the own one; template_arguments: what it reads besides, such as enable_thinking.
 
+        max_tokens: of a text that may be encoded; None: any number.
+
         Raises UserError where there is no template, and where the template refuses the messages; UnreadArgument where it does not read the
-        tools or an argument.
+        tools or an argument; TooLong where the text certainly has more tokens than allowed.
         """
         arguments = dict(template_arguments or {})
         if template is None and tools:
@@ -97,6 +120,8 @@ class Tokenizer(ABC):
         text = self._templates.render(
             template, messages, self.special_tokens, add_generation_prompt, tools or None, arguments
         )
+        if max_tokens is not None and (least := self.least_tokens(text)) > max_tokens:
+            raise TooLong(least)
         if not marks:
             return text, self.encode(text, add_special_tokens=False)  # the template wrote any BOS
         parts = marks.split(text)

@@ -12,11 +12,12 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
 
 from conf.errors import UserError
 from models.config import read_json
-from models.tokenizers.base import Tokenizer
-from models.tokenizers.token_decoder import token_decoder
+from models.tokenizers.base import NFC_SHRINKAGE, Tokenizer
+from models.tokenizers.token_decoder import LETTERS, steps, token_decoder
 from models.tokenizers.tokenizer_json import read_tokenizer_json
 
 SETTINGS = ("tokenizer_config.json", "config.json", "tokenizer.json")  # without one of them it can only be GPT-2's
@@ -38,6 +39,11 @@ class HuggingFaceTokenizer(Tokenizer):
             backend.token_to_id(special_tokens[name]) if name in special_tokens else None
             for name in ("bos_token", "eos_token")
         )
+
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        shrinkage = _shrinkage(self.backend)
+        return shrinkage and shrinkage * max(len(token.encode()) for token in self.backend.get_vocab())
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # `encode` holds the interpreter's lock, 0.6 s for 1 MB, and notes the place of each token, which nobody reads
@@ -107,6 +113,34 @@ class HuggingFaceTokenizer(Tokenizer):
         settings |= {"chat_template": self.chat_template} if self.chat_template else {}
         self.backend.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _shrinkage(backend: Backend) -> int | None:
+    """Return how many bytes of a text become one byte of tokens at most; None where some become nothing, or any number one token."""
+    parts = backend.normalizer, backend.pre_tokenizer
+    rules, cuts = (list(steps(json.loads(part.__getstate__()))) if part else [] for part in parts)
+    strips = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    if strips or not all(map(_keeps_length, rules)) or not all(map(_keeps_text, cuts)):
+        return None
+    letters = LETTERS if any(cut["type"] == "ByteLevel" for cut in cuts) else map("<0x{:02X}>".format, range(256))
+    is_whole = isinstance(backend.model, BPE) and all(backend.token_to_id(letter) is not None for letter in letters)
+    return (NFC_SHRINKAGE if {"type": "NFC"} in rules else 1) if is_whole else None
+
+
+def _keeps_length(rule: Mapping[str, Any]) -> bool:
+    """Return whether a normaliser makes no text shorter, NFC aside."""
+    match rule:
+        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+            return len(new.encode()) >= len(old.encode())
+        case _:
+            return rule["type"] in ("NFC", "Prepend")
+
+
+def _keeps_text(cut: Mapping[str, Any]) -> bool:
+    """Return whether a pre-tokenizer leaves nothing out."""
+    return cut["type"] in ("ByteLevel", "Metaspace", "Digits") or (
+        cut["type"] == "Split" and cut["behavior"] != "Removed"
+    )
 
 
 def _behind_newline(text: str, encode: Callable[[str], list[int]]) -> list[int]:

@@ -44,6 +44,14 @@ class SentencePieceTokenizer(Tokenizer):
         model: bytes = self._pieces.serialized_model_proto()
         return model
 
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        ids, rules = range(self._pieces.get_piece_size()), self._model.normalizer_spec
+        keeps_text = not rules.precompiled_charsmap and not rules.remove_extra_whitespaces
+        if not keeps_text or sum(map(self._pieces.is_byte, ids)) < 256:  # what is unknown becomes one token
+            return None
+        return max(len(name.encode()) for name in [*map(self._pieces.id_to_piece, ids), *self._specials])
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         begin = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
         named = "|".join(re.escape(name) for name in sorted(self._specials, key=len, reverse=True))
@@ -226,6 +234,11 @@ class ChatGLMTokenizer(SentencePieceTokenizer):
 
     chat_template = None
     MOST_BLANKS = 80
+
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        most = super().max_token_bytes
+        return most and max(most, self.MOST_BLANKS)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         suffix = [self._pieces.piece_to_id(name) for name in ("[gMASK]", "<sop>")] if add_special_tokens else []

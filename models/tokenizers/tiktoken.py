@@ -3,11 +3,12 @@
 import base64
 import unicodedata
 from collections.abc import Mapping
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
 from conf.errors import UserError
-from models.tokenizers.base import Message, Tokenizer, refuse_role
+from models.tokenizers.base import NFC_SHRINKAGE, Message, Tokenizer, refuse_role
 from models.tokenizers.control_tokens import joined_runs
 
 # How a text is split before pairs are merged, from the families' own tokenizers. Qwen splits digits one by one, Llama 3 by three.
@@ -64,6 +65,10 @@ class TiktokenTokenizer(Tokenizer):
         token: bytes = self._encoding.decode_single_token_bytes(id)
         return token
 
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        return max(map(len, [*self._encoding.token_byte_values(), *map(str.encode, self._specials)]))
+
     @property
     def _control_names(self) -> Mapping[str, bool]:
         return dict.fromkeys(self._specials, True)
@@ -90,6 +95,11 @@ class QwenTokenizer(TiktokenTokenizer):
         self.bos_token_id = None
         self.eos_token_id = self._specials["<|endoftext|>"]
         self.turn_end_ids = (self._specials["<|im_start|>"], self._specials["<|im_end|>"])
+
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        most = super().max_token_bytes
+        return most and NFC_SHRINKAGE * most
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return super().encode(unicodedata.normalize("NFC", text), add_special_tokens)

@@ -16,7 +16,7 @@ def token_decoder(decoder: dict[str, Any], source: Path) -> Callable[[str], byte
     decoder: as tokenizer.json has it. Raises UserError for steps that give a token other bytes beside other tokens.
     """
     has_fallback, spaces = False, []
-    for step in _steps(decoder):
+    for step in steps(decoder):
         match step:
             case {"type": "ByteLevel"}:
                 return _of_letters
@@ -45,10 +45,12 @@ def token_decoder(decoder: dict[str, Any], source: Path) -> Callable[[str], byte
     return decode
 
 
-def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    if decoder.get("type") == "Sequence":
-        return [inner for step in decoder["decoders"] for inner in _steps(step)]
-    return [decoder]
+def steps(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the steps of a part of a tokenizer.json, those of sequences one by one."""
+    if part.get("type") != "Sequence":
+        return [part]
+    (inner,) = (value for value in part.values() if isinstance(value, list))
+    return [each for step in inner for each in steps(step)]
 
 
 def _byte_letters() -> dict[str, int]:

@@ -14,8 +14,8 @@ from conf.serving import ServeConfig
 from models.formats import open_tokenizer
 from models.formats.hub import find_checkpoint
 from models.tokenizers.answers import FORMATS, AnswerFormat, AnswerReader, Content, Part, Reasoning
-from models.tokenizers.base import Message, Tokenizer, Tool, UnreadArgument
-from pipelines.api.errors import bad_request
+from models.tokenizers.base import Message, Tokenizer, Tool, TooLong, UnreadArgument
+from pipelines.api.errors import bad_request, too_long
 from pipelines.api.requests import MAX_DEPTH, ChatRequest, NamedTool, check_depth
 from pipelines.api.settings import guide_of
 from pipelines.api.tool_guides import CALL_TOKENS, Literals, after_reasoning, tool_guide
@@ -102,16 +102,19 @@ class Chat:
             path = find_checkpoint(model.path, with_weights=False, allow_pickle=False)
         return cls(open_tokenizer(path), config)
 
-    async def encode(self, request: ChatRequest) -> ChatPrompt:
-        """Return a request's prompt, made in a thread. Raises ApiError (400) with the field to blame."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self.prompt, request)
+    async def encode(self, request: ChatRequest, max_tokens: int | None = None) -> ChatPrompt:
+        """Return a request's prompt, made in a thread. Raises ApiError (400) with the field to blame.
+
+        max_tokens: what certainly has more is not encoded; None: any number.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self.prompt, request, max_tokens)
 
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown(cancel_futures=True)
 
-    def prompt(self, request: ChatRequest) -> ChatPrompt:
-        """Return a request's prompt. Raises ApiError (400) with the field to blame."""
+    def prompt(self, request: ChatRequest, max_tokens: int | None = None) -> ChatPrompt:
+        """Return a request's prompt. max_tokens: as in `encode`. Raises ApiError (400) with the field to blame."""
         if self.tokenizer is None or self._is_off:
             setting = "model.tokenizer=null" if self.tokenizer is None else "serve.chat_template=none"
             raise bad_request(
@@ -123,7 +126,7 @@ class Chat:
             )
         # Which tools there are is told also where none may be called; what is read of an answer depends on the choice.
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
-        text, token_ids = self._encoded(self.tokenizer, request, tools)
+        text, token_ids = self._encoded(self.tokenizer, request, tools, max_tokens)
         form = FORMATS[self._form]
         reasons = any(not region.read_calls and text.rstrip().endswith(region.opening) for region in form.regions)
         names = [tool["function"]["name"] for tool in tools] if request.tool_choice != "none" else []
@@ -136,14 +139,22 @@ class Chat:
         dropped = [text for text in left if not any(text in literal for literal in form.literals + [*CALL_TOKENS])]
         return ChatPrompt(token_ids, settings, form, names, reasons, dropped)
 
-    def _encoded(self, tokenizer: Tokenizer, request: ChatRequest, tools: list[Tool]) -> tuple[str, list[int]]:
+    def _encoded(
+        self, tokenizer: Tokenizer, request: ChatRequest, tools: list[Tool], max_tokens: int | None
+    ) -> tuple[str, list[int]]:
         arguments = dict(request.chat_template_kwargs or {})
         effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
         messages = [self._message(message, i) for i, message in enumerate(request.conversation())]
         try:
             return tokenizer.encode_messages(
-                messages, self._template, tools=tools or None, template_arguments=arguments | effort
+                messages,
+                self._template,
+                tools=tools or None,
+                template_arguments=arguments | effort,
+                max_tokens=max_tokens,
             )
+        except TooLong as error:
+            raise too_long(f"at least {error.num_tokens}", max_tokens, "messages") from error
         except UnreadArgument as error:
             own = error.name in ("tools", *effort)
             raise bad_request(str(error), error.name if own else f"chat_template_kwargs.{error.name}") from error

@@ -5,7 +5,7 @@ import struct
 from typing import Any, Protocol
 
 from models.tokenizers.base import Tokenizer
-from pipelines.api.errors import ApiError, bad_request
+from pipelines.api.errors import ApiError, bad_request, too_long
 from pipelines.api.requests import EmbeddingRequest
 
 
@@ -13,15 +13,19 @@ class Embedding(Protocol):
     """The part of the engine's `Ready` that says how a text becomes a prompt."""
 
     @property
+    def context_length(self) -> int: ...
+    @property
     def instruction(self) -> str: ...
     @property
     def final_token_id(self) -> int | None: ...
 
 
 def encode_input(model: Embedding, tokenizer: Tokenizer | None, text: str) -> list[int]:
-    """Return the token ids of a text, as `task=embed` makes them. Raises ApiError where there is no tokenizer."""
+    """Return a text as the token ids that `task=embed` makes. Raises ApiError without a tokenizer, and for what is certainly too long."""
     if tokenizer is None:
         raise bad_request("the server has no tokenizer: give token ids as input", "input")
+    if (least := tokenizer.least_tokens(model.instruction + text)) > model.context_length:
+        raise too_long(f"at least {least}", model.context_length, "input")
     token_ids = tokenizer.encode(model.instruction + text, True)
     if model.final_token_id is None or token_ids[-1:] == [model.final_token_id]:
         return token_ids

@@ -86,6 +86,12 @@ def bad_request(message: str, param: str | None, code: str | None = None) -> Api
     return ApiError(400, message, BAD_REQUEST, param, code)
 
 
+def too_long(num_tokens: int | str, limit: int | None, param: str) -> ApiError:
+    """Return the error of status 400 for a prompt that leaves no place for an answer."""
+    message = f"the prompt has {num_tokens} tokens, and the model takes {limit} with the answer's: shorten it"
+    return bad_request(message, param, "context_length_exceeded")
+
+
 def not_allowed(param: str, value: object, remedy: str) -> ApiError:
     """Return the error of status 400 for a value that is not allowed."""
     return bad_request(f"{param}={shortened(repr(value))} is not allowed: {remedy}", param)

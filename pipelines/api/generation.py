@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from models.tokenizers.base import Tokenizer
 from pipelines.api.answers import AnswerInfo, Event, Said, TokenLogprob, TokenTexts, usage
-from pipelines.api.errors import ApiError, bad_request
+from pipelines.api.errors import ApiError, bad_request, too_long
 from pipelines.api.requests import ChatRequest, CompletionRequest, Sampling
 from pipelines.api.resumption import Place, read_place
 from pipelines.api.settings import decode_settings, field_of, refusal
@@ -133,8 +133,7 @@ class Generation:
         request, limit = self.request, served.context_length
         param = "prompt" if isinstance(request, CompletionRequest) else "messages"
         if num_prompt >= limit:
-            message = f"the prompt has {num_prompt} tokens, and the model takes {limit} with the answer's: shorten it"
-            raise bad_request(message, param, "context_length_exceeded")
+            raise too_long(num_prompt, limit, param)
         asked, name = decode.get("max_new_tokens"), field_of("max_new_tokens", request)
         is_given = getattr(request, str(name), None) is not None
         if is_given and isinstance(asked, int) and num_prompt + asked > limit:

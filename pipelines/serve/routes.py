@@ -15,7 +15,7 @@ from pipelines.api import messages, responses
 from pipelines.api.answers import Said
 from pipelines.api.conversation import Chat
 from pipelines.api.embeddings import embedding_body, embedding_refusal, encode_input
-from pipelines.api.errors import ApiError, bad_request
+from pipelines.api.errors import ApiError, bad_request, too_long
 from pipelines.api.generation import Generation
 from pipelines.api.messages import MessagesRequest, MessageWriter
 from pipelines.api.requests import (
@@ -73,7 +73,8 @@ async def chat_completions(body: ChatRequest, exchange: Exchange, chat: Chat) ->
 async def completions(body: CompletionRequest, exchange: Exchange, chat: Chat) -> Result:
     """Continue prompts."""
     special = body.add_special_tokens is not False
-    prompts = await _each(body.prompts, lambda text: _encoded(chat.tokenizer, text, special))
+    most = exchange.info.context_length
+    prompts = await _each(body.prompts, lambda text: _encoded(chat.tokenizer, text, special, most))
     generation = Generation(body, prompts, exchange.info, exchange.head, chat.tokenizer)
     return await continued(exchange, generation, CompletionWriter(generation, body), bool(body.stream))
 
@@ -225,7 +226,7 @@ async def _chat(body: ChatRequest, exchange: Exchange, chat: Chat, has_ids: bool
     """Return what writes the answer to a conversation. Raises ApiError. has_ids: whether its streams go on from an event's id."""
     if exchange.head.last_event_id is not None and not has_ids:
         raise bad_request(f"streams of this kind have no ids to go on from: leave {HEADER} out", HEADER)
-    prompt = await chat.encode(body)
+    prompt = await chat.encode(body, exchange.info.context_length)
     generation = Generation(body, [prompt.token_ids], exchange.info, exchange.head, chat.tokenizer, prompt.settings)
     return ChatWriter(generation, body, prompt.reader)
 
@@ -254,9 +255,13 @@ def _tokenizer(tokenizer: Tokenizer | None, param: str) -> Tokenizer:
     return tokenizer
 
 
-def _encoded(tokenizer: Tokenizer | None, text: str, add_special_tokens: bool) -> list[int]:
-    """Return the token ids of a prompt, as task=predict makes them."""
+def _encoded(
+    tokenizer: Tokenizer | None, text: str, add_special_tokens: bool, max_tokens: int | None = None
+) -> list[int]:
+    """Return the token ids of a prompt, as task=predict makes them. Raises ApiError for what certainly has more than `max_tokens`."""
     tokenizer = _tokenizer(tokenizer, "prompt")
+    if max_tokens is not None and (least := tokenizer.least_tokens(text)) > max_tokens:
+        raise too_long(f"at least {least}", max_tokens, "prompt")
     token_ids = tokenizer.encode(text, add_special_tokens)
     if not token_ids and add_special_tokens and tokenizer.bos_token_id is not None:
         return [tokenizer.bos_token_id]  # something to begin with

@@ -1,6 +1,7 @@
 """The routes over the fake engine: which there are, who may ask them, what they say, and their description."""
 
 import json
+import re
 import tempfile
 import weakref
 from functools import cache
@@ -34,7 +35,7 @@ from pipelines.engine_process.frames import Submit
 from pipelines.serve.app import create_app
 from pipelines.serve.service import Service
 from tests.helpers.builders import REPOSITORY
-from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.fake_engine import READY, FakeEngine
 from tests.helpers.local_http import URL, asking, service_of
 from tests.helpers.serving import run_async
 
@@ -107,6 +108,45 @@ def test_every_route_but_two_needs_a_key(method: str, path: str) -> None:
     assert right.status_code in (
         (404,) if "{" in path else (415,) if path == "/v1/files" and method == "POST" else (200, 400)
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": ["a", "TEXT"]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "TEXT"}]}, "messages"),
+        ("/v1/responses", {"input": "TEXT", "store": False}, "input"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "TEXT"}], "max_tokens": 1}, None),
+        ("/v1/embeddings", {"input": "TEXT"}, "input"),
+    ],
+)
+def test_what_no_context_holds_is_not_encoded(
+    path: str, body: dict[str, Any], param: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, most = tokenizer(), READY.context_length * (tokenizer().max_token_bytes or 0)
+    encoded: list[str] = []
+    encode = type(own).encode
+
+    def noting(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        encoded.append(text)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(type(own), "encode", noting)
+    for num_bytes, least in ((most - 100, 0), (most + 1, READY.context_length + 1)):
+        asked = json.loads(json.dumps(body).replace("TEXT", "x" * num_bytes)) | {"model": "tiny"}
+        answer = ask("POST", path, service_of(FakeEngine(embeds="embed" in path)), json=asked)
+        is_encoded = any("xxx" in text for text in encoded)
+        assert is_encoded == (least == 0)
+        encoded.clear()
+        if least:
+            error = answer.json()["error"]
+            assert answer.status_code == 400
+            assert re.search(
+                r"has at least \d+ tokens, and the model takes 64 with the answer's: shorten it", error["message"]
+            )
+            assert param is None or (error["param"], error["code"]) == (param, "context_length_exceeded")
+    whole = ask("POST", "/tokenize", json={"prompt": "x" * (most + 1)})
+    assert whole.json()["count"] > READY.context_length  # which only counts
 
 
 def test_state() -> None:
