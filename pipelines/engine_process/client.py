@@ -314,14 +314,22 @@ class EngineClient:
         self._failure = error
         self._is_settled.set()
 
-    def _watch(self) -> None:
-        """Wait for the child's next frame, no longer than it may take while there are requests."""
+    def _watch(self, num_waits: int = 2) -> None:
+        """Wait for the child's next frame, no longer than it may take while there are requests.
+
+        That time is two waits: where the event loop itself was held up, what has arrived is read before the second one ends.
+        """
         if self._stall is not None:
             self._stall.cancel()
         self._stall = None
         if self._answers and self._child is not None:
-            why = f"said nothing for serve.stall_s={self._config.stall_s} seconds"
-            self._stall = asyncio.get_running_loop().call_later(self._config.stall_s, self._end_child, why)
+            self._stall = asyncio.get_running_loop().call_later(self._config.stall_s / 2, self._waited, num_waits - 1)
+
+    def _waited(self, num_left: int) -> None:
+        if num_left:
+            self._watch(num_left)
+        else:
+            self._end_child(f"said nothing for serve.stall_s={self._config.stall_s} seconds")
 
     def _end_child(self, why: str) -> None:
         self._why = why

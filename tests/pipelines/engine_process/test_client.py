@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,17 @@ import pytest
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import Task
+from conf.schema import RunConfig, Task
 from conf.serving import ServeConfig
 from pipelines.engine import Engine
 from pipelines.engine_process import child as module
 from pipelines.engine_process.child import COMMAND, LocalChild
 from pipelines.engine_process.client import EngineClient, EngineGone, EngineRefused
-from pipelines.engine_process.frames import Cancel, Delta, Submit, encode
+from pipelines.engine_process.frames import Accepted, Cancel, Delta, Submit, encode
 from pipelines.engine_process.suspects import MAX_CRASHES, digest_of
 from pipelines.loading import load_engine
 from tests.helpers.builders import REPOSITORY, run_config, said
+from tests.helpers.fake_engine import READY
 from tests.helpers.serving import LIMIT_S, Asked, Whole, idle, run_async, serving, tiny_run, whole
 
 ENDLESS = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
@@ -160,6 +162,54 @@ def test_a_stopped_engine_is_ended_and_started_again(engine: Engine) -> None:
             await client.wait_ready()
             assert (await whole(Asked(client, Submit(0, prompt_of(engine), SETTINGS[0])))).done.error is None
             assert client.num_restarts == 1
+
+    run_async(test())
+
+
+class SocketChild(LocalChild):
+    """A child without a process: `theirs` is the other end of its socket. Killed, it hangs up."""
+
+    def __init__(self, theirs: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.theirs = theirs
+        self.was_killed = False
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def start(cls) -> "SocketChild":
+        ours, theirs = socket.socketpair()
+        theirs.sendall(encode(READY))
+        return cls(theirs, *await asyncio.open_connection(sock=ours))
+
+    def kill(self) -> None:
+        self.was_killed = True
+        self.theirs.close()
+
+    async def ended(self) -> str:
+        return "was ended by SIGKILL"
+
+    async def close(self) -> None:
+        self.kill()
+        self._writer.close()
+
+
+def test_what_has_arrived_while_the_server_was_held_up_is_no_silence() -> None:
+    async def test() -> None:
+        stall_s = 0.2
+        client = EngineClient(RunConfig(Task.serve, serve=ServeConfig(stall_s=stall_s)), SocketChild.start)
+        await client.start()
+        await client.wait_ready()
+        answer = client.submit(Submit(0, [5], {}), asyncio.Event())
+        await asyncio.sleep(0)  # the loop has the timer
+        child = client._child
+        assert isinstance(child, SocketChild)
+        child.theirs.sendall(encode(Accepted(answer.submit.id, 3)))
+        time.sleep(3 * stall_s)  # the whole event loop, whose next turn finds the timer over and the frame unread
+        assert await answer.accepted() == 3
+        assert not child.was_killed
+        second = client.submit(Submit(0, [5], {}), asyncio.Event())
+        with pytest.raises(EngineGone, match=r"said nothing for serve.stall_s=0.2 seconds"):
+            await second.accepted()  # for now it is silent
+        await client.close()
 
     run_async(test())
 
