@@ -20,7 +20,7 @@ from pipelines.api.requests import Shape
 from pipelines.batch_jobs import BatchJobs
 from pipelines.serve.batches import LineSender, add_batches, add_files
 from pipelines.serve.exchange import loaded
-from pipelines.serve.guard import Guard
+from pipelines.serve.guard import Guard, error_response
 from pipelines.serve.metrics import CONTENT_TYPE
 from pipelines.serve.openapi import describe, responses
 from pipelines.serve.routes import ROUTES, add_routes
@@ -68,7 +68,7 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body(request.url.path), error.status, error.headers)
+        return error_response(error, request.url.path)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:

@@ -1,4 +1,4 @@
-"""What every request passes before it is read: the size of its head, the name of the host, the key, the type, size and time of its body.
+"""What every request passes: bounds of its head, the name of the host, the key, and the type, size and time of its body.
 
 Pure ASGI. Every refusal has the shape of its path's API, and every answer the id of its request.
 """
@@ -6,7 +6,6 @@ Pure ASGI. Every refusal has the shape of its path's API, and every answer the i
 import asyncio
 import hmac
 import ipaddress
-import json
 import logging
 import os
 import re
@@ -15,6 +14,7 @@ from http import HTTPStatus
 from pathlib import Path
 from uuid import uuid4
 
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from conf.errors import UserError
@@ -80,8 +80,8 @@ class Guard:
         self._service = service
         self._hosts = {name.lower() for name in (*LOOPBACK, config.host, *config.allowed_hosts)}
         self._keys = keys
-        self._max_body = num_bytes(config.max_body)
-        self._max_upload, self._upload_s = num_bytes(config.max_upload), config.request_timeout_s
+        self._body_limits = num_bytes(config.max_body), "serve.max_body", BODY_S
+        self._upload_limits = num_bytes(config.max_upload), "serve.max_upload", config.request_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
@@ -103,18 +103,15 @@ class Guard:
             self._check_sender(scope, headers, record)
             is_known = True
             self._check(scope, headers)
-            if (scope["method"], scope["path"]) == UPLOAD:
-                whole = _bounded(receive, headers, self._max_upload, "serve.max_upload", self._upload_s)
-            else:
-                bounded = _bounded(receive, headers, self._max_body, "serve.max_body", BODY_S)
-                whole = _replayed(await _read(bounded), receive)
-            await self._app(scope, whole, send_with_id)
+            is_upload = (scope["method"], scope["path"]) == UPLOAD
+            limits = self._upload_limits if is_upload else self._body_limits
+            await self._app(scope, _bounded(receive, headers, *limits), send_with_id)
         except ApiError as error:
-            await send_error(error, send_with_id, scope["path"])
+            await error_response(error, scope["path"])(scope, receive, send_with_id)
         except Exception:
             log.error("request %s failed:\n%s", record.id, traceback.format_exc())
             if record.status is None:
-                await send_error(failed(), send_with_id, scope["path"])
+                await error_response(failed(), scope["path"])(scope, receive, send_with_id)
         finally:
             self._service.done(record, is_known)
 
@@ -189,29 +186,6 @@ def _bounded(receive: Receive, headers: dict[bytes, bytes], most: int, setting: 
     return bounded
 
 
-async def _read(receive: Receive) -> bytes:
-    body, more = bytearray(), True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return bytes(body)
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the body first and then waits for the client to leave."""
-    is_read = False
-
-    async def replay() -> Message:
-        nonlocal is_read
-        if is_read:
-            return await receive()
-        is_read = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay
-
-
 def _key(path: str, headers: dict[bytes, bytes]) -> bytes:
     if path.startswith(ANTHROPIC) and (key := headers.get(b"x-api-key")):
         return key
@@ -229,22 +203,14 @@ def _is_own_address(name: str, scope: Scope) -> bool:
         return False
 
 
-def _content_of(error: ApiError, path: str = "") -> tuple[list[tuple[bytes, bytes]], bytes]:
-    body = json.dumps(error.body(path)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    return headers + [(name.lower().encode(), value.encode()) for name, value in error.headers.items()], body
-
-
-async def send_error(error: ApiError, send: Send, path: str) -> None:
-    """Send an error as a whole answer, in the shape of the path's API."""
-    headers, body = _content_of(error, path)
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def error_response(error: ApiError, path: str = "") -> JSONResponse:
+    """Return the answer that an error is, in the shape of the path's API."""
+    return JSONResponse(error.body(path), error.status, error.headers)
 
 
 def whole_error(error: ApiError) -> bytes:
     """Return an error as HTTP writes it, for a connection without a request that can be read. It is the last one there."""
-    headers, body = _content_of(error)
-    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
-    lines += [name + b": " + value for name, value in [*headers, (b"connection", b"close")]]
-    return b"\r\n".join([*lines, b"", body])
+    answer = error_response(error)
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
+    lines += [name + b": " + value for name, value in answer.raw_headers]
+    return b"\r\n".join([*lines, b"", bytes(answer.body)])
