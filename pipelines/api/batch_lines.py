@@ -8,8 +8,7 @@ from pipelines.api.requests import ChatRequest, CompletionRequest, check_request
 from pipelines.api.settings import decode_settings
 
 REQUESTS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
+    kind.path: kind for kind in (ChatRequest, CompletionRequest)
 }
 ONE_BY_ONE = {  # fields of a body that a row has no place for
     "stream": "rows are written whole: leave it out",

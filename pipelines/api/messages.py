@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from pipelines.api.answers import Event, Said
 from pipelines.api.errors import ANTHROPIC, ApiError, bad_request
-from pipelines.api.requests import MAX_TOKENS, ChatRequest, Json, Name, Parts, Shape, StopText, check_request
+from pipelines.api.requests import MAX_TOKENS, Body, ChatRequest, Json, Name, Parts, Shape, StopText, check_request
 from pipelines.api.writers import ChatWriter
 
 NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
@@ -146,8 +146,10 @@ class Metadata(Shape):
     user_id: Annotated[str, Field(max_length=512)] | None = None
 
 
-class MessagesRequest(Shape):
-    """The body of POST /v1/messages."""
+class MessagesRequest(Body):
+    """A conversation to continue, in Anthropic's shapes."""
+
+    path = ANTHROPIC
 
     model: Name
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]

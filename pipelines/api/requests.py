@@ -1,7 +1,7 @@
 """Requests of OpenAI's API, with vLLM's further fields: every field is honoured, or refused by its name. null means left out."""
 
 import json
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -65,6 +65,13 @@ class Shape(BaseModel):
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
             raise PydanticCustomError("too_many_fields", f"Input should be an object of at most {MAX_FIELDS} fields")
         return value
+
+
+class Body(Shape):
+    """What is sent to a route."""
+
+    path: ClassVar[str]
+    """Of the route, with POST."""
 
 
 def check_depth(value: T) -> T:
@@ -132,7 +139,7 @@ class StructuredOutputs(Shape):
         return self
 
 
-class Sampling(Shape):
+class Sampling(Body):
     """Fields that all requests for continuations share: OpenAI's settings, then vLLM's."""
 
     model: Name
@@ -276,7 +283,9 @@ class NamedTool(Shape):
 
 
 class ChatRequest(Sampling):
-    """The body of POST /v1/chat/completions."""
+    """A conversation to continue."""
+
+    path = "/v1/chat/completions"
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -327,7 +336,9 @@ class ChatRequest(Sampling):
 
 
 class CompletionRequest(Sampling):
-    """The body of POST /v1/completions."""
+    """Prompts to continue."""
+
+    path = "/v1/completions"
 
     prompt: Prompts
     max_tokens: NumTokens | None = None
@@ -355,8 +366,10 @@ class CompletionRequest(Sampling):
         return _listed(self.prompt)
 
 
-class EmbeddingRequest(Shape):
-    """The body of POST /v1/embeddings."""
+class EmbeddingRequest(Body):
+    """Texts whose vectors are wanted."""
+
+    path = "/v1/embeddings"
 
     model: Name
     input: Prompts
@@ -373,10 +386,10 @@ def _listed(prompts: Prompts) -> list[Prompt]:
     return [prompts] if isinstance(prompts, str) or isinstance(prompts[0], int) else list(prompts)
 
 
-Body = TypeVar("Body", bound=Shape)
+S = TypeVar("S", bound=Shape)
 
 
-def parse_request(kind: type[Body], content: bytes) -> Body:
+def parse_request(kind: type[S], content: bytes) -> S:
     """Return a body as a checked request. Raises ApiError (400) in one line, with the field to blame."""
     try:
         body = json.loads(content.decode())
@@ -389,7 +402,7 @@ def parse_request(kind: type[Body], content: bytes) -> Body:
     return check_request(kind, body)
 
 
-def check_request(kind: type[Body], body: object) -> Body:
+def check_request(kind: type[S], body: object) -> S:
     """Return what JSON held as a checked request. Raises ApiError (400) in one line, with the field to blame."""
     try:
         return kind.model_validate(body)

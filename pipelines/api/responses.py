@@ -11,6 +11,7 @@ from pipelines.api.answers import Event, Said
 from pipelines.api.errors import ApiError, bad_request
 from pipelines.api.requests import (
     MAX_TOKENS,
+    Body,
     ChatRequest,
     Json,
     Name,
@@ -110,8 +111,10 @@ class NamedFunctionTool(Shape):
     name: Name
 
 
-class ResponseRequest(Shape):
-    """The body of POST /v1/responses."""
+class ResponseRequest(Body):
+    """A conversation to continue, in items."""
+
+    path = "/v1/responses"
 
     model: Name
     input: str | Annotated[list[Item], Field(min_length=1, max_length=4096, fail_fast=True)]

@@ -19,6 +19,7 @@ from pipelines.api.errors import ApiError, bad_request, too_long
 from pipelines.api.generation import Generation
 from pipelines.api.messages import MessagesRequest, MessageWriter
 from pipelines.api.requests import (
+    Body,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -26,7 +27,6 @@ from pipelines.api.requests import (
     Message,
     Name,
     Prompt,
-    Shape,
     TokenIds,
     Tool,
     check_request,
@@ -44,9 +44,10 @@ from pipelines.serve.service import EngineResponse, Result, Service, Stream, tim
 from pipelines.serve.stream import written
 
 
-class TokenizeRequest(Shape):
-    """The body of POST /tokenize: a prompt, or messages."""
+class TokenizeRequest(Body):
+    """A prompt, or messages."""
 
+    path = "/tokenize"
     model: Name | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
@@ -57,9 +58,10 @@ class TokenizeRequest(Shape):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Shape):
-    """The body of POST /detokenize."""
+class DetokenizeRequest(Body):
+    """Token ids."""
 
+    path = "/detokenize"
     model: Name | None = None
     tokens: TokenIds
 
@@ -138,7 +140,7 @@ async def detokenize(body: DetokenizeRequest, exchange: Exchange, chat: Chat) ->
 class Route(NamedTuple):
     """A route that reads a body."""
 
-    kind: type[Shape]
+    kind: type[Body]
     answer: Callable[[Any, Exchange, Chat], Coroutine[Any, Any, Result]]
     prefix: str = ""
     """Of the answer's id."""
@@ -158,13 +160,16 @@ class Route(NamedTuple):
 
 
 ROUTES = {
-    "/v1/chat/completions": Route(ChatRequest, chat_completions, "chatcmpl-", has_samples=True, statuses=(412,)),
-    "/v1/completions": Route(CompletionRequest, completions, "cmpl-", lambda body: len(body.prompts), True, (412,)),
-    "/v1/responses": Route(ResponseRequest, respond, "resp_"),
-    "/v1/messages": Route(MessagesRequest, message, "msg_"),
-    "/v1/embeddings": Route(EmbeddingRequest, embeddings, "embd-", lambda body: len(body.inputs)),
-    "/tokenize": Route(TokenizeRequest, tokenize),
-    "/detokenize": Route(DetokenizeRequest, detokenize),
+    route.kind.path: route
+    for route in (
+        Route(ChatRequest, chat_completions, "chatcmpl-", has_samples=True, statuses=(412,)),
+        Route(CompletionRequest, completions, "cmpl-", lambda body: len(body.prompts), True, (412,)),
+        Route(ResponseRequest, respond, "resp_"),
+        Route(MessagesRequest, message, "msg_"),
+        Route(EmbeddingRequest, embeddings, "embd-", lambda body: len(body.inputs)),
+        Route(TokenizeRequest, tokenize),
+        Route(DetokenizeRequest, detokenize),
+    )
 }
 
 

@@ -8,18 +8,20 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import openai
 import pytest
 
 from pipelines import batch_jobs
+from pipelines.api.batches import BatchRequest
 from pipelines.api.conversation import Chat
 from pipelines.batch_jobs import BatchJobs
 from pipelines.engine_process.client import EngineRefused
 from pipelines.engine_process.frames import Submit
 from pipelines.serve.app import create_app
+from pipelines.serve.routes import ROUTES
 from tests.helpers.fake_engine import READY, FakeEngine
 from tests.helpers.local_http import URL, service_of
 from tests.helpers.server import ended as ended_by_signal
@@ -471,3 +473,7 @@ def test_batches_of_a_killed_server_end_in_the_next_ones(tmp_path: Path) -> None
 
 def count_of(batch: Any) -> int:
     return batch.request_counts.completed if batch.request_counts else 0
+
+
+def test_batches_are_of_routes_that_there_are() -> None:
+    assert set(get_args(BatchRequest.model_fields["endpoint"].annotation)) <= set(ROUTES)
