@@ -17,6 +17,7 @@ from models.layers.linear import tied_weight
 from models.layers.module import Module
 from models.layers.moe import Experts
 from models.layers.norm import ResidualStream
+from models.layers.pieces import Pieces
 from models.layout import ModelLayout
 
 Stream: TypeAlias = Tensor | ResidualStream
@@ -88,6 +89,8 @@ class CausalLM(Module, ABC):
     """Ends of the names of parameters that stay float32 in a model of another dtype."""
     num_prompt_features: int = 0
     """The length of what `prompt_features` returns."""
+    vocabulary: Pieces | None = None
+    """The vocabulary, where each rank has the logits of some words."""
 
     def __init__(self, config: ModelShape) -> None:
         super().__init__()
@@ -189,9 +192,12 @@ class CausalLM(Module, ABC):
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, batch: Batch | None = None) -> Tensor:
-        """Return logits [R, V] of normed hidden states [R, E], which are the output rows of `batch`. None: rows of no batch."""
+        """Return logits [R, V] of normed hidden states [R, E], which are the output rows of `batch`. None: rows of no batch.
+
+        Of a divided model only a stage's first rank has all; the others have those of their words.
+        """
         logits: Tensor = self.head(hidden, batch)
-        return logits
+        return logits if self.vocabulary is None else self.vocabulary.joined_by_first(logits)
 
 
 def _num_bytes(module: nn.Module) -> int:

@@ -6,15 +6,23 @@ from enum import Enum, auto
 
 
 class Unit(Enum):
-    """The part of a linear layer's outputs that a rank of tensor parallelism takes whole."""
+    """The part of a linear layer's outputs that a rank of tensor parallelism takes whole. Heads have equal widths within a layer."""
 
     QUERY_HEAD = auto()
-    """A query head's D channels."""
+    """A query head's channels."""
     KEY_VALUE_HEAD = auto()
-    """A key or value head's D channels."""
+    """A key or value head's channels."""
     QKV_HEAD = auto()
-    """A head's query, key and value beside each other, 3 * D channels."""
+    """A head's query, key and value beside each other."""
     CHANNEL = auto()
+
+
+HEADS: Mapping[str, tuple[Unit, ...]] = {
+    "q_proj": (Unit.QUERY_HEAD,),
+    "k_proj": (Unit.KEY_VALUE_HEAD,),
+    "v_proj": (Unit.KEY_VALUE_HEAD,),
+}
+"""The units of Llama's projections to heads."""
 
 
 @dataclass(frozen=True)
@@ -49,5 +57,6 @@ class ModelLayout:
     others the outputs."""
     replicated: tuple[str, ...] = ()
     """Last parts of the names of linear layers and embeddings that every rank of tensor parallelism has whole."""
-    fused: Mapping[str, tuple[Unit, ...]] = field(default_factory=dict)
-    """By the last part of a linear layer's name the sections of its outputs, one behind the other, each made of these units."""
+    units: Mapping[str, tuple[Unit, ...]] = field(default_factory=lambda: HEADS)
+    """By the last part of a linear layer's name the sections of its outputs, one behind the other, each made of these units. A layer that
+    is not named is made of channels."""

@@ -15,11 +15,15 @@ from conf.quantization import (
     QuantScheme,
 )
 from conf.schema import DType, RunConfig
+from kernels.collectives import Group
 from models.causal_lm import CausalLM
+from models.cuts import Division
 from models.formats.base import CodedWeights, WeightFile
+from models.formats.sliced import sliced_files
 from models.linear_layers import pack_layers
 from models.outline import open_model
-from models.weights import DTYPES, stored_dtype
+from models.parallel import divide
+from models.weights import DTYPES, match_tensors, stored_dtype
 from pipelines.memory import max_layer_values
 from pipelines.opening import ModelSource
 from quantization.kv_scales import ZERO_POINTS, place_kv_scales
@@ -67,6 +71,22 @@ def plan_model(run: RunConfig, source: ModelSource, device: torch.device, packed
         pack_layers(model, dtype, device)
     ignored = (*source.architecture.ignored_tensors, *(ZERO_POINTS if static_cache else ()))
     return ModelPlan(source, model, files, ignored, dtype, device, packed, static_cache, max_values)
+
+
+def divide_plan(plan: ModelPlan, division: Division, group: Group) -> ModelPlan:
+    """Return the plan of one rank's part. `plan` is of the whole model, which becomes the part.
+
+    Raises UserError where the files are not those of the whole model, and as `divide` does.
+    """
+    if division == Division():
+        return plan
+    if not plan.files:
+        raise UserError(
+            "model.weights=random makes other weights in parts than whole: give a checkpoint, or parallel=single"
+        )
+    matched = match_tensors(plan.model, plan.files, plan.ignored_tensors)
+    cuts = divide(plan.model, division, group)
+    return replace(plan, files=sliced_files(plan.files, matched, plan.model, cuts))
 
 
 def without_quantization(run: RunConfig) -> RunConfig:

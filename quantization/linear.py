@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from conf.quantization import Activations
 from kernels.linear import Float8Weight, GPUWeight, IntWeight, matmul, pack_codes, pack_float8
 from kernels.quantize_rows import ActivationFormat, QuantizedActivations, Rows, quantize_rows
+from models.cuts import Cut
 from models.layers.linear_method import LinearMethod, Weight, take
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight, WeightLayout
 from quantization.layouts.floats import FloatLayout
+from quantization.layouts.shared import SharedLayout
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight
 
@@ -101,6 +103,11 @@ class CodedMethod(LinearMethod):
         method._weight = weight
         method._shape = weight.num_outputs, self._shape[1]
         return method
+
+    def share(self, outputs: tuple[range, ...]) -> "tuple[CodedMethod, dict[str, Cut]]":
+        method, layout = copy.copy(self), SharedLayout(self._layout, outputs)
+        method._layout, method._shape = layout, layout.shape
+        return method, layout.cuts()
 
     def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
         if self._permutation is not None:
@@ -193,3 +200,7 @@ class Dequantized:
 
     def read(self, tensors: dict[str, Tensor]) -> Tensor:
         return self.layout.read(tensors).weight.dequantize()
+
+    def share(self, outputs: tuple[range, ...]) -> "tuple[Dequantized, dict[str, Cut]]":
+        layout = SharedLayout(self.layout, outputs)
+        return Dequantized(layout, layout.shape), layout.cuts()

@@ -117,7 +117,7 @@ class Attention(Module):
             kv_store(key, value, *cache, batch.slots)
         else:
             query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
-        slopes = None if self.slopes is None else self.slopes.on(query.device)
+        slopes = None if self.slopes is None else self.heads.own(self.slopes.on(query.device))
         attended = attend(query, cache, batch, self.head_dim**-0.5, alibi_slopes=slopes)
         return self.o_proj(attended, batch)
 
@@ -151,7 +151,7 @@ class Baichuan(PreNormLM):
             "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
         },
         producers={"down_proj": "up_proj"},
-        fused={"W_pack": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)},
+        units={"W_pack": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)},
     )
 
     def __init__(self, c: BaichuanConfig) -> None:

@@ -73,7 +73,7 @@ class Attention(Module):
         fused = self.query_key_value(x, batch).unflatten(-1, (-1, 3, self.head_dim))  # [T, H, 3, D]
         query, key, value = fused.unbind(2)  # [T, H, D] each
         kv_store(key, value, *cache, batch.slots)
-        attended = attend(query, cache, batch, self.head_dim**-0.5, alibi_slopes=slopes)
+        attended = attend(query, cache, batch, self.head_dim**-0.5, alibi_slopes=self.heads.own(slopes))
         return self.dense(attended, batch)
 
 
@@ -124,7 +124,7 @@ class Bloom(CausalLM):
         },
         producers={},
         row_parallel=("dense", "dense_4h_to_h"),
-        fused={"query_key_value": (Unit.QKV_HEAD,)},
+        units={"query_key_value": (Unit.QKV_HEAD,)},
     )
 
     def __init__(self, c: BloomConfig) -> None:

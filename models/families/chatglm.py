@@ -184,7 +184,7 @@ class ChatGLM(CausalLM):
         norm_readers={},  # the residual is the normed one
         producers={},
         row_parallel=("dense", "dense_4h_to_h"),
-        fused={"query_key_value": (Unit.QKV_HEAD,)},
+        units={"query_key_value": (Unit.QKV_HEAD,)},
     )
     num_prompt_features = 2
 

@@ -127,7 +127,7 @@ class ChatGLM2(PreNormLM):
         },
         producers={},
         row_parallel=("dense", "dense_4h_to_h"),
-        fused={
+        units={
             "query_key_value": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD),
             "dense_h_to_4h": (Unit.CHANNEL, Unit.CHANNEL),
         },

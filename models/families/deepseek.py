@@ -27,7 +27,7 @@ from models.layers.moe import Experts
 from models.layers.named_parts import register
 from models.layers.norm import AddRMSNorm, ResidualStream, RMSNorm
 from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding, read_rotary_config, yarn_mscale
-from models.layout import ModelLayout
+from models.layout import ModelLayout, Unit
 
 LATENT_NORM_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps says: so in the models' own code
 
@@ -299,7 +299,8 @@ class Deepseek(PreNormLM):
             "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
         },
         producers={"down_proj": "up_proj"},
-        replicated=("q_a_proj", "kv_a_proj_with_mqa"),
+        replicated=("q_a_proj", "kv_a_proj_with_mqa", "eh_proj"),
+        units=dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), (Unit.QUERY_HEAD,)),
     )
     # Many experts' scores lie closer together than bfloat16 tells apart; the weight would be widened in every step.
     float32_tensors = ("e_score_correction_bias", "mlp.gate.weight")

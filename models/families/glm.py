@@ -14,7 +14,7 @@ from models.config import ConfigReader
 from models.decoder import DecoderConfig, DecoderLayer, DecoderLM
 from models.layers.mlp import FusedMLP
 from models.layers.rotary import Angles, read_rotary_config
-from models.layout import ModelLayout, Unit
+from models.layout import HEADS, ModelLayout, Unit
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Glm(DecoderLM):
             "post_attention_layernorm": ("mlp.gate_up_proj",),
         },
         producers={"o_proj": "v_proj"},
-        fused={"gate_up_proj": (Unit.CHANNEL, Unit.CHANNEL)},
+        units={**HEADS, "gate_up_proj": (Unit.CHANNEL, Unit.CHANNEL)},
     )
 
     def __init__(self, c: GlmConfig) -> None:

@@ -117,7 +117,7 @@ class GPT2(CausalLM):
         producers={},
         row_parallel=("c_proj",),
         replicated=("wpe",),
-        fused={"c_attn": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)},
+        units={"c_attn": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)},
     )
 
     def __init__(self, c: GPT2Config) -> None:

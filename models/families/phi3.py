@@ -170,7 +170,7 @@ class Phi3(PreNormLM):
     layout = ModelLayout(
         norm_readers={"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
         producers={},
-        fused={
+        units={
             "qkv_proj": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD),
             "gate_up_proj": (Unit.CHANNEL, Unit.CHANNEL),
         },

@@ -158,7 +158,7 @@ class Qwen(PreNormLM):
         norm_readers={"ln_1": ("attn.c_attn",), "ln_2": ("mlp.w2", "mlp.w1")},
         producers={"c_proj": "w1"},
         row_parallel=("c_proj",),
-        fused={"c_attn": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)},
+        units={"c_attn": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)},
     )
 
     def __init__(self, c: QwenConfig) -> None:

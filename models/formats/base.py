@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from models.config import ConfigReader
+from models.cuts import Cut
 from models.tokenizers import Tokenizer
 
 CODE_GROUP = 32  # values of a row that share a scale in CodedWeights
@@ -36,6 +37,14 @@ class WeightFile(Protocol):
     """Whether `read` gives views of the file, which must be copied to be kept."""
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]: ...
+
+
+@runtime_checkable
+class RangedFile(WeightFile, Protocol):
+    """A file that reads a part of a tensor without the rest."""
+
+    def read_ranges(self, name: str, cut: Cut) -> Tensor:
+        """Return a part of a tensor, in memory of its own."""
 
 
 @runtime_checkable

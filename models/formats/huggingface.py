@@ -12,6 +12,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from models.config import ConfigReader, read_json
+from models.cuts import Cut
 from models.formats.base import Checkpoint, WeightFile
 from models.formats.safetensors_writer import SAFETENSORS_DTYPES
 from models.tokenizers import load_tokenizer
@@ -53,6 +54,12 @@ class SafetensorsFile:
             # Opened for each tensor, because the pages of a mapping stay resident as long as it is open.
             with safe_open(self.path, framework="pt") as file:
                 yield name, file.get_tensor(name)
+
+    def read_ranges(self, name: str, cut: Cut) -> Tensor:
+        with safe_open(self.path, framework="pt") as file:
+            tensor, before = file.get_slice(name), (slice(None),) * cut.axis
+            parts = [tensor[(*before, slice(each.start, each.stop))] for each in cut.ranges]
+            return torch.cat(parts, cut.axis)
 
     def read_whole(self) -> tuple[dict[str, Tensor], bytes]:
         """Return all tensors of a small file, in memory of their own, and its content. Raises UserError where it has changed meanwhile."""

@@ -64,7 +64,7 @@ def expected_tensors(model: CausalLM) -> dict[str, ExpectedTensor]:
     expected = {}
     for name, parameter in model.named_parameters():
         path = name.rpartition(".")[0]
-        axis, sections = split_axis(model, name), model.layout.fused.get(path.rpartition(".")[2], ())
+        axis, sections = split_axis(model, name), model.layout.units.get(path.rpartition(".")[2], ())
         cuts: tuple[int, ...] = () if axis is None or len(sections) > 1 else (axis,)
         if cuts and isinstance(model.get_submodule(path), nn.Embedding):
             cuts = 0, 1

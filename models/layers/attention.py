@@ -23,11 +23,17 @@ class Heads:
     """Channels of a query and of a key."""
     value_head_dim: int
     """Channels of a value; 0 where the keys are the values, too, so that none are stored."""
+    first: int = 0
+    """The number of the first query head in the whole layer."""
 
     @property
     def fused(self) -> tuple[int, int, int]:
         """The numbers of query, key and value heads in a fused projection."""
         return self.num_attention_heads, self.num_key_value_heads, self.num_key_value_heads
+
+    def own(self, values: Tensor) -> Tensor:
+        """Return what belongs to these query heads of something that the whole layer has for each."""
+        return values.narrow(0, self.first, self.num_attention_heads)
 
 
 def attend(

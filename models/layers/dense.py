@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kernels.linear import FloatWeight, GPUWeight, linear, matmul, pack
 from kernels.linear.gpu_weight import of_floats
 from kernels.quantize_rows import Rows
+from models.cuts import Cut, count
 from models.layers.linear_method import LinearMethod, Weight, take
 
 
@@ -34,6 +35,9 @@ class StoredMatrix(Protocol):
     def read(self, tensors: dict[str, Tensor]) -> Tensor:
         """Return the matrix [O, I]. Raises UserError for impossible values."""
 
+    def share(self, outputs: tuple[range, ...]) -> "tuple[StoredMatrix, dict[str, Cut]]":
+        """Return the matrix of some rows, and how the tensors are cut, as `LinearMethod.share` does."""
+
 
 @dataclass(frozen=True)
 class StoredFloats:
@@ -48,6 +52,10 @@ class StoredFloats:
 
     def read(self, tensors: dict[str, Tensor]) -> Tensor:
         return tensors["weight"].T if self.is_transposed else tensors["weight"]
+
+    def share(self, outputs: tuple[range, ...]) -> tuple["StoredFloats", dict[str, Cut]]:
+        shape = count(outputs), self.shape[1]
+        return StoredFloats(shape, self.is_transposed), {"weight": Cut(int(self.is_transposed), outputs)}
 
 
 class DenseMethod(LinearMethod):
@@ -94,6 +102,14 @@ class DenseMethod(LinearMethod):
         outputs, inputs = matrix.shape
         parameter = nn.Parameter(matrix.T if self.is_transposed else matrix, requires_grad=False)
         return DenseMethod(StoredFloats((outputs, inputs), self.is_transposed), self.is_transposed, parameter)
+
+    def share(self, outputs: tuple[range, ...]) -> "tuple[DenseMethod, dict[str, Cut]]":
+        stored, cuts = self.stored.share(outputs)
+        parameter = self._parameter
+        if parameter is not None:
+            shape = Cut(int(self.is_transposed), outputs).shape(tuple(parameter.shape))
+            parameter = nn.Parameter(parameter.new_empty(shape))
+        return DenseMethod(stored, self.is_transposed, parameter), cuts
 
     def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
         assert isinstance(x, Tensor)
@@ -150,6 +166,10 @@ class PackedDenseMethod(LinearMethod):
         method._weight = weight
         return method
 
+    def share(self, outputs: tuple[range, ...]) -> "tuple[PackedDenseMethod, dict[str, Cut]]":
+        stored, cuts = self.stored.share(outputs)
+        return PackedDenseMethod(stored), cuts
+
     def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
         return matmul(x, self.weight, bias)
 
@@ -190,6 +210,10 @@ class TiedMethod(LinearMethod):
         assert isinstance(weight, Tensor)
         outputs, inputs = weight.shape
         return DenseMethod(StoredFloats((outputs, inputs)), parameter=nn.Parameter(weight, requires_grad=False))
+
+    def share(self, outputs: tuple[range, ...]) -> "tuple[TiedMethod, dict[str, Cut]]":
+        """Return the method itself: the embedding is shared by itself, in the same ranges."""
+        return self, {}
 
     def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
         assert isinstance(x, Tensor)

@@ -13,9 +13,11 @@ from kernels.lora import AdapterTable, lora_add
 from kernels.quantize_rows import ActivationFormat
 from kernels.swiglu import swiglu, swiglu_quantize
 from models.batch import Batch
+from models.cuts import Cut, count
 from models.layers.dense import DenseMethod, StoredFloats, TiedMethod
 from models.layers.linear_method import LinearMethod, are_alike, quantized_activations, share_input_scale, take
 from models.layers.module import Module
+from models.layers.pieces import RowPieces
 
 
 class Linear(Module):
@@ -27,6 +29,8 @@ class Linear(Module):
     """[O]"""
     adapters: AdapterTable | None = None
     """Low-rank adapters that rows of a batch may have beside the weight; None where none was loaded that changes this layer."""
+    pieces: RowPieces | None = None
+    """What the layer puts together before and after its product, where each rank has some of its inputs and outputs."""
 
     def __init__(
         self,
@@ -85,6 +89,15 @@ class Linear(Module):
         """The axis of `weight` along which outputs lie."""
         return int(self.is_transposed)
 
+    def share(self, outputs: tuple[range, ...]) -> dict[str, Cut]:
+        """Keep some outputs, before anything is loaded. Returns how the checkpoint's tensors are cut, by their names within the layer."""
+        self.method, cuts = self._method.share(outputs)
+        self.shape = count(outputs), self.shape[1]
+        if self.bias is not None:
+            self.bias = nn.Parameter(self.bias.new_empty(self.shape[0]))
+            cuts["bias"] = Cut(0, outputs)
+        return cuts
+
     def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         """Load the weight as `LinearMethod.load` does."""
         self._method.load(tensors, dtype, device)
@@ -113,7 +126,10 @@ class Linear(Module):
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         """Return [R, O] of x [R, I], which are rows of `batch`: of its tokens, or of its outputs. None: rows of no batch."""
-        return self.adapted(self._method.apply(x, self.bias), x, batch)
+        if self.pieces is None:
+            return self.adapted(self._method.apply(x, self.bias), x, batch)
+        x = self.pieces.inputs.joined(x)
+        return self.pieces.outputs.joined(self.adapted(self._method.apply(x, self.bias), x, batch))
 
     def adapted(self, y: Tensor, x: Tensor, batch: Batch | None) -> Tensor:
         """Return y, the layer's outputs [R, O] of x [R, I], to which the part of each row's adapter is added in place."""
@@ -203,9 +219,10 @@ class MergedLinear(Module):
 def shared_activations(num_rows: int, readers: Sequence[Linear]) -> ActivationFormat | None:
     """Return the activation format that all these layers expect for `num_rows` rows and may share, or None for floats.
 
-    Adapters read floats, so a layer that has some quantises its input for itself, to the same codes.
+    Adapters read floats, so a layer that has some quantises its input for itself, to the same codes. So does a layer whose input comes in
+    pieces: the scale of a row is that of the whole.
     """
-    if any(reader.adapters is not None for reader in readers):
+    if any(reader.adapters is not None or reader.pieces is not None for reader in readers):
         return None
     wanted = {reader.method.activations(num_rows) for reader in readers}
     return wanted.pop() if len(wanted) == 1 else None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.linear import GPUWeight, PackedWeight
 from kernels.quantize_rows import ActivationFormat, QuantizedActivations, Rows
+from models.cuts import Cut
 
 Weight: TypeAlias = Tensor | PackedWeight | GPUWeight
 
@@ -62,8 +63,15 @@ class LinearMethod(ABC):
     def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
         """Return x [R, I] times the weight transposed, plus bias [O]: [R, O]."""
 
+    @abstractmethod
+    def share(self, outputs: tuple[range, ...]) -> "tuple[LinearMethod, dict[str, Cut]]":
+        """Return the method of some outputs, and how the checkpoint's tensors are cut that it loads, by name; others it loads whole.
+
+        Only before `load`, and for a method that was not shared yet.
+        """
+
     def cut(self, outputs: slice) -> "LinearMethod":
-        """Return the method of a range of outputs."""
+        """Return the method of a range of outputs of a loaded one."""
         return self.with_weight(_cut(self.weight, outputs))
 
     def activations(self, num_rows: int, num_weights: int = 1) -> ActivationFormat | None:

@@ -20,6 +20,7 @@ from models.layers.linear import Linear
 from models.layers.linear_method import LinearMethod, are_alike, share_input_scale
 from models.layers.mlp import MLP
 from models.layers.module import Module
+from models.layers.pieces import RowPieces
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,11 @@ class Experts(nn.ModuleList):
         has_bias = any(layer.bias is not None for layer in (*gates, *ups, *downs))
         if has_bias or not are_alike(methods[0] + methods[1]) or not are_alike(methods[2]):
             return
+        pieces = downs[0].pieces
         if all(method.gpu_weight is None for method in chain(*methods)):
-            self._merged = MergedExperts(*methods) if all(m.input_scale is None for m in chain(*methods)) else None
-        elif can_stack(*methods):
+            if all(method.input_scale is None for method in chain(*methods)):
+                self._merged = MergedExperts(methods[0], methods[1], methods[2], pieces)
+        elif can_stack(*methods) and pieces is None:
             self._merged = StackedExperts(*methods)
             for layer, method in zip((*gates, *ups, *downs), self._merged.pieces, strict=True):
                 layer.method = method
@@ -106,15 +109,25 @@ class Experts(nn.ModuleList):
 class MergedExperts:
     """Experts on a CPU, whose kernels multiply each expert's rows by its own weight in one call."""
 
-    def __init__(self, gates: list[LinearMethod], ups: list[LinearMethod], downs: list[LinearMethod]) -> None:
-        self._gate, self._down, self._count = gates[0], downs[0], len(gates)
+    def __init__(
+        self,
+        gates: list[LinearMethod],
+        ups: list[LinearMethod],
+        downs: list[LinearMethod],
+        pieces: RowPieces | None = None,
+    ) -> None:
+        """`pieces` are those of each of `downs`."""
+        self._gate, self._down, self._count, self._pieces = gates[0], downs[0], len(gates), pieces
         self._weights = [_group(methods) for methods in (gates, ups, downs)]
 
     def __call__(self, rows: Tensor, starts: Tensor) -> Tensor:
         """Return each row's expert of it, [R, E] as rows; those of expert i begin at starts[i], int64 [N + 1]."""
         gates, ups, downs = self._weights
         gated = grouped_matmul(self._gate.quantized(rows, self._count), gates, starts, ups)
-        return grouped_matmul(self._down.quantized(gated, self._count), downs, starts)
+        if self._pieces is not None:
+            gated = self._pieces.inputs.joined(gated)
+        parts = grouped_matmul(self._down.quantized(gated, self._count), downs, starts)
+        return parts if self._pieces is None else self._pieces.outputs.joined(parts)
 
 
 class StackedExperts:

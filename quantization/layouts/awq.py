@@ -4,7 +4,7 @@ O output channels, I input channels, G groups of input channels. Source: AutoAWQ
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from conf.quantization import Activations
 from models.config import ConfigReader
 from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
-from quantization.layouts.base import StoredWeight, holds_codes
+from quantization.layouts.base import OutputAxis, StoredWeight, holds_codes
 from quantization.layouts.checks import as_float16, divided, of_type, positive
 from quantization.layouts.packing import pack, unpack
 from quantization.scheme import LinearScheme
@@ -110,6 +110,14 @@ class AwqWeight:
         groups = divided(self.shape, self.format.group_size)
         names: dict[str, tuple[int, ...]] = {"qweight": (inputs, outputs // 8), "scales": (groups, outputs)}
         return names | ({"qzeros": (groups, outputs // 8)} if self.has_zero_points else {})
+
+    def output_axes(self) -> dict[str, OutputAxis]:
+        words = OutputAxis(1, len(ORDER))
+        axes = {"qweight": words, "scales": OutputAxis(1)}
+        return axes | ({"qzeros": words} if self.has_zero_points else {})
+
+    def of_outputs(self, num_outputs: int) -> "AwqWeight":
+        return replace(self, shape=(num_outputs, self.shape[1]))
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
         """Raises UserError for a wrong dtype, scales that are not positive numbers, and zero points that contradict the config."""

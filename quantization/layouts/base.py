@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -18,8 +18,29 @@ class StoredWeight:
     """Static scale of the activations, a float32 scalar. None where each token has its own scale, or activations are floats."""
 
 
+class OutputAxis(NamedTuple):
+    """Where the outputs of a weight lie in a tensor of it."""
+
+    axis: int
+    per_index: int = 1
+    """How many outputs share an index: those in a word, or in a block with one scale."""
+
+
 class WeightLayout(Protocol):
     """How a file holds one weight."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[O, I]"""
+
+    def output_axes(self) -> dict[str, OutputAxis]:
+        """Return where the outputs lie in the tensors that have an axis of them.
+
+        Empty if each output depends on all: then the weight is read whole.
+        """
+
+    def of_outputs(self, num_outputs: int) -> "WeightLayout":
+        """Return the layout of so many neighbouring outputs, from a multiple of every `per_index` on."""
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return the names, within the layer, and shapes of the tensors that hold the weight; not of the bias."""

@@ -4,7 +4,7 @@ O output channels, I input channels, G groups of input channels. Source: the pac
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from conf.quantization import Activations, KVCacheFormat
 from models.config import ConfigReader
 from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
-from quantization.layouts.base import StoredWeight
+from quantization.layouts.base import OutputAxis, StoredWeight
 from quantization.layouts.checks import channel_order, divided, of_type, positive, scalar_shape
 from quantization.layouts.kv_cache import write_kv_cache_scheme
-from quantization.layouts.packing import num_words, pack, unpack
+from quantization.layouts.packing import WORD, num_words, pack, unpack
 from quantization.layouts.patterns import compile_pattern
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat
@@ -212,6 +212,8 @@ class CompressedWeight:
     scheme: LinearScheme
     is_packed: bool
     found: Mapping[str, tuple[int, ...]]
+    stored_shape: tuple[int, int] | None = None
+    """What `weight_shape` says, where this is a part of a weight."""
 
     def __post_init__(self) -> None:
         divided(self.shape, self.scheme.weights.group_size)
@@ -235,13 +237,25 @@ class CompressedWeight:
             names["input_scale"] = scalar_shape(self.found, "input_scale")
         return names
 
+    def output_axes(self) -> dict[str, OutputAxis]:
+        axes = {"weight_packed" if self.is_packed else "weight": OutputAxis(0)}
+        if not self.scheme.weights.per_tensor:
+            axes["weight_scale"] = OutputAxis(0)
+        if not self.scheme.weights.symmetric and (self.is_packed or not self.scheme.weights.per_tensor):
+            axes["weight_zero_point"] = OutputAxis(0, WORD // self.scheme.weights.bits if self.is_packed else 1)
+        return axes
+
+    def of_outputs(self, num_outputs: int) -> "CompressedWeight":
+        return replace(self, shape=(num_outputs, self.shape[1]), stored_shape=self.stored_shape or self.shape)
+
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
         """Return the weight. Raises UserError for a wrong dtype or packed shape, and for scales that are not positive."""
         (outputs, inputs), format = self.shape, self.scheme.weights
         scales = positive(tensors["weight_scale"], "weight_scale")
         if self.is_packed:
-            if tensors["weight_shape"].tolist() != list(self.shape):
-                raise UserError(f"weight_shape is {tensors['weight_shape'].tolist()}, expected {list(self.shape)}")
+            found, expected = tensors["weight_shape"].tolist(), list(self.stored_shape or self.shape)
+            if found != expected:
+                raise UserError(f"weight_shape is {found}, expected {expected}")
             codes = unpack(of_type(tensors, "weight_packed", torch.int32), format.bits, inputs)
         else:
             wanted = torch.float8_e4m3fn if format.kind is CodeKind.FP8 else torch.int8

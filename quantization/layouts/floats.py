@@ -1,11 +1,11 @@
 """The layout of a float weight that is quantised while it is loaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from conf.errors import UserError
-from quantization.layouts.base import StoredWeight
+from quantization.layouts.base import OutputAxis, StoredWeight
 from quantization.weight_format import WeightFormat, quantize
 
 
@@ -20,6 +20,12 @@ class FloatLayout:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         return {"weight": self.shape[::-1] if self.is_transposed else self.shape}
+
+    def output_axes(self) -> dict[str, OutputAxis]:
+        return {} if self.format.per_tensor else {"weight": OutputAxis(int(self.is_transposed))}
+
+    def of_outputs(self, num_outputs: int) -> "FloatLayout":
+        return replace(self, shape=(num_outputs, self.shape[1]))
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
         weight = tensors["weight"]

@@ -6,7 +6,7 @@ integrations/finegrained_fp8.py; vLLM, quantization/fp8.py.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from conf.quantization import Activations
 from models.config import ConfigReader
 from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
-from quantization.layouts.base import StoredWeight, holds_codes
+from quantization.layouts.base import OutputAxis, StoredWeight, holds_codes
 from quantization.layouts.checks import of_type, positive, scalar_shape
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat
@@ -89,6 +89,13 @@ class Fp8Weight:
         if self.is_static:
             names[self._input_name] = scalar_shape(self.found, self._input_name)
         return names
+
+    def output_axes(self) -> dict[str, OutputAxis]:
+        blocks = {self._scale_name: OutputAxis(0, self.block[0])} if self.block else {}
+        return {"weight": OutputAxis(0)} | blocks
+
+    def of_outputs(self, num_outputs: int) -> "Fp8Weight":
+        return replace(self, shape=(num_outputs, self.shape[1]))
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
         """Return the weight, with a block's scale repeated for each of its rows.

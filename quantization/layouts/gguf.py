@@ -11,7 +11,7 @@ from torch import Tensor
 from conf.errors import UserError
 from models.formats.base import CODE_GROUP, CodedWeights, WeightFile
 from models.linear_layers import LinearSpec
-from quantization.layouts.base import StoredWeight
+from quantization.layouts.base import OutputAxis, StoredWeight
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat
 
@@ -50,6 +50,12 @@ class GGUFWeight:
     def tensors(self) -> dict[str, tuple[int, ...]]:
         outputs, inputs = self.shape
         return {"codes": self.shape, "scales": (outputs, inputs // CODE_GROUP)}
+
+    def output_axes(self) -> dict[str, OutputAxis]:
+        return {"codes": OutputAxis(0), "scales": OutputAxis(0)}
+
+    def of_outputs(self, num_outputs: int) -> "GGUFWeight":
+        return GGUFWeight((num_outputs, self.shape[1]))
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
         """Return the weight. Raises UserError for scales that are not finite; groups of zeros have 0, and Q4_0 has negative ones."""

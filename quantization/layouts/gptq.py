@@ -6,7 +6,7 @@ quantization/config.py, utils/model.py.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from conf.quantization import Activations
 from models.config import ConfigReader
 from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
-from quantization.layouts.base import StoredWeight, holds_codes
+from quantization.layouts.base import OutputAxis, StoredWeight, holds_codes
 from quantization.layouts.checks import as_float16, channel_order, divided, of_type, positive
-from quantization.layouts.packing import num_words, pack, unpack
+from quantization.layouts.packing import WORD, num_words, pack, unpack
 from quantization.layouts.patterns import compile_pattern
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat
@@ -160,6 +160,13 @@ class GptqWeight:
         }
         names |= {"g_idx": (inputs,)} if self.has_group_index else {}
         return names | ({"bias": (outputs,)} if self.has_unused_bias else {})
+
+    def output_axes(self) -> dict[str, OutputAxis]:
+        axes = {"qweight": OutputAxis(1), "qzeros": OutputAxis(1, WORD // self.format.bits), "scales": OutputAxis(1)}
+        return axes | ({"bias": OutputAxis(0)} if self.has_unused_bias else {})
+
+    def of_outputs(self, num_outputs: int) -> "GptqWeight":
+        return replace(self, shape=(num_outputs, self.shape[1]))
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
         """Return the weight. Raises UserError for a wrong dtype, scales that are not positive, and impossible groups or zero points."""

@@ -79,7 +79,8 @@ def test_a_layout_names_what_there_is(family: str, tmp_path: Path) -> None:
     outside = {layout.embedding, layout.layers, layout.head}
     inside = {f"{layout.layers}.1.{own}" for own in (layout.attention, *layout.norms)}
     assert outside | inside <= names
-    assert last_parts >= {*layout.row_parallel, *layout.replicated, *layout.fused} - {"project_in", "project_out"}
+    absent = {"project_in", "project_out", "q_proj", "eh_proj"} if family in ("opt", "deepseek") else set()
+    assert last_parts >= {*layout.row_parallel, *layout.replicated, *layout.units} - absent
     assert last_parts >= {*layout.producers, *layout.producers.values()}
     assert len(model.layers) == len(model.attention_heads) == model.config.num_hidden_layers
     norms = {name for name, module in model.layers[1].named_modules() if "Norm" in type(module).__name__}
@@ -102,18 +103,19 @@ def cut_layer(model: CausalLM, rank: int) -> nn.Module:
     layout, layer = model.layout, copy.deepcopy(model.layers[0])
     attention: Any = layer.get_submodule(layout.attention)
     h = attention.heads
-    units = {
-        Unit.QUERY_HEAD: (h.num_attention_heads, h.head_dim),
-        Unit.KEY_VALUE_HEAD: (h.num_key_value_heads, h.head_dim),
-        Unit.QKV_HEAD: (h.num_attention_heads, 3 * h.head_dim),
+    counts = {
+        Unit.QUERY_HEAD: h.num_attention_heads,
+        Unit.KEY_VALUE_HEAD: h.num_key_value_heads,
+        Unit.QKV_HEAD: h.num_attention_heads,
     }
     for name, parameter in list(layer.named_parameters()):
         axis = split_axis(model, f"{layout.layers}.0.{name}")
         if axis is None:
             continue
         path, _, leaf = name.rpartition(".")
-        fused, size = layout.fused.get(path.rpartition(".")[2], (Unit.CHANNEL,)), parameter.shape[axis]
-        sections = [units.get(unit, (size // len(fused), 1)) for unit in fused]
+        units, size = layout.units.get(path.rpartition(".")[2], (Unit.CHANNEL,)), parameter.shape[axis]
+        numbers = [counts.get(unit, size // len(units)) for unit in units]
+        sections = [(number, size // sum(numbers)) for number in numbers]
         module, own = layer.get_submodule(path), share(parameter.data, axis, rank, sections)
         if isinstance(module, Linear) and leaf == "weight":
             module.method = module.method.with_weight(own.T if module.is_transposed else own)

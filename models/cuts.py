@@ -1,0 +1,138 @@
+"""How a model is divided among ranks: arithmetic without tensors.
+
+Every linear layer is cut along its outputs, never along its inputs, so that each output is one sum in any division and has the
+bits of one process. A stage has consecutive layers, its ranks have parts of each.
+
+p ranks of a stage, H query heads, G key/value heads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from conf.errors import UserError
+from models.layout import Unit
+
+STEP = 16  # outputs that a kernel's register holds beside each other
+
+
+@dataclass(frozen=True)
+class Division:
+    """The place of one rank: of `tp` that share each layer, in one of `pp` stages of layers."""
+
+    tp: int = 1
+    pp: int = 1
+    tp_rank: int = 0
+    stage: int = 0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a rank has of a tensor: ranges of indices along one axis, one behind the other."""
+
+    axis: int
+    ranges: tuple[range, ...]
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the part of a tensor of this shape."""
+        return tuple(count(self.ranges) if axis == self.axis else size for axis, size in enumerate(whole))
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """A rank's heads of an attention layer. Its key/value heads are those that its queries read."""
+
+    queries: range
+    keys: range
+
+
+def count(ranges: Sequence[range]) -> int:
+    """Return how many indices the ranges have."""
+    return sum(map(len, ranges))
+
+
+def share(total: int, parts: int, index: int) -> range:
+    """Return part `index` of `parts`, whose sizes differ by at most 1."""
+    return range(index * total // parts, (index + 1) * total // parts)
+
+
+def share_channels(total: int, tp: int, rank: int) -> range:
+    """Return a rank's channels, or words of a vocabulary: whole steps, but for the end, where every rank gets one.
+
+    Raises UserError for less channels than ranks.
+    """
+    if tp > total:
+        raise UserError(f"tp={tp} is more than the {total} channels of a layer of this model: give at most {total}")
+    step = STEP if -(-total // STEP) >= tp else 1
+    steps = share(-(-total // step), tp, rank)
+    return range(steps.start * step, min(steps.stop * step, total))
+
+
+def share_heads(num_queries: int, num_keys: int, tp: int, rank: int) -> HeadShare:
+    """Return a rank's heads of H queries and G keys: keys with all their queries, or for more ranks than keys some queries of one key.
+
+    Raises UserError for more ranks than query heads.
+    """
+    if tp > num_queries:
+        raise UserError(f"tp={tp} is more than the {num_queries} query heads of this model: give at most {num_queries}")
+    group = num_queries // num_keys
+    if tp <= num_keys:
+        keys = share(num_keys, tp, rank)
+        return HeadShare(range(keys.start * group, keys.stop * group), keys)
+    key = rank * num_keys // tp
+    sharing = [other for other in range(tp) if other * num_keys // tp == key]
+    own = share(group, len(sharing), rank - sharing[0])
+    return HeadShare(range(key * group + own.start, key * group + own.stop), range(key, key + 1))
+
+
+def share_outputs(
+    units: tuple[Unit, ...], size: int, num_heads: tuple[int, int], tp: int, rank: int
+) -> tuple[range, ...]:
+    """Return a rank's outputs, of `size`, of a layer whose sections, one behind the other, are made of these units.
+
+    `num_heads`: H and G of the layer's attention.
+    """
+    heads = share_heads(*num_heads, tp, rank)
+    of_unit = {
+        Unit.QUERY_HEAD: (num_heads[0], heads.queries),
+        Unit.KEY_VALUE_HEAD: (num_heads[1], heads.keys),
+        Unit.QKV_HEAD: (num_heads[0], heads.queries),
+    }
+    if set(units) == {Unit.CHANNEL}:
+        length = size // len(units)
+        own = share_channels(length, tp, rank)
+        return tuple(range(i * length + own.start, i * length + own.stop) for i in range(len(units)))
+    counts = [of_unit[unit][0] for unit in units]
+    width = size // sum(counts)  # of a head, which all sections share
+    starts = accumulate([0, *counts[:-1]])
+    owns = [of_unit[unit][1] for unit in units]
+    return tuple(
+        range((start + own.start) * width, (start + own.stop) * width) for start, own in zip(starts, owns, strict=True)
+    )
+
+
+def stages(layer_bytes: Sequence[int], first_bytes: int, last_bytes: int, pp: int) -> list[range]:
+    """Return the layers of each of `pp` stages, at least one each, so that the largest stage has the fewest bytes.
+
+    `first_bytes` come before the layers, with the first stage; `last_bytes` after them, with the last. Raises UserError for more stages
+    than layers.
+    """
+    num_layers = len(layer_bytes)
+    if pp > num_layers:
+        raise UserError(f"pp={pp} is more than the model's {num_layers} layers: give at most {num_layers}")
+    sums = [*accumulate(layer_bytes, initial=first_bytes)]  # of the layers before each border
+    sums[0], sums[-1] = 0, sums[-1] + last_bytes
+    # the largest stage, and the borders, where the first layers, by their number, are in as many stages as have been looked at
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
+    for stage in range(1, pp + 1):
+        ends = range(stage, num_layers - pp + stage + 1)
+        best = {
+            end: min(
+                (max(largest, sums[end] - sums[start]), (*borders, end))
+                for start, (largest, borders) in best.items()
+                if start < end
+            )
+            for end in ends
+        }
+    borders = best[num_layers][1]
+    return [range(start, end) for start, end in zip(borders, borders[1:], strict=False)]

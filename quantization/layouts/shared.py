@@ -1,0 +1,99 @@
+"""Some outputs of a weight that a checkpoint holds whole, in any layout.
+
+O output channels, I input channels.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from models.cuts import Cut, count
+from quantization.layouts.base import OutputAxis, StoredWeight, WeightLayout
+
+
+@dataclass(frozen=True)
+class SharedLayout:
+    """A rank's outputs of a weight. Of each tensor the words or blocks are read that hold them; what they hold beside is dropped."""
+
+    whole: WeightLayout
+    outputs: tuple[range, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return count(self.outputs), self.whole.shape[1]
+
+    def cuts(self) -> dict[str, Cut]:
+        """Return how the tensors are cut, by name. Those that are not named are read whole."""
+        axes = self.whole.output_axes().items()
+        return {name: Cut(axis, tuple(_indices(each, per) for each in self.outputs)) for name, (axis, per) in axes}
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        cuts = self.cuts()
+        return {
+            name: cuts[name].shape(shape) if name in cuts else shape for name, shape in self.whole.tensors().items()
+        }
+
+    def output_axes(self) -> dict[str, OutputAxis]:
+        raise ValueError("a layout is shared once")
+
+    def of_outputs(self, num_outputs: int) -> WeightLayout:
+        raise ValueError("a layout is shared once")
+
+    def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
+        """Return the weight of these outputs. Raises UserError as the whole layout does."""
+        axes = self.whole.output_axes()
+        if not axes:
+            return _of_rows(self.whole.read(tensors), [output for each in self.outputs for output in each])
+        covered = self._covered(axes)
+        parts = dict(tensors)
+        for name, axis in axes.items():
+            parts[name] = _take(tensors[name], axis.axis, list(self._places(covered, axis.per_index)))
+        return _of_rows(self.whole.of_outputs(count(covered)).read(parts), list(_within(self.outputs, covered)))
+
+    def _covered(self, axes: dict[str, OutputAxis]) -> tuple[range, ...]:
+        """Return for each range of outputs one around it that neither begins nor ends within a word or a block."""
+        size, num_outputs = math.lcm(*(axis.per_index for axis in axes.values())), self.whole.shape[0]
+        spans = (_indices(each, size) for each in self.outputs)
+        return tuple(range(span.start * size, min(span.stop * size, num_outputs)) for span in spans)
+
+    def _places(self, covered: Sequence[range], per_index: int) -> Iterator[int]:
+        """Return for each index of a tensor over all covered outputs its place in the part that was read; the nearest if it was not."""
+        before = 0
+        for own, around in zip(self.outputs, covered, strict=True):
+            read = _indices(own, per_index)
+            yield from (
+                before + min(max(i, read.start), read.stop - 1) - read.start for i in _indices(around, per_index)
+            )
+            before += len(read)
+
+
+def _indices(outputs: range, per_index: int) -> range:
+    """Return the indices that hold these outputs."""
+    return range(outputs.start // per_index, -(-outputs.stop // per_index))
+
+
+def _within(outputs: Sequence[range], covered: Sequence[range]) -> Iterator[int]:
+    """Return the outputs' places in the ranges around them."""
+    before = 0
+    for own, around in zip(outputs, covered, strict=True):
+        yield from range(before + own.start - around.start, before + own.stop - around.start)
+        before += len(around)
+
+
+def _of_rows(stored: StoredWeight, rows: list[int]) -> StoredWeight:
+    """Return some rows of a weight. A scale that is for all of them stays."""
+    weight = stored.weight
+    scales = _take(weight.scales, 0, rows) if len(weight.scales) == len(weight.codes) else weight.scales
+    zero_points = None if weight.zero_points is None else _take(weight.zero_points, 0, rows)
+    codes = _take(weight.codes, 0, rows)
+    return replace(stored, weight=replace(weight, codes=codes, scales=scales, zero_points=zero_points))
+
+
+def _take(tensor: Tensor, axis: int, places: list[int]) -> Tensor:
+    """Return a tensor's slices at these places of an axis, or the tensor itself where that is all of them in order."""
+    if places == list(range(tensor.shape[axis])):
+        return tensor
+    return tensor.index_select(axis, torch.tensor(places))
