@@ -5,26 +5,13 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from conf.errors import UserError
 from models.tokenizers.base import Tokenizer
+from pipelines.engine_process.frames import Logprob
 
 LEAST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON has not
-
-
-class TokenLogprob(Protocol):
-    """Natural log probabilities at one token."""
-
-    @property
-    def token_id(self) -> int: ...
-    @property
-    def logprob(self) -> float: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def top(self) -> Sequence[tuple[int, float]]:
-        """The most likely tokens, best first, with their log probabilities."""
 
 
 @dataclass
@@ -33,7 +20,7 @@ class Said:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -55,13 +42,6 @@ class Event(NamedTuple):
 
 DONE = Event("[DONE]")
 """The last event of OpenAI's streams."""
-
-
-class AnswerReader(Protocol):
-    """Divides the text of an answer into deltas of a message: content, reasoning_content and tool_calls."""
-
-    def read(self, text: str) -> list[dict[str, Any]]: ...
-    def end(self) -> list[dict[str, Any]]: ...
 
 
 @dataclass(frozen=True)
@@ -124,7 +104,7 @@ class TokenTexts:
         return b"" if self._skips_special or self._tokenizer is None else self.text(token_id).encode()
 
 
-def chat_logprobs(texts: TokenTexts, steps: Iterable[TokenLogprob], num_top: int) -> dict[str, Any]:
+def chat_logprobs(texts: TokenTexts, steps: Iterable[Logprob], num_top: int) -> dict[str, Any]:
     """Return log probabilities in the shape of chat completions."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -149,7 +129,7 @@ class CompletionLogprobs:
         self._offset = 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def read_prompt(self, prompt: str, token_ids: Sequence[int], steps: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def read_prompt(self, prompt: str, token_ids: Sequence[int], steps: Sequence[Logprob]) -> dict[str, Any]:
         """Return those of the prompt: its first token has none, for nothing predicts it."""
         written = b"".join(map(self._texts.written, token_ids))
         self._offset = -int(written.startswith(b" ") and not prompt.startswith(" "))
@@ -158,11 +138,11 @@ class CompletionLogprobs:
         self._utf8.reset()
         return {name: parts[0][name] + parts[1][name] for name in parts[0]}
 
-    def read(self, steps: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def read(self, steps: Sequence[Logprob]) -> dict[str, Any]:
         """Return those of the next tokens of the answer."""
         return self._parts([step.token_id for step in steps], steps)
 
-    def _parts(self, token_ids: Sequence[int], steps: Sequence[TokenLogprob | None]) -> dict[str, list[Any]]:
+    def _parts(self, token_ids: Sequence[int], steps: Sequence[Logprob | None]) -> dict[str, list[Any]]:
         offsets = []
         for token_id in token_ids:
             offsets.append(max(0, self._offset))
@@ -174,7 +154,7 @@ class CompletionLogprobs:
             "text_offset": offsets,
         }
 
-    def _top(self, step: TokenLogprob) -> dict[str, float]:
+    def _top(self, step: Logprob) -> dict[str, float]:
         """Return the most likely tokens and the chosen one, best first; of two with the same text the better one."""
         top: dict[str, float] = {}
         for token_id, logprob in [*step.top[: self._num_top], (step.token_id, step.logprob)]:
@@ -183,11 +163,11 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs(
-    texts: TokenTexts, steps: Sequence[TokenLogprob], num_top: int
+    texts: TokenTexts, steps: Sequence[Logprob], num_top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
     """Return the log probabilities of a prompt's tokens by their ids, in vLLM's shape; None for the first."""
 
-    def entries(step: TokenLogprob) -> dict[str, dict[str, Any]]:
+    def entries(step: Logprob) -> dict[str, dict[str, Any]]:
         ranked = [(rank, *top) for rank, top in enumerate(step.top[:num_top], 1)]
         return {
             str(token_id): {"logprob": _finite(logprob), "rank": rank, "decoded_token": texts.text(token_id)}
@@ -195,15 +175,6 @@ def prompt_logprobs(
         }
 
     return [None, *map(entries, steps)]
-
-
-def num_reasoning_tokens(texts: TokenTexts, token_ids: Sequence[int], reader: AnswerReader) -> int:
-    """Return the number of tokens from the first that writes reasoning to the last. reader: a new one, for tokens one by one."""
-    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-    written = [reader.read(utf8.decode(texts.written(token_id))) for token_id in token_ids]
-    written[-1] += reader.end()
-    found = [i for i, pieces in enumerate(written) if any("reasoning_content" in piece for piece in pieces)]
-    return found[-1] - found[0] + 1 if found else 0
 
 
 def usage(

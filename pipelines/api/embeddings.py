@@ -2,25 +2,15 @@
 
 import base64
 import struct
-from typing import Any, Protocol
+from typing import Any
 
 from models.tokenizers.base import Tokenizer
 from pipelines.api.errors import ApiError, bad_request, too_long
 from pipelines.api.requests import EmbeddingRequest
+from pipelines.engine_process.frames import Ready
 
 
-class Embedding(Protocol):
-    """The part of the engine's `Ready` that says how a text becomes a prompt."""
-
-    @property
-    def context_length(self) -> int: ...
-    @property
-    def instruction(self) -> str: ...
-    @property
-    def final_token_id(self) -> int | None: ...
-
-
-def encode_input(model: Embedding, tokenizer: Tokenizer | None, text: str) -> list[int]:
+def encode_input(model: Ready, tokenizer: Tokenizer | None, text: str) -> list[int]:
     """Return a text as the token ids that `task=embed` makes. Raises ApiError without a tokenizer, and for what is certainly too long."""
     if tokenizer is None:
         raise bad_request("the server has no tokenizer: give token ids as input", "input")

@@ -2,16 +2,17 @@
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from models.tokenizers.base import Tokenizer
-from pipelines.api.answers import AnswerInfo, Event, Said, TokenLogprob, TokenTexts, usage
+from pipelines.api.answers import AnswerInfo, Event, Said, TokenTexts, usage
 from pipelines.api.errors import ApiError, bad_request, too_long
 from pipelines.api.requests import ChatRequest, CompletionRequest, Sampling
 from pipelines.api.resumption import Place, read_place
 from pipelines.api.settings import decode_settings, field_of, refusal
+from pipelines.engine_process.frames import Delta, Done, Ready
 
 SEED_BITS = 53  # of a drawn seed, which JavaScript's numbers can hold
 
@@ -30,43 +31,6 @@ class Head:
     """The header's value: events have ids then; empty: from the beginning."""
 
 
-class Served(Protocol):
-    """The part of the engine's `Ready` that requests depend on."""
-
-    @property
-    def context_length(self) -> int: ...
-    @property
-    def num_cache_tokens(self) -> int: ...
-    @property
-    def fingerprint(self) -> str | None: ...
-    @property
-    def decode(self) -> Mapping[str, Any]: ...
-    @property
-    def embeds(self) -> bool: ...
-
-
-class Counted(Protocol):
-    """The part of the engine's `Done` that answers tell."""
-
-    @property
-    def num_cached_tokens(self) -> int: ...
-    @property
-    def prompt_logprobs(self) -> Sequence[TokenLogprob] | None: ...
-
-
-class Delta(Protocol):
-    """A part of a sample, as the engine sends it."""
-
-    sample: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: str | int | None
-
-    @property
-    def logprobs(self) -> Sequence[TokenLogprob]: ...
-
-
 class Choice:
     """One continuation of a prompt: how much it has said, and how much of it a resuming client has."""
 
@@ -83,8 +47,8 @@ class Choice:
         chars = max(0, self._chars_had - self.num_chars)
         self.num_tokens += len(delta.token_ids)
         self.num_chars += len(delta.text)
-        known = Said(delta.text[:chars], delta.token_ids[:tokens], list(delta.logprobs[:tokens]))
-        rest = Said(delta.text[chars:], delta.token_ids[tokens:], list(delta.logprobs[tokens:]))
+        known = Said(delta.text[:chars], delta.token_ids[:tokens], delta.logprobs[:tokens])
+        rest = Said(delta.text[chars:], delta.token_ids[tokens:], delta.logprobs[tokens:])
         rest.finish_reason, rest.stop_reason = delta.finish_reason, delta.stop_reason
         return known, rest
 
@@ -96,7 +60,7 @@ class Generation:
         self,
         request: Sampling,
         prompts: list[list[int]],
-        served: Served,
+        served: Ready,
         head: Head,
         tokenizer: Tokenizer | None,
         settings: Mapping[str, Any] | None = None,
@@ -106,12 +70,12 @@ class Generation:
             raise bad_request("this model gives vectors of texts and continues none: ask another one", "model")
         self.request = request
         self.prompts = prompts
-        self.dones: Mapping[int, Counted] = {}
+        self.dones: Mapping[int, Done] = {}
         """By prompt: what the engine counted, at the end."""
         self.num_generated = 0
         """Tokens that were written so far."""
         decode = decode_settings(request, served.decode, head.key) | dict(settings or {})
-        merged = dict(served.decode) | decode
+        merged = served.decode | decode
         self.num_samples = max(merged.get("n") or 1, merged.get("num_return_sequences") or 1)
         self.texts = TokenTexts(tokenizer, bool(merged.get("skip_special_tokens", True)))
         num_choices = len(prompts) * self.num_samples
@@ -128,7 +92,7 @@ class Generation:
         self.settings = [self._fitted(served, decode, len(prompt)) for prompt in prompts]
         """Of DecodeConfig, for each prompt."""
 
-    def _fitted(self, served: Served, decode: dict[str, Any], num_prompt: int) -> dict[str, Any]:
+    def _fitted(self, served: Ready, decode: dict[str, Any], num_prompt: int) -> dict[str, Any]:
         """Return the settings for a prompt, with a default length that fits. Raises ApiError for what cannot fit."""
         request, limit = self.request, served.context_length
         param = "prompt" if isinstance(request, CompletionRequest) else "messages"
@@ -179,7 +143,7 @@ class Generation:
         return bool(self.request.stream_options and self.request.stream_options.include_usage)
 
 
-def _seed(served: Served, decode: Mapping[str, Any]) -> int:
+def _seed(served: Ready, decode: Mapping[str, Any]) -> int:
     """Return the seed of all prompts: the request's, the server's, or one that is drawn here."""
     seed = decode.get("seed", served.decode.get("seed"))
     return random.getrandbits(SEED_BITS) if seed is None else int(seed)

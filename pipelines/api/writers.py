@@ -1,24 +1,25 @@
 """Writers of answers: what the engine says of a request, in the shapes of chat completions and of completions."""
 
-from collections.abc import Callable
+import codecs
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from pipelines.api.answers import (
     DONE,
-    AnswerReader,
     CompletionLogprobs,
     Event,
     Said,
-    TokenLogprob,
+    TokenTexts,
     api_finish_reason,
     api_stop_reason,
     chat_logprobs,
-    num_reasoning_tokens,
     prompt_logprobs,
 )
+from pipelines.api.conversation import MessageReader
 from pipelines.api.errors import ApiError
 from pipelines.api.generation import Generation
 from pipelines.api.requests import ChatRequest, CompletionRequest
+from pipelines.engine_process.frames import Logprob
 
 
 class Writer(Protocol):
@@ -48,7 +49,7 @@ class Writer(Protocol):
 class ChatWriter:
     """Writes the answer to a chat request."""
 
-    def __init__(self, generation: Generation, request: ChatRequest, make_reader: Callable[[], AnswerReader]) -> None:
+    def __init__(self, generation: Generation, request: ChatRequest, make_reader: Callable[[], MessageReader]) -> None:
         """make_reader: returns what reads the answer of a sample."""
         self.generation = generation
         self._request = request
@@ -141,7 +142,7 @@ class ChatWriter:
         self._has_reasoning[index] |= any("reasoning_content" in piece for piece in pieces)
         return pieces
 
-    def _logprobs(self, steps: list[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(self, steps: list[Logprob]) -> dict[str, Any] | None:
         if not self._request.logprobs:
             return None
         return chat_logprobs(self.generation.texts, steps, self._request.top_logprobs or 0)
@@ -233,3 +234,12 @@ def _ending(said: Said, has_tool_calls: bool = False) -> dict[str, Any]:
 
 def _prompt_logprobs(generation: Generation, prompt: int, num_top: int) -> list[dict[str, Any] | None]:
     return prompt_logprobs(generation.texts, generation.dones[prompt].prompt_logprobs or [], num_top)
+
+
+def num_reasoning_tokens(texts: TokenTexts, token_ids: Sequence[int], reader: MessageReader) -> int:
+    """Return the number of tokens from the first that writes reasoning to the last. reader: a new one, for tokens one by one."""
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    written = [reader.read(utf8.decode(texts.written(token_id))) for token_id in token_ids]
+    written[-1] += reader.end()
+    found = [i for i, pieces in enumerate(written) if any("reasoning_content" in piece for piece in pieces)]
+    return found[-1] - found[0] + 1 if found else 0

@@ -9,10 +9,10 @@ from pipelines.api.answers import (
     api_finish_reason,
     api_stop_reason,
     chat_logprobs,
-    num_reasoning_tokens,
     prompt_logprobs,
     usage,
 )
+from pipelines.api.writers import num_reasoning_tokens
 
 TOKENS: dict[int, bytes | None] = {1: None, 2: b" a", 3: "\u4e2d".encode()[:2], 4: "\u4e2d".encode()[2:], 5: b"b"}
 
