@@ -24,11 +24,11 @@ from models.tokenizers import Tokenizer
 from pipelines import report
 from pipelines.engine import Engine, Output
 from pipelines.engine.request import Pooling
-from pipelines.job import Record
 from pipelines.journal import dumps
 from pipelines.opening import ModelSource
-from pipelines.pooled import PooledJob, Pooler, print_results, run_pooled
+from pipelines.pooled import PooledJob, PooledRows, Pooler, print_results, run_pooled
 from pipelines.prompts import PromptEncoder, PromptRow
+from pipelines.rows import Record, Row
 
 NAME = re.compile(r"[\w-]+")  # of an instruction; texts that stand before a prompt have a space or a colon
 
@@ -105,15 +105,22 @@ def _instruction(given: str | None, files: EmbeddingFiles) -> str:
     return given
 
 
-class EmbedJob(PooledJob):
-    """Rows in, a line of rows.jsonl and a row of embeddings.npy out. The journal holds vectors in base64 of little-endian float32."""
+class EmbedRows(PooledRows):
+    """Rows to vectors, which the journal holds in base64 of little-endian float32."""
 
-    def record(self, row: PromptRow, output: Output) -> Record:
-        vector = self.pooler.values(output).numpy().astype("<f4").tobytes()
-        return {"row": self.result(row, output), "vector": base64.b64encode(vector).decode()}
+    pooler = Embedder
+
+    @staticmethod
+    def with_values(result: Row, values: Tensor) -> Record:
+        vector = values.numpy().astype("<f4").tobytes()
+        return {"row": result, "vector": base64.b64encode(vector).decode()}
+
+
+class EmbedJob(PooledJob):
+    """Rows in, a line of rows.jsonl and a row of embeddings.npy out."""
 
     def write(self, records: Callable[[], Iterator[Record]]) -> None:
-        folder, size = self.journal.folder, self.pooler.num_values
+        folder, size = self.journal.folder, self.runner.loaded.num_values
         missing = torch.full((size,), torch.nan).numpy().astype("<f4").tobytes()  # of a row with an error
         vectors = (base64.b64decode(r["vector"]) if "vector" in r else missing for r in records())
         report.write_atomically(folder / "embeddings.npy", _npy((self.totals["num_prompts"], size), vectors))
@@ -131,7 +138,7 @@ def _npy(shape: tuple[int, int], rows: Iterator[bytes]) -> Iterator[bytes]:
 def run_embed(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Raises UserError before anything is written, with all finished rows kept where the job cannot go on, and after all files
     are there if no row has a vector."""
-    finished, folder = run_pooled(run, output_dir, dump, Embedder, EmbedJob)
+    finished, folder = run_pooled(run, output_dir, dump, EmbedRows, EmbedJob)
     size, metrics = finished.metrics["num_values"], finished.metrics
     print_results([f"{row['num_prompt_tokens']} tokens, {size} numbers" for row in finished.first], finished, folder)
     if metrics["num_errors"] == metrics["num_prompts"]:

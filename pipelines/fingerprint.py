@@ -19,7 +19,6 @@ from pipelines.data_files import expanded
 from pipelines.engine import Engine
 from pipelines.journal import Fingerprint, dumps
 from pipelines.opening import ModelSource
-from pipelines.prompts import Prompts
 from pipelines.report import REPOSITORY
 
 READ = (
@@ -46,13 +45,12 @@ SOURCES = ("kernels", "models", "quantization")  # packages whose code decides w
 SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")  # one of the files of a GGUF model: all of them count
 
 
-def fingerprint(run: RunConfig, source: ModelSource, engine: Engine, prompts: Prompts) -> Fingerprint:
-    """Name what decides the rows of `run`, whose decode settings are resolved.
+def fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fingerprint:
+    """Name what decides the rows of `run` beside their input. Its decode settings are resolved.
 
     Where input and model lie, and how the work is divided, is no part of it.
     """
     parts: Fingerprint = {
-        "input": prompts.sha256,
         "predict.add_special_tokens": run.predict.add_special_tokens,
         "predict.adapter": run.predict.adapter,
         "predict.chat_template": template_fingerprint(run.predict.chat_template),

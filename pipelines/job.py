@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -13,17 +14,12 @@ from typing import Any
 from conf.errors import UserError
 from conf.tasks import PredictConfig
 from pipelines import report
-from pipelines.engine import Engine, Output, Request
 from pipelines.interrupt import Interrupted, Interruption, interruption
 from pipelines.journal import ANEW, Journal, named_folder
 from pipelines.prompts import GIVE, PromptRow, Prompts, read_prompts
+from pipelines.rows import Record, Row, RowRunner
 
 PRINTED = 8  # rows that are shown at the end; all are in the files
-
-Row = dict[str, Any]
-"""A row of a job's results."""
-Record = dict[str, Any]
-"""A line of the journal: the `row`, the `digest` of its input, and what else a job keeps of it."""
 
 
 @dataclass(frozen=True)
@@ -47,37 +43,24 @@ def open_prompts(config: PredictConfig) -> Prompts:
 class Job(ABC):
     """Rows in, results into the journal as they finish. A bad row becomes an error and does not stop the others.
 
-    Of the rows it holds only those that run. A task says what a row asks of the engine and what becomes of its output.
+    It holds no rows. A task says which files and metrics its rows become.
     """
 
-    def __init__(self, engine: Engine, journal: Journal, max_errors: int | None) -> None:
+    def __init__(self, runner: RowRunner, journal: Journal, max_errors: int | None) -> None:
         """`max_errors`: as `predict.max_errors`."""
-        self.engine = engine
+        self.runner = runner
         self.journal = journal
         self._max_errors = max_errors
-        self._running: dict[int, PromptRow] = {}
         self._num_errors, self._first_error = 0, ""
         self.totals: Counter[str] = Counter()
         for record in journal.read():  # what an earlier process did
             self.totals.update(_counts(record))
         self.resumed = self.totals.copy()
 
-    @abstractmethod
-    def request(self, row: PromptRow) -> Request:
-        """Return the request of a row, whose id is the row's index. What it raises becomes the row's error."""
-
-    @abstractmethod
-    def record(self, row: PromptRow, output: Output) -> Record:
-        """Return what the journal keeps of a row that has finished: its `row`, and what else the job's files need."""
-
-    @abstractmethod
-    def failed(self, row: PromptRow, error: BaseException) -> Row:
-        """Return the row of results for one that failed. Raises the exception again where it does not belong to the row."""
-
     @property
     def num_tokens(self) -> int:
         """How many tokens this process has done, for the speed that is shown."""
-        return self.engine.num_generated_tokens
+        return self.runner.num_generated_tokens
 
     @abstractmethod
     def metrics(self, prompts: Prompts, load_s: float, run_s: float) -> dict[str, Any]:
@@ -127,30 +110,19 @@ class Job(ABC):
     def _run_shown(self, prompts: Prompts, signals: Interruption) -> float:
         """Run with a progress bar; returns seconds."""
         start = time.perf_counter()
-        with report.progress_bar() as progress:
-
-            def after_step() -> None:
+        rows = self._undone(signals.checked(prompts))
+        with (
+            report.progress_bar() as progress,
+            closing(self.runner.steps(lambda: next(rows, None), self.journal.seed)) as steps,
+        ):
+            for records in steps:
+                for record in records:
+                    self._finish(record)
                 speed = self.num_tokens / (time.perf_counter() - start)
                 progress.generated(self.totals["num_prompts"], prompts.num_rows, speed)
                 signals.check()
-
-            for output in self.engine.generate(self._requests(signals.checked(prompts)), on_step=after_step):
-                row = self._running.pop(output.request_id)
-                error = output.error
-                record = {"row": self.failed(row, error)} if error else self.record(row, output)
-                self._finish(row, record, output.num_cached_tokens)
             self.journal.sync()
         return time.perf_counter() - start
-
-    def _requests(self, rows: Iterator[PromptRow]) -> Iterator[Request]:
-        for row in self._undone(rows):
-            try:
-                request = self.request(row)
-            except BaseException as error:
-                self._finish(row, {"row": self.failed(row, error)})
-                continue
-            self._running[row.index] = row
-            yield request
 
     def _undone(self, rows: Iterator[PromptRow]) -> Iterator[PromptRow]:
         """Yield rows that the journal does not have. Those before its last one wait until that one has shown the input to be the same."""
@@ -169,15 +141,14 @@ class Job(ABC):
             raise UserError(f"the input has {num_read} rows, but {have}: give the same input, or {ANEW}")
         yield from waiting
 
-    def _finish(self, row: PromptRow, record: Record, num_cached_tokens: int = 0) -> None:
-        record = {"digest": row.digest, "num_cached_tokens": num_cached_tokens, **record}
+    def _finish(self, record: Record) -> None:
         self.journal.append(record)
         self.totals.update(_counts(record))
-        error = record["row"]["error"]
+        index, error = record["row"]["index"], record["row"]["error"]
         if error is None:
             return
         self._num_errors += 1
-        self._first_error = self._first_error or f"row {row.index}: {error}"
+        self._first_error = self._first_error or f"row {index}: {error}"
         most = self._max_errors
         if most is not None and self._num_errors > most:
             self.journal.sync()

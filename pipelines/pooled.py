@@ -2,7 +2,6 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,11 +20,12 @@ from pipelines.engine.faults import row_error
 from pipelines.engine.request import Pooling
 from pipelines.engine.request_factory import check_pooled
 from pipelines.fingerprint import fingerprint
-from pipelines.job import Finished, Job, Row, open_prompts
-from pipelines.journal import Journal, open_journal
+from pipelines.job import Finished, Job, open_prompts
+from pipelines.journal import open_journal
 from pipelines.loading import load_engine_on
 from pipelines.opening import ModelSource, open_source
 from pipelines.prompts import PromptRow, Prompts
+from pipelines.rows import Asked, EngineRows, Loaded, Record, Row
 
 
 class Pooler(ABC):
@@ -83,23 +83,43 @@ def open_pooler(
     return source, make(run, source, load_engine_on(device, run, source, run.predict.batch_size, progress))
 
 
+class PooledRows(EngineRows):
+    """Rows to numbers."""
+
+    pooler: ClassVar[type[Pooler]]
+
+    def __init__(self, run: RunConfig, pooler: Pooler, loaded: Loaded) -> None:
+        super().__init__(pooler.engine, loaded)
+        self._pooler = pooler
+        self._decode = run.decode
+
+    @classmethod
+    def load(cls, run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS) -> "PooledRows":
+        source, pooler = open_pooler(cls.pooler, run, progress)
+        parts = fingerprint(run, source, pooler.engine)
+        parts |= {f"{run.task.name}.{name}": value for name, value in pooler.settings.items()}
+        loaded = Loaded(run.decode, parts, pooler.engine.runner.weight_bytes, pooler.num_values)
+        return cls(run, pooler, loaded)
+
+    def ask(self, row: PromptRow, seed: int | None) -> Asked:
+        return Asked(self._pooler.request(row, self._decode))
+
+    def record(self, row: PromptRow, asked: Asked, output: Output) -> Record:
+        result = {"index": row.index, "id": row.id, "num_prompt_tokens": output.num_prompt_tokens, "error": None}
+        return self.with_values(result, self._pooler.values(output))
+
+    @staticmethod
+    @abstractmethod
+    def with_values(result: Row, values: Tensor) -> Record:
+        """Return the record of a row of results and its float32 numbers."""
+
+    @staticmethod
+    def failed(row: PromptRow, error: BaseException) -> Row:
+        return {"index": row.index, "id": row.id, "num_prompt_tokens": 0, "error": row_error(error, row.index)}
+
+
 class PooledJob(Job):
     """Rows in, numbers out."""
-
-    def __init__(self, run: RunConfig, pooler: Pooler, journal: Journal) -> None:
-        super().__init__(pooler.engine, journal, run.predict.max_errors)
-        self._decode = run.decode
-        self.pooler = pooler
-
-    def request(self, row: PromptRow) -> Request:
-        return self.pooler.request(row, self._decode)
-
-    def result(self, row: PromptRow, output: Output) -> Row:
-        """Return what every row of results has."""
-        return {"index": row.index, "id": row.id, "num_prompt_tokens": output.num_prompt_tokens, "error": None}
-
-    def failed(self, row: PromptRow, error: BaseException) -> Row:
-        return {"index": row.index, "id": row.id, "num_prompt_tokens": 0, "error": row_error(error, row.index)}
 
     @property
     def num_tokens(self) -> int:
@@ -108,22 +128,18 @@ class PooledJob(Job):
     def metrics(self, prompts: Prompts, load_s: float, run_s: float) -> dict[str, Any]:
         return {
             **self.base_metrics(prompts),
-            "num_values": self.pooler.num_values,
+            "num_values": self.runner.loaded.num_values,
             "start_s": report.START_S,
             "load_s": load_s,
             "run_s": run_s,
             "prompt_tokens_per_s": self.num_tokens / run_s,
-            "weight_bytes": self.engine.runner.weight_bytes,
-            "peak_memory_bytes": report.peak_memory_bytes(self.engine.device),
+            "weight_bytes": self.runner.loaded.weight_bytes,
+            "peak_memory_bytes": self.runner.counts().peak_memory_bytes,
         }
 
 
 def run_pooled(
-    run: RunConfig,
-    output_dir: Path,
-    dump: report.Dump,
-    make_pooler: type[Pooler],
-    make_job: Callable[[RunConfig, Pooler, Journal], PooledJob],
+    run: RunConfig, output_dir: Path, dump: report.Dump, kind: type[PooledRows], make_job: type[PooledJob]
 ) -> tuple[Finished, Path]:
     """Do a job, which goes on after any end as one of predict does. Returns its results, and their folder.
 
@@ -132,12 +148,11 @@ def run_pooled(
     prompts = open_prompts(run.predict)
     start = time.perf_counter()
     with report.progress_bar() as progress:
-        source, pooler = open_pooler(make_pooler, run, progress)
+        rows = kind.load(run, progress)
     load_s = time.perf_counter() - start
-    parts = fingerprint(run, source, pooler.engine, prompts)
-    parts |= {f"{run.task.name}.{name}": value for name, value in pooler.settings.items()}
+    parts = {"input": prompts.sha256, **rows.loaded.fingerprint}
     with closing(open_journal(run.predict.resume, output_dir, parts)) as journal:
-        job = make_job(run, pooler, journal)
+        job = make_job(rows, journal, run.predict.max_errors)
         return job.complete(prompts, dump(run, journal.folder), load_s), journal.folder
 
 

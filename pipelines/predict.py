@@ -10,19 +10,21 @@ from typing import Any
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import RunConfig
+from conf.tasks import PredictConfig
 from conf.terminal import visible, visible_line
 from pipelines import report
 from pipelines.device import prepare_device
-from pipelines.engine import Completion, Engine, Output, Request
+from pipelines.engine import Completion, Engine, Output
 from pipelines.engine.faults import belongs_to_request, row_error
-from pipelines.engine.request import FinishReason, SamplingParams, TokenLogprobs
+from pipelines.engine.request import FinishReason, TokenLogprobs
 from pipelines.engine.request_factory import too_many_new_tokens
 from pipelines.fingerprint import fingerprint
-from pipelines.job import Job, Record, Row, open_prompts
-from pipelines.journal import Journal, dumps, open_journal
+from pipelines.job import Job, open_prompts
+from pipelines.journal import dumps, open_journal
 from pipelines.loading import load_engine_on
 from pipelines.opening import open_source
 from pipelines.prompts import PromptEncoder, PromptRow, Prompts
+from pipelines.rows import Asked, EngineRows, Loaded, Record, Row
 
 
 def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
@@ -34,17 +36,14 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     prompts = open_prompts(run.predict)
     start = time.perf_counter()
     with report.progress_bar() as progress:
-        device, source = prepare_device(run.device), open_source(run.model)
-        engine = load_engine_on(device, run, source, run.predict.batch_size, progress)
-    run = replace(run, decode=engine.requests.resolve(run.decode))
-    engine.requests.check(run.decode)
-    engine.requests.prefix(run.predict.prefix)
-    encoder = PromptEncoder(engine.tokenizer, run.predict.add_special_tokens, run.predict.chat_template)
-    _check_new_tokens(run, engine, encoder, prompts)
+        rows = PredictRows.load(run, progress)
+    run = replace(run, decode=rows.loaded.decode)
+    _check_new_tokens(run, rows.engine, rows.encoder, prompts)
     load_s = time.perf_counter() - start
-    with closing(open_journal(run.predict.resume, output_dir, fingerprint(run, source, engine, prompts))) as journal:
+    parts = {"input": prompts.sha256, **rows.loaded.fingerprint}
+    with closing(open_journal(run.predict.resume, output_dir, parts)) as journal:
         run = replace(run, decode=replace(run.decode, seed=journal.seed))
-        job = PredictJob(run, engine, encoder, journal)
+        job = PredictJob(rows, journal, run.predict.max_errors)
         finished = job.complete(prompts, dump(run, journal.folder), load_s)
     first, metrics = finished.first, finished.metrics
     _print(first, metrics, journal.folder)
@@ -52,49 +51,63 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         raise UserError(f"none of the {metrics['num_prompts']} rows could be predicted; the first: {first[0]['error']}")
 
 
+class PredictRows(EngineRows):
+    """Prompts to predictions."""
+
+    def __init__(self, engine: Engine, loaded: Loaded, encoder: PromptEncoder, defaults: PredictConfig) -> None:
+        """`defaults`: prefix and adapter of the rows that name none."""
+        super().__init__(engine, loaded)
+        self.encoder = encoder
+        self._defaults = defaults
+
+    @classmethod
+    def load(cls, run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS) -> "PredictRows":
+        device, source = prepare_device(run.device), open_source(run.model)
+        engine = load_engine_on(device, run, source, run.predict.batch_size, progress)
+        run = replace(run, decode=engine.requests.resolve(run.decode))
+        engine.requests.check(run.decode)
+        engine.requests.prefix(run.predict.prefix)
+        encoder = PromptEncoder(engine.tokenizer, run.predict.add_special_tokens, run.predict.chat_template)
+        loaded = Loaded(run.decode, fingerprint(run, source, engine), engine.runner.weight_bytes)
+        return cls(engine, loaded, encoder, run.predict)
+
+    def ask(self, row: PromptRow, seed: int | None) -> Asked:
+        prompt = self.encoder.encode(row)
+        decode, prediction = self._decode_of(row, seed), prompt.prediction_token_ids
+        prefix = self._defaults.prefix if row.prefix is None else row.prefix
+        adapter = self._defaults.adapter if row.adapter is None else row.adapter
+        request = self.engine.request(row.index, prompt.token_ids, decode, None, prediction, prefix, adapter)
+        return Asked(request, prompt.text)
+
+    def _decode_of(self, row: PromptRow, seed: int | None) -> DecodeConfig:
+        """Return the run's settings with the row's own; a row whose seed is null has the job's. Raises UserError."""
+        decode = self.loaded.decode.replaced(row.decode)
+        return decode if row.decode.get("seed") is not None else replace(decode, seed=seed)
+
+    def record(self, row: PromptRow, asked: Asked, output: Output) -> Record:
+        return {"row": _prediction(row, asked, output)}
+
+    @staticmethod
+    def failed(row: PromptRow, error: BaseException) -> Row:
+        return _error_prediction(row, error)
+
+
 class PredictJob(Job):
     """Prompts in, predictions out."""
 
-    def __init__(self, run: RunConfig, engine: Engine, encoder: PromptEncoder, journal: Journal) -> None:
-        super().__init__(engine, journal, run.predict.max_errors)
-        self._run = run
-        self._encoder = encoder
-        self._prompts: dict[int, tuple[str | None, SamplingParams]] = {}  # texts and settings of the rows that run
-
-    def request(self, row: PromptRow) -> Request:
-        prompt = self._encoder.encode(row)
-        decode, prediction = self._decode_of(row), prompt.prediction_token_ids
-        prefix = self._run.predict.prefix if row.prefix is None else row.prefix
-        adapter = self._run.predict.adapter if row.adapter is None else row.adapter
-        request = self.engine.request(row.index, prompt.token_ids, decode, None, prediction, prefix, adapter)
-        self._prompts[row.index] = prompt.text, request.params
-        return request
-
-    def _decode_of(self, row: PromptRow) -> DecodeConfig:
-        """Return the job's settings with the row's own; a row whose seed is null has the job's. Raises UserError."""
-        decode = self._run.decode.replaced(row.decode)
-        return replace(decode, seed=self._run.decode.seed) if decode.seed is None else decode
-
-    def record(self, row: PromptRow, output: Output) -> Record:
-        return {"row": _prediction(row, *self._prompts.pop(row.index), output)}
-
-    def failed(self, row: PromptRow, error: BaseException) -> Row:
-        self._prompts.pop(row.index, None)
-        return _error_prediction(row, error)
-
     def metrics(self, prompts: Prompts, load_s: float, run_s: float) -> dict[str, Any]:
-        totals = self.totals
+        totals, counts = self.totals, self.runner.counts()
         return {
             **self.base_metrics(prompts),
             "num_generated_tokens": totals["num_generated_tokens"],
-            "seed": self._run.decode.seed,
+            "seed": self.journal.seed,
             "start_s": report.START_S,
             "load_s": load_s,
             "generate_s": run_s,
             "tokens_per_s": (totals["num_generated_tokens"] - self.resumed["num_generated_tokens"]) / run_s,
-            **report.draft_metrics(self.engine.speculator.counts),
-            "weight_bytes": self.engine.runner.weight_bytes,
-            "peak_memory_bytes": report.peak_memory_bytes(self.engine.device),
+            **report.draft_metrics(counts.drafts),
+            "weight_bytes": self.runner.loaded.weight_bytes,
+            "peak_memory_bytes": counts.peak_memory_bytes,
         }
 
     def write(self, records: Callable[[], Iterator[Record]]) -> None:
@@ -104,14 +117,15 @@ class PredictJob(Job):
         report.write_atomically(folder / "text_generation_result.txt", texts)
 
 
-def _prediction(row: PromptRow, prompt: str | None, params: SamplingParams, output: Output) -> Row:
+def _prediction(row: PromptRow, asked: Asked, output: Output) -> Row:
+    params = asked.request.params
     completions = [_completion(completion) for completion in output.completions]
     first = dict(completions[0])
     logprobs = {"logprobs": first.pop("logprobs")} if "logprobs" in first else {}
     return {
         "index": row.index,
         "id": row.id,
-        "prompt": prompt,
+        "prompt": asked.prompt,
         **first,
         "num_prompt_tokens": output.num_prompt_tokens,
         "num_generated_tokens": sum(len(completion.token_ids) for completion in output.completions),

@@ -12,11 +12,11 @@ from models.tokenizers import Tokenizer
 from pipelines import report
 from pipelines.engine import Engine, Output
 from pipelines.engine.request import Pooling
-from pipelines.job import Record, Row
 from pipelines.journal import dumps
 from pipelines.opening import ModelSource
-from pipelines.pooled import PooledJob, Pooler, print_results, run_pooled
+from pipelines.pooled import PooledJob, PooledRows, Pooler, print_results, run_pooled
 from pipelines.prompts import PromptEncoder, PromptRow
+from pipelines.rows import Record, Row
 
 # Qwen3-Reranker's model card: three pieces, each encoded by itself.
 BEFORE = (
@@ -106,14 +106,22 @@ def _answer_ids(tokenizer: Tokenizer | None) -> list[int]:
     return [each[0] for each in ids]
 
 
+class ScoreRows(PooledRows):
+    """Rows to scores."""
+
+    pooler = Scorer
+
+    @staticmethod
+    def with_values(result: Row, values: Tensor) -> Record:
+        return {"row": {**result, "scores": values.tolist()}}
+
+    @staticmethod
+    def failed(row: PromptRow, error: BaseException) -> Row:
+        return {**PooledRows.failed(row, error), "scores": None}
+
+
 class ScoreJob(PooledJob):
     """Rows in, lines of scores.jsonl out."""
-
-    def record(self, row: PromptRow, output: Output) -> Record:
-        return {"row": {**self.result(row, output), "scores": self.pooler.values(output).tolist()}}
-
-    def failed(self, row: PromptRow, error: BaseException) -> Row:
-        return {**super().failed(row, error), "scores": None}
 
     def write(self, records: Callable[[], Iterator[Record]]) -> None:
         report.write_atomically(self.journal.folder / "scores.jsonl", (f"{dumps(r['row'])}\n" for r in records()))
@@ -122,7 +130,7 @@ class ScoreJob(PooledJob):
 def run_score(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Raises UserError before anything is written, with all finished rows kept where the job cannot go on, and after all files
     are there if no row has scores."""
-    finished, folder = run_pooled(run, output_dir, dump, Scorer, ScoreJob)
+    finished, folder = run_pooled(run, output_dir, dump, ScoreRows, ScoreJob)
     lines = [", ".join(f"{score:.6g}" for score in row["scores"] or []) for row in finished.first]
     print_results(lines, finished, folder)
     metrics = finished.metrics

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,26 +172,41 @@ class Engine:
 
         A request that fails on its way is an output with its `error`. What does not belong to one request is raised.
         """
-        limit = min(max_num_requests or self.max_num_requests, self.max_num_requests)
         source = iter(requests)
+        with closing(self.steps(lambda: next(source, None), max_num_requests)) as steps:
+            for outputs in steps:
+                yield from outputs
+                on_step()  # after the outputs, so that nothing is lost if it raises
+
+    def steps(
+        self, next_request: Callable[[], Request | Output | None], max_num_requests: int | None = None
+    ) -> Generator[list[Output], None, None]:
+        """Yield after each step the outputs that it finished, until nothing runs and there is no request.
+
+        `next_request` is called when a place is free. It returns None where there is none now, or the output of one that was refused.
+        Outputs, exceptions and closing are as those of `generate`.
+        """
+        limit = min(max_num_requests or self.max_num_requests, self.max_num_requests)
         alive: list[SequenceGroup] = []
         try:
             while True:
-                while len(alive) < limit and (request := next(source, None)) is not None:
+                while len(alive) < limit and (request := next_request()) is not None:
+                    if isinstance(request, Output):
+                        yield [request]
+                        continue
                     try:
                         alive.append(self.add(request))
                     except BaseException as error:
                         if not belongs_to_request(error):
                             raise
-                        yield Output(request.id, [], len(request.prompt_token_ids), 0, error=error)
+                        yield [Output(request.id, [], len(request.prompt_token_ids), 0, error=error)]
                 if not alive:
                     return
                 if any(group.sequences for group in alive):  # the steps of another call may have finished them all
                     self.step()
                 finished = [group for group in alive if not group.sequences]
                 alive = [group for group in alive if group.sequences]
-                yield from (group.output() for group in finished)
-                on_step()  # after the outputs, so that nothing is lost if it raises
+                yield [group.output() for group in finished]
         finally:
             for group in alive:
                 if group.sequences:  # some may have finished in the very step that failed

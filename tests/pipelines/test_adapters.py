@@ -18,7 +18,6 @@ from pipelines.fingerprint import fingerprint
 from pipelines.loading import load_engine
 from pipelines.opening import open_source
 from pipelines.predict import run_predict
-from pipelines.prompts import read_prompts
 from tests.helpers.adapters import ALL_LINEAR, write_adapter
 from tests.helpers.builders import run_config
 from tests.helpers.soft_prefixes import write_paddle
@@ -127,7 +126,7 @@ def test_settings_that_contradict(make_config: Any, message: str) -> None:
 
 def test_a_job_knows_the_adapters_content(chatty: Path, adapters: dict[str, str]) -> None:
     def of(run: RunConfig) -> dict[str, Any]:
-        return fingerprint(run, open_source(run.model), load_engine(run, 2), read_prompts("x"))
+        return fingerprint(run, open_source(run.model), load_engine(run, 2))
 
     one = of(job(chatty, {"fr": adapters["fr"]}, "x"))
     assert one == of(job(chatty, {"fr": adapters["fr"]}, "x", batch_size=7))

@@ -72,15 +72,15 @@ def test_without_a_tokenizer_token_ids_still_work(chatty: Path, tmp_path: Path) 
 def test_several_completions_are_all_in_the_row_and_the_first_is_its_own(
     chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate = Engine.generate
+    steps = Engine.steps
 
-    def twice(self: Engine, *arguments: Any, **named: Any) -> Iterator[Output]:
-        for output in generate(self, *arguments, **named):
-            yield replace(
-                output, completions=[output.completions[0], replace(output.completions[0], text="!", token_ids=[5])]
-            )
+    def twice(self: Engine, *arguments: Any, **named: Any) -> Iterator[list[Output]]:
+        for outputs in steps(self, *arguments, **named):
+            firsts = [output.completions[0] for output in outputs]
+            both = [[first, replace(first, text="!", token_ids=[5])] for first in firsts]
+            yield [replace(output, completions=each) for output, each in zip(outputs, both, strict=True)]
 
-    monkeypatch.setattr(Engine, "generate", twice)
+    monkeypatch.setattr(Engine, "steps", twice)
     run_predict(job(chatty, "Once", logprobs=0), tmp_path / "out", dump)
     (row,) = rows(tmp_path / "out")
     assert list(row)[-4:] == ["num_generated_tokens", "logprobs", "completions", "error"]

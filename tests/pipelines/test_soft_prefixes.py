@@ -17,7 +17,7 @@ from pipelines.loading import load_engine
 from pipelines.opening import open_source
 from pipelines.planning import without_quantization
 from pipelines.predict import run_predict
-from pipelines.prompts import parse_row, read_prompts
+from pipelines.prompts import parse_row
 from pipelines.text_pipeline import TextGenerationPipeline
 from tests.helpers.builders import run_config
 from tests.helpers.soft_prefixes import write_paddle
@@ -89,7 +89,7 @@ def test_python_takes_the_name(chatty: Path, prefixes: dict[str, str]) -> None:
 def test_what_a_job_is_knows_the_contents(chatty: Path, prefixes: dict[str, str], tmp_path: Path) -> None:
     def of(prefixes: dict[str, str], prefix: str | None = None) -> dict[str, Any]:
         run = job(chatty, prefixes, "Once", prefix)
-        return fingerprint(run, open_source(run.model), load_engine(run, 2), read_prompts("Once"))
+        return fingerprint(run, open_source(run.model), load_engine(run, 2))
 
     moved = tmp_path / "moved.npy"
     moved.write_bytes(Path(prefixes["a"]).read_bytes())
