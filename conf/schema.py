@@ -51,6 +51,7 @@ class Weights(Enum):
 
 class ParallelMode(Enum):
     single = "single"
+    ray = "ray"  # several engines on the machines of a Ray, which share the rows of a job
 
 
 class DeviceType(Enum):
@@ -104,6 +105,14 @@ class ModelConfig:
 @dataclass
 class ParallelConfig:
     mode: ParallelMode = ParallelMode.single
+    replicas: int = 1
+    """Engines that share the rows of a job, each with the whole model, with mode=ray."""
+
+    def __post_init__(self) -> None:
+        check(0 < self.replicas <= 4096, "parallel.replicas", self.replicas, "a number from 1 to 4096")
+        if self.replicas > 1 and self.mode is not ParallelMode.ray:
+            what = f"parallel.replicas={self.replicas} is not used by parallel={self.mode.name}"
+            raise UserError(f"{what}: leave it at 1, or give parallel=ray")
 
 
 @dataclass
@@ -186,6 +195,9 @@ class RunConfig:
             for name, remedy in (("prefixes", "or give task=predict"), ("adapters", merge)):
                 if getattr(self.model, name) and (name, self.task) != ("adapters", Task.serve):
                     raise UserError(f"model.{name} is not used by task={self.task.name}: leave it out, {remedy}")
+        if self.parallel.mode is ParallelMode.ray and not self.task.reads_rows:
+            remedy = "serve.replicas" if self.task is Task.serve else "task=predict, embed or score"
+            raise UserError(f"parallel=ray is not used by task={self.task.name}: leave it out, or give {remedy}")
         takes_kept = self.task.reads_rows or self.task is Task.serve
         if self.device.kept_prefixes and not (takes_kept and self.decode.prefix_cache):
             user = "decode.prefix_cache=false" if takes_kept else f"task={self.task.name}"

@@ -22,3 +22,10 @@ class VisibleFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
+
+
+def log_warnings() -> None:
+    """Print the warnings of this process on standard error, unless somebody has chosen what becomes of them."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(VisibleFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)

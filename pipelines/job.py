@@ -6,18 +6,20 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from conf.errors import UserError
+from conf.schema import ParallelMode, RunConfig
 from conf.tasks import PredictConfig
 from pipelines import report
 from pipelines.interrupt import Interrupted, Interruption, interruption
 from pipelines.journal import ANEW, Journal, named_folder
 from pipelines.prompts import GIVE, PromptRow, Prompts, read_prompts
-from pipelines.rows import Record, Row, RowRunner
+from pipelines.replicas.cluster import rows_on_ray
+from pipelines.rows import EngineRows, Record, Row, RowRunner
 
 PRINTED = 8  # rows that are shown at the end; all are in the files
 
@@ -38,6 +40,18 @@ def open_prompts(config: PredictConfig) -> Prompts:
     if config.resume not in ("auto", "none"):
         named_folder(config.resume)
     return read_prompts(config.data)
+
+
+@contextmanager
+def row_runner(kind: type[EngineRows], run: RunConfig, prompts: Prompts) -> Iterator[RowRunner]:
+    """Load what runs the rows of a job, which ends with the block. Raises UserError as `EngineRows.load` and `rows_on_ray` do."""
+    if run.parallel.mode is ParallelMode.ray:
+        with rows_on_ray(kind, run) as replicas:
+            yield replicas
+        return
+    with report.progress_bar() as progress:
+        rows = kind.load(run, progress, () if prompts.num_rows is None else prompts)  # standard input is read once
+    yield rows
 
 
 class Job(ABC):

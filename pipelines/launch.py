@@ -1,14 +1,13 @@
 """Run the task that a composed RunConfig names."""
 
 import io
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from conf.schema import RunConfig, Task
 from conf.signals import interrupts_waiting, reader_may_leave
-from conf.terminal import VisibleFormatter
+from conf.terminal import log_warnings
 from pipelines.report import Dump, reset_peak_memory
 
 Run = Callable[[RunConfig, Path, Dump], None]
@@ -18,9 +17,7 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     """Run the task. The config.yaml that `dump` returns is written beside the results, so that they can be repeated. Raises UserError."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # no text of a row may end a run while it is printed
-    handler = logging.StreamHandler()
-    handler.setFormatter(VisibleFormatter("%(levelname)s: %(message)s"))
-    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    log_warnings()
     with reader_may_leave():
         if run.task is Task.serve:  # its model is in another process: this one imports no torch
             from pipelines.serve.serve import run_serve

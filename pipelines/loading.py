@@ -7,7 +7,7 @@ import torch
 
 from conf.errors import UserError
 from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig, QuantizeConfig
-from conf.schema import RunConfig
+from conf.schema import ParallelMode, RunConfig
 from conf.speculation import Speculate
 from models.heads import Head
 from pipelines.assembly import assemble
@@ -40,6 +40,10 @@ def load_engine_on(
 
     Raises UserError for whatever is wrong with the checkpoint or its tokenizer, and as `find_or_make` does.
     """
+    if run.parallel.mode is ParallelMode.ray:
+        raise UserError(
+            "parallel=ray is for the rows of a job, which run.py runs, and not for one engine: leave it out"
+        )
     if max_num_requests > run.device.max_batched_tokens:
         raise UserError(
             f"batch_size={max_num_requests} is more than device.max_batched_tokens={run.device.max_batched_tokens}: "

@@ -2,6 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from pipelines.engine.faults import row_error
 from pipelines.engine.request import Pooling
 from pipelines.engine.request_factory import check_pooled
 from pipelines.fingerprint import fingerprint
-from pipelines.job import Finished, Job, open_prompts
+from pipelines.job import Finished, Job, open_prompts, row_runner
 from pipelines.journal import open_journal
 from pipelines.loading import load_engine_on
 from pipelines.opening import ModelSource, open_source
@@ -94,7 +95,9 @@ class PooledRows(EngineRows):
         self._decode = run.decode
 
     @classmethod
-    def load(cls, run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS) -> "PooledRows":
+    def load(
+        cls, run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS, rows: Iterable[PromptRow] = ()
+    ) -> "PooledRows":
         source, pooler = open_pooler(cls.pooler, run, progress)
         parts = fingerprint(run, source, pooler.engine)
         parts |= {f"{run.task.name}.{name}": value for name, value in pooler.settings.items()}
@@ -147,13 +150,12 @@ def run_pooled(
     """
     prompts = open_prompts(run.predict)
     start = time.perf_counter()
-    with report.progress_bar() as progress:
-        rows = kind.load(run, progress)
-    load_s = time.perf_counter() - start
-    parts = {"input": prompts.sha256, **rows.loaded.fingerprint}
-    with closing(open_journal(run.predict.resume, output_dir, parts)) as journal:
-        job = make_job(rows, journal, run.predict.max_errors)
-        return job.complete(prompts, dump(run, journal.folder), load_s), journal.folder
+    with row_runner(kind, run, prompts) as runner:
+        load_s = time.perf_counter() - start
+        parts = {"input": prompts.sha256, **runner.loaded.fingerprint}
+        with closing(open_journal(run.predict.resume, output_dir, parts)) as journal:
+            job = make_job(runner, journal, run.predict.max_errors)
+            return job.complete(prompts, dump(run, journal.folder), load_s), journal.folder
 
 
 def print_results(lines: list[str], finished: Finished, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """`task=predict`: every prompt of a job through the engine, and the files that it leaves."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +16,10 @@ from pipelines import report
 from pipelines.device import prepare_device
 from pipelines.engine import Completion, Engine, Output
 from pipelines.engine.faults import belongs_to_request, row_error
-from pipelines.engine.request import FinishReason, TokenLogprobs
+from pipelines.engine.request import ContextLimit, FinishReason, TokenLogprobs
 from pipelines.engine.request_factory import too_many_new_tokens
 from pipelines.fingerprint import fingerprint
-from pipelines.job import Job, open_prompts
+from pipelines.job import Job, open_prompts, row_runner
 from pipelines.journal import dumps, open_journal
 from pipelines.loading import load_engine_on
 from pipelines.opening import open_source
@@ -35,16 +35,13 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """
     prompts = open_prompts(run.predict)
     start = time.perf_counter()
-    with report.progress_bar() as progress:
-        rows = PredictRows.load(run, progress)
-    run = replace(run, decode=rows.loaded.decode)
-    _check_new_tokens(run, rows.engine, rows.encoder, prompts)
-    load_s = time.perf_counter() - start
-    parts = {"input": prompts.sha256, **rows.loaded.fingerprint}
-    with closing(open_journal(run.predict.resume, output_dir, parts)) as journal:
-        run = replace(run, decode=replace(run.decode, seed=journal.seed))
-        job = PredictJob(rows, journal, run.predict.max_errors)
-        finished = job.complete(prompts, dump(run, journal.folder), load_s)
+    with row_runner(PredictRows, run, prompts) as runner:
+        load_s = time.perf_counter() - start
+        parts = {"input": prompts.sha256, **runner.loaded.fingerprint}
+        with closing(open_journal(run.predict.resume, output_dir, parts)) as journal:
+            run = replace(run, decode=replace(runner.loaded.decode, seed=journal.seed))
+            job = PredictJob(runner, journal, run.predict.max_errors)
+            finished = job.complete(prompts, dump(run, journal.folder), load_s)
     first, metrics = finished.first, finished.metrics
     _print(first, metrics, journal.folder)
     if metrics["num_errors"] == metrics["num_prompts"]:
@@ -61,13 +58,16 @@ class PredictRows(EngineRows):
         self._defaults = defaults
 
     @classmethod
-    def load(cls, run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS) -> "PredictRows":
+    def load(
+        cls, run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS, rows: Iterable[PromptRow] = ()
+    ) -> "PredictRows":
         device, source = prepare_device(run.device), open_source(run.model)
         engine = load_engine_on(device, run, source, run.predict.batch_size, progress)
         run = replace(run, decode=engine.requests.resolve(run.decode))
         engine.requests.check(run.decode)
         engine.requests.prefix(run.predict.prefix)
         encoder = PromptEncoder(engine.tokenizer, run.predict.add_special_tokens, run.predict.chat_template)
+        _check_new_tokens(run.decode, engine.context, encoder, rows)
         loaded = Loaded(run.decode, fingerprint(run, source, engine), engine.runner.weight_bytes)
         return cls(engine, loaded, encoder, run.predict)
 
@@ -172,20 +172,22 @@ def _error_prediction(row: PromptRow, error: BaseException) -> Row:
     }
 
 
-def _check_new_tokens(run: RunConfig, engine: Engine, encoder: PromptEncoder, prompts: Prompts) -> None:
-    """Raises UserError for more new tokens than fit after any prompt, with the number that fits after the longest one that fits itself."""
-    wanted, most = run.decode.max_new_tokens, engine.context.num_tokens
-    if run.decode.max_length is not None or not isinstance(wanted, int) or wanted < most:
+def _check_new_tokens(
+    decode: DecodeConfig, context: ContextLimit, encoder: PromptEncoder, rows: Iterable[PromptRow]
+) -> None:
+    """Raise UserError for more new tokens than fit after any prompt, with the number that fits after the longest one that fits itself."""
+    wanted, most = decode.max_new_tokens, context.num_tokens
+    if decode.max_length is not None or not isinstance(wanted, int) or wanted < most:
         return
     lengths = []
-    for row in () if prompts.num_rows is None else prompts:  # standard input can be read only once
+    for row in rows:
         try:
             lengths.append(len(encoder.encode(row).token_ids))
         except BaseException as error:  # a bad row has no length
             if not belongs_to_request(error):
                 raise
     longest = max((length for length in lengths if length < most), default=None)
-    raise too_many_new_tokens(wanted, longest, engine.context)
+    raise too_many_new_tokens(wanted, longest, context)
 
 
 def _texts(row: Row) -> dict[str, list[str]]:

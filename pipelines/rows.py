@@ -1,7 +1,7 @@
 """What runs the rows of a job: an engine, and what a task makes of its outputs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -79,8 +79,13 @@ class EngineRows(ABC):
 
     @classmethod
     @abstractmethod
-    def load(cls, run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS) -> "EngineRows":
-        """Load the model of `run`. Raises UserError for whatever is wrong with it, and for settings that no row could be run with."""
+    def load(
+        cls, run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS, rows: Iterable[PromptRow] = ()
+    ) -> "EngineRows":
+        """Load the model of `run`. Raises UserError for whatever is wrong with it, and for settings that no row could be run with.
+
+        `rows`: where an error can name a number that fits these, it does.
+        """
 
     @abstractmethod
     def ask(self, row: PromptRow, seed: int | None) -> Asked:

@@ -10,7 +10,7 @@ import socket
 import sys
 
 from conf.errors import UserError
-from conf.terminal import VisibleFormatter
+from conf.terminal import log_warnings
 from pipelines.engine_process.channel import Channel
 from pipelines.engine_process.frames import Start, Unready
 from pipelines.engine_process.loading import load_served
@@ -24,9 +24,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a hung process does not see that its socket was closed
     for number in (signal.SIGINT, signal.SIGTERM):  # the other process decides when to end
         signal.signal(number, signal.SIG_IGN)
-    handler = logging.StreamHandler()
-    handler.setFormatter(VisibleFormatter("%(levelname)s: %(message)s"))
-    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    log_warnings()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     while not (frames := channel.receive(waits=True)):
         if frames is None:

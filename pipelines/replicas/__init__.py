@@ -1,4 +1,4 @@
-"""Several engines that share a server's requests, on Ray.
+"""Several engines on Ray: those that share a server's requests, and those that share the rows of a job.
 
 Nothing is imported here: what needs Ray is imported where there are replicas.
 """

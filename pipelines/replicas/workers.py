@@ -1,8 +1,6 @@
-"""Engines in Ray's workers. Ray's settings for its own ports are read when this is imported."""
+"""Engines in Ray's workers."""
 
 import asyncio
-import os
-import socket
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -10,16 +8,15 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from conf.errors import UserError, shortened
+from conf.errors import shortened
 from conf.schema import RunConfig
 from pipelines.engine_process.child import LocalChild
 from pipelines.engine_process.client import EngineClient
 from pipelines.engine_process.suspects import Suspects
+from pipelines.replicas.connection import connect
 from pipelines.replicas.places import Place, place_of
 from pipelines.replicas.replicas import Replicas
 
-OBJECT_STORE_BYTES = 80 << 20  # all that Ray carries here are frames; it takes no less
-REACH_S = 10.0  # for the cluster to be reached
 LOST = "lost its worker of Ray"
 
 
@@ -115,32 +112,8 @@ def on_ray(run: RunConfig) -> Replicas:
 
     Raises UserError where the machines have not the processors or GPUs.
     """
-    _connect(os.environ.get("RAY_ADDRESS"))
-    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    cpus, gpus = ([int(each.get(kind, 0)) for each in resources] for kind in ("CPU", "GPU"))
-    place = place_of(run, cpus, gpus)
-    if not place.num_gpus:
-        run = replace(run, device=replace(run.device, threads=place.num_cpus))
+    place = place_of("serve.replicas", run.serve.replicas, run.device, *connect())
+    run = replace(run, device=place.device(run.device))
     suspects = Suspects()
     clients = [EngineClient(run, partial(RayChild.start, place), suspects) for _ in range(run.serve.replicas)]
     return Replicas(clients, run.serve.batch_size)
-
-
-def _connect(address: str | None) -> None:
-    """Begin a Ray of our own on this machine, or join the cluster at an address, once. Raises UserError."""
-    if ray.is_initialized():
-        return
-    try:
-        if address:
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host, int(port)), REACH_S).close()  # Ray itself tries for minutes
-            ray.init(address=address, logging_level="warning")
-        else:
-            store = OBJECT_STORE_BYTES
-            ray.init("local", include_dashboard=False, object_store_memory=store, logging_level="warning")
-    except (OSError, RuntimeError, ValueError, RayError) as error:
-        why = shortened(" ".join(str(error).split()))
-        if not address:
-            raise UserError(f"Ray cannot be started: {why}") from error
-        remedy = "give HOST:PORT of a cluster's head, or leave it out"
-        raise UserError(f"RAY_ADDRESS={address} cannot be reached ({why}): {remedy}") from error

@@ -5,7 +5,7 @@ import pytest
 import conf.decoding
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import DeviceConfig, ModelConfig, RunConfig, Task, Weights
+from conf.schema import DeviceConfig, ModelConfig, ParallelConfig, ParallelMode, RunConfig, Task, Weights
 from conf.sizes import num_bytes
 from conf.tasks import BenchConfig, CheckpointFormat, ConvertConfig, EvaluateConfig, PredictConfig, SweepConfig
 
@@ -185,3 +185,18 @@ def test_settings_of_another_task_are_refused() -> None:
     ):
         BenchConfig(data="rows.jsonl", prompt_tokens=9)
     RunConfig(task=Task.predict, predict=PredictConfig(batch_size=3, data="x"))
+
+
+def test_replicas_of_ray_are_for_the_rows_of_jobs() -> None:
+    ray = ParallelConfig(ParallelMode.ray, replicas=2)
+    for task in (Task.predict, Task.embed, Task.score):
+        assert RunConfig(task, parallel=ray).parallel.replicas == 2
+    remedies = {Task.bench: "task=predict, embed or score", Task.serve: "serve.replicas"}
+    for task, remedy in remedies.items():
+        message = f"parallel=ray is not used by task={task.name}: leave it out, or give {remedy}"
+        with pytest.raises(UserError, match=message):
+            RunConfig(task, parallel=ray)
+    with pytest.raises(UserError, match="parallel.replicas=2 is not used by parallel=single: leave it at 1, or give"):
+        ParallelConfig(replicas=2)
+    with pytest.raises(UserError, match="parallel.replicas=0 is not allowed: give a number from 1"):
+        ParallelConfig(ParallelMode.ray, replicas=0)

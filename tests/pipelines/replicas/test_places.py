@@ -1,20 +1,16 @@
 """What replicas get of machines, and where there are too few."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from conf.errors import UserError
-from conf.schema import DeviceConfig, DeviceType, Task
-from conf.serving import ServeConfig
+from conf.schema import DeviceConfig, DeviceType
 from pipelines.replicas.places import place_of
-from tests.helpers.serving import tiny_run
 
 
 def place(number: int, cpus: list[int], gpus: list[int], **device: Any) -> tuple[int, int]:
-    run = replace(tiny_run(), task=Task.serve, serve=ServeConfig(replicas=number), device=DeviceConfig(**device))
-    found = place_of(run, cpus, gpus)
+    found = place_of("serve.replicas", number, DeviceConfig(**device), cpus, gpus)
     return found.num_cpus, found.num_gpus
 
 

@@ -1,0 +1,205 @@
+"""Several engines in workers of Ray, which share the rows of a job."""
+
+import logging
+from collections.abc import Callable, Generator
+from dataclasses import asdict, replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from conf.errors import UserError, shortened
+from conf.schema import ParallelConfig, RunConfig
+from pipelines.engine.speculation import DraftCounts
+from pipelines.prompts import PromptRow
+from pipelines.replicas.connection import connect
+from pipelines.replicas.dispatch import MAX_LOSSES, Dispatch
+from pipelines.replicas.messages import Failed, Load, Ready, Work, encode, read_answer, read_record, row_bytes
+from pipelines.replicas.places import Place, place_of
+from pipelines.replicas.row_worker import RowWorker
+from pipelines.rows import Counts, EngineRows, Loaded, Record, Row, failed_record
+
+log = logging.getLogger(__name__)
+
+NUM_CALLS = 2  # of a replica under way: when one returns, the next one is there
+MAX_STARTS = 4  # of a replica in a row, without a row that it has done
+WAIT_S = 0.2  # for an answer, before signals are looked at
+
+
+class Replica:
+    """A place in the cluster, and the worker that holds an engine there now."""
+
+    def __init__(self, number: int, kind: type[EngineRows], load: bytes, place: Place) -> None:
+        """`load`: the message that a worker begins with."""
+        self.number = number
+        self.calls: list[Any] = []  # under way, in their order
+        self.is_ready = False
+        self.num_starts = 0  # since the last row that was done
+        self.counts: list[Counts] = []  # the last ones of each worker
+        self._kind, self._load, self._place = kind, load, place
+        bundle = {"CPU": place.num_cpus} | ({"GPU": place.num_gpus} if place.num_gpus else {})
+        self._group = placement_group([bundle], strategy="STRICT_PACK")
+
+    def start(self) -> None:
+        """Begin to load a model, as soon as the cluster has the place."""
+        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
+        make = ray.remote(max_restarts=0, scheduling_strategy=where, **asdict(self._place))(RowWorker)
+        self._worker = make.remote()
+        self.calls = [self._worker.load.remote(self._kind, self._load)]
+        self.is_ready = False
+        self.num_starts += 1
+        self.counts.append(Counts(0, DraftCounts(), 0))
+
+    def work(self, content: bytes) -> None:
+        """Send a `Work`."""
+        self.calls.append(self._worker.work.remote(content))
+
+    def stop(self) -> None:
+        """End the worker. What it was asked is not answered."""
+        self.calls.clear()
+        ray.kill(self._worker)
+
+    def close(self) -> None:
+        """End the worker, and give the place back."""
+        self.stop()
+        remove_placement_group(self._group)
+
+
+class RowReplicas:
+    """Runs rows by replicas of a model, as a `RowRunner` does. A row of a lost replica is run again, by any of them."""
+
+    loaded: Loaded
+
+    def __init__(
+        self, replicas: list[Replica], batch_size: int, failed: Callable[[PromptRow, BaseException], Row]
+    ) -> None:
+        """`batch_size`: rows that run at once in a replica. `failed`: as of EngineRows."""
+        self._all = replicas
+        self._replicas = list(replicas)  # without those that are given up
+        self._batch_size = batch_size
+        self._failed = failed
+        self._first: Ready | None = None
+        self._dispatch = Dispatch(lambda: None, 0)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(counts.num_generated_tokens for counts in self._counts())
+
+    def counts(self) -> Counts:
+        """Return the counts of all workers together, and the memory of the one that needed most."""
+        every = self._counts()
+        drafts = DraftCounts(*map(sum, zip(*(counts.drafts for counts in every), strict=True)))
+        return Counts(self.num_generated_tokens, drafts, max(counts.peak_memory_bytes for counts in every))
+
+    def load(self) -> None:
+        """Load the models. Raises UserError where one cannot be loaded, and where two would not give the same rows."""
+        for each in self._replicas:
+            each.start()
+        while not all(each.is_ready for each in self._replicas):
+            self._receive()
+        assert self._first is not None
+        self.loaded = self._first.loaded
+
+    def steps(self, next_row: Callable[[], PromptRow | None], seed: int | None) -> Generator[list[Record], None, None]:
+        """Yield the records of rows as they come. Raises UserError where no replica is left."""
+        self._dispatch = Dispatch(next_row, 2 * self._batch_size)
+        while True:
+            for each in self._replicas:
+                self._send(each, seed)
+            if self._dispatch.is_done:
+                return
+            yield self._receive()
+
+    def close(self) -> None:
+        """End the workers, and give their places back."""
+        for each in self._all:
+            each.close()
+
+    def _counts(self) -> list[Counts]:
+        return [counts for each in self._all for counts in each.counts]
+
+    def _send(self, replica: Replica, seed: int | None) -> None:
+        """Send a replica the rows that it may have, and have it go on with those that it has."""
+        while replica.is_ready and len(replica.calls) < NUM_CALLS:
+            rows = self._dispatch.take(replica.number, self._batch_size)
+            if not rows and (replica.calls or not self._dispatch.holds(replica.number)):
+                return
+            replica.work(encode(Work(seed, list(map(row_bytes, rows)))))
+
+    def _receive(self) -> list[Record]:
+        """Wait for an answer, not for long, and return the records that it brought."""
+        replicas = {call: each for each in self._replicas for call in each.calls}
+        records: list[Record] = []
+        for call in ray.wait(list(replicas), timeout=WAIT_S)[0]:
+            replica = replicas[call]
+            replica.calls.remove(call)
+            try:
+                content = ray.get(call)
+            except RayError as error:
+                records += self._lost(replica, error)
+            else:
+                records += self._take(replica, content)
+        return records
+
+    def _take(self, replica: Replica, content: bytes) -> list[Record]:
+        """Take a replica's answer, and return its records. Raises UserError for what the user can mend."""
+        answer = read_answer(content)
+        if isinstance(answer, Failed):
+            raise UserError(answer.message)
+        if isinstance(answer, Ready):
+            self._first = self._first or answer
+            if changed := _differences(self._first, answer):
+                raise UserError(f"the replicas would give different rows ({changed}): give them equal machines")
+            replica.is_ready = True
+            return []
+        replica.counts[-1] = answer.counts
+        records = list(map(read_record, answer.records))
+        for record in records:
+            replica.num_starts = 1
+            self._dispatch.done(replica.number, record["row"]["index"])
+        return records
+
+    def _lost(self, replica: Replica, error: RayError) -> list[Record]:
+        """Start a lost replica again, and return the records of rows that are given up. Raises UserError where no replica is left."""
+        why = shortened(str(getattr(error, "cause", None) or error).strip().split("\n")[0])
+        replica.stop()
+        given_up = self._dispatch.lost(replica.number)
+        if given_up:
+            replica.num_starts = 0
+        if replica.num_starts < MAX_STARTS:
+            log.warning("replica %d is lost, is loaded again, and its rows run again: %s", replica.number, why)
+            replica.start()
+        else:
+            self._replicas.remove(replica)
+            log.warning("replica %d is given up, lost %d times in a row: %s", replica.number, MAX_STARTS, why)
+            if not self._replicas:
+                what = f"every replica was lost {MAX_STARTS} times in a row, the last one by: {why}"
+                raise UserError(
+                    f"{what}; Ray's logs say more, and the same command goes on with the rows that are done"
+                )
+        fault = UserError(f"{MAX_LOSSES} replicas were lost with this row, which ran alone in the last one: {why}")
+        return [failed_record(row, self._failed(row, fault)) for row in given_up]
+
+
+def start_rows(kind: type[EngineRows], run: RunConfig) -> RowReplicas:
+    """Return `parallel.replicas` of the model of `run`, which are not loaded yet. `kind`: what runs the rows of each.
+
+    Raises UserError where the machines have not the processors or GPUs.
+    """
+    place = place_of("parallel.replicas", run.parallel.replicas, run.device, *connect())
+    predict = replace(run.predict, data=None, resume="none")  # the job's own affairs
+    alone = replace(run, parallel=ParallelConfig(), predict=predict, device=place.device(run.device))
+    content = encode(Load(alone))
+    replicas = [Replica(number, kind, content, place) for number in range(run.parallel.replicas)]
+    return RowReplicas(replicas, run.predict.batch_size, kind.failed)
+
+
+def _differences(one: Ready, other: Ready) -> str:
+    """Return the names of what decides rows and differs, an empty text where nothing does."""
+    before, now = one.loaded.fingerprint, other.loaded.fingerprint
+    names = [name for name in before | now if before.get(name) != now.get(name)]
+    if not names and one.replay != other.replay:
+        names = ["Quintet's code, torch or the processor's instructions"]
+    return ", ".join(names)

@@ -1,0 +1,75 @@
+"""An engine that runs rows, in a process of its own. There is no Ray here."""
+
+from collections import deque
+from collections.abc import Callable, Generator
+
+from conf.errors import UserError
+from conf.terminal import log_warnings
+from pipelines.fingerprint import replay_fingerprint
+from pipelines.memory import explained_out_of_memory
+from pipelines.prompts import PromptRow
+from pipelines.replicas.messages import (
+    Answer,
+    Failed,
+    Ready,
+    Work,
+    Worked,
+    encode,
+    read_load,
+    read_row,
+    read_work,
+    record_bytes,
+)
+from pipelines.rows import EngineRows, Record
+
+
+class RowWorker:
+    """Holds an engine and the rows that it was sent. One method at a time; what they take and return are `messages`."""
+
+    _rows: EngineRows
+
+    def __init__(self) -> None:
+        self._waiting: deque[PromptRow] = deque()
+        self._steps: Generator[list[Record], None, None] | None = None
+
+    def load(self, kind: type[EngineRows], content: bytes) -> bytes:
+        """Load the model of a `Load`. `kind`: what runs the rows. Returns Ready or Failed."""
+        log_warnings()
+        return _answered(lambda: self._load(kind, content))
+
+    def work(self, content: bytes) -> bytes:
+        """Take the rows of a `Work`, and compute until rows are done. Returns Worked or Failed."""
+        work = read_work(content)
+        self._waiting += map(read_row, work.rows)
+        return _answered(lambda: self._work(work))
+
+    def _load(self, kind: type[EngineRows], content: bytes) -> Ready:
+        self._rows = kind.load(read_load(content).run)
+        loaded = self._rows.loaded
+        return Ready(loaded, replay_fingerprint(loaded.fingerprint))
+
+    def _work(self, work: Work) -> Worked:
+        return Worked([record_bytes(record) for record in self._finished(work.seed)], self._rows.counts())
+
+    def _finished(self, seed: int | None) -> list[Record]:
+        """Compute until rows are done, and return their records; none where there are no rows."""
+        while self._steps is not None or self._waiting:
+            self._steps = self._steps or self._rows.steps(self._next_row, seed)
+            records = next(self._steps, None)
+            if records:
+                return records
+            if records is None:
+                self._steps = None
+        return []
+
+    def _next_row(self) -> PromptRow | None:
+        return self._waiting.popleft() if self._waiting else None
+
+
+def _answered(work: Callable[[], Answer]) -> bytes:
+    """Return the answer, or what the user can mend. All else is raised, and ends this process."""
+    try:
+        with explained_out_of_memory():
+            return encode(work())
+    except (UserError, OSError) as error:
+        return encode(Failed(str(error)))

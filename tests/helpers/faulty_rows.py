@@ -1,0 +1,46 @@
+"""Rows whose replicas fail: a replica's process imports these by their names."""
+
+import os
+import signal
+from collections.abc import Iterable
+from dataclasses import replace
+
+from conf.schema import RunConfig
+from pipelines import report
+from pipelines.predict import PredictRows
+from pipelines.prompts import PromptRow
+from pipelines.rows import Asked
+
+POISON = "poison"
+
+
+class PoisonRows(PredictRows):
+    """A prompt that is POISON ends the process that runs it."""
+
+    def ask(self, row: PromptRow, seed: int | None) -> Asked:
+        if row.prompt == POISON:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().ask(row, seed)
+
+
+class UnloadableRows(PredictRows):
+    """Loading ends the process."""
+
+    @classmethod
+    def load(
+        cls, run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS, rows: Iterable[PromptRow] = ()
+    ) -> "UnloadableRows":
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+class UnequalRows(PredictRows):
+    """Each process has another model."""
+
+    @classmethod
+    def load(
+        cls, run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS, rows: Iterable[PromptRow] = ()
+    ) -> "PredictRows":
+        made = PredictRows.load(run, progress, rows)
+        made.loaded = replace(made.loaded, fingerprint={**made.loaded.fingerprint, "model/x": os.getpid()})
+        return made

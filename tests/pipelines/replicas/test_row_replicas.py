@@ -1,0 +1,157 @@
+"""Jobs whose rows replicas share, on a real Ray: the files are those of one process, whoever is killed."""
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.compose import dump
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.schema import ParallelConfig, ParallelMode, RunConfig, Task
+from conf.tasks import PredictConfig
+from pipelines.embed import run_embed
+from pipelines.journal import Journal
+from pipelines.predict import run_predict
+from pipelines.prompts import PromptRow
+from pipelines.replicas.cluster import rows_on_ray
+from tests.helpers.faulty_rows import POISON, PoisonRows, UnequalRows, UnloadableRows
+from tests.helpers.processes import processes
+from tests.helpers.serving import tiny_run
+
+pytestmark = [pytest.mark.skipif(find_spec("ray") is None, reason="needs the package ray"), pytest.mark.long]
+
+RESULTS = ("predictions.jsonl", "text_generation_result.txt")
+WORDS = "Once upon a time there was a dog who saw the big red sun and ran to its tree".split()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_ray() -> Iterator[None]:
+    """All tests share a Ray, which a process begins once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        yield
+        import ray
+
+        ray.shutdown()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """200 rows of several lengths: greedy ones, seeded ones, and two with errors."""
+    rows: list[dict[str, Any]] = []
+    for i in range(200):
+        prompt = " ".join(WORDS[(i * 7 + 5 * j) % len(WORDS)] for j in range(1 + i % 9))
+        decode = {"temperature": 0.9, "seed": i} if i % 3 == 0 else {"temperature": 0.8} if i % 3 == 1 else {}
+        rows.append({"id": i, "prompt": prompt, "decode": decode | {"max_new_tokens": 2 + i % 7}})
+    rows[50], rows[51] = {"id": 50}, {"prompt": "half \ud800 of a pair"}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def run_of(data: Path | None = None, replicas: int = 2, batch_size: int = 4) -> RunConfig:
+    predict = PredictConfig(data=None if data is None else str(data), batch_size=batch_size)
+    decode = DecodeConfig(seed=5)
+    return replace(tiny_run(), predict=predict, decode=decode, parallel=ParallelConfig(ParallelMode.ray, replicas))
+
+
+def workers() -> list[int]:
+    """The processes of our Ray that run rows."""
+    known = processes()
+
+    def is_ours(pid: int) -> bool:
+        return pid == os.getpid() or (pid in known and is_ours(known[pid][0]))
+
+    return [pid for pid, (_, command) in known.items() if command.startswith("ray::RowWorker") and is_ours(pid)]
+
+
+def written(monkeypatch: pytest.MonkeyPatch, at: int, then: Callable[[], None]) -> list[int]:
+    """The indices of the rows that the journal gets from here on. `then` is called when there are `at`."""
+    append, indices = Journal.append, list[int]()
+
+    def hooked(journal: Journal, record: dict[str, Any]) -> None:
+        append(journal, record)
+        indices.append(record["row"]["index"])
+        if len(indices) == at:
+            then()
+
+    monkeypatch.setattr(Journal, "append", hooked)
+    return indices
+
+
+def test_one_of_two_is_killed_and_the_files_are_those_of_one_process(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_of(data)
+    run_predict(replace(run, parallel=ParallelConfig()), tmp_path / "single", dump)
+    indices = written(monkeypatch, 60, lambda: os.kill(workers()[0], signal.SIGKILL))
+    with caplog.at_level(logging.WARNING):
+        run_predict(run, tmp_path / "ray", dump)
+    assert sorted(indices) == list(range(200))
+    for name in RESULTS:
+        assert (tmp_path / "ray" / name).read_bytes() == (tmp_path / "single" / name).read_bytes()
+    assert [record.message for record in caplog.records if "is lost, is loaded again" in record.message]
+    metrics, alone = (json.loads((tmp_path / each / "metrics.json").read_text()) for each in ("ray", "single"))
+    for name in ("num_prompts", "num_errors", "num_generated_tokens", "seed", "weight_bytes"):
+        assert metrics[name] == alone[name], name
+    assert not workers()
+    assert not (tmp_path / "ray" / "journal.jsonl").exists()
+
+
+def test_vectors_are_those_of_one_process(chatty: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.txt"
+    data.write_text("Once\nupon a time\nthere was\n")
+    run = run_of(data)
+    run = replace(run, task=Task.embed, decode=DecodeConfig(), model=replace(run.model, path=str(chatty)))
+    run_embed(replace(run, parallel=ParallelConfig()), tmp_path / "single", dump)
+    run_embed(run, tmp_path / "ray", dump)
+    for name in ("embeddings.npy", "rows.jsonl"):
+        assert (tmp_path / "ray" / name).read_bytes() == (tmp_path / "single" / name).read_bytes()
+
+
+def test_a_row_that_kills_three_is_an_error_and_the_others_are_done() -> None:
+    prompts = ["Once", "upon", POISON, "there", "was", "a", "dog", "who"]
+    rows = iter([PromptRow(i, prompt=prompt, digest=f"{i:016x}") for i, prompt in enumerate(prompts)])
+    run = replace(run_of(replicas=1), decode=DecodeConfig(max_new_tokens=2))
+    with rows_on_ray(PoisonRows, run) as runner:
+        records = [record for records in runner.steps(lambda: next(rows, None), 3) for record in records]
+    found = {record["row"]["index"]: record["row"]["error"] for record in records}
+    assert len(records) == len(prompts)
+    assert [index for index, error in found.items() if error] == [prompts.index(POISON)]
+    assert "3 replicas were lost with this row, which ran alone in the last one" in found[prompts.index(POISON)]
+
+
+def test_replicas_that_only_end_end_the_job(caplog: pytest.LogCaptureFixture) -> None:
+    message = "every replica was lost 4 times in a row, the last one by: "
+    with caplog.at_level(logging.WARNING), pytest.raises(UserError, match=message):  # noqa: SIM117
+        with rows_on_ray(UnloadableRows, run_of(replicas=1)):
+            pass
+    assert len([record for record in caplog.records if "is lost, is loaded again" in record.message]) == 3
+    assert not workers()
+
+
+def test_replicas_that_would_give_different_rows_are_refused() -> None:
+    with pytest.raises(UserError, match=r"would give different rows \(model/x\): give them equal machines"):  # noqa: SIM117
+        with rows_on_ray(UnequalRows, run_of()):
+            pass
+    assert not workers()
+
+
+def test_what_is_wrong_with_a_model_or_a_machine_is_one_line(tmp_path: Path) -> None:
+    run = run_of()
+    wrong = [
+        (replace(run, model=replace(run.model, path=str(tmp_path / "none"))), "none"),
+        (replace(run, parallel=ParallelConfig(ParallelMode.ray, 4000)), "parallel.replicas=4000 need 1 of the"),
+    ]
+    for each, message in wrong:
+        with pytest.raises(UserError, match=message):  # noqa: SIM117
+            with rows_on_ray(PoisonRows, each):
+                pass
