@@ -4,12 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipelines.llm import LLM
     from pipelines.pooled_pipeline import EmbeddingPipeline, ScorePipeline
+    from pipelines.sampling_params import SamplingParams
     from pipelines.streamers import StreamerTimeout, TextIteratorStreamer, TextStreamer
     from pipelines.text_pipeline import TextGenerationPipeline, pipeline
 
 __all__ = [
+    "LLM",
     "EmbeddingPipeline",
+    "SamplingParams",
     "ScorePipeline",
     "StreamerTimeout",
     "TextGenerationPipeline",
@@ -19,6 +23,8 @@ __all__ = [
 ]
 
 _MODULES = {
+    "LLM": "pipelines.llm",
+    "SamplingParams": "pipelines.sampling_params",
     "EmbeddingPipeline": "pipelines.pooled_pipeline",
     "ScorePipeline": "pipelines.pooled_pipeline",
     "StreamerTimeout": "pipelines.streamers",

@@ -65,6 +65,15 @@ def pipeline(
     """
     if task not in TASKS:
         raise UserError(f"task {task!r} does not exist: there are {', '.join(TASKS)}")
+    pipeline_class = TASKS[task]
+    choices = {"quant": quant, "decode": decode, "device": device, "parallel": parallel, "task": pipeline_class.task}
+    return pipeline_class(compose_run(model, choices, dtype, tokenizer, overrides or []), **arguments)
+
+
+def compose_run(
+    model: str | Path, choices: dict[str, str], dtype: Any, tokenizer: str | Path | None, overrides: list[str]
+) -> RunConfig:
+    """Return the config of these choices, options by their groups. The arguments, and UserErrors, are those of `pipeline`."""
     from conf.compose import (  # here, so that an engine can be built where Hydra is not installed
         compose_run_config,
         options,
@@ -72,19 +81,15 @@ def pipeline(
 
     if isinstance(overrides, str):
         raise UserError(f"overrides={overrides!r} is one text: give a list of texts")
-    choices = {"quant": quant, "decode": decode, "device": device, "parallel": parallel}
     for group, choice in choices.items():
         if choice not in options(group):
             raise UserError(f"{group}={choice} does not exist: {there_are(options(group), choice)}")
     path = None if str(model) in options("model") else str(model)
     if path is not None and "/" not in path and not Path(path).exists():
         raise UserError(f"model={path} is neither a folder or file nor an option: {there_are(options('model'), path)}")
-    pipeline_class = TASKS[task]
-    choices["task"] = pipeline_class.task
     names = [f"{group}={choice}" for group, choice in choices.items()] + ([] if path else [f"model={model}"])
     names += [] if dtype is None else [f"model.dtype={str(dtype).removeprefix('torch.')}"]
-    run = compose_run_config([*names, *(overrides or [])], path, _tokenizer_path(tokenizer))
-    return pipeline_class(run, **arguments)
+    return compose_run_config([*names, *overrides], path, _tokenizer_path(tokenizer))
 
 
 def _tokenizer_path(tokenizer: Any) -> str | None:

@@ -1,0 +1,175 @@
+"""vLLM's offline face gives what our own faces give, and a script of vLLM runs with its import line changed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.errors import UserError
+from pipelines import LLM, SamplingParams, pipeline
+from tests.helpers.builders import REPOSITORY
+from tests.quantization.test_vllm import PYTHON as VLLM
+
+TINY = REPOSITORY / "models" / "tiny"
+PROMPTS = ["Once upon a time", "我喜欢北京，", "One sunny day, Lily went to the"]
+SCRIPT = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    llm = LLM(model=sys.argv[1], dtype="float32", max_model_len=128, enforce_eager=True, seed=0)
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, prompt_logprobs=1, stop=["."])
+    tokens = {"prompt_token_ids": [0, 43, 874]}
+    said = llm.generate([*json.loads(sys.argv[2]), tokens], params)
+    said += llm.chat([{"role": "user", "content": "What is 3 + 4?"}], SamplingParams(temperature=0, max_tokens=8))
+    for output in said:
+        (completion,) = output.outputs
+        of_prompt = [step and {id: each.rank for id, each in step.items()} for step in output.prompt_logprobs or []]
+        steps = [{id: [each.rank, each.decoded_token] for id, each in step.items()} for step in completion.logprobs or []]
+        print(json.dumps({
+            "id": output.request_id.partition("-")[0], "prompt": output.prompt, "prompt_token_ids": output.prompt_token_ids,
+            "text": completion.text, "token_ids": list(completion.token_ids), "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason, "finished": output.finished, "index": completion.index,
+            "cumulative": completion.cumulative_logprob, "steps": steps, "of_prompt": of_prompt,
+        }))
+"""
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("tiny", dtype="float32", max_model_len=128, overrides=["device=cpu"])
+
+
+def said_by(python: str | Path, script: Path) -> list[dict[str, Any]]:
+    environment = {
+        "PATH": "/usr/bin:/bin", "HOME": str(script.parent), "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }  # fmt: skip
+    if python == VLLM:
+        del environment["PYTHONPATH"]
+    command = [python, script, TINY, json.dumps(PROMPTS)]
+    done = subprocess.run(command, cwd=script.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"id"')]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not installed")
+def test_a_script_of_vllm_runs_with_its_import_changed(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs.py", tmp_path / "ours.py"
+    theirs.write_text(SCRIPT)
+    ours.write_text(SCRIPT.replace("from vllm import", "from pipelines import"))
+    expected, found = said_by(VLLM, theirs), said_by(sys.executable, ours)
+    assert len(found) == len(PROMPTS) + 2
+    for mine, other in zip(found, expected, strict=True):
+        # sums of at most 12 float32 logarithms
+        assert mine.pop("cumulative") == pytest.approx(other.pop("cumulative"), abs=1e-3)
+        assert mine == other
+
+
+def test_texts_are_those_of_the_pipeline(llm: LLM) -> None:
+    pipe = pipeline("text_generation", model="tiny", dtype="float32", device="cpu")
+    expected = [each["text_generation_text"][0] for each in pipe(PROMPTS, max_new_tokens=12)]
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    assert [f"{output.prompt}{output.outputs[0].text}" for output in outputs] == expected
+
+
+def test_each_prompt_may_have_its_own_settings(llm: LLM) -> None:
+    outputs = llm.generate(
+        PROMPTS[:2], [SamplingParams(max_tokens=3), SamplingParams(max_tokens=5, n=2, ignore_eos=True)]
+    )
+    assert [[len(each.token_ids) for each in output.outputs] for output in outputs] == [[3], [5, 5]]
+    assert [each.index for each in outputs[1].outputs] == [0, 1]
+
+
+def test_a_script_is_reproducible_and_its_calls_differ() -> None:
+    def script() -> list[list[int]]:
+        llm = LLM("tiny", seed=3, overrides=["device=cpu"])
+        return [llm.generate(PROMPTS[0])[0].outputs[0].token_ids for _ in range(2)]
+
+    first, second = script()
+    assert first != second
+    assert script() == [first, second]
+
+
+def test_log_probabilities_add_up(llm: LLM) -> None:
+    (output,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2))
+    (completion,) = output.outputs
+    assert completion.logprobs is not None
+    assert output.prompt_logprobs is not None
+    chosen = [step[id] for step, id in zip(completion.logprobs, completion.token_ids, strict=True)]
+    assert completion.cumulative_logprob == pytest.approx(sum(each.logprob for each in chosen))
+    assert "".join(each.decoded_token or "" for each in chosen) == completion.text
+    assert [each.rank for each in chosen] == [1] * 6
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+def test_structured_outputs_hold(llm: LLM) -> None:
+    settings = SamplingParams(structured_outputs={"choice": ["yes", "no"]}, max_tokens=8)
+    assert llm.generate("Is it?", settings)[0].outputs[0].text in ("yes", "no")
+
+
+def test_chat_answers_each_conversation(llm: LLM) -> None:
+    conversations = [[{"role": "user", "content": f"What is {a} + 4?"}] for a in (3, 5)]
+    settings = SamplingParams(temperature=0, max_tokens=8)
+    both = llm.chat(conversations, settings)
+    assert [each.outputs[0].text for each in both] == [
+        llm.chat(one, settings)[0].outputs[0].text for one in conversations
+    ]
+
+
+def test_embed_gives_the_embedding_pipelines_vectors() -> None:
+    llm = LLM("tiny", runner="pooling", overrides=["device=cpu"])
+    expected = pipeline("embedding", model="tiny", device="cpu")(PROMPTS)
+    assert [each.outputs.embedding for each in llm.embed(PROMPTS)] == expected.tolist()
+    with pytest.raises(UserError, match="generate and chat need a model that was loaded for them"):
+        llm.generate("x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not taken: leave it out"),
+        ({"quantization": "awq"}, "quantization='awq' is not taken: leave it out"),
+        ({"kv_cache_dtype": "fp7"}, "kv_cache_dtype='fp7' is not allowed: give one of auto, fp8"),
+        ({"speculative_config": {}}, "argument speculative_config does not exist: there are max_model_len"),
+        ({"runner": "draft"}, "runner=draft is not allowed: give auto, generate or pooling"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        LLM("tiny", **arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ("x", {"best_of": 3}, "SamplingParams has no best_of here: there are n, presence_penalty"),
+        ("x", {"temperature": -1}, "decode.temperature=-1 is not allowed"),
+        (
+            "x",
+            {"structured_outputs": {"xml": "<a>"}},
+            "structured_outputs=.* is not allowed: give a dictionary with one of json",
+        ),
+        ([3.5], {}, "prompt 0 is 3.5: give a text, a list of token ids"),
+        (["x", ""], {"max_tokens": 500}, "prompt 0: .*model.max_length=128"),
+        ([{"prompt": "x", "multi_modal_data": {}}], {}, "prompt 0 is .*multi_modal_data"),
+    ],
+)
+def test_wrong_calls_are_one_line(llm: LLM, prompts: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        llm.generate(prompts, SamplingParams(**settings))
+    assert "\n" not in str(error.value)
+
+
+def test_sampling_params_need_one_for_each_prompt(llm: LLM) -> None:
+    with pytest.raises(UserError, match="there are 2 sampling_params for 3 prompts: give one, or one for each"):
+        llm.generate(PROMPTS, [SamplingParams()] * 2)
+    with pytest.raises(UserError, match='embed needs a model that was loaded for it: give runner="pooling"'):
+        llm.embed("x")
