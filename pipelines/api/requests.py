@@ -72,6 +72,8 @@ class Body(Shape):
 
     path: ClassVar[str]
     """Of the route, with POST."""
+    model: Name | None = None
+    """None: the server's."""
 
 
 def check_depth(value: T) -> T:

@@ -6,6 +6,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from fastapi.requests import Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp
 from conf.compose import version
 from pipelines.api.batches import BatchRequest
 from pipelines.api.conversation import Chat
-from pipelines.api.errors import ApiError, failed
+from pipelines.api.errors import ApiError, failed, validation_error
 from pipelines.api.requests import Shape
 from pipelines.batch_jobs import BatchJobs
 from pipelines.serve.batches import LineSender, add_batches, add_files
@@ -69,6 +70,11 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
         return error_response(error, request.url.path)
+
+    @app.exception_handler(RequestValidationError)
+    async def bad_query(request: Request, error: RequestValidationError) -> Response:
+        found = [{**each, "loc": each["loc"][1:]} for each in error.errors()]
+        return await refused(request, validation_error(found, dict(request.query_params), {}))
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:

@@ -10,21 +10,21 @@ from typing import Annotated, Any, BinaryIO
 from uuid import uuid4
 
 from fastapi import FastAPI, Query
-from fastapi.exceptions import RequestValidationError
 from fastapi.requests import Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.datastructures import FormData, UploadFile
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from pipelines.api.batches import BatchPage, BatchRequest, FilePage, FileRequest, listed
 from pipelines.api.conversation import Chat
-from pipelines.api.errors import ApiError, bad_request, failed, validation_error
+from pipelines.api.errors import ApiError, bad_request, failed
 from pipelines.api.requests import check_request, parse_request
 from pipelines.batch_jobs import Batch, BatchJobs, Reply
 from pipelines.serve.openapi import responses, takes
 from pipelines.serve.records import Record
 from pipelines.serve.routes import ROUTES
 from pipelines.serve.service import Service, Stream
+from pipelines.serve.stream import ReaderStopped, Sender, abort
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +44,6 @@ UPLOAD = {
 
 def add_files(app: FastAPI, jobs: BatchJobs, send_timeout_s: float) -> None:
     """Add the routes of files. Nobody sees another key's."""
-
-    @app.exception_handler(RequestValidationError)
-    async def refused(request: Request, error: RequestValidationError) -> Response:
-        found = [{**each, "loc": each["loc"][1:]} for each in error.errors()]
-        own = validation_error(found, dict(request.query_params), {})
-        return JSONResponse(own.body(), own.status)
-
     body = {"required": True, "content": {"multipart/form-data": {"schema": UPLOAD}}}
 
     @app.post("/v1/files", responses=responses(200, 413, 415), openapi_extra={"requestBody": body})
@@ -147,15 +140,10 @@ class Download(FileResponse):
         self._send_timeout_s = send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def bounded(message: Message) -> None:
-            async with asyncio.timeout(self._send_timeout_s):
-                await send(message)
-
         try:
-            await super().__call__(scope, receive, bounded)
-        except TimeoutError:
-            if abort := scope["state"].get("abort"):
-                abort()
+            await super().__call__(scope, receive, Sender(send, self._send_timeout_s).send_message)
+        except ReaderStopped:
+            abort(scope)
 
 
 class LineSender:

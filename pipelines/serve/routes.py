@@ -25,7 +25,6 @@ from pipelines.api.requests import (
     EmbeddingRequest,
     Json,
     Message,
-    Name,
     Prompt,
     TokenIds,
     Tool,
@@ -48,7 +47,6 @@ class TokenizeRequest(Body):
     """A prompt, or messages."""
 
     path = "/tokenize"
-    model: Name | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
@@ -62,7 +60,6 @@ class DetokenizeRequest(Body):
     """Token ids."""
 
     path = "/detokenize"
-    model: Name | None = None
     tokens: TokenIds
 
 

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 from starlette.datastructures import Headers
@@ -20,12 +20,13 @@ from conf.schema import RunConfig
 from pipelines.api.answers import Event
 from pipelines.api.errors import ApiError, failed
 from pipelines.api.generation import Head
+from pipelines.api.requests import Body
 from pipelines.engine_process.client import Engine
 from pipelines.serve.admission import Admission
 from pipelines.serve.exchange import Exchange, loaded
 from pipelines.serve.metrics import Metrics
 from pipelines.serve.records import Record, RequestLog
-from pipelines.serve.stream import HEADERS, ClientGone, Ends, ReaderStopped, Sender, written
+from pipelines.serve.stream import HEADERS, ClientGone, Ends, ReaderStopped, Sender, abort, written
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +44,6 @@ class Stream(NamedTuple):
 
 
 Result: TypeAlias = dict[str, Any] | Stream
-
-
-class Asking(Protocol):
-    """A body that says which model it asks; None: the server's."""
-
-    @property
-    def model(self) -> str | None: ...
-    def model_dump(self, *, include: set[str], exclude_none: bool) -> dict[str, Any]: ...
 
 
 class Service:
@@ -96,7 +89,7 @@ class Service:
         known = there_are([self.model_name, *self.adapters], model)
         raise ApiError(404, f"the model {model[:200]} does not exist: {known}", param="model", code="model_not_found")
 
-    def exchange(self, record: Record, body: Asking, prefix: str, last_event_id: str | None) -> Exchange:
+    def exchange(self, record: Record, body: Body, prefix: str, last_event_id: str | None) -> Exchange:
         """Return the engine for a request. prefix: of the answer's id. Raises ApiError (404, 503)."""
         record.model = body.model or self.model_name
         record.client = body.model_dump(include=NAMED, exclude_none=True) or None
@@ -145,7 +138,7 @@ class EngineResponse(Response):
             raise
         except ReaderStopped:
             why = "not_read"
-            scope.get("state", {}).get("abort", _nothing)()
+            abort(scope)
         except ApiError as error:
             why = (error.code or error.type) if error.status in (503, 504) else None
             raise
@@ -178,10 +171,6 @@ class EngineResponse(Response):
             await sender.send(written([stream.failed(failed())]))
         await sender.send(b"", more_body=False)
         return why
-
-
-def _nothing() -> None:
-    """Abort no connection, where there is none."""
 
 
 def timeout_s(headers: Headers, most: float, is_stream: bool) -> float:

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.types import Receive, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from pipelines.api.answers import Event
 from pipelines.api.errors import ApiError, draining
@@ -76,6 +76,12 @@ class ReaderStopped(Exception):
     """The client reads nothing."""
 
 
+def abort(scope: Scope) -> None:
+    """End the connection of a request, if it has one of its own, and send nothing more of what waits there."""
+    if end := scope.get("state", {}).get("abort"):
+        end()
+
+
 class Sender:
     """Sends the parts of a body, and a comment where there has been nothing to send for long."""
 
@@ -87,13 +93,14 @@ class Sender:
 
     async def send(self, body: bytes, more_body: bool = True) -> None:
         """Send a part of the body. Raises ReaderStopped where the client does not read for too long."""
-        await self._send_message({"type": "http.response.body", "body": body, "more_body": more_body})
+        await self.send_message({"type": "http.response.body", "body": body, "more_body": more_body})
 
     async def send_head(self, headers: list[tuple[bytes, bytes]], status: int = 200) -> None:
         """Send what comes before the body. Raises ReaderStopped as `send`."""
-        await self._send_message({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send_message({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def _send_message(self, message: dict[str, Any]) -> None:
+    async def send_message(self, message: Message) -> None:
+        """Send a message of ASGI. Raises ReaderStopped as `send`."""
         self._is_sending = True
         try:
             async with asyncio.timeout(self._timeout_s):

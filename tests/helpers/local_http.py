@@ -14,7 +14,7 @@ from conf.schema import ModelConfig, RunConfig, Task
 from conf.serving import ServeConfig
 from pipelines.api.answers import DONE, Event
 from pipelines.api.generation import Generation, Head
-from pipelines.api.requests import Shape, check_request
+from pipelines.api.requests import Body, check_request
 from pipelines.api.writers import Writer
 from pipelines.engine_process.client import Engine
 from pipelines.engine_process.frames import Submit
@@ -36,8 +36,8 @@ def service_of(engine: Engine, adapters: dict[str, str] | None = None, **config:
     return Service(run, engine)
 
 
-class Asked(Shape):
-    model: str | None
+class Asked(Body):
+    """Of /v1/echo."""
 
 
 def echoing(service: Service, keys: dict[str, bytes] | None = None) -> Guard:
