@@ -19,6 +19,7 @@ from kernels.all_finite import all_finite
 from kernels.lora import AdapterTable
 from models.causal_lm import CausalLM
 from models.formats.lora import CONFIG, Change, expect_factors, open_adapter, read_changes
+from models.layers.absent import is_absent
 from models.layers.linear import Linear, tied_weight
 from models.layers.moe import Experts
 from models.weights import full_names
@@ -31,7 +32,7 @@ class Factors:
     a: Tensor
     """[r, I]"""
     b: Tensor
-    """[O, r]"""
+    """[O, r], O the layer's outputs, of which a rank's has some"""
     scale: float
 
 
@@ -70,14 +71,17 @@ def read_adapter(folder: Path, model: CausalLM, dtype: torch.dtype, folds: Mappi
         for parameter, change in read_changes(weights, settings).items():
             own = parameter.rpartition(".")[0]
             name = names.get(own, own)
-            outputs, inputs = _adaptable(name, change, modules, model, folder).shape
+            if is_absent(own, {found: modules[full] for found, full in names.items()}):
+                continue
+            layer = _adaptable(name, change, modules, model, folder)
+            outputs, inputs = layer.whole_shape
             keys = expect_factors(weights, change, settings.rank(own), inputs, outputs)
             a, b = _folded(tensors[keys[0]], tensors[keys[1]], folds.get(name, Fold()))
             a, b = a.to(dtype), b.to(dtype)
             if not (all_finite(a.view(1, -1)).all() and all_finite(b.view(1, -1)).all()):
                 remedy = "get the adapter anew, or give a wider model.dtype"
                 raise UserError(f"{weights.path}: {name} holds NaN or infinite numbers in {dtype}: {remedy}")
-            factors[name] = Factors(a, b, settings.scale(own))
+            factors[name] = Factors(a, layer.own(b), settings.scale(own))
         return Adapter(digest.result(), factors)
 
 

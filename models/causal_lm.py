@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from models.batch import Batch, KVCache
+from models.layers.absent import Absent
 from models.layers.attention import Heads
 from models.layers.linear import tied_weight
 from models.layers.module import Module
@@ -91,10 +92,13 @@ class CausalLM(Module, ABC):
     """The length of what `prompt_features` returns."""
     vocabulary: Pieces | None = None
     """The vocabulary, where each rank has the logits of some words."""
+    own_layers: range
+    """The numbers of the layers that this stage has: all, or some of a divided model, whose others are `Absent`."""
 
     def __init__(self, config: ModelShape) -> None:
         super().__init__()
         self.config = config
+        self.own_layers = range(config.num_hidden_layers)
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
@@ -129,8 +133,9 @@ class CausalLM(Module, ABC):
 
     @property
     def attention_heads(self) -> list[Heads]:
-        """The heads of each layer's attention, by which its keys and values are stored."""
-        return [layer.get_submodule(self.layout.attention).heads for layer in self.layers]  # type: ignore[misc]
+        """The heads of each own layer's attention, by which its keys and values are stored."""
+        own = (layer for layer in self.layers if not isinstance(layer, Absent))
+        return [layer.get_submodule(self.layout.attention).heads for layer in own]  # type: ignore[misc]
 
     def step_weight_bytes(self, num_sequences: int) -> float:
         """Return the bytes of weights that a decode step reads.
@@ -178,9 +183,20 @@ class CausalLM(Module, ABC):
         hidden: Tensor = self.final_norm(stream)
         return hidden
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        """Return the normed hidden states [R, E] of the batch's output rows; write the batch's keys and values into the cache."""
-        return self.finish(self.run_layers(self.embed(batch), batch, cache, range(self.config.num_hidden_layers)))
+    def received(self, x: Tensor) -> Stream:
+        """Return the stream [T, E] that the stage before gave as its sum."""
+        return x
+
+    def forward(self, batch: Batch, cache: KVCache, x: Tensor | None = None) -> Tensor:
+        """Return the normed hidden states [R, E] of the batch's output rows; write the batch's keys and values into the cache.
+
+        A stage that is not the last returns the sum [T, E] of its stream, and the next one takes it as `x`.
+        """
+        stream = self.embed(batch) if x is None else self.received(x)
+        stream = self.run_layers(stream, batch, cache, self.own_layers)
+        if self.own_layers.stop == self.config.num_hidden_layers:
+            return self.finish(stream)
+        return stream.total() if isinstance(stream, ResidualStream) else stream
 
     def predict_ahead(self, hidden: Tensor, batch: Batch, cache: KVCache) -> Tensor:
         """Return normed hidden states [R, E] of the batch's output rows, whose logits are of the tokens behind the batch's.

@@ -157,6 +157,9 @@ class PreNormLM(CausalLM):
     def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Angles | None]:
         return (None if self.rotary is None else self.rotary.angles(batch.positions, batch.prompt_lengths, dtype),)
 
+    def received(self, x: Tensor) -> ResidualStream:
+        return ResidualStream(x)
+
     def finish(self, stream: ResidualStream) -> Tensor:
         normed: Tensor = self.final_norm(*stream)[0]
         return normed

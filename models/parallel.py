@@ -12,29 +12,78 @@ from torch import nn
 from conf.errors import UserError
 from kernels.collectives import Group
 from models.causal_lm import CausalLM
-from models.cuts import Cut, Division, HeadShare, share_channels, share_heads, share_outputs
+from models.cuts import Cut, Division, HeadShare, share_channels, share_heads, share_outputs, stages
+from models.layers.absent import Absent
 from models.layers.attention import Heads
 from models.layers.embedding import Embedding
-from models.layers.linear import Linear
+from models.layers.linear import Linear, tied_weight
+from models.layers.named_parts import register
 from models.layers.pieces import OwnedWords, Pieces, RowPieces
 from models.layout import Unit
+from models.weights import module_bytes
 
 
-def divide(model: CausalLM, division: Division, group: Group) -> dict[str, Cut]:
-    """Keep a rank's part of a model on the meta device, whose layers are held as they will be loaded.
+def divide(model: CausalLM, division: Division, group: Group, dtype: torch.dtype) -> dict[str, Cut]:
+    """Keep a rank's part of a model on the meta device, whose layers are held as they will be loaded, in a model of `dtype`.
 
     `group` is that of the rank's stage. Returns how the checkpoint's tensors are cut, by the model's names; others are read whole.
-    Raises UserError for more ranks than heads or channels.
+    Raises UserError for more ranks than heads or channels, and for more stages than layers.
     """
     if division.pp > 1:
-        raise UserError(f"pp={division.pp} is not supported yet: give pp=1")
+        _keep_stage(model, stage_layers(model, division.pp, dtype)[division.stage])
     if division.tp == 1:
         return {}
     cuts: dict[str, Cut] = {}
-    for number, layer in enumerate(model.layers):
-        name = f"{model.layout.layers}.{number}"
-        cuts |= {f"{name}.{own}": cut for own, cut in _DividedLayer(model, layer, division, group).cuts.items()}
+    for number in model.own_layers:
+        divided = _DividedLayer(model, model.layers[number], division, group)
+        cuts |= {f"{model.layout.layers}.{number}.{own}": cut for own, cut in divided.cuts.items()}
     return cuts | _divide_vocabulary(model, division, group)
+
+
+def stage_layers(model: CausalLM, pp: int, dtype: torch.dtype) -> list[range]:
+    """Return the layers of each of `pp` stages of a model on the meta device. The largest stage has the fewest bytes.
+
+    The embedding is of the first stage, final norm and head are of the last, which has a tied embedding, too. Raises UserError for more
+    stages than layers, and for a layer that predicts ahead, which would need the embedding in the last stage.
+    """
+    if model.config.predicts_ahead:
+        raise UserError(f"pp={pp} has no layer that predicts ahead: leave decode.speculate=mtp out, or give pp=1")
+    prefix, (before, after) = f"{model.layout.layers}.", _outside(model)
+    sizes = module_bytes(model, dtype)
+    layers = [0] * model.config.num_hidden_layers
+    for name, size in sizes.items():
+        if name.startswith(prefix):
+            layers[int(name.removeprefix(prefix).partition(".")[0])] += size
+    first, last = (sum(sizes.get(name, 0) for name in names) for names in (before, after))
+    return stages(layers, first, last + (sizes[model.layout.embedding] if _is_tied(model) else 0), pp)
+
+
+def _outside(model: CausalLM) -> tuple[list[str], list[str]]:
+    """Return the names of the modules with parameters, or a tied one, before and after the list of layers."""
+    prefix = model.layout.layers
+    leaves = [name for name, module in model.named_modules() if name == prefix or not [*module.children()]]
+    middle = leaves.index(prefix)
+    return leaves[:middle], [name for name in leaves[middle:] if not f"{name}.".startswith(f"{prefix}.")]
+
+
+def _is_tied(model: CausalLM) -> bool:
+    return tied_weight(model.head) is not None or isinstance(model.head, Linear) and model.head.embedding is not None
+
+
+def _keep_stage(model: CausalLM, own: range) -> None:
+    """Put `Absent` in the place of what other stages have. Lists of layers keep their length, so that names stay."""
+    before, after = _outside(model)
+    absent = [
+        f"{model.layout.layers}.{number}" for number in range(model.config.num_hidden_layers) if number not in own
+    ]
+    is_first, is_last = own.start == 0, own.stop == model.config.num_hidden_layers
+    if not is_first:
+        absent += [name for name in before if not (is_last and _is_tied(model) and name == model.layout.embedding)]
+    if not is_last:
+        absent += after
+    for name in absent:
+        register(model, name, Absent())
+    model.own_layers = own
 
 
 class _DividedLayer:
@@ -85,17 +134,20 @@ class _DividedLayer:
 
 
 def _divide_vocabulary(model: CausalLM, division: Division, group: Group) -> dict[str, Cut]:
-    """Cut the embedding and the head of the vocabulary, if the model has one; another head is whole."""
-    words = tuple(share_channels(model.config.vocab_size, division.tp, rank) for rank in range(division.tp))
+    """Cut the embedding and the head of the vocabulary, where the stage has them; another head is whole."""
+    vocab_size, layout = model.config.vocab_size, model.layout
+    words = tuple(share_channels(vocab_size, division.tp, rank) for rank in range(division.tp))
     embedding, head, own = model.embedding, model.head, (words[division.tp_rank],)
-    assert isinstance(embedding, Embedding)
-    embedding.words = OwnedWords(group, words)
-    cuts = {f"{model.layout.embedding}.weight": _share_rows(embedding, own)}
-    has_vocabulary = getattr(head, "shape", None) == (model.config.vocab_size, embedding.weight.shape[1])
-    if isinstance(head, Linear) and has_vocabulary:
-        cuts |= {f"{model.layout.head}.{tensor}": cut for tensor, cut in head.share(own).items()}
-    elif isinstance(getattr(head, "weight", None), nn.Parameter):
-        cuts[f"{model.layout.head}.weight"] = _share_rows(head, own)
+    cuts: dict[str, Cut] = {}
+    if isinstance(embedding, Embedding):
+        embedding.words = OwnedWords(group, words)
+        cuts[f"{layout.embedding}.weight"] = _share_rows(embedding, own)
+    if isinstance(head, Linear):
+        if head.shape[0] != vocab_size:  # labels
+            return cuts
+        cuts |= {f"{layout.head}.{tensor}": cut for tensor, cut in head.share(own).items()}
+    elif [*head.parameters()]:
+        cuts[f"{layout.head}.weight"] = _share_rows(head, own)
     else:
         return cuts
     model.vocabulary = Pieces(group, tuple(map(len, words)))

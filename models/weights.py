@@ -172,6 +172,17 @@ def parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dty
     return torch.float32 if name.endswith(model.float32_tensors) else dtype
 
 
+def module_bytes(model: CausalLM, dtype: torch.dtype) -> dict[str, int]:
+    """Return the bytes of each module's own parameters, by its name, once the weights of a model on the meta device are loaded."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    sizes = {name: layer.method.num_bytes(dtype) for name, layer in layers.items()}
+    for name, parameter in other_parameters(model).items():
+        module = name.rpartition(".")[0]
+        size = parameter.numel() * parameter_dtype(model, name, dtype).itemsize
+        sizes[module] = sizes.get(module, 0) + size
+    return sizes
+
+
 def _compare(
     expected: dict[str, tuple[int, ...]],
     accepted: set[str],

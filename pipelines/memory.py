@@ -7,15 +7,13 @@ import torch
 
 from conf.errors import UserError
 from models.causal_lm import CausalLM
-from models.layers.linear import Linear
-from models.linear_layers import linear_specs, other_parameters
-from models.weights import parameter_dtype
+from models.linear_layers import linear_specs
+from models.weights import module_bytes
 
 
 def weight_bytes(model: CausalLM, dtype: torch.dtype) -> int:
     """Return the bytes that a model on the meta device takes once its weights are loaded in `dtype`."""
-    floats = (p.numel() * parameter_dtype(model, name, dtype).itemsize for name, p in other_parameters(model).items())
-    return sum(floats) + sum(module.method.num_bytes(dtype) for module in model.modules() if isinstance(module, Linear))
+    return sum(module_bytes(model, dtype).values())
 
 
 def max_layer_values(model: CausalLM) -> int:

@@ -15,6 +15,7 @@ import torch
 from conf.errors import UserError
 from conf.schema import RunConfig
 from kernels import build
+from models.cuts import Division
 from models.formats.packed_file import NotUsable, is_packed, read_packed, restore, save_packed
 from pipelines.fingerprint import code_digest, file_fingerprint
 from pipelines.opening import ModelSource
@@ -60,6 +61,8 @@ def _place(run: RunConfig, plan: ModelPlan) -> Path:
     what = {"model": model, "head": head, "quant": quant, "kernels": build.library() is not None}
     if plan.model.config.predicts_ahead:
         what["predicts_ahead"] = True
+    if plan.division != Division():
+        what["division"] = plan.division
     names = model.name, run.quant.scheme.name, str(plan.dtype).removeprefix("torch."), _digest(what)[:12]
     return FOLDER / f"{'-'.join(names)}.safetensors"
 

@@ -52,6 +52,8 @@ class ModelPlan:
     """The format of a KV cache whose scales are among the files' tensors."""
     max_layer_values: int
     """The most values of a token at once around a linear layer."""
+    division: Division = Division()
+    """Which part of a divided model it is."""
 
 
 def plan_model(run: RunConfig, source: ModelSource, device: torch.device, packed: bool) -> ModelPlan:
@@ -85,8 +87,8 @@ def divide_plan(plan: ModelPlan, division: Division, group: Group) -> ModelPlan:
             "model.weights=random makes other weights in parts than whole: give a checkpoint, or parallel=single"
         )
     matched = match_tensors(plan.model, plan.files, plan.ignored_tensors)
-    cuts = divide(plan.model, division, group)
-    return replace(plan, files=sliced_files(plan.files, matched, plan.model, cuts))
+    cuts = divide(plan.model, division, group, plan.dtype)
+    return replace(plan, files=sliced_files(plan.files, matched, plan.model, cuts), division=division)
 
 
 def without_quantization(run: RunConfig) -> RunConfig:

@@ -60,9 +60,9 @@ def static_kv_formats(model: CausalLM, format: KVCacheFormat) -> list[tuple[KVFo
 
 
 def attention_names(model: CausalLM) -> list[str]:
-    """Return the names of the modules that keep keys and values, in the order of the layers."""
+    """Return the names of the modules that keep keys and values, in the order of the model's own layers."""
     layout = model.layout
-    return [f"{layout.layers}.{i}.{layout.attention}" for i in range(model.config.num_hidden_layers)]
+    return [f"{layout.layers}.{i}.{layout.attention}" for i in model.own_layers]
 
 
 def _scales(model: CausalLM) -> dict[str, Heads]:

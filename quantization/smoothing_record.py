@@ -19,6 +19,7 @@ from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.formats.huggingface import SafetensorsFile
 from models.formats.safetensors_writer import save_tensors
+from models.layers.absent import is_absent
 from models.layers.linear import Linear
 
 SMOOTHED_BY = "smoothed_by"
@@ -70,10 +71,13 @@ def read_folds(folder: Path, model: CausalLM) -> dict[str, Fold] | None:
     path = folder / FOLDS
     if not path.is_file():
         return None
-    shapes = {name: module.shape for name, module in model.named_modules() if isinstance(module, Linear)}
+    modules = dict(model.named_modules())
+    shapes = {name: module.whole_shape for name, module in modules.items() if isinstance(module, Linear)}
     found: dict[str, dict[str, Tensor]] = {}
     for key, scales in SafetensorsFile(path).read_whole()[0].items():
         layer, _, own = key.rpartition(".")
+        if is_absent(layer, modules):
+            continue
         outputs, inputs = shapes.get(layer, (0, 0))
         if scales.shape != ({INPUTS: inputs, OUTPUTS: outputs}.get(own),) or layer not in shapes:
             raise UserError(

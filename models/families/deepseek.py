@@ -328,8 +328,8 @@ class Deepseek(PreNormLM):
             prefixes[:1] = [f"{prefixes[0]}{copy}." for copy in ("embed_tokens", "shared_head.head")]
         return tuple(prefixes)
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return super().forward(batch, KVCache(cache.layers[: self.config.num_hidden_layers]))
+    def forward(self, batch: Batch, cache: KVCache, x: Tensor | None = None) -> Tensor:
+        return super().forward(batch, KVCache(cache.layers[: len(self.own_layers)]), x)
 
     def predict_ahead(self, hidden: Tensor, batch: Batch, cache: KVCache) -> Tensor:
         layer = self.layers[-1]

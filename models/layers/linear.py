@@ -31,6 +31,8 @@ class Linear(Module):
     """Low-rank adapters that rows of a batch may have beside the weight; None where none was loaded that changes this layer."""
     pieces: RowPieces | None = None
     """What the layer puts together before and after its product, where each rank has some of its inputs and outputs."""
+    outputs: tuple[range, ...] | None = None
+    """The outputs of the whole layer that are this one's; None: all."""
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class Linear(Module):
         the layer's.
         """
         super().__init__()
-        self.shape = outputs, inputs
+        self.shape = self.whole_shape = outputs, inputs
         self.is_transposed, self.is_quantizable, self.is_packable = is_transposed, is_quantizable, is_packable
         self._embedding = (
             () if embedding is None else (embedding,)
@@ -92,11 +94,17 @@ class Linear(Module):
     def share(self, outputs: tuple[range, ...]) -> dict[str, Cut]:
         """Keep some outputs, before anything is loaded. Returns how the checkpoint's tensors are cut, by their names within the layer."""
         self.method, cuts = self._method.share(outputs)
-        self.shape = count(outputs), self.shape[1]
+        self.outputs, self.shape = outputs, (count(outputs), self.shape[1])
         if self.bias is not None:
             self.bias = nn.Parameter(self.bias.new_empty(self.shape[0]))
             cuts["bias"] = Cut(0, outputs)
         return cuts
+
+    def own(self, values: Tensor) -> Tensor:
+        """Return what belongs to this layer's outputs of something that the whole has for each: [O, *]."""
+        if self.outputs is None:
+            return values
+        return torch.cat([values[each.start : each.stop] for each in self.outputs])
 
     def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         """Load the weight as `LinearMethod.load` does."""

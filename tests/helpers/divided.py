@@ -1,6 +1,6 @@
 """Engines of divided models, whose ranks are threads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from conf.schema import RunConfig
 from kernels.collectives import Alone, Group
 from models.causal_lm import CausalLM
 from models.cuts import Division
+from models.layers.absent import Absent
 from pipelines.assembly import assemble
 from pipelines.device import prepare_device
 from pipelines.engine import Engine
@@ -38,24 +39,31 @@ def rank_engine(run: RunConfig, division: Division, group: Group) -> Engine:
 class Step:
     """What a rank has after a prompt: its logits, and of each layer all tensors of its keys and values, by token, [T, G, *]."""
 
+    hidden: Tensor
     logits: Tensor
     cached: list[list[Tensor]]
     model: CausalLM
 
 
-def step_of(engine: Engine, prompt: list[int]) -> Step:
-    """Every token is an output row."""
-    group = engine.add(engine.request(0, prompt, DecodeConfig(max_new_tokens=1, prefix_cache=False)))
+def step_of(engine: Engine, prompt: list[int], x: Tensor | None = None) -> Step:
+    """Every token is an output row, with the run's first adapter, if it has one. `x` is what the stage before gave; the last has logits."""
+    decode, adapter = (
+        DecodeConfig(max_new_tokens=1, prefix_cache=False),
+        next((id.name for id in engine.adapters.ids), None),
+    )
+    group = engine.add(engine.request(0, prompt, decode, adapter=adapter))
     plan = engine.scheduler.plan()
     every = plan._replace(scheduled=[plan.scheduled[0]._replace(num_outputs=len(prompt))])
     batch = build_batch(every, engine.block_size)
-    logits = engine.runner.execute(batch).logits.clone()
+    model = engine.runner.model
+    hidden = model(batch, engine.runner.cache, x)
+    logits = hidden if isinstance(model.head, Absent) else model.logits(hidden, batch)
     cached = [
         [tensor.flatten(0, 1)[batch.slots].clone() for part in layer for tensor in part.tensors]
         for layer in engine.runner.cache.layers
     ]
     engine.scheduler.cancel(group)
-    return Step(logits, cached, engine.runner.model)
+    return Step(hidden, logits, cached, model)
 
 
 @torch.inference_mode()
@@ -72,6 +80,26 @@ def divided_steps(run: RunConfig, tp: int, prompts: list[list[int]]) -> list[lis
         return [step_of(engine, prompt) for prompt in prompts]
 
     return run_ranks(tp, work)
+
+
+def stage_steps(run: RunConfig, tp: int, pp: int, prompts: list[list[int]]) -> list[list[Step]]:
+    """By rank, its layers of all stages behind each other. Each stage is given what the one before made."""
+    made: list[list[Tensor | None]] = [[None] * len(prompts)] * tp
+    ranks: list[list[Step]] = []
+    for stage in range(pp):
+
+        def work(group: Any, stage: int = stage, given: Any = made) -> list[Step]:
+            engine = rank_engine(run, Division(tp, pp, group.rank, stage), group)
+            return [step_of(engine, prompt, x) for prompt, x in zip(prompts, given[group.rank], strict=True)]
+
+        found = run_ranks(tp, work)
+        made = [[step.hidden for step in steps] for steps in found]
+        before = ranks or [[replace(step, cached=[]) for step in steps] for steps in found]
+        ranks = [
+            [replace(new, cached=old.cached + new.cached) for old, new in zip(*steps, strict=True)]
+            for steps in zip(before, found, strict=True)
+        ]
+    return ranks
 
 
 def assert_same_bits(whole: list[Step], ranks: list[list[Step]]) -> None:

@@ -1,20 +1,29 @@
 """A model whose ranks are threads gives the bits of one process."""
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from conf.errors import UserError
 from conf.schema import DType, ModelConfig, RunConfig, Weights
+from kernels import build as build_kernels
 from kernels.collectives import Threads
 from models.cuts import Division
 from models.layers.linear import Linear
+from pipelines.device import prepare_device
+from pipelines.drafting import predicting_ahead
+from pipelines.opening import open_source
+from pipelines.planning import divide_plan, plan_model
+from tests.helpers.adapters import ALL_LINEAR, change_adapter, write_adapter
 from tests.helpers.builders import run_config, write_llama
-from tests.helpers.deepseek import CASES, build
-from tests.helpers.divided import assert_same_bits, divided_steps, plan_of, rank_plan, whole_steps
+from tests.helpers.deepseek import CASES, NextTokenReference, build
+from tests.helpers.divided import assert_same_bits, divided_steps, plan_of, rank_plan, stage_steps, whole_steps
 from tests.helpers.goldens import FAMILIES, GOLDENS, link
 from tests.helpers.oracle import random_prompts, write_model
 from tests.models.test_model_parts import OTHERS
@@ -59,6 +68,32 @@ def test_odd_numbers_of_heads(heads: int, keys: int, tp: int, tmp_path: Path) ->
     assert_same_bits(whole_steps(run, PROMPTS), divided_steps(run, tp, PROMPTS))
 
 
+@pytest.mark.parametrize("tp", [2, 3])
+def test_adapters(tp: int, tmp_path: Path) -> None:
+    """Also of the head, and of layers that join pieces."""
+    write_llama(tmp_path / "base")
+    modules = [*ALL_LINEAR, "lm_head"]
+    write_adapter(tmp_path / "one", tmp_path / "base", LlamaForCausalLM, r=5, target_modules=modules)
+    copies = [name for name in load_file(tmp_path / "one" / "adapter_model.safetensors") if "lora" not in name]
+    change_adapter(tmp_path / "one", {}, dict.fromkeys(copies))  # PEFT's copy of the head beside its factors
+    plain = run_config(tmp_path / "base")
+    run = replace(plain, model=replace(plain.model, adapters={"one": str(tmp_path / "one")}))
+    whole = whole_steps(run, PROMPTS)
+    assert not whole[0].logits.equal(whole_steps(plain, PROMPTS[:1])[0].logits)
+    assert_same_bits(whole, divided_steps(run, tp, PROMPTS))
+
+
+@pytest.mark.skipif(build_kernels.library() is None, reason="weights are packed where the C++ kernels are")
+def test_each_part_is_kept_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.packed_cache.FOLDER", tmp_path / "kept")
+    write_llama(tmp_path / "base", attention_bias=True)
+    run = run_config(tmp_path / "base", keep_packed=True)
+    whole = whole_steps(run, PROMPTS)
+    for num_parts in (3, 3):  # made, and found
+        assert_same_bits(whole, divided_steps(run, 2, PROMPTS))
+        assert len([*(tmp_path / "kept").glob("*.safetensors")]) == num_parts
+
+
 def cases() -> list[Any]:
     every = [
         (name, tp, dtype)
@@ -75,6 +110,69 @@ def test_families(name: str, tp: int, dtype: str, tmp_path: Path) -> None:
     prompts = write_family(name, tmp_path)
     run = of_dtype(run_config(tmp_path, allow_pickle=True), dtype)
     assert_same_bits(whole_steps(run, prompts), divided_steps(run, tp, prompts))
+
+
+def stage_cases() -> list[Any]:
+    names = [name for name in (*FAMILIES, *OTHERS, *DEEPSEEK) if name != "chatglm_28layers"]
+    every = [(name, tp, 2) for name in names for tp in (1, 2)]
+    return [pytest.param(*case, marks=[] if case[1] == 1 else pytest.mark.long) for case in every]
+
+
+@pytest.mark.parametrize(("name", "tp", "pp"), stage_cases())
+def test_stages_of_families(name: str, tp: int, pp: int, tmp_path: Path) -> None:
+    prompts = write_family(name, tmp_path)
+    run = of_dtype(run_config(tmp_path, allow_pickle=True), "bfloat16")
+    assert_same_bits(whole_steps(run, prompts), stage_steps(run, tp, pp, prompts))
+
+
+@pytest.mark.parametrize(("tp", "pp", "tied"), [(3, 4, False), (2, 3, True)])
+def test_many_stages(tp: int, pp: int, tied: bool, tmp_path: Path) -> None:
+    write_llama(tmp_path, num_hidden_layers=7, tie_word_embeddings=tied)
+    run = run_config(tmp_path)
+    assert_same_bits(whole_steps(run, PROMPTS), stage_steps(run, tp, pp, PROMPTS))
+
+
+def test_a_stage_has_its_layers_alone(tmp_path: Path) -> None:
+    """Under the names that they have in the whole model, and of what is outside the layers what it computes."""
+    write_llama(tmp_path, num_hidden_layers=5)
+    run, group = run_config(tmp_path), Threads.of(1)[0]
+    files = [set(rank_plan(run, Division(1, 3, 0, stage), group).files[0].shapes) for stage in range(3)]
+    assert set.union(*files) == set(plan_of(run).files[0].shapes)
+    assert sum(map(len, files)) == len(set.union(*files))
+    assert "model.embed_tokens.weight" in files[0]
+    assert {"model.norm.weight", "lm_head.weight"} <= files[2]
+    layers = [sorted({int(name.split(".")[2]) for name in each if ".layers." in name}) for each in files]
+    assert [*chain(*layers)] == [0, 1, 2, 3, 4]
+    assert all(layers)
+
+
+def test_a_tied_embedding_is_at_both_ends(tmp_path: Path) -> None:
+    write_llama(tmp_path, num_hidden_layers=3, tie_word_embeddings=True)
+    run, group = run_config(tmp_path), Threads.of(1)[0]
+    files = [set(rank_plan(run, Division(1, 3, 0, stage), group).files[0].shapes) for stage in range(3)]
+    assert ["model.embed_tokens.weight" in each for each in files] == [True, False, True]
+
+
+def test_adapters_of_stages(tmp_path: Path) -> None:
+    """A stage takes what is of its layers, and refuses what is of no stage."""
+    write_llama(tmp_path / "base", num_hidden_layers=4)
+    write_adapter(tmp_path / "one", tmp_path / "base", LlamaForCausalLM, r=5, target_modules=ALL_LINEAR)
+    run = run_config(tmp_path / "base")
+    run = replace(run, model=replace(run.model, adapters={"one": str(tmp_path / "one")}))
+    assert_same_bits(whole_steps(run, PROMPTS), stage_steps(run, 2, 2, PROMPTS))
+    tensors = {f"base_model.model.model.layers.9.mlp.up_proj.lora_{own}.weight": torch.zeros(5, 5) for own in "AB"}
+    change_adapter(tmp_path / "one", {}, dict(tensors))
+    with pytest.raises(UserError, match=r"changes model\.layers\.9\.mlp\.up_proj, which this model does not have"):
+        stage_steps(run, 1, 2, PROMPTS)
+
+
+def test_a_layer_that_predicts_ahead_needs_one_stage(tmp_path: Path) -> None:
+    NextTokenReference(tmp_path)
+    run = run_config(tmp_path)
+    source = predicting_ahead(open_source(run.model))
+    plan = plan_model(run, source, prepare_device(run.device), packed=True)
+    with pytest.raises(UserError, match="pp=2 has no layer that predicts ahead: leave decode.speculate=mtp out"):
+        divide_plan(plan, Division(1, 2), Threads.of(1)[0])
 
 
 def test_ranks_divide_the_weights(tmp_path: Path) -> None:
@@ -118,6 +216,8 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     run, group = run_config(tmp_path), Threads.of(1)[0]
     with pytest.raises(UserError, match="tp=5 is more than the 4 query heads of this model: give at most 4"):
         rank_plan(run, Division(5), group)
+    with pytest.raises(UserError, match="pp=3 is more than the model's 2 layers: give at most 2"):
+        rank_plan(run, Division(1, 3), group)
     with pytest.raises(
         UserError, match="model.weights=random makes other weights in parts than whole: give a checkpoint"
     ):

@@ -1,0 +1,93 @@
+"""Every scheme with every format of the cache in a model whose ranks are threads: the bits of one process."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from conf.quantization import Activations, KVCacheFormat, QuantConfig
+from conf.schema import DType, RunConfig
+from tests.helpers.adapters import ALL_LINEAR, write_adapter
+from tests.helpers.builders import run_config, write_llama
+from tests.helpers.divided import assert_same_bits, divided_steps, whole_steps
+from tests.helpers.oracle import random_prompts
+from tests.helpers.quantized_models import (
+    CALIBRATED,
+    FP8,
+    INT8,
+    STATIC_CACHES,
+    make,
+    quantize_run,
+    random_rows,
+    write_rows,
+)
+from tests.quantization.test_cells import CACHES, SCHEMES
+
+EVERY = {
+    **SCHEMES,
+    "int8 auto": QuantConfig(INT8, activations=Activations.auto),
+    "int4 gptq, act-order": replace(CALIBRATED["int4 gptq, groups on the way"], overrides={}),
+    "fp8 per tensor": QuantConfig(FP8, activations=Activations.dynamic, per_tensor=True),
+    "fp8 static per tensor": CALIBRATED["fp8 static per tensor"],
+}
+PROMPTS = random_prompts(96, (5, 1, 40))
+RANKS = (2, 3, 4)
+SIZES = {"intermediate_size": 96, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parallel")
+    write_llama(folder / "float", **SIZES)
+    write_rows(folder / "rows.jsonl", random_rows(20, 16))
+    return folder
+
+
+def run_of(scheme: str, kv_cache: str, folder: Path) -> RunConfig:
+    """A scheme that needs calibration is calibrated the first time."""
+    quant, source = replace(EVERY[scheme], **CACHES[kv_cache]), folder / "float"
+    if quant.needs_calibration:
+        source = folder / (f"{scheme} {kv_cache}" if quant.has_static_kv_cache else scheme)
+        if not source.exists():
+            made = quant if quant.has_static_kv_cache else EVERY[scheme]
+            make(quantize_run(folder / "float", made, source, folder / "rows.jsonl"), folder / "run")
+        quant = QuantConfig() if quant.has_static_kv_cache else QuantConfig(kv_cache=quant.kv_cache)
+    return replace(run_config(source), quant=quant)
+
+
+def cells() -> list[Any]:
+    """Those that `make test` runs have every scheme and every cache, with each number of ranks."""
+    every = [
+        (scheme, cache, tp)
+        for scheme in EVERY
+        for cache in CACHES
+        for tp in RANKS
+        if not (
+            scheme == "int8 auto" and cache in STATIC_CACHES
+        )  # which is a setting of runs, not of what is quantised
+    ]
+    fast = {(scheme, list(CACHES)[i % len(CACHES)], RANKS[i % len(RANKS)]) for i, scheme in enumerate(EVERY)}
+    return [pytest.param(*cell, marks=[] if cell in fast else pytest.mark.long) for cell in every]
+
+
+@pytest.mark.parametrize(("scheme", "kv_cache", "tp"), cells())
+def test_ranks_have_the_bits_of_one_process(scheme: str, kv_cache: str, tp: int, models: Path) -> None:
+    run = run_of(scheme, kv_cache, models)
+    assert_same_bits(whole_steps(run, PROMPTS), divided_steps(run, tp, PROMPTS))
+
+
+def test_an_adapter_of_a_smoothed_model(models: Path, tmp_path: Path) -> None:
+    """Its factors are divided by the scales of all outputs, and then cut."""
+    run = run_of("a8w8 smoothquant", KVCacheFormat.none.name, models)
+    write_adapter(tmp_path, models / "float", LlamaForCausalLM, r=3, target_modules=ALL_LINEAR)
+    run = replace(run, model=replace(run.model, adapters={"one": str(tmp_path)}))
+    assert_same_bits(whole_steps(run, PROMPTS), divided_steps(run, 3, PROMPTS))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4, zero points", "a8w8 dynamic", "fp8 dynamic"])
+def test_in_bfloat16(scheme: str, models: Path) -> None:
+    run = run_of(scheme, KVCacheFormat.none.name, models)
+    run = replace(run, model=replace(run.model, dtype=DType.bfloat16))
+    assert_same_bits(whole_steps(run, PROMPTS), divided_steps(run, 3, PROMPTS))
