@@ -21,6 +21,7 @@ from pipelines.prompts import GIVE, PromptRow, Prompts, read_prompts
 from pipelines.replicas.cluster import rows_on_ray
 from pipelines.rows import EngineRows, Record, Row, RowRunner
 
+ANSWER = "answer"  # of a record: the answer to a line of an OpenAI batch
 PRINTED = 8  # rows that are shown at the end; all are in the files
 
 
@@ -175,6 +176,7 @@ def _counts(record: Record) -> dict[str, int]:
     return {
         "num_prompts": 1,
         "num_errors": int(row["error"] is not None),
+        "num_answers": int(ANSWER in record),
         "num_prompt_tokens": row["num_prompt_tokens"],
         "num_cached_tokens": record["num_cached_tokens"],
         "num_generated_tokens": row.get("num_generated_tokens", 0),

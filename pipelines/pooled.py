@@ -117,8 +117,9 @@ class PooledRows(EngineRows):
         """Return the record of a row of results and its float32 numbers."""
 
     @staticmethod
-    def failed(row: PromptRow, error: BaseException) -> Row:
-        return {"index": row.index, "id": row.id, "num_prompt_tokens": 0, "error": row_error(error, row.index)}
+    def failed(row: PromptRow, error: BaseException) -> Record:
+        result = {"index": row.index, "id": row.id, "num_prompt_tokens": 0, "error": row_error(error, row.index)}
+        return {"row": result}
 
 
 class PooledJob(Job):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
@@ -19,12 +19,15 @@ from pipelines.engine.faults import belongs_to_request, row_error
 from pipelines.engine.request import ContextLimit, FinishReason, TokenLogprobs
 from pipelines.engine.request_factory import too_many_new_tokens
 from pipelines.fingerprint import fingerprint
-from pipelines.job import Job, open_prompts, row_runner
+from pipelines.job import ANSWER, Job, open_prompts, row_runner
 from pipelines.journal import dumps, open_journal
 from pipelines.loading import load_engine_on
 from pipelines.opening import open_source
 from pipelines.prompts import PromptEncoder, PromptRow, Prompts
 from pipelines.rows import Asked, EngineRows, Loaded, Record, Row
+
+if TYPE_CHECKING:
+    from pipelines.batch_answers import BatchAnswers
 
 
 def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
@@ -51,11 +54,20 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
 class PredictRows(EngineRows):
     """Prompts to predictions."""
 
-    def __init__(self, engine: Engine, loaded: Loaded, encoder: PromptEncoder, defaults: PredictConfig) -> None:
-        """`defaults`: prefix and adapter of the rows that name none."""
+    def __init__(
+        self,
+        engine: Engine,
+        loaded: Loaded,
+        encoder: PromptEncoder,
+        defaults: PredictConfig,
+        open_batch: "Callable[[int | None], BatchAnswers]",
+    ) -> None:
+        """`defaults`: prefix and adapter of the rows that name none. `open_batch`: for lines of batches, with the seed of all rows."""
         super().__init__(engine, loaded)
         self.encoder = encoder
         self._defaults = defaults
+        self._open_batch = open_batch
+        self._batch: BatchAnswers | None = None  # from the first line of a batch on
 
     @classmethod
     def load(
@@ -69,9 +81,18 @@ class PredictRows(EngineRows):
         encoder = PromptEncoder(engine.tokenizer, run.predict.add_special_tokens, run.predict.chat_template)
         _check_new_tokens(run.decode, engine.context, encoder, rows)
         loaded = Loaded(run.decode, fingerprint(run, source, engine), engine.runner.weight_bytes)
-        return cls(engine, loaded, encoder, run.predict)
+
+        def open_batch(seed: int | None) -> "BatchAnswers":
+            from pipelines.batch_answers import BatchAnswers  # here, because other rows need no pydantic
+
+            return BatchAnswers(replace(run, decode=replace(run.decode, seed=seed)), source, engine, encoder)
+
+        return cls(engine, loaded, encoder, run.predict, open_batch)
 
     def ask(self, row: PromptRow, seed: int | None) -> Asked:
+        if row.batch is not None:
+            self._batch = self._batch or self._open_batch(seed)
+            return self._batch.ask(row)
         prompt = self.encoder.encode(row)
         decode, prediction = self._decode_of(row, seed), prompt.prediction_token_ids
         prefix = self._defaults.prefix if row.prefix is None else row.prefix
@@ -85,11 +106,17 @@ class PredictRows(EngineRows):
         return decode if row.decode.get("seed") is not None else replace(decode, seed=seed)
 
     def record(self, row: PromptRow, asked: Asked, output: Output) -> Record:
-        return {"row": _prediction(row, asked, output)}
+        answer = {ANSWER: asked.answer(output)} if asked.answer else {}
+        return {"row": _prediction(row, asked, output), **answer}
 
     @staticmethod
-    def failed(row: PromptRow, error: BaseException) -> Row:
-        return _error_prediction(row, error)
+    def failed(row: PromptRow, error: BaseException) -> Record:
+        prediction = _error_prediction(row, error)
+        if row.batch is None:
+            return {"row": prediction}
+        from pipelines.batch_answers import refusal  # here, because other rows need no pydantic
+
+        return {"row": prediction, ANSWER: refusal(row, error)}
 
 
 class PredictJob(Job):
@@ -115,6 +142,11 @@ class PredictJob(Job):
         rows, texts = (f"{dumps(r['row'])}\n" for r in records()), (f"{_texts(r['row'])}\n" for r in records())
         report.write_atomically(folder / "predictions.jsonl", rows)
         report.write_atomically(folder / "text_generation_result.txt", texts)
+        if self.totals["num_answers"]:
+            for name, is_wanted in (("batch_output.jsonl", True), ("batch_error.jsonl", False)):
+                answers = (record[ANSWER] for record in records() if ANSWER in record)
+                wanted = (each for each in answers if (each["response"]["status_code"] == 200) is is_wanted)
+                report.write_atomically(folder / name, (f"{dumps(each)}\n" for each in wanted))
 
 
 def _prediction(row: PromptRow, asked: Asked, output: Output) -> Row:

@@ -42,6 +42,8 @@ class PromptRow:
     adapter: str | None = None
     """Name of the adapter that it is computed with."""
     error: str | None = None
+    batch: dict[str, Any] | None = field(default=None, compare=False)
+    """The whole line, where it is one of an OpenAI batch."""
     digest: str = field(default="", compare=False)
     """sha256 of the input line."""
 
@@ -176,23 +178,28 @@ def parse_row(index: int, values: object) -> PromptRow:
     """Return the row of a JSON object. A fault becomes the row's error; nothing is raised."""
     if not isinstance(values, dict):
         return PromptRow(index, error=f"not a JSON object but {type(values).__name__}")
-    id = values.get("custom_id" if _is_batch_line(values) else "id")
+    is_line = _is_batch_line(values)
+    id = values.get("custom_id" if is_line else "id")
     known_id = id if isinstance(id, str | int) and not isinstance(id, bool) else None
+    batch = values if is_line else None
     try:
         if id is not None and known_id is None:
             raise UserError(f"id={shortened(repr(id))} is neither a text nor a number")
-        values = _row_of_batch_line(values) if _is_batch_line(values) else values
+        if is_line:
+            values = _row_of_batch_line(values)
         decode, prediction = _checked(values, "decode", dict, {}), values.get("prediction")
         if prediction is not None:
             _check_unicode("prediction", _checked(values, "prediction", str))
         names = {name: values[name] for name in ("prefix", "adapter") if values.get(name) is not None}
         for name in names:
             _checked(values, name, str)
-        row = PromptRow(index, known_id, decode=decode, **names, prediction=prediction, **_input(values))
+        row = PromptRow(index, known_id, decode=decode, **names, prediction=prediction, batch=batch, **_input(values))
         _check_unicode("id", str(known_id))
         return row
     except Exception as error:
-        return PromptRow(index, known_id, error=row_error(error, index))
+        if isinstance(error.__cause__, ImportError):
+            batch = None
+        return PromptRow(index, known_id, error=row_error(error, index), batch=batch)
 
 
 def _is_batch_line(values: dict[str, Any]) -> bool:
@@ -205,7 +212,7 @@ def _row_of_batch_line(values: dict[str, Any]) -> dict[str, Any]:
         from pipelines.api.batch_lines import row_of  # here, because other rows need no pydantic
     except ImportError as error:
         raise UserError("a batch's lines need the package pydantic: pip install 'quintet[serve]'") from error
-    return row_of(values)
+    return row_of(values)[0]
 
 
 def _input(values: dict[str, Any]) -> dict[str, Any]:

@@ -50,6 +50,8 @@ class Asked:
     """Its id is the row's index."""
     prompt: str | None = None
     """The model's input as text, for results that tell it."""
+    answer: Callable[[Output], Row] | None = None
+    """Writes the output as a line of an OpenAI batch has it; None where the row is none."""
 
 
 class RowRunner(Protocol):
@@ -97,8 +99,8 @@ class EngineRows(ABC):
 
     @staticmethod
     @abstractmethod
-    def failed(row: PromptRow, error: BaseException) -> Row:
-        """Return the row of results for one that failed. Raises the exception again where it does not belong to the row."""
+    def failed(row: PromptRow, error: BaseException) -> Record:
+        """Return what the journal keeps of a row that failed. Raises the exception again where it does not belong to the row."""
 
     @property
     def num_generated_tokens(self) -> int:
@@ -137,6 +139,6 @@ class EngineRows(ABC):
         return {"digest": row.digest, "num_cached_tokens": output.num_cached_tokens, **self.record(row, asked, output)}
 
 
-def failed_record(row: PromptRow, result: Row) -> Record:
-    """Return the record of a row that failed with this row of results."""
-    return {"digest": row.digest, "num_cached_tokens": 0, "row": result}
+def failed_record(row: PromptRow, failed: Record) -> Record:
+    """Return the record of a row of which a task keeps this."""
+    return {"digest": row.digest, "num_cached_tokens": 0, **failed}

@@ -116,8 +116,8 @@ class ScoreRows(PooledRows):
         return {"row": {**result, "scores": values.tolist()}}
 
     @staticmethod
-    def failed(row: PromptRow, error: BaseException) -> Row:
-        return {**PooledRows.failed(row, error), "scores": None}
+    def failed(row: PromptRow, error: BaseException) -> Record:
+        return {"row": {**PooledRows.failed(row, error)["row"], "scores": None}}
 
 
 class ScoreJob(PooledJob):

@@ -1,12 +1,13 @@
 """The lines of OpenAI's batches: {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from conf.errors import UserError, shortened
-from pipelines.api.errors import ApiError
+from pipelines.api.errors import ApiError, bad_request
 from pipelines.api.requests import ChatRequest, CompletionRequest, check_request
 from pipelines.api.settings import decode_settings
 
+BatchRequest: TypeAlias = ChatRequest | CompletionRequest
 REQUESTS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
     kind.path: kind for kind in (ChatRequest, CompletionRequest)
 }
@@ -23,8 +24,19 @@ RUNS_OWN = {"max_new_tokens": "the run's"}
 """What holds where a body gives no length: the run's setting."""
 
 
-def row_of(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a line as the fields of a row: id, messages, prompt or prompt_token_ids, decode. Raises UserError for what a row cannot be."""
+class RefusedLine(UserError):
+    """Error of a line that cannot be run. `error`: as the server answers such a line."""
+
+    def __init__(self, error: ApiError, message: str) -> None:
+        super().__init__(message)
+        self.error = error
+
+
+def row_of(values: dict[str, Any]) -> tuple[dict[str, Any], BatchRequest]:
+    """Return a line as the fields of a row, and its checked body. The fields: id, messages, prompt or prompt_token_ids, decode.
+
+    Raises UserError for a line of another form, and RefusedLine for a body that a row cannot be.
+    """
     if unknown := sorted(set(values) - {"custom_id", "method", "url", "body"}):
         raise UserError(f"a batch's line has custom_id, method, url and body, not {shortened(', '.join(unknown))}")
     url = values.get("url")
@@ -35,18 +47,19 @@ def row_of(values: dict[str, Any]) -> dict[str, Any]:
     try:
         request = check_request(kind, values["body"])
         settings = decode_settings(request, RUNS_OWN)
+        for name, remedy in ONE_BY_ONE.items():
+            if getattr(request, name, None):
+                raise bad_request(f"{name} is not used by rows: {remedy}", name)
+        return {"id": values["custom_id"], "decode": settings, **_prompt(request)}, request
     except ApiError as error:
-        raise UserError(f"body: {error.message}") from error
-    for name, remedy in ONE_BY_ONE.items():
-        if getattr(request, name, None):
-            raise UserError(f"body: {name} is not used by rows: {remedy}")
-    return {"id": values["custom_id"], "decode": settings, **_prompt(request)}
+        raise RefusedLine(error, f"body: {error.message}") from error
 
 
-def _prompt(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
+def _prompt(request: BatchRequest) -> dict[str, Any]:
     if isinstance(request, ChatRequest):
         return {"messages": request.conversation()}
     if len(request.prompts) > 1:
-        raise UserError(f"body: {len(request.prompts)} prompts are several rows: give each a line of its own")
+        message = f"{len(request.prompts)} prompts are several rows: give each a line of its own"
+        raise bad_request(message, "prompt")
     (prompt,) = request.prompts
     return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}

@@ -78,7 +78,7 @@ def listed(items: Sequence[Listed], after: str | None, limit: int) -> dict[str, 
     }
 
 
-def answer_line(id: str, custom_id: str, status: int, request_id: str, body: Any) -> dict[str, Any]:
+def answer_line(id: str, custom_id: str | int | None, status: int, request_id: str, body: Any) -> dict[str, Any]:
     """Return a line of a batch's output or error file: an answer to the line of the input that has the `custom_id`."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return {"id": id, "custom_id": custom_id, "response": response, "error": None}

@@ -29,6 +29,7 @@ class ChatPrompt:
 
     def __init__(
         self,
+        text: str,
         token_ids: list[int],
         settings: dict[str, Any],
         form: AnswerFormat,
@@ -38,6 +39,7 @@ class ChatPrompt:
     ) -> None:
         """reasons: whether the prompt ends where the reasoning begins. dropped: as for AnswerReader."""
         self._dropped = dropped
+        self.text = text
         self.token_ids = token_ids
         self.settings = settings
         """Settings of DecodeConfig that its tools ask for."""
@@ -137,7 +139,7 @@ class Chat:
         # What marks calls is left in the text, and with it the token that ends an answer.
         left = [] if settings.get("skip_special_tokens", True) else self.tokenizer.special_texts
         dropped = [text for text in left if not any(text in literal for literal in form.literals + [*CALL_TOKENS])]
-        return ChatPrompt(token_ids, settings, form, names, reasons, dropped)
+        return ChatPrompt(text, token_ids, settings, form, names, reasons, dropped)
 
     def _encoded(
         self, tokenizer: Tokenizer, request: ChatRequest, tools: list[Tool], max_tokens: int | None

@@ -78,11 +78,7 @@ def load_served(run: RunConfig, channel: Channel) -> Served:
             engine.requests.prepare(
                 DecodeConfig(guide={"json_object": True})
             )  # so that no request waits for the vocabulary
-    parts: dict[str, Any] = {} if embedder is None else {"embed": embedder.settings}
-    parts["serve.chat_template"] = template_fingerprint(run.serve.chat_template)
-    parts["serve.response_template"] = run.serve.response_template
-    fingerprint = _fingerprint(replace(run, decode=decode), source, engine, parts)
-    return Served(engine, embedder, decode, _ready(engine, embedder, decode, fingerprint))
+    return Served(engine, embedder, decode, described(replace(run, decode=decode), source, engine, embedder))
 
 
 def _sampled(decode: DecodeConfig, suggested: dict[str, Any]) -> DecodeConfig:
@@ -93,23 +89,28 @@ def _sampled(decode: DecodeConfig, suggested: dict[str, Any]) -> DecodeConfig:
     return replace(decode, temperature=1.0)
 
 
-def _fingerprint(run: RunConfig, source: ModelSource, engine: Engine, parts: dict[str, Any]) -> str | None:
-    """Return what names the answers' bits; None where they depend on more than the request."""
-    if engine.device.type != "cpu" or run.quant.activations is Activations.auto:
-        return None
-    return replay_fingerprint(model_fingerprint(run, source, engine) | parts)
-
-
-def _ready(engine: Engine, embedder: Embedder | None, decode: DecodeConfig, fingerprint: str | None) -> Ready:
+def described(run: RunConfig, source: ModelSource, engine: Engine, embedder: Embedder | None = None) -> Ready:
+    """Return what requests depend on. run: with resolved settings of `decode`."""
     settings = {} if embedder is None else embedder.settings
     blocks = engine.scheduler.block_manager
     return Ready(
         context_length=engine.context.num_tokens,
         vocab_size=engine.vocab_size,
-        fingerprint=fingerprint,
-        decode=plain(asdict(decode)),
+        fingerprint=_fingerprint(run, source, engine, {} if embedder is None else {"embed": settings}),
+        decode=plain(asdict(run.decode)),
         num_cache_tokens=(blocks.num_blocks - blocks.num_pinned_blocks) * blocks.block_size,
         embeds=embedder is not None,
         instruction=settings.get("instruction", ""),
         final_token_id=settings.get("eos"),
     )
+
+
+def _fingerprint(run: RunConfig, source: ModelSource, engine: Engine, parts: dict[str, Any]) -> str | None:
+    """Return what names the answers' bits; None where they depend on more than the request."""
+    if engine.device.type != "cpu" or run.quant.activations is Activations.auto:
+        return None
+    parts |= {
+        "serve.chat_template": template_fingerprint(run.serve.chat_template),
+        "serve.response_template": run.serve.response_template,
+    }
+    return replay_fingerprint(model_fingerprint(run, source, engine) | parts)

@@ -32,9 +32,13 @@ def test_a_line_is_the_row_of_its_body() -> None:
         "n": 3,
     }
     decode = {"max_new_tokens": 7, "temperature": 0.5, "seed": 2**64 - 1, "stop": ["x"], "logprobs": 2, "n": 3}
-    assert row_of(line(**USER, **settings)) == {"id": "a", "decode": decode, **USER}
-    assert row_of(line(COMPLETIONS, prompt="Once", top_k=-1)) == {"id": "a", "decode": {"top_k": 0}, "prompt": "Once"}
-    assert row_of(line(COMPLETIONS, prompt=[5, 6]))["prompt_token_ids"] == [5, 6]
+    assert row_of(line(**USER, **settings))[0] == {"id": "a", "decode": decode, **USER}
+    assert row_of(line(COMPLETIONS, prompt="Once", top_k=-1))[0] == {
+        "id": "a",
+        "decode": {"top_k": 0},
+        "prompt": "Once",
+    }
+    assert row_of(line(COMPLETIONS, prompt=[5, 6]))[0]["prompt_token_ids"] == [5, 6]
 
 
 @pytest.mark.parametrize(

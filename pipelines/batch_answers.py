@@ -1,0 +1,96 @@
+"""Lines of OpenAI's batches in `task=predict`: what they ask of the engine, and their answers as /v1/batches of the server writes them."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from conf.errors import UserError
+from conf.schema import RunConfig
+from pipelines.api.batch_lines import BatchRequest, RefusedLine, row_of
+from pipelines.api.batches import answer_line
+from pipelines.api.conversation import Chat
+from pipelines.api.errors import SERVER_ERROR, ApiError, bad_request
+from pipelines.api.generation import Generation, Head
+from pipelines.api.requests import ChatRequest
+from pipelines.api.writers import ChatWriter, CompletionWriter, Writer
+from pipelines.engine import Engine, Output, Request
+from pipelines.engine_process.frames import Done
+from pipelines.engine_process.loading import described
+from pipelines.engine_process.process import told_error, told_logprobs, whole_delta
+from pipelines.opening import ModelSource
+from pipelines.prompts import PromptEncoder, PromptRow
+from pipelines.rows import Asked, Row
+
+
+class BatchAnswers:
+    """Makes requests of the lines of a batch, and answers of their outputs."""
+
+    def __init__(self, run: RunConfig, source: ModelSource, engine: Engine, encoder: PromptEncoder) -> None:
+        """run: with resolved settings of `decode`. Raises UserError for a chat template that cannot be read."""
+        run = replace(run, serve=replace(run.serve, chat_template=run.predict.chat_template))
+        self._run, self._engine, self._encoder = run, engine, encoder
+        self._served = described(run, source, engine)
+        self._chat = Chat(engine.tokenizer, run.serve)
+
+    def ask(self, row: PromptRow) -> Asked:
+        """Return what a line asks of the engine. Raises RefusedLine where it cannot be run."""
+        assert row.batch is not None
+        try:
+            _, body = row_of(row.batch)
+            if row.error is not None:  # of its id or its text
+                raise UserError(row.error)
+            return self._asked(row, body)
+        except RefusedLine:
+            raise
+        except ApiError as error:
+            raise RefusedLine(error, error.message) from error
+        except UserError as error:
+            raise RefusedLine(bad_request(str(error), None), str(error)) from error
+
+    def _asked(self, row: PromptRow, body: BatchRequest) -> Asked:
+        tokenizer, own = self._engine.tokenizer, self._run.predict
+        if isinstance(body, ChatRequest):
+            head, prompt = (
+                Head(f"chatcmpl-{_id(row)}", body.model),
+                self._chat.prompt(body, self._served.context_length),
+            )
+            text: str | None = prompt.text
+            generation = Generation(body, [prompt.token_ids], self._served, head, tokenizer, prompt.settings)
+            writer: Writer = ChatWriter(generation, body, prompt.reader)
+        else:
+            head, encoded = Head(f"cmpl-{_id(row)}", body.model), self._encoder.encode(row)
+            text = encoded.text
+            generation = Generation(body, [encoded.token_ids], self._served, head, tokenizer)
+            writer = CompletionWriter(generation, body)
+        adapter = body.model if body.model in (self._run.model.adapters or {}) else own.adapter
+        try:
+            decode = self._run.decode.replaced(generation.settings[0])
+            request = self._engine.request(row.index, generation.prompts[0], decode, prefix=own.prefix, adapter=adapter)
+        except UserError as error:
+            raise generation.refused(str(error)) from error
+        return Asked(request, text, partial(_answer, row, request, generation, writer))
+
+
+def _answer(row: PromptRow, request: Request, generation: Generation, writer: Writer, output: Output) -> Row:
+    deltas = [whole_delta(request, *item) for item in enumerate(output.completions)]
+    said = [generation.take(0, delta)[2] for delta in deltas]
+    logprobs = told_logprobs(request.prompt_token_ids[1:], output.prompt_logprobs, request.params.prompt_logprobs)
+    counts = output.num_prompt_tokens, output.num_cached_tokens, generation.num_generated
+    generation.dones = {0: Done(row.index, *counts, 0.0, None, 0.0, prompt_logprobs=logprobs)}
+    return _line(row, 200, writer.body(said))
+
+
+def refusal(row: PromptRow, error: BaseException) -> Row:
+    """Return the answer to a line that failed."""
+    if not isinstance(error, RefusedLine):
+        return _line(row, 500, ApiError(500, told_error(error, row.index), SERVER_ERROR).body())
+    return _line(row, error.error.status, error.error.body())
+
+
+def _line(row: PromptRow, status: int, body: Any) -> Row:
+    return answer_line(f"batch_req_{_id(row)}", row.id, status, _id(row), body)
+
+
+def _id(row: PromptRow) -> str:
+    """Return what names the answer to a line: the same in each run of the same file."""
+    return f"{row.digest}{row.index:016x}"
