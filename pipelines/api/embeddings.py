@@ -1,13 +1,31 @@
-"""Prompts and answers of /v1/embeddings."""
+"""Requests, prompts and answers of /v1/embeddings."""
 
 import base64
 import struct
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from models.tokenizers.base import Tokenizer
 from pipelines.api.errors import ApiError, bad_request, too_long
-from pipelines.api.requests import EmbeddingRequest
+from pipelines.api.requests import Body, Name, Prompt, Prompts, listed_prompts
 from pipelines.engine_process.frames import Ready
+
+
+class EmbeddingRequest(Body):
+    """Texts whose vectors are wanted."""
+
+    path = "/v1/embeddings"
+
+    model: Name
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+
+    @property
+    def inputs(self) -> list[Prompt]:
+        """Return the inputs, each a text or its token ids."""
+        return listed_prompts(self.input)
 
 
 def encode_input(model: Ready, tokenizer: Tokenizer | None, text: str) -> list[int]:

@@ -365,26 +365,11 @@ class CompletionRequest(Sampling):
     @property
     def prompts(self) -> list[Prompt]:
         """Return the prompts, each a text or its token ids."""
-        return _listed(self.prompt)
+        return listed_prompts(self.prompt)
 
 
-class EmbeddingRequest(Body):
-    """Texts whose vectors are wanted."""
-
-    path = "/v1/embeddings"
-
-    model: Name
-    input: Prompts
-    encoding_format: Literal["float", "base64"] | None = None
-    user: Annotated[str, Field(max_length=512)] | None = None
-
-    @property
-    def inputs(self) -> list[Prompt]:
-        """Return the inputs, each a text or its token ids."""
-        return _listed(self.input)
-
-
-def _listed(prompts: Prompts) -> list[Prompt]:
+def listed_prompts(prompts: Prompts) -> list[Prompt]:
+    """Return one prompt or several as a list."""
     return [prompts] if isinstance(prompts, str) or isinstance(prompts[0], int) else list(prompts)
 
 

@@ -14,7 +14,7 @@ from models.tokenizers import Tokenizer
 from pipelines.api import messages, responses
 from pipelines.api.answers import Said
 from pipelines.api.conversation import Chat
-from pipelines.api.embeddings import embedding_body, embedding_refusal, encode_input
+from pipelines.api.embeddings import EmbeddingRequest, embedding_body, embedding_refusal, encode_input
 from pipelines.api.errors import ApiError, bad_request, too_long
 from pipelines.api.generation import Generation
 from pipelines.api.messages import MessagesRequest, MessageWriter
@@ -22,7 +22,6 @@ from pipelines.api.requests import (
     Body,
     ChatRequest,
     CompletionRequest,
-    EmbeddingRequest,
     Json,
     Message,
     Prompt,

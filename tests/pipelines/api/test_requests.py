@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from pipelines.api.embeddings import EmbeddingRequest
 from pipelines.api.errors import ApiError
 from pipelines.api.messages import MessagesRequest
 from pipelines.api.requests import (
     MAX_FIELDS,
     ChatRequest,
     CompletionRequest,
-    EmbeddingRequest,
     Shape,
     parse_request,
 )

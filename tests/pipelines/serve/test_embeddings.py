@@ -13,9 +13,10 @@ from models.formats import open_tokenizer
 from models.tokenizers import Tokenizer
 from pipelines import pipeline
 from pipelines.api.conversation import Chat
+from pipelines.api.embeddings import EmbeddingRequest
 from pipelines.api.errors import ApiError
 from pipelines.api.generation import Generation
-from pipelines.api.requests import CompletionRequest, EmbeddingRequest, check_request
+from pipelines.api.requests import CompletionRequest, check_request
 from pipelines.engine_process.client import EngineClient
 from pipelines.serve.routes import embeddings
 from tests.helpers.builders import REPOSITORY
