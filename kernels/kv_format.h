@@ -58,26 +58,39 @@ inline void read_int4(const PagedVectors &cache, const uint8_t *stored, const ui
   }
 }
 
+// The numbers of a vector of int8 or float8, 16 at a time: put(number of the first, numbers). Those behind the last channel mean nothing.
+template <class Put> void read_codes(const PagedVectors &cache, int64_t index, int64_t head, Put &&put) {
+  const bool is_int8 = cache.format == KVFormat::int8, is_static = cache.has_static_scales();
+  const auto *codes = reinterpret_cast<const int8_t *>(cache.stored) + index * cache.stored_size;
+  const Floats scale = splat(static_cast<const float *>(cache.scales)[is_static ? head : index]);
+  const auto read = [&]<bool INT8, bool STATIC>() {
+    const auto numbers_of = [&](const int8_t *at) {
+      const Ints wide = load_bytes(at);
+      Floats numbers = INT8 ? to_floats(wide) : shrunken_float8(wide);
+      if (STATIC) numbers = INT8 ? with_nan_int8(numbers, wide) : with_nan_float8(numbers, wide);
+      return multiply(INT8 ? numbers : multiply(numbers, splat(0x1p120f)), scale);
+    };
+    int64_t i = 0;
+    for (; i + LANES <= cache.channels; i += LANES) put(i, numbers_of(codes + i));
+    if (i == cache.channels) return;
+    int8_t last[LANES] = {};
+    std::memcpy(last, codes + i, cache.channels - i);
+    put(i, numbers_of(last));
+  };
+  if (is_int8)
+    is_static ? read.template operator()<true, true>() : read.template operator()<true, false>();
+  else
+    is_static ? read.template operator()<false, true>() : read.template operator()<false, false>();
+}
+
 // A vector in float32, before it is rounded to the cache's dtype. x has room for room_for(cache) numbers.
-inline void read_vector(const PagedVectors &cache, int64_t slot, int64_t head, float *x) {
-  const int64_t index = cache.index(slot, head);
+inline void read_vector(const PagedVectors &cache, int64_t index, int64_t head, float *x) {
   const uint8_t *stored = cache.stored + index * cache.stored_bytes();
   if (cache.format == KVFormat::unquantised) {
     read_floats(stored, cache.dtype, 0, cache.channels, x);
   } else if (cache.format == KVFormat::int4) {
     read_int4(cache, stored, static_cast<const uint16_t *>(cache.scales) + index * cache.scales_size, x);
   } else {
-    const bool is_int8 = cache.format == KVFormat::int8, is_static = cache.has_static_scales();
-    const Floats scale = splat(static_cast<const float *>(cache.scales)[is_static ? head : index]);
-    for (int64_t i = 0; i < cache.channels; i += LANES) {
-      int8_t last[LANES] = {};
-      const auto *codes = reinterpret_cast<const int8_t *>(stored) + i;
-      if (cache.channels - i < LANES) codes = static_cast<int8_t *>(std::memcpy(last, codes, cache.channels - i));
-      const Ints wide = load_bytes(codes);
-      Floats numbers = is_int8 ? to_floats(wide) : shrunken_float8(wide);
-      if (is_static) numbers = is_int8 ? with_nan_int8(numbers, wide) : with_nan_float8(numbers, wide);
-      if (!is_int8) numbers = multiply(numbers, splat(0x1p120f));
-      store(x + i, multiply(numbers, scale));
-    }
+    read_codes(cache, index, head, [&](int64_t i, Floats numbers) { store(x + i, numbers); });
   }
 }

@@ -22,6 +22,20 @@ inline uint16_t to_bfloat16(float x) {
   return nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// float16 is converted eight numbers at a time, which the compiler does not do by itself: one by one takes ten times as long.
+inline void read_float16(const uint16_t *halves, int64_t count, float *x) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) _mm256_storeu_ps(x + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(halves + i))));
+  for (; i < count; ++i) x[i] = _cvtsh_ss(halves[i]);
+}
+
+inline void write_float16(uint16_t *halves, int64_t count, const float *x) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8)
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(halves + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+  for (; i < count; ++i) halves[i] = _cvtss_sh(x[i], _MM_FROUND_TO_NEAREST_INT);
+}
+
 // `count` numbers that begin `first` numbers behind `rows`
 inline void read_floats(const void *rows, Dtype dtype, int64_t first, int64_t count, float *x) {
   const auto *halves = static_cast<const uint16_t *>(rows) + first;
@@ -30,7 +44,7 @@ inline void read_floats(const void *rows, Dtype dtype, int64_t first, int64_t co
   else if (dtype == Dtype::bfloat16)
     for (int64_t i = 0; i < count; ++i) x[i] = from_bfloat16(halves[i]);
   else
-    for (int64_t i = 0; i < count; ++i) x[i] = _cvtsh_ss(halves[i]);
+    read_float16(halves, count, x);
 }
 
 inline void write_floats(void *rows, Dtype dtype, int64_t first, int64_t count, const float *x) {
@@ -40,13 +54,19 @@ inline void write_floats(void *rows, Dtype dtype, int64_t first, int64_t count, 
   else if (dtype == Dtype::bfloat16)
     for (int64_t i = 0; i < count; ++i) halves[i] = to_bfloat16(x[i]);
   else
-    for (int64_t i = 0; i < count; ++i) halves[i] = _cvtss_sh(x[i], _MM_FROUND_TO_NEAREST_INT);
+    write_float16(halves, count, x);
 }
 
 // `count` numbers rounded to the dtype and back
 inline void round_to(Dtype dtype, float *x, int64_t count) {
   if (dtype == Dtype::bfloat16)
     for (int64_t i = 0; i < count; ++i) x[i] = from_bfloat16(to_bfloat16(x[i]));
-  else if (dtype == Dtype::float16)
-    for (int64_t i = 0; i < count; ++i) x[i] = _cvtsh_ss(_cvtss_sh(x[i], _MM_FROUND_TO_NEAREST_INT));
+  else if (dtype == Dtype::float16) {
+    uint16_t halves[64];
+    for (int64_t i = 0; i < count; i += 64) {
+      const int64_t some = std::min<int64_t>(count - i, 64);
+      write_float16(halves, some, x + i);
+      read_float16(halves, some, x + i);
+    }
+  }
 }

@@ -57,6 +57,11 @@ inline void store_bfloat16(uint16_t *at, Floats x) {  // to nearest, ties to eve
   for (int lane = 0; lane < LANES; ++lane) at[lane] = to_bfloat16(wide[lane]);
 }
 
+inline void store_float16(uint16_t *at, Floats x) {  // to nearest, ties to even
+  _mm_storeu_si128(reinterpret_cast<__m128i *>(at), _mm256_cvtps_ph(x.low, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128(reinterpret_cast<__m128i *>(at + 8), _mm256_cvtps_ph(x.high, _MM_FROUND_TO_NEAREST_INT));
+}
+
 inline Ints as_ints(Floats x) { return {_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)}; }
 inline Floats as_floats(Ints x) { return {_mm256_castsi256_ps(x.low), _mm256_castsi256_ps(x.high)}; }
 inline Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
@@ -109,6 +114,14 @@ inline Floats divide(Floats a, Floats b) { return {_mm256_div_ps(a.low, b.low), 
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
   return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }
+
+inline __m256 round_to_bfloat16(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256 nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), upper = _mm256_castsi256_ps(_mm256_set1_epi32(-65536));
+  return _mm256_and_ps(_mm256_blendv_ps(_mm256_castsi256_ps(rounded), nan, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)), upper);
+}
+inline Floats round_to_bfloat16(Floats x) { return {round_to_bfloat16(x.low), round_to_bfloat16(x.high)}; }  // as to_bfloat16 does
 
 // Bytes 0 and 2 of each lane and bytes 1 and 3 are widened to 16 bits: vpmaddubsw on the bytes themselves would saturate.
 inline __m256i dot_bytes(__m256i sum, __m256i bytes, __m256i x) {

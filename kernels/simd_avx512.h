@@ -18,6 +18,9 @@ inline void store(uint8_t *at, Ints x) { _mm512_storeu_si512(at, x); }
 inline void store_bfloat16(uint16_t *at, Floats x) {  // to nearest, ties to even; denormals become zero
   _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), (__m256i)_mm512_cvtneps_pbh(x));
 }
+inline void store_float16(uint16_t *at, Floats x) {  // to nearest, ties to even
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
 inline void store_halves(uint16_t *at, Ints x) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), _mm512_cvtepi32_epi16(x)); }
 inline void store_bytes(int8_t *at, Ints x) { _mm_storeu_si128(reinterpret_cast<__m128i *>(at), _mm512_cvtepi32_epi8(x)); }
 
@@ -52,6 +55,12 @@ inline float first(Floats x) { return _mm512_cvtss_f32(x); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+
+inline Floats round_to_bfloat16(Floats x) {  // as to_bfloat16 does
+  const Ints bits = as_ints(x), odd = bit_and(_mm512_srli_epi32(bits, 16), splat(1)), rounded = add(bits, add(odd, splat(0x7fff)));
+  const Ints numbers = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), splat(0x7fc00000));
+  return as_floats(bit_and(numbers, splat(-65536)));
+}
 
 // Each lane: sum plus four unsigned bytes times four signed bytes, modulo 2^32.
 inline Ints dot_bytes(Ints sum, Ints bytes, Ints x) { return _mm512_dpbusd_epi32(sum, bytes, x); }

@@ -29,6 +29,21 @@ struct alignas(64) TileShapes {
   void set(int tile, int64_t num_rows, int64_t num_bytes) { rows[tile] = num_rows, row_bytes[tile] = num_bytes; }
 };
 
+// The shapes of a product's tiles: 0 to 3 are sums of `num_rows` rows, 4 has rows of `depth` bytes. 6 and 7 have so many bytes of 16 outputs,
+// and so has 5 beside fewer than 16 rows; else it has rows.
+inline TileShapes shapes_of_product(int64_t num_rows, int64_t depth = TILE_ROW_BYTES) {
+  TileShapes shapes;
+  for (int tile = 0; tile < 8; ++tile) {
+    if (tile < 4)
+      shapes.set(tile, num_rows, TILE_ROW_BYTES);
+    else if (tile == 4 || (tile == 5 && num_rows == TILE_ROWS))
+      shapes.set(tile, num_rows, depth);
+    else
+      shapes.set(tile, depth / 4, TILE_ROW_BYTES);
+  }
+  return shapes;
+}
+
 // Denormals count as zero for vectors too, while this lives.
 struct FlushDenormals {
   static constexpr unsigned FLUSH_TO_ZERO = 1 << 15, DENORMALS_ARE_ZERO = 1 << 6;

@@ -22,12 +22,13 @@ constexpr float LEAST_NORMAL = 1e-33f;      // below it the reciprocal of the sc
 struct Layout : Format {
   int64_t num_inputs;
 
+  int64_t bits() const { return codes == Codes::int8 ? 8 : 4; }
   int64_t num_groups() const { return divide_up(num_inputs, group_size); }
   int64_t num_steps() const { return divide_up(num_inputs, 2 * STEP) * 2; }
   int64_t whole_group() const { return group_size == num_inputs ? num_steps() * STEP : group_size; }
-  int64_t tile_bytes() const { return num_steps() * STEP * LANES * bits / 8; }
+  int64_t tile_bytes() const { return num_steps() * STEP * LANES * bits() / 8; }
   // What was added to symmetric codes, for bytes are unsigned: their zero point. 1 if every group has its own.
-  int32_t offset() const { return has_zeros ? 1 : bits == 8 ? 128 : 8; }
+  int32_t offset() const { return has_zeros ? 1 : bits() == 8 ? 128 : 8; }
   const float *scales(const Weight &weight, int64_t num_tiles) const {
     return reinterpret_cast<const float *>(weight.memory + num_tiles * tile_bytes());
   }

@@ -11,12 +11,11 @@
 #include <vector>
 
 #include "../room.h"
-#include "blocks.h"
+#include "bfloat16_steps.h"
 #include "compressed.h"
 
 namespace {
 
-constexpr int64_t INPUTS_OF_STEP = 32, PAIR_BYTES = 64;  // a pair of inputs of 16 outputs
 constexpr int64_t GROUPS_OF_STEP = TILE_ROWS / STEPS_OF_GROUP;
 
 struct Job {
@@ -106,63 +105,23 @@ struct Reader {
   }
 };
 
-// --- one row, for which vectors are a tenth faster ---
-
-// sums += the products of `count` pairs from number `first` on, as kernels/tiles.h adds up those of a step, by multiply-adds.
-template <int COLUMNS, bool COMPRESSED>
-[[gnu::always_inline]] inline void add_step(Reader *readers, const int32_t *x, int64_t first, int64_t count, Floats (&sums)[COLUMNS]) {
-  Floats even[COLUMNS], odd[COLUMNS];
-  UNROLL
-  for (int t = 0; t < COLUMNS; ++t) even[t] = odd[t] = splat(0.0f);
-  for (int64_t pair = 0; pair < count; pair += STEPS_OF_GROUP) {
-    UNROLL
-    for (int t = 0; t < COLUMNS; ++t) {
-      Ints pairs[STEPS_OF_GROUP];
-      readers[t].template read_pairs<COMPRESSED>((first + pair) / STEPS_OF_GROUP, pairs);
-      UNROLL
-      for (int64_t i = 0; i < STEPS_OF_GROUP; ++i) {
-        if (pair + i >= count) break;
-        const Ints x_pair = splat(x[first + pair + i]), upper_half = splat(-65536);
-        even[t] = multiply_add(as_floats(shift_left<16>(x_pair)), as_floats(shift_left<16>(pairs[i])), even[t]);
-        odd[t] = multiply_add(as_floats(bit_and(x_pair, upper_half)), as_floats(bit_and(pairs[i], upper_half)), odd[t]);
-      }
-    }
-  }
-  UNROLL
-  for (int t = 0; t < COLUMNS; ++t) sums[t] = add(sums[t], add(even[t], odd[t]));
-}
-
-// result [COLUMNS, 16]
-template <int COLUMNS, bool COMPRESSED>
-[[gnu::noinline]] void multiply_row(Reader *readers, const int32_t *x, int64_t num_pairs, float *result) {
-  const FlushDenormals mode;
-  Floats sums[COLUMNS];
-  UNROLL
-  for (int t = 0; t < COLUMNS; ++t) sums[t] = splat(0.0f);
-  int64_t first = 0;
-  for (; first + TILE_ROWS <= num_pairs; first += TILE_ROWS) add_step<COLUMNS, COMPRESSED>(readers, x, first, TILE_ROWS, sums);
-  if (first < num_pairs) add_step<COLUMNS, COMPRESSED>(readers, x, first, num_pairs - first, sums);
-  UNROLL
-  for (int t = 0; t < COLUMNS; ++t) store(result + t * LANES, sums[t]);
-}
-
-struct Unit {
-  template <int C, int A, int B> static void multiply() { multiply_bfloat16_tiles<C, A, B>(); }
-};
-
 // sums [rows, COLUMNS, 16]
 template <int COLUMNS> void multiply_few(const Job &job, const Output &out, const Weight &weight, int64_t tile, float *sums) {
   Reader readers[COLUMNS];
   for (int t = 0; t < COLUMNS; ++t) readers[t].begin(job, out, weight, tile + t, COLUMNS);
-  if (job.rows().num_rows > 1) return stream<Unit, COLUMNS>(job, readers, sums);
-  const auto multiply = weight.is_compressed ? multiply_row<COLUMNS, true> : multiply_row<COLUMNS, false>;
-  multiply(readers, reinterpret_cast<const int32_t *>(job.panel(0)), job.num_pairs(), sums);
+  if (job.rows().num_rows > 1) return stream<Bfloat16Unit, COLUMNS>(job, readers, sums);
+  const auto multiply = [&]<bool COMPRESSED>() {
+    multiply_row<COLUMNS>(job, job.num_pairs(), sums, [&](int64_t t, int64_t group, Ints (&pairs)[PAIRS_OF_QUARTER]) {
+      readers[t].template read_pairs<COMPRESSED>(group, pairs);
+    });
+  };
+  weight.is_compressed ? multiply.template operator()<true>() : multiply.template operator()<false>();
 }
 
 void multiply_few_rows(const Job &job, const Output &out, int64_t first, int64_t last) {
   alignas(64) float result[TILE_ROWS * TILES_OF_CHUNK * LANES], up[TILE_ROWS * TILES_OF_CHUNK * LANES];
   const int64_t num_rows = job.rows().num_rows;
-  configure_tiles_for(num_rows);
+  configure_tiles(shapes_of_product(num_rows));
   for (int64_t tile = first; tile < last;) {
     const int64_t num_tiles = tile + TILES_OF_CHUNK <= last ? TILES_OF_CHUNK : 1, width = num_tiles * LANES;
     const int64_t count = std::min(width, out.num_outputs - tile * LANES);
@@ -187,11 +146,11 @@ void multiply_many_rows(const Job &job, const Output &out, const Part &part) {
     float *sums = room(memory, (part.last_panel - part.first_panel) * TILE_ROWS * width);
     Reader readers[MAX_TILES_OF_CHUNK];
     for (int64_t t = 0; t < num_tiles; ++t) readers[t].begin(job, out, weight, tile + t, num_tiles);
-    multiply_many<Unit>(job, readers, part, sums);
+    multiply_many<Bfloat16Unit>(job, readers, part, sums);
     if (weight.bias) add_bias(weight, Dtype::bfloat16, num_rows, tile, num_tiles, count, sums);
     return sums;
   };
-  configure_tiles_for(TILE_ROWS);
+  configure_tiles(shapes_of_product(TILE_ROWS));
   float *result = compute(out.weight, kept[0]), *up = out.up.memory ? compute(out.up, kept[1]) : nullptr;
   release_tiles();
   write_rows(out, Dtype::bfloat16, first_row, num_rows, tile, count, width, result, up);

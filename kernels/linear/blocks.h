@@ -104,13 +104,6 @@ template <class Unit, int ROWS, int COLUMNS, class Reader>
   }
 }
 
-// The tiles of `num_rows` rows (4: of outputs, if few rows leave 5 to them), of outputs and of sums.
-inline void configure_tiles_for(int64_t num_rows) {
-  TileShapes shapes;
-  for (int tile = 0; tile < 8; ++tile) shapes.set(tile, tile < 5 ? num_rows : TILE_ROWS, TILE_ROW_BYTES);
-  configure_tiles(shapes);
-}
-
 // Few rows, one tile of them, while the weight streams by: sums [rows, COLUMNS, 16].
 template <class Unit, int COLUMNS, class Job, class Reader, class Number> void stream(const Job &job, Reader *readers, Number *sums) {
   alignas(64) thread_local uint8_t scratch[2][TILES_OF_CHUNK][TILE_BYTES];

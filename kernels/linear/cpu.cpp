@@ -6,7 +6,6 @@
 
 #include "../operator.h"
 #include "compressed.h"
-#include "float8.h"
 #include "products.h"
 
 namespace {
@@ -18,9 +17,9 @@ std::vector<Product> &no_products() {
 }
 
 void multiply(const Format &format, const std::vector<Product> &products) {
-  if (format.bits == FLOAT8_BITS)
+  if (format.codes == Codes::float8)
     multiply_floats8(format.group_size, products);
-  else if (format.bits)
+  else if (format.codes != Codes::none)
     multiply_ints(format, products);
   else
     multiply_floats(products);
@@ -36,24 +35,24 @@ void multiply(const Format &format, const Product &product) {
 
 // w0 .. w2, whether each is compressed, their biases, results and numbers of outputs; what is not there has no outputs
 OPERATOR(matmul, (const void *x, const float *scales, int64_t scale_stride, Dtype dtype, int64_t num_rows, int64_t num_inputs,
-                  int64_t group_size, int32_t bits, bool has_zeros, const uint8_t *w0, bool compressed0, const void *bias0, void *out0,
+                  int64_t group_size, Codes codes, bool has_zeros, const uint8_t *w0, bool compressed0, const void *bias0, void *out0,
                   int64_t n0, const uint8_t *w1, bool compressed1, const void *bias1, void *out1, int64_t n1, const uint8_t *w2,
                   bool compressed2, const void *bias2, void *out2, int64_t n2)) {
-  multiply({group_size, bits, has_zeros},
+  multiply({group_size, codes, has_zeros},
            {{x, scales, scale_stride, dtype, num_rows, num_inputs},
             {{{w0, compressed0, bias0}, {}, out0, n0}, {{w1, compressed1, bias1}, {}, out1, n1}, {{w2, compressed2, bias2}, {}, out2, n2}}});
 }
 
 OPERATOR(matmul_swiglu, (const void *x, const float *scales, int64_t scale_stride, Dtype dtype, int64_t num_rows, int64_t num_inputs,
-                         int64_t group_size, int32_t bits, bool has_zeros, const uint8_t *gate, bool gate_compressed, const void *gate_bias,
+                         int64_t group_size, Codes codes, bool has_zeros, const uint8_t *gate, bool gate_compressed, const void *gate_bias,
                          const uint8_t *up, bool up_compressed, const void *up_bias, void *out, int64_t num_outputs)) {
-  multiply({group_size, bits, has_zeros}, {{x, scales, scale_stride, dtype, num_rows, num_inputs},
+  multiply({group_size, codes, has_zeros}, {{x, scales, scale_stride, dtype, num_rows, num_inputs},
                                            {{{gate, gate_compressed, gate_bias}, {up, up_compressed, up_bias}, out, num_outputs}}});
 }
 
 // The rows starts[i] .. starts[i + 1] - 1 times weights[i], or gated by it times ups[i], if ups is not null; what has no rows is not read.
 OPERATOR(grouped_matmul, (const void *x, const float *scales, int64_t scale_stride, Dtype dtype, int64_t num_inputs, int64_t group_size,
-                          int32_t bits, bool has_zeros, const uint8_t *const *weights, const bool *compressed, const uint8_t *const *ups,
+                          Codes codes, bool has_zeros, const uint8_t *const *weights, const bool *compressed, const uint8_t *const *ups,
                           const bool *ups_compressed, const int64_t *starts, void *out, int64_t num_weights, int64_t num_outputs)) {
   const Rows rows{x, scales, scale_stride, dtype, starts[num_weights], num_inputs};
   auto &products = no_products();
@@ -64,7 +63,7 @@ OPERATOR(grouped_matmul, (const void *x, const float *scales, int64_t scale_stri
     if (ups) up = {ups[i], ups_compressed[i], nullptr};
     if (num_rows) products.push_back({rows.part(starts[i], num_rows), {{{weights[i], compressed[i], nullptr}, up, to, num_outputs}}});
   }
-  multiply({group_size, bits, has_zeros}, products);
+  multiply({group_size, codes, has_zeros}, products);
 }
 
 // For every head: its x [heads, rows, inputs] times its weight transposed, plus bias: out [heads, rows, outputs]. The strides of the weight

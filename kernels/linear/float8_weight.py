@@ -11,7 +11,6 @@ from torch.nn import functional
 from kernels.linear.float_weight import TILE
 from kernels.linear.int_weight import PackedFormat
 
-BITS = -8  # FLOAT8_BITS in float8.h
 VECTOR_INPUTS = 4  # that a kernel expands at once
 
 
@@ -48,7 +47,7 @@ class Float8Weight:
 
     @cached_property
     def format(self) -> PackedFormat:
-        return PackedFormat(self.group_size, BITS, has_zero_points=False)
+        return PackedFormat(self.group_size, "float8", has_zero_points=False)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

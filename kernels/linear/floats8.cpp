@@ -5,6 +5,8 @@
 // bits depend neither on the other rows nor on how the work was shared.
 #include <vector>
 
+#include "../room.h"
+#include "../tiles.h"
 #include "float8.h"
 #include "products.h"
 
@@ -48,7 +50,7 @@ template <bool IN_PAIRS> void read_inputs(const Rows &rows, int64_t first, int64
   if constexpr (!IN_PAIRS) {
     read_floats(rows.x, rows.dtype, first, count, static_cast<float *>(to));
   } else if (rows.scales) {
-    for (int64_t i = 0; i < count; ++i) static_cast<uint16_t *>(to)[i] = float8_to_bfloat16(static_cast<const uint8_t *>(rows.x)[first + i]);
+    for (int64_t i = 0; i < count; ++i) static_cast<uint16_t *>(to)[i] = BFLOAT16_OF_FLOAT8[static_cast<const uint8_t *>(rows.x)[first + i]];
   } else {
     std::copy_n(static_cast<const uint16_t *>(rows.x) + first, count, static_cast<uint16_t *>(to));
   }
@@ -73,7 +75,7 @@ template <bool IN_PAIRS> void fill_panel(const Job<IN_PAIRS> &job, int64_t panel
 
 // Where a kernel starts to read.
 struct Sources {
-  const uint8_t *codes;  // of the first tile; the next one is tile_bytes behind it
+  const uint8_t *codes;  // of the first tile; the next one is tile_bytes behind it. Or what they were expanded to
   int64_t tile_bytes;
   const float *scales;  // of the first tile and group; the next tile is tile_scales behind it, the next group LANES
   int64_t tile_scales;
@@ -84,7 +86,8 @@ struct Sources {
 
 // out [ROWS, TILES, 16] = the products of ROWS rows and TILES tiles. Never inlined, as the others: the sums fill the registers, and the totals
 // of groups stay in the first level of the cache.
-template <bool IN_PAIRS, int ROWS, int TILES> [[gnu::noinline]] void dot(Sources from, float *out) {
+template <bool IN_PAIRS, bool EXPANDED, int ROWS, int TILES> [[gnu::noinline]] void dot(Sources from, float *out) {
+  constexpr int64_t BYTES = EXPANDED ? 2 * VECTOR_BYTES : VECTOR_BYTES;
   const Float8Tables tables;
   const Ints upper_half = splat(static_cast<int32_t>(0xffff0000));
   const uint8_t *near_end = from.codes + from.tile_bytes - PREFETCH_BYTES;  // from here on the next tiles are fetched, TILES further on
@@ -95,13 +98,17 @@ template <bool IN_PAIRS, int ROWS, int TILES> [[gnu::noinline]] void dot(Sources
     for (int row = 0; row < ROWS; ++row)
       UNROLL
       for (int t = 0; t < TILES; ++t) sums[row][t] = splat(0.0f);
-    for (int64_t vector = 0; vector < from.group_vectors; ++vector, from.codes += VECTOR_BYTES) {
+    for (int64_t vector = 0; vector < from.group_vectors; ++vector, from.codes += BYTES) {
       const int64_t ahead = PREFETCH_BYTES + (from.codes < near_end ? 0 : (TILES - 1) * from.tile_bytes);
       Ints w[TILES][2];
       UNROLL
       for (int t = 0; t < TILES; ++t) {
         _mm_prefetch(reinterpret_cast<const char *>(from.codes + t * from.tile_bytes + ahead), _MM_HINT_T1);
-        expand(tables, load(from.codes + t * from.tile_bytes), w[t]);
+        const uint8_t *at = from.codes + t * from.tile_bytes;
+        if constexpr (EXPANDED)
+          w[t][0] = load(at), w[t][1] = load(at + VECTOR_BYTES);
+        else
+          expand(tables, load(at), w[t]);
       }
       UNROLL
       for (int step = 0; step < 2; ++step) {
@@ -141,15 +148,41 @@ template <bool IN_PAIRS, int ROWS, int TILES> [[gnu::noinline]] void dot(Sources
   }
 }
 
+// The codes of an output's weights, from tile number `first_tile` on.
+struct CodesOf {
+  const Output &out;
+  bool are_expanded;
+  int64_t tile_bytes, first_tile;
+  const uint8_t *memory[2];  // of the weight, and of `up`
+
+  const uint8_t *at(const Weight &weight, int64_t tile) const { return memory[&weight == &out.up] + (tile - first_tile) * tile_bytes; }
+};
+
+// The part's tiles, each code as bfloat16, in memory of this thread.
+const uint8_t *expand_tiles(const Weight &weight, const Part &part, int64_t tile_bytes, std::vector<uint8_t> &memory) {
+  const Float8Tables tables;
+  const int64_t num_bytes = (part.last_tile - part.first_tile) * tile_bytes;
+  const uint8_t *from = weight.memory + part.first_tile * tile_bytes;
+  uint8_t *const expanded = room(memory, 2 * num_bytes);
+  for (int64_t byte = 0; byte < num_bytes; byte += VECTOR_BYTES) {
+    Ints steps[2];
+    expand(tables, load(from + byte), steps);
+    store(expanded + 2 * byte, steps[0]), store(expanded + 2 * byte + VECTOR_BYTES, steps[1]);
+  }
+  return expanded;
+}
+
 // result [ROWS, tiles, 16] = what the tiles from `tile` on give: `count` numbers of each row. They are rounded before the bias is added, as if
 // they had been written.
 template <bool IN_PAIRS, int ROWS, int TILES>
-void multiply(const Job<IN_PAIRS> &job, const Weight &weight, int64_t all_tiles, int64_t panel, int64_t tile, int64_t num_tiles, int64_t count,
+void multiply(const Job<IN_PAIRS> &job, const CodesOf &codes, const Weight &weight, int64_t panel, int64_t tile, int64_t num_tiles, int64_t count,
               float *result) {
-  const auto *scales = reinterpret_cast<const float *>(weight.memory + all_tiles * job.tile_bytes());
+  const auto *scales = reinterpret_cast<const float *>(weight.memory + codes.out.num_tiles() * job.tile_bytes());
   const int64_t tile_scales = job.num_groups() * LANES;
-  const auto product = num_tiles == TILES ? dot<IN_PAIRS, ROWS, TILES> : dot<IN_PAIRS, ROWS, 1>;
-  product({weight.memory + tile * job.tile_bytes(), job.tile_bytes(), scales + tile * tile_scales, tile_scales,
+  const auto plain = num_tiles == TILES ? dot<IN_PAIRS, false, ROWS, TILES> : dot<IN_PAIRS, false, ROWS, 1>;
+  const auto expanded = num_tiles == TILES ? dot<IN_PAIRS, true, ROWS, TILES> : dot<IN_PAIRS, true, ROWS, 1>;
+  const auto product = codes.are_expanded ? expanded : plain;
+  product({codes.at(weight, tile), codes.tile_bytes, scales + tile * tile_scales, tile_scales,
            reinterpret_cast<const int32_t *>(job.inputs(panel)), job.scales(panel), job.num_groups(), job.group_vectors()},
           result);
   if (!weight.bias) return;
@@ -158,24 +191,34 @@ void multiply(const Job<IN_PAIRS> &job, const Weight &weight, int64_t all_tiles,
 }
 
 // One panel, ROWS high or less, times the tiles first .. last - 1.
-template <bool IN_PAIRS, int ROWS> void multiply_panel(const Job<IN_PAIRS> &job, const Output &out, int64_t panel, int64_t first, int64_t last) {
+template <bool IN_PAIRS, int ROWS> void multiply_panel(const Job<IN_PAIRS> &job, const CodesOf &codes, int64_t panel, const Part &part) {
   if constexpr (ROWS > 1)
-    if (job.height(panel) < ROWS) return multiply_panel<IN_PAIRS, ROWS - 1>(job, out, panel, first, last);
+    if (job.height(panel) < ROWS) return multiply_panel<IN_PAIRS, ROWS - 1>(job, codes, panel, part);
   constexpr int FIT = ACCUMULATORS / ROWS, TILES = FIT >= 4 ? 4 : 1;
-  write_tiles<ROWS, TILES>(out, job.rows().dtype, panel * job.height(), first, last,
+  write_tiles<ROWS, TILES>(*part.out, job.rows().dtype, panel * job.height(), part.first_tile, part.last_tile,
                            [&](const Weight &weight, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
-                             multiply<IN_PAIRS, ROWS, TILES>(job, weight, out.num_tiles(), panel, tile, num_tiles, count, result);
+                             multiply<IN_PAIRS, ROWS, TILES>(job, codes, weight, panel, tile, num_tiles, count, result);
                            });
+}
+
+// Codes are expanded first if several panels read them.
+template <bool IN_PAIRS> void multiply_part(const Job<IN_PAIRS> &job, const Part &part) {
+  thread_local std::vector<uint8_t> kept[2];
+  const Output &out = *part.out;
+  CodesOf codes{out, part.last_panel - part.first_panel > 1, job.tile_bytes(), 0, {out.weight.memory, out.up.memory}};
+  if (codes.are_expanded) {
+    codes.tile_bytes *= 2, codes.first_tile = part.first_tile;
+    codes.memory[0] = expand_tiles(out.weight, part, job.tile_bytes(), kept[0]);
+    if (out.up.memory) codes.memory[1] = expand_tiles(out.up, part, job.tile_bytes(), kept[1]);
+  }
+  for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel) multiply_panel<IN_PAIRS, MAX_ROWS>(job, codes, panel, part);
 }
 
 template <bool IN_PAIRS> void multiply_all(int64_t group_size, const std::vector<Product> &products) {
   thread_local std::vector<Job<IN_PAIRS>> jobs;
   jobs.clear();
   for (const Product &product : products) jobs.push_back({product, group_size});
-  run(jobs, fill_panel<IN_PAIRS>, [](const Job<IN_PAIRS> &job, const Part &part) {
-    for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel)
-      multiply_panel<IN_PAIRS, MAX_ROWS>(job, *part.out, panel, part.first_tile, part.last_tile);
-  });
+  run(jobs, fill_panel<IN_PAIRS>, multiply_part<IN_PAIRS>);
 }
 
 }  // namespace
@@ -184,7 +227,11 @@ void multiply_floats8(int64_t group_size, const std::vector<Product> &products) 
   if (products.empty()) return;
   const Rows &rows = products[0].rows;
   if (rows.scales || rows.dtype == Dtype::bfloat16)
+#ifdef HAS_TILES
+    multiply_floats8_by_tiles(group_size, products);
+#else
     multiply_all<true>(group_size, products);
+#endif
   else
     multiply_all<false>(group_size, products);
 }

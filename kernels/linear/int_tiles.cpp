@@ -85,7 +85,7 @@ struct Reader {
 
   // One of `num_tiles` that are read in turn.
   void begin(const Layout &layout, const Weight &weight, int64_t tile, int64_t num_tiles) {
-    memory = weight.memory + tile * layout.tile_bytes(), are_bytes = layout.bits == 8;
+    memory = weight.memory + tile * layout.tile_bytes(), are_bytes = layout.bits() == 8;
     num_bytes = layout.num_steps() * STEP * BYTES_OF_INPUT;
     ahead = {memory, layout.tile_bytes(), num_tiles};
   }
@@ -261,16 +261,6 @@ template <bool ZEROS> void multiply_whole(const Job<1> &job, const Weight &weigh
   }
 }
 
-void configure(int64_t depth) {
-  TileShapes shapes;
-  for (int tile = 0; tile < 8; ++tile) {
-    if (tile < 4) shapes.set(tile, TILE_ROWS, TILE_ROW_BYTES);
-    if (tile == 4 || tile == 5) shapes.set(tile, TILE_ROWS, depth);
-    if (tile > 5) shapes.set(tile, depth / STEP, TILE_ROW_BYTES);
-  }
-  configure_tiles(shapes);
-}
-
 template <int LIMBS> void multiply_part(const Job<LIMBS> &job, const Part &part) {
   thread_local std::vector<float> kept[2];
   const Output &out = *part.out;
@@ -294,7 +284,7 @@ template <int LIMBS> void multiply_part(const Job<LIMBS> &job, const Part &part)
     }
     return result;
   };
-  configure(is_whole ? INPUTS_OF_STEP : std::min(job.segment, INPUTS_OF_STEP));
+  configure_tiles(shapes_of_product(TILE_ROWS, is_whole ? INPUTS_OF_STEP : std::min(job.segment, INPUTS_OF_STEP)));
   float *result = compute(out.weight, kept[0]), *up = out.up.memory ? compute(out.up, kept[1]) : nullptr;
   release_tiles();
   write_rows(out, dtype, first_row, num_rows, part.first_tile, count, width, result, up);

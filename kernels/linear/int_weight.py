@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from kernels.linear.float_weight import TILE
 
+CODES = {"none": 0, "int8": 1, "int4": 2, "float8": 3}  # `enum class Codes` in products.h
 MAX_INPUTS = 2**17 - 1  # more products of int8 do not fit into 32 bits
 
 
@@ -17,7 +18,7 @@ class PackedFormat(NamedTuple):
     """The properties that weights multiplied together have in common, besides their inputs."""
 
     group_size: int
-    bits: int
+    codes: str  # a name of CODES
     has_zero_points: bool
 
 
@@ -55,7 +56,7 @@ class IntWeight:
 
     @cached_property
     def format(self) -> PackedFormat:
-        return PackedFormat(self.group_size, self.bits, self.has_zero_points)
+        return PackedFormat(self.group_size, f"int{self.bits}", self.has_zero_points)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

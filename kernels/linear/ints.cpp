@@ -155,7 +155,7 @@ void multiply_panel(const Job<LIMBS> &job, const Output &out, int64_t panel, int
 
 template <int LIMBS> void multiply_part(const Job<LIMBS> &job, const Part &part) {
   constexpr int ROWS = Panel<LIMBS>::MAX_ROWS;
-  const auto multiply = job.layout.bits == 8     ? multiply_panel<8, LIMBS, false, ROWS>
+  const auto multiply = job.layout.bits() == 8   ? multiply_panel<8, LIMBS, false, ROWS>
                         : job.layout.has_zeros ? multiply_panel<4, LIMBS, true, ROWS>
                                                : multiply_panel<4, LIMBS, false, ROWS>;
   for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel) multiply(job, *part.out, panel, part.first_tile, part.last_tile);

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kernels.build import DTYPES, Library
-from kernels.linear import float8_weight, portable
+from kernels.linear import portable
 from kernels.linear.float8_weight import Float8Weight
 from kernels.linear.float_weight import FloatWeight
-from kernels.linear.int_weight import IntWeight
+from kernels.linear.int_weight import CODES, IntWeight
 from kernels.operator import Misfit, Parts, operator
 from kernels.quantize_rows import QuantizedActivations, Rows
 from kernels.swiglu import swiglu
@@ -25,7 +25,7 @@ Biases: TypeAlias = Sequence[Tensor | None]
 
 NO_WEIGHTS = [(None, False, None, None, 0) * (MAX_TOGETHER - count) for count in range(MAX_TOGETHER + 1)]
 """Arguments in the places of missing weights, by the number of those that are there."""
-FLOATS = (0, 0, False)  # in the place of a weight's group size, bits and zero points
+FLOATS = (0, CODES["none"], False)  # in the place of a weight's group size, codes and zero points
 
 
 class WeightGroup:
@@ -62,12 +62,13 @@ def _weight_parts(weight: PackedWeight) -> tuple[Tensor, int, int, int, int, boo
 
 
 def _make_weight(
-    memory: Tensor, num_outputs: int, num_inputs: int, group_size: int, bits: int, has_zero_points: bool
+    memory: Tensor, num_outputs: int, num_inputs: int, group_size: int, codes: int, has_zero_points: bool
 ) -> PackedWeight:
-    if (group_size, bits, has_zero_points) == FLOATS:
+    if codes == CODES["none"]:
         return FloatWeight(memory, num_outputs, num_inputs)
-    if bits == float8_weight.BITS:
+    if codes == CODES["float8"]:
         return Float8Weight(memory, num_outputs, num_inputs, group_size)
+    bits = 8 if codes == CODES["int8"] else 4
     return IntWeight(memory, num_outputs, num_inputs, group_size, bits, has_zero_points)
 
 
@@ -79,9 +80,9 @@ def _group_parts(group: WeightGroup | None) -> tuple[list[Tensor], int, int, int
 
 
 def _make_group(
-    memories: Sequence[Tensor], num_outputs: int, num_inputs: int, group_size: int, bits: int, has_zero_points: bool
+    memories: Sequence[Tensor], num_outputs: int, num_inputs: int, group_size: int, codes: int, has_zero_points: bool
 ) -> WeightGroup | None:
-    sizes = num_outputs, num_inputs, group_size, bits, has_zero_points
+    sizes = num_outputs, num_inputs, group_size, codes, has_zero_points
     return WeightGroup([_make_weight(memory, *sizes) for memory in memories]) if memories else None
 
 
@@ -290,9 +291,9 @@ def _scales_apart(scales: Tensor) -> int:
 
 
 def _format_numbers(weight: PackedWeight) -> tuple[int, int, bool]:
-    """Return group size, bits and whether there are zero points."""
+    """Return group size, the number of the codes and whether there are zero points."""
     if isinstance(weight, FloatWeight):
         return FLOATS
     if isinstance(weight, Float8Weight):
-        return weight.group_size, float8_weight.BITS, False
-    return weight.group_size, weight.bits, weight.has_zero_points
+        return weight.group_size, CODES["float8"], False
+    return weight.group_size, CODES["int8" if weight.bits == 8 else "int4"], weight.has_zero_points

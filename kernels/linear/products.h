@@ -28,10 +28,13 @@ struct Rows {
   }
 };
 
+// What a weight is held in: floats of the rows' dtype, or codes. The numbers that kernels/linear/int_weight.py passes.
+enum class Codes : int32_t { none, int8, int4, float8 };
+
 // What weights that are multiplied together have in common, besides their inputs.
 struct Format {
   int64_t group_size;  // inputs that share a scale
-  int32_t bits;        // of a code; 0: floats of the rows' dtype, FLOAT8_BITS: float8
+  Codes codes;
   bool has_zeros;
 };
 
@@ -66,6 +69,7 @@ struct Product {
 void multiply_floats(const std::vector<Product> &products);
 void multiply_floats8(int64_t group_size, const std::vector<Product> &products);
 void multiply_bfloat16_by_tiles(const std::vector<Product> &products);  // where there are tiles: kernels/tiles.h
+void multiply_floats8_by_tiles(int64_t group_size, const std::vector<Product> &products);
 void multiply_ints_by_tiles(const Format &format, const std::vector<Product> &products);
 void multiply_ints(const Format &format, const std::vector<Product> &products);
 

@@ -113,14 +113,33 @@ const uint8_t *query_words(const Rows &rows, Scratch &scratch) {
   return query;
 }
 
-// Where the vectors of a sequence's tokens first .. last - 1 lie in the cache: work(token, vector) for each, block by block.
+// Vector number `index` of the cache as words, and zeros behind them. x has room for them, and for all that read_vector writes.
+void copy_words(const PagedVectors &cache, int64_t index, int64_t head, int64_t num_words, float *x, uint8_t *words) {
+  const int64_t channels = cache.channels;
+  const bool is_half = cache.dtype == Dtype::bfloat16, is_plain = cache.format == KVFormat::unquantised;
+  if (cache.format == KVFormat::int4 || (is_plain && is_half)) {
+    read_vector(cache, index, head, x);
+    write_words(cache.dtype, x, channels, num_words, words);
+  } else if (is_half) {
+    auto *halves = reinterpret_cast<uint16_t *>(words);
+    read_codes(cache, index, head, [&](int64_t i, Floats numbers) { store_bfloat16(halves + i, numbers); });
+    for (int64_t i = channels; i < 2 * num_words; ++i) halves[i] = 0;
+  } else {
+    auto *floats = reinterpret_cast<float *>(words);
+    if (is_plain)
+      read_floats(cache.stored + index * cache.stored_bytes(), cache.dtype, 0, channels, floats);
+    else
+      read_codes(cache, index, head, [&](int64_t i, Floats numbers) { store(floats + i, numbers); });
+    for (int64_t i = channels; i < num_words; ++i) floats[i] = 0;
+  }
+}
+
+// The vectors of a sequence's tokens first .. last - 1 in the cache: work(token, number of the vector) for each, block by block.
 template <class Work> void for_each_vector(const Rows &rows, const PagedVectors &cache, int64_t first, int64_t last, Work &&work) {
-  const int64_t stride = cache.num_heads * cache.stored_bytes();
   for (int64_t token = first; token < last;) {
     const int64_t block = token / cache.block_size, end = std::min((block + 1) * cache.block_size, last);
-    const uint8_t *vector = cache.stored + cache.index(rows.table()[block] * cache.block_size + token % cache.block_size, rows.group) *
-                                               cache.stored_bytes();
-    for (; token < end; ++token, vector += stride) work(token, vector);
+    int64_t index = cache.index(rows.table()[block] * cache.block_size + token % cache.block_size, rows.group);
+    for (; token < end; ++token, index += cache.num_heads) work(token, index);
   }
 }
 
@@ -133,18 +152,18 @@ void find_vectors(const Rows &rows, const PagedVectors &cache, int64_t first, in
   const bool readable = vector_bytes % VECTOR_BYTES == 0 || (vector_bytes % WORD_BYTES == 0 && cache.has_margin);
   const bool in_place = cache.format == KVFormat::unquantised && cache.dtype != Dtype::float16 && readable;
   uint8_t *copies = room(scratch.vectors, (TILE + 1) * bytes);
-  for_each_vector(rows, cache, last, std::min(last + TILE, rows.length()), [&](int64_t, const uint8_t *later) {
-    for (int64_t byte = 0; byte < stored_bytes; byte += 64) _mm_prefetch(reinterpret_cast<const char *>(later + byte), _MM_HINT_T0);
+  for_each_vector(rows, cache, last, std::min(last + TILE, rows.length()), [&](int64_t, int64_t later) {
+    const auto *at = reinterpret_cast<const char *>(cache.stored + later * stored_bytes);
+    for (int64_t byte = 0; byte < stored_bytes; byte += 64) _mm_prefetch(at + byte, _MM_HINT_T0);
   });
   if (last - first < TILE) std::memset(copies + TILE * bytes, 0, bytes);
   std::fill(scratch.at + (last - first), scratch.at + TILE, copies + TILE * bytes);
   if (in_place)
-    return for_each_vector(rows, cache, first, last, [&](int64_t token, const uint8_t *vector) { scratch.at[token - first] = vector; });
+    return for_each_vector(rows, cache, first, last, [&](int64_t token, int64_t index) { scratch.at[token - first] = cache.stored + index * stored_bytes; });
   float *x = room(scratch.floats, std::max(2 * words, room_for(cache)));
-  for_each_vector(rows, cache, first, last, [&](int64_t token, const uint8_t *vector) {
+  for_each_vector(rows, cache, first, last, [&](int64_t token, int64_t index) {
     uint8_t *copy = copies + (token - first) * bytes;
-    read_vector(cache, (vector - cache.stored) / stored_bytes / cache.num_heads, rows.group, x);
-    write_words(cache.dtype, x, cache.channels, words, copy);
+    copy_words(cache, index, rows.group, words, x, copy);
     scratch.at[token - first] = copy;
   });
 }

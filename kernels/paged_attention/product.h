@@ -85,9 +85,7 @@ public:
   void set(int64_t rows) {
     if (rows == height) return;
     height = rows;
-    TileShapes shapes;
-    for (int tile = 0; tile < 8; ++tile) shapes.set(tile, tile < 5 ? rows : TILE_ROWS, TILE_ROW_BYTES);
-    configure_tiles(shapes);
+    configure_tiles(shapes_of_product(rows));
   }
 };
 

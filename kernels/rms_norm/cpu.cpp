@@ -4,41 +4,67 @@
 #include <vector>
 
 #include "../quantize_rows/quantize.h"
+#include "../numbers.h"
 #include "../operator.h"
+#include "../room.h"
 #include "../threads.h"
 #include "normalise.h"
 
+namespace {
+
 constexpr int64_t CHUNK_CHANNELS = 1 << 12;  // worth another thread
+
+struct Call {
+  const void *x, *residual, *weight;
+  void *out, *total;
+  Quantizer to;
+  int64_t channels;
+  float eps;
+};
+
+// Row number `index`; `row` has room for its floats. Two passes, with the bits of normalise_row.
+template <Dtype DTYPE> void normalise(const Call &call, int64_t index, float *row) {
+  const int64_t channels = call.channels, bytes = index * channels * NUMBER_BYTES<DTYPE>;
+  const auto of_row = [&](auto *rows) { return reinterpret_cast<decltype(rows)>(reinterpret_cast<uintptr_t>(rows) + bytes); };
+  Floats sums[NORM_VECTORS] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+  for (int64_t first = 0; first < channels; first += NORM_VECTORS * LANES)
+    UNROLL
+    for (int64_t v = 0; v < NORM_VECTORS; ++v) {
+      const int64_t i = first + v * LANES;
+      Floats numbers = load_numbers<DTYPE>(of_row(call.x), i, channels);
+      if (call.residual) {
+        numbers = rounded<DTYPE>(add(numbers, load_numbers<DTYPE>(of_row(call.residual), i, channels)));
+        store_numbers<DTYPE>(of_row(call.total), i, channels, numbers);
+      }
+      store(row + i, numbers);
+      sums[v] = multiply_add(numbers, numbers, sums[v]);
+    }
+  const Floats inverse = splat(inverse_root(sums, channels, call.eps));
+  for (int64_t i = 0; i < channels; i += LANES) {
+    const Floats root = rounded<DTYPE>(multiply(load(row + i), inverse));
+    const Floats normed = rounded<DTYPE>(multiply(root, load_numbers<DTYPE>(call.weight, i, channels)));
+    if (call.out)
+      store_numbers<DTYPE>(of_row(call.out), i, channels, normed);
+    else
+      store(row + i, normed);
+  }
+  if (!call.out) quantize_row(call.to, index, row, channels);
+}
+
+}  // namespace
 
 // x, residual, weight [D], out and total [rows, D] of one dtype; codes [rows, D], scales [rows, G] as of quantize_rows. Null: residual and total if
 // nothing is added; out if rows become codes, else codes and scales.
 OPERATOR(rms_norm, (const void *x, const void *residual, const void *weight, void *out, void *total, int8_t *codes, float *scales,
                     bool is_float8, int64_t group_size, const float *chosen, int64_t chosen_stride, Dtype dtype, int64_t num_rows,
                     int64_t channels, float eps)) {
-  const Quantizer to{codes, scales, is_float8, group_size, chosen, chosen_stride};
-  const int64_t padded = room_for_norm(channels);
+  const Call call{x, residual, weight, out, total, {codes, scales, is_float8, group_size, chosen, chosen_stride}, channels, eps};
   const int64_t rows_per_chunk = rows_of_chunk(CHUNK_CHANNELS, channels);
   parallel_for(divide_up(num_rows, rows_per_chunk), [&](int64_t chunk) {
     thread_local std::vector<float> kept;
-    if (static_cast<int64_t>(kept.size()) < 3 * padded) kept.resize(3 * padded);
-    float *row = kept.data(), *factors = row + padded, *addend = factors + padded;
-    std::fill(row + channels, row + padded, 0.0f);
-    read_floats(weight, dtype, 0, channels, factors);
-    for (int64_t i = chunk * rows_per_chunk; i < std::min((chunk + 1) * rows_per_chunk, num_rows); ++i) {
-      read_floats(x, dtype, i * channels, channels, row);
-      if (residual) {
-        read_floats(residual, dtype, i * channels, channels, addend);
-        for (int64_t c = 0; c < channels; ++c) row[c] += addend[c];
-        round_to(dtype, row, channels);
-        write_floats(total, dtype, i * channels, channels, row);
-      }
-      normalise_row(row, factors, channels, dtype, eps);
-      if (codes) {
-        round_to(dtype, row, channels);
-        quantize_row(to, i, row, channels);
-      } else {
-        write_floats(out, dtype, i * channels, channels, row);
-      }
-    }
+    float *row = room(kept, room_for_norm(channels));
+    for_dtype(dtype, [&]<Dtype DTYPE>() {
+      for (int64_t i = chunk * rows_per_chunk; i < std::min((chunk + 1) * rows_per_chunk, num_rows); ++i) normalise<DTYPE>(call, i, row);
+    });
   });
 }

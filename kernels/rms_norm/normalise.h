@@ -11,19 +11,21 @@ constexpr int64_t NORM_VECTORS = 4;
 // Of the floats that a row has room for; those behind its channels are zeros.
 inline int64_t room_for_norm(int64_t channels) { return divide_up(channels, NORM_VECTORS * LANES) * NORM_VECTORS * LANES; }
 
-inline float mean_square(const float *x, int64_t channels) {
-  Floats sums[NORM_VECTORS] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
-  for (int64_t i = 0; i < room_for_norm(channels); i += NORM_VECTORS * LANES)
-    for (int64_t v = 0; v < NORM_VECTORS; ++v) {
-      const Floats part = load(x + i + v * LANES);
-      sums[v] = multiply_add(part, part, sums[v]);
-    }
-  return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3]))) / channels;
+// 1 / sqrt(mean + eps) of the squares in `sums`
+inline float inverse_root(const Floats (&sums)[NORM_VECTORS], int64_t channels, float eps) {
+  const float mean = sum(add(add(sums[0], sums[1]), add(sums[2], sums[3]))) / channels;
+  return 1 / std::sqrt(mean + eps);
 }
 
 // row / sqrt(mean(row^2) + eps) rounded to the dtype, times weight; not yet rounded again
 inline void normalise_row(float *row, const float *weight, int64_t channels, Dtype dtype, float eps) {
-  const float inverse = 1 / std::sqrt(mean_square(row, channels) + eps);
+  Floats sums[NORM_VECTORS] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+  for (int64_t i = 0; i < room_for_norm(channels); i += NORM_VECTORS * LANES)
+    for (int64_t v = 0; v < NORM_VECTORS; ++v) {
+      const Floats part = load(row + i + v * LANES);
+      sums[v] = multiply_add(part, part, sums[v]);
+    }
+  const float inverse = inverse_root(sums, channels, eps);
   for (int64_t c = 0; c < channels; ++c) row[c] *= inverse;
   round_to(dtype, row, channels);
   for (int64_t c = 0; c < channels; ++c) row[c] *= weight[c];

@@ -11,10 +11,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import build
-from kernels.linear import linear, matmul, matmul_swiglu, pack, pack_codes
+from kernels.linear import (
+    WeightGroup,
+    grouped_matmul,
+    linear,
+    matmul,
+    matmul_swiglu,
+    pack,
+    pack_codes,
+    pack_float8,
+)
 from kernels.linear.compressed import common_upper_bytes, compress_with
 from kernels.linear.float_weight import FloatWeight
-from kernels.quantize_rows import QuantizedActivations, quantize_rows
+from kernels.quantize_rows import QuantizedActivations, Rows, quantize_rows
+from kernels.swiglu import swiglu
 from tests.kernels.conftest import have
 
 ROWS = (1, 2, 5, 16, 17, 33, 70)
@@ -37,7 +47,7 @@ def flush(x: np.ndarray) -> np.ndarray:
 def documented(x: Tensor, weight: Tensor) -> Tensor:
     """TDPBF16PS over 32 inputs at a time: [M, N]. A product of two bfloat16 is exact in float32, so a sum of it is a fused multiply-add."""
     padding = -x.shape[1] % 32
-    a, b = (flush(functional.pad(each, (0, padding)).float().numpy()) for each in (x, weight))
+    a, b = (flush(functional.pad(each.float(), (0, padding)).numpy()) for each in (x, weight))
     total = np.zeros((len(a), len(b)), np.float32)
     with np.errstate(all="ignore"):
         for step in range(0, a.shape[1], 32):
@@ -128,6 +138,82 @@ def test_products_of_integers_have_the_bits_of_vectors(
                 results.append((matmul(x, gate), matmul_swiglu(x, gate, up)))
             for actual, expected in zip(*results, strict=True):
                 assert_equal(actual, expected)
+
+
+def documented_float8(x: Rows, codes: Tensor, scales: Tensor) -> Tensor:
+    """Each group's sum, which zeros fill up to whole steps, times both scales, added to the groups before it: [M, N] float32."""
+    groups = scales.shape[1]
+    rows = x.codes if isinstance(x, QuantizedActivations) else x
+    x_scales = x.scales.expand(-1, groups) if isinstance(x, QuantizedActivations) else torch.ones(len(x), groups)
+    total = torch.zeros(len(rows), len(codes))
+    for g, (part, code) in enumerate(zip(rows.chunk(groups, 1), codes.chunk(groups, 1), strict=True)):
+        factor = (x_scales[:, g, None] * scales[:, g]).double()  # one rounding: both are float32
+        total = (documented(part, code).double() * factor + total).float()
+    return total
+
+
+def random_float8(*shape: int) -> Tensor:
+    """Any finite codes, those below 2^-6 as well."""
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8)
+    return codes.where((codes & 127) != 127, 0).view(torch.float8_e4m3fn)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("kind", ["normal", "any", "codes", "codes of groups"])
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs", "groups"), [(1, 1, 1), (15, 31, 1), (33, 96, 3), (70, 210, 7), (130, 1056, 1)]
+)
+def test_sums_of_float8_are_the_documented_ones(num_outputs: int, num_inputs: int, groups: int, kind: str) -> None:
+    codes, up_codes = random_float8(num_outputs, num_inputs), random_float8(num_outputs, num_inputs)
+    scales = torch.rand(num_outputs, groups)
+    gate, up = pack_float8(codes, scales), pack_float8(up_codes, scales)
+    for num_rows in ROWS:
+        x: Rows = numbers("any" if kind == "any" else "normal", num_rows, num_inputs)
+        if kind.startswith("codes"):
+            size = num_inputs // groups if kind == "codes of groups" else None
+            x = QuantizedActivations(
+                random_float8(num_rows, num_inputs), torch.rand(num_rows, groups if size else 1), torch.float32, size
+            )
+        expected, ups = documented_float8(x, codes, scales), documented_float8(x, up_codes, scales)
+        assert_equal(matmul(x, gate), expected.to(x.dtype))
+        assert_equal(matmul_swiglu(x, gate, up), swiglu(expected.to(x.dtype), ups.to(x.dtype)))
+        bias = torch.randn(num_outputs).to(x.dtype)
+        assert_equal(matmul(x, gate, bias), expected.to(x.dtype) + bias)
+
+
+EXPERTS = {
+    "bfloat16": lambda: pack(numbers("normal", 40, 96)),
+    "float8": lambda: pack_float8(random_float8(40, 96), torch.rand(40, 3)),
+    "int8": lambda: pack_codes(torch.randint(-128, 128, (40, 96), dtype=torch.int8), torch.rand(40, 1), None, 8),
+    "int4": lambda: pack_codes(
+        torch.randint(0, 16, (40, 96), dtype=torch.int8),
+        torch.rand(40, 3),
+        torch.randint(0, 16, (40, 3), dtype=torch.int8),
+        4,
+    ),
+}
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("codes", [False, True], ids=["bfloat16 rows", "codes"])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_rows_sorted_by_expert_have_the_bits_of_each_alone(kind: str, codes: bool) -> None:
+    if codes and kind == "bfloat16":
+        return
+    counts = [0, 1, 17, 0, 33, 5]
+    gates, ups = ([EXPERTS[kind]() for _ in counts] for _ in range(2))
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    x: Rows = numbers("normal", sum(counts), 96)
+    if codes:
+        x = QuantizedActivations(*quantize_rows(x, torch.float8_e4m3fn if kind == "float8" else torch.int8), x.dtype)
+    products = grouped_matmul(x, WeightGroup(gates), starts)
+    gated = grouped_matmul(x, WeightGroup(gates), starts, WeightGroup(ups))
+    for expert, (gate, up) in enumerate(zip(gates, ups, strict=True)):
+        for row in range(int(starts[expert]), int(starts[expert + 1])):
+            one = slice(row, row + 1)
+            alone = QuantizedActivations(x.codes[one], x.scales[one], x.dtype) if codes else x[one]
+            assert torch.equal(products[one], matmul(alone, gate))
+            assert torch.equal(gated[one], matmul_swiglu(alone, gate, up))
 
 
 def product_in_a_child(expected: Tensor, send: Callable[[bool], None]) -> None:

@@ -152,7 +152,9 @@ def test_what_does_not_belong_together_is_refused(any_way: str) -> None:
     coded = [products.pack_codes(*make(17, 32, bits, 0, False)[:3], bits) for bits in (8, 4)]
     with pytest.raises(ValueError, match="4 weights: at most 3 are multiplied together"):
         products.matmul_together(x, coded * 2, [None] * 4)
-    with pytest.raises(ValueError, match=r"weights of .*bits=8.* and .*bits=4.* cannot be multiplied together"):
+    with pytest.raises(
+        ValueError, match=r"weights of .*codes=.int8.* and .*codes=.int4.* cannot be multiplied together"
+    ):
         products.matmul_together(x, coded, [None] * 2)
     with pytest.raises(ValueError, match=r"a bias \[17\] of torch.bfloat16 for 17 outputs of torch.float32"):
         products.matmul_together(x, coded[:1], [torch.zeros(17, dtype=torch.bfloat16)])

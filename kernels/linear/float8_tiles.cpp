@@ -1,0 +1,193 @@
+// Products with weights of float8 by the tiles of the AMX unit, where the rows are bfloat16 or float8: both are exact in bfloat16.
+//
+// M rows, K inputs, N outputs, G groups of inputs. A step is 32 inputs of one group, which zeros fill up. Every group is one sum over its steps
+// in their order (kernels/tiles.h); groups are scaled and added in float32 in their order, with one rounding each. So a row's bits depend neither
+// on the other rows nor on how the work was shared.
+#include "../tiles.h"
+
+#ifdef HAS_TILES
+
+#include <algorithm>
+#include <vector>
+
+#include "../room.h"
+#include "bfloat16_steps.h"
+#include "float8.h"
+
+namespace {
+
+constexpr int64_t VECTOR_BYTES = 64, INPUTS_OF_VECTOR = 4;  // of codes
+constexpr int64_t VECTORS_OF_QUARTER = 2;
+
+struct Job {
+  Product product;
+  int64_t group_size;
+  char *panels = nullptr;  // the rows: [tiles of 16 rows, steps, 16 rows, 64 bytes]; fewer rows lie without gaps
+  float *scales = nullptr;  // [M, G]
+
+  const Rows &rows() const { return product.rows; }
+  bool has_few_rows() const { return rows().num_rows <= TILE_ROWS; }
+  int64_t num_groups() const { return rows().num_inputs / group_size; }
+  int64_t steps_of_group() const { return divide_up(group_size, INPUTS_OF_STEP); }
+  int64_t num_steps() const { return num_groups() * steps_of_group(); }
+  int64_t group_bytes() const { return divide_up(group_size, INPUTS_OF_VECTOR) * VECTOR_BYTES; }  // of a tile of outputs
+  int64_t tile_bytes() const { return num_groups() * group_bytes(); }
+  int64_t num_panels() const { return divide_up(rows().num_rows, TILE_ROWS); }
+  int64_t height() const { return std::min(rows().num_rows, TILE_ROWS); }  // of a panel; the last one ends in zeros
+  int64_t step_bytes() const { return height() * TILE_ROW_BYTES; }
+  int64_t num_fills() const { return num_panels(); }
+  int64_t panels_of_chunk() const { return ROW_TILES_OF_CHUNK; }
+  int64_t tiles_of_chunk() const { return TILES_OF_CHUNK; }
+  int64_t scale_bytes() const { return divide_up(rows().num_rows * num_groups() * sizeof(float), ALIGNMENT) * ALIGNMENT; }
+  int64_t panel_bytes() const { return num_panels() * num_steps() * step_bytes() + scale_bytes() + ALIGNMENT; }
+  void place(char *memory) { scales = reinterpret_cast<float *>(aligned(memory)), panels = reinterpret_cast<char *>(scales) + scale_bytes(); }
+  char *panel(int64_t number) const { return panels + number * num_steps() * step_bytes(); }
+};
+
+// One group of a job, as blocks.h multiplies it.
+struct Group {
+  const Job &job;
+  int64_t number;
+
+  int64_t num_steps() const { return job.steps_of_group(); }
+  int64_t step_bytes() const { return job.step_bytes(); }
+  const char *panel(int64_t panel) const { return job.panel(panel) + number * num_steps() * step_bytes(); }
+};
+
+void fill_panel(const Job &job, int64_t panel) {
+  const Rows &rows = job.rows();
+  const int64_t size = job.group_size, step_bytes = job.step_bytes();
+  thread_local std::vector<uint16_t> kept;
+  uint16_t *group = room(kept, job.steps_of_group() * INPUTS_OF_STEP);
+  std::fill_n(group, job.steps_of_group() * INPUTS_OF_STEP, 0);
+  for (int64_t row = 0; row < job.height(); ++row) {
+    const int64_t index = panel * TILE_ROWS + row;
+    char *to = job.panel(panel) + row * TILE_ROW_BYTES;
+    if (index >= rows.num_rows) std::fill_n(group, size, 0);
+    for (int64_t g = 0; g < job.num_groups(); ++g) {
+      const int64_t first = index * rows.num_inputs + g * size;
+      if (index < rows.num_rows) {
+        if (rows.scales)
+          for (int64_t i = 0; i < size; ++i) group[i] = BFLOAT16_OF_FLOAT8[static_cast<const uint8_t *>(rows.x)[first + i]];
+        else
+          std::copy_n(static_cast<const uint16_t *>(rows.x) + first, size, group);
+        job.scales[index * job.num_groups() + g] = rows.scales ? rows.scales[index * rows.scale_stride + (rows.scale_stride > 1 ? g : 0)] : 1.0f;
+      }
+      for (int64_t step = 0; step < job.steps_of_group(); ++step, to += step_bytes)
+        std::memcpy(to, group + step * INPUTS_OF_STEP, TILE_ROW_BYTES);
+    }
+  }
+}
+
+// Reads one group of one tile of outputs, block after block.
+struct Reader {
+  Float8Tables tables;
+  const uint8_t *codes;
+  Ahead ahead;
+  int64_t num_vectors;
+
+  // One of `num_tiles` that are read in turn.
+  void begin(const Job &job, const Weight &weight, int64_t tile, int64_t group, int64_t num_tiles) {
+    codes = weight.memory + tile * job.tile_bytes() + group * job.group_bytes();
+    num_vectors = job.group_bytes() / VECTOR_BYTES;
+    ahead = {weight.memory + tile * job.tile_bytes(), job.tile_bytes(), num_tiles};
+  }
+
+  // Codes never lie as tiles are loaded.
+  static bool holds(int64_t, int64_t) { return false; }
+  const uint8_t *at(int64_t) const { return codes; }
+
+  // Four pairs, zeros after the last input of the group.
+  void read_pairs(int64_t quarter, Ints (&pairs)[PAIRS_OF_QUARTER]) const {
+    UNROLL
+    for (int64_t i = 0; i < VECTORS_OF_QUARTER; ++i) {
+      const int64_t vector = quarter * VECTORS_OF_QUARTER + i;
+      Ints two[2] = {splat(0), splat(0)};
+      if (vector < num_vectors) [[likely]] {
+        ahead.fetch(codes + vector * VECTOR_BYTES);
+        ::expand(tables, load(codes + vector * VECTOR_BYTES), two);
+      }
+      pairs[2 * i] = two[0], pairs[2 * i + 1] = two[1];
+    }
+  }
+
+  void expand(int64_t quarter, uint8_t *to) const {
+    Ints pairs[PAIRS_OF_QUARTER];
+    read_pairs(quarter, pairs);
+    UNROLL
+    for (int64_t pair = 0; pair < PAIRS_OF_QUARTER; ++pair) store(to + pair * PAIR_BYTES, pairs[pair]);
+  }
+};
+
+// sums [rows, tiles of the part, 16] of one group
+void multiply_group(const Job &job, int64_t group, const Weight &weight, const Part &part, float *sums) {
+  const int64_t num_tiles = part.last_tile - part.first_tile;
+  const Group the{job, group};
+  Reader readers[TILES_OF_CHUNK];
+  const auto few = [&]<int COLUMNS>(int64_t first) {
+    for (int64_t t = 0; t < COLUMNS; ++t) readers[t].begin(job, weight, part.first_tile + first + t, group, COLUMNS);
+    if (job.rows().num_rows > 1) return stream<Bfloat16Unit, COLUMNS>(the, readers, sums + first * LANES);
+    multiply_row<COLUMNS>(the, divide_up(job.group_size, 2), sums + first * LANES,
+                          [&](int64_t t, int64_t quarter, Ints (&pairs)[PAIRS_OF_QUARTER]) { readers[t].read_pairs(quarter, pairs); });
+  };
+  if (job.has_few_rows() && num_tiles == TILES_OF_CHUNK) return few.operator()<TILES_OF_CHUNK>(0);
+  if (job.rows().num_rows == 1) {
+    for (int64_t tile = 0; tile < num_tiles; ++tile) few.operator()<1>(tile);
+    return;
+  }
+  for (int64_t t = 0; t < num_tiles; ++t) readers[t].begin(job, weight, part.first_tile + t, group, num_tiles);
+  multiply_many<Bfloat16Unit>(the, readers, part, sums);
+}
+
+// totals [rows, tiles of the part, 16] = the products of all groups
+void multiply_groups(const Job &job, const Weight &weight, int64_t all_tiles, const Part &part, int64_t num_rows, float *totals) {
+  thread_local std::vector<float> kept;
+  const int64_t num_tiles = part.last_tile - part.first_tile, width = num_tiles * LANES, num_groups = job.num_groups();
+  const auto *scales = reinterpret_cast<const float *>(weight.memory + all_tiles * job.tile_bytes());
+  float *sums = room(kept, (part.last_panel - part.first_panel) * TILE_ROWS * width);
+  std::fill_n(totals, num_rows * width, 0.0f);
+  for (int64_t group = 0; group < num_groups; ++group) {
+    multiply_group(job, group, weight, part, sums);
+    for (int64_t t = 0; t < num_tiles; ++t) {
+      const Floats scale = load(scales + ((part.first_tile + t) * num_groups + group) * LANES);
+      for (int64_t row = 0; row < num_rows; ++row) {
+        const int64_t at = row * width + t * LANES;
+        const Floats both = multiply(scale, splat(job.scales[(part.first_panel * TILE_ROWS + row) * num_groups + group]));
+        store(totals + at, multiply_add(load(sums + at), both, load(totals + at)));
+      }
+    }
+  }
+}
+
+void multiply_part(const Job &job, const Part &part) {
+  thread_local std::vector<float> kept[2];
+  const Output &out = *part.out;
+  const Dtype dtype = job.rows().dtype;
+  const int64_t first_row = part.first_panel * TILE_ROWS, num_rows = std::min(part.last_panel * TILE_ROWS, job.rows().num_rows) - first_row;
+  const int64_t num_tiles = part.last_tile - part.first_tile, width = num_tiles * LANES;
+  const int64_t count = std::min(width, out.num_outputs - part.first_tile * LANES);
+  const auto compute = [&](const Weight &weight, std::vector<float> &memory) {
+    float *result = room(memory, num_rows * width);
+    multiply_groups(job, weight, out.num_tiles(), part, num_rows, result);
+    if (weight.bias) {  // after the product is rounded, as if it had been written
+      round_to(dtype, result, num_rows * width);
+      add_bias(weight, dtype, num_rows, part.first_tile, num_tiles, count, result);
+    }
+    return result;
+  };
+  configure_tiles(shapes_of_product(job.height()));
+  float *result = compute(out.weight, kept[0]), *up = out.up.memory ? compute(out.up, kept[1]) : nullptr;
+  release_tiles();
+  write_rows(out, dtype, first_row, num_rows, part.first_tile, count, width, result, up);
+}
+
+}  // namespace
+
+void multiply_floats8_by_tiles(int64_t group_size, const std::vector<Product> &products) {
+  thread_local std::vector<Job> jobs;
+  jobs.clear();
+  for (const Product &product : products) jobs.push_back({product, group_size});
+  run(jobs, fill_panel, multiply_part);
+}
+
+#endif

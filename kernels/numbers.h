@@ -1,0 +1,56 @@
+// Sixteen numbers of a row at a time as float32, whatever their dtype, with the roundings of rows.h.
+#pragma once
+
+#include "rows.h"
+#include "simd.h"
+
+// work<DTYPE>() for the dtype.
+template <class Work> void for_dtype(Dtype dtype, Work &&work) {
+  if (dtype == Dtype::float32)
+    work.template operator()<Dtype::float32>();
+  else if (dtype == Dtype::bfloat16)
+    work.template operator()<Dtype::bfloat16>();
+  else
+    work.template operator()<Dtype::float16>();
+}
+
+template <Dtype DTYPE> constexpr int64_t NUMBER_BYTES = DTYPE == Dtype::float32 ? 4 : 2;
+
+// The numbers `first` .. `first` + 15 of a row of `count`, zeros behind its end.
+template <Dtype DTYPE> Floats load_numbers(const void *row, int64_t first, int64_t count) {
+  const char *at = static_cast<const char *>(row) + first * NUMBER_BYTES<DTYPE>;
+  alignas(64) char part[LANES * NUMBER_BYTES<DTYPE>] = {};
+  if (first + LANES > count) [[unlikely]] {
+    if (first < count) std::memcpy(part, at, (count - first) * NUMBER_BYTES<DTYPE>);
+    at = part;
+  }
+  if constexpr (DTYPE == Dtype::float32)
+    return load(reinterpret_cast<const float *>(at));
+  else if constexpr (DTYPE == Dtype::bfloat16)
+    return as_floats(shift_left<16>(load_halves(reinterpret_cast<const uint16_t *>(at))));
+  else
+    return load_float16(reinterpret_cast<const uint16_t *>(at));
+}
+
+// Writes those of 16 numbers that are in the row. They are numbers of the dtype.
+template <Dtype DTYPE> void store_numbers(void *row, int64_t first, int64_t count, Floats x) {
+  char *at = static_cast<char *>(row) + first * NUMBER_BYTES<DTYPE>;
+  alignas(64) char part[LANES * NUMBER_BYTES<DTYPE>];
+  char *const to = first + LANES > count ? part : at;
+  if constexpr (DTYPE == Dtype::float32)
+    store(reinterpret_cast<float *>(to), x);
+  else if constexpr (DTYPE == Dtype::bfloat16)
+    store_halves(reinterpret_cast<uint16_t *>(to), bit_and(shift_right<16>(as_ints(x)), splat(0xffff)));
+  else
+    store_float16(reinterpret_cast<uint16_t *>(to), x);
+  if (to == part && first < count) [[unlikely]] std::memcpy(at, part, (count - first) * NUMBER_BYTES<DTYPE>);
+}
+
+// Rounded to the dtype and back
+template <Dtype DTYPE> Floats rounded(Floats x) {
+  if constexpr (DTYPE == Dtype::float32) return x;
+  if constexpr (DTYPE == Dtype::bfloat16) return round_to_bfloat16(x);
+  uint16_t halves[LANES];
+  store_float16(halves, x);
+  return load_float16(halves);
+}
