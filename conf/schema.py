@@ -52,6 +52,7 @@ class Weights(Enum):
 class ParallelMode(Enum):
     single = "single"
     ray = "ray"  # several engines on the machines of a Ray, which share the rows of a job
+    auto = "auto"  # the division that is reckoned to be the fastest
 
 
 class DeviceType(Enum):
@@ -107,12 +108,21 @@ class ParallelConfig:
     mode: ParallelMode = ParallelMode.single
     replicas: int = 1
     """Engines that share the rows of a job, each with the whole model, with mode=ray."""
+    dry_run: bool = False
+    """Print what parallel=auto knows of every division, and run nothing."""
+    topology: str | None = None
+    """YAML file of the machines that parallel=auto is to plan for, such as those in pipelines/topologies; null: this one, measured."""
 
     def __post_init__(self) -> None:
         check(0 < self.replicas <= 4096, "parallel.replicas", self.replicas, "a number from 1 to 4096")
-        if self.replicas > 1 and self.mode is not ParallelMode.ray:
-            what = f"parallel.replicas={self.replicas} is not used by parallel={self.mode.name}"
-            raise UserError(f"{what}: leave it at 1, or give parallel=ray")
+        ray, auto = ParallelMode.ray, ParallelMode.auto
+        for name, default, mode in (("replicas", 1, ray), ("dry_run", False, auto), ("topology", None, auto)):
+            if self.mode is not mode and (value := getattr(self, name)) != default:
+                what = f"parallel.{name}={typed(value)} is not used by parallel={self.mode.name}"
+                raise UserError(f"{what}: leave it at {typed(default)}, or give parallel={mode.name}")
+        if self.topology is not None and not self.dry_run:
+            remedy = "give parallel.dry_run=true, or leave it out"
+            raise UserError(f"parallel.topology is of machines that may not be these: {remedy}")
 
 
 @dataclass
@@ -207,6 +217,10 @@ class RunConfig:
         if self.chat.url and (self.quant, self.device, self.model.adapters) != (QuantConfig(), DeviceConfig(), None):
             raise UserError(
                 "quant, device and adapters are not used with chat.url, whose server has its own: leave them out"
+            )
+        if self.parallel.mode is ParallelMode.auto and self.task not in (Task.predict, Task.bench):
+            raise UserError(
+                f"parallel=auto is not used by task={self.task.name}: it plans for task=predict and task=bench"
             )
         check_adapters(self.model.adapters or {}, self.predict.adapter)
         for other in [task for task in Task if task is not self.task]:

@@ -68,6 +68,11 @@ class ModelShape(ABC):
         return False
 
     @property
+    def layer_kinds(self) -> tuple[bool, ...]:
+        """For each layer what tells whether its tensors have the names and shapes of another's: whether it is a mixture of experts."""
+        return (False,) * self.num_hidden_layers
+
+    @property
     def predicts_ahead(self) -> bool:
         """Whether the model has the layer of `CausalLM.predict_ahead`, whose keys and values come last in the cache."""
         return False

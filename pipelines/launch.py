@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from conf.schema import RunConfig, Task
+from conf.schema import ParallelMode, RunConfig, Task
 from conf.signals import interrupts_waiting, reader_may_leave
 from conf.terminal import log_warnings
 from pipelines.report import Dump, reset_peak_memory
@@ -33,6 +33,13 @@ def _launch_with_torch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
         from pipelines.memory import explained_out_of_memory
 
         function = _function_of(run.task)
+    if run.parallel.mode is ParallelMode.auto:
+        from pipelines.plan_division import planned
+
+        chosen = planned(run)
+        if chosen is None:
+            return
+        run = chosen
     with explained_out_of_memory():
         function(run, output_dir, dump)
 

@@ -44,6 +44,8 @@ def load_engine_on(
         raise UserError(
             "parallel=ray is for the rows of a job, which run.py runs, and not for one engine: leave it out"
         )
+    if run.parallel.mode is ParallelMode.auto:
+        raise UserError("parallel=auto is chosen by run.py alone: give parallel=single")
     if max_num_requests > run.device.max_batched_tokens:
         raise UserError(
             f"batch_size={max_num_requests} is more than device.max_batched_tokens={run.device.max_batched_tokens}: "

@@ -54,7 +54,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "tiktoken": ("models.tokenizers.tiktoken",),
     "huggingface_hub": ("models.formats.hub",),
     "rich": ("pipelines.report",),
-    "yaml": ("conf.compose", "models.formats.mindspore_config"),
+    "yaml": ("conf.compose", "models.formats.mindspore_config", "pipelines.topology"),
     "fastapi": ("pipelines.serve.*",),
     "starlette": ("pipelines.serve.*", "pipelines.chat_page"),
     "uvicorn": ("pipelines.serve.*",),

@@ -83,6 +83,10 @@ class DeepseekConfig(PreNormShape):
         mscale = yarn_mscale(self.rotary.factor, self.rotary.mscale_all_dim)
         return mscale * mscale / math.sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
 
+    @property
+    def layer_kinds(self) -> tuple[bool, ...]:
+        return tuple(map(self.has_experts, range(self.num_hidden_layers)))
+
     def has_experts(self, layer: int) -> bool:
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 

@@ -23,6 +23,10 @@ class Qwen2MoeConfig(DecoderConfig):
     shared_expert_intermediate_size: int
     qkv_bias: bool
 
+    @property
+    def layer_kinds(self) -> tuple[bool, ...]:
+        return self.mixture.sparse_layers[: self.num_hidden_layers]
+
 
 def read_config(config: ConfigReader) -> Qwen2MoeConfig:
     shape = read_decoder_config(config)
@@ -65,6 +69,6 @@ class Qwen2Moe(DecoderLM):
                     Attention(c, qkv_bias=c.qkv_bias),
                     SharedExpertMoeBlock(c) if sparse else MLP(c.hidden_size, c.intermediate_size),
                 )
-                for sparse in c.mixture.sparse_layers
+                for sparse in c.layer_kinds
             ),
         )

@@ -16,6 +16,10 @@ class Qwen3MoeConfig(DecoderConfig):
     mixture: MixtureConfig
     attention_bias: bool
 
+    @property
+    def layer_kinds(self) -> tuple[bool, ...]:
+        return self.mixture.sparse_layers[: self.num_hidden_layers]
+
 
 def read_config(config: ConfigReader) -> Qwen3MoeConfig:
     shape = read_decoder_config(config)
@@ -40,6 +44,6 @@ class Qwen3Moe(DecoderLM):
                     Attention(c, None, c.attention_bias),
                     SparseMoeBlock(c.hidden_size, c.mixture) if sparse else MLP(c.hidden_size, c.intermediate_size),
                 )
-                for sparse in c.mixture.sparse_layers
+                for sparse in c.layer_kinds
             ),
         )

@@ -1,0 +1,132 @@
+"""The machines that a model may be divided among: read from a YAML file, or this machine as it is found."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+
+from conf.errors import UserError
+from conf.sizes import num_bytes
+from models.config import ConfigReader
+from pipelines.bandwidth import memory_bandwidth
+from pipelines.engine.kv_cache import free_memory
+
+NUMA_NODES = Path("/sys/devices/system/node")
+PRODUCT = 1024  # rows and columns of the product that a device's arithmetic is measured by
+SHARED_MEMORY_LATENCY_S = 2e-6  # of a barrier of two processes
+SHARED_MEMORY_COPIES = 3  # reads and writes of a number on its way from one process into another
+GPU_LATENCY_S, GPU_BANDWIDTH = 1e-5, 2.5e10  # assumed where no file says more: NCCL over PCIe 4
+
+
+@dataclass(frozen=True)
+class Link:
+    """What sending n bytes over it takes: `latency_s` + n / `bandwidth` seconds."""
+
+    latency_s: float
+    bandwidth: float
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Machines that are alike, each with so many devices that are alike: GPUs, or NUMA nodes with their cores."""
+
+    kind: str
+    """cpu or cuda."""
+    num_machines: int
+    num_devices: int
+    """Of a machine."""
+    memory: int
+    """Bytes of a device that may be used."""
+    bandwidth: float
+    """Bytes a second of a device's memory."""
+    flops: float
+    """Multiplications and additions a second of a device, in the model's dtype."""
+    link: Link
+    """Between the devices of a machine."""
+    network: Link | None
+    """Between machines; None for a single one."""
+
+    def __str__(self) -> str:
+        name = {"cpu": "NUMA node", "cuda": "GPU"}[self.kind] + "s" * (self.num_devices > 1)
+        machines = f"{self.num_machines} machines with " if self.num_machines > 1 else ""
+        each = f"{self.memory / 1e9:,.1f} GB at {self.bandwidth / 1e9:,.0f} GB/s, {self.flops / 1e12:,.1f} TFLOP/s"
+        return f"{machines}{self.num_devices} {name} of {each}"
+
+
+def read_topology(path: Path) -> Topology:
+    """Read a file like those in pipelines/topologies. Raises UserError for a missing, unknown or impossible value."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"parallel.topology={path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UserError(
+            f"parallel.topology={path} is no YAML of names and values, such as those in pipelines/topologies"
+        )
+    reader = ConfigReader(values, str(path))
+    num_machines = reader.count("machines", 1, bits=16)
+    link = _read_link(reader, "link")
+    if link is None:
+        raise UserError(f"{path}: link is missing: give {{latency_us: 2, bandwidth: 60GB}}")
+    network = _read_link(reader, "network")
+    if (network is None) != (num_machines == 1):
+        raise UserError(f"{path}: network is between machines: give it for several, and not for one")
+    topology = Topology(
+        reader.expect("kind", ("cpu", "cuda"), None),
+        num_machines,
+        reader.count("devices", bits=16),
+        _size(reader, "memory", path),
+        _size(reader, "bandwidth", path),
+        1e12 * reader.positive("tflops"),
+        link,
+        network,
+    )
+    _refuse_unread(reader, path)
+    return topology
+
+
+def _read_link(reader: ConfigReader, key: str) -> Link | None:
+    section = reader.section(key)
+    if section is None:
+        return None
+    link = Link(section.positive("latency_us") / 1e6, _size(section, "bandwidth", key))
+    _refuse_unread(section, key)
+    return link
+
+
+def _size(reader: ConfigReader, key: str, where: Path | str) -> int:
+    size = num_bytes(reader.require(key, str))
+    if size < 1:
+        raise UserError(f"{where}: {key}={reader.raw(key)} is no size: give one such as 80GB or 512GiB")
+    return size
+
+
+def _refuse_unread(reader: ConfigReader, where: Path | str) -> None:
+    if unread := reader.unread():
+        raise UserError(f"{where}: {unread[0]} is not known here: the files in pipelines/topologies have all keys")
+
+
+def find_topology(device: torch.device, dtype: torch.dtype) -> Topology:
+    """Return this machine as it is now: what is free is counted, memory and arithmetic are measured in half a second."""
+    bandwidth, flops, free = memory_bandwidth(device), _measured_flops(device, dtype), free_memory(device, 1.0)
+    if device.type == "cuda":
+        link, number = Link(GPU_LATENCY_S, GPU_BANDWIDTH), torch.cuda.device_count()
+        return Topology("cuda", 1, number, free, bandwidth, flops, link, None)
+    number = max(1, len([*NUMA_NODES.glob("node[0-9]*")]))
+    link = Link(SHARED_MEMORY_LATENCY_S, bandwidth / number / SHARED_MEMORY_COPIES)
+    return Topology("cpu", 1, number, free // number, bandwidth / number, flops / number, link, None)
+
+
+def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+    a = torch.ones(PRODUCT, PRODUCT, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        (a @ a).flatten()[0].item()
+        seconds.append(time.perf_counter() - start)
+    return 2 * PRODUCT**3 / min(seconds[1:])

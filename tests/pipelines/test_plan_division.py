@@ -1,0 +1,347 @@
+"""`parallel=auto`: what divisions of large models are reckoned to hold and to do, against counts and sums by hand, and golden choices."""
+
+import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from conf.quantization import QuantConfig, QuantMethod, QuantScheme
+from conf.schema import DeviceConfig, ModelConfig, ParallelConfig, ParallelMode, RunConfig, Task, Weights
+from conf.tasks import PredictConfig
+from kernels.collectives import Threads
+from kernels.kv_format import FORMATS
+from models.cuts import Division
+from models.layers.moe import Experts
+from models.parallel import divide, stage_layers
+from pipelines import pipeline, plan_division
+from pipelines.engine.kv_cache import allocate_kv_cache
+from pipelines.loading import load_engine
+from pipelines.memory import weight_bytes
+from pipelines.opening import open_source
+from pipelines.plan_division import Candidate, choose, divisions
+from pipelines.planning import plan_model
+from pipelines.topology import Link, Topology, find_topology, read_topology
+from tests.helpers.builders import REPOSITORY, run_config, write_llama
+from tests.helpers.command import run
+from tests.helpers.published_models import DEEPSEEK_V3, LLAMA_405B, MIXTRAL_8X22B, write_config
+
+TOPOLOGIES = REPOSITORY / "pipelines" / "topologies"
+GOLDENS = REPOSITORY / "tests" / "goldens"
+FAMILIES = sorted(folder.name for folder in GOLDENS.iterdir() if folder.is_dir())
+CONFIGS = {"llama": LLAMA_405B, "mixtral": MIXTRAL_8X22B, "deepseek": DEEPSEEK_V3}
+NONE, INT4 = QuantConfig(), QuantConfig(QuantScheme.int4)
+INT8 = QuantConfig(QuantScheme.int8)
+
+
+def dry_run(
+    folder: Path, topology: str | None, num_rows: int = 16, quant: QuantConfig = NONE, **device: Any
+) -> RunConfig:
+    path = None if topology is None else str(TOPOLOGIES / f"{topology}.yaml")
+    return RunConfig(
+        model=ModelConfig(path=str(folder), weights=Weights.random),
+        parallel=ParallelConfig(ParallelMode.auto, dry_run=True, topology=path),
+        quant=quant,
+        predict=PredictConfig(batch_size=num_rows),
+        device=DeviceConfig(**device),
+    )
+
+
+def candidates_of(config: RunConfig) -> dict[tuple[int, int, int], Candidate]:
+    found, _, _ = plan_division.plan_division(config)
+    return {(each.tp, each.pp, each.replicas): each for each in found}
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "quant", "num_rows", "choice", "layers", "gigabytes"),
+    [
+        ("mixtral", "one_socket", NONE, 16, "single", [56], 281.260),
+        ("llama", "one_socket", NONE, 16, "None", None, None),
+        ("llama", "one_socket", INT4, 1, "single", [126], 206.165),
+        ("mixtral", "two_numa_nodes", NONE, 16, "tp=2", [56], 140.634),
+        ("mixtral", "two_numa_nodes", INT4, 16, "tp=2", [56], 35.351),
+        ("mixtral", "two_numa_nodes", INT4, 1, "tp=2", [56], 35.351),
+        ("llama", "8_gpus", NONE, 16, "None", None, None),
+        ("llama", "8_gpus", INT8, 16, "tp=8", [126], 51.012),
+        ("mixtral", "8_gpus", NONE, 16, "tp=8", [56], 35.164),
+        ("deepseek", "8_gpus", INT4, 16, "tp=8", [61], 43.215),
+        ("llama", "2x8_gpus", NONE, 16, "tp=8 pp=2", [63, 63], 50.735),
+        ("mixtral", "2x8_gpus", NONE, 16, "tp=8 replicas=2", [56], 35.164),
+        ("mixtral", "2x8_gpus", NONE, 1, "tp=8", [56], 35.164),
+        ("deepseek", "2x8_gpus", INT8, 16, "tp=8 pp=2", [32, 29], 42.905),
+    ],
+)
+def test_golden_plans(
+    tmp_path: Path,
+    name: str,
+    topology: str,
+    quant: QuantConfig,
+    num_rows: int,
+    choice: str,
+    layers: list[int] | None,
+    gigabytes: float | None,
+) -> None:
+    config = dry_run(write_config(tmp_path / name, CONFIGS[name]), topology, num_rows, quant)
+    best = choose([*candidates_of(config).values()])
+    assert str(best) == choice
+    if best is not None:
+        assert [*map(len, best.stages)] == layers
+        assert round(best.weight_bytes / 1e9, 3) == gigabytes
+
+
+def test_bytes_of_a_rank_of_llama_405b_by_hand(tmp_path: Path) -> None:
+    """Two of its eight ranks share no head: a rank has 16 query heads of 128 channels, and one key/value head of as many."""
+    e, f, v = 16384, 53248, 128256
+    attention = e * 16 * 128 + 2 * e * 128 + e * e // 8
+    layer = attention + 3 * e * f // 8 + 2 * e
+    ends = 2 * v // 8 * e + e
+    found = candidates_of(dry_run(write_config(tmp_path / "llama", LLAMA_405B), "2x8_gpus"))
+    assert found[8, 1, 2].weight_bytes == 2 * (126 * layer + ends)
+    assert found[8, 2, 1].weight_bytes == 2 * (63 * layer + v // 8 * e + e)  # the last stage also has the final norm
+    # what is free besides a step's tensors, half of it for the cache, whose blocks of 64 tokens have a key and a value for each layer
+    free = 0.9 * 80e9 - found[8, 2, 1].weight_bytes - (2048 * (e + f + f) * 2 + 16 * v * (2 + 4))
+    assert found[8, 2, 1].cache_tokens == 64 * int(free // 2 // (63 * 2 * 128 * 2 * 64))
+
+
+def test_bytes_of_a_rank_of_deepseek_v3_by_hand(tmp_path: Path) -> None:
+    """16 ranks: 8 of 128 heads each, the latents whole, 1/16 of each expert, the router whole and in float32."""
+    e, q, latent, rope, nope, d, v = 7168, 1536, 512, 64, 128, 128, 129280
+    heads = 128 // 16
+    attention = (
+        e * q + q * heads * (nope + rope) + e * (latent + rope) + latent * heads * (nope + d) + 128 * d * e // 16
+    )
+    norms = 2 * e + q + latent
+    dense = 3 * e * 18432 // 16
+    sparse = 3 * e * 2048 // 16 * (256 + 1)
+    router = 256 * e + 256
+    values = 61 * (attention + norms) + 3 * dense + 58 * sparse + 2 * v // 16 * e + e
+    model = plan_division._costs(  # noqa: SLF001
+        dry_run(write_config(tmp_path / "deepseek", DEEPSEEK_V3), "8_gpus"),
+        open_source(ModelConfig(path=str(tmp_path / "deepseek"), weights=Weights.random)),
+        64,
+    )[1]
+    assert model.rank(range(61), 16, 0).weight_bytes == 2 * values + 58 * 4 * router
+    assert model.rank(range(61), 16, 15).cache_bytes == 61 * 64 * (latent + rope) * 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_undivided_every_family_has_the_bytes_of_its_model(name: str) -> None:
+    config = RunConfig(model=ModelConfig(path=str(GOLDENS / name), weights=Weights.random))
+    source = open_source(config.model)
+    model = plan_model(config, source, torch.device("cpu"), packed=False).model
+    plan, costs = plan_division._costs(config, source, 16)  # noqa: SLF001
+    cost = costs.rank(range(model.config.num_hidden_layers), 1, 0)
+    assert cost.weight_bytes == weight_bytes(model, plan.dtype)
+    assert cost.read_bytes + cost.expert_bytes <= cost.weight_bytes
+    if not any(isinstance(module, Experts) for module in model.modules()):
+        assert cost.expert_bytes == 0
+        assert cost.read_bytes == sum(
+            parameter.numel() * plan.dtype.itemsize
+            for parameter_name, parameter in model.named_parameters()
+            if not isinstance(model.get_submodule(parameter_name.rpartition(".")[0]), torch.nn.Embedding)
+        ) + (model.config.tie_word_embeddings and model.embedding.weight.numel() * plan.dtype.itemsize)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("quant", [NONE, INT8], ids=["floats", "int8"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_divided_model_has_the_bytes_that_are_reckoned(name: str, quant: QuantConfig, tp: int, pp: int) -> None:
+    config = RunConfig(model=ModelConfig(path=str(GOLDENS / name), weights=Weights.random), quant=quant)
+    source = open_source(config.model)
+    plan, costs = plan_division._costs(config, source, 16)  # noqa: SLF001
+    if tp > plan.model.attention_heads[0].num_attention_heads:
+        with pytest.raises(UserError, match="query heads"):
+            costs.rank(range(1), tp, 0)
+        return
+    whole = plan_model(config, source, torch.device("cpu"), packed=False).model
+    assert costs.stages(pp) == stage_layers(whole, pp, plan.dtype)
+    for stage, rank in product(range(pp), range(tp)):
+        model = plan_model(config, source, torch.device("cpu"), packed=False).model
+        divide(model, Division(tp, pp, rank, stage), Threads.of(tp)[rank], plan.dtype)
+        cost = costs.rank(costs.stages(pp)[stage], tp, rank)
+        assert cost.weight_bytes == weight_bytes(model, plan.dtype)
+        heads = model.attention_heads
+        cache = allocate_kv_cache(heads, 1, 16, [FORMATS["none"]] * len(heads), plan.dtype, torch.device("meta"))
+        assert cost.cache_bytes == sum(tensor.nbytes for tensor in cache.tensors)
+
+
+def test_what_is_reckoned_is_what_a_loaded_model_has(tmp_path: Path) -> None:
+    write_llama(tmp_path, num_hidden_layers=3, intermediate_size=96)  # whole steps of 16, which need no padding
+    config = run_config(tmp_path)
+    config = replace(config, device=replace(config.device, kv_cache_memory="300000"))
+    engine = load_engine(config, 3)
+    auto = replace(config, parallel=ParallelConfig(ParallelMode.auto))
+    found = candidates_of(auto)[1, 1, 1]
+    assert found.weight_bytes == engine.runner.weight_bytes
+    assert found.cache_tokens == engine.scheduler.block_manager.num_blocks * engine.block_size
+
+
+def test_seconds_of_a_step_by_hand(tmp_path: Path) -> None:
+    """Of a Llama of two layers on two devices: bytes over bandwidth, and what goes over the link behind them."""
+    write_llama(tmp_path, tie_word_embeddings=False)
+    file = tmp_path / "topology.yaml"
+    file.write_text(
+        "{kind: cpu, machines: 1, devices: 2, memory: 1GB, bandwidth: 1MB, tflops: 1, link: {latency_us: 50, bandwidth: 2MB}}"
+    )
+    config = dry_run(tmp_path, None, 3)
+    found = candidates_of(replace(config, parallel=replace(config.parallel, topology=str(file))))
+    e, f, v, heads, keys, d = 64, 88, 96, 4, 2, 16
+    layer = e * heads * d + 2 * e * keys * d + heads * d * e + 3 * e * f + 2 * e
+    tokens = 3 * 128  # three rows that fill their context
+    single = 4 * (2 * layer + v * e + e) / 1e6 + tokens * 2 * 2 * keys * d * 4 / 1e6
+    assert found[1, 1, 2].tokens_per_s == pytest.approx(3 / _of_rows(single, tokens, 2, 3))
+    cut = 4 * (2 * (layer - 2 * e) / 2 + 2 * 2 * e + v // 2 * e + e) / 1e6 + tokens * 2 * 2 * keys // 2 * d * 4 / 1e6
+    # a layer's o_proj and down_proj gather their inputs and their outputs; the embedding's rows; the logits
+    gathered = 2 * (heads * d + e + f + e) + e + v
+    link = (2 * 4 + 2) * 50e-6 + 3 * gathered * 4 / 2 / 2e6
+    assert found[2, 1, 1].tokens_per_s == pytest.approx(
+        3 / (cut + link), rel=0.02
+    )  # 88 channels are 48 and 40, the larger counts
+    assert (found[1, 1, 2].limit, found[2, 1, 1].limit) == ("weights", "weights")
+
+
+def _of_rows(seconds: float, tokens: int, replicas: int, num_rows: int) -> float:
+    """The seconds with the rows of the fuller of two replicas."""
+    of_cache = tokens * 2 * 2 * 2 * 16 * 4 / 1e6
+    return seconds - of_cache + of_cache * -(-num_rows // replicas) / num_rows
+
+
+def test_stages_are_busy_at_once_where_there_are_as_many_rows(tmp_path: Path) -> None:
+    """One row is in both stages, one after the other; the second row is in the stage that the first has left."""
+    folder = write_config(tmp_path / "llama", LLAMA_405B)
+    one, two, many = (candidates_of(dry_run(folder, "2x8_gpus", n))[8, 2, 1].tokens_per_s for n in (1, 2, 16))
+    assert two == pytest.approx(2 * one, rel=0.01)  # the stages differ by the embedding
+    assert 7 * two < many < 8 * two  # a stage reads its weights once for the eight rows of a lane
+
+
+def test_divisions_leave_nothing_idle(tmp_path: Path) -> None:
+    link = Link(1e-6, 1e9)
+    six = Topology("cuda", 2, 3, 10**9, 1e9, 1e12, link, link)
+    assert divisions(six, 16) == [(1, 1, 6), (1, 2, 3), (1, 3, 2), (1, 6, 1), (3, 1, 2), (3, 2, 1)]
+    assert (1, 1, 4) in divisions(six, 4)  # replicas without rows would do nothing
+    assert divisions(replace(six, num_machines=1, num_devices=1, network=None), 16) == [(1, 1, 1), (2, 1, 1), (1, 2, 1)]
+
+
+def test_what_is_hardly_faster_is_not_chosen() -> None:
+    def with_speed(tokens_per_s: float, **division: int) -> Candidate:
+        return Candidate(**{"tp": 1, "pp": 1, "replicas": 1} | division, tokens_per_s=tokens_per_s)
+
+    single = with_speed(100)
+    assert choose([with_speed(104, tp=2), single]) is single
+    assert choose([fast := with_speed(106, tp=2), single]) is fast
+    assert choose([with_speed(0, tp=2)]) is None
+
+
+def test_more_ranks_than_heads_are_said_to_be_impossible(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    found = candidates_of(dry_run(tmp_path, "8_gpus"))
+    assert found[8, 1, 1].limit == "tp=8 is more than the 4 query heads of this model"
+    assert found[1, 4, 2].limit == "pp=4 is more than the model's 2 layers"
+    assert not found[8, 1, 1].is_possible
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2]", "is no YAML of names and values"),
+        ("{a: [", "cannot be read: "),
+        ("{kind: tpu, devices: 1}", "link is missing"),
+        ("{kind: tpu, devices: 1, memory: 1GB, bandwidth: 1GB, tflops: 1, link: {latency_us: 1, bandwidth: 1GB}}",
+         "kind='tpu' is not supported: only 'cpu', 'cuda'"),
+        ("{kind: cpu, devices: 1, memory: 1GB, bandwidth: 1GB, tflops: 1, link: {latency_us: 1, bandwidth: 1GB}, cores: 8}",
+         "cores is not known here"),
+        ("{kind: cpu, devices: 1, memory: much, bandwidth: 1GB, tflops: 1, link: {latency_us: 1, bandwidth: 1GB}}",
+         "memory=much is no size"),
+        ("{kind: cpu, machines: 2, devices: 1, link: {latency_us: 1, bandwidth: 1GB}}", "network is between machines"),
+        ("{kind: cpu, devices: 1, link: {latency_us: 1, bandwidth: 1GB, hops: 2}}", "hops is not known here"),
+    ],
+)  # fmt: skip
+def test_a_topology_that_says_something_else_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "topology.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as raised:
+        read_topology(file)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_topology(tmp_path / "absent.yaml")
+
+
+def test_this_machine_is_found() -> None:
+    found = find_topology(torch.device("cpu"), torch.float32)
+    assert (found.kind, found.num_machines, found.network) == ("cpu", 1, None)
+    assert found.memory > 10**8
+    assert 10**8 < found.bandwidth < 10**13
+    assert 10**8 < found.flops < 10**16
+
+
+def test_options_that_nobody_would_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError,
+        match=r"parallel.dry_run=true is not used by parallel=single: leave it at false, or give parallel=auto",
+    ):
+        ParallelConfig(dry_run=True)
+    with pytest.raises(UserError, match=r"parallel.topology is of machines that may not be these"):
+        ParallelConfig(ParallelMode.auto, topology="x.yaml")
+    with pytest.raises(UserError, match=r"parallel=auto is not used by task=evaluate"):
+        RunConfig(task=Task.evaluate, parallel=ParallelConfig(ParallelMode.auto))
+    calibrated = dry_run(
+        write_llama(tmp_path) and tmp_path, "8_gpus", quant=QuantConfig(QuantScheme.int4, method=QuantMethod.gptq)
+    )
+    with pytest.raises(UserError, match=r"no model that is going to be calibrated"):
+        candidates_of(calibrated)
+
+
+def test_what_is_chosen_is_what_runs() -> None:
+    def chosen(task: Task, **division: int) -> ParallelConfig:
+        return plan_division._parallel(RunConfig(task=task), Candidate(**{"tp": 1, "pp": 1, "replicas": 1} | division))  # noqa: SLF001
+
+    assert chosen(Task.bench) == ParallelConfig(ParallelMode.single)
+    assert chosen(Task.predict, replicas=3) == ParallelConfig(ParallelMode.ray, replicas=3)
+    with pytest.raises(UserError, match=r"chose replicas=3, which task=bench cannot run: give parallel=single"):
+        chosen(Task.bench, replicas=3)
+    with pytest.raises(UserError, match=r"chose tp=4 pp=2, which task=predict cannot run: give parallel=single"):
+        chosen(Task.predict, tp=4, pp=2)
+
+
+def test_a_pipeline_in_python_does_not_choose(chatty: Path) -> None:
+    with pytest.raises(UserError, match="parallel=auto is chosen by run.py alone"):
+        pipeline("text_generation", model=str(chatty), overrides=["parallel=auto"], device="cpu")
+
+
+def test_the_command_prints_every_division_and_runs_nothing(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "deepseek", DEEPSEEK_V3)
+    done = run(
+        "parallel=auto", "parallel.dry_run=true", f"parallel.topology={TOPOLOGIES / '2x8_gpus.yaml'}", f"model.path={folder}",
+        "model.weights=random", "quant=int8", f"hydra.run.dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [
+        "2 machines with 8 GPUs of 80.0 GB at 3,350 GB/s, 989.0 TFLOP/s",
+        "16 rows of 2,048 tokens",
+    ]
+    assert sum(line.startswith("->") for line in lines) == 1
+    assert len(lines) == 2 + 1 + 2 + 14 + 1
+    assert lines[-1] == "choice: tp=8 pp=2"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+def test_a_run_takes_what_was_chosen(chatty: Path, tmp_path: Path) -> None:
+    written = []
+    for mode in ("single", "auto"):
+        done = run(
+            f"parallel={mode}", f"model.path={chatty}", "predict.data=Once", "device=cpu", "decode.max_new_tokens=5",
+            f"hydra.run.dir={tmp_path / mode}",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert ("parallel=auto: single" in done.stdout) == (mode == "auto")
+        assert "mode: single" in (tmp_path / mode / "config.yaml").read_text()
+        written.append((tmp_path / mode / "predictions.jsonl").read_bytes())
+    assert written[0] == written[1]
+    assert json.loads(written[0])
