@@ -8,6 +8,7 @@ p ranks of a stage, H query heads, G key/value heads.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 from conf.errors import UserError
@@ -56,6 +57,7 @@ def share(total: int, parts: int, index: int) -> range:
     return range(index * total // parts, (index + 1) * total // parts)
 
 
+@cache
 def share_channels(total: int, tp: int, rank: int) -> range:
     """Return a rank's channels, or words of a vocabulary: whole steps, but for the end, where every rank gets one.
 
@@ -68,6 +70,7 @@ def share_channels(total: int, tp: int, rank: int) -> range:
     return range(steps.start * step, min(steps.stop * step, total))
 
 
+@cache
 def share_heads(num_queries: int, num_keys: int, tp: int, rank: int) -> HeadShare:
     """Return a rank's heads of H queries and G keys: keys with all their queries, or for more ranks than keys some queries of one key.
 
@@ -85,6 +88,7 @@ def share_heads(num_queries: int, num_keys: int, tp: int, rank: int) -> HeadShar
     return HeadShare(range(key * group + own.start, key * group + own.stop), range(key, key + 1))
 
 
+@cache
 def share_outputs(
     units: tuple[Unit, ...], size: int, num_heads: tuple[int, int], tp: int, rank: int
 ) -> tuple[range, ...]:

@@ -26,7 +26,8 @@ from models.weights import module_bytes
 def divide(model: CausalLM, division: Division, group: Group, dtype: torch.dtype) -> dict[str, Cut]:
     """Keep a rank's part of a model on the meta device, whose layers are held as they will be loaded, in a model of `dtype`.
 
-    `group` is that of the rank's stage. Returns how the checkpoint's tensors are cut, by the model's names; others are read whole.
+    `group` is that of the rank's stage. A layer that predicts ahead is whole on every rank. Returns how the checkpoint's tensors are cut,
+    by the model's names; others are read whole.
     Raises UserError for more ranks than heads or channels, and for more stages than layers.
     """
     if division.pp > 1:

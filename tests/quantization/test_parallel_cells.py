@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Phi3ForCausalLM
 
 from conf.quantization import Activations, KVCacheFormat, QuantConfig
 from conf.schema import DType, RunConfig
 from tests.helpers.adapters import ALL_LINEAR, write_adapter
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.divided import assert_same_bits, divided_steps, whole_steps
-from tests.helpers.oracle import random_prompts
+from tests.helpers.oracle import random_prompts, write_model
 from tests.helpers.quantized_models import (
     CALIBRATED,
     FP8,
@@ -84,6 +84,14 @@ def test_an_adapter_of_a_smoothed_model(models: Path, tmp_path: Path) -> None:
     write_adapter(tmp_path, models / "float", LlamaForCausalLM, r=3, target_modules=ALL_LINEAR)
     run = replace(run, model=replace(run.model, adapters={"one": str(tmp_path)}))
     assert_same_bits(whole_steps(run, PROMPTS), divided_steps(run, 3, PROMPTS))
+
+
+@pytest.mark.parametrize("scheme", ["a8w8 dynamic", "fp8 dynamic"])
+def test_a_fused_gate_gives_pieces_in_floats(scheme: str, tmp_path: Path) -> None:
+    """The scale of a row's codes is that of all its channels."""
+    write_model(tmp_path, Phi3ForCausalLM, pad_token_id=0, eos_token_id=1)
+    run = replace(run_config(tmp_path), quant=EVERY[scheme])
+    assert_same_bits(whole_steps(run, PROMPTS), divided_steps(run, 2, PROMPTS))
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4, zero points", "a8w8 dynamic", "fp8 dynamic"])
