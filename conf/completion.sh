@@ -1,8 +1,10 @@
-# Tab completes groups, options and keys behind `.venv/bin/python run.py`, in bash and zsh. In the repository, or with the path to it:
+# Tab completes groups, options and keys after `quintet` and `.venv/bin/python run.py`, in bash and zsh. In the repository, or with the
+# path to it:
 #
 #     source conf/completion.sh
 
-# Print the choices for the last of the words behind the script, each in a line: _quintet_choices PYTHON SCRIPT WORD...
+# Print the choices for the last of the words after the script, each in a line: _quintet_choices PYTHON SCRIPT WORD...
+# For the command these are `env quintet`.
 _quintet_choices() {
     local python="${1/#\~/$HOME}" script="${2/#\~/$HOME}" line="python run.py"
     shift 2
@@ -23,9 +25,15 @@ _quintet_in_bash() {
     COMPREPLY=()
     read -ra words <<<"$line"
     [[ $line == *[[:space:]] ]] && words+=("")
-    while [[ $((++i)) -lt ${#words[@]} && ${words[i]} != *run.py ]]; do :; done
-    word="${words[i]/#\~/$HOME}"
-    [[ $((i + 1)) -lt ${#words[@]} && -f ${word%run.py}conf/completion.sh ]] || return # of another program
+    if [[ ${1##*/} == quintet ]]; then
+        words[0]="$1"
+        set -- env
+    else
+        while [[ $((++i)) -lt ${#words[@]} && ${words[i]} != *run.py ]]; do :; done
+        word="${words[i]/#\~/$HOME}"
+        [[ -f ${word%run.py}conf/completion.sh ]] || return # of another program
+    fi
+    [[ $((i + 1)) -lt ${#words[@]} ]] || return
     word="${words[-1]}"
     while read -r choice; do
         [[ $COMP_WORDBREAKS == *=* ]] && choice="${choice#"${word%"${word##*=}"}"}" # what readline calls the word
@@ -35,20 +43,24 @@ _quintet_in_bash() {
 }
 
 _quintet_in_zsh() {
-    local choice i=2
+    local choice i=2 program="${words[1]}"
     local -a whole begun
-    while [[ $i -lt $CURRENT && ${words[i]} != *run.py ]]; do i=$((i + 1)); done
-    choice="${words[i]/#\~/$HOME}"
-    if [[ $i -ge $CURRENT || ! -f ${choice%run.py}conf/completion.sh ]]; then # another program
-        "$_quintet_others"
-        return
+    if [[ ${program##*/} == quintet ]]; then
+        i=1 program=env
+    else
+        while [[ $i -lt $CURRENT && ${words[i]} != *run.py ]]; do i=$((i + 1)); done
+        choice="${words[i]/#\~/$HOME}"
+        if [[ $i -ge $CURRENT || ! -f ${choice%run.py}conf/completion.sh ]]; then # another program
+            "$_quintet_others"
+            return
+        fi
     fi
     while read -r choice; do
         case "$choice" in
             *[=./]) begun+=("$choice") ;;
             ?*) whole+=("$choice") ;;
         esac
-    done < <(_quintet_choices "${words[1]}" "${words[i]}" "${words[@]:$i:$((CURRENT - i - 1))}" "$PREFIX")
+    done < <(_quintet_choices "$program" "${words[i]}" "${words[@]:$i:$((CURRENT - i - 1))}" "$PREFIX")
     compadd -- "${whole[@]}"
     compadd -S '' -- "${begun[@]}"
     [[ ${#whole[@]} -gt 0 || ${#begun[@]} -gt 0 ]] || { compset -P '*='; _files; }
@@ -57,7 +69,7 @@ _quintet_in_zsh() {
 if [ -n "${ZSH_VERSION-}" ]; then
     type compdef >/dev/null 2>&1 || { autoload -Uz compinit && compinit -i; }
     _quintet_others="${_comps[python]:-_default}"
-    compdef _quintet_in_zsh python python3
+    compdef _quintet_in_zsh python python3 quintet
 else
-    complete -o nospace -o default -F _quintet_in_bash python python3
+    complete -o nospace -o default -F _quintet_in_bash python python3 quintet
 fi

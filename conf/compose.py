@@ -58,6 +58,7 @@ SAVED_DEFAULTS = [
     {"override hydra/hydra_logging": "none"},
 ]
 LAUNCHER = "hydra/launcher="
+UNSAFE = r"[^\w.-]"  # in the name of a folder
 SLURM = f"{LAUNCHER}submitit_slurm"
 NO_SWEEP = "task=serve runs until it is ended, so it is no job of a sweep: leave out -m"
 _COMPOSING = threading.Lock()  # Hydra has one state for the whole process
@@ -70,7 +71,12 @@ def _run_dir(task: Any, option: str, path: str) -> str:
     name = option if path == own_path else Path(path).resolve().name
     # Microseconds, so that two runs of one second do not share a folder.
     moment = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
-    return str(REPOSITORY / "outputs" / getattr(task, "name", str(task)) / re.sub(r"[^\w.-]", "_", name) / moment)
+    return _outputs(f"{getattr(task, 'name', str(task))}/{re.sub(UNSAFE, '_', name)}/{moment}")
+
+
+def _outputs(path: str) -> str:
+    """Return a path in the folder `outputs` of the working directory."""
+    return str(Path.cwd() / "outputs" / path)
 
 
 # Where this file is imported, so that the workers of a launcher have them. Under `schema/`, so that Tab completes real options alone.
@@ -78,6 +84,7 @@ _SCHEMA = OmegaConf.structured(RunConfig)
 OmegaConf.set_struct(_SCHEMA.quant.overrides, False)  # its keys are names of layers
 ConfigStore.instance().store(group="schema", name="run", node=_SCHEMA, package="_global_")
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path))
+OmegaConf.register_new_resolver("outputs", _outputs, use_cache=True)
 OmegaConf.register_new_resolver("next_line", lambda: "\x85")
 OmegaConf.register_new_resolver("run_dir", _run_dir, use_cache=True)
 
@@ -248,7 +255,7 @@ def dump(run: RunConfig, output_dir: Path) -> str:
         "defaults": SAVED_DEFAULTS,
         "hydra": {
             "run": {"dir": f"{output_dir.parent}/${{now:%Y-%m-%d_%H-%M-%S-%f}}"},
-            "sweep": {"dir": "${repository:outputs}/multirun/${now:%Y-%m-%d_%H-%M-%S-%f}"},
+            "sweep": {"dir": "${outputs:multirun}/${now:%Y-%m-%d_%H-%M-%S-%f}"},
             "callbacks": {"sweep": {"_target_": "conf.callbacks.KnownSweep"}},
             "output_subdir": None,
             "job": {"chdir": False},

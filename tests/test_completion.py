@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.builders import REPOSITORY
+from tests.helpers.command import script
 
 SHELLS = {"bash": ["bash", "--norc", "--noprofile", "-i"], "zsh": ["zsh", "-f", "-i"]}
 
@@ -23,6 +24,7 @@ def folder(tmp_path: Path) -> Path:
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
+    script(tmp_path / "quintet")
     return tmp_path
 
 
@@ -61,6 +63,9 @@ def test_tab_completes_options_keys_and_files(shell: str, folder: Path) -> None:
         terminal.types("decode.tempe\t", "decode.temperature=")
         terminal.types("\x15.venv/bin/python run.py decode.speculate=\t", "run.py decode.speculate=none ")
         terminal.types("\x15.venv/bin/python run.py predict.data=prom\t", "predict.data=prompts.txt")
+        terminal.types("\x15./quintet decode=gre\t", "quintet decode=greedy ")
+        terminal.types("decode.tempe\t", "decode.temperature=")
+        terminal.types("\x15./quintet predict.data=prom\t", "predict.data=prompts.txt")
         terminal.types("\x15.venv/bin/python prom\t", "python prompts.txt")  # another script's arguments are files
     finally:
         terminal.close()

@@ -200,7 +200,7 @@ def test_a_saved_config_runs_again_from_any_folder(tmp_path: Path, monkeypatch: 
     template = OmegaConf.create(dump(compose_run_config(["predict.chat_template='~/chat.jinja'"]), tmp_path))
     assert template.predict.chat_template == saved.predict.chat_template
     sweep_dir = OmegaConf.to_container(saved.hydra.sweep)["dir"]  # type: ignore[call-overload, index]
-    assert sweep_dir.startswith("${repository:outputs}/multirun/")
+    assert sweep_dir.startswith("${outputs:multirun}/")
     saved = OmegaConf.create(dump(compose_run_config(["task=convert", "convert.output=made"]), tmp_path))
     assert saved.convert.output == str(tmp_path / "made")
     saved = OmegaConf.create(dump(compose_run_config(["model.path=org/name", "predict.data=conf"]), tmp_path))

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from tests.helpers.builders import REPOSITORY, said
@@ -43,3 +44,15 @@ def _done(arguments: list[str], cwd: Path, stdin: str | None = None) -> subproce
     done = subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, text=True, encoding="utf-8")
     done.stderr = said(done.stderr)
     return done
+
+
+def script(path: Path) -> None:
+    """Write the console command, as pip does, for the repository whose tests these are."""
+    ((name, entry),) = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"].items()
+    assert name == path.name
+    module, _, function = entry.partition(":")
+    path.write_text(
+        f"#!{sys.executable}\nimport sys\nsys.path.insert(1, {str(REPOSITORY)!r})\n"
+        f"from {module} import {function}\nsys.exit({function}())\n"
+    )
+    path.chmod(0o755)

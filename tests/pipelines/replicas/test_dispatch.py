@@ -100,6 +100,7 @@ def test_each_row_ends_once_whatever_happens(num_rows: int, events: list[tuple[i
         elif own:
             ended.append(own.pop(number % len(own)))
             dispatch.done(replica, ended[-1])
+        assert len(ended) == num_rows or not dispatch.is_done
 
     for event in events:
         happen(*event)

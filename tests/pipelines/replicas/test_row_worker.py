@@ -99,6 +99,7 @@ def test_what_is_asked_goes_on_where_it_was(chatty: Path) -> None:
     (long,) = work(worker)
     assert (long["row"]["index"], long["row"]["num_generated_tokens"]) == (first.index, 9)
     assert work(worker) == []
+    assert work(worker, last) == [short]  # it begins again
 
 
 def test_what_the_user_can_mend_is_told(chatty: Path, tmp_path: Path) -> None:
