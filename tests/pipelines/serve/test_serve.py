@@ -88,7 +88,7 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     with served(tmp_path / "run", "serve.drain_s=600") as (process, url):
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as waiting:
-            head = b"POST /v1/models HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
             waiting.sendall(head)  # the body does not come: this request is under way
             while httpx.get(f"{url}/ready").status_code == 200:
                 process.send_signal(signal.SIGTERM)
