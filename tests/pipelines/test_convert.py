@@ -17,7 +17,7 @@ from conf.tasks import ConvertDType
 from models.formats import open_checkpoint
 from models.formats.manifest import verify_manifest
 from pipelines.loading import load_engine
-from tests.helpers.builders import SHARED, all_logits, engine_of, run_config, weights_of
+from tests.helpers.builders import SHARED, all_logits, engine_of, run_config, weights_of, write_llama
 from tests.helpers.command import run
 from tests.helpers.conversion import SHARDED, contents, convert, environment, names, tensors_in
 from tests.helpers.goldens import FAMILIES, GOLDENS, TOLERANCE, link
@@ -58,6 +58,20 @@ def test_round_trip_over_three_divisions(chatty: Path, tmp_path: Path, capsys: p
     assert metrics["num_files"] == len(names(first))
     assert min(metrics["convert_s"], metrics["peak_memory_bytes"]) > 0
     assert str(last) in capsys.readouterr().out
+
+
+def test_any_division_becomes_any_other(tmp_path: Path) -> None:
+    """Of a model whose 96 channels 3 divides, whose 64 it does not, and whose stages have other tensors than before."""
+    write_llama(tmp_path / "whole", num_hidden_layers=3, intermediate_size=96)
+    halves = convert(tmp_path / "whole", tmp_path / "2", format=SHARDED, tp=2)
+    thirds = convert(halves, tmp_path / "3x2", format=SHARDED, tp=3, pp=2)
+    last = convert(thirds, tmp_path / "last")
+    assert_same(tensors_in(last), tensors_in(tmp_path / "whole"))
+    entries = json.loads((thirds / "layout.json").read_text())["tensors"]
+    gate, query = (entries[f"model.layers.1.{name}.weight"] for name in ("mlp.gate_proj", "self_attn.q_proj"))
+    assert (gate["axis"], len(gate["pieces"])) == (0, 3)
+    assert (query["axis"], query["pieces"][0]["ranks"]) == (None, [0, 1, 2])
+    assert {entry["stage"] for entry in entries.values()} == {0, 1}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,10 +15,13 @@ from conf.schema import DeviceConfig, ModelConfig, ParallelConfig, ParallelMode,
 from conf.tasks import PredictConfig
 from kernels.collectives import Threads
 from kernels.kv_format import FORMATS
+from models.config import ConfigReader
 from models.cuts import Division
 from models.layers.moe import Experts
 from models.parallel import divide, stage_layers
+from models.registry import find_architecture
 from pipelines import pipeline, plan_division
+from pipelines.division_costs import DivisionCosts
 from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.loading import load_engine
 from pipelines.memory import weight_bytes
@@ -26,6 +29,7 @@ from pipelines.opening import open_source
 from pipelines.plan_division import Candidate, choose, divisions
 from pipelines.planning import plan_model
 from pipelines.topology import Link, Topology, find_topology, read_topology
+from tests.bench.gpu_rows import CONFIGS as GPU_CONFIGS
 from tests.helpers.builders import REPOSITORY, run_config, write_llama
 from tests.helpers.command import run
 from tests.helpers.published_models import DEEPSEEK_V3, LLAMA_405B, MIXTRAL_8X22B, write_config
@@ -185,7 +189,7 @@ def test_seconds_of_a_step_by_hand(tmp_path: Path) -> None:
     write_llama(tmp_path, tie_word_embeddings=False)
     file = tmp_path / "topology.yaml"
     file.write_text(
-        "{kind: cpu, machines: 1, devices: 2, memory: 1GB, bandwidth: 1MB, tflops: 1, link: {latency_us: 50, bandwidth: 2MB}}"
+        "{kind: cpu, machines: 1, devices: 2, memory: 1GB, bandwidth: 1MB, tflops: 1, link: {latency_us: 50000, bandwidth: 2MB}}"
     )
     config = dry_run(tmp_path, None, 3)
     found = candidates_of(replace(config, parallel=replace(config.parallel, topology=str(file))))
@@ -197,11 +201,11 @@ def test_seconds_of_a_step_by_hand(tmp_path: Path) -> None:
     cut = 4 * (2 * (layer - 2 * e) / 2 + 2 * 2 * e + v // 2 * e + e) / 1e6 + tokens * 2 * 2 * keys // 2 * d * 4 / 1e6
     # a layer's o_proj and down_proj gather their inputs and their outputs; the embedding's rows; the logits
     gathered = 2 * (heads * d + e + f + e) + e + v
-    link = (2 * 4 + 2) * 50e-6 + 3 * gathered * 4 / 2 / 2e6
+    link = (2 * 4 + 2) * 50e-3 + 3 * gathered * 4 / 2 / 2e6
     assert found[2, 1, 1].tokens_per_s == pytest.approx(
         3 / (cut + link), rel=0.02
     )  # 88 channels are 48 and 40, the larger counts
-    assert (found[1, 1, 2].limit, found[2, 1, 1].limit) == ("weights", "weights")
+    assert (found[1, 1, 2].limit, found[2, 1, 1].limit) == ("weights", "link")
 
 
 def _of_rows(seconds: float, tokens: int, replicas: int, num_rows: int) -> float:
@@ -216,6 +220,36 @@ def test_stages_are_busy_at_once_where_there_are_as_many_rows(tmp_path: Path) ->
     one, two, many = (candidates_of(dry_run(folder, "2x8_gpus", n))[8, 2, 1].tokens_per_s for n in (1, 2, 16))
     assert two == pytest.approx(2 * one, rel=0.01)  # the stages differ by the embedding
     assert 7 * two < many < 8 * two  # a stage reads its weights once for the eight rows of a lane
+
+
+def test_the_slower_stage_sets_the_pace(tmp_path: Path) -> None:
+    """Of three layers one stage has two: in two lanes a token of both rows takes twice its time, in one both stages' times."""
+    write_llama(tmp_path, num_hidden_layers=3, intermediate_size=960)  # layers that outweigh the vocabulary
+    one, two = (candidates_of(dry_run(tmp_path, "two_numa_nodes", rows))[1, 2, 1] for rows in (1, 2))
+    assert sorted(map(len, two.stages)) == [1, 2]
+    assert 1.2 * one.tokens_per_s < two.tokens_per_s < 1.7 * one.tokens_per_s
+
+
+def test_stages_of_a_tied_embedding_are_those_of_the_divided_model() -> None:
+    """Whose vocabulary weighs as much as five layers, and is in the first stage and in the last."""
+    reader = ConfigReader(dict(GPU_CONFIGS["1.5B"]), "test")
+    architecture = find_architecture(reader)
+    with torch.device("meta"):
+        model = architecture.build(architecture.read_config(reader))
+    costs = DivisionCosts(model, model.config.layer_kinds, torch.bfloat16, lambda heads: 0)
+    for pp in (2, 3, 4, 8):
+        assert costs.stages(pp) == stage_layers(model, pp, torch.bfloat16)
+    assert len(costs.stages(4)[0]) < len(costs.stages(4)[1])
+    assert len(costs.stages(4)[3]) < len(costs.stages(4)[1])
+
+
+def test_a_row_reads_the_experts_that_it_chooses(tmp_path: Path) -> None:
+    """One row of Mixtral: two experts of eight in each layer, and not the embedding."""
+    found = candidates_of(dry_run(write_config(tmp_path / "mixtral", MIXTRAL_8X22B), "one_socket", 1))[1, 1, 1]
+    e, f, v = 6144, 16384, 32768
+    layer = 2 * e * e + 2 * e * 8 * 128 + 8 * e + 2 * e + 2 * 3 * e * f
+    cache = 2048 * 56 * 2 * 8 * 128 * 2
+    assert found.tokens_per_s == pytest.approx(300e9 / (2 * (56 * layer + v * e + e) + cache), rel=1e-9)
 
 
 def test_divisions_leave_nothing_idle(tmp_path: Path) -> None:
