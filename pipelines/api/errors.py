@@ -9,6 +9,7 @@ from conf.errors import shortened
 BAD_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 PREFIX = "Input should be "  # how pydantic's messages begin
+OBJECT_TYPES = ("model_type", "model_attributes_type", "dict_type")  # errors that name classes of Python
 
 
 ANTHROPIC = "/v1/messages"  # where paths begin whose errors have Anthropic's shape
@@ -113,7 +114,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: object, unsuppor
         name = str(error["loc"][-1])
         remedy = unsupported.get(name, "there is no such field here: leave it out")
         return bad_request(f"{shortened(param or name)} is not supported: {remedy}", shortened(param or name))
-    message = str(error["msg"])
+    message = f"{PREFIX}an object" if error["type"] in OBJECT_TYPES else str(error["msg"])
     if message.startswith(PREFIX):
         message = f"give {message.removeprefix(PREFIX)}"
     else:

@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import os
 import re
+import stat
 import traceback
 from http import HTTPStatus
 from pathlib import Path
@@ -47,7 +48,10 @@ def read_keys(file: str | None) -> dict[str, bytes]:
     else:
         source = f"serve.api_keys={file}"
         try:
-            text = Path(file).expanduser().read_text(encoding="utf-8")
+            path = Path(file).expanduser()
+            text = path.read_text(encoding="utf-8")
+            if path.stat().st_mode & stat.S_IROTH:
+                log.warning("%s may be read by every user of this machine: take that from them by chmod o-r", source)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{source} cannot be read ({type(error).__name__}): give a file of UTF-8") from error
     keys: dict[str, bytes] = {}

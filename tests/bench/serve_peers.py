@@ -6,13 +6,15 @@ the other. Rows have tokens per second, the time to the first token (TTFT), the 
 process as a share of the machine; ours is also compared with task=bench, which serves nobody. Medians of ratios are of equal rounds.
 
 vLLM comes from the environments of peers (QUINTET_PEERS, ~/.cache/quintet-peers), transformers from ours. llama.cpp's server is
---llama-server FILE, with FOLDER.bf16.gguf. A server that does not start is a row with its reason. key=value are settings of ours.
+--llama-server FILE, with FOLDER.bf16.gguf. A server that is not there, or does not start, is a row with its reason. key=value are
+settings of ours.
 """
 
 import argparse
 import json
 import os
 import random
+import shutil
 import socket
 import statistics
 import subprocess
@@ -60,7 +62,11 @@ class Peer:
     model: str = NAME
     """What requests give as `model`."""
     chats: bool = False
-    """Whether it has no /v1/completions."""
+    """Whether it has no /v1/completions that vLLM's client can ask."""
+    takes_ignore_eos: bool = True
+    """Whether it has vLLM's field ignore_eos; without it an answer that draws the eos is shorter, and what it has is counted."""
+    absent: str = ""
+    """What a row says where its command is not installed."""
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -86,6 +92,8 @@ def peers(args: argparse.Namespace, port: int, folder: Path) -> dict[str, Peer]:
         str(Path(sys.executable).parent / "transformers"),
         "serve",
         model,
+        "--host",
+        "127.0.0.1",
         "--port",
         str(port),
         "--dtype",
@@ -99,14 +107,20 @@ def peers(args: argparse.Namespace, port: int, folder: Path) -> dict[str, Peer]:
     return {
         "ours": Peer([*ours, *args.overrides], "/ready"),
         "vllm": Peer(vllm, "/health", environment=binding),
-        "transformers": Peer([*transformers, "--continuous-batching"], "/health", model, chats=True),
-        "llama.cpp": Peer(llama, "/health"),
+        "transformers": Peer(
+            [*transformers, "--continuous-batching"], "/health", model, chats=True, takes_ignore_eos=False
+        ),
+        "llama.cpp": Peer(
+            llama, "/health", absent="its wheel has a server for one request at a time, and no llama-server"
+        ),
     }
 
 
 @contextmanager
 def served(peer: Peer, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server until its block ends. Raises RuntimeError where it does not become ready."""
+    if shutil.which(peer.command[0]) is None:
+        raise RuntimeError(f"left out: there is no {peer.command[0]} here; {peer.absent}")
     with open(log, "wb") as file:
         own = {**os.environ, **OFFLINE, **dict(peer.environment)}
         process = subprocess.Popen(
@@ -147,7 +161,8 @@ def bench(args: argparse.Namespace, peer: Peer, port: int, streams: int, folder:
         "percentile-metrics": "ttft,itl", "metric-percentiles": "50,99",
         "result-dir": folder, "result-filename": "bench.json",
     }  # fmt: skip
-    command = [*vllm_command(), "bench", "serve", "--ignore-eos", "--save-result", "--disable-tqdm"]
+    command = [*vllm_command(), "bench", "serve", "--save-result", "--disable-tqdm"]
+    command += ["--ignore-eos"] * peer.takes_ignore_eos  # transformers answers 422 to fields that it does not have
     command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
     done = subprocess.run(command, env={**os.environ, **OFFLINE}, capture_output=True, text=True)
     if done.returncode:

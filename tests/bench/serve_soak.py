@@ -424,7 +424,9 @@ def main() -> None:
     if code:
         found["failures"].append(f"SIGTERM ended the server with exit code {code}")
     about = {"what": (__doc__ or "").splitlines()[0], "date": str(date.today()), "environment": environment()}
-    write_atomically(args.out, [json.dumps(about | {"overrides": args.overrides} | found, indent=1) + "\n"])
+    lines = [json.dumps(row) for row in found.pop("phases")]
+    content = json.dumps(about | {"overrides": args.overrides} | found, indent=1).removesuffix("\n}")
+    write_atomically(args.out, [content, ',\n "phases": [\n  ', ",\n  ".join(lines), "\n ]\n}\n"])
     print(json.dumps({"counts": found["counts"], "failures": found["failures"]}), flush=True)
     if found["failures"]:
         sys.exit(f"{log[-3000:]}\nfailed: {'; '.join(found['failures'])}")

@@ -144,7 +144,7 @@ def test_what_is_no_json_is_refused(content: bytes) -> None:
 
 @pytest.mark.parametrize("content", [b"[]", b"1", b"null"])
 def test_what_is_no_object_is_refused(content: bytes) -> None:
-    with pytest.raises(ApiError, match="the body is not allowed: give a valid dictionary"):
+    with pytest.raises(ApiError, match="the body is not allowed: give an object"):
         parse_request(ChatRequest, content)
 
 

@@ -149,6 +149,17 @@ def test_keys_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "QUINTET_API_KEYS" not in os.environ  # which the engine's process and that of templates get
 
 
+def test_a_file_of_keys_that_others_may_read_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice secret-1\n")
+    for mode, warns in ((0o600, False), (0o640, False), (0o604, True)):
+        file.chmod(mode)
+        caplog.clear()
+        read_keys(str(file))
+        assert ("may be read by every user of this machine" in caplog.text) is warns
+        assert "secret" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("alice", "line 1 is not a new name and its key"), ("a b c", "line 1"), ("a x\na y", "line 2"), ("\n#\n", "has no keys")],
