@@ -122,6 +122,14 @@ def test_a_body_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "arrive" in error_of(answer)["message"]
 
 
+def test_a_route_that_there_is_not_waits_for_no_body() -> None:
+    async def never() -> Any:
+        await asyncio.get_running_loop().create_future()
+        yield b""
+
+    assert ask(path="/v1/nothing", content=never(), headers={"content-type": "application/json"}).status_code == 404
+
+
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/echo", 405)])
 def test_what_there_is_not(method: str, path: str, status: int) -> None:
     answer = ask(method, path)
