@@ -1,7 +1,9 @@
 """A row for each scheme, dtype and cache format, and for families: decode and prefill beside the memory bandwidth.
 
-`python tests/bench/cells.py MODEL --out FILE.json [--only NAMES] [--rows 1 16]`; MODEL has a config.json, and its weights are random.
-Every cell is a process of its own. `--artefacts FOLDER` adds those that `task=quantize` or other tools have written, one in each subfolder.
+`python tests/bench/cells.py MODEL --out FILE.json [--formats NAME,NAME] [--rows 1 16]`. Weights of MODEL are random.
+Every cell is a process of its own. `--formats` takes beginnings of names, `int4,artefact`: so one run becomes several. `--artefacts FOLDER`
+adds what `task=quantize`, `task=convert` or other tools have written, one in each subfolder: the only cells with static activations,
+act-order, AWQ's order and GGUF. At the end stands the slowest cell of a row, by its share of the bandwidth.
 
 Decode tokens/s times the bytes that a step reads is its share of the bandwidth, which each process measures just after.
 """
@@ -48,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, nargs="+")
     parser.add_argument("--artefacts", type=Path)
-    parser.add_argument("--only", nargs="*", help="beginnings of the names of cells")
+    parser.add_argument("--formats", type=lambda names: tuple(names.split(",")), help="beginnings of names")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=64)
@@ -64,12 +66,13 @@ def main() -> None:
     }
     sizes = [f"bench.prompt_tokens={args.prompt}", f"bench.new_tokens={args.new}", f"bench.repeats={args.repeats}"]
     for name, overrides in cells(args.models, args.artefacts).items():
-        if args.only and not name.startswith(tuple(args.only)):
+        if args.formats and not name.startswith(args.formats):
             continue
         for rows in args.rows:
             row = {"cell": name, "rows": rows, **measure([*overrides, *sizes, f"bench.batch_size={rows}"])}
             print(json.dumps(row), flush=True)
             report["rows"].append(row)
+            report["slowest"] = slowest(report["rows"])
             args.out.write_text(json.dumps(report, indent=2) + "\n")  # a run that breaks off keeps what it has
 
 
@@ -86,6 +89,12 @@ def cells(models: list[Path], artefacts: Path | None) -> dict[str, list[str]]:
     for folder in sorted(artefacts.iterdir()) if artefacts else []:
         found[f"artefact {folder.name}"] = [f"model.path={folder}", "model.dtype=bfloat16"]
     return found
+
+
+def slowest(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the cell of one row whose decode reaches the least share of the bandwidth; None where no share is known."""
+    known = [row for row in rows if row["rows"] == 1 and row.get("decode_share_of_bandwidth") is not None]
+    return min(known, key=lambda row: float(row["decode_share_of_bandwidth"]), default=None)
 
 
 def random(model: Path, dtype: str) -> list[str]:

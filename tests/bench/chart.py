@@ -1,4 +1,8 @@
-"""Draw the chart of the README: `python tests/bench/chart.py tests/bench/results/peers_cpu_kernels.json tests/bench/results/cpu.png`."""
+"""Draw the chart of the README, a line of panels for each machine: `python tests/bench/chart.py REPORT.json [REPORT.json ...] PICTURE.png`.
+
+The README's is of `peers_cpu_kernels.json` and `peers_amx.json` in tests/bench/results, and is `cpu.png` there. A panel compares engines of
+one row, which ran in turn in the same rounds: of the rows that have most of its engines, the newest.
+"""
 
 import argparse
 import json
@@ -7,13 +11,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-# Title, row of the report, phase, engines. A panel compares what ran in turn in the same rounds.
+# Title, rows of prompts at once, phase, engines.
 PANELS = (
-    ("decode, bfloat16", 0, "decode", ("ours-bf16", "llama.cpp-bf16", "vllm-bf16")),
+    ("decode, bfloat16", 1, "decode", ("ours-bf16", "llama.cpp-bf16", "vllm-bf16")),
     ("decode, 8-bit weights", 1, "decode", ("ours-int8", "llama.cpp-q8_0", "openvino-int8")),
     ("decode, 4-bit weights", 1, "decode", ("ours-int4", "llama.cpp-q4_0", "openvino-int4")),
-    ("decode of 16 rows", 2, "decode", ("ours-int8-auto", "ours-bf16", "vllm-bf16")),
-    ("prompt of 512 tokens", 0, "prefill", ("ours-a8w8-dynamic", "openvino-int4", "ours-bf16", "vllm-bf16")),
+    ("decode of 16 rows", 16, "decode", ("ours-int8-auto", "ours-bf16", "vllm-bf16")),
+    ("prompt of 512 tokens", 1, "prefill", ("ours-a8w8-dynamic", "openvino-int4", "ours-bf16", "vllm-bf16")),
     ("prompt, 8-bit weights", 1, "prefill", ("openvino-int8", "ours-int8", "llama.cpp-q8_0")),
 )
 NAMES = {"ours": "Quintet", "vllm": "vLLM", "openvino": "OpenVINO", "dynamic": "", "bf16": "bfloat16"}
@@ -21,16 +25,25 @@ NAMES = {"ours": "Quintet", "vllm": "vLLM", "openvino": "OpenVINO", "dynamic": "
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", type=Path)
+    parser.add_argument("reports", type=Path, nargs="+")
     parser.add_argument("picture", type=Path)
     args = parser.parse_args()
-    report = json.loads(args.rows.read_text())
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    for axes, (title, row, phase, engines) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
-        speeds = report["rows"][row]["tokens_per_s"]
-        draw(axes, title, {shown(name): speeds[name][phase] for name in engines})
-    figure.suptitle(f"Tokens per second, Llama of 1.1 billion parameters, {report['machine']}", fontsize=11)
+    figure = Figure(figsize=(11, 4.2 * len(args.reports)), layout="constrained")
+    figure.suptitle("Tokens per second, Llama of 1.1 billion parameters", fontsize=11)
+    for part, file in zip(figure.subfigures(len(args.reports), 1, squeeze=False).flat, args.reports, strict=True):
+        report = json.loads(file.read_text())
+        part.suptitle(report["machine"], fontsize=10)
+        for axes, (title, batch, phase, engines) in zip(part.subplots(2, 3).flat, PANELS, strict=True):
+            speeds = newest(report["rows"], batch, engines)
+            draw(axes, title, {shown(name): speeds[name][phase] for name in engines if name in speeds})
     figure.savefig(args.picture, dpi=110)
+
+
+def newest(rows: list[dict[str, Any]], batch: int, engines: tuple[str, ...]) -> dict[str, Any]:
+    """Return the speeds of the row that has most of the engines; of several, of the newest, and of those of one day the last."""
+    fit = [(row["date"], i, row["tokens_per_s"]) for i, row in enumerate(rows) if row["batch"] == batch]
+    speeds: dict[str, Any] = max(fit, key=lambda each: (len(set(engines) & each[2].keys()), each[0], each[1]))[2]
+    return speeds
 
 
 def shown(name: str) -> str:
