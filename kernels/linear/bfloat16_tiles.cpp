@@ -100,7 +100,8 @@ struct Reader {
       read_group(from, upper, next, group, pairs);
     } else {
       UNROLL
-      for (int64_t pair = 0; pair < STEPS_OF_GROUP; ++pair) pairs[pair] = load(from + pair * PAIR_BYTES);
+      for (int64_t pair = 0; pair < STEPS_OF_GROUP; ++pair)
+        pairs[pair] = group * STEPS_OF_GROUP + pair < num_pairs ? load(from + pair * PAIR_BYTES) : splat(0);
     }
   }
 };
