@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+import select
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +26,7 @@ from pipelines.prompts import PromptRow
 from pipelines.replicas.cluster import rows_on_ray
 from tests.helpers.faulty_rows import POISON, PoisonRows, UnequalRows, UnloadableRows
 from tests.helpers.processes import processes
-from tests.helpers.serving import tiny_run
+from tests.helpers.serving import LIMIT_S, tiny_run
 
 pytestmark = [pytest.mark.skipif(find_spec("ray") is None, reason="needs the package ray"), pytest.mark.long]
 
@@ -73,6 +75,17 @@ def workers() -> list[int]:
     return [pid for pid, (_, command) in known.items() if command.startswith("ray::RowWorker") and is_ours(pid)]
 
 
+def all_end() -> bool:
+    """Whether the workers end, which Ray does not wait for."""
+    for pid in workers():
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            process = os.pidfd_open(pid)
+            if not select.select([process], [], [], LIMIT_S)[0]:
+                return False
+            os.close(process)
+    return True
+
+
 def written(monkeypatch: pytest.MonkeyPatch, at: int, then: Callable[[], None]) -> list[int]:
     """The indices of the rows that the journal gets from here on. `then` is called when there are `at`."""
     append, indices = Journal.append, list[int]()
@@ -102,7 +115,7 @@ def test_one_of_two_is_killed_and_the_files_are_those_of_one_process(
     metrics, alone = (json.loads((tmp_path / each / "metrics.json").read_text()) for each in ("ray", "single"))
     for name in ("num_prompts", "num_errors", "num_generated_tokens", "seed", "weight_bytes"):
         assert metrics[name] == alone[name], name
-    assert not workers()
+    assert all_end()
     assert not (tmp_path / "ray" / "journal.jsonl").exists()
 
 
@@ -135,14 +148,14 @@ def test_replicas_that_only_end_end_the_job(caplog: pytest.LogCaptureFixture) ->
         with rows_on_ray(UnloadableRows, run_of(replicas=1)):
             pass
     assert len([record for record in caplog.records if "is lost, is loaded again" in record.message]) == 3
-    assert not workers()
+    assert all_end()
 
 
 def test_replicas_that_would_give_different_rows_are_refused() -> None:
     with pytest.raises(UserError, match=r"would give different rows \(model/x\): give them equal machines"):  # noqa: SIM117
         with rows_on_ray(UnequalRows, run_of()):
             pass
-    assert not workers()
+    assert all_end()
 
 
 def test_what_is_wrong_with_a_model_or_a_machine_is_one_line(tmp_path: Path) -> None:
