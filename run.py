@@ -21,6 +21,7 @@ from conf.errors import UserError
 from conf.schema import RunConfig
 from conf.signals import interrupts_waiting, reader_may_leave
 from conf.terminal import visible
+from pipelines.ranks.worker import followed
 
 
 def main() -> None:
@@ -76,7 +77,7 @@ if __name__ == "__main__":
         with reader_may_leave():
             if "--version" in sys.argv:
                 print(f"Quintet {version()}")
-            else:
+            elif not followed():
                 sys.argv[1:] = for_hydra(sys.argv[1:])
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 main()

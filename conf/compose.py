@@ -127,6 +127,11 @@ def to_run_config(config: DictConfig, swept: Iterable[str] | None = None) -> Run
     return run
 
 
+def from_json(plain: dict[str, Any]) -> RunConfig:
+    """Return the config of which JSON has held this, enums by their names. Raises UserError as `to_run_config` does."""
+    return to_run_config(OmegaConf.create(_plain(plain)))
+
+
 def _drop_section(config: Any, task: str) -> None:
     """Remove what is set for a task that the job does not do, but for quantize.format, which every job that calibrates reads."""
     section = config.pop(task, {})

@@ -51,6 +51,7 @@ class Weights(Enum):
 
 class ParallelMode(Enum):
     single = "single"
+    tp = "tp"  # every layer is divided among ranks
     ray = "ray"  # several engines on the machines of a Ray, which share the rows of a job
     auto = "auto"  # the division that is reckoned to be the fastest
 
@@ -108,16 +109,24 @@ class ParallelConfig:
     mode: ParallelMode = ParallelMode.single
     replicas: int = 1
     """Engines that share the rows of a job, each with the whole model, with mode=ray."""
+    tp: int | None = None
+    """Ranks that compute each layer together, every one a process, with mode=tp; null: as many as torchrun or srun has started."""
+    heartbeat_s: float = 30.0
+    """Seconds that a rank may be silent before the run ends with an error, with mode=tp."""
     dry_run: bool = False
     """Print what parallel=auto knows of every division, and run nothing."""
     topology: str | None = None
     """YAML file of the machines that parallel=auto is to plan for, such as those in pipelines/topologies; null: this one, measured."""
 
     def __post_init__(self) -> None:
+        check(self.tp is None or 1 < self.tp <= 512, "parallel.tp", self.tp, "a number from 2 to 512, or null")
+        check(5.0 <= self.heartbeat_s < float("inf"), "parallel.heartbeat_s", self.heartbeat_s, "a number from 5 on")
         check(0 < self.replicas <= 4096, "parallel.replicas", self.replicas, "a number from 1 to 4096")
-        ray, auto = ParallelMode.ray, ParallelMode.auto
-        for name, default, mode in (("replicas", 1, ray), ("dry_run", False, auto), ("topology", None, auto)):
-            if self.mode is not mode and (value := getattr(self, name)) != default:
+        tp, ray, auto = ParallelMode.tp, ParallelMode.ray, ParallelMode.auto
+        users = {"tp": tp, "heartbeat_s": tp, "replicas": ray, "dry_run": auto, "topology": auto}
+        for name, mode in users.items():
+            value, default = getattr(self, name), getattr(type(self), name)
+            if value != default and self.mode is not mode:
                 what = f"parallel.{name}={typed(value)} is not used by parallel={self.mode.name}"
                 raise UserError(f"{what}: leave it at {typed(default)}, or give parallel={mode.name}")
         if self.topology is not None and not self.dry_run:
@@ -222,6 +231,8 @@ class RunConfig:
             raise UserError(
                 f"parallel=auto is not used by task={self.task.name}: it plans for task=predict and task=bench"
             )
+        if self.parallel.mode is ParallelMode.tp:
+            self._check_ranks()
         check_adapters(self.model.adapters or {}, self.predict.adapter)
         for other in [task for task in Task if task is not self.task]:
             section = getattr(self, other.name)
@@ -235,3 +246,20 @@ class RunConfig:
                         f"{other.name}.{name}={typed(value)} is not used by task={self.task.name}: "
                         f"leave it at {typed(default)}, or give task={other.name}"
                     )
+
+    def _check_ranks(self) -> None:
+        """Raises UserError for what several ranks do not do."""
+        draft = self.decode.speculate
+        refused = {
+            f"task={self.task.name}": self.task not in (Task.predict, Task.bench, Task.evaluate, Task.embed),
+            f"decode.speculate={draft.name}": draft in (Speculate.model, Speculate.mtp),
+            "model.adapters": bool(self.model.adapters),
+            "model.prefixes": bool(self.model.prefixes),
+            "model.keep_packed=true": self.model.keep_packed,
+            "device.kept_prefixes": bool(self.device.kept_prefixes),
+            "device=cuda": self.device.type is DeviceType.cuda,
+        }
+        for given, is_given in refused.items():
+            if is_given:
+                mode = self.parallel.mode.name
+                raise UserError(f"{given} does not work with parallel={mode}: leave one of them out")

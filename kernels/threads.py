@@ -1,7 +1,8 @@
 """How many threads share the work of a C++ kernel. Results do not depend on it."""
 
 import functools
-from collections.abc import Iterator
+import os
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from kernels import build
@@ -18,6 +19,15 @@ def set_threads(num_threads: int | None) -> None:
     if library is not None:
         at_first = _at_first(library)
         library.set_threads(num_threads or at_first)
+
+
+def use_cores(cpus: Collection[int]) -> None:
+    """Keep the calling thread, and all that compute for it, to these hardware threads; with as many threads as they are cores."""
+    os.sched_setaffinity(0, cpus)
+    library = build.library()
+    if library is not None:
+        library.read_cores()
+        _at_first.cache_clear()
 
 
 @functools.cache

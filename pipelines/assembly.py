@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from conf.quantization import Activations
 from conf.schema import DeviceConfig, RunConfig
@@ -22,6 +23,7 @@ from pipelines.engine.adapters import Adapters
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks, free_memory
 from pipelines.engine.proposers.model import ModelProposer
 from pipelines.engine.proposers.mtp import MtpProposer
+from pipelines.engine.runner import Runner
 from pipelines.kept_prefixes import open_kept, place_kept
 from pipelines.memory import check_memory, step_bytes, weight_bytes
 from pipelines.packed_cache import load_packed
@@ -30,6 +32,9 @@ from pipelines.request_settings import RequestSettings
 from pipelines.soft_prefixes import place_prefixes, read_prefixes
 from quantization.kv_scales import static_kv_formats
 from quantization.smoothing_record import read_folds, smoothed_by
+
+if TYPE_CHECKING:
+    from pipelines.ranks.leader import Leader
 
 AUTO_SEQUENCES = 16  # that an automatic cache holds at least: rows may ask for beams or samples of their own
 
@@ -41,10 +46,11 @@ def assemble(
     max_num_requests: int,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
     draft: PlannedRun | None = None,
+    leader: "Leader | None" = None,
 ) -> Engine:
     """Build the engine of a planned model for at most `max_num_requests` at once. `on_bytes(done, total)` follows the weights.
 
-    `draft`: the model that drafts, planned for the same device and dtype.
+    `draft`: the model that drafts, planned for the same device and dtype. `leader`: of the ranks that compute the model together.
     Raises UserError for weights that are not the model's, and where memory is too small.
     """
     decode = run.decode.resolved(settings.decode_defaults)
@@ -54,12 +60,12 @@ def assemble(
     prefixes = read_prefixes(run.model.prefixes or {}, plan, settings)
     kept = open_kept(run, plan.source, plan.dtype)
     for its_run, each in plans:
-        _load(its_run, each, on_bytes)
+        load_planned(its_run, each, on_bytes)
     adapters = _load_adapters(run, plan)
     num_tokens = [settings.context.num_tokens] * max(AUTO_SEQUENCES, num_sequences)
     num_tokens += [prefix.num_tokens for prefix in prefixes.values()]
     num_tokens += [row.num_slots for file in kept for row in file.rows]
-    caches = _make_caches(run.device, plans, num_tokens, reserved)
+    caches = _make_caches(run.device, plans, num_tokens, reserved, leader)
     num_graph_sequences = num_sequences if run.device.cuda_graphs and plan.packed else 0
     engine = Engine(
         plan.model,
@@ -74,16 +80,24 @@ def assemble(
         decode_threads=run.device.decode_threads,
         undrafted=_undrafted(run, plan, draft),
         adapters=adapters,
+        make_runner=Runner if leader is None else leader.runner,
     )
     place_prefixes(engine, prefixes)
     place_kept(engine, kept)
-    limits = engine.block_size, run.device.max_batched_tokens
+    _place_proposers(engine, plan, draft, caches, num_graph_sequences)
+    return engine
+
+
+def _place_proposers(
+    engine: Engine, plan: ModelPlan, draft: PlannedRun | None, caches: list[KVCache], num_graph_sequences: int
+) -> None:
+    """Let the model that drafts do so, and the model's own layer that predicts ahead."""
+    limits = engine.block_size, engine.scheduler.max_batched_tokens
     if draft:
         runner = engine.runner.beside(draft[1].model, caches[1], num_graph_sequences)
         engine.speculator.proposers[Speculate.model] = ModelProposer(runner, *limits, engine.vocab_size)
     if plan.model.config.predicts_ahead:
         engine.speculator.proposers[Speculate.mtp] = MtpProposer(engine.runner, *limits)
-    return engine
 
 
 def _load_adapters(run: RunConfig, plan: ModelPlan) -> Adapters:
@@ -124,7 +138,9 @@ def _reserve_memory(config: DeviceConfig, plans: list[ModelPlan], num_sequences:
     return step
 
 
-def _load(run: RunConfig, plan: ModelPlan, on_bytes: Callable[[int, int], None]) -> None:
+def load_planned(
+    run: RunConfig, plan: ModelPlan, on_bytes: Callable[[int, int], None] = lambda done, total: None
+) -> None:
     """Give the planned model its weights, random ones, those that are kept packed, or the files', and bring together what is packed."""
     model, dtype, device = plan.model, plan.dtype, plan.device
     read = partial(load_weights, model, plan.files, plan.ignored_tensors, dtype, device, on_bytes)
@@ -138,7 +154,17 @@ def _load(run: RunConfig, plan: ModelPlan, on_bytes: Callable[[int, int], None])
         bring_together(model, device)
 
 
-def _make_caches(config: DeviceConfig, plans: list[PlannedRun], num_tokens: list[int], reserved: int) -> list[KVCache]:
+def most_blocks(run: RunConfig, plan: ModelPlan, num_ranks: int) -> int:
+    """Return how many blocks of the KV cache one of so many ranks of this machine has memory for. Raises UserError."""
+    config, heads = run.device, plan.model.attention_heads
+    size, free = config.block_size or BLOCK_SIZE[plan.device.type], free_memory(plan.device, config.memory_fraction)
+    formats = cache_formats(run, plan)
+    return choose_num_blocks(heads, 2**62, size, config.kv_cache_memory, free, formats, plan.dtype, num_ranks)
+
+
+def _make_caches(
+    config: DeviceConfig, plans: list[PlannedRun], num_tokens: list[int], reserved: int, leader: "Leader | None"
+) -> list[KVCache]:
     """Allocate the KV cache of each model, all of as many blocks, beside `reserved` bytes for a step.
 
     They hold at most so many tokens each where their size is automatic.
@@ -147,13 +173,16 @@ def _make_caches(config: DeviceConfig, plans: list[PlannedRun], num_tokens: list
     block_size = config.block_size or BLOCK_SIZE[device.type]
     wanted_blocks = sum(-(-n // block_size) for n in num_tokens)
     free = max(0, free_memory(device, config.memory_fraction) - reserved)
-    layers = [(plan.model.attention_heads, _cache_formats(run, plan)) for run, plan in plans]
+    layers = [(plan.model.attention_heads, cache_formats(run, plan)) for run, plan in plans]
     heads, formats = (list(chain(*parts)) for parts in zip(*layers, strict=True))
-    num_blocks = choose_num_blocks(heads, wanted_blocks, block_size, config.kv_cache_memory, free, formats, dtype)
+    sizes, num_ranks = (wanted_blocks, block_size, config.kv_cache_memory, free), leader.size if leader else 1
+    num_blocks = choose_num_blocks(heads, *sizes, formats, dtype, num_ranks)
+    if leader:
+        num_blocks = leader.fewest_blocks(num_blocks)
     return [allocate_kv_cache(heads, num_blocks, block_size, formats, dtype, device) for heads, formats in layers]
 
 
-def _cache_formats(run: RunConfig, plan: ModelPlan) -> list[tuple[KVFormat, KVFormat]]:
+def cache_formats(run: RunConfig, plan: ModelPlan) -> list[tuple[KVFormat, KVFormat]]:
     """Return the format of each layer's keys and values. Static scales are read from the loaded model; a layer that drafts has none."""
     static = static_kv_formats(plan.model, plan.static_cache) if plan.static_cache else []
     dynamic = FORMATS[(plan.static_cache or run.quant.kv_cache).name]

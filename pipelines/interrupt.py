@@ -18,6 +18,10 @@ class Interrupted(SystemExit):
         super().__init__(128 + number)
 
 
+class RankLost(BaseException):
+    """Raised where another rank has ended or is silent. No Exception: it is no fault of a row."""
+
+
 class Interruption:
     """Keeps the first signal until `check` is called. The second signal ends the job wherever it is."""
 

@@ -15,7 +15,7 @@ from conf.errors import UserError
 from conf.schema import ParallelMode, RunConfig
 from conf.tasks import PredictConfig
 from pipelines import report
-from pipelines.interrupt import Interrupted, Interruption, interruption
+from pipelines.interrupt import Interrupted, Interruption, RankLost, interruption
 from pipelines.journal import ANEW, Journal, named_folder
 from pipelines.prompts import GIVE, PromptRow, Prompts, read_prompts
 from pipelines.replicas.cluster import rows_on_ray
@@ -106,6 +106,9 @@ class Job(ABC):
             journal.sync()
             print(f"interrupted: {journal.kept}", file=sys.stderr)
             raise
+        except RankLost as error:
+            journal.sync()
+            raise UserError(f"{error}; {journal.kept}") from error
         first = [record["row"] for record in islice(journal.records(), PRINTED)]
         journal.remove()
         return Finished(first, metrics)

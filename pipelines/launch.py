@@ -1,13 +1,17 @@
 """Run the task that a composed RunConfig names."""
 
 import io
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from conf.errors import UserError
 from conf.schema import ParallelMode, RunConfig, Task
 from conf.signals import interrupts_waiting, reader_may_leave
 from conf.terminal import log_warnings
+from pipelines.interrupt import RankLost
+from pipelines.ranks.launch import joined, num_ranks
 from pipelines.report import Dump, reset_peak_memory
 
 Run = Callable[[RunConfig, Path, Dump], None]
@@ -18,6 +22,7 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # no text of a row may end a run while it is printed
     log_warnings()
+    num_ranks(run, joined(os.environ))  # which a launcher has started, or none
     with reader_may_leave():
         if run.task is Task.serve:  # its model is in another process: this one imports no torch
             from pipelines.serve.serve import run_serve
@@ -40,8 +45,11 @@ def _launch_with_torch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
         if chosen is None:
             return
         run = chosen
-    with explained_out_of_memory():
-        function(run, output_dir, dump)
+    try:
+        with explained_out_of_memory():
+            function(run, output_dir, dump)
+    except RankLost as error:
+        raise UserError(str(error)) from error
 
 
 def _function_of(task: Task) -> Run:

@@ -17,7 +17,7 @@ from pipelines.engine import Engine
 from pipelines.opening import ModelSource, open_source
 from pipelines.planning import plan_model
 from pipelines.report import NO_PROGRESS, ProgressSink
-from pipelines.request_settings import read_request_settings
+from pipelines.request_settings import RequestSettings, read_request_settings
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +55,33 @@ def load_engine_on(
     settings = read_request_settings(run.model, source)
     if run.decode.speculate is Speculate.mtp:
         source = predicting_ahead(source)
+    if run.parallel.mode is ParallelMode.tp:
+        return _load_with_ranks(device, run, source, settings, max_num_requests, progress)
     plan = plan_model(run, source, device, packed=True)
     draft = plan_draft(run, plan, settings)
     source.warn_of_unread_keys()
     return assemble(run, plan, settings, max_num_requests, progress.loaded, draft)
+
+
+def _load_with_ranks(
+    device: torch.device,
+    run: RunConfig,
+    source: ModelSource,
+    settings: RequestSettings,
+    max_num_requests: int,
+    progress: ProgressSink,
+) -> Engine:
+    """Return the engine of rank 0, whose other ranks end with it."""
+    from pipelines.ranks.leader import lead  # here, because other runs have one process
+
+    leader = lead(run, source, device)
+    try:
+        plan = leader.part(plan_model(run, source, device, packed=True))
+        source.warn_of_unread_keys()
+        return assemble(run, plan, settings, max_num_requests, progress.loaded, leader=leader)
+    except BaseException:
+        leader.close()
+        raise
 
 
 def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> tuple[RunConfig, ModelSource]:

@@ -65,12 +65,13 @@ class Engine:
         decode_threads: int | None = None,
         undrafted: Mapping[Speculate, str] | None = None,
         adapters: Adapters | None = None,
+        make_runner: Callable[[CausalLM, KVCache, int, int, int | None], Runner] = Runner,
     ) -> None:
         """`decode_defaults`: settings of DecodeConfig that hold where a request says nothing.
 
         `num_graph_sequences`: size of the largest decode step that is captured as a CUDA graph, where there is a GPU.
         `decode_threads`: threads of decode steps on a CPU, if not all. `undrafted`: who cannot draft, and why. `adapters`: those of the
-        model that rows may name.
+        model that rows may name. `make_runner`: Runner, or what takes the same and runs the model with other ranks.
         """
         self.num_blocks, self.block_size = cache.tensors[0].shape[:2]
         self.device, self.dtype = cache.tensors[0].device, cache.dtype
@@ -91,6 +92,7 @@ class Engine:
         self.adapters = adapters or Adapters(model, self.dtype, self.device)
         limits = max_num_requests, max_batched_tokens, shape.needs_whole_prompt, shape.key_border
         self.scheduler = Scheduler(blocks, *limits, self.adapters.slots)
+        self._make_runner = make_runner
         self.looks_ahead = self.device.type == "cuda"
         """Whether a step is launched before the tokens of the one before it are known, where that is possible."""
         self.num_generated_tokens = 0  # by all requests so far
@@ -102,7 +104,7 @@ class Engine:
     def run_over(self, model: CausalLM, cache: KVCache, num_graph_sequences: int = 0) -> None:
         """Compute with this model, or this cache, of the same number of blocks, from now on: captured steps know the old ones."""
         width = min(self.num_blocks, self.scheduler.block_manager.num_blocks_for(self.context.num_tokens))
-        self.runner = Runner(model, cache, num_graph_sequences, width, self._decode_threads)
+        self.runner = self._make_runner(model, cache, num_graph_sequences, width, self._decode_threads)
         self._num_graph_sequences = num_graph_sequences
         self._launched: LaunchedStep | None = None  # ahead of the tokens that it takes
 

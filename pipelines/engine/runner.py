@@ -94,6 +94,9 @@ class Runner:
 
         `token_ids`, int64 [T] on the model's device, takes the place of the batch's.
         """
+        return self._execute(batch, token_ids)
+
+    def _execute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
         decodes = batch.shape.num_tokens == batch.shape.num_outputs
         with threads(self._decode_threads if decodes else None):
             if not decodes:
@@ -103,9 +106,9 @@ class Runner:
     def execute_whole(self, batch: Batch, whole: Batch) -> tuple[StepOutputs, Tensor]:
         """Return what `execute` does of a batch, and the hidden states [T, E] of all its tokens, which are output rows of `whole`."""
         if batch.shape.num_outputs == batch.shape.num_tokens:
-            outputs = self.execute(batch)
+            outputs = self._execute(batch)
             return outputs, outputs.hidden
-        batch, hidden = self.on_device(batch), self.hidden(whole)
+        batch, hidden = self.on_device(batch), self._hidden(whole)
         wanted = hidden[batch.output_rows]
         logits = self.model.logits(wanted, batch)
         return StepOutputs(wanted, logits, all_finite(logits)), hidden
@@ -115,12 +118,15 @@ class Runner:
         batch = self.on_device(batch)
         if token_ids is not None:
             batch.token_ids.copy_(token_ids)
-        hidden = self.hidden(batch)
+        hidden = self._hidden(batch)
         logits = self.model.logits(hidden, batch)
         return StepOutputs(hidden, logits, all_finite(logits))
 
     def hidden(self, batch: Batch) -> Tensor:
         """Compute hidden states [R, E] of the batch's output rows, in the model's dtype."""
+        return self._hidden(batch)
+
+    def _hidden(self, batch: Batch) -> Tensor:
         return self.model(self.on_device(batch), self.cache)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,169 @@
+"""Rank 0's side of the other ranks: it tells them what to compute, and notices when one is lost."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+from conf.terminal import visible
+from kernels.collectives import RankFailed
+from kernels.collectives.shared_memory import SharedMemory
+from pipelines.interrupt import RankLost
+from pipelines.ranks.messages import Channel, Gone, Header
+
+LOOK_S = 0.2  # between two looks at what may have failed
+GRACE_S = 3.0  # for the run to end by itself once a rank is lost
+END_S = 2.0  # for a rank to end once its socket is closed
+
+
+@dataclass
+class Worker:
+    """Another rank's process."""
+
+    rank: int
+    pid: int
+    channel: Channel
+    process: "subprocess.Popen[bytes] | None"
+    """None where somebody else has started it."""
+    answers: "SimpleQueue[Header]" = field(default_factory=SimpleQueue)
+    heard_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (process {self.pid})"
+
+    def how_it_ended(self) -> str:
+        """Return what became of a process that has closed its socket."""
+        if self.process is None:
+            return "has ended"
+        try:
+            code = self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            return "has closed its socket"
+        if code >= 0:
+            return f"ended with exit code {code}"
+        why = ", out of memory?" if -code == signal.SIGKILL else ""
+        return f"was ended by signal {-code} ({signal.Signals(-code).name}{why})"
+
+    def end(self) -> None:
+        """Ask the process to end, and see to it that it does."""
+        with suppress(Gone):
+            self.channel.send({"op": "end"})
+            self.channel.wait_for_end(END_S)
+        self.channel.close()
+        if self.process is None:
+            return
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # also one that is stopped
+            self.process.wait()
+
+
+class Workers:
+    """The other ranks of a run, and the thread that watches over them."""
+
+    def __init__(self, workers: list[Worker], group: SharedMemory, heartbeat_s: float) -> None:
+        """`heartbeat_s`: how long a rank may be silent."""
+        self.group = group
+        self._workers = workers
+        self._heartbeat_s = heartbeat_s
+        self._lost: str | None = None
+        self._closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._watcher.start()
+
+    @property
+    def processes(self) -> "list[subprocess.Popen[bytes]]":
+        """Those that this process has started."""
+        return [worker.process for worker in self._workers if worker.process is not None]
+
+    def tell(self, header: Header, payload: bytes | memoryview = b"") -> None:
+        """Send a message to every rank. Raises RankLost."""
+        for worker in self._workers:
+            with suppress(Gone):  # the watcher says why
+                worker.channel.send(header, payload)
+        self.check()
+
+    def answers(self) -> list[Header]:
+        """Wait for one message of each rank, in their order. Raises RankLost."""
+        return [self._answer(worker) for worker in self._workers]
+
+    def _answer(self, worker: Worker) -> Header:
+        while True:
+            self.check()
+            with suppress(Empty):
+                return worker.answers.get(timeout=LOOK_S)
+
+    def check(self) -> None:
+        """Raise RankLost where a rank is lost."""
+        try:
+            self.group.check()
+        except RankFailed:
+            end = time.monotonic() + GRACE_S
+            while self._lost is None and time.monotonic() < end:  # a rank that fails aborts first, and then says why
+                time.sleep(LOOK_S)
+            self._lost = self._lost or "another rank has failed"
+        if self._lost is not None:
+            raise RankLost(self._lost)
+
+    def abort(self) -> None:
+        """End the step that the others are in."""
+        self.group.abort()
+
+    def close(self) -> None:
+        """End the other ranks."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self.group.abort()
+            for worker in self._workers:
+                worker.end()
+
+    def _watch(self) -> None:
+        """Take messages until the first rank is lost; then let the run end, or end it."""
+        looked_at = time.monotonic()
+        while self._lost is None and not self._closed.is_set():
+            ready, _, _ = select.select([worker.channel for worker in self._workers], [], [], LOOK_S)
+            now = time.monotonic()
+            was_stopped, looked_at = (
+                now - looked_at > self._heartbeat_s / 2,
+                now,
+            )  # as by Ctrl-Z, and the others with it
+            for worker in self._workers:
+                if worker.channel in ready:
+                    self._take(worker)
+                elif was_stopped:
+                    worker.heard_at = now
+                elif now - worker.heard_at > self._heartbeat_s:
+                    self._lose(f"{worker.name} has been silent for {self._heartbeat_s:g} s")
+        if self._lost is not None and not self._closed.wait(GRACE_S):
+            print(visible(f"error: {self._lost}"), file=sys.stderr, flush=True)
+            for worker in self._workers:
+                if worker.process is not None:
+                    worker.process.kill()
+            os._exit(1)
+
+    def _take(self, worker: Worker) -> None:
+        try:
+            header, _ = worker.channel.receive()
+        except (Gone, OSError, ValueError):
+            if not self._closed.is_set():
+                self._lose(f"{worker.name} {worker.how_it_ended()}")
+            return
+        worker.heard_at = time.monotonic()
+        if "error" in header:
+            self._lose(str(header["error"]))
+        elif "beat" not in header:
+            worker.answers.put(header)
+
+    def _lose(self, why: str) -> None:
+        self._lost = self._lost or why
+        self.group.abort()
+        for worker in self._workers:
+            worker.channel.close()  # so that no message waits for a rank that does not read

@@ -1,0 +1,100 @@
+"""Messages between rank 0 and another rank: a JSON object, and bytes beside it. No frame is ever run or unpickled."""
+
+import json
+import select
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+LENGTHS = struct.Struct("<IQ")  # of the JSON text and of the bytes
+MAX_HEADER_BYTES = 64 << 20  # a run's config may have the settings of each layer
+MAX_PAYLOAD_BYTES = 1 << 34  # hidden states of a step
+
+Header = dict[str, Any]
+
+
+class Gone(Exception):
+    """The other end has closed the socket, or never was one of ours."""
+
+
+class Channel:
+    """A stream socket that carries whole messages. Several threads may send, one receives."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._stream = stream
+        self._sending = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def send(self, header: Header, payload: bytes | memoryview = b"") -> None:
+        """Send a message. Raises Gone."""
+        text = json.dumps(header, separators=(",", ":")).encode()
+        try:
+            with self._sending:
+                self._stream.sendall(LENGTHS.pack(len(text), len(payload)) + text)
+                if payload:
+                    self._stream.sendall(payload)
+        except OSError as error:
+            raise Gone from error
+
+    def receive(self) -> tuple[Header, bytearray]:
+        """Wait for a message. Raises Gone."""
+        header_bytes, payload_bytes = LENGTHS.unpack(self._exactly(LENGTHS.size))
+        if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+            raise Gone
+        try:
+            header = json.loads(self._exactly(header_bytes))
+        except ValueError as error:
+            raise Gone from error
+        if not isinstance(header, dict):
+            raise Gone
+        return header, self._exactly(payload_bytes)
+
+    def send_file(self, fd: int) -> None:
+        """Give the other end, a process of this machine, a copy of a file descriptor. Raises Gone."""
+        try:
+            socket.send_fds(self._stream, [b"f"], [fd])
+        except OSError as error:
+            raise Gone from error
+
+    def receive_file(self) -> int:
+        """Return the file descriptor that `send_file` gives. Raises Gone."""
+        try:
+            _, fds, _, _ = socket.recv_fds(self._stream, 1, 1)
+        except OSError as error:
+            raise Gone from error
+        if len(fds) != 1:
+            raise Gone
+        return fds[0]
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Wait until the other end has closed the socket, but not for long. What it sends meanwhile is dropped."""
+        end = time.monotonic() + timeout_s
+        with suppress(OSError, ValueError):
+            while select.select([self._stream], [], [], max(end - time.monotonic(), 0))[0] and self._stream.recv(
+                1 << 16
+            ):
+                pass
+
+    def close(self) -> None:
+        """Close the socket, upon which the other end has Gone, also while it receives."""
+        with suppress(OSError):
+            self._stream.shutdown(socket.SHUT_RDWR)
+        self._stream.close()
+
+    def _exactly(self, count: int) -> bytearray:
+        content = bytearray(count)
+        view = memoryview(content)
+        while view:
+            try:
+                received = self._stream.recv_into(view)
+            except OSError as error:
+                raise Gone from error
+            if not received:
+                raise Gone
+            view = view[received:]
+        return content

@@ -1,0 +1,84 @@
+"""The process of a rank other than 0: it loads its part of the model, then does what rank 0 says.
+
+It reads no rows and writes no files. It ends when rank 0 does, however that ends.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+
+from conf.errors import UserError
+from conf.terminal import visible
+from pipelines.ranks.launch import join, joined
+from pipelines.ranks.messages import Channel, Gone
+
+BEAT_S = 1.0
+SET_PARENT_DEATH_SIGNAL = 1  # linux/prctl.h
+
+
+def main() -> None:
+    """Be a rank that rank 0 has started: `python -m pipelines.ranks.worker FD PARENT`."""
+    fd, parent = map(int, sys.argv[1:])
+    ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        sys.exit(1)
+    follow(Channel(socket.socket(fileno=fd)))
+
+
+def followed() -> bool:
+    """Be the rank that torchrun or srun has started this process as. False for rank 0, and for a process that is none."""
+    place = joined(os.environ)
+    if place is None or place.rank == 0:
+        return False
+    follow(join(place))
+    return True
+
+
+def follow(channel: Channel) -> None:
+    """Do what rank 0 says until it closes the channel."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or a launcher sends them to all: rank 0 answers
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_beat, args=(channel,), daemon=True).start()
+    with suppress(Gone):
+        start, _ = channel.receive()
+        try:
+            os.sched_setaffinity(0, start["cores"])  # before torch and the kernels count them
+            from pipelines.ranks.following import run_follower
+
+            run_follower(channel, start)
+        except Exception as error:
+            if isinstance(error, Gone):
+                raise
+            channel.send({"error": _said(start["rank"], error)})
+            sys.exit(1)
+
+
+def _said(rank: int, error: BaseException) -> str:
+    """Return rank 0's line about an error. What nobody foresaw has its traceback printed here."""
+    if isinstance(error, UserError):
+        return str(error)
+    print(visible(traceback.format_exc()), end="", file=sys.stderr, flush=True)
+    return f"rank {rank} (process {os.getpid()}) failed: {type(error).__name__}: {error}"
+
+
+def _beat(channel: Channel) -> None:
+    """Tell rank 0 from time to time that this process runs, and end it where rank 0 has ended, whatever it is doing."""
+    poll = select.poll()
+    poll.register(channel, select.POLLRDHUP)
+    while not poll.poll(BEAT_S * 1000):
+        try:
+            channel.send({"beat": time.monotonic()})
+        except Gone:
+            break
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Two and three processes that compute one model give what one process gives, to the bit."""
+
+import gc
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
+from conf.schema import DeviceConfig, DeviceType, ParallelConfig, ParallelMode, RunConfig
+from kernels import build
+from pipelines.engine import Engine
+from pipelines.engine.request import SequenceGroup
+from pipelines.loading import load_engine
+from pipelines.ranks.leader import LeadingRunner
+from tests.helpers.builders import KEY_VALUE_BYTES, run_config, write_llama
+
+pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
+
+PROMPTS = [[1, 5, 9, 23, 40, 41, 42], [1, 7], [1, *range(30, 70)], [1, 5, 9, 23, 40, 41, 42, 3, 3]]
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "log probabilities": {"logprobs": 3, "prompt_logprobs": 2},
+    "seeded": {"temperature": 0.9, "top_p": 0.9, "seed": 5},
+    "samples": {"temperature": 1.1, "n": 3, "seed": 5},
+    "beams": {"num_beams": 3},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+}
+
+
+def parallel(run: RunConfig, tp: int) -> RunConfig:
+    return replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=tp))
+
+
+def close(engine: Engine) -> None:
+    assert isinstance(engine.runner, LeadingRunner)
+    engine.runner.leader.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama(folder)
+    return run_config(folder)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def engines(request: pytest.FixtureRequest, model: RunConfig) -> Iterator[tuple[Engine, Engine]]:
+    """Of one process, and of two or three: the model has two key heads."""
+    cpus = os.sched_getaffinity(0)
+    divided = load_engine(parallel(model, request.param), 3)
+    yield load_engine(model, 3), divided
+    close(divided)
+    assert os.sched_getaffinity(0) == cpus
+
+
+def answers(engine: Engine, decode: DecodeConfig) -> list[Any]:
+    requests = [engine.request(i, prompt, decode) for i, prompt in enumerate(PROMPTS)]
+    outputs = sorted(engine.generate(requests), key=lambda output: output.request_id)
+    assert [output.error for output in outputs] == [None] * len(PROMPTS)
+    return [(output.completions, output.prompt_logprobs) for output in outputs]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_answer_as_one_process_does(engines: tuple[Engine, Engine], case: str) -> None:
+    decode = replace(DecodeConfig(max_new_tokens=24), **CASES[case])
+    alone, divided = (answers(engine, decode) for engine in engines)
+    assert divided == alone
+
+
+def test_captured_steps_are_replayed(engines: tuple[Engine, Engine]) -> None:
+    _, divided = engines
+    decode = DecodeConfig(max_new_tokens=12)
+    first = answers(divided, decode)
+    steps: Any = divided.runner.decode_steps
+    assert steps.can_record
+    assert steps.shapes
+    assert answers(divided, decode) == first
+
+
+def test_hidden_states_of_whole_prompts(engines: tuple[Engine, Engine]) -> None:
+    alone, divided = (engine.hidden_states(PROMPTS[:2], [3, 2]) for engine in engines)
+    assert divided.equal(alone)
+    assert engines[1].runner.logits(divided).equal(engines[0].runner.logits(alone))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scheme", [QuantScheme.int8, QuantScheme.int4])
+def test_quantised_models_with_a_cache_of_int8_that_is_too_small(
+    model: RunConfig, scheme: QuantScheme, preempted: list[SequenceGroup]
+) -> None:
+    quant = QuantConfig(scheme=scheme, kv_cache=KVCacheFormat.int8)
+    device = DeviceConfig(DeviceType.cpu, kv_cache_memory=str(110 * KEY_VALUE_BYTES // 3), max_batched_tokens=16)
+    small = replace(model, quant=quant, device=device)
+    decode = DecodeConfig(max_new_tokens=40, prefix_cache=False)
+    alone = answers(load_engine(small, 3), decode)
+    num_preempted = len(preempted)
+    divided = load_engine(parallel(small, 2), 3)
+    assert answers(divided, decode) == alone
+    assert len(preempted) == 2 * num_preempted > 0
+    close(divided)
+
+
+def test_a_model_that_cannot_be_divided_is_one_line(model: RunConfig) -> None:
+    with pytest.raises(UserError, match="tp=5 is more than the 4 query heads of this model: give at most 4"):
+        load_engine(parallel(model, 5), 3)
+
+
+def test_the_ranks_end_with_the_engine(model: RunConfig) -> None:
+    divided = load_engine(parallel(model, 2), 3)
+    runner: Any = divided.runner
+    (process,) = runner.leader.workers.processes
+    del divided, runner
+    gc.collect()
+    assert process.wait(10) is not None
