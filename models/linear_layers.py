@@ -14,7 +14,8 @@ from models.causal_lm import CausalLM
 from models.layers.dense import DenseMethod, PackedDenseMethod, StoredFloats, TiedMethod
 from models.layers.linear import Linear, MergedLinear
 from models.layers.moe import Experts
-from models.layers.norm import AddRMSNorm, RMSNorm
+from models.layers.norm import AddRMSNorm, LayerNorm, RMSNorm
+from models.layers.per_head import PerHead
 
 log = logging.getLogger(__name__)
 
@@ -92,12 +93,17 @@ def bring_together(model: CausalLM, device: torch.device) -> None:
 
 
 def merge_layers(model: nn.Module) -> None:
-    """Merge all layers that share their input, but for experts that are merged already. At most one layer's weights are there twice."""
+    """Merge all layers that share their input, but for experts that are merged already. At most one layer's weights are there twice.
+
+    Products of each head are prepared, too.
+    """
     in_mixtures = {module for experts in _modules(model, Experts) if experts.is_merged for module in experts.modules()}
     for layers in _modules(model, MergedLinear):
         if layers not in in_mixtures:
             layers.merge()
             torch.cuda.empty_cache()  # else a smaller weight takes a part of what these have left, and the rest serves no larger one
+    for product in _modules(model, PerHead):
+        product.merge()
 
 
 def merge_experts(model: nn.Module, device: torch.device) -> None:
@@ -120,7 +126,7 @@ def connect_norms(model: CausalLM) -> None:
         modules = dict(layer.named_modules())
         for name, readers in model.layout.norm_readers.items():
             norm, found = modules.get(name), [modules.get(reader) for reader in readers]
-            if isinstance(norm, RMSNorm | AddRMSNorm) and None not in found:
+            if isinstance(norm, RMSNorm | AddRMSNorm | LayerNorm) and None not in found:
                 norm.readers = [reader for reader in found if isinstance(reader, Linear)]
 
 

@@ -16,6 +16,7 @@ from kernels.linear.packed import (
     PackedWeight,
     WeightGroup,
     grouped_matmul,
+    matmul_per_head,
     matmul_swiglu,
     matmul_together,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "linear",
     "linear_per_head",
     "matmul",
+    "matmul_per_head",
     "matmul_swiglu",
     "matmul_together",
     "pack",

@@ -66,6 +66,18 @@ OPERATOR(grouped_matmul, (const void *x, const float *scales, int64_t scale_stri
   multiply({group_size, codes, has_zeros}, products);
 }
 
+// For every head: its x [heads, rows, inputs] times its packed weight transposed: out [heads, rows, outputs].
+OPERATOR(matmul_per_head, (const void *x, Dtype dtype, int64_t num_heads, int64_t num_rows, int64_t num_inputs, const uint8_t *const *weights,
+                           const bool *compressed, void *out, int64_t num_outputs)) {
+  const Rows rows{x, nullptr, 0, dtype, num_heads * num_rows, num_inputs};
+  auto &products = no_products();
+  for (int64_t head = 0; head < num_heads; ++head) {
+    void *to = static_cast<char *>(out) + head * num_rows * num_outputs * rows.out_bytes();
+    products.push_back({rows.part(head * num_rows, num_rows), {{{weights[head], compressed[head], nullptr}, {}, to, num_outputs}}});
+  }
+  multiply_floats(products);
+}
+
 // For every head: its x [heads, rows, inputs] times its weight transposed, plus bias: out [heads, rows, outputs]. The strides of the weight
 // count numbers; that of outputs or that of inputs is 1.
 OPERATOR(linear, (const void *x, Dtype dtype, int64_t num_heads, int64_t num_rows, int64_t num_inputs, const void *weight,

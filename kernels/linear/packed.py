@@ -268,6 +268,39 @@ def grouped_matmul(
     return out
 
 
+def _check_per_head(x: Tensor, weights: WeightGroup) -> None:
+    if x.ndim != 3 or x.shape[1] != len(weights.weights):
+        raise ValueError(f"rows {list(x.shape)} for the weights of {len(weights.weights)} heads")
+    _check(x[:, 0], [weights.first], [None])
+
+
+def _matmul_per_head(x: Tensor, weights: WeightGroup) -> Tensor:
+    heads = zip(x.unbind(1), weights.weights, strict=True)
+    return torch.stack([portable.matmul(rows, weight, None) for rows, weight in heads], dim=1)
+
+
+def _empty_per_head(x: Tensor, weights: WeightGroup) -> Tensor:
+    return x.new_empty(*x.shape[:2], weights.first.num_outputs)
+
+
+@operator(_matmul_per_head, fake=_empty_per_head, check=_check_per_head, parts={"weights": GROUP})
+def matmul_per_head(cpp: Library, x: Tensor, weights: WeightGroup) -> Tensor:
+    """Return every head's x [M, H, K] times its own weight of floats [N, K] transposed: [M, H, N], to the bit what `matmul` gives.
+
+    Raises ValueError as `matmul` does, and for another number of heads.
+    """
+    first = weights.first
+    if not x.is_cpu or not isinstance(first, FloatWeight):
+        raise Misfit
+    x = x.transpose(0, 1).contiguous()  # [H, M, K]
+    out = torch.empty(*x.shape[:2], first.num_outputs, dtype=x.dtype)
+    cpp.matmul_per_head(
+        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, weights.addresses, weights.are_compressed),
+        *(out.data_ptr(), first.num_outputs),
+    )
+    return out.transpose(0, 1)
+
+
 def _rows(x: Rows, weight: PackedWeight) -> tuple[Rows, tuple[int, int | None, int, int]]:
     """Return contiguous rows, with a scale for each of the weight's groups where they have several, and what C++ is told of them.
 

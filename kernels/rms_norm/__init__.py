@@ -15,12 +15,12 @@ __all__ = ["add_rms_norm", "add_rms_norm_quantize", "rms_norm", "rms_norm_quanti
 
 
 @operator(reference.rms_norm, has_triton=True)
-def rms_norm(cpp: Library, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(cpp: Library, x: Tensor, weight: Tensor, eps: float, weight_offset: float | None = None) -> Tensor:
     """Return the norm of x [T, D], as `reference.rms_norm` does. A row's bits depend on that row alone."""
     if not _fit(x, weight):
         raise Misfit
     out = torch.empty(*x.shape, dtype=x.dtype)
-    _normalise(cpp, x, None, weight, eps, out=out)
+    _normalise(cpp, x, None, weight, eps, weight_offset, out=out)
     return out
 
 
@@ -43,12 +43,13 @@ def rms_norm_quantize(
     dtype: torch.dtype,
     group_size: int | None,
     static_scales: Tensor | None = None,
+    weight_offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the norm as codes and scales, on a CPU to the bit `quantize_rows` of `rms_norm`."""
     if not _fit(x, weight):
         raise Misfit
     codes, scales, arguments = code_arguments(x, dtype, group_size, static_scales)
-    _normalise(cpp, x, None, weight, eps, codes=arguments)
+    _normalise(cpp, x, None, weight, eps, weight_offset, codes=arguments)
     return codes, scales
 
 
@@ -84,6 +85,7 @@ def _normalise(
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
+    weight_offset: float | None = None,
     *,
     out: Tensor | None = None,
     total: Tensor | None = None,
@@ -93,4 +95,5 @@ def _normalise(
     x, weight, residual = x.contiguous(), weight.contiguous(), None if residual is None else residual.contiguous()
     tensors, channels = (x, residual, weight, out, total), x.shape[-1]
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-    cpp.rms_norm(*pointers, *codes, DTYPES[x.dtype], x.shape[:-1].numel(), channels, eps)
+    offset = (False, 0.0) if weight_offset is None else (True, weight_offset)
+    cpp.rms_norm(*pointers, *codes, DTYPES[x.dtype], x.shape[:-1].numel(), channels, eps, *offset)

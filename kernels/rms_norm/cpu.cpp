@@ -20,6 +20,8 @@ struct Call {
   Quantizer to;
   int64_t channels;
   float eps;
+  bool has_offset;
+  float offset;
 };
 
 // Row number `index`; `row` has room for its floats. Two passes, with the bits of normalise_row.
@@ -41,8 +43,8 @@ template <Dtype DTYPE> void normalise(const Call &call, int64_t index, float *ro
     }
   const Floats inverse = splat(inverse_root(sums, channels, call.eps));
   for (int64_t i = 0; i < channels; i += LANES) {
-    const Floats root = rounded<DTYPE>(multiply(load(row + i), inverse));
-    const Floats normed = rounded<DTYPE>(multiply(root, load_numbers<DTYPE>(call.weight, i, channels)));
+    const Floats root = multiply(load(row + i), inverse), weight = load_numbers<DTYPE>(call.weight, i, channels);
+    const Floats normed = rounded<DTYPE>(call.has_offset ? multiply(root, add(weight, splat(call.offset))) : multiply(rounded<DTYPE>(root), weight));
     if (call.out)
       store_numbers<DTYPE>(of_row(call.out), i, channels, normed);
     else
@@ -54,11 +56,12 @@ template <Dtype DTYPE> void normalise(const Call &call, int64_t index, float *ro
 }  // namespace
 
 // x, residual, weight [D], out and total [rows, D] of one dtype; codes [rows, D], scales [rows, G] as of quantize_rows. Null: residual and total if
-// nothing is added; out if rows become codes, else codes and scales.
+// nothing is added; out if rows become codes, else codes and scales. With an offset the factors are offset + weight, and nothing is rounded before
+// they multiply.
 OPERATOR(rms_norm, (const void *x, const void *residual, const void *weight, void *out, void *total, int8_t *codes, float *scales,
                     bool is_float8, int64_t group_size, const float *chosen, int64_t chosen_stride, Dtype dtype, int64_t num_rows,
-                    int64_t channels, float eps)) {
-  const Call call{x, residual, weight, out, total, {codes, scales, is_float8, group_size, chosen, chosen_stride}, channels, eps};
+                    int64_t channels, float eps, bool has_offset, float offset)) {
+  const Call call{x, residual, weight, out, total, {codes, scales, is_float8, group_size, chosen, chosen_stride}, channels, eps, has_offset, offset};
   const int64_t rows_per_chunk = rows_of_chunk(CHUNK_CHANNELS, channels);
   parallel_for(divide_up(num_rows, rows_per_chunk), [&](int64_t chunk) {
     thread_local std::vector<float> kept;

@@ -6,14 +6,17 @@ from torch import Tensor
 from kernels.quantize_rows.reference import quantize_rows
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float | None = None) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467).
 
     x [T, D] of any float dtype, weight [D]; returns [T, D] in x's dtype. The normalisation is computed in float32 and rounded
-    to x's dtype before the weight multiplies it, as Llama's own code does.
+    to x's dtype before the weight multiplies it, as Llama's own code does. With an offset, offset + weight multiplies it in float32, and
+    the product alone is rounded, as in Gemma's.
     """
     wide = x.float()
     normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight_offset is not None:
+        return ((weight_offset + weight.float()) * normalised).to(x.dtype)
     return weight * normalised.to(x.dtype)
 
 
@@ -30,9 +33,10 @@ def rms_norm_quantize(
     dtype: torch.dtype,
     group_size: int | None,
     static_scales: Tensor | None = None,
+    weight_offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The norm, rounded to x's dtype, as codes [T, D] of `dtype` and scales float32 [T, G], as of `quantize_rows`."""
-    return quantize_rows(rms_norm(x, weight, eps), dtype, group_size, static_scales)
+    return quantize_rows(rms_norm(x, weight, eps, weight_offset), dtype, group_size, static_scales)
 
 
 def add_rms_norm_quantize(

@@ -8,11 +8,12 @@ from torch import Tensor
 from kernels.quantize_rows.triton import empty_codes, quantize, quantize_rows
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float | None = None) -> Tensor:
     """Compute what kernels/rms_norm/reference.py defines; x of any shape [..., D]."""
     x = x.contiguous()
-    output = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
-    _launch(x, None, weight, output, None, None, eps)
+    dtype = torch.promote_types(x.dtype, weight.dtype) if weight_offset is None else x.dtype
+    output = torch.empty_like(x, dtype=dtype)
+    _launch(x, None, weight, output, None, None, eps, weight_offset)
     return output
 
 
@@ -20,7 +21,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """Compute what kernels/rms_norm/reference.py defines."""
     x, residual = x.contiguous(), residual.contiguous()
     output, total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype)), torch.empty_like(x)
-    _launch(x, residual, weight, output, None, total, eps)
+    _launch(x, residual, weight, output, None, total, eps, None)
     return output, total
 
 
@@ -31,6 +32,7 @@ def rms_norm_quantize(
     dtype: torch.dtype,
     group_size: int | None,
     static_scales: Tensor | None = None,
+    weight_offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute what kernels/rms_norm/reference.py defines.
 
@@ -38,10 +40,10 @@ def rms_norm_quantize(
     """
     size = _group_of_registers(x, weight, group_size)
     if size is None or static_scales is not None:
-        return quantize_rows(rms_norm(x, weight, eps), dtype, group_size, static_scales)
+        return quantize_rows(rms_norm(x, weight, eps, weight_offset), dtype, group_size, static_scales)
     x = x.contiguous()
     codes, scales = empty_codes(x, dtype, size)
-    _launch(x, None, weight, codes, scales, None, eps, size)
+    _launch(x, None, weight, codes, scales, None, eps, weight_offset, size)
     return codes, scales
 
 
@@ -62,7 +64,7 @@ def add_rms_norm_quantize(
     x, residual = x.contiguous(), residual.contiguous()
     codes, scales = empty_codes(x, dtype, size)
     total = torch.empty_like(x)
-    _launch(x, residual, weight, codes, scales, total, eps, size)
+    _launch(x, residual, weight, codes, scales, total, eps, None, size)
     return codes, scales, total
 
 
@@ -81,6 +83,7 @@ def _launch(
     scales: Tensor | None,
     total: Tensor | None,
     eps: float,
+    weight_offset: float | None,
     group_size: int = 1,
 ) -> None:
     weight, channels = weight.contiguous(), x.shape[-1]
@@ -88,13 +91,26 @@ def _launch(
         size, group = triton.next_power_of_2(channels), triton.next_power_of_2(group_size)
         warps = min(max(size // 512, 1), 16)  # 16 elements of each thread
         _rms_norm[(x.numel() // channels,)](
-            x, residual, weight, output, scales, total, eps, channels, SIZE=size, GROUP=group, num_warps=warps
+            *(x, residual, weight, output, scales, total, eps, weight_offset, channels),
+            SIZE=size,
+            GROUP=group,
+            num_warps=warps,
         )
 
 
 @triton.jit
 def _rms_norm(
-    x, residual, weight, output, scales, total, eps, channels: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr
+    x,
+    residual,
+    weight,
+    output,
+    scales,
+    total,
+    eps,
+    weight_offset,
+    channels: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     start = row * channels
@@ -106,8 +122,12 @@ def _rms_norm(
         values = values.to(total.dtype.element_ty)
         tl.store(total + start + channel, values, mask=mask)
         values = values.to(tl.float32)
-    normalised = (values * tl.rsqrt(tl.sum(values * values, 0) / channels + eps)).to(x.dtype.element_ty)
-    scaled = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32) * normalised.to(tl.float32)
+    normalised = values * tl.rsqrt(tl.sum(values * values, 0) / channels + eps)
+    factors = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
+    if weight_offset is not None:
+        scaled = (weight_offset + factors) * normalised
+    else:
+        scaled = factors * normalised.to(x.dtype.element_ty).to(tl.float32)
     if scales is not None:
         groups: tl.constexpr = SIZE // GROUP
         rounded = scaled.to(x.dtype.element_ty).to(tl.float32)

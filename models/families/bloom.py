@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from kernels.gelu import gelu_tanh
 from kernels.kv_store import kv_store
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
-from models.layers.activation import gelu_tanh
 from models.layers.attention import Heads, alibi_slopes, attend
 from models.layers.constant import Constant
 from models.layers.embedding import Embedding

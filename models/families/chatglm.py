@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from kernels.gelu import gelu_tanh
 from kernels.kv_store import kv_store
 from kernels.rope import rope
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
-from models.layers.activation import gelu_tanh
 from models.layers.attention import Heads, attend
 from models.layers.constant import Constant
 from models.layers.embedding import Embedding

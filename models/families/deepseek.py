@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.kv_store import kv_store
-from kernels.linear import linear, linear_per_head
+from kernels.moe import route
 from kernels.rope import rope
 from models.batch import Batch, KVCache, LayerCache
 from models.config import ConfigReader
@@ -26,6 +26,7 @@ from models.layers.module import Module
 from models.layers.moe import Experts
 from models.layers.named_parts import register
 from models.layers.norm import AddRMSNorm, ResidualStream, RMSNorm
+from models.layers.per_head import PerHead
 from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding, read_rotary_config, yarn_mscale
 from models.layout import ModelLayout, Unit
 
@@ -44,6 +45,11 @@ class Routing:
     has_correction_bias: bool
     """V3: scores are sigmoids, a bias corrects them for the choice alone, and a group counts by its best two. V2: softmax, the best one."""
     norm_topk_prob: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a token's experts are the K of the highest softmax, whatever their group."""
+        return not self.has_correction_bias and self.topk_group == self.n_group
 
 
 @dataclass(frozen=True)
@@ -201,7 +207,15 @@ class Attention(Module):
         self.first = MergedLinear(first, self.kv_a_proj_with_mqa)
         to_heads = c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim)
         self.kv_b_proj = Linear(c.kv_lora_rank, to_heads, bias=False, is_quantizable=False, is_packable=False)
+        self.to_key = PerHead(lambda: self._to_heads()[0].transpose(1, 2))
+        self.to_value = PerHead(lambda: self._to_heads()[1])
         self.o_proj = Linear(c.num_attention_heads * c.v_head_dim, c.hidden_size, bias=c.attention_bias)
+
+    def _to_heads(self) -> tuple[Tensor, Tensor]:
+        """Return what turns latents into each head's keys [H, N, L] and values [H, D, L]."""
+        sizes = self.c.qk_nope_head_dim, self.c.v_head_dim
+        to_key, to_value = self.kv_b_proj.weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+        return to_key, to_value
 
     def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         c = self.c
@@ -212,13 +226,11 @@ class Attention(Module):
         query, query_rope = query.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
         latent, key_rope = latent[:, None].split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
         query_rope, key_rope = (rope(part, *angles, c.rope_interleave) for part in (query_rope, key_rope))
-        to_heads = self.kv_b_proj.weight.unflatten(0, (-1, c.qk_nope_head_dim + c.v_head_dim))  # [H, N + D, L]
-        to_key, to_value = to_heads.split((c.qk_nope_head_dim, c.v_head_dim), dim=1)
-        query = torch.cat((linear_per_head(query, to_key.transpose(1, 2)), query_rope), dim=-1)  # [T, H, L + P]
+        query = torch.cat((self.to_key(query), query_rope), dim=-1)  # [T, H, L + P]
         key = torch.cat((self.kv_a_layernorm(latent), key_rope), dim=-1)  # [T, 1, L + P]
         kv_store(key, key[..., :0], *cache, batch.slots)
         attended = attend_latent(query, c.kv_lora_rank, cache, batch, c.softmax_scale)  # [T, H, L]
-        return self.o_proj(linear_per_head(attended, to_value).flatten(1), batch)
+        return self.o_proj(self.to_value(attended).flatten(1), batch)
 
 
 class Gate(Module):
@@ -230,11 +242,15 @@ class Gate(Module):
         self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size))
         if routing.has_correction_bias:
             self.e_score_correction_bias = nn.Parameter(torch.empty(routing.num_experts))
+        self.product = PerHead(lambda: self.weight[None])  # of one head
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """For hidden states [T, E]: as `route`."""
         r = self.routing
-        logits = linear(x.float(), self.weight)  # [T, X]
+        logits = self.product(x.float()[:, None])[:, 0]  # [T, X]
+        if r.is_plain:
+            weights, chosen = route(logits, r.num_experts_per_tok, r.norm_topk_prob)
+            return weights * r.scaling_factor, chosen
         scores = sigmoid(logits) if r.has_correction_bias else logits.softmax(-1)
         corrected = scores + self.e_score_correction_bias if r.has_correction_bias else scores
         grouped = corrected.unflatten(-1, (r.n_group, -1))  # [T, C, X/C]

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from kernels.rms_norm import rms_norm
+from kernels.gelu import gelu_tanh
 from models import decoder
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.decoder import DecoderConfig
 from models.layers import mlp
-from models.layers.activation import gelu_tanh
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear
 from models.layers.module import Module
+from models.layers.norm import RMSNorm
 from models.layers.rotary import Angles, RotaryEmbedding, read_rotary_config
 from models.layout import ModelLayout
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-WEIGHT_OFFSET = 1  # norms multiply by 1 + weight
+WEIGHT_OFFSET = 1.0  # norms multiply by 1 + weight
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,8 @@ def _read_windows(config: ConfigReader) -> tuple[int | None, ...]:
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-class RMSNorm(Module):
-    """Multiply by WEIGHT_OFFSET + weight, and round to x's dtype last, as Gemma's own code does."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x.float(), WEIGHT_OFFSET + self.weight.float(), self.eps).to(x.dtype)
+def norm(c: Gemma2Config) -> RMSNorm:
+    return RMSNorm(c.hidden_size, c.rms_norm_eps, WEIGHT_OFFSET)
 
 
 class Attention(decoder.Attention):
@@ -108,18 +100,18 @@ class MLP(mlp.MLP):
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         gate, up = self.gate_up(x, batch)  # [T, F] each
         down: Linear = self.parts[-1]
-        return down(gelu_tanh(gate) * up, batch)
+        return down(gelu_tanh(gate, up), batch)
 
 
 class DecoderLayer(Module):
     def __init__(self, c: Gemma2Config, window: int | None) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.input_layernorm = norm(c)
         self.self_attn = Attention(c, window)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.pre_feedforward_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = norm(c)
+        self.pre_feedforward_layernorm = norm(c)
         self.mlp = MLP(c.hidden_size, c.intermediate_size)
-        self.post_feedforward_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_feedforward_layernorm = norm(c)
 
     def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         attended = self.self_attn(self.input_layernorm(x), angles, batch, cache)
@@ -132,7 +124,7 @@ class Decoder(Module):
         super().__init__()
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(c, window) for window in c.windows)
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.norm = norm(c)
 
 
 class CappedHead(Linear):

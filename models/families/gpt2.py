@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from kernels.gelu import gelu_tanh
 from kernels.kv_store import kv_store
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
-from models.layers.activation import gelu_tanh
 from models.layers.attention import Heads, attend
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear, make_head

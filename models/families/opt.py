@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from kernels.gelu import gelu
 from kernels.kv_store import kv_store
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
-from models.layers.activation import gelu
 from models.layers.attention import Heads, attend
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear, MergedLinear, make_head

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kernels.layer_norm import layer_norm, layer_norm_quantize
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from models.layers.linear import Linear, shared_activations
 from models.layers.linear_method import quantized_activations
@@ -16,7 +17,17 @@ from models.layers.module import Module
 
 
 class LayerNorm(nn.LayerNorm, Module):
-    """Subtract the mean, divide by the standard deviation, scale and shift (arXiv 1607.06450)."""
+    """Subtract the mean of x [T, E], divide by the standard deviation, scale and shift (arXiv 1607.06450)."""
+
+    readers: Sequence[Linear] = ()
+    """As of `RMSNorm`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        format = shared_activations(len(x), self.readers)
+        if format is None:
+            return layer_norm(x, self.weight, self.bias, self.eps)
+        codes, scales = layer_norm_quantize(x, self.weight, self.bias, self.eps, *format)
+        return quantized_activations(codes, scales, x.dtype, format.group_size)
 
 
 class RMSNorm(Module):
@@ -25,13 +36,14 @@ class RMSNorm(Module):
     readers: Sequence[Linear] = ()
     """The layers that alone read the norm: it has the activation format that they all expect, floats where they differ."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, weight_offset: float | None = None) -> None:
+        """With an offset, offset + weight multiplies, as `rms_norm` says."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
+        self.eps, self.weight_offset = eps, weight_offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return _norm(x, self.weight, self.eps, self.readers)
+        return _norm(x, self.weight, self.eps, self.readers, self.weight_offset)
 
 
 class ResidualStream(NamedTuple):
@@ -65,9 +77,11 @@ class AddRMSNorm(Module):
         return quantized_activations(codes, scales, x.dtype, format.group_size), total
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float, readers: Sequence[Linear]) -> Tensor:
+def _norm(
+    x: Tensor, weight: Tensor, eps: float, readers: Sequence[Linear], weight_offset: float | None = None
+) -> Tensor:
     format = shared_activations(len(x), readers)
     if format is None:
-        return rms_norm(x, weight, eps)
-    codes, scales = rms_norm_quantize(x, weight, eps, *format)
+        return rms_norm(x, weight, eps, weight_offset)
+    codes, scales = rms_norm_quantize(x, weight, eps, *format, weight_offset)
     return quantized_activations(codes, scales, x.dtype, format.group_size)

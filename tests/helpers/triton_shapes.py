@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from kernels.gelu.triton import gelu, gelu_tanh
 from kernels.kv_format import FORMATS, allocate
 from kernels.kv_store.triton import kv_store, rope_and_store
+from kernels.layer_norm.triton import layer_norm
 from kernels.linear.gpu_weight import GPUWeight, of_floats
 from kernels.linear.triton import matmul
 from kernels.lora.table import AdapterTable
@@ -85,6 +87,12 @@ def rows() -> None:
     rms_norm(x, x[0], 1e-5)
     add_rms_norm(x, x, x[0], 1e-5)
     rms_norm(torch.empty(64, 32, 128, dtype=BF16), x[0, :128], 1e-5)
+    rms_norm(x, x[0], 1e-5, 1.0)
+    layer_norm(x, x[0], x[0], 1e-5)
+    layer_norm(x, None, None, 1e-5)
+    gelu(x)
+    gelu_tanh(x)
+    gelu_tanh(x, x)
     swiglu(torch.empty(64, 14336, dtype=BF16), torch.empty(64, 14336, dtype=BF16))
     angles = torch.empty(64, 64, dtype=BF16)
     for interleaved in (False, True):

@@ -14,14 +14,17 @@ from torch.nn.functional import embedding
 from kernels import build
 from kernels.all_finite import all_finite
 from kernels.capture import capture
+from kernels.gelu import gelu, gelu_tanh
 from kernels.kv_format import FORMATS, allocate
 from kernels.kv_store import kv_store, rope_and_store
+from kernels.layer_norm import layer_norm, layer_norm_quantize
 from kernels.linear import (
     WeightGroup,
     grouped_matmul,
     linear,
     linear_per_head,
     matmul,
+    matmul_per_head,
     matmul_swiglu,
     matmul_together,
     pack,
@@ -51,6 +54,7 @@ CODES = pack_codes(
 )
 FLOATS8 = pack_float8(torch.randn(64, 64, generator=GENERATOR).to(torch.float8_e4m3fn), torch.rand(64, 4))
 SCALE = torch.tensor(0.1)
+HEADS = WeightGroup([pack(TABLE[head : head + 8, :16]) for head in range(4)])
 FIRST = torch.zeros(2, dtype=torch.int64)
 
 
@@ -118,6 +122,10 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "kv_store, paged_attention": attended,
     "rope_and_store": turned,
     "rms_norm": lambda x: rms_norm(x, NORM, 1e-5),
+    "gelu": gelu,
+    "gelu_tanh": lambda x: gelu_tanh(*x.chunk(2, dim=-1)),
+    "layer_norm": lambda x: layer_norm(x, NORM, None, 1e-5),
+    "layer_norm_quantize": lambda x: layer_norm_quantize(x, NORM, NORM, 1e-5, torch.int8, None),
     "swiglu": lambda x: swiglu(*x.chunk(2, dim=-1)),
     "matmul": lambda x: matmul(x, UP),
     "matmul_swiglu": lambda x: matmul_swiglu(x, UP, UP),
@@ -140,6 +148,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "combine_rows": lambda x: combine_rows(x, x[:, :1] + 1, group_rows(x, CHOSEN, 3)[2]),
     "linear": lambda x: linear(x, TABLE * x[0, 0], TABLE[:, 0] + 1),
     "linear_per_head": lambda x: linear_per_head(x.unflatten(1, (4, 16)), TABLE[:32].view(4, 32, 16)),
+    "matmul_per_head": lambda x: matmul_per_head(x.unflatten(1, (4, 16)), HEADS),
     "grouped_matmul": lambda x: grouped_matmul(x, MATRICES, group_rows(x, CHOSEN, 3)[1]),
     "grouped_matmul of ints": lambda x: grouped_matmul(x, CODED, group_rows(x, CHOSEN, 3)[1]),
     "grouped_matmul of codes": lambda x: grouped_matmul(codes(x), CODED, group_rows(x, CHOSEN, 3)[1]),

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from kernels import build
 from kernels import linear as products
+from kernels.gelu import gelu_tanh
 from kernels.kv_store import kv_store, rope_and_store
+from kernels.layer_norm import layer_norm, layer_norm_quantize
 from kernels.linear import WeightGroup, grouped_matmul, linear, matmul, pack
 from kernels.moe import combine_rows, group_rows
 from kernels.paged_attention import paged_attention
@@ -54,6 +56,14 @@ def attended(**other: Tensor) -> Sequence[Tensor]:
 MISFITS: dict[str, Callable[[], Sequence[Tensor]]] = {
     "a weight for each head, and rows for one": lambda: [linear(waves(4, 2, 8), waves(2, 4, 8))],
     "norm of fewer weights": lambda: [rms_norm(waves(2, FAR), waves(4), 1e-5)],
+    "layer norm of fewer weights": lambda: [layer_norm(waves(2, FAR), waves(4), None, 1e-5)],
+    "layer norm of one bias": lambda: [layer_norm(waves(2, FAR), None, waves(1), 1e-5)],
+    "layer norm of another dtype": lambda: [layer_norm(waves(2, FAR), waves(FAR).to(HALF), None, 1e-5)],
+    "layer norm to codes, fewer weights": lambda: layer_norm_quantize(
+        waves(2, FAR), waves(4), None, 1e-5, torch.int8, None
+    ),
+    "gelu beside fewer rows": lambda: [gelu_tanh(waves(FAR, 4), waves(1, 4))],
+    "gelu of one row": lambda: [gelu_tanh(waves(FAR))],
     "norm of one weight": lambda: [rms_norm(waves(2, FAR), waves(1), 1e-5)],
     "norm of a sum, fewer weights": lambda: add_rms_norm(waves(2, FAR), waves(2, FAR), waves(4), 1e-5),
     "norm to codes, fewer weights": lambda: rms_norm_quantize(waves(2, FAR), waves(4), 1e-5, torch.int8, None),

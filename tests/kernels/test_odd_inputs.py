@@ -10,8 +10,10 @@ from torch import Tensor
 from kernels import build
 from kernels import linear as products
 from kernels.all_finite import all_finite
+from kernels.gelu import gelu, gelu_tanh
 from kernels.kv_format import FORMATS, PagedVectors, allocate
 from kernels.kv_store import kv_store, rope_and_store
+from kernels.layer_norm import layer_norm
 from kernels.mask_logits import mask_logits
 from kernels.moe import combine_rows, group_rows, route
 from kernels.paged_attention import paged_attention
@@ -78,7 +80,14 @@ def float_products(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
         products.linear(x, at(waves(20, channels))),
         products.linear_per_head(at(waves(rows, 2, channels)), at(waves(2, 20, channels))),
     )
-    return *plain, *products.matmul_together(x, [gate, up], [None, None]), products.matmul_swiglu(x, gate, up), *grouped
+    heads = products.matmul_per_head(at(waves(rows, 2, channels)), both)
+    return (
+        *plain,
+        heads,
+        *products.matmul_together(x, [gate, up], [None, None]),
+        products.matmul_swiglu(x, gate, up),
+        *grouped,
+    )
 
 
 def coded_products(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
@@ -122,6 +131,13 @@ CASES: dict[str, Case] = {
     "add_rms_norm": lambda rows, channels, at: add_rms_norm(
         at(waves(rows, channels)), at(waves(rows, channels) / 2), at(waves(channels)), 1e-5
     ),
+    "gelu": lambda rows, channels, at: [
+        gelu(at(waves(rows, channels))),
+        gelu_tanh(at(waves(rows, channels)), at(waves(rows, channels) / 2)),
+    ],
+    "layer_norm": lambda rows, channels, at: [
+        layer_norm(at(waves(rows, channels)), at(waves(channels)), at(waves(channels) / 2), 1e-5)
+    ],
     "swiglu": lambda rows, channels, at: [swiglu(at(waves(rows, channels)), at(waves(rows, channels) / 2))],
     "rope": lambda rows, channels, at: [
         rope(at(waves(rows, 3, channels)), at(waves(rows, channels // 2)), at(waves(rows, channels // 2)))

@@ -57,6 +57,11 @@ def test_rows(num_rows: int, dtype: torch.dtype) -> None:
     columns = randn(33, num_rows, dtype=dtype).T
     for rows in (x, columns):
         opcheck(ops.rms_norm, rows, weight, 1e-5)
+        opcheck(ops.rms_norm, rows, weight, 1e-5, 1.0)
+        opcheck(ops.layer_norm, rows, weight, None, 1e-5)
+        opcheck(ops.layer_norm_quantize, rows, weight, weight, 1e-5, torch.int8, None)
+        opcheck(ops.gelu, rows)
+        opcheck(ops.gelu_tanh, rows, x)
         opcheck(ops.add_rms_norm, rows, x, weight, 1e-5)
         opcheck(ops.quantize_rows, rows)
         opcheck(ops.quantize_rows, rows, torch.int8, 16, torch.ones(1))
@@ -81,6 +86,8 @@ def test_products(dtype: torch.dtype) -> None:
     x, sizes, bias = randn(5, 31, dtype=dtype), (17, 16), randn(17, dtype=dtype)
     opcheck(ops.linear, x, randn(17, 31, dtype=dtype), bias)
     opcheck(ops.linear_per_head, randn(5, 3, 31, dtype=dtype), randn(3, 17, 31, dtype=dtype))
+    heads = products.WeightGroup([products.pack(randn(17, 31, dtype=dtype)) for _ in range(3)])
+    opcheck(ops.matmul_per_head, randn(5, 3, 31, dtype=dtype), *GROUP.take(heads))
     formats: list[list[products.PackedWeight]] = [[products.pack(randn(size, 31, dtype=dtype)) for size in sizes]]
     for bits, group, zeros in ((8, 0, False), (4, 32, True)):
         formats.append([products.pack_codes(*make(size, 31, bits, group, zeros)[:3], bits) for size in sizes])

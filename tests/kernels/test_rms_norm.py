@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.quantize_rows import quantize_rows
+from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_quantize
 
 
 @pytest.mark.usefixtures("any_way", "poisoned")
@@ -22,6 +23,23 @@ def test_equals_formula(shape: tuple[int, int], dtype: torch.dtype, tolerance: f
     result = rms_norm(x, weight, 1e-5)
     assert result.dtype == dtype
     torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.usefixtures("any_way", "poisoned")
+@pytest.mark.parametrize("shape", [(1, 8), (63, 80), (1000, 129)], ids="T{0[0]}-D{0[1]}".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_with_an_offset_nothing_is_rounded_before_the_end(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """To the bit the norm of float32 rows times offset + weight, which in bfloat16 would lose digits."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(shape, generator=generator) * 3).to(dtype)
+    weight = (torch.randn(shape[1], generator=generator) * 0.01).to(dtype)
+    expected = rms_norm(x.float(), 1 + weight.float(), 1e-5).to(dtype)
+    assert torch.equal(rms_norm(x, weight, 1e-5, 1.0), expected)
+    if dtype == torch.bfloat16 and shape[0] > 1:
+        assert not torch.equal(rms_norm(x, 1 + weight, 1e-5), expected)
+    found = rms_norm_quantize(x, weight, 1e-5, torch.int8, None, None, 1.0)
+    for part, wanted in zip(found, quantize_rows(expected), strict=True):
+        assert torch.equal(part, wanted)
 
 
 def test_eps_keeps_zeros_finite() -> None:

@@ -31,4 +31,4 @@ def test_compiles_for_sm_90() -> None:
             and " g32 " not in row["case"]
         ):
             assert row["wgmma"] or "decode" in row["case"] or "prefix" in row["case"], row
-    assert len({row["kernel"] for row in rows}) == 18
+    assert len({row["kernel"] for row in rows}) == 20

@@ -7,8 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import kernels.gelu.reference
+import kernels.gelu.triton
 import kernels.kv_store.reference
 import kernels.kv_store.triton
+import kernels.layer_norm.reference
+import kernels.layer_norm.triton
 import kernels.quantize_rows.triton
 import kernels.rms_norm.reference
 import kernels.rms_norm.triton
@@ -41,10 +45,37 @@ def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, residual, weight = noise(*shape, dtype=dtype), noise(*shape, dtype=dtype, seed=1), noise(shape[-1], dtype=dtype)
     result = kernels.rms_norm.triton.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-5)
     assert_near(result, kernels.rms_norm.reference.rms_norm(x, weight, 1e-5))
+    result = kernels.rms_norm.triton.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-5, 1.0)
+    assert_near(result, kernels.rms_norm.reference.rms_norm(x, weight, 1e-5, 1.0))
     results = kernels.rms_norm.triton.add_rms_norm(x.to(DEVICE), residual.to(DEVICE), weight.to(DEVICE), 1e-5)
     expected = kernels.rms_norm.reference.add_rms_norm(x, residual, weight, 1e-5)
     assert_near(results[0], expected[0])
     assert torch.equal(results[1].cpu(), expected[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (5, 80), (17, 1000)], ids=str)
+def test_layer_norm(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x = noise(*shape, dtype=dtype) + 4
+    weight, bias = noise(shape[-1], dtype=dtype), noise(shape[-1], dtype=dtype, seed=1)
+    for given in ((weight, bias), (weight, None), (None, None)):
+        placed = [part if part is None else part.to(DEVICE) for part in given]
+        expected = kernels.layer_norm.reference.layer_norm(x, *given, 1e-5)
+        assert_near(kernels.layer_norm.triton.layer_norm(x.to(DEVICE), *placed, 1e-5), expected)
+    codes, scales = kernels.layer_norm.triton.layer_norm_quantize(x.to(DEVICE), *placed, 1e-5, torch.int8, None)
+    assert_near((codes.float() * scales).to(dtype), expected, 1 / 127)  # half a code, and a neighbour
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 80), (17, 1030)], ids=str)
+def test_gelu(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    both = noise(shape[0], 2 * shape[1], dtype=dtype) * 30  # exp of the largest overflows; halves of one matrix
+    x, up = both.chunk(2, dim=-1)
+    on_device, up_on_device = both.to(DEVICE).chunk(2, dim=-1)
+    found, wanted = kernels.gelu.triton, kernels.gelu.reference
+    assert_near(found.gelu(on_device), wanted.gelu(x))
+    assert_near(found.gelu_tanh(on_device), wanted.gelu_tanh(x))
+    assert_near(found.gelu_tanh(on_device, up_on_device), wanted.gelu_tanh(x, up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,6 +10,7 @@ import transformers
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families import gemma2
+from models.layers.norm import RMSNorm
 from tests.helpers.oracle import assert_equals_transformers, random_prompts, write_random
 
 SMALL: dict[str, Any] = {
@@ -56,7 +57,7 @@ def test_norm_equals_transformers_in_bfloat16() -> None:
     generator = torch.Generator().manual_seed(0)
     theirs = transformers.models.gemma2.modeling_gemma2.Gemma2RMSNorm(48).bfloat16()
     theirs.weight.data.normal_(0, 0.3, generator=generator)
-    ours = gemma2.RMSNorm(48, 1e-6)
+    ours = RMSNorm(48, 1e-6, gemma2.WEIGHT_OFFSET)
     ours.weight = theirs.weight
     x = torch.randn(7, 48, generator=generator).bfloat16()
     assert torch.equal(ours(x), theirs(x))
