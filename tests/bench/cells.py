@@ -1,11 +1,13 @@
-"""A row for each scheme, dtype and cache format, and for families: decode and prefill beside the memory bandwidth.
+"""A row for each scheme, dtype and cache format of MODEL, or for each family: decode and prefill beside the memory bandwidth.
 
-`python tests/bench/cells.py MODEL --out FILE.json [--formats NAME,NAME] [--rows 1 16]`. Weights of MODEL are random.
+`python tests/bench/cells.py [MODEL] --out FILE.json [--formats NAME,NAME] [--rows 1 16]`; MODEL has a config.json, its weights are random.
+Without one the rows are of families in bfloat16 (family_configs.py): `--rows 1 --new 16 --repeats 1` takes some ten minutes.
 Every cell is a process of its own. `--formats` takes beginnings of names, `int4,artefact`: so one run becomes several. `--artefacts FOLDER`
 adds what `task=quantize`, `task=convert` or other tools have written, one in each subfolder: the only cells with static activations,
 act-order, AWQ's order and GGUF. At the end stands the slowest cell of a row, by its share of the bandwidth.
 
-Decode tokens/s times the bytes that a step reads is its share of the bandwidth, which each process measures just after.
+Decode tokens/s times the bytes that a step reads is its share of the bandwidth, which each process measures just after. Operations of a
+prefill are those of its products, two for each weight and token.
 """
 
 import argparse
@@ -21,6 +23,10 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+from tests.bench.family_configs import chatglm_prompt, operations_per_token, write_configs  # noqa: E402
+
 SCHEMES = {
     "none": ["quant=none"],
     "int8": ["quant=int8"],
@@ -48,7 +54,7 @@ METRICS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", type=Path, nargs="+")
+    parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--artefacts", type=Path)
     parser.add_argument("--formats", type=lambda names: tuple(names.split(",")), help="beginnings of names")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 16])
@@ -64,30 +70,46 @@ def main() -> None:
         "versions": {"torch": version("torch")},
         "rows": [],
     }
-    sizes = [f"bench.prompt_tokens={args.prompt}", f"bench.new_tokens={args.new}", f"bench.repeats={args.repeats}"]
-    for name, overrides in cells(args.models, args.artefacts).items():
-        if args.formats and not name.startswith(args.formats):
-            continue
-        for rows in args.rows:
-            row = {"cell": name, "rows": rows, **measure([*overrides, *sizes, f"bench.batch_size={rows}"])}
-            print(json.dumps(row), flush=True)
-            report["rows"].append(row)
-            report["slowest"] = slowest(report["rows"])
-            args.out.write_text(json.dumps(report, indent=2) + "\n")  # a run that breaks off keeps what it has
+    sizes = [f"bench.new_tokens={args.new}", f"bench.repeats={args.repeats}"]
+    with tempfile.TemporaryDirectory() as folder:
+        found = cells(args.model) if args.model else family_cells(Path(folder))
+        found |= artefact_cells(args.artefacts) if args.artefacts else {}
+        for name, overrides in found.items():
+            if args.formats and not name.startswith(args.formats):
+                continue
+            settings = [*overrides, *sizes, prompts(Path(folder), name, args.prompt)]
+            for rows in args.rows:
+                row = {"cell": name, "rows": rows, **measure([*settings, f"bench.batch_size={rows}"])}
+                if name.startswith("family ") and "error" not in row:
+                    family = Path(folder) / name.removeprefix("family ")
+                    row["prefill_operations_per_s"] = row["prefill_tokens_per_s"] * operations_per_token(family)
+                print(json.dumps(row), flush=True)
+                report["rows"].append(row)
+                report["slowest"] = slowest(report["rows"])
+                args.out.write_text(json.dumps(report, indent=2) + "\n")  # a run that breaks off keeps what it has
 
 
-def cells(models: list[Path], artefacts: Path | None) -> dict[str, list[str]]:
-    """Return each cell's name and settings: of the first model all schemes, dtypes and caches, of the others bfloat16."""
-    first, *families = models
+def family_cells(folder: Path) -> dict[str, list[str]]:
+    """Return each family's cell: its name and settings."""
+    return {f"family {family.name}": random(family, "bfloat16") for family in write_configs(folder)}
+
+
+def prompts(folder: Path, name: str, num_tokens: int) -> str:
+    """Return the setting of a cell's prompts: random ones, which ChatGLM-6B alone does not take, so that it has a file of one."""
+    if name != "family chatglm":
+        return f"bench.prompt_tokens={num_tokens}"
+    data = folder / "prompts.jsonl"
+    data.write_text(json.dumps({"prompt_token_ids": chatglm_prompt(num_tokens)}) + "\n")
+    return f"bench.data={data}"
+
+
+def cells(model: Path) -> dict[str, list[str]]:
+    """Return each cell's name and settings: of one model all schemes, dtypes and caches."""
     found = {}
     for scheme, quant in SCHEMES.items():
         for dtype in DTYPES:
             for cache in CACHES if scheme in ("none", "int8") and dtype == "bfloat16" else CACHES[:1]:
-                found[f"{scheme}, {dtype}, cache {cache}"] = [*random(first, dtype), *quant, f"quant.kv_cache={cache}"]
-    for family in families:
-        found[f"family {family.name}"] = random(family, "bfloat16")
-    for folder in sorted(artefacts.iterdir()) if artefacts else []:
-        found[f"artefact {folder.name}"] = [f"model.path={folder}", "model.dtype=bfloat16"]
+                found[f"{scheme}, {dtype}, cache {cache}"] = [*random(model, dtype), *quant, f"quant.kv_cache={cache}"]
     return found
 
 
@@ -95,6 +117,12 @@ def slowest(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the cell of one row whose decode reaches the least share of the bandwidth; None where no share is known."""
     known = [row for row in rows if row["rows"] == 1 and row.get("decode_share_of_bandwidth") is not None]
     return min(known, key=lambda row: float(row["decode_share_of_bandwidth"]), default=None)
+
+
+def artefact_cells(artefacts: Path) -> dict[str, list[str]]:
+    """Return the cell of each artefact in a folder."""
+    folders = sorted(artefacts.iterdir())
+    return {f"artefact {each.name}": [f"model.path={each}", "model.dtype=bfloat16"] for each in folders}
 
 
 def random(model: Path, dtype: str) -> list[str]:

@@ -1,0 +1,154 @@
+"""A config.json of 0.3 to 0.8 billion parameters for each family, with the vocabulary and heads of its published models."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from models.config import ConfigReader
+from models.layers.linear import Linear
+from models.layers.moe import Experts
+from models.registry import find_architecture
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 1536,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 32000,
+}
+MIXTURE = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 768, "num_hidden_layers": 5}
+DEEPSEEK: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 5472,
+    "moe_intermediate_size": 704,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "vocab_size": 102400,
+    "max_position_embeddings": 4096,
+}
+GLM = {
+    **LLAMA,
+    "head_dim": 128,
+    "num_key_value_heads": 2,
+    "vocab_size": 151552,
+    "pad_token_id": 0,
+    "num_hidden_layers": 12,
+}
+CHATGLM = {"model_type": "chatglm", "hidden_size": 1536, "num_attention_heads": 12, "num_layers": 14}
+CHATGLM_IDS = {"bos_token_id": 130004, "mask_token_id": 130000, "gmask_token_id": 130001}
+
+CONFIGS: dict[str, dict[str, Any]] = {  # by model_type, but for those that give their own
+    "llama": LLAMA,
+    "baichuan": {
+        **{key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
+        "model_max_length": 4096,
+        "vocab_size": 64000,
+    },
+    "bloom": {"n_embed": 1024, "n_layer": 24, "num_attention_heads": 16, "vocab_size": 250880},
+    "chatglm": {**CHATGLM, **CHATGLM_IDS, "inner_hidden_size": 6144, "vocab_size": 130528},
+    "chatglm2": {
+        **CHATGLM,
+        "ffn_hidden_size": 4096,
+        "kv_channels": 128,
+        "multi_query_group_num": 2,
+        "padded_vocab_size": 65024,
+        "seq_length": 8192,
+        "add_qkv_bias": True,
+    },
+    "deepseek_v2": {**DEEPSEEK, "topk_method": "greedy"},
+    "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 512, "n_group": 4, "topk_group": 2},
+    "gemma2": {
+        **LLAMA,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 13,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "vocab_size": 256000,
+    },
+    "glm": GLM,
+    "glm4": GLM,
+    "gpt2": {"n_embd": 1280, "n_layer": 24, "n_head": 20, "vocab_size": 50257},
+    "mistral": {**LLAMA, "sliding_window": 4096},
+    "mixtral": {
+        **LLAMA,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+    },
+    "opt": {
+        "hidden_size": 1024,
+        "ffn_dim": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "vocab_size": 50272,
+        "word_embed_proj_dim": 1024,
+    },
+    "phi3": {**LLAMA, "vocab_size": 32064, "pad_token_id": 0},
+    "qwen": {
+        "hidden_size": 1536,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 14,
+        "num_attention_heads": 12,
+        "kv_channels": 128,
+        "vocab_size": 151936,
+        "seq_length": 2048,
+        "layer_norm_epsilon": 1e-6,
+        "rotary_emb_base": 10000,
+        "max_position_embeddings": 2048,
+        "use_dynamic_ntk": True,
+        "use_logn_attn": True,
+    },
+    "qwen2": {**LLAMA, "vocab_size": 151936, "tie_word_embeddings": True},
+    "qwen2_moe": {**LLAMA, **MIXTURE, "shared_expert_intermediate_size": 2048, "vocab_size": 151936},
+    "qwen3": {**LLAMA, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
+    "qwen3_moe": {**LLAMA, **MIXTURE, "head_dim": 128, "vocab_size": 151936},
+}
+
+
+def write_configs(folder: Path) -> list[Path]:
+    """Write each family's config.json into a folder of its name. Returns these folders."""
+    folders = []
+    for name, config in CONFIGS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps({"model_type": name, **config}))
+        folders.append(folder / name)
+    return folders
+
+
+def chatglm_prompt(num_tokens: int) -> list[int]:
+    """Return the ids of a prompt that ChatGLM-6B takes: text, [gMASK], <sop>."""
+    text = [1000 + 31 * i % 9973 for i in range(num_tokens - 2)]
+    return [*text, CHATGLM_IDS["gmask_token_id"], CHATGLM_IDS["bos_token_id"]]
+
+
+def operations_per_token(folder: Path) -> float:
+    """Return the operations of a prompt's token in the products of all layers, of a mixture's experts those that are chosen."""
+    reader = ConfigReader.from_folder(folder)
+    architecture = find_architecture(reader)
+    with torch.device("meta"):
+        model = architecture.build(architecture.read_config(reader))
+    layers = model.get_submodule(model.layout.layers)
+    mixtures = [module for module in layers.modules() if isinstance(module, Experts)]
+    return 2 * (_num_weights(layers) - sum(_num_weights(each) * (1 - each.active_share(1)) for each in mixtures))
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(math.prod(layer.shape) for layer in module.modules() if isinstance(layer, Linear))
