@@ -5,9 +5,9 @@ fresh processes, and a round measures all of them. While a second measurement ru
 the other. Rows have tokens per second, the time to the first token (TTFT), the time between tokens (ITL), and the processor time of each
 process as a share of the machine; ours is also compared with task=bench, which serves nobody. Medians of ratios are of equal rounds.
 
-vLLM comes from the environments of peers (QUINTET_PEERS, ~/.cache/quintet-peers), transformers from ours. llama.cpp's server is
---llama-server FILE, with FOLDER.bf16.gguf. A server that is not there, or does not start, is a row with its reason. key=value are
-settings of ours.
+vLLM comes from the environments of peers (QUINTET_PEERS, ~/.cache/quintet-peers), transformers from ours, whose prompts come from a file,
+for which the client needs pandas. llama.cpp's server is --llama-server FILE, with FOLDER.bf16.gguf. A server that is not there, or does not
+start, is a row with its reason. key=value are settings of ours.
 """
 
 import argparse
@@ -64,7 +64,8 @@ class Peer:
     chats: bool = False
     """Whether it has no /v1/completions that vLLM's client can ask."""
     takes_ignore_eos: bool = True
-    """Whether it has vLLM's field ignore_eos; without it an answer that draws the eos is shorter, and what it has is counted."""
+    """Whether it has vLLM's field ignore_eos, which the client sends with all random prompts. Where it has not, the client gets such
+    prompts in a file; an answer that draws the eos is shorter, and what it has is counted."""
     absent: str = ""
     """What a row says where its command is not installed."""
     environment: tuple[tuple[str, str], ...] = ()
@@ -155,14 +156,18 @@ def bench(args: argparse.Namespace, peer: Peer, port: int, streams: int, folder:
     kind, path = ("openai-chat", "/v1/chat/completions") if peer.chats else ("openai", "/v1/completions")
     options = {
         "backend": kind, "endpoint": path, "base-url": f"http://127.0.0.1:{port}",
-        "model": peer.model, "tokenizer": args.model, "dataset-name": "random",
-        "random-input-len": args.prompt, "random-output-len": args.new, "seed": random.randrange(2**31), "temperature": 0,
+        "model": peer.model, "tokenizer": args.model, "seed": random.randrange(2**31), "temperature": 0,
         "num-prompts": num_prompts, "max-concurrency": streams, "ready-check-timeout-sec": 0,
         "percentile-metrics": "ttft,itl", "metric-percentiles": "50,99",
         "result-dir": folder, "result-filename": "bench.json",
     }  # fmt: skip
-    command = [*vllm_command(), "bench", "serve", "--save-result", "--disable-tqdm"]
-    command += ["--ignore-eos"] * peer.takes_ignore_eos  # transformers answers 422 to fields that it does not have
+    if peer.takes_ignore_eos:
+        options |= {"dataset-name": "random", "random-input-len": args.prompt, "random-output-len": args.new}
+    else:
+        file = write_prompts(folder / "prompts.jsonl", num_prompts, args.prompt)
+        options |= {"dataset-name": "custom", "dataset-path": file, "custom-output-len": args.new}
+    command = [*vllm_command(), "bench", "serve", "--save-result", "--save-detailed", "--disable-tqdm"]
+    command += ["--ignore-eos"] if peer.takes_ignore_eos else ["--skip-chat-template"]  # which the server applies
     command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
     done = subprocess.run(command, env={**os.environ, **OFFLINE}, capture_output=True, text=True)
     if done.returncode:
@@ -179,6 +184,13 @@ def bench(args: argparse.Namespace, peer: Peer, port: int, streams: int, folder:
         "itl_p99_ms": round(found["p99_itl_ms"], 2),
         "seconds": round(found["duration"], 2),
     }
+
+
+def write_prompts(file: Path, num_prompts: int, num_words: int) -> Path:
+    """Write prompts of random numbers from 0 to 9, each a token of most vocabularies with the space before it."""
+    prompts = [" ".join(random.choices("0123456789", k=num_words // 2)) for _ in range(num_prompts)]
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return file
 
 
 class LongPrompts:
