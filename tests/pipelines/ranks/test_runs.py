@@ -1,5 +1,6 @@
 """Runs of several ranks from the command line: how they are started, and what is left when one is lost."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from kernels import build
 from tests.helpers.builders import REPOSITORY
+from tests.helpers.command import run
 from tests.helpers.processes import processes
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")]
@@ -69,6 +71,34 @@ def wait_for_rows(process: "subprocess.Popen[str]", folder: Path) -> None:
 
 def same_files(one: Path, other: Path) -> bool:
     return all((one / name).read_bytes() == (other / name).read_bytes() for name in RESULTS)
+
+
+def test_evaluate_gives_the_numbers_of_one_process(data: Path, tmp_path: Path) -> None:
+    asked = ("task=evaluate", "device=cpu", f"evaluate.data={data}")
+    found = []
+    for name, how in (("alone", ()), ("divided", TP)):
+        ended = run(*asked, *how, f"hydra.run.dir={tmp_path / name}")
+        assert ended.returncode == 0, ended.stderr
+        metrics = json.loads((tmp_path / name / "metrics.json").read_text())
+        found.append((metrics["nll_per_token"], metrics["num_scored_tokens"]))
+    assert found[0] == found[1]
+
+
+def test_embed_gives_the_vectors_of_one_process(data: Path, tmp_path: Path) -> None:
+    asked = ("task=embed", "device=cpu", f"predict.data={data}")
+    for name, how in (("alone", ()), ("divided", TP)):
+        ended = run(*asked, *how, f"hydra.run.dir={tmp_path / name}")
+        assert ended.returncode == 0, ended.stderr
+    alone, divided = ((tmp_path / name / "embeddings.npy").read_bytes() for name in ("alone", "divided"))
+    assert alone == divided
+
+
+def test_bench_runs_on_ranks(tmp_path: Path) -> None:
+    sizes = ("bench.prompt_tokens=8", "bench.new_tokens=4", "bench.batch_size=2", "bench.repeats=1")
+    ended = run("task=bench", "device=cpu", *TP, *sizes, f"hydra.run.dir={tmp_path / 'run'}")
+    assert ended.returncode == 0, ended.stderr
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["decode_tokens_per_s"] > 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -12,6 +12,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, ParallelConfig, ParallelMode, RunConfig
+from conf.speculation import Speculate
 from kernels import build
 from pipelines.engine import Engine
 from pipelines.engine.request import SequenceGroup
@@ -29,6 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "samples": {"temperature": 1.1, "n": 3, "seed": 5},
     "beams": {"num_beams": 3},
     "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    "drafts": {"speculate": Speculate.ngram, "max_new_tokens": 40},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "stop_token_ids": [7]},
 }
 
 
@@ -70,6 +73,16 @@ def test_ranks_answer_as_one_process_does(engines: tuple[Engine, Engine], case: 
     decode = replace(DecodeConfig(max_new_tokens=24), **CASES[case])
     alone, divided = (answers(engine, decode) for engine in engines)
     assert divided == alone
+
+
+def test_a_prefix_from_the_cache_gives_the_same(engines: tuple[Engine, Engine]) -> None:
+    prompt, decode = list(range(20, 90)), DecodeConfig(max_new_tokens=8, logprobs=2)
+    found = []
+    for engine in engines:
+        outputs = [next(engine.generate([engine.request(0, [*prompt, last], decode)])) for last in (3, 4)]
+        assert outputs[1].num_cached_tokens > 0
+        found.append([output.completions for output in outputs])
+    assert found[0] == found[1]
 
 
 def test_captured_steps_are_replayed(engines: tuple[Engine, Engine]) -> None:
