@@ -335,6 +335,7 @@ def test_what_is_chosen_is_what_runs() -> None:
         return plan_division._parallel(RunConfig(task=task), Candidate(**{"tp": 1, "pp": 1, "replicas": 1} | division))  # noqa: SLF001
 
     assert chosen(Task.bench) == ParallelConfig(ParallelMode.single)
+    assert chosen(Task.bench, tp=2) == ParallelConfig(ParallelMode.tp, tp=2)
     assert chosen(Task.predict, replicas=3) == ParallelConfig(ParallelMode.ray, replicas=3)
     with pytest.raises(UserError, match=r"chose replicas=3, which task=bench cannot run: give parallel=single"):
         chosen(Task.bench, replicas=3)
