@@ -45,12 +45,12 @@ template <Dtype DTYPE> void normalise(const Call &call, int64_t index, float *ro
   for (int64_t i = 0; i < channels; i += LANES) {
     const Floats root = multiply(load(row + i), inverse), weight = load_numbers<DTYPE>(call.weight, i, channels);
     const Floats normed = rounded<DTYPE>(call.has_offset ? multiply(root, add(weight, splat(call.offset))) : multiply(rounded<DTYPE>(root), weight));
-    if (call.out)
-      store_numbers<DTYPE>(of_row(call.out), i, channels, normed);
-    else
+    if (call.to.codes)
       store(row + i, normed);
+    else
+      store_numbers<DTYPE>(of_row(call.out), i, channels, normed);
   }
-  if (!call.out) quantize_row(call.to, index, row, channels);
+  if (call.to.codes) quantize_row(call.to, index, row, channels);
 }
 
 }  // namespace
