@@ -22,7 +22,7 @@ def as_saved(run: RunConfig) -> RunConfig:
     }
     kept: dict[str, Any] = {"data": _data(prefix.data), "chat_template": _template(prefix.chat_template)}
     measured_on: dict[str, Any] = {
-        key: _existing(getattr(run.evaluate, key)) for key in ("data", "questions", "reference")
+        key: _existing(getattr(run.evaluate, key)) for key in ("data", "questions", "reference", "tasks_folder")
     }
     serve = run.serve
     served: dict[str, Any] = {key: _given(getattr(serve, key)) for key in ("api_keys", "batches")}

@@ -207,8 +207,8 @@ class Attention(Module):
         self.first = MergedLinear(first, self.kv_a_proj_with_mqa)
         to_heads = c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim)
         self.kv_b_proj = Linear(c.kv_lora_rank, to_heads, bias=False, is_quantizable=False, is_packable=False)
-        self.to_key = PerHead(lambda: self._to_heads()[0].transpose(1, 2))
-        self.to_value = PerHead(lambda: self._to_heads()[1])
+        self.to_key = PerHead(self, lambda own: own._to_heads()[0].transpose(1, 2))
+        self.to_value = PerHead(self, lambda own: own._to_heads()[1])
         self.o_proj = Linear(c.num_attention_heads * c.v_head_dim, c.hidden_size, bias=c.attention_bias)
 
     def _to_heads(self) -> tuple[Tensor, Tensor]:
@@ -242,7 +242,7 @@ class Gate(Module):
         self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size))
         if routing.has_correction_bias:
             self.e_score_correction_bias = nn.Parameter(torch.empty(routing.num_experts))
-        self.product = PerHead(lambda: self.weight[None])  # of one head
+        self.product = PerHead(self, lambda own: own.weight[None])  # of one head
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """For hidden states [T, E]: as `route`."""

@@ -268,7 +268,10 @@ def test_accuracy_is_the_share_of_known_answers(tmp_path: Path) -> None:
 
 
 BAD_RUNS: list[tuple[dict[str, Any], str]] = [
-    ({}, "there is nothing to evaluate: give evaluate.data=FILE, evaluate.questions=FILE.jsonl or both"),
+    (
+        {},
+        r"there is nothing to evaluate: give evaluate.data=FILE, evaluate.questions=FILE.jsonl or evaluate.tasks=\[NAME\]",
+    ),
     ({"data": "nowhere.txt"}, "evaluate.data=nowhere.txt is not a file that ends in .txt or .jsonl"),
     ({"questions": "nowhere.jsonl"}, "evaluate.questions=nowhere.jsonl is not a file that ends in .jsonl"),
     ({"data": b"\xff\xfeh\x00i\x00"}, r"evaluate.data=.* is not UTF-8 \(byte 0 is 0xff\): convert it first"),
@@ -420,12 +423,14 @@ def test_paths_are_saved_so_that_the_run_can_be_made_from_any_folder(
         (tmp_path / name).touch()
     (tmp_path / "float").mkdir()
     overrides = ["task=evaluate", "evaluate.data=a.txt", "evaluate.questions=q.jsonl", "evaluate.reference="]
+    overrides[1:1] = ["evaluate.tasks=[arc_easy]", "evaluate.tasks_folder=float"]
     for given, saved_as in (("float", str(tmp_path / "float")), ("none", "none"), ("org/name", "org/name")):
         run = compose_run_config([*overrides[:-1], overrides[-1] + given])
         saved = OmegaConf.create(dump(run, tmp_path)).evaluate
         assert saved == {
             "data": str(tmp_path / "a.txt"), "window": None, "stride": None,
             "questions": str(tmp_path / "q.jsonl"), "reference": saved_as,
+            "tasks": ["arc_easy"], "tasks_folder": str(tmp_path / "float"), "num_fewshot": None, "limit": None,
         }  # fmt: skip
 
 
