@@ -53,9 +53,10 @@ class LlamaCpp:
     """llama.cpp in a process of its own (llama_cpp_lookup.py), which answers a line of JSON with a line."""
 
     def __init__(self, python: str, model: str, num_tokens: int, folder: Path) -> None:
-        gguf, output = folder / "model.gguf", f"hydra.run.dir={folder / 'convert'}"
-        convert = [f"model.path={model}", "convert.format=gguf", f"convert.output={gguf}", output]
+        convert = [f"model.path={model}", "convert.format=gguf", f"convert.output={folder / 'model'}"]
+        convert.append(f"hydra.run.dir={folder / 'convert'}")
         subprocess.run([sys.executable, "run.py", "task=convert", *convert], cwd=REPOSITORY, check=True)
+        (gguf,) = (folder / "model").glob("*.gguf")
         command = [python, str(Path(__file__).with_name("llama_cpp_lookup.py")), str(gguf), str(num_tokens)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 

@@ -174,9 +174,8 @@ def bench(args: argparse.Namespace, peer: Peer, port: int, streams: int, folder:
         raise RuntimeError(f"the client failed: {done.stderr[-600:]}")
     found = json.loads((folder / "bench.json").read_text())
     if found["completed"] != num_prompts:
-        raise RuntimeError(
-            f"{found['completed']} of {num_prompts} requests were answered: {found.get('errors', '')!s:.300}"
-        )
+        reason = next(filter(None, found.get("errors", ())), "")  # the first of them, without the traceback behind it
+        raise RuntimeError(f"{found['completed']} of {num_prompts} requests were answered: {reason.splitlines()[:1]}")
     return {
         "tokens_per_s": round(found["output_throughput"], 2),
         "ttft_p50_ms": round(found["p50_ttft_ms"], 1),
