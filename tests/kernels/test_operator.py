@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import kernels.gelu  # noqa: F401 - its operators are asked for by name
 from kernels import linear as products
 from kernels.all_finite import all_finite
 from kernels.kv_format import PARTS, Int4, PagedVectors, allocate
