@@ -29,7 +29,7 @@ class Division:
 
 @dataclass(frozen=True)
 class Cut:
-    """What a rank has of a tensor: ranges of indices along one axis, one behind the other."""
+    """Names the part of a tensor that a rank has: ranges of indices along one axis, in this order."""
 
     axis: int
     ranges: tuple[range, ...]

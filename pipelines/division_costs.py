@@ -21,7 +21,7 @@ from models.weights import parameter_dtype
 
 @dataclass(frozen=True)
 class Cost:
-    """What a rank has to do with a part of the model. Sums of costs are costs."""
+    """Counts the bytes and operations of a rank for a part of the model. The sum of two costs is a cost."""
 
     weight_bytes: int = 0
     read_bytes: int = 0

@@ -35,7 +35,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Counts:
-    """What was done and needed since the model was loaded."""
+    """Counts what the engine has done since the model was loaded."""
 
     num_generated_tokens: int
     drafts: DraftCounts
@@ -44,7 +44,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a row asks of the engine."""
+    """Holds the request that a row makes to the engine."""
 
     request: Request
     """Its id is the row's index."""

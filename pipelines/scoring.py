@@ -94,7 +94,7 @@ def score(
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Of a window's scored tokens: the sum of their logarithms, and whether each is the most likely one."""
+    """Holds the log likelihood of a window's scored tokens, and whether each is the most likely one."""
 
     log_likelihood: float
     is_greedy: bool

@@ -22,7 +22,7 @@ GPU_LATENCY_S, GPU_BANDWIDTH = 1e-5, 2.5e10  # assumed where no file says more: 
 
 @dataclass(frozen=True)
 class Link:
-    """What sending n bytes over it takes: `latency_s` + n / `bandwidth` seconds."""
+    """A link sends n bytes in `latency_s` + n / `bandwidth` seconds."""
 
     latency_s: float
     bandwidth: float

@@ -104,7 +104,7 @@ class Threads:
 
 
 class _Table:
-    """What all threads of a group see."""
+    """Holds what all threads of a group see."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)

@@ -24,7 +24,7 @@ class PackedFormat(NamedTuple):
 
 @dataclass(frozen=True)
 class IntWeight:
-    """A weight [N, K] of integers, in the order in which a kernel reads it.
+    """Holds a weight [N, K] of integers in the order in which a kernel reads it.
 
     A value is (code[o, i] - zero[o, g]) * scale[o, g] for output o, input i and group g = i // group_size.
     `memory` [bytes] uint8 holds three parts, one after the other; a file may hold it, and be mapped:

@@ -37,7 +37,7 @@ class RMSNorm(Module):
     """The layers that alone read the norm: it has the activation format that they all expect, floats where they differ."""
 
     def __init__(self, size: int, eps: float, weight_offset: float | None = None) -> None:
-        """With an offset, offset + weight multiplies, as `rms_norm` says."""
+        """`weight_offset` is added to the weight before it multiplies, as in `rms_norm`."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps, self.weight_offset = eps, weight_offset

@@ -68,7 +68,7 @@ class Shape(BaseModel):
 
 
 class Body(Shape):
-    """What is sent to a route."""
+    """The base of all bodies that are sent to a route."""
 
     path: ClassVar[str]
     """Of the route, with POST."""

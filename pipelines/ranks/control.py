@@ -81,7 +81,7 @@ class Workers:
 
     @property
     def processes(self) -> "list[subprocess.Popen[bytes]]":
-        """Those that this process has started."""
+        """Return the processes of the workers that this process has started."""
         return [worker.process for worker in self._workers if worker.process is not None]
 
     def tell(self, header: Header, payload: bytes | memoryview = b"") -> None:

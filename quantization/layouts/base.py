@@ -19,7 +19,7 @@ class StoredWeight:
 
 
 class OutputAxis(NamedTuple):
-    """Where the outputs of a weight lie in a tensor of it."""
+    """Tells along which axis of a tensor the outputs of its weight lie."""
 
     axis: int
     per_index: int = 1
