@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -118,23 +119,33 @@ def load(name: str) -> Library:
     Raises NotBuilt where they cannot be compiled or kept, and UserError where another user could have put them there: a slower run would
     hide that.
     """
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
-        raise NotBuilt("there is no C++ compiler; install g++ 11 or later, or name one in the environment variable CXX")
     try:
-        path = cache_folder() / f"kernels-{name}-{fingerprint(compiler, name)}.so"
-        if not path.exists():
-            with open(path.with_suffix(".lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not path.exists():  # another process may have built it meanwhile
-                    remove_abandoned(path.parent)
-                    _compile(compiler, name, path)
-        refuse_foreign(path)
-        return Library(path)
+        return Library(compiled(name))
     except (OSError, RuntimeError) as error:  # RuntimeError: of a user who has no home
         raise NotBuilt(
             f"{error}; make the folder writable, or name another in the environment variable XDG_CACHE_HOME"
         ) from error
+
+
+def compiled(name: str) -> Path:
+    """Return the file of the library that `load` loads. Raises NotBuilt, UserError, and OSError where the cache cannot be written."""
+    path = cache_folder() / f"kernels-{name}-{fingerprint(compiler(), name)}.so"
+    if not path.exists():
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():  # another process may have built it meanwhile
+                remove_abandoned(path.parent)
+                _compile(compiler(), name, path)
+    refuse_foreign(path)
+    return path
+
+
+def compiler() -> str:
+    """Return the path of the C++ compiler. Raises NotBuilt where there is none."""
+    found = shutil.which(os.environ.get("CXX", "c++"))
+    if found is None:
+        raise NotBuilt("there is no C++ compiler; install g++ 11 or later, or name one in the environment variable CXX")
+    return found
 
 
 def sources() -> list[Path]:
@@ -151,19 +162,21 @@ def fingerprint(compiler: str, name: str) -> str:
 
 def _compile(compiler: str, name: str, path: Path) -> None:
     """Write the library to `path`, all of it or nothing."""
+    print(f"compiling the kernels for {name}, once: a minute or two", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         flags = [compiler, *FLAGS, *INSTRUCTION_SETS[name][1]]
         objects = [f"{folder}/{number}.o" for number in range(len(sources()))]
         commands = [[*flags, "-c", str(file), "-o", made] for file, made in zip(sources(), objects, strict=True)]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # which wait for as many compilers
-            list(pool.map(_run, commands))
+            list(pool.map(run, commands))
         made = Path(folder) / path.name
-        _run([*flags, "-shared", *objects, "-o", str(made)])
+        run([*flags, "-shared", *objects, "-o", str(made)])
         made.chmod(0o755)  # whatever the umask: what others can write is refused later
         made.replace(path)
 
 
-def _run(command: list[str]) -> None:
+def run(command: list[str]) -> None:
+    """Run the compiler. Raises NotBuilt with what it says where it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         said = done.stderr.strip()[:2000]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from kernels import build
 
@@ -95,6 +95,19 @@ def capture(compute: Callable[[], T]) -> tuple[Graph | None, T]:
     finally:
         library.end_recording()
     return (None if recorder.obstacle else Graph(recorder.steps, recorder.kept)), result
+
+
+def repeated(call: Callable[[], None]) -> None:
+    """Make a call that neither torch's operators nor the library's show as a whole, and make it again in each replay of what is recorded.
+
+    It reads and writes tensors where they are.
+    """
+    recorder = _get_current_dispatch_mode()
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        call()
+    if isinstance(recorder, _Recorder):
+        recorder.steps.append(call)
+        recorder.begin()
 
 
 class _Recorder(TorchDispatchMode):

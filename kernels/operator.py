@@ -5,7 +5,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -81,11 +81,12 @@ def operator(
 
         signature = inspect.signature(function)
         signature = signature.replace(parameters=list(signature.parameters.values())[1:])
-        schema = _Schema(signature, parts or {})
+        schema = Schema(signature, parts or {})
         op = _register(function.__name__, schema, dispatcher(None), fake or reference, mutates_args)
         called = dispatcher(lambda *args, **kwargs: op(*schema.flatten(args), **kwargs))
         functools.update_wrapper(called, function)
         called.__signature__ = signature  # type: ignore[attr-defined]
+        called.schema = schema  # type: ignore[attr-defined]
         return called
 
     return register
@@ -128,7 +129,7 @@ def _in_triton(module: str, name: str) -> Callable[..., Any]:
 
 
 def _register(
-    name: str, schema: "_Schema", compute: Callable[..., Any], fake: Callable[..., Any], mutates_args: Sequence[str]
+    name: str, schema: "Schema", compute: Callable[..., Any], fake: Callable[..., Any], mutates_args: Sequence[str]
 ) -> Any:
     """Make `quintet::<name>` known to torch. Outside of a graph nothing calls it: through torch a call takes 3 us more."""
 
@@ -147,7 +148,7 @@ def _register(
     return getattr(torch.ops.quintet, name)
 
 
-class _Schema:
+class Schema:
     """The arguments of a function, flattened. The last ones may be missing, or have names."""
 
     def __init__(self, signature: inspect.Signature, parts: Mapping[str, Parts]) -> None:
@@ -157,11 +158,20 @@ class _Schema:
             for own, parameter in zip(self._parts, signature.parameters.values(), strict=True)
         ]
         self._counts = [len(each) for each in parameters]
+        self._defaults = [parameter.default for parameter in signature.parameters.values()]
         self.signature = signature.replace(parameters=[*chain(*parameters)])
+
+    @property
+    def arguments(self) -> list[tuple[Parts | None, list[str]]]:
+        """Return each argument's parts, None where it is its own, and the names that it has in the schema."""
+        names = iter(self.signature.parameters)
+        return [(own, [*islice(names, count)]) for own, count in zip(self._parts, self._counts, strict=True)]
 
     def flatten(self, args: Sequence[Any]) -> list[Any]:
         flat: list[Any] = []
-        for own, argument in zip(self._parts, args, strict=False):
+        # Parts have no defaults in the schema.
+        left = self._defaults[len(args) :] if any(self._parts[len(args) :]) else []
+        for own, argument in zip(self._parts, (*args, *left), strict=False):
             flat += [argument] if own is None else own.flatten(argument)
         return flat
 

@@ -5,6 +5,8 @@ import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
+import torch
+
 from kernels import build
 
 
@@ -38,14 +40,21 @@ def _at_first(library: build.Library) -> int:
 
 @contextmanager
 def threads(num_threads: int | None) -> Iterator[None]:
-    """Set the number of threads within; None: no change. It costs a microsecond: all threads stay, and the others sleep."""
+    """Set the number of threads of a step's kernels; None: as it is. torch's own operators have one thread within.
+
+    More of torch's would stay awake for milliseconds after each operator, on the cores where ours compute. It costs a
+    microsecond: all threads stay, and the others sleep. Without the C++ kernels this does nothing.
+    """
     library = build.library()
-    if library is None or num_threads is None:
+    if library is None:
         yield
         return
-    before = library.get_threads()
-    set_threads(num_threads)
+    before, before_of_torch = library.get_threads(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    if num_threads is not None:
+        set_threads(num_threads)
     try:
         yield
     finally:
         set_threads(before)
+        torch.set_num_threads(before_of_torch)

@@ -8,7 +8,7 @@ T rows, p ranks, E channels.
 
 import threading
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,35 @@ class Group(Protocol):
 
     def check(self) -> None:
         """Raise RankFailed where another rank has failed. Called after a step, whose collectives may have returned anything then."""
+
+
+class Neighbours(NamedTuple):
+    """The groups of two that join a rank to one of the stage before, and to one of the stage after. Who receives is rank 0."""
+
+    before: Group | None = None
+    after: Group | None = None
+
+
+NO_NEIGHBOURS = Neighbours()
+
+
+class Link:
+    """One side of the way from a rank to another."""
+
+    def __init__(self, pair: Group, width: int) -> None:
+        """`pair`: both ranks, of which rank 0 receives. `width`: E."""
+        self.width = width
+        self._pair, self._widths = pair, (0, width)
+
+    def send(self, x: Tensor) -> None:
+        """Give x [T, E] to the other rank, without waiting until it has it where that is possible."""
+        self._pair.gather_first(x, self._widths)
+
+    def receive(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return what the other rank sends next, [T, E]. Both know its shape and dtype."""
+        x = self._pair.gather_first(torch.empty(num_rows, 0, dtype=dtype, device=device), self._widths)
+        assert x is not None
+        return x
 
 
 class Alone:

@@ -15,8 +15,8 @@ from kernels import build
 from kernels.collectives import RankFailed, check_piece, check_rows
 
 
-def create_shared_memory(library: build.Library, size: int) -> int:
-    """Return the file descriptor of memory for `size` ranks. It has no name, and is gone with the last process that has it.
+def create_shared_memory(library: build.Library, size: int, num_groups: int = 1) -> int:
+    """Return the file descriptor of memory for groups of at most `size` ranks. It has no name, and is gone with the last who has it.
 
     Pages are taken as they are written. Raises ValueError for more ranks than it holds.
     """
@@ -24,7 +24,7 @@ def create_shared_memory(library: build.Library, size: int) -> int:
     if not num_bytes:
         raise ValueError(f"{size} ranks are more than shared memory holds")
     fd = os.memfd_create("quintet-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, num_bytes)
+    os.ftruncate(fd, num_groups * num_bytes)
     fcntl.fcntl(
         fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     )  # else a rank could end another by SIGBUS
@@ -34,11 +34,11 @@ def create_shared_memory(library: build.Library, size: int) -> int:
 class SharedMemory:
     """A rank's side of a group whose ranks map the same memory. Its collectives are recorded with a step, and replayed."""
 
-    def __init__(self, library: build.Library, fd: int, rank: int, size: int, spins: bool) -> None:
-        """Map what `create_shared_memory` made. `spins`: whether a rank keeps its core while it waits, for 200 us at most."""
+    def __init__(self, library: build.Library, fd: int, rank: int, size: int, spins: bool, offset: int = 0) -> None:
+        """Map what `create_shared_memory` made, from `offset` on. `spins`: whether a rank keeps its core while it waits, for 200 us."""
         self.rank, self.size, self._spins = rank, size, spins
         self._library, self._slot_bytes = library, library.shared_slot_bytes()
-        self._map = torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8)
+        self._map = torch.frombuffer(mmap.mmap(fd, library.shared_bytes(size), offset=offset), dtype=torch.uint8)
         self._address = self._map.data_ptr()
         self._row_bytes: dict[tuple[int, ...], ctypes.Array[ctypes.c_int64]] = {}  # which recorded calls point to
 

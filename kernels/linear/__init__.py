@@ -7,6 +7,7 @@ Without them torch multiplies, and the order of its sums may depend on the numbe
 from torch import Tensor
 
 from kernels.linear import float8_weight, gpu_weight, int_weight
+from kernels.linear.block_weight import BlockWeight, pack_blocks
 from kernels.linear.float8_weight import Float8Weight
 from kernels.linear.float_weight import FloatWeight, pack
 from kernels.linear.gpu_weight import GPUWeight
@@ -25,6 +26,7 @@ from kernels.quantize_rows import Rows
 
 __all__ = [
     "MAX_TOGETHER",
+    "BlockWeight",
     "Float8Weight",
     "FloatWeight",
     "GPUWeight",
@@ -39,6 +41,7 @@ __all__ = [
     "matmul_swiglu",
     "matmul_together",
     "pack",
+    "pack_blocks",
     "pack_codes",
     "pack_float8",
 ]
@@ -52,6 +55,7 @@ def matmul(x: Rows, weight: PackedWeight | GPUWeight, bias: Tensor | None = None
 
     - An IntWeight: with the C++ kernels, 128 inputs of a row (or a group, if that is less) share a scale and have 16 bits. Each is off by
       at most 2^-16 of the largest of them, and everything else is exact up to float32 sums. A row with NaN or infinity gives such.
+    - A BlockWeight: as an IntWeight, with a scale of the row for each group of the weight. There are no products with rows of int8.
     - A Float8Weight: codes, exact in bfloat16, are multiplied by the inputs. The sum of a group is scaled, then groups are
       added in their order.
 

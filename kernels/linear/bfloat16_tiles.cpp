@@ -95,7 +95,7 @@ struct Reader {
   template <bool COMPRESSED> void read_pairs(int64_t group, Ints (&pairs)[STEPS_OF_GROUP]) {
     constexpr int64_t BYTES = COMPRESSED ? GROUP_BYTES : STEPS_OF_GROUP * PAIR_BYTES;
     const uint8_t *from = memory + group * BYTES;
-    for (int64_t line = 0; line < BYTES; line += 64) ahead.fetch(from + line);
+    ahead.fetch<BYTES>(from);
     if constexpr (COMPRESSED) {
       read_group(from, upper, next, group, pairs);
     } else {

@@ -36,7 +36,7 @@ template <class Reader> struct Block {
     Reader &reader = readers[tile];
     const int64_t place = first_quarter + quarter;
     if (are_there)
-      for (int64_t byte = 0; byte < QUARTER; byte += 64) reader.ahead.fetch(reader.at(0) + place * QUARTER + byte);
+      reader.ahead.template fetch<QUARTER>(reader.at(0) + place * QUARTER);
     else
       reader.expand(place, memory + (tile * num_quarters + quarter) * QUARTER);
     if (++quarter == num_quarters) quarter = 0, ++tile;
@@ -56,8 +56,10 @@ struct Ahead {
   Ahead() = default;
   Ahead(const uint8_t *tile, int64_t tile_bytes, int64_t num_tiles)
       : near_end(tile + tile_bytes - PREFETCH_BYTES), skipped((num_tiles - 1) * tile_bytes) {}
-  void fetch(const uint8_t *at) const {
-    _mm_prefetch(reinterpret_cast<const char *>(at + PREFETCH_BYTES + (at < near_end ? 0 : skipped)), _MM_HINT_T1);
+  template <int64_t BYTES = 64> void fetch(const uint8_t *at) const {
+    const uint8_t *later = at + PREFETCH_BYTES + (at < near_end ? 0 : skipped);
+    UNROLL
+    for (int64_t byte = 0; byte < BYTES; byte += 64) _mm_prefetch(reinterpret_cast<const char *>(later + byte), _MM_HINT_T1);
   }
 };
 

@@ -9,6 +9,7 @@
 #include "../simd.h"
 
 constexpr int64_t STEPS_OF_GROUP = 4;  // whose bytes lie together
+constexpr int64_t STEPS_OF_PAIR = 2;   // which are read at once
 constexpr int64_t NUMBERS_OF_STEP = 2 * LANES;
 constexpr int64_t GROUP_BYTES = STEPS_OF_GROUP * NUMBERS_OF_STEP * 3 / 2;
 constexpr int64_t HEADER_BYTES = 64;
@@ -18,7 +19,7 @@ struct Exception {  // a number with another upper byte
   uint32_t place;   // in its tile; behind a tile's exceptions comes one that is nowhere
   uint32_t number;
 
-  int64_t group() const { return place / (STEPS_OF_GROUP * NUMBERS_OF_STEP); }
+  int64_t pair() const { return place / (STEPS_OF_PAIR * NUMBERS_OF_STEP); }
 };
 
 // Where everything is in the memory of a compressed weight.
@@ -45,25 +46,31 @@ inline const Exception *first_exception(const uint8_t *memory, const Compressed 
   return reinterpret_cast<const Exception *>(memory + layout.exception(start));
 }
 
-// Put the group's exceptions where they belong; `next` goes on to those of later groups.
-inline void put_exceptions(const Exception *&next, int64_t group, Ints (&steps)[STEPS_OF_GROUP]) {
-  if (next->group() != group) [[likely]] return;
-  alignas(64) uint8_t numbers[STEPS_OF_GROUP * 64];
-  for (int64_t i = 0; i < STEPS_OF_GROUP; ++i) store(numbers + i * 64, steps[i]);
-  for (; next->group() == group; ++next)
-    std::memcpy(numbers + next->place % (STEPS_OF_GROUP * NUMBERS_OF_STEP) * 2, &next->number, 2);
-  for (int64_t i = 0; i < STEPS_OF_GROUP; ++i) steps[i] = load(numbers + i * 64);
+// Put a pair's exceptions where they belong; `next` goes on to those of later pairs.
+inline void put_exceptions(const Exception *&next, int64_t pair, Ints (&steps)[STEPS_OF_PAIR]) {
+  if (next->pair() != pair) [[likely]] return;
+  alignas(64) uint8_t numbers[STEPS_OF_PAIR * 64];
+  for (int64_t i = 0; i < STEPS_OF_PAIR; ++i) store(numbers + i * 64, steps[i]);
+  for (; next->pair() == pair; ++next)
+    std::memcpy(numbers + next->place % (STEPS_OF_PAIR * NUMBERS_OF_STEP) * 2, &next->number, 2);
+  for (int64_t i = 0; i < STEPS_OF_PAIR; ++i) steps[i] = load(numbers + i * 64);
 }
 
-// The steps of one group of a tile, as they are without compression.
+// The steps of the first or second pair of a tile's group, as they are without compression.
+inline void read_pair(const uint8_t *group_bytes, Ints upper_bytes, const Exception *&next, int64_t group, int64_t half, Ints (&steps)[STEPS_OF_PAIR]) {
+  const Ints codes = load(group_bytes + 128), lower = load(group_bytes + half * 64);
+  const Ints upper = lookup(upper_bytes, bit_and(half ? shift_right<4>(codes) : codes, splat(0x0f0f0f0f)));
+  steps[0] = interleave_low(lower, upper), steps[1] = interleave_high(lower, upper);
+  put_exceptions(next, group * 2 + half, steps);
+}
+
+// All steps of a group.
 inline void read_group(const uint8_t *group_bytes, Ints upper_bytes, const Exception *&next, int64_t group, Ints (&steps)[STEPS_OF_GROUP]) {
-  const Ints codes = load(group_bytes + 128), half = splat(0x0f0f0f0f);
-  for (int64_t pair = 0; pair < 2; ++pair) {
-    const Ints lower = load(group_bytes + pair * 64);
-    const Ints upper = lookup(upper_bytes, bit_and(pair ? shift_right<4>(codes) : codes, half));
-    steps[2 * pair] = interleave_low(lower, upper), steps[2 * pair + 1] = interleave_high(lower, upper);
+  for (int64_t half = 0; half < 2; ++half) {
+    Ints pair[STEPS_OF_PAIR];
+    read_pair(group_bytes, upper_bytes, next, group, half, pair);
+    steps[2 * half] = pair[0], steps[2 * half + 1] = pair[1];
   }
-  put_exceptions(next, group, steps);
 }
 
 // A whole tile without compression.

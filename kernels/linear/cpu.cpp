@@ -1,7 +1,7 @@
 // x [M, K] times W [N, K] transposed, plus bias [N]; kernels/linear/reference.py is the specification.
 // Up to three weights in one call, each with its own result: rows are prepared once, and threads meet once. Or two of them, gate and up, with
 // one result, silu(gate) * up. Weights of floats are multiplied in floats.cpp, those of integers in
-// ints.cpp, those of float8 in floats8.cpp.
+// ints.cpp, those of float8 in floats8.cpp, those in ggml's blocks in superblocks.cpp.
 #include <vector>
 
 #include "../operator.h"
@@ -19,6 +19,8 @@ std::vector<Product> &no_products() {
 void multiply(const Format &format, const std::vector<Product> &products) {
   if (format.codes == Codes::float8)
     multiply_floats8(format.group_size, products);
+  else if (format.codes >= Codes::q5_0)
+    multiply_blocks(format.codes, products);
   else if (format.codes != Codes::none)
     multiply_ints(format, products);
   else

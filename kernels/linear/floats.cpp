@@ -15,30 +15,34 @@ namespace {
 
 constexpr int64_t STEP_BYTES = 4;  // of a row
 constexpr int64_t vector_bytes(Dtype dtype) { return LANES * (dtype == Dtype::float16 ? 2 : STEP_BYTES); }  // of a tile's step
-constexpr int64_t PANELS_PER_CHUNK = 8;
+constexpr int64_t ROWS_OF_CHUNK = 8 * ACCUMULATORS;
 constexpr int64_t ROWS_PER_PACKING = 256;  // of a weight that is not packed: to pack a tile takes as long as to multiply some ten rows by it
 constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level; 2048 into the first are up to 1.15 times slower at 8 and 16 rows
-constexpr int MAX_ROWS = ACCUMULATORS;     // of a panel: then one tile fills the registers, and 16 rows read the weight once
+// Rows of a panel: up to MAX_ROWS are one, which reads the weight once. More are panels for two tiles, which load less for each product: a
+// core that starts two products a cycle has no more than two loads for them.
+constexpr int MAX_ROWS = ACCUMULATORS, TILES_OF_MANY = 2, MAX_ROWS_OF_MANY = ACCUMULATORS / TILES_OF_MANY;
 
 struct Job {
   Product product;
-  char *panels = nullptr;  // the rows, up to MAX_ROWS together: [steps, rows, 4 bytes] each
+  char *panels = nullptr;  // the rows, some together: [steps, rows, 4 bytes] each
 
   const Rows &rows() const { return product.rows; }
   int64_t num_steps() const { return rows().dtype == Dtype::bfloat16 ? divide_up(rows().num_inputs, 2) : rows().num_inputs; }
   int64_t tile_bytes() const { return num_steps() * vector_bytes(rows().dtype); }
-  int64_t tiles_of_chunk() const { return TILES_OF_CHUNK; }
-  int64_t num_panels() const { return divide_up(rows().num_rows, MAX_ROWS); }
+  bool has_many_rows() const { return rows().num_rows > MAX_ROWS; }
+  int64_t tiles_of_chunk() const { return has_many_rows() && !product.plain.numbers ? TILES_OF_MANY : TILES_OF_CHUNK; }
+  int64_t max_height() const { return has_many_rows() ? MAX_ROWS_OF_MANY : MAX_ROWS; }
+  int64_t num_panels() const { return divide_up(rows().num_rows, max_height()); }
   int64_t num_fills() const { return num_panels(); }
-  int64_t panels_of_chunk() const { return product.plain.numbers ? ROWS_PER_PACKING / MAX_ROWS : PANELS_PER_CHUNK; }
-  int64_t height() const { return divide_up(rows().num_rows, std::max<int64_t>(num_panels(), 1)); }
+  int64_t panels_of_chunk() const { return (product.plain.numbers ? ROWS_PER_PACKING : ROWS_OF_CHUNK) / max_height(); }
+  int64_t first_row(int64_t panel) const { return rows().num_rows * panel / num_panels(); }  // heights differ by one at most
   int64_t panel_bytes() const { return rows().num_rows * num_steps() * STEP_BYTES; }
   void place(char *memory) { panels = memory; }
 };
 
 void fill_panel(const Job &job, int64_t panel) {
   const Rows &rows = job.rows();
-  const int64_t first = panel * job.height(), height = std::min(job.height(), rows.num_rows - first);
+  const int64_t first = job.first_row(panel), height = job.first_row(panel + 1) - first;
   const int64_t row_bytes = rows.num_inputs * rows.out_bytes(), num_steps = job.num_steps();
   const int64_t num_bytes = rows.dtype == Dtype::bfloat16 ? 2 : 4;  // of a number that is multiplied
   thread_local std::vector<float> floats;
@@ -66,23 +70,36 @@ template <Dtype DTYPE> Ints load_step(const uint8_t *weight) {
   return load(weight);
 }
 
+// What a kernel fetches into the second level of the cache while it multiplies TILES tiles.
+struct Ahead {
+  int64_t distance, advance;  // bytes: how far on in each tile, and from step to step (group to group of a compressed weight)
+  int64_t jump_at, jump;      // from this step or group on, so many bytes more
+};
+
+// One panel reads on in its tiles, and towards their end in those of the next call. Several share the next call's tiles: else the first of
+// them would wait for memory, and the others would leave it idle.
+template <int TILES> Ahead fetch_ahead(int64_t tile_bytes, int64_t step_bytes, int64_t panel, int64_t num_panels) {
+  if (num_panels == 1) return {PREFETCH_BYTES, step_bytes, (tile_bytes - PREFETCH_BYTES) / step_bytes, (TILES - 1) * tile_bytes};
+  return {TILES * tile_bytes + tile_bytes * panel / num_panels, step_bytes / num_panels, -1, 0};
+}
+
 // result [ROWS, TILES, 16] = the products of ROWS rows and TILES tiles. Never inlined: among other code the compiler keeps half of the sums
 // in memory (2.2 times slower).
 template <Dtype DTYPE, int ROWS, int TILES>
-[[gnu::noinline]] void dot(const uint8_t *weight, int64_t tile_bytes, const int32_t *x, int64_t num_steps, float *result) {
+[[gnu::noinline]] void dot(const uint8_t *weight, int64_t tile_bytes, const Ahead &ahead, const int32_t *x, int64_t num_steps, float *result) {
   constexpr int64_t VECTOR_BYTES = vector_bytes(DTYPE);
   Floats sums[ROWS][TILES];
   UNROLL
   for (int row = 0; row < ROWS; ++row)
     UNROLL
     for (int t = 0; t < TILES; ++t) sums[row][t] = splat(0.0f);
-  const int64_t near_end = num_steps - PREFETCH_BYTES / VECTOR_BYTES;  // from here on the next tiles are fetched, TILES further on
-  for (int64_t step = 0; step < num_steps; ++step, weight += VECTOR_BYTES, x += ROWS) {
-    const int64_t ahead = PREFETCH_BYTES + (step < near_end ? 0 : (TILES - 1) * tile_bytes);
+  const char *fetched = reinterpret_cast<const char *>(weight) + ahead.distance;
+  for (int64_t step = 0; step < num_steps; ++step, weight += VECTOR_BYTES, fetched += ahead.advance, x += ROWS) {
+    if (step == ahead.jump_at) fetched += ahead.jump;
     Ints w[TILES];
     UNROLL
     for (int t = 0; t < TILES; ++t) {
-      _mm_prefetch(reinterpret_cast<const char *>(weight + t * tile_bytes + ahead), _MM_HINT_T1);
+      _mm_prefetch(fetched + t * tile_bytes, _MM_HINT_T1);
       w[t] = load_step<DTYPE>(weight + t * tile_bytes);
     }
     UNROLL
@@ -102,7 +119,7 @@ template <Dtype DTYPE, int ROWS, int TILES>
 
 // The same with compressed tiles from number `tile` on, in the same order.
 template <int ROWS, int TILES>
-[[gnu::noinline]] void dot_compressed(const uint8_t *weight, const Compressed &layout, int64_t tile, const int32_t *x, float *result) {
+[[gnu::noinline]] void dot_compressed(const uint8_t *weight, const Compressed &layout, int64_t tile, const Ahead &ahead, const int32_t *x, float *result) {
   Floats sums[ROWS][TILES];
   UNROLL
   for (int row = 0; row < ROWS; ++row)
@@ -111,25 +128,31 @@ template <int ROWS, int TILES>
   const Ints upper = upper_bytes(weight);
   const Exception *next[TILES];
   for (int t = 0; t < TILES; ++t) next[t] = first_exception(weight, layout, tile + t);
-  const int64_t tile_bytes = layout.tile_bytes(), near_end = layout.num_groups - PREFETCH_BYTES / GROUP_BYTES;
-  const int64_t whole = layout.num_steps / STEPS_OF_GROUP;
+  const int64_t tile_bytes = layout.tile_bytes();
   const uint8_t *bytes = weight + layout.groups(tile);
-  for (int64_t group = 0; group < layout.num_groups; ++group, bytes += GROUP_BYTES) {
-    const int64_t ahead = PREFETCH_BYTES + (group < near_end ? 0 : (TILES - 1) * tile_bytes);
-    const int64_t count = group < whole ? STEPS_OF_GROUP : layout.num_steps % STEPS_OF_GROUP;
+  const char *fetched = reinterpret_cast<const char *>(bytes) + ahead.distance;
+  for (int64_t group = 0; group < layout.num_groups; ++group, bytes += GROUP_BYTES, fetched += ahead.advance) {
+    if (group == ahead.jump_at) fetched += ahead.jump;
     UNROLL
-    for (int t = 0; t < TILES; ++t) {
-      for (int64_t line = 0; line < GROUP_BYTES; line += 64)
-        _mm_prefetch(reinterpret_cast<const char *>(bytes + t * tile_bytes + ahead + line), _MM_HINT_T1);
-      Ints steps[STEPS_OF_GROUP];
-      read_group(bytes + t * tile_bytes, upper, next[t], group, steps);
+    for (int t = 0; t < TILES; ++t)
+      for (int64_t line = 0; line < GROUP_BYTES; line += 64) _mm_prefetch(fetched + t * tile_bytes + line, _MM_HINT_T1);
+    UNROLL
+    for (int64_t half = 0; half < 2; ++half) {  // both steps of all tiles at once, so that they share what is loaded of the rows
+      Ints steps[TILES][STEPS_OF_PAIR];
       UNROLL
-      for (int64_t step = 0; step < STEPS_OF_GROUP; ++step)
-        if (step < count)
+      for (int t = 0; t < TILES; ++t) read_pair(bytes + t * tile_bytes, upper, next[t], group, half, steps[t]);
+      const int64_t count = layout.num_steps - group * STEPS_OF_GROUP - half * STEPS_OF_PAIR;
+      UNROLL
+      for (int64_t step = 0; step < STEPS_OF_PAIR; ++step, x += ROWS) {
+        if (step >= count) break;
+        UNROLL
+        for (int row = 0; row < ROWS; ++row) {
+          const Ints x_step = splat(x[row]);
           UNROLL
-          for (int row = 0; row < ROWS; ++row) sums[row][t] = dot_bfloat16(sums[row][t], steps[step], splat(x[step * ROWS + row]));
+          for (int t = 0; t < TILES; ++t) sums[row][t] = dot_bfloat16(sums[row][t], steps[t][step], x_step);
+        }
+      }
     }
-    x += STEPS_OF_GROUP * ROWS;
   }
   UNROLL
   for (int row = 0; row < ROWS; ++row)
@@ -139,27 +162,31 @@ template <int ROWS, int TILES>
 
 // result [ROWS, tiles, 16] = what the tiles from `tile` on give, with the bias: `count` numbers of each row, and zeros behind them.
 template <Dtype DTYPE, int ROWS, int TILES>
-void multiply(const Job &job, const Weight &weight, int64_t all_tiles, const int32_t *x, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
+void multiply(const Job &job, const Weight &weight, int64_t all_tiles, int64_t panel, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
+  const auto *x = reinterpret_cast<const int32_t *>(job.panels) + job.first_row(panel) * job.num_steps();
+  const int64_t num_panels = std::min(job.num_panels(), job.panels_of_chunk()), number = panel % job.panels_of_chunk();
   if (weight.is_compressed) {
+    const Compressed layout{all_tiles, job.num_steps()};
     const auto product = num_tiles == TILES ? dot_compressed<ROWS, TILES> : dot_compressed<ROWS, 1>;
-    product(weight.memory, {all_tiles, job.num_steps()}, tile, x, result);
+    product(weight.memory, layout, tile, fetch_ahead<TILES>(layout.tile_bytes(), GROUP_BYTES, number, num_panels), x, result);
   } else {
+    const int64_t bytes = job.tile_bytes();
     const auto product = num_tiles == TILES ? dot<DTYPE, ROWS, TILES> : dot<DTYPE, ROWS, 1>;
-    product(weight.memory + (tile - weight.first_tile) * job.tile_bytes(), job.tile_bytes(), x, job.num_steps(), result);
+    product(weight.memory + (tile - weight.first_tile) * bytes, bytes, fetch_ahead<TILES>(bytes, vector_bytes(DTYPE), number, num_panels), x,
+            job.num_steps(), result);
   }
   if (weight.bias) add_bias(weight, DTYPE, ROWS, tile, num_tiles, count, result);
 }
 
 // Panel number `panel`, ROWS high or less, times the tiles first .. last - 1.
 template <Dtype DTYPE, int ROWS> void multiply_panel(const Job &job, const Output &out, int64_t panel, int64_t first, int64_t last) {
-  const int64_t first_row = panel * job.height();
+  const int64_t first_row = job.first_row(panel);
   if constexpr (ROWS > 1)
-    if (std::min(job.height(), job.rows().num_rows - first_row) < ROWS) return multiply_panel<DTYPE, ROWS - 1>(job, out, panel, first, last);
-  constexpr int FIT = ACCUMULATORS / ROWS, TILES = FIT >= 4 ? 4 : 1;
-  const auto *x = reinterpret_cast<const int32_t *>(job.panels) + first_row * job.num_steps();
+    if (job.first_row(panel + 1) - first_row < ROWS) return multiply_panel<DTYPE, ROWS - 1>(job, out, panel, first, last);
+  constexpr int FIT = ACCUMULATORS / ROWS, TILES = FIT >= 4 ? 4 : FIT >= 2 ? 2 : 1;
   write_tiles<ROWS, TILES>(out, DTYPE, first_row, first, last,
                            [&](const Weight &weight, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
-                             multiply<DTYPE, ROWS, TILES>(job, weight, out.num_tiles(), x, tile, num_tiles, count, result);
+                             multiply<DTYPE, ROWS, TILES>(job, weight, out.num_tiles(), panel, tile, num_tiles, count, result);
                            });
 }
 

@@ -1,7 +1,8 @@
-// Products with weights of integers by the tiles of the AMX unit: the bits of ints.cpp, sooner where rows are many.
+// Products with weights of integers by the tiles of the AMX unit: the bits of ints.cpp, sooner where rows are many. Weights in ggml's blocks
+// become bytes first, some tiles of outputs at a time: the bits of superblocks.cpp.
 //
 // A step is 64 inputs: those of 16 outputs fill a tile, in the order of kernels/linear/int_weight.py, and so do those of 16 rows. A segment of
-// 32 inputs is half a step.
+// 32 inputs is half a step, one of 16 a quarter.
 #include "../tiles.h"
 
 #ifdef HAS_TILES
@@ -12,6 +13,7 @@
 #include "../room.h"
 #include "activations.h"
 #include "blocks.h"
+#include "superblocks.h"
 
 namespace {
 
@@ -19,6 +21,9 @@ constexpr int64_t INPUTS_OF_STEP = 64, BYTES_OF_INPUT = 16;  // of a tile of out
 constexpr int64_t NUMBERS_OF_TILE = TILE_ROWS * LANES;
 constexpr int64_t ROWS_OF_FILL = 2;    // that a thread prepares at a time
 constexpr int64_t STEPS_OF_BLOCK = 4;  // of a weight, where segments are short
+
+// What groups of a weight have besides scales. Minimums are floats where zero points would be, and so are the sums that they are multiplied by.
+enum class Beside { nothing, zeros, minimums };
 
 // Up to 16 rows: bytes [steps, LIMBS, 16 rows, 64 inputs]; scales and sums as of activations.h.
 template <int LIMBS> struct RowTile {
@@ -43,11 +48,17 @@ template <int LIMBS> struct Job {
   Layout layout;
   int64_t num_inputs, num_steps, segment, num_segments;  // steps of four inputs, as of activations.h
   int32_t offset;
+  Beside beside;
+  Codes blocks = Codes::none;  // ggml's, which become what the layout says
   char *memory = nullptr;
 
   Job(const Product &product, const Layout &layout)
       : product(product), layout(layout), num_inputs(layout.num_inputs), num_steps(layout.num_steps()), segment(segment_of(layout, LIMBS)),
-        num_segments(divide_up(num_inputs, segment)), offset(layout.offset()) {}
+        num_segments(divide_up(num_inputs, segment)), offset(layout.offset()), beside(layout.has_zeros ? Beside::zeros : Beside::nothing) {}
+  template <class Kind>
+  Job(const Product &product, Codes blocks, Kind) : Job(product, {{Kind::group, Codes::int8, false}, product.rows.num_inputs}) {
+    offset = Kind::offset, beside = Kind::has_minimums ? Beside::minimums : Beside::nothing, this->blocks = blocks;
+  }
 
   const Rows &rows() const { return product.rows; }
   bool has_few_rows() const { return rows().num_rows <= TILE_ROWS; }
@@ -72,7 +83,10 @@ template <int LIMBS> void fill_rows(const Job<LIMBS> &job, int64_t number) {
     const int64_t row = index % TILE_ROWS;
     for (int limb = 0; limb < LIMBS; ++limb)  // zeros after the last input
       std::memset(panel.bytes + (job.num_tile_steps() - 1) * panel.STEP_BYTES + limb * TILE_BYTES + row * TILE_ROW_BYTES, 0, TILE_ROW_BYTES);
-    fill_row<LIMBS>(job, panel, row, job.rows(), index);
+    if (job.blocks == Codes::none)
+      fill_row<LIMBS>(job, panel, row, job.rows(), index);
+    else if constexpr (LIMBS == 2)
+      with_kind(job.blocks, [&](auto kind) { fill_row_for<decltype(kind)>(job, panel, row, job.rows(), index); });
   }
 }
 
@@ -85,7 +99,7 @@ struct Reader {
 
   // One of `num_tiles` that are read in turn.
   void begin(const Layout &layout, const Weight &weight, int64_t tile, int64_t num_tiles) {
-    memory = weight.memory + tile * layout.tile_bytes(), are_bytes = layout.bits() == 8;
+    memory = weight.memory + (tile - weight.first_tile) * layout.tile_bytes(), are_bytes = layout.bits() == 8;
     num_bytes = layout.num_steps() * STEP * BYTES_OF_INPUT;
     ahead = {memory, layout.tile_bytes(), num_tiles};
   }
@@ -97,7 +111,7 @@ struct Reader {
   void expand(int64_t quarter, uint8_t *to) const {
     const int64_t present = std::clamp<int64_t>(num_bytes - quarter * QUARTER, 0, QUARTER);
     const uint8_t *from = memory + (quarter * QUARTER >> (are_bytes ? 0 : 1));
-    ahead.fetch(from), ahead.fetch(from + 64);
+    ahead.fetch<128>(from);
     if (are_bytes) {
       std::memcpy(to, from, present);
     } else {
@@ -114,26 +128,31 @@ struct Reader {
 struct Scales {
   const float *scales;  // of the segment's first tile; the next tile is `stride` after it
   const int8_t *zeros;
+  const float *minimums;
   int64_t stride;
 };
 
 // totals [rows, COLUMNS, 16] += the sums of one segment [LIMBS, COLUMNS, 16 rows, 16], scaled, in the order of ints.cpp.
-template <int LIMBS, bool ZEROS, int COLUMNS>
+template <int LIMBS, Beside BESIDE, int COLUMNS>
 void add_segment(const int32_t *sums, int64_t num_rows, const float *x_scales, const int32_t *x_sums, const Scales &from, float *totals,
                  int64_t stride) {
   UNROLL
   for (int t = 0; t < COLUMNS; ++t) {
     const Floats scale = load(from.scales + t * from.stride);
-    const Ints zeros = ZEROS ? load_bytes(from.zeros + t * from.stride) : splat(0);
+    const Ints zeros = BESIDE == Beside::zeros ? load_bytes(from.zeros + t * from.stride) : splat(0);
+    const Floats minimums = BESIDE == Beside::minimums ? load(from.minimums + t * from.stride) : splat(0.0f);
     for (int64_t row = 0; row < num_rows; ++row) {
       const auto limb = [&](int number) {
         return load(reinterpret_cast<const uint8_t *>(sums + (number * COLUMNS + t) * NUMBERS_OF_TILE + row * LANES));
       };
       const Ints begin = splat(x_sums[row]);
-      Ints sum = add(ZEROS ? multiply(zeros, begin) : begin, limb(0));
+      Ints sum = limb(0);
+      if constexpr (BESIDE != Beside::minimums) sum = add(BESIDE == Beside::zeros ? multiply(zeros, begin) : begin, sum);
       if constexpr (LIMBS == 2) sum = add(sum, shift_left<8>(limb(1)));
       float *total = totals + row * stride + t * LANES;
-      store(total, multiply_add(to_floats(sum), LIMBS == 2 ? multiply(scale, splat(x_scales[row])) : scale, load(total)));
+      Floats result = multiply_add(to_floats(sum), LIMBS == 2 ? multiply(scale, splat(x_scales[row])) : scale, load(total));
+      if constexpr (BESIDE == Beside::minimums) result = multiply_add(as_floats(begin), minimums, result);
+      store(total, result);
     }
   }
 }
@@ -173,7 +192,7 @@ template <int LIMBS> struct Operands {
 };
 
 // Segments of 128 inputs or less: while the unit multiplies one, vectors scale the one before it.
-template <int LIMBS, bool ZEROS, int COLUMNS> [[gnu::noinline]] void add_segments(const Operands<LIMBS> &the, Block<Reader> &later) {
+template <int LIMBS, Beside BESIDE, int COLUMNS> [[gnu::noinline]] void add_segments(const Operands<LIMBS> &the, Block<Reader> &later) {
   constexpr int64_t BUFFER = 4 * NUMBERS_OF_TILE + 2 * LANES;  // so that no read is at the place, modulo 4096, of a store just before it
   alignas(64) int32_t sums[2 * BUFFER];
   const int64_t segment = the.job.segment, depth = std::min(segment, INPUTS_OF_STEP), num_groups = the.job.layout.num_groups();
@@ -181,8 +200,8 @@ template <int LIMBS, bool ZEROS, int COLUMNS> [[gnu::noinline]] void add_segment
   const int64_t padded = divide_up(the.num_inputs, depth) * depth;
   const auto add = [&](int64_t i) {
     const int64_t group = num_groups > 1 ? (first + i) * segment / the.job.layout.group_size : 0, at = (first + i) * TILE_ROWS;
-    const Scales scales{the.scales.scales + group * LANES, the.scales.zeros + group * LANES, the.scales.stride};
-    add_segment<LIMBS, ZEROS, COLUMNS>(sums + i % 2 * BUFFER, the.num_rows, the.x.scales + at, the.x.sums + at, scales, the.totals,
+    const Scales scales{the.scales.scales + group * LANES, the.scales.zeros + group * LANES, the.scales.minimums + group * LANES, the.scales.stride};
+    add_segment<LIMBS, BESIDE, COLUMNS>(sums + i % 2 * BUFFER, the.num_rows, the.x.scales + at, the.x.sums + at, scales, the.totals,
                                        the.stride);
   };
   const uint8_t *x = the.x.bytes + the.first_input / INPUTS_OF_STEP * the.x.STEP_BYTES;
@@ -197,7 +216,7 @@ template <int LIMBS, bool ZEROS, int COLUMNS> [[gnu::noinline]] void add_segment
 }
 
 // totals [rows of the part's panels, tiles of the part, 16]
-template <int LIMBS, bool ZEROS>
+template <int LIMBS, Beside BESIDE>
 void multiply_in_segments(const Job<LIMBS> &job, const Weight &weight, int64_t all_tiles, const Part &part, float *totals) {
   const int64_t num_tiles = part.last_tile - part.first_tile, width = num_tiles * LANES, groups = job.layout.num_groups() * LANES;
   Reader readers[TILES_OF_CHUNK];
@@ -207,13 +226,14 @@ void multiply_in_segments(const Job<LIMBS> &job, const Weight &weight, int64_t a
   for_each_block(readers, num_tiles, job.num_tile_steps(), STEPS_OF_BLOCK,
                  [&](const Block<Reader> &block, int64_t tile, int64_t columns, int64_t step, int64_t count, Block<Reader> &later) {
     const int64_t first = step * INPUTS_OF_STEP, length = std::min(count * INPUTS_OF_STEP, job.num_steps * STEP - first);
-    const int64_t at = (part.first_tile + tile) * groups;
-    const Scales scales{job.layout.scales(weight, all_tiles) + at, job.layout.zeros(weight, all_tiles) + at, groups};
+    const int64_t at = (part.first_tile + tile - weight.first_tile) * groups;
+    const int8_t *zeros = job.layout.zeros(weight, all_tiles);
+    const Scales scales{job.layout.scales(weight, all_tiles) + at, zeros + at, reinterpret_cast<const float *>(zeros) + at, groups};
     for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel) {
       const int64_t row = panel * TILE_ROWS - first_row;
       const Operands<LIMBS> the{job,   job.panel(panel), std::min(TILE_ROWS, num_rows - row),     block.tiles, first, length,
                                 scales, totals + row * width + tile * LANES, width};
-      (columns == 2 ? add_segments<LIMBS, ZEROS, 2> : add_segments<LIMBS, ZEROS, 1>)(the, later);
+      (columns == 2 ? add_segments<LIMBS, BESIDE, 2> : add_segments<LIMBS, BESIDE, 1>)(the, later);
     }
   });
   if constexpr (LIMBS == 1)
@@ -261,6 +281,20 @@ template <bool ZEROS> void multiply_whole(const Job<1> &job, const Weight &weigh
   }
 }
 
+// The part's tiles of a weight in ggml's blocks become bytes, in memory of this thread.
+inline void multiply_expanded(const Job<2> &job, const Weight &weight, const Part &part, float *totals) {
+  thread_local std::vector<uint8_t> kept;
+  const int64_t num_tiles = part.last_tile - part.first_tile, num_floats = num_tiles * job.num_segments * LANES;
+  uint8_t *bytes = room(kept, num_tiles * job.layout.tile_bytes() + num_floats * 2 * int64_t{sizeof(float)});
+  with_kind(job.blocks, [&](auto kind) {
+    using Kind = decltype(kind);
+    const int64_t tile_bytes = job.num_inputs / Kind::block * Kind::block_bytes;
+    expand_tiles<Kind>(weight.memory + part.first_tile * tile_bytes, num_tiles, job.num_inputs, bytes);
+  });
+  const auto multiply = job.beside == Beside::minimums ? multiply_in_segments<2, Beside::minimums> : multiply_in_segments<2, Beside::nothing>;
+  multiply(job, {bytes, false, nullptr, part.first_tile}, num_tiles, part, totals);
+}
+
 template <int LIMBS> void multiply_part(const Job<LIMBS> &job, const Part &part) {
   thread_local std::vector<float> kept[2];
   const Output &out = *part.out;
@@ -271,10 +305,12 @@ template <int LIMBS> void multiply_part(const Job<LIMBS> &job, const Part &part)
   const bool is_whole = LIMBS == 1 && job.num_segments == 1;
   const auto compute = [&](const Weight &weight, std::vector<float> &memory) {
     float *result = room(memory, num_panels * TILE_ROWS * width);
-    const auto in_segments = job.layout.has_zeros ? multiply_in_segments<LIMBS, true> : multiply_in_segments<LIMBS, false>;
+    const auto in_segments = job.beside == Beside::zeros ? multiply_in_segments<LIMBS, Beside::zeros> : multiply_in_segments<LIMBS, Beside::nothing>;
     if constexpr (LIMBS == 1) {
       const auto whole = job.layout.has_zeros ? multiply_whole<true> : multiply_whole<false>;
       (is_whole ? whole : in_segments)(job, weight, out.num_tiles(), part, result);
+    } else if (job.blocks != Codes::none) {
+      multiply_expanded(job, weight, part, result);
     } else {
       in_segments(job, weight, out.num_tiles(), part, result);
     }
@@ -304,6 +340,15 @@ void multiply_ints_by_tiles(const Format &format, const std::vector<Product> &pr
     multiply_all<1>(format, products);
   else
     multiply_all<2>(format, products);
+}
+
+void multiply_blocks_by_tiles(Codes codes, const std::vector<Product> &products) {
+  thread_local std::vector<Job<2>> jobs;
+  jobs.clear();
+  with_kind(codes, [&](auto kind) {
+    for (const Product &product : products) jobs.emplace_back(product, codes, kind);
+  });
+  run(jobs, fill_rows<2>, multiply_part<2>);
 }
 
 #endif

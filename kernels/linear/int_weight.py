@@ -10,7 +10,9 @@ from torch.nn import functional
 
 from kernels.linear.float_weight import TILE
 
-CODES = {"none": 0, "int8": 1, "int4": 2, "float8": 3}  # `enum class Codes` in products.h
+CODES = {  # `enum class Codes` in products.h
+    name: number for number, name in enumerate("none int8 int4 float8 q5_0 q4_k q5_k q6_k".split())
+}
 MAX_INPUTS = 2**17 - 1  # more products of int8 do not fit into 32 bits
 
 
@@ -24,7 +26,7 @@ class PackedFormat(NamedTuple):
 
 @dataclass(frozen=True)
 class IntWeight:
-    """Holds a weight [N, K] of integers in the order in which a kernel reads it.
+    """A weight [N, K] of integers in the order in which a kernel reads it.
 
     A value is (code[o, i] - zero[o, g]) * scale[o, g] for output o, input i and group g = i // group_size.
     `memory` [bytes] uint8 holds three parts, one after the other; a file may hold it, and be mapped:

@@ -1,4 +1,4 @@
-"""Products with packed weights, of floats or of integers. M rows, K inputs, N outputs."""
+"""Products with packed weights, of floats, of integers or of ggml's blocks. M rows, K inputs, N outputs."""
 
 from collections.abc import Sequence
 from ctypes import Array, c_bool, c_void_p
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.build import DTYPES, Library
 from kernels.linear import portable
+from kernels.linear.block_weight import BlockWeight
 from kernels.linear.float8_weight import Float8Weight
 from kernels.linear.float_weight import FloatWeight
 from kernels.linear.int_weight import CODES, IntWeight
@@ -20,7 +21,7 @@ from kernels.swiglu import swiglu
 
 MAX_TOGETHER = 3  # weights that one call multiplies: queries, keys and values
 
-PackedWeight: TypeAlias = FloatWeight | IntWeight | Float8Weight
+PackedWeight: TypeAlias = FloatWeight | IntWeight | Float8Weight | BlockWeight
 Biases: TypeAlias = Sequence[Tensor | None]
 
 NO_WEIGHTS = [(None, False, None, None, 0) * (MAX_TOGETHER - count) for count in range(MAX_TOGETHER + 1)]
@@ -68,6 +69,8 @@ def _make_weight(
         return FloatWeight(memory, num_outputs, num_inputs)
     if codes == CODES["float8"]:
         return Float8Weight(memory, num_outputs, num_inputs, group_size)
+    if codes >= CODES["q5_0"]:
+        return BlockWeight(memory, num_outputs, num_inputs, list(CODES)[codes].upper())
     bits = 8 if codes == CODES["int8"] else 4
     return IntWeight(memory, num_outputs, num_inputs, group_size, bits, has_zero_points)
 
@@ -133,6 +136,8 @@ def _check(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> None:
 
 
 def _check_codes(x: QuantizedActivations, weight: PackedWeight) -> None:
+    if isinstance(weight, BlockWeight):
+        raise ValueError(f"rows of {x.codes.dtype}: weights in blocks of {weight.kind} are multiplied by floats")
     if isinstance(weight, Float8Weight) != (x.codes.dtype == torch.float8_e4m3fn) or not x.codes.itemsize == 1:
         raise ValueError(
             f"rows of {x.codes.dtype}: weights of integers are multiplied by floats or int8, of float8 by floats or float8"
@@ -230,6 +235,8 @@ def _check_grouped(x: Rows, weights: WeightGroup, starts: Tensor, ups: WeightGro
 
 def _grouped_matmul(x: Rows, weights: WeightGroup, starts: Tensor, ups: WeightGroup | None = None) -> Tensor:
     ends, outs = starts.tolist(), []
+    width = weights.first.num_outputs
+    before, after = (torch.empty(num_rows, width, dtype=x.dtype) for num_rows in (ends[0], len(x) - ends[-1]))
     for i, weight in enumerate(weights.weights):
         rows = slice(ends[i], ends[i + 1])
         part = (
@@ -237,7 +244,7 @@ def _grouped_matmul(x: Rows, weights: WeightGroup, starts: Tensor, ups: WeightGr
         )
         y = portable.matmul(part, weight, None)
         outs.append(y if ups is None else swiglu(y, portable.matmul(part, ups.weights[i], None)))
-    return torch.cat(outs)
+    return torch.cat([before, *outs, after])
 
 
 def _empty_grouped(x: Rows, weights: WeightGroup, *_: Any) -> Tensor:
@@ -250,8 +257,10 @@ def grouped_matmul(
 ) -> Tensor:
     """Return x [M, K], whose rows starts[i] to starts[i + 1] - 1 are multiplied by weight number i, transposed: [M, N] in x's dtype.
 
-    Int8 rows have a scale each. With `ups` the weights are gates, as of `matmul_swiglu`. starts int64 [weights + 1], on the CPU, from 0 to
-    M. Bits are those of `matmul` and `matmul_swiglu`; a weight without rows is not read. Raises ValueError as they do.
+    Int8 rows have a scale each. With `ups` the weights are gates, as of `matmul_swiglu`. starts int64 [weights + 1], on the CPU, within 0
+    to M; rows of no weight give anything. Bits are those of `matmul` and `matmul_swiglu`; a weight without rows is not read.
+
+    Raises ValueError as they do.
     """
     if not x.is_cpu:
         raise Misfit
@@ -329,4 +338,6 @@ def _format_numbers(weight: PackedWeight) -> tuple[int, int, bool]:
         return FLOATS
     if isinstance(weight, Float8Weight):
         return weight.group_size, CODES["float8"], False
+    if isinstance(weight, BlockWeight):
+        return weight.format.group_size, CODES[weight.format.codes], weight.format.has_zero_points
     return weight.group_size, CODES["int8" if weight.bits == 8 else "int4"], weight.has_zero_points

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels.linear.block_weight import BlockWeight
 from kernels.linear.float8_weight import Float8Weight
 from kernels.linear.float_weight import FloatWeight
 from kernels.linear.int_weight import IntWeight
@@ -12,12 +13,12 @@ from kernels.quantize_rows.rows import QuantizedActivations, Rows
 BLOCK_BYTES = 2**25  # of dequantised weights at a time: small beside a model, large beside the cost of a call
 
 
-def blocks(weight: IntWeight) -> list[tuple[int, int]]:
+def blocks(weight: IntWeight | BlockWeight) -> list[tuple[int, int]]:
     tiles = max(1, BLOCK_BYTES // (64 * weight.num_inputs))
     return [(first, min(first + tiles, weight.num_tiles)) for first in range(0, weight.num_tiles, tiles)]
 
 
-def matmul(x: Rows, weight: FloatWeight | IntWeight | Float8Weight, bias: Tensor | None) -> Tensor:
+def matmul(x: Rows, weight: FloatWeight | IntWeight | Float8Weight | BlockWeight, bias: Tensor | None) -> Tensor:
     """Return x [M, K] times weight transposed, plus bias [N]: [M, N] in x's dtype. Integers are unpacked a block of outputs at a time."""
     if isinstance(weight, FloatWeight):
         assert isinstance(x, Tensor)
@@ -25,12 +26,21 @@ def matmul(x: Rows, weight: FloatWeight | IntWeight | Float8Weight, bias: Tensor
     if isinstance(weight, Float8Weight):
         y = _float8_matmul(x, weight)
         return y if bias is None else y + bias
+    if isinstance(weight, BlockWeight):
+        assert isinstance(x, Tensor)
+        y = _block_matmul(x, weight)
+        return y if bias is None else y + bias
     y = _int8_matmul(x, weight) if isinstance(x, QuantizedActivations) else _int_matmul(x, weight)
     return y if bias is None else y + bias
 
 
 def _int_matmul(x: Tensor, weight: IntWeight) -> Tensor:
     parts = [linear(x.float(), dequantize(*weight.unpack_tiles(*block), weight.group_size)) for block in blocks(weight)]
+    return torch.cat(parts, dim=1).to(x.dtype)
+
+
+def _block_matmul(x: Tensor, weight: BlockWeight) -> Tensor:
+    parts = [linear(x.float(), weight.unpack_tiles(*block).dequantize()) for block in blocks(weight)]
     return torch.cat(parts, dim=1).to(x.dtype)
 
 

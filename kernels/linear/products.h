@@ -29,7 +29,7 @@ struct Rows {
 };
 
 // What a weight is held in: floats of the rows' dtype, or codes. The numbers that kernels/linear/int_weight.py passes.
-enum class Codes : int32_t { none, int8, int4, float8 };
+enum class Codes : int32_t { none, int8, int4, float8, q5_0, q4_k, q5_k, q6_k };
 
 // What weights that are multiplied together have in common, besides their inputs.
 struct Format {
@@ -42,7 +42,7 @@ struct Weight {
   const uint8_t *memory;  // as kernels/linear/float_weight.py and int_weight.py lay it out
   bool is_compressed;     // floats in 12 bits
   const void *bias;       // null if there is none
-  int64_t first_tile = 0;  // the number of the one that `memory` begins with, unless it is compressed
+  int64_t first_tile = 0;  // the number of the one that `memory` begins with, where not all are there
 };
 
 struct Output {
@@ -72,6 +72,8 @@ void multiply_bfloat16_by_tiles(const std::vector<Product> &products);  // where
 void multiply_floats8_by_tiles(int64_t group_size, const std::vector<Product> &products);
 void multiply_ints_by_tiles(const Format &format, const std::vector<Product> &products);
 void multiply_ints(const Format &format, const std::vector<Product> &products);
+void multiply_blocks_by_tiles(Codes codes, const std::vector<Product> &products);
+void multiply_blocks(Codes codes, const std::vector<Product> &products);
 
 // What a thread takes at a time: some tiles of one output and some panels of rows.
 struct Part {

@@ -14,7 +14,13 @@ from kernels.operator import Misfit, Parts, operator
 __all__ = ["AdapterTable", "lora_add"]
 
 
-@operator(reference.lora_add, has_triton=True, parts={"table": Parts.of(AdapterTable)}, mutates_args=("y",))
+@operator(
+    reference.lora_add,
+    fake=lambda y, x, table, slots: None,
+    has_triton=True,
+    parts={"table": Parts.of(AdapterTable)},
+    mutates_args=("y",),
+)
 def lora_add(cpp: Library, y: Tensor, x: Tensor, table: AdapterTable, slots: Tensor) -> None:
     """Add each row's adapter to y [T, O] for x [T, I], as `reference.lora_add` does. Rows may lie apart.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import build
 from kernels.capture import capture
-from kernels.collectives import RankFailed
+from kernels.collectives import Group, RankFailed
 from kernels.collectives.shared_memory import SharedMemory
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.int64)
@@ -21,7 +21,7 @@ def pieces_of(draw: random.Random, size: int, num_rows: int, widths: list[int], 
     return [torch.randint(-99, 99, (num_rows, width), generator=generator).to(dtype) for width in widths[:size]]
 
 
-def exchange(group: SharedMemory) -> None:
+def exchange(group: Group) -> None:
     """Compare collectives of random sizes with what torch makes of all pieces."""
     draw = random.Random(group.size)
     sizes = [(draw.randrange(40), draw.randrange(1, 300)) for _ in range(60)] + [(2500, 1400), (3, 400_000)]
@@ -40,7 +40,7 @@ def exchange(group: SharedMemory) -> None:
         group.check()
 
 
-def replay(group: SharedMemory) -> None:
+def replay(group: Group) -> None:
     """Record a step of two collectives, and replay it with other numbers."""
     widths = tuple(range(3, 3 + group.size))
     x, owners = torch.zeros(5, widths[group.rank]), torch.zeros(5, dtype=torch.int64)

@@ -267,7 +267,7 @@ def test_folders_of_killed_compilations_are_what_compilations_make(
         made.extend(path.name for path in cache.iterdir() if path.is_dir())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(build, "_run", killed)
+    monkeypatch.setattr(build, "run", killed)
     with pytest.raises(KeyboardInterrupt):
         load()
     (left,) = made

@@ -13,7 +13,7 @@ from torch.nn.functional import embedding
 
 from kernels import build
 from kernels.all_finite import all_finite
-from kernels.capture import capture
+from kernels.capture import capture, repeated
 from kernels.gelu import gelu, gelu_tanh
 from kernels.kv_format import FORMATS, allocate
 from kernels.kv_store import kv_store, rope_and_store
@@ -260,6 +260,32 @@ def test_what_cannot_be_repeated_blindly_is_computed_and_not_captured(
     graph, result = capture(lambda: compute(TABLE))
     assert graph is None
     assert result.equal(compute(TABLE))
+
+
+def test_a_call_of_python_is_repeated_as_a_whole(compiled: Callable[[int], None]) -> None:
+    compiled(1)
+    source, out, times = torch.ones(3), torch.empty(3), []
+
+    def call() -> None:
+        out.copy_(
+            source + 1 if source.tolist()[0] < 5 else source
+        )  # a choice by numbers, which capture by itself refuses
+        times.append(1)
+
+    def compute() -> Tensor:
+        repeated(call)
+        return out * 2
+
+    graph, result = capture(compute)
+    assert graph is not None
+    assert (result.tolist(), len(times)) == ([4.0] * 3, 1)
+    for value, wanted in ((2.0, 6.0), (7.0, 14.0)):
+        source.fill_(value)
+        graph.replay()
+        assert result.tolist() == [wanted] * 3
+    assert len(times) == 3
+    repeated(call)
+    assert out.tolist() == [7.0] * 3  # where nothing is recorded it is a call
 
 
 def test_without_the_library_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,4 +55,5 @@ def test_halves_of_a_fused_product_to_the_bit_on_any_number_of_threads(compiled:
     for threads in range(1, 5):
         compiled(threads)
         assert torch.equal(gelu_tanh(gate, up), gated)
+        assert torch.equal(gelu_tanh(gate, up.contiguous()), gated)  # whose rows are another distance apart
         assert torch.equal(gelu(gate), alone)

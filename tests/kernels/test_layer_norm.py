@@ -24,7 +24,7 @@ def rows(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)]
 )  # one rounding of half an ulp
-@pytest.mark.parametrize(("has_weight", "has_bias"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(("has_weight", "has_bias"), [(True, True), (True, False), (False, True), (False, False)])
 def test_equals_formula(
     shape: tuple[int, int], dtype: torch.dtype, tolerance: float, has_weight: bool, has_bias: bool
 ) -> None:

@@ -120,6 +120,19 @@ def test_grouped_product_has_the_bits_of_single_ones(any_way: str, starts: list[
         assert torch.equal(found, torch.cat([products.matmul_swiglu(x[a:b], gate, up) for a, b, gate, up in both]))
 
 
+@pytest.mark.parametrize("first", [0, 1, 2, 3, 5])
+@pytest.mark.usefixtures("poisoned")
+def test_grouped_product_of_some_weights(any_way: str, first: int) -> None:
+    """Their rows lie among those of others, and may be none."""
+    starts, weights = [0, 0, 1, 1, 40, 57, 57, 60], [products.pack(randn(33, 17, i)[:, :, 0]) for i in range(1, 8)]
+    x, own = randn(60, 17), slice(starts[first], starts[first + 2])
+    whole = products.grouped_matmul(x, products.WeightGroup(weights), torch.tensor(starts))
+    some = products.WeightGroup(weights[first : first + 2])
+    found = products.grouped_matmul(x, some, torch.tensor(starts)[first : first + 3])
+    assert found.shape == whole.shape
+    assert torch.equal(found[own], whole[own])
+
+
 @pytest.mark.parametrize("starts", STARTS, ids=lambda starts: f"{len(starts) - 1} weights")
 @pytest.mark.parametrize(("bits", "groups", "zeros"), [(8, 1, False), (8, 2, False), (4, 1, True), (4, 4, False)])
 @pytest.mark.usefixtures("poisoned")

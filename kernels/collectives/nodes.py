@@ -1,0 +1,90 @@
+"""Collectives as nodes of a graph, which names no group: whoever computes it has one.
+
+T rows, p ranks, E channels.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from kernels.collectives import Group
+
+NAMES = ("gather", "gather_first", "owned_rows")
+
+
+class Recordable:
+    """A rank's side of a group, whose collectives are nodes where a model is traced, and the group's own elsewhere."""
+
+    def __init__(self, group: Group) -> None:
+        self.rank, self.size, self._group = group.rank, group.size, group
+
+    def gather(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
+        whole: Tensor = torch.ops.quintet.gather(x, widths) if is_compiling() else self._group.gather(x, widths)
+        return whole
+
+    def gather_first(self, x: Tensor, widths: tuple[int, ...]) -> Tensor | None:
+        """Return the pieces beside each other on rank 0, None on others. In a graph the others go on with their own piece."""
+        if not is_compiling():
+            return self._group.gather_first(x, widths)
+        own: Tensor = torch.ops.quintet.gather_first(x, widths, self.rank)
+        return own
+
+    def owned_rows(self, rows: Tensor, owners: Tensor) -> Tensor:
+        own: Tensor = (
+            torch.ops.quintet.owned_rows(rows, owners) if is_compiling() else self._group.owned_rows(rows, owners)
+        )
+        return own
+
+    def check(self) -> None:
+        self._group.check()
+
+
+def node_functions(group: Group) -> dict[str, Callable[..., Tensor]]:
+    """Return what computes the nodes by a rank's group, by their names. These raise ValueError for pieces that are not the rank's."""
+
+    def gather(x: Tensor, widths: list[int]) -> Tensor:
+        _check_widths(widths)
+        return group.gather(x, tuple(widths))
+
+    def gather_first(x: Tensor, widths: list[int], rank: int) -> Tensor:
+        _check_widths(widths)
+        if rank != group.rank:
+            raise ValueError(f"a node of rank {rank} for rank {group.rank}")
+        whole = group.gather_first(x, tuple(widths))
+        return x if whole is None else whole
+
+    def owned_rows(rows: Tensor, owners: Tensor) -> Tensor:
+        return group.owned_rows(rows, owners)
+
+    return dict(zip(NAMES, (gather, gather_first, owned_rows), strict=True))
+
+
+def _check_widths(widths: list[int]) -> None:
+    if min(widths, default=0) < 0:
+        raise ValueError(f"pieces of widths {widths}")
+
+
+def _gather(x: Tensor, widths: list[int]) -> Tensor:
+    return x.new_empty(x.shape[0], sum(widths))
+
+
+def _gather_first(x: Tensor, widths: list[int], rank: int) -> Tensor:
+    return x.new_empty(x.shape[0], widths[rank] if rank else sum(widths))
+
+
+def _owned_rows(rows: Tensor, owners: Tensor) -> Tensor:
+    return torch.empty_like(rows)
+
+
+def _define(name: str, schema: str, fake: Callable[..., Any]) -> None:
+    """Make `quintet::<name>` known to torch, which alone computes nothing: it has no group."""
+    torch.library.define(f"quintet::{name}", schema)
+    torch.library.register_fake(f"quintet::{name}", fake)
+
+
+_define("gather", "(Tensor x, int[] widths) -> Tensor", _gather)
+_define("gather_first", "(Tensor x, int[] widths, int rank) -> Tensor", _gather_first)
+_define("owned_rows", "(Tensor rows, Tensor owners) -> Tensor", _owned_rows)

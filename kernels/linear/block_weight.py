@@ -1,0 +1,237 @@
+"""Weights in the blocks of ggml (llama.cpp): as files hold them, as numbers, and packed for the CPU's kernels.
+
+N outputs, K inputs, G groups of inputs, B blocks of inputs. The types and the order of their bits are those of ggml-quants.c.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.linear.float_weight import TILE
+from kernels.linear.int_weight import PackedFormat
+
+UNIT = 32  # inputs whose codes lie together
+PACKED_AT_ONCE = 2**22  # codes, so that intermediate results stay small beside a weight
+
+
+class BlockKind(NamedTuple):
+    """A type of ggml's. With minimums a value is scale * code - minimum, else scale * (code - 2^(bits - 1))."""
+
+    bits: int
+    group_size: int
+    block_size: int
+    block_bytes: int  # in a file
+    factors_at: tuple[int, ...]  # in a block: float16 for the scales, and for the minimums where there are some
+
+    @property
+    def has_minimums(self) -> bool:
+        return len(self.factors_at) == 2
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether the scale of a group is the block's factor times an integer, and not the factor itself."""
+        return self.block_size > self.group_size
+
+    @property
+    def packed_bytes(self) -> int:
+        """The bytes of 16 outputs of a block in a packed weight."""
+        scales = self.block_size // self.group_size if self.has_scales else 0
+        return TILE * ((4 + scales) * (1 + self.has_minimums) + self.block_size * self.bits // 8)
+
+
+KINDS = {
+    "Q5_0": BlockKind(5, 32, 32, 22, (0,)),
+    "Q4_K": BlockKind(4, 32, 256, 144, (0, 2)),
+    "Q5_K": BlockKind(5, 32, 256, 176, (0, 2)),
+    "Q6_K": BlockKind(6, 16, 256, 210, (208,)),
+}
+
+
+@dataclass(frozen=True)
+class BlockCodes:
+    """The numbers in blocks, of a kind whose name is one of KINDS."""
+
+    kind: str
+    codes: Tensor
+    """uint8 [N, K]"""
+    factors: Tensor
+    """float32 [1 or 2, N, B]: of the scales, and of the minimums where there are some."""
+    scales: Tensor
+    """int8 [1 or 2, N, G]: what the factors are multiplied by. [1, N, 0] where the factors are the scales."""
+
+    def dequantize(self) -> Tensor:
+        """Return the weight float32 [N, K], rounded once, as the subtraction of a minimum is."""
+        kind = KINDS[self.kind]
+        of_groups = self.factors.repeat_interleave(kind.block_size // kind.group_size, 2)  # [1 or 2, N, G]
+        scales = (of_groups * self.scales if kind.has_scales else of_groups).unsqueeze(3)
+        codes = self.codes.float().unflatten(1, (-1, kind.group_size))  # [N, G, K / G]
+        values: Tensor = (
+            scales[0] * codes - scales[1] if kind.has_minimums else scales[0] * (codes - 2 ** (kind.bits - 1))
+        )
+        return values.flatten(1)
+
+    def rows(self, first: int, last: int) -> "BlockCodes":
+        return BlockCodes(self.kind, self.codes[first:last], self.factors[:, first:last], self.scales[:, first:last])
+
+
+def read_blocks(kind: str, blocks: Tensor) -> BlockCodes:
+    """Take the blocks of a file apart: uint8 [N, B * block_bytes]."""
+    split, factors = blocks.unflatten(1, (-1, KINDS[kind].block_bytes)), read_factors(kind, blocks)  # [N, B, bytes]
+    if kind == "Q5_0":
+        _, high, low = split.split((2, 4, 16), 2)
+        bits = (high.unsqueeze(3) >> torch.arange(8, dtype=torch.uint8)).flatten(2) & 1  # [N, B, 32]
+        codes = torch.cat((low & 15, low >> 4), 2) | bits << 4
+        return BlockCodes(kind, codes.flatten(1), factors, torch.empty(1, len(blocks), 0, dtype=torch.int8))
+    if kind == "Q6_K":
+        low, high, scales, _ = split.split((128, 64, 16, 2), 2)
+        low = low.unflatten(2, (2, 1, 64)) >> _shifts(
+            0, 4
+        )  # [N, B, 2, 2, 64]: 64 codes of the lower, then of the upper bits
+        high = high.unflatten(2, (2, 1, 32)) >> _shifts(0, 2, 4, 6)  # [N, B, 2, 4, 32]
+        codes = (low & 15).flatten(2) | (high & 3).flatten(2) << 4
+        return BlockCodes(kind, codes.flatten(1), factors, scales.view(torch.int8).flatten(1)[None])
+    _, packed, *bits = split.split((4, 12, 32, 128) if kind == "Q5_K" else (4, 12, 128), 2)
+    codes = (bits[-1].unflatten(2, (4, 1, 32)) >> _shifts(0, 4)) & 15  # [N, B, 4, 2, 32]
+    codes = codes.flatten(2)
+    if kind == "Q5_K":
+        codes = codes | ((bits[0].unsqueeze(2) >> _shifts(*range(8))) & 1).flatten(2) << 4
+    return BlockCodes(kind, codes.flatten(1), factors, _six_bits(packed))
+
+
+def read_factors(kind: str, blocks: Tensor) -> Tensor:
+    """Return the factors float32 [1 or 2, N, B] of a file's blocks uint8 [N, B * block_bytes]."""
+    split = blocks.unflatten(1, (-1, KINDS[kind].block_bytes))
+    halves = torch.stack([split[:, :, at : at + 2] for at in KINDS[kind].factors_at])
+    return halves.view(torch.float16).float().squeeze(3)
+
+
+def _shifts(*counts: int) -> Tensor:
+    return torch.tensor(counts, dtype=torch.uint8)[:, None]
+
+
+def _six_bits(packed: Tensor) -> Tensor:
+    """Return the scales and the minimums int8 [2, N, 8 * B] that uint8 [N, B, 12] holds in six bits each.
+
+    The first four of each have a byte in the first and in the second four bytes, whose two upper bits are those of the other four.
+    """
+    first, second, third = packed.split(4, 2)
+    scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), 2)
+    minimums = torch.cat((second & 63, third >> 4 | second >> 6 << 4), 2)
+    return torch.stack((scales, minimums)).flatten(2).view(torch.int8)
+
+
+@dataclass(frozen=True)
+class BlockWeight:
+    """A weight [N, K] in blocks, in the order in which a kernel reads it. K is a multiple of the kind's block size.
+
+    `memory` [bytes] uint8, which a file may hold, has for 16 outputs (a tile) and each of their blocks:
+
+    - factors: float32 [1 or 2, 16]
+    - scales: int8 [1 or 2, groups of a block, 16], if the kind has some
+    - codes: for each 32 inputs, bytes [4, 16, 4] with inputs 0-3 of eight in the lower and inputs 4-7 in the upper four bits; then what of
+      codes is left, [1, 16, 4] of 5 bits, bit s from inputs 4 s to 4 s + 3, or [2, 16, 4] of 6 bits, two bits from four inputs each.
+
+    Raises ValueError for memory of another size or dtype.
+    """
+
+    memory: Tensor
+    num_outputs: int
+    num_inputs: int
+    kind: str
+
+    is_compressed: ClassVar = False
+
+    def __post_init__(self) -> None:
+        size = self.num_tiles * self._num_blocks * KINDS[self.kind].packed_bytes
+        fits = self.memory.dtype == torch.uint8 and self.memory.shape == (size,) and self.memory.is_contiguous()
+        if not fits or self.num_inputs % KINDS[self.kind].block_size:
+            raise ValueError(
+                f"a packed weight of {size} bytes, of {self.num_inputs} inputs in blocks of {KINDS[self.kind].block_size}, "
+                f"cannot be {tuple(self.memory.shape)} {self.memory.dtype}"
+            )
+
+    @cached_property
+    def format(self) -> PackedFormat:
+        return PackedFormat(KINDS[self.kind].group_size, self.kind.lower(), KINDS[self.kind].has_minimums)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of its memory, by name."""
+        return {"packed": self.memory}
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.num_outputs // TILE)
+
+    @property
+    def _num_blocks(self) -> int:
+        return self.num_inputs // KINDS[self.kind].block_size
+
+    def unpack(self) -> BlockCodes:
+        return self.unpack_tiles(0, self.num_tiles)
+
+    def unpack_tiles(self, first: int, last: int) -> BlockCodes:
+        """Unpack outputs 16 * first .. 16 * last - 1 alone."""
+        kind, count = KINDS[self.kind], min(self.num_outputs, last * TILE) - first * TILE
+        parts = 1 + kind.has_minimums
+        groups = kind.block_size // kind.group_size if kind.has_scales else 0
+        blocks = self.memory.view(self.num_tiles, self._num_blocks, -1)[first:last]
+        sizes = (4 * TILE * parts, TILE * parts * groups, TILE * kind.block_size * kind.bits // 8)
+        factors, scales, codes = (part.contiguous() for part in blocks.split(sizes, 2))
+        factors = factors.view(torch.float32).view(last - first, self._num_blocks, parts, TILE)
+        scales = scales.view(torch.int8).view(last - first, self._num_blocks, parts, groups, TILE)
+        return BlockCodes(
+            self.kind,
+            _codes_of(codes.unflatten(2, (kind.block_size // UNIT, -1, TILE, 4)), kind.bits)[:count],
+            factors.permute(2, 0, 3, 1).flatten(1, 2)[:, :count],
+            scales.permute(2, 0, 4, 1, 3).flatten(3, 4).flatten(1, 2)[:, :count],
+        )
+
+    def cut(self, outputs: slice) -> "BlockWeight":
+        """Return the weight of some outputs: a copy."""
+        first, last, _ = outputs.indices(self.num_outputs)
+        memory = _pack_rows(self.unpack().rows(first, last))
+        return BlockWeight(memory, last - first, self.num_inputs, self.kind)
+
+
+def pack_blocks(kind: str, blocks: Tensor) -> BlockWeight:
+    """Pack the blocks of a file, uint8 [N, bytes], some outputs at a time."""
+    num_outputs, num_inputs = len(blocks), blocks.shape[1] // KINDS[kind].block_bytes * KINDS[kind].block_size
+    at_once = max(1, PACKED_AT_ONCE // num_inputs // TILE) * TILE
+    memory = torch.cat([_pack_rows(read_blocks(kind, rows)) for rows in blocks.split(at_once)])
+    return BlockWeight(memory, num_outputs, num_inputs, kind)
+
+
+def _pack_rows(rows: BlockCodes) -> Tensor:
+    """Return the memory of a packed weight."""
+    kind, num_blocks = KINDS[rows.kind], rows.factors.shape[2]
+    missing = -len(rows.codes) % TILE
+    codes = functional.pad(rows.codes, (0, 0, 0, missing))
+    tiles = len(codes) // TILE
+    codes = codes.view(tiles, TILE, num_blocks, -1, 8, 4).permute(0, 2, 3, 4, 1, 5)  # [tiles, B, units, 8, 16, 4]
+    parts = [codes[:, :, :, ::2] & 15 | codes[:, :, :, 1::2] << 4]
+    if rest := kind.bits - 4:
+        steps = (codes >> 4).unflatten(3, (rest, 8 // rest))
+        shifts = torch.arange(0, 8, rest, dtype=torch.uint8)[:, None, None]
+        parts.append((steps << shifts).sum(4, dtype=torch.uint8))
+    numbers = []
+    for each in (rows.factors, rows.scales):
+        padded = functional.pad(each, (0, 0, 0, missing)).unflatten(1, (tiles, TILE))  # [parts, tiles, 16, B or G]
+        in_blocks = padded.unflatten(3, (num_blocks, each.shape[2] // num_blocks)).permute(1, 3, 0, 4, 2)
+        numbers.append(in_blocks.contiguous().view(torch.uint8).flatten(2))  # [tiles, B, bytes]
+    return torch.cat((*numbers, torch.cat(parts, 3).flatten(2)), 2).flatten()
+
+
+def _codes_of(units: Tensor, bits: int) -> Tensor:
+    """Return the codes uint8 [N, K] of packed ones, [tiles, B, units, 4 + bits - 4, 16, 4]."""
+    low = units[:, :, :, :4]
+    codes = torch.stack((low & 15, low >> 4), 4).flatten(3, 4)  # [tiles, B, units, 8, 16, 4]
+    if rest := bits - 4:
+        shifts = torch.arange(0, 8, rest, dtype=torch.uint8)[:, None, None]
+        high = units[:, :, :, 4:].unsqueeze(4) >> shifts & 2**rest - 1
+        codes = codes | high.flatten(3, 4) << 4
+    return codes.permute(0, 4, 1, 2, 3, 5).flatten(2).flatten(0, 1)

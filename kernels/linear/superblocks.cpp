@@ -1,0 +1,155 @@
+// Products with weights in ggml's blocks, by dot products of bytes. kernels/linear/block_weight.py says how they lie in memory.
+//
+// M rows, K inputs, N outputs. A tile is 16 outputs, one for each lane; a step is four inputs, the bytes of a lane; a unit is eight steps.
+// Rows become 16-bit fixed point with a scale for every group, as in ints.cpp. The sum of a group is an exact integer; groups are scaled and
+// added in float32 in the order of the inputs. So a row's bits depend neither on the other rows nor on how the work was shared.
+#include <algorithm>
+#include <vector>
+
+#include "../tiles.h"
+#include "superblocks.h"
+
+namespace {
+
+constexpr int LIMBS = 2;
+constexpr int64_t PANELS_PER_CHUNK = 16;
+#ifdef HAS_TILES
+constexpr int64_t ROWS_FOR_TILES = 16;  // later than in ints.cpp: weights become bytes first, which takes as long as some rows
+#endif
+constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level, as in ints.cpp
+
+// Where a kernel starts to read.
+struct Sources {
+  const uint8_t *block;  // of the first tile; the next one is tile_bytes behind it
+  int64_t tile_bytes;
+  const int32_t *x_bytes;
+  const float *x_scales;
+  const int32_t *x_sums;
+};
+
+// TILES tiles of ROWS rows; out [ROWS, TILES, 16]. Never inlined: among other code the compiler keeps sums in memory, as in ints.cpp.
+template <class Kind, int ROWS, int TILES> [[gnu::noinline]] void multiply_tiles(Sources from, float *out) {
+  constexpr int GROUP_STEPS = Kind::group / STEP;
+  constexpr int64_t SHARE = Kind::block_bytes / Kind::units;
+  Floats totals[ROWS][TILES];
+  UNROLL
+  for (int row = 0; row < ROWS; ++row)
+    UNROLL
+    for (int t = 0; t < TILES; ++t) totals[row][t] = splat(0.0f);
+  const uint8_t *end = from.block + from.tile_bytes, *near_end = end - PREFETCH_BYTES;
+  for (; from.block != end; from.block += Kind::block_bytes) {
+    const int64_t ahead = PREFETCH_BYTES + (from.block < near_end ? 0 : (TILES - 1) * from.tile_bytes);
+    const uint8_t *unit = from.block + Kind::head_bytes;
+    for (int64_t number = 0; number < Kind::units; ++number, unit += Kind::unit_bytes) {
+      UNROLL
+      for (int t = 0; t < TILES; ++t)
+        UNROLL
+        for (int64_t byte = 0; byte < SHARE; byte += 64)
+          _mm_prefetch(reinterpret_cast<const char *>(from.block + t * from.tile_bytes + ahead + number * SHARE + byte), _MM_HINT_T1);
+      UNROLL
+      for (int group = 0; group < Kind::groups_of_unit; ++group) {
+        Ints sums[ROWS][TILES][LIMBS];
+        UNROLL
+        for (int row = 0; row < ROWS; ++row)
+          UNROLL
+          for (int t = 0; t < TILES; ++t) {
+            sums[row][t][0] = splat(Kind::has_minimums ? 0 : from.x_sums[row]);  // what the codes are too large by
+            sums[row][t][1] = splat(0);
+          }
+        UNROLL
+        for (int step = 0; step < GROUP_STEPS; ++step) {
+          Ints w[TILES];
+          UNROLL
+          for (int t = 0; t < TILES; ++t) w[t] = codes_of<Kind>(unit + t * from.tile_bytes, group * GROUP_STEPS + step);
+          UNROLL
+          for (int row = 0; row < ROWS; ++row)
+            UNROLL
+            for (int limb = 0; limb < LIMBS; ++limb) {
+              const Ints x = splat(from.x_bytes[(step * ROWS + row) * LIMBS + limb]);
+              UNROLL
+              for (int t = 0; t < TILES; ++t) sums[row][t][limb] = dot_bytes(sums[row][t][limb], w[t], x);
+            }
+        }
+        UNROLL
+        for (int t = 0; t < TILES; ++t) {
+          const uint8_t *block = from.block + t * from.tile_bytes;
+          const int64_t index = number * Kind::groups_of_unit + group;
+          const Floats scale = scales_of<Kind>(block, index, 0);
+          UNROLL
+          for (int row = 0; row < ROWS; ++row) {
+            const Ints sum = add(sums[row][t][0], shift_left<8>(sums[row][t][1]));
+            totals[row][t] = multiply_add(to_floats(sum), multiply(scale, splat(from.x_scales[row])), totals[row][t]);
+            if constexpr (Kind::has_minimums)
+              totals[row][t] = multiply_add(as_floats(splat(from.x_sums[row])), scales_of<Kind>(block, index, 1), totals[row][t]);
+          }
+        }
+        from.x_bytes += GROUP_STEPS * ROWS * LIMBS;
+        from.x_scales += ROWS, from.x_sums += ROWS;
+      }
+    }
+  }
+  UNROLL
+  for (int row = 0; row < ROWS; ++row)
+    UNROLL
+    for (int t = 0; t < TILES; ++t) store(out + (row * TILES + t) * LANES, totals[row][t]);
+}
+
+// Rows as fixed point, and the weights that they are multiplied by.
+template <class Kind> struct Job {
+  Product product;
+  Activations<LIMBS> all;
+
+  explicit Job(const Product &of)
+      : product(of), all{of.rows.num_rows, of.rows.num_inputs, Kind::group, of.rows.num_inputs / STEP, Kind::offset} {}
+  int64_t tile_bytes() const { return all.num_inputs / Kind::block * Kind::block_bytes; }
+  int64_t tiles_of_chunk() const { return TILES_OF_CHUNK; }
+  int64_t num_panels() const { return all.num_panels; }
+  int64_t num_fills() const { return num_panels(); }
+  int64_t panels_of_chunk() const { return PANELS_PER_CHUNK; }
+  int64_t panel_bytes() const { return all.num_rows * all.bytes_per_row; }
+  void place(char *memory) { all.memory = memory; }
+};
+
+// One panel times the tiles first .. last - 1. Results are rounded before the bias is added, as if they had been written.
+template <class Kind, int ROWS> void multiply_panel(const Job<Kind> &job, const Output &out, int64_t panel, int64_t first, int64_t last) {
+  const Panel<LIMBS> x = job.all.panel(panel);
+  if constexpr (ROWS > 1)
+    if (x.num_rows < ROWS) return multiply_panel<Kind, ROWS - 1>(job, out, panel, first, last);
+  constexpr int FIT = ACCUMULATORS / (ROWS * (LIMBS + 1)), TILES = FIT >= 4 ? 4 : 1;
+  const Dtype dtype = job.product.rows.dtype;
+  write_tiles<ROWS, TILES>(out, dtype, panel * job.all.height, first, last,
+                           [&](const Weight &weight, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
+    const auto tiles = num_tiles == TILES ? multiply_tiles<Kind, ROWS, TILES> : multiply_tiles<Kind, ROWS, 1>;
+    tiles({weight.memory + tile * job.tile_bytes(), job.tile_bytes(), x.bytes, x.scales, x.sums}, result);
+    if (!weight.bias) return;
+    round_to(dtype, result, ROWS * num_tiles * LANES);
+    add_bias(weight, dtype, ROWS, tile, num_tiles, count, result);
+  });
+}
+
+template <class Kind> void multiply_all(const std::vector<Product> &products) {
+  thread_local std::vector<Job<Kind>> jobs;
+  jobs.clear();
+  for (const Product &product : products) jobs.emplace_back(product);
+  const auto fill = [](const Job<Kind> &job, int64_t number) {
+    const Panel<LIMBS> panel = job.all.panel(number);
+    for (int64_t row = 0; row < panel.num_rows; ++row) fill_row_for<Kind>(job.all, panel, row, job.product.rows, number * job.all.height + row);
+  };
+  run(jobs, fill, [](const Job<Kind> &job, const Part &part) {
+    for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel)
+      multiply_panel<Kind, Panel<LIMBS>::MAX_ROWS>(job, *part.out, panel, part.first_tile, part.last_tile);
+  });
+}
+
+}  // namespace
+
+void multiply_blocks(Codes codes, const std::vector<Product> &products) {
+  std::vector<Product> few = products;
+#ifdef HAS_TILES
+  const auto are_many = [](const Product &product) { return product.rows.num_rows >= ROWS_FOR_TILES; };
+  const auto many = std::stable_partition(few.begin(), few.end(), [&](const Product &product) { return !are_many(product); });
+  if (many != few.end()) multiply_blocks_by_tiles(codes, {many, few.end()});
+  few.erase(many, few.end());
+#endif
+  if (!few.empty()) with_kind(codes, [&](auto kind) { multiply_all<decltype(kind)>(few); });
+}

@@ -1,0 +1,93 @@
+// Weights in ggml's blocks as kernels read them: their codes, scales and minimums. kernels/linear/block_weight.py says how they lie in memory.
+#pragma once
+
+#include <bit>
+
+#include "activations.h"
+
+namespace {
+
+constexpr int64_t VECTOR_BYTES = STEP * LANES, UNIT_STEPS = 8, UNIT = UNIT_STEPS * STEP;
+
+// A type of ggml's: bits of a code, inputs of a group and of a block. With minimums a value is scale * code - minimum, else
+// scale * (code - 2^(bits - 1)).
+template <int BITS, int64_t GROUP, int64_t BLOCK, bool MINIMUMS> struct Kind {
+  static constexpr int bits = BITS;
+  static constexpr bool has_minimums = MINIMUMS, has_scales = BLOCK > GROUP;
+  static constexpr int64_t group = GROUP, block = BLOCK, units = BLOCK / UNIT, groups_of_unit = UNIT / GROUP;
+  static constexpr int32_t offset = MINIMUMS ? 1 : 1 << (BITS - 1);  // what sums of activations are multiplied by, times -1
+  static constexpr int64_t factors_bytes = 4 * LANES, scales_bytes = has_scales ? BLOCK / GROUP * LANES : 0;
+  static constexpr int64_t head_bytes = (factors_bytes + scales_bytes) * (1 + MINIMUMS);
+  static constexpr int64_t unit_bytes = BITS * VECTOR_BYTES, block_bytes = head_bytes + units * unit_bytes;
+};
+
+// x shifted to the left, or to the right where `bits` is negative. `bits` is a constant once loops are unrolled.
+inline Ints shifted(Ints x, int bits) {
+  switch (bits) {
+    case 4: return shift_left<4>(x);
+    case 3: return shift_left<3>(x);
+    case 2: return shift_left<2>(x);
+    case 1: return shift_left<1>(x);
+    case -1: return shift_right<1>(x);
+    case -2: return shift_right<2>(x);
+    case -3: return shift_right<3>(x);
+    default: return x;
+  }
+}
+
+// The codes of step number `step` of a unit.
+template <class Kind> inline Ints codes_of(const uint8_t *unit, int step) {
+  const Ints pair = load(unit + step / 2 * VECTOR_BYTES);
+  const Ints low = bit_and(step % 2 ? shift_right<4>(pair) : pair, splat(0x0f0f0f0f));
+  if constexpr (Kind::bits == 5) return bit_xor(low, bit_and(shifted(load(unit + 4 * VECTOR_BYTES), 4 - step), splat(0x10101010)));
+  if constexpr (Kind::bits == 6)
+    return bit_xor(low, bit_and(shifted(load(unit + (4 + step / 4) * VECTOR_BYTES), 4 - 2 * (step % 4)), splat(0x30303030)));
+  return low;
+}
+
+// What scales a group of a block (part 0), or its minimums (part 1).
+template <class Kind> inline Floats scales_of(const uint8_t *block, int64_t group, int64_t part) {
+  const Floats factor = load(reinterpret_cast<const float *>(block + part * Kind::factors_bytes));
+  if constexpr (!Kind::has_scales) return factor;
+  const uint8_t *scales = block + Kind::factors_bytes * (1 + Kind::has_minimums) + part * Kind::scales_bytes + group * LANES;
+  return multiply(factor, to_floats(load_bytes(reinterpret_cast<const int8_t *>(scales))));
+}
+
+// Tiles of blocks as ints.cpp has weights of int8 with groups: bytes, then scales as floats, then minimums.
+template <class Kind> void expand_tiles(const uint8_t *block, int64_t num_tiles, int64_t num_inputs, uint8_t *bytes) {
+  const uint8_t *const end = block + num_tiles * (num_inputs / Kind::block) * Kind::block_bytes;
+  auto *scales = reinterpret_cast<float *>(bytes + num_tiles * num_inputs * LANES);
+  float *minimums = scales + num_tiles * (num_inputs / Kind::group) * LANES;
+  for (; block != end; block += Kind::block_bytes) {
+    for (int64_t group = 0; group < Kind::block / Kind::group; ++group, scales += LANES) {
+      store(scales, scales_of<Kind>(block, group, 0));
+      if constexpr (Kind::has_minimums) store(minimums, scales_of<Kind>(block, group, 1)), minimums += LANES;
+    }
+    const uint8_t *unit = block + Kind::head_bytes;
+    for (int64_t number = 0; number < Kind::units; ++number, unit += Kind::unit_bytes)
+      UNROLL
+      for (int step = 0; step < UNIT_STEPS; ++step, bytes += VECTOR_BYTES) store(bytes, codes_of<Kind>(unit, step));
+  }
+}
+
+// One row as fixed point. What minimums are multiplied by, sum times scale, stands as floats where the sums were.
+template <class Kind, class All, class Panel> void fill_row_for(const All &all, const Panel &panel, int64_t row, const Rows &rows, int64_t index) {
+  fill_row<2>(all, panel, row, rows, index);
+  if constexpr (Kind::has_minimums)
+    for (int64_t at = row; at < all.num_segments * panel.num_rows; at += panel.num_rows)
+      panel.sums[at] = std::bit_cast<int32_t>(static_cast<float>(panel.sums[at]) * panel.scales[at]);
+}
+
+// Calls work(Kind) for a type of ggml's.
+template <class Work> void with_kind(Codes codes, Work &&work) {
+  if (codes == Codes::q5_0)
+    work(Kind<5, 32, 32, false>());
+  else if (codes == Codes::q4_k)
+    work(Kind<4, 32, 256, true>());
+  else if (codes == Codes::q5_k)
+    work(Kind<5, 32, 256, true>());
+  else
+    work(Kind<6, 16, 256, false>());
+}
+
+}  // namespace

@@ -1,0 +1,78 @@
+"""A process that is a rank over TCP: `python -m tests.helpers.tcp_ranks PORT RANK SIZE JOB`, started by test_gloo.py."""
+
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+import torch
+
+from kernels.collectives import RankFailed
+from kernels.collectives.gloo import Gloo
+from tests.helpers.shared_ranks import exchange, replay
+
+HOST = "127.0.0.1"
+
+
+def gather_for_ever(group: Gloo) -> None:
+    """Rank 0 waits for one that is lost after a first exchange."""
+    _wait_for_ever(group, lambda: group.gather(torch.zeros(1, 1), (1,) * group.size))
+
+
+def receive_for_ever(group: Gloo) -> None:
+    """Rank 0 waits for the rank of the stage before, which is lost after a first exchange."""
+    _wait_for_ever(group, lambda: group.gather_first(torch.zeros(1, group.rank), (0, 1)))
+
+
+def meet_for_ever(group: Gloo) -> None:
+    """Rank 0 waits for one that never comes."""
+    _fail(group, lambda: group.gather(torch.zeros(1, 1), (1,) * group.size))
+
+
+def leave(group: Gloo) -> None:
+    """Rank 0 ends before another has come."""
+
+
+def _wait_for_ever(group: Gloo, exchange: Callable[[], object]) -> None:
+    exchange()
+    if group.rank:
+        print("waiting", flush=True)
+        signal.pause()
+    _fail(group, exchange)
+
+
+def _fail(group: Gloo, exchange: Callable[[], object]) -> None:
+    """Say whether it was a line of standard input that ended the exchange."""
+    told = threading.Event()
+
+    def abort_when_told() -> None:
+        if sys.stdin.readline():
+            told.set()
+            group.abort()
+
+    threading.Thread(target=abort_when_told, daemon=True).start()
+    print("waiting", flush=True)
+    try:
+        exchange()
+    except RankFailed:
+        print("aborted" if told.is_set() else "lost", flush=True)
+
+
+JOBS = {
+    "exchange": exchange,
+    "replay": replay,
+    "gather_for_ever": gather_for_ever,
+    "receive_for_ever": receive_for_ever,
+    "meet_for_ever": meet_for_ever,
+    "leave": leave,
+}
+
+
+def main() -> None:
+    port, rank, size = map(int, sys.argv[1:4])
+    JOBS[sys.argv[4]](Gloo((HOST, port), "ranks", rank, size, HOST))
+    print("done")
+
+
+if __name__ == "__main__":
+    main()

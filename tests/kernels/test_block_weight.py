@@ -1,0 +1,134 @@
+"""Weights in ggml's blocks: their numbers against the gguf package, products against float64, bits in any company."""
+
+from collections.abc import Callable
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.linear import BlockWeight, WeightGroup, grouped_matmul, matmul, matmul_swiglu, matmul_together, pack_blocks
+from kernels.linear.block_weight import KINDS, read_blocks
+from kernels.quantize_rows import QuantizedActivations, quantize_rows
+from kernels.swiglu import swiglu
+from tests.helpers.gguf_files import random_blocks
+
+ROWS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 33]  # tiles take 16 or more
+SHAPES = [(1, 256), (15, 512), (16, 256), (70, 768)]
+FLOAT32 = 2**-20  # of the sum of magnitudes: what a float32 sum over the groups of 768 inputs may round
+
+
+def blocks_of(kind: str, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor]:
+    """The bytes of a file, and the package's dequantisation of them."""
+    raw = random_blocks(kind, num_outputs, num_inputs, seed=num_outputs)
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(raw), torch.from_numpy(np.array(expected))
+
+
+def randn(num_rows: int, num_inputs: int) -> Tensor:
+    return torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(num_inputs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_the_packages_to_the_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.linear.block_weight.PACKED_AT_ONCE", 10000)  # several pieces, the last one shorter
+    for shape in SHAPES:
+        raw, expected = blocks_of(kind, *shape)
+        assert read_blocks(kind, raw).dequantize().equal(expected)
+        weight = pack_blocks(kind, raw)
+        assert (weight.num_outputs, weight.num_inputs) == shape
+        assert weight.unpack().dequantize().equal(expected)
+        assert weight.cut(slice(shape[0] // 2, shape[0])).unpack().dequantize().equal(expected[shape[0] // 2 :])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("any_way", "poisoned")
+def test_products_are_those_of_the_numbers(kind: str) -> None:
+    for shape in SHAPES:
+        raw, values = blocks_of(kind, *shape)
+        weight, x, bias = pack_blocks(kind, raw), randn(17, shape[1]), randn(1, shape[0])[0]
+        expected = x.double() @ values.double().T + bias
+        codes = read_blocks(kind, raw)
+        # With minimums a value is the difference of two larger numbers, each multiplied by the row's fixed point.
+        magnitudes = BlockMagnitudes(codes.dequantize(), codes.factors, codes.scales, kind).of(x)
+        error = 2**-16 * magnitudes + FLOAT32 * magnitudes + 1e-6
+        assert ((matmul(x, weight, bias) - expected).abs() <= error).all(), shape
+
+
+class BlockMagnitudes:
+    """Bounds on the terms of a product: the largest input of each group times the largest that its codes can be."""
+
+    def __init__(self, values: Tensor, factors: Tensor, scales: Tensor, kind: str) -> None:
+        self._size = KINDS[kind].group_size
+        groups = values.abs().unflatten(1, (-1, self._size)).sum(2)
+        if KINDS[kind].has_minimums:
+            minimums = factors[1].repeat_interleave(256 // self._size, 1) * scales[1]
+            groups = groups + 2 * self._size * minimums.abs()
+        self._groups = groups.double()
+
+    def of(self, x: Tensor) -> Tensor:
+        return x.double().abs().unflatten(1, (-1, self._size)).amax(2) @ self._groups.T
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("poisoned")
+def test_a_rows_bits_do_not_depend_on_its_company(
+    compiled: Callable[[int], None], kind: str, dtype: torch.dtype
+) -> None:
+    raw, _ = blocks_of(kind, 70, 768)
+    weight, other, x = pack_blocks(kind, raw), pack_blocks(kind, raw.flip(0).contiguous()), randn(33, 768).to(dtype)
+    bias = randn(1, 70)[0].to(dtype)
+    compiled(1)
+    whole = matmul(x, weight, bias)
+    for num_threads, num_rows in enumerate(ROWS, start=1):
+        compiled(num_threads % 4 + 1)
+        assert matmul(x[-num_rows:], weight, bias).equal(whole[-num_rows:]), num_rows
+        assert matmul(x[:num_rows], weight, bias).equal(whole[:num_rows]), num_rows
+        together = matmul_together(x[:num_rows], [other, weight], [None, bias])
+        assert together[1].equal(whole[:num_rows])
+        gated = matmul_swiglu(x[:num_rows], weight, other, bias, None)
+        assert gated.equal(swiglu(together[1], together[0]))
+    starts = torch.tensor([0, 5, 5, 33])
+    grouped = grouped_matmul(x, WeightGroup([weight, weight, weight]), starts)
+    assert grouped.equal(matmul(x, weight))
+
+
+@pytest.mark.parametrize("num_rows", [4, 17])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("any_way")
+def test_rows_that_are_not_finite(kind: str, num_rows: int) -> None:
+    raw, _ = blocks_of(kind, 16, 256)
+    x = randn(num_rows, 256)
+    x[0, 7], x[1, 7], x[2] = float("nan"), float("inf"), 0
+    y = matmul(x, pack_blocks(kind, raw))
+    assert not y[:2].isfinite().any()
+    assert y[2].eq(0).all()
+    assert y[3:].isfinite().all()
+
+
+def test_inputs_that_fill_no_step_of_tiles(compiled: Callable[[int], None]) -> None:
+    compiled(2)
+    raw, values = blocks_of("Q5_0", 70, 96)
+    x = randn(33, 96)
+    y = matmul(x, pack_blocks("Q5_0", raw))
+    assert torch.cat([matmul(row[None], pack_blocks("Q5_0", raw)) for row in x]).equal(y)
+    error = (
+        (2**-16 + FLOAT32) * x.abs().amax() * values.abs().sum(1)
+    )  # each input is rounded to its group's fixed point
+    assert ((y - x.double() @ values.double().T).abs() <= error + 1e-6).all()
+
+
+def test_what_cannot_be() -> None:
+    raw, _ = blocks_of("Q4_K", 16, 256)
+    weight = pack_blocks("Q4_K", raw)
+    with pytest.raises(ValueError, match="a packed weight of 4864 bytes, of 256 inputs in blocks of 256, cannot be"):
+        BlockWeight(weight.memory, 32, 256, "Q4_K")
+    with pytest.raises(ValueError, match="in blocks of 256, cannot be"):
+        BlockWeight(weight.memory, 16, 257, "Q4_K")
+    codes, scales = quantize_rows(randn(2, 256), torch.int8, None, None)
+    with pytest.raises(ValueError, match=r"rows of torch.int8: weights in blocks of Q4_K are multiplied by floats"):
+        matmul(QuantizedActivations(codes, scales, torch.float32), weight)
+    with pytest.raises(ValueError, match="cannot be multiplied together"):
+        matmul_together(randn(2, 256), [weight, pack_blocks("Q5_K", blocks_of("Q5_K", 16, 256)[0])], [None, None])

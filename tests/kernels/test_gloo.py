@@ -1,0 +1,125 @@
+"""Collectives of processes over TCP, against what torch makes of all pieces."""
+
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from datetime import timedelta
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from kernels.collectives import gloo
+from kernels.collectives.gloo import Gloo, serve_addresses
+
+HOST = "127.0.0.1"
+DEADLINE_S = 60.0  # for what takes a second or two
+
+
+def start(stack: ExitStack, port: int, rank: int, size: int, job: str) -> "subprocess.Popen[str]":
+    """Start a rank; the stack ends it."""
+    command = [sys.executable, "-m", "tests.helpers.tcp_ranks", *map(str, (port, rank, size)), job]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    stack.enter_context(process)
+    stack.callback(process.kill)
+    return process
+
+
+def ended(process: "subprocess.Popen[str]", told: str) -> list[str]:
+    """What a rank still says that is told so; it has to end by itself."""
+    assert process.stdin is not None
+    process.stdin.write(told)
+    process.stdin.flush()
+    assert process.wait(DEADLINE_S) == 0
+    assert process.stdout is not None
+    return process.stdout.read().splitlines()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("job", ["exchange", "replay"])
+def test_ranks_have_what_torch_makes_of_all_pieces(job: str, size: int) -> None:
+    server = serve_addresses(HOST)
+    with ExitStack() as stack:
+        ranks = [start(stack, server.port, rank, size, job) for rank in range(size)]
+        assert [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks] == ["done\n"] * size
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("job", ["gather_for_ever", "receive_for_ever"])
+def test_a_rank_goes_on_and_ends_where_another_is_lost(job: str, number: signal.Signals) -> None:
+    """One that is killed closes its sockets; of one that is stopped the rank is told, by `abort`."""
+    server = serve_addresses(HOST)
+    with ExitStack() as stack:
+        rank, lost = (start(stack, server.port, each, 2, job) for each in range(2))
+        assert [each.stdout and each.stdout.readline() for each in (rank, lost)] == ["waiting\n"] * 2
+        lost.send_signal(number)
+        told = "" if number == signal.SIGKILL else "abort\n"
+        assert ended(rank, told) == ["aborted" if told else "lost", "done"]
+
+
+def test_a_rank_that_nobody_meets_ends_when_it_is_told() -> None:
+    server = serve_addresses(HOST)
+    with ExitStack() as stack:
+        assert ended(start(stack, server.port, 0, 2, "meet_for_ever"), "abort\n") == ["waiting", "aborted", "done"]
+
+
+def test_a_rank_that_has_met_nobody_ends_at_its_end() -> None:
+    server = serve_addresses(HOST)
+    with ExitStack() as stack:
+        assert ended(start(stack, server.port, 0, 2, "leave"), "") == ["done"]
+
+
+def test_wrong_pieces_are_refused() -> None:
+    server = serve_addresses(HOST)
+    group = Gloo((HOST, server.port), "alone", 0, 1, HOST, server)
+    x = torch.randn(3, 5)
+    assert torch.equal(group.gather(x, (5,)), x)
+    with pytest.raises(ValueError, match=r"a piece \[3, 5\] of rank 0"):
+        group.gather(x, (4,))
+    with pytest.raises(ValueError, match=r"rows \[3, 5\] with owners \[2\]"):
+        group.owned_rows(x, torch.zeros(2, dtype=torch.int64))
+
+
+def test_ranks_that_do_not_meet_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "MEET_S", 1.0)
+    server = serve_addresses(HOST)
+    group = Gloo((HOST, server.port), "half", 0, 2, HOST, server)
+    with pytest.raises(UserError) as raised:
+        group.gather(torch.zeros(1, 1), (1, 1))
+    first, last = "rank 0 of 2 has not met the others of its group: ", ": let machines reach each other at all ports"
+    assert str(raised.value).startswith(first)
+    assert str(raised.value).endswith(last)
+    assert "\n" not in str(raised.value)
+
+
+class Work:
+    """Gloo's, of which a first wait is over just before the numbers are there."""
+
+    num_waits = 0
+
+    def wait(self, timeout: timedelta) -> None:
+        self.num_waits += 1
+        if self.num_waits == 1:
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return self.num_waits > 0
+
+
+def test_work_that_ends_between_two_looks_is_no_failure() -> None:
+    server, work = serve_addresses(HOST), Work()
+    group = Gloo((HOST, server.port), "alone", 0, 1, HOST, server)
+    group._wait(work)
+    group.check()
+    assert work.num_waits == 2
+
+
+def test_what_was_sent_is_kept_until_it_has_left() -> None:
+    server, work = serve_addresses(HOST), Work()
+    group = Gloo((HOST, server.port), "alone", 0, 1, HOST, server)
+    group._sending = work, torch.zeros(3)
+    x = torch.randn(3, 5)
+    assert torch.equal(group.gather(x, (5,)), x)
+    assert work.num_waits == 2
+    assert group._sending is None
