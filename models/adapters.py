@@ -20,6 +20,7 @@ from kernels.lora import AdapterTable
 from models.causal_lm import CausalLM
 from models.formats.lora import CONFIG, Change, expect_factors, open_adapter, read_changes
 from models.layers.absent import is_absent
+from models.layers.adaptable import Adaptable
 from models.layers.linear import Linear, tied_weight
 from models.layers.moe import Experts
 from models.weights import full_names
@@ -81,7 +82,7 @@ def read_adapter(folder: Path, model: CausalLM, dtype: torch.dtype, folds: Mappi
             if not (all_finite(a.view(1, -1)).all() and all_finite(b.view(1, -1)).all()):
                 remedy = "get the adapter anew, or give a wider model.dtype"
                 raise UserError(f"{weights.path}: {name} holds NaN or infinite numbers in {dtype}: {remedy}")
-            factors[name] = Factors(a, layer.own(b), settings.scale(own))
+            factors[name] = Factors(*layer.own(a, b), settings.scale(own))
         return Adapter(digest.result(), factors)
 
 
@@ -98,35 +99,48 @@ def _folded(a: Tensor, b: Tensor, fold: Fold) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def _adaptable(name: str, change: Change, modules: dict[str, nn.Module], model: CausalLM, folder: Path) -> Linear:
+def _adaptable(name: str, change: Change, modules: dict[str, nn.Module], model: CausalLM, folder: Path) -> Adaptable:
     """Return the linear layer that a change is of. Raises UserError where rows cannot have it for themselves."""
     module = modules.get(name)
     if module is None:
-        raise UserError(f"{folder} changes {name}, which this model does not have: the adapter belongs to another one")
-    parents = (modules[name.rsplit(".", level)[0]] for level in range(1, name.count(".") + 1))
-    is_tied = name == model.layout.head and tied_weight(model.head) is not None
-    reason = None
-    if change.replacement is not None:
-        reason = "replaces a bias or a saved module"
-    elif not isinstance(module, Linear):
-        reason = f"adapts {type(module).__name__}, which is no linear layer"
-    elif any(isinstance(parent, Experts) for parent in parents):
-        reason = "adapts an expert"
-    elif is_tied or module.embedding is not None:
-        reason = "adapts a head that is one with the embedding"
-    elif not module.is_packable or not name.startswith((f"{model.layout.layers}.", model.layout.head)):
-        reason = "adapts a matrix that is not multiplied by itself"
-    if reason is not None or not isinstance(module, Linear):
+        raise UserError(f"{folder} changes {name}, {model.of_a_missing_layer}")
+    reason = "replaces a bias or a saved module" if change.replacement is not None else _refusal(name, modules, model)
+    if reason is not None or not isinstance(module, Adaptable):
         remedy = f"merge it: task=convert convert.lora={folder}"
         raise UserError(f"{folder} {reason} ({name}), which rows cannot do each for itself: {remedy}")
     return module
+
+
+def _refusal(name: str, modules: dict[str, nn.Module], model: CausalLM) -> str | None:
+    """Return why rows cannot adapt a module each for itself; None where they can."""
+    module = modules[name]
+    parents = (modules[name.rsplit(".", level)[0]] for level in range(1, name.count(".") + 1))
+    is_tied = name == model.layout.head and tied_weight(model.head) is not None
+    if not isinstance(module, Adaptable):
+        return f"adapts {type(module).__name__}, which is no linear layer"
+    if not isinstance(module, Linear):
+        return None
+    if any(isinstance(parent, Experts) for parent in parents):
+        return "adapts an expert"
+    if is_tied or module.embedding is not None:
+        return "adapts a head that is one with the embedding"
+    if not module.is_packable or not name.startswith((f"{model.layout.layers}.", model.layout.head)):
+        return "adapts a matrix that is not multiplied by itself"
+    return None
+
+
+def adaptable_layers(model: CausalLM) -> dict[str, Adaptable]:
+    """Return the linear layers that rows can adapt each for itself, by name."""
+    modules = dict(model.named_modules())
+    layers = ((name, module) for name, module in modules.items() if isinstance(module, Adaptable))
+    return {name: layer for name, layer in layers if _refusal(name, modules, model) is None}
 
 
 class AdapterTables:
     """The adapters of a model's linear layers, by slot."""
 
     def __init__(self, model: CausalLM, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, Adaptable)}
         self._num_slots, self._dtype, self._device = num_slots, dtype, device
 
     def make_room(self, adapter: Adapter) -> bool:
@@ -138,7 +152,7 @@ class AdapterTables:
                 layer.adapters, has_grown = self._grown(layer, rank), True
         return has_grown
 
-    def _grown(self, layer: Linear, rank: int) -> AdapterTable:
+    def _grown(self, layer: Adaptable, rank: int) -> AdapterTable:
         (outputs, inputs), old = layer.shape, layer.adapters
         table = AdapterTable.empty(self._num_slots, rank, inputs, outputs, self._dtype, self._device)
         if old is not None:
@@ -161,4 +175,4 @@ class AdapterTables:
 
 def has_adapters(model: CausalLM) -> bool:
     """Return whether a layer of the model has room for adapters."""
-    return any(isinstance(module, Linear) and module.adapters is not None for module in model.modules())
+    return any(isinstance(module, Adaptable) and module.adapters is not None for module in model.modules())

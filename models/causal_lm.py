@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from kernels.collectives import Link
 from models.batch import Batch, KVCache
 from models.layers.absent import Absent
 from models.layers.attention import Heads
@@ -93,10 +94,16 @@ class CausalLM(Module, ABC):
     layout: ModelLayout = ModelLayout()
     float32_tensors: tuple[str, ...] = ()
     """Ends of the names of parameters that stay float32 in a model of another dtype."""
+    of_a_missing_layer = "which this model does not have: the adapter belongs to another one"
+    """What is said of an adapter of a layer that is not there."""
     num_prompt_features: int = 0
     """The length of what `prompt_features` returns."""
     vocabulary: Pieces | None = None
     """The vocabulary, where each rank has the logits of some words."""
+    before: Link | None = None
+    """Where the stream comes from, in a stage that is not the first."""
+    after: Link | None = None
+    """Where the stream goes, in a stage that is not the last."""
     own_layers: range
     """The numbers of the layers that this stage has: all, or some of a divided model, whose others are `Absent`."""
 
@@ -192,16 +199,21 @@ class CausalLM(Module, ABC):
         """Return the stream [T, E] that the stage before gave as its sum."""
         return x
 
-    def forward(self, batch: Batch, cache: KVCache, x: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Return the normed hidden states [R, E] of the batch's output rows; write the batch's keys and values into the cache.
 
-        A stage that is not the last returns the sum [T, E] of its stream, and the next one takes it as `x`.
+        A stage that is not the last sends the next one the sum [T, E] of its stream, and returns that.
         """
-        stream = self.embed(batch) if x is None else self.received(x)
+        if self.before is None:
+            stream = self.embed(batch)
+        else:
+            stream = self.received(self.before.receive(batch.shape.num_tokens, cache.dtype, batch.numbers.device))
         stream = self.run_layers(stream, batch, cache, self.own_layers)
-        if self.own_layers.stop == self.config.num_hidden_layers:
+        if self.after is None:
             return self.finish(stream)
-        return stream.total() if isinstance(stream, ResidualStream) else stream
+        x = stream.total() if isinstance(stream, ResidualStream) else stream
+        self.after.send(x)
+        return x
 
     def predict_ahead(self, hidden: Tensor, batch: Batch, cache: KVCache) -> Tensor:
         """Return normed hidden states [R, E] of the batch's output rows, whose logits are of the tokens behind the batch's.
@@ -215,8 +227,10 @@ class CausalLM(Module, ABC):
     def logits(self, hidden: Tensor, batch: Batch | None = None) -> Tensor:
         """Return logits [R, V] of normed hidden states [R, E], which are the output rows of `batch`. None: rows of no batch.
 
-        Of a divided model only a stage's first rank has all; the others have those of their words.
+        Of a divided model only a stage's first rank has all; the others have those of their words, and a stage without the head none.
         """
+        if self.after is not None:
+            return hidden.new_empty(len(hidden), 0)
         logits: Tensor = self.head(hidden, batch)
         return logits if self.vocabulary is None else self.vocabulary.joined_by_first(logits)
 

@@ -1,7 +1,7 @@
 """How a model is divided among ranks: arithmetic without tensors.
 
-Every linear layer is cut along its outputs, never along its inputs, so that each output is one sum in any division and has the
-bits of one process. A stage has consecutive layers, its ranks have parts of each.
+Every linear layer is cut along its outputs, so that each output is one sum in any division and has the bits of one process; along its
+inputs only where a division `adds`. A stage has consecutive layers, its ranks have parts of each.
 
 p ranks of a stage, H query heads, G key/value heads.
 """
@@ -25,6 +25,15 @@ class Division:
     pp: int = 1
     tp_rank: int = 0
     stage: int = 0
+    adds: bool = False
+    """Whether ranks add their parts of a product where its inputs can be cut, instead of joining pieces of inputs and outputs."""
+    whole_experts: bool = False
+    """Whether each expert of a mixture is on one rank, instead of a part on each."""
+
+    @property
+    def rank(self) -> int:
+        """The rank's number. Those of a stage have numbers that follow each other."""
+        return self.stage * self.tp + self.tp_rank
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ An architecture's file says what differs in it. Modules are named as the checkpo
 T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, F feed-forward channels, V vocabulary, R output rows.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from kernels.kv_store import rope_and_store
+from kernels.kv_store import kv_store, rope_and_store
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
@@ -51,13 +51,18 @@ class DecoderConfig(PreNormShape):
 
 
 def read_decoder_config(
-    config: ConfigReader, rms_norm_eps: float | None = None, max_position_embeddings: int | None = None
+    config: ConfigReader,
+    rms_norm_eps: float | None = None,
+    max_position_embeddings: int | None = None,
+    read_rotary: Callable[[ConfigReader, int, int], RotaryConfig] = read_rotary_config,
+    activation: str = "silu",
 ) -> DecoderConfig:
     """Read the keys that all these architectures have; two of them have defaults in those whose older files lack them.
 
+    `read_rotary` is called as `read_rotary_config`.
     Raises UserError for a missing key, a wrong type or a value that is not implemented.
     """
-    config.expect("hidden_act", ("silu",), "silu")
+    config.expect("hidden_act", (activation,), activation)
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
     groups = config.count("num_key_value_heads", heads)
     config.check_multiple("num_attention_heads", heads, "num_key_value_heads", groups)
@@ -66,6 +71,7 @@ def read_decoder_config(
     head_dim = config.count("head_dim", hidden_size // heads)
     if head_dim % 2:
         raise UserError(f"config.json: head_dim={head_dim} is odd, but rotary embedding turns pairs of channels")
+    max_position_embeddings = config.count("max_position_embeddings", max_position_embeddings)
     return DecoderConfig(
         vocab_size=config.count("vocab_size"),
         num_hidden_layers=config.num_layers(),
@@ -76,7 +82,7 @@ def read_decoder_config(
         num_attention_heads=heads,
         rms_norm_eps=config.positive("rms_norm_eps", rms_norm_eps),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
-        rotary=read_rotary_config(config, head_dim, config.count("max_position_embeddings", max_position_embeddings)),
+        rotary=read_rotary(config, head_dim, max_position_embeddings),
     )
 
 
@@ -111,6 +117,16 @@ class Attention(Module):
     ) -> Tensor:
         """The turned query [T, H, D]; the turned key and the value go into the cache."""
         return rope_and_store(query, key, value, *angles, *cache, batch.slots)
+
+
+class UnturnedAttention(Attention):
+    """Attention that knows a token's position by the tokens before it alone (arXiv 2305.19466)."""
+
+    def turn_and_store(
+        self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
+    ) -> Tensor:
+        kv_store(key, value, *cache, batch.slots)
+        return query
 
 
 class Rotary(Protocol):

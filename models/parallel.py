@@ -1,43 +1,61 @@
-"""A rank's part of a model. Every rank has the bits of one process.
+"""A rank's part of a model. Every rank has the bits of one process, but where ranks add.
 
 Every linear layer is cut along its outputs. Those that write into the residual stream, whose inputs come in pieces, put these together
-before their product and what they give after it, so that each output is one sum over all inputs, as in one process. Nothing is added
-across ranks. Embedding and head are cut along the vocabulary; keys and values belong to the ranks of their heads, and where ranks outnumber
-these, to several.
+before their product and what they give after it, so that each output is one sum over all inputs, as in one process. Where a division
+`adds`, they are cut along their inputs instead, if their weight can be, and what ranks give is added: bits then depend on how many these
+are. Experts of a mixture are divided as other feed-forward layers are, or each is whole on one rank. Embedding and head are cut along the
+vocabulary; keys and values belong to the ranks of their heads, and where ranks outnumber these, to several.
 """
+
+import logging
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import nn
 
 from conf.errors import UserError
-from kernels.collectives import Group
+from kernels.collectives import NO_NEIGHBOURS, Group, Link, Neighbours
 from models.causal_lm import CausalLM
-from models.cuts import Cut, Division, HeadShare, share_channels, share_heads, share_outputs, stages
+from models.cuts import Cut, Division, HeadShare, share, share_channels, share_heads, share_outputs, stages
+from models.heads import NoHead
 from models.layers.absent import Absent
 from models.layers.attention import Heads
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear, tied_weight
+from models.layers.moe import Experts
 from models.layers.named_parts import register
-from models.layers.pieces import OwnedWords, Pieces, RowPieces
+from models.layers.pieces import OwnedExperts, OwnedWords, Pieces, RowPieces, RowSum
 from models.layout import Unit
 from models.weights import module_bytes
 
+log = logging.getLogger(__name__)
 
-def divide(model: CausalLM, division: Division, group: Group, dtype: torch.dtype) -> dict[str, Cut]:
+
+def divide(
+    model: CausalLM, division: Division, group: Group, dtype: torch.dtype, neighbours: Neighbours = NO_NEIGHBOURS
+) -> dict[str, Cut]:
     """Keep a rank's part of a model on the meta device, whose layers are held as they will be loaded, in a model of `dtype`.
 
-    `group` is that of the rank's stage. A layer that predicts ahead is whole on every rank. Returns how the checkpoint's tensors are cut,
-    by the model's names; others are read whole.
-    Raises UserError for more ranks than heads or channels, and for more stages than layers.
+    `group` is that of the rank's stage, `neighbours` join it to those beside it. A layer that predicts ahead is whole on every rank.
+    Returns how the checkpoint's tensors are cut, by the model's names; others are read whole.
+    Raises UserError for more ranks than heads, channels or whole experts, for whole experts of a model without any, and for more stages
+    than layers. A warning says where ranks should add and cannot.
     """
+    if division.whole_experts:
+        _check_experts(model, division.tp)
     if division.pp > 1:
+        width = _stream_width(model)
         _keep_stage(model, stage_layers(model, division.pp, dtype)[division.stage])
+        model.before, model.after = (None if pair is None else Link(pair, width) for pair in neighbours)
     if division.tp == 1:
         return {}
     cuts: dict[str, Cut] = {}
     for number in model.own_layers:
         divided = _DividedLayer(model, model.layers[number], division, group)
         cuts |= {f"{model.layout.layers}.{number}.{own}": cut for own, cut in divided.cuts.items()}
+    if division.adds:
+        _warn_of_joined(model)
     return cuts | _divide_vocabulary(model, division, group)
 
 
@@ -59,6 +77,31 @@ def stage_layers(model: CausalLM, pp: int, dtype: torch.dtype) -> list[range]:
     return stages(layers, first, last + (sizes[model.layout.embedding] if _is_tied(model) else 0), pp)
 
 
+def _check_experts(model: CausalLM, tp: int) -> None:
+    """Raise UserError where there is not an expert of each mixture for each rank."""
+    numbers = [len(module) for module in model.modules() if isinstance(module, Experts)]
+    if not numbers:
+        raise UserError("parallel.experts=whole is of mixtures of experts, which this model has none of: leave it out")
+    if tp > min(numbers):
+        raise UserError(
+            f"tp={tp} is more than the {min(numbers)} experts of a layer of this model: give parallel.experts=split, or at most "
+            f"tp={min(numbers)}"
+        )
+
+
+def _warn_of_joined(model: CausalLM) -> None:
+    """Say how many layers do not add although their division does."""
+    pieces = [module.pieces for module in model.modules() if isinstance(module, Linear) and module.pieces is not None]
+    joined = sum(isinstance(each, RowPieces) for each in pieces)
+    if joined:
+        log.warning(
+            "parallel.sum=reduce: %d of %d layers gather, because the groups, blocks or order of their inputs, or the scales of their "
+            "activations, cannot be divided",
+            joined,
+            len(pieces),
+        )
+
+
 def _outside(model: CausalLM) -> tuple[list[str], list[str]]:
     """Return the names of the modules with parameters, or a tied one, before and after the list of layers."""
     prefix = model.layout.layers
@@ -71,6 +114,15 @@ def _is_tied(model: CausalLM) -> bool:
     return tied_weight(model.head) is not None or isinstance(model.head, Linear) and model.head.embedding is not None
 
 
+def _stream_width(model: CausalLM) -> int:
+    """Return E: the outputs of a layer that writes into the residual stream."""
+    linears = (module for module in model.layers[0].named_modules() if isinstance(module[1], Linear))
+    outputs: int = next(
+        layer.shape[0] for name, layer in linears if name.rpartition(".")[2] in model.layout.row_parallel
+    )
+    return outputs
+
+
 def _keep_stage(model: CausalLM, own: range) -> None:
     """Put `Absent` in the place of what other stages have. Lists of layers keep their length, so that names stay."""
     before, after = _outside(model)
@@ -81,7 +133,9 @@ def _keep_stage(model: CausalLM, own: range) -> None:
     if not is_first:
         absent += [name for name in before if not (is_last and _is_tied(model) and name == model.layout.embedding)]
     if not is_last:
-        absent += after
+        absent += [
+            name for name in after if not isinstance(model.get_submodule(name), NoHead)
+        ]  # which says how wide outputs are
     for name in absent:
         register(model, name, Absent())
     model.own_layers = own
@@ -99,24 +153,50 @@ class _DividedLayer:
         self._num_heads = heads.num_attention_heads, heads.num_key_value_heads
         self._shares = [share_heads(*self._num_heads, division.tp, rank) for rank in range(division.tp)]
         of_attention = {module for module in attention.modules() if isinstance(module, Linear)}
+        if division.whole_experts:
+            self._divide_experts(layer)
+        in_experts = _in_whole_experts(layer) if division.whole_experts else set()
         for name, module in list(layer.named_modules()):
-            if isinstance(module, Linear) and name.rpartition(".")[2] not in self._layout.replicated:
+            is_whole = module in in_experts or name.rpartition(".")[2] in self._layout.replicated
+            if isinstance(module, Linear) and not is_whole:
                 self._divide(name, module, module in of_attention)
         own = self._shares[division.tp_rank]
         self._divide_scales(attention, own)
-        attention.heads = Heads(  # type: ignore[assignment]
-            len(own.queries), len(own.keys), heads.head_dim, heads.value_head_dim, own.queries.start
+        attention.heads = replace(  # type: ignore[assignment]
+            heads,
+            num_attention_heads=len(own.queries),
+            num_key_value_heads=len(own.keys),
+            first=own.queries.start,
+            first_key=own.keys.start,
+            num_whole_keys=heads.num_key_value_heads,
         )
 
     def _divide(self, name: str, layer: Linear, of_attention: bool) -> None:
         last, (outputs, inputs) = name.rpartition(".")[2], layer.shape
         tp, units = self._division.tp, self._layout.units.get(last, (Unit.CHANNEL,))
         if last in self._layout.row_parallel:
+            given = self._input_widths(inputs, of_attention)
+            if self._division.adds and (cuts := self._share_inputs(layer, given)) is not None:
+                self.cuts |= {f"{name}.{tensor}": cut for tensor, cut in cuts.items()}
+                return
             widths = tuple(len(share_channels(outputs, tp, rank)) for rank in range(tp))
-            given = Pieces(self._group, self._input_widths(inputs, of_attention))
-            layer.pieces = RowPieces(given, Pieces(self._group, widths))
+            layer.pieces = RowPieces(Pieces(self._group, given), Pieces(self._group, widths))
         own = share_outputs(units, outputs, self._num_heads, tp, self._division.tp_rank)
         self.cuts |= {f"{name}.{tensor}": cut for tensor, cut in layer.share(own).items()}
+
+    def _share_inputs(self, layer: Linear, widths: tuple[int, ...]) -> dict[str, Cut] | None:
+        """Let a layer multiply this rank's inputs alone, of `widths` by rank. None where it cannot."""
+        ends = [*accumulate(widths)]
+        ranges = [range(end - width, end) for end, width in zip(ends, widths, strict=True)]
+        cuts = layer.share_inputs(ranges, self._division.tp_rank)
+        if cuts is not None:
+            layer.pieces = RowSum(self._group)
+        return cuts
+
+    def _divide_experts(self, layer: nn.Module) -> None:
+        tp = self._division.tp
+        for experts in [module for module in layer.modules() if isinstance(module, Experts)]:
+            experts.keep(OwnedExperts(self._group, tuple(share(len(experts), tp, rank) for rank in range(tp))))
 
     def _input_widths(self, inputs: int, of_attention: bool) -> tuple[int, ...]:
         """Return how many of the inputs of a layer that reads heads, or channels of a feed-forward layer, each rank makes."""
@@ -132,6 +212,10 @@ class _DividedLayer:
                 shape = cut.shape(tuple(parameter.shape))
                 setattr(attention, name, nn.Parameter(parameter.new_empty(shape), requires_grad=False))
                 self.cuts[f"{self._layout.attention}.{name}"] = cut
+
+
+def _in_whole_experts(layer: nn.Module) -> set[nn.Module]:
+    return {module for experts in layer.modules() if isinstance(experts, Experts) for module in experts.modules()}
 
 
 def _divide_vocabulary(model: CausalLM, division: Division, group: Group) -> dict[str, Cut]:

@@ -6,11 +6,20 @@ import torch
 from torch import Tensor
 
 from kernels.kv_format import FLOAT8_MAX
+from kernels.linear.block_weight import KINDS
 
 
 class CodeKind(Enum):
     INT = "int"
     FP8 = "fp8"  # e4m3
+    Q5_0 = "q5_0"  # this and those below: ggml's blocks
+    Q4_K = "q4_k"
+    Q5_K = "q5_k"
+    Q6_K = "q6_k"
+
+    @property
+    def is_blocks(self) -> bool:
+        return self.name in KINDS
 
 
 def to_int8(ratio: Tensor, lowest: float = -128, highest: float = 127) -> Tensor:

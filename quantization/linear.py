@@ -6,7 +6,7 @@ R rows, I input channels, O output channels, G groups of input channels.
 import copy
 import math
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -14,14 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from conf.quantization import Activations
-from kernels.linear import Float8Weight, GPUWeight, IntWeight, matmul, pack_codes, pack_float8
+from kernels.linear import (
+    BlockWeight,
+    Float8Weight,
+    GPUWeight,
+    IntWeight,
+    matmul,
+    pack_blocks,
+    pack_codes,
+    pack_float8,
+)
 from kernels.quantize_rows import ActivationFormat, QuantizedActivations, Rows, quantize_rows
 from models.cuts import Cut
 from models.layers.linear_method import LinearMethod, Weight, take
 from quantization.codes import CodeKind
-from quantization.layouts.base import StoredWeight, WeightLayout
+from quantization.layouts.base import StoredWeight, WeightLayout, may_be_permuted
 from quantization.layouts.floats import FloatLayout
-from quantization.layouts.shared import SharedLayout
+from quantization.layouts.shared import InputsLayout, SharedLayout
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight
 
@@ -29,7 +38,7 @@ from quantization.weight_format import QuantizedWeight
 # with more the memory is slower to keep up), 1.4 to 1.9 times with 8.
 MANY_ROWS = 8
 
-CodedWeight: TypeAlias = IntWeight | Float8Weight | GPUWeight
+CodedWeight: TypeAlias = IntWeight | Float8Weight | BlockWeight | GPUWeight
 
 
 class CodedMethod(LinearMethod):
@@ -98,7 +107,7 @@ class CodedMethod(LinearMethod):
         self._weight = self.take_weight(tensors)
 
     def with_weight(self, weight: Weight) -> "CodedMethod":
-        assert isinstance(weight, IntWeight | Float8Weight | GPUWeight)
+        assert isinstance(weight, CodedWeight)
         method = copy.copy(self)
         method._weight = weight
         method._shape = weight.num_outputs, self._shape[1]
@@ -108,6 +117,19 @@ class CodedMethod(LinearMethod):
         method, layout = copy.copy(self), SharedLayout(self._layout, outputs)
         method._layout, method._shape = layout, layout.shape
         return method, layout.cuts()
+
+    def share_inputs(self, ranges: Sequence[range], rank: int) -> "tuple[CodedMethod, dict[str, Cut]] | None":
+        """Return None also where a group, a block or a scale of a row's activations would be cut, and for inputs in another order."""
+        weights, size = self.scheme.weights, self.scheme.weights.group_size or 1
+        has_row_scales = self.scheme.activations not in (Activations.none, Activations.static)
+        if has_row_scales or weights.kind.is_blocks or may_be_permuted(self._layout):
+            return None
+        if any(each.stop % size for each in ranges):
+            return None
+        method = copy.copy(self)
+        method._layout = layout = InputsLayout(self._layout, ranges[rank])
+        method._shape = layout.shape
+        return method, {}
 
     def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
         if self._permutation is not None:
@@ -125,7 +147,7 @@ class CodedMethod(LinearMethod):
     def quantized(self, x: Rows, num_weights: int = 1) -> Rows:
         if isinstance(x, QuantizedActivations):
             return x
-        format = self.code_format(len(x), num_weights)
+        format = self.code_format(x.shape[0], num_weights)
         if format is None:
             return x
         codes, scales = quantize_rows(x, format.dtype, format.group_size, self.input_scale)
@@ -178,7 +200,24 @@ class Float8Method(CodedMethod):
         return None if is_float else ActivationFormat(torch.float8_e4m3fn, self.scheme.weights.group_size)
 
 
-METHODS: dict[CodeKind, type[CodedMethod]] = {CodeKind.INT: IntMethod, CodeKind.FP8: Float8Method}
+class BlockMethod(CodedMethod):
+    """ggml's blocks, on a CPU; activations floats."""
+
+    def pack(self, weight: QuantizedWeight) -> CodedWeight:
+        return pack_blocks(self.scheme.weights.kind.name, weight.codes)
+
+    def take_weight(self, tensors: dict[str, Tensor]) -> CodedWeight:
+        return BlockWeight(tensors.pop("packed"), *self._shape, self.scheme.weights.kind.name)
+
+    def code_format(self, num_rows: int, num_weights: int) -> ActivationFormat | None:
+        return None
+
+
+METHODS: dict[CodeKind, type[CodedMethod]] = {
+    CodeKind.INT: IntMethod,
+    CodeKind.FP8: Float8Method,
+    **{kind: BlockMethod for kind in CodeKind if kind.is_blocks},
+}
 """The method of each kind of codes."""
 
 
@@ -204,3 +243,31 @@ class Dequantized:
     def share(self, outputs: tuple[range, ...]) -> "tuple[Dequantized, dict[str, Cut]]":
         layout = SharedLayout(self.layout, outputs)
         return Dequantized(layout, layout.shape), layout.cuts()
+
+    def share_inputs(self, inputs: range) -> "tuple[DequantizedInputs, dict[str, Cut]]":
+        return DequantizedInputs(self, inputs), {}
+
+
+@dataclass(frozen=True)
+class DequantizedInputs:
+    """Some columns of such a weight, which is read whole."""
+
+    whole: Dequantized
+    inputs: range
+    is_float = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.whole.shape[0], len(self.inputs)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return self.whole.tensors()
+
+    def read(self, tensors: dict[str, Tensor]) -> Tensor:
+        return self.whole.read(tensors)[:, self.inputs.start : self.inputs.stop]
+
+    def share(self, outputs: tuple[range, ...]) -> "tuple[DequantizedInputs, dict[str, Cut]]":
+        raise ValueError("a matrix is shared once")
+
+    def share_inputs(self, inputs: range) -> "tuple[DequantizedInputs, dict[str, Cut]]":
+        raise ValueError("a matrix is shared once")

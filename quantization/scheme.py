@@ -15,6 +15,8 @@ class LinearScheme:
 
     def __str__(self) -> str:
         w = self.weights
+        if w.kind.is_blocks:
+            return w.kind.name
         groups = (
             "per tensor" if w.per_tensor else "per channel" if w.group_size is None else f"groups of {w.group_size}"
         )

@@ -5,6 +5,7 @@ divided, and `LAYER.output_scales` [O], by which its outputs are. No index lists
 I input channels, O output channels of a linear layer.
 """
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from torch import Tensor
 
 from conf.errors import UserError
 from conf.quantization import QuantConfig, QuantMethod
-from models.adapters import Fold
+from models.adapters import Fold, adaptable_layers
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.formats.huggingface import SafetensorsFile
 from models.formats.safetensors_writer import save_tensors
 from models.layers.absent import is_absent
-from models.layers.linear import Linear
+from models.layers.adaptable import Adaptable
 
 SMOOTHED_BY = "smoothed_by"
 SMOOTHING = (QuantMethod.awq, QuantMethod.smoothquant)
@@ -63,6 +64,15 @@ def add_folds(folder: Path, folds: Mapping[str, Fold]) -> None:
     save_tensors(path, tensors, {})
 
 
+def copy_folds(folder: Path, to: Path, model: CausalLM) -> None:
+    """Copy what a checkpoint's folder tells, of the layers that rows can adapt, into that of its exported model. Raises as `read_folds`."""
+    if (folds := read_folds(folder, model)) is not None:
+        layers = adaptable_layers(model)
+        add_folds(to, {name: fold for name, fold in folds.items() if name in layers})
+    if (folder / RECIPE).is_file():
+        shutil.copyfile(folder / RECIPE, to / RECIPE)
+
+
 def read_folds(folder: Path, model: CausalLM) -> dict[str, Fold] | None:
     """Return the folds that a checkpoint's folder holds, by the linear layer's name in `model`; None where it tells of none.
 
@@ -72,7 +82,7 @@ def read_folds(folder: Path, model: CausalLM) -> dict[str, Fold] | None:
     if not path.is_file():
         return None
     modules = dict(model.named_modules())
-    shapes = {name: module.whole_shape for name, module in modules.items() if isinstance(module, Linear)}
+    shapes = {name: module.whole_shape for name, module in modules.items() if isinstance(module, Adaptable)}
     found: dict[str, dict[str, Tensor]] = {}
     for key, scales in SafetensorsFile(path).read_whole()[0].items():
         layer, _, own = key.rpartition(".")

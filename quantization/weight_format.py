@@ -11,6 +11,8 @@ from torch import Tensor
 
 from conf.errors import UserError, check
 from kernels.kv_format import FLOAT8_MAX
+from kernels.linear.block_weight import KINDS, read_blocks
+from kernels.linear.float_weight import TILE
 from quantization.codes import CodeKind, scale_of, to_fp8, to_int8
 
 # Numbers quantised at once: 1 MB in float32. A block of 4 MB gets new memory each time and takes 4.8 ns a number instead of 2.3 for int8,
@@ -29,6 +31,8 @@ class WeightFormat:
 
     Asymmetric codes are 4-bit: 0 to 15, with a zero point for each group. `scale_dtype` is the dtype in which a file holds the scales:
     they are rounded to it before codes are chosen, so that the file has exactly the chosen weight.
+
+    Blocks of ggml's are read and not made: `of_blocks` gives their format.
     """
 
     bits: int = 8
@@ -41,14 +45,20 @@ class WeightFormat:
     def __post_init__(self) -> None:
         size = self.group_size
         check(
-            self.bits == 8 or self.bits == 4 and self.kind is CodeKind.INT, "bits", self.bits, "8, or 4 for int codes"
+            self.bits == 8 or self.bits == 4 and self.kind is CodeKind.INT or self.kind.is_blocks,
+            "bits",
+            self.bits,
+            "8, or 4 for int codes",
         )
-        check(self.symmetric or self.bits == 4, "symmetric", self.symmetric, "true, or bits=4")
+        check(self.symmetric or self.bits == 4 or self.kind.is_blocks, "symmetric", self.symmetric, "true, or bits=4")
         check(size is None or size > 0, "group_size", size, "a positive number, or null")
         check(size is None or not self.per_tensor, "group_size", size, "null where scales are per tensor")
 
     def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
         """Return the bytes of a weight's packed codes, zero points and float32 scales (one per output also where one serves for all)."""
+        if self.kind.is_blocks:
+            kind = KINDS[self.kind.name]
+            return -(-num_outputs // TILE) * (num_inputs // kind.block_size) * kind.packed_bytes
         groups = 1 if self.group_size is None else -(-num_inputs // self.group_size)
         return num_outputs * (num_inputs * self.bits // 8 + groups * (4 if self.symmetric else 5))
 
@@ -60,6 +70,12 @@ class WeightFormat:
         return (-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1) if self.symmetric else (0, 2**self.bits - 1)
 
 
+def of_blocks(name: str) -> WeightFormat:
+    """Return the format of ggml's blocks of a type, a name of KINDS."""
+    kind = KINDS[name]
+    return WeightFormat(kind.bits, CodeKind[name], symmetric=not kind.has_minimums, group_size=kind.group_size)
+
+
 @dataclass(frozen=True)
 class QuantizedWeight:
     """A weight as codes.
@@ -67,15 +83,19 @@ class QuantizedWeight:
     codes: [O, I] int8 (4-bit ones unpacked) or float8_e4m3fn.
     scales: [O, G] float32, or [1, 1] per tensor. zero_points: [O, G] int8, or None.
     permutation: [I] int64 or None, the input channel of each column of `codes`: the columns belong to x[:, permutation].
+    blocks: a name of KINDS if `codes` are ggml's blocks of this type, uint8 [O, bytes], with their scales in them; `scales` is [O, 0].
     """
 
     codes: Tensor
     scales: Tensor
     zero_points: Tensor | None = None
     permutation: Tensor | None = None
+    blocks: str | None = None
 
     def dequantize(self) -> Tensor:
         """Return (codes - zero_points) * scales [O, I] float32, with the input channels in their original order."""
+        if self.blocks is not None:
+            return read_blocks(self.blocks, self.codes).dequantize()
         codes = self.codes.float().unflatten(1, (self.scales.shape[1], -1))  # [O, G, I / G]
         if self.zero_points is not None:
             codes = codes - self.zero_points.unsqueeze(2)

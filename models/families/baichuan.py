@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from conf.errors import UserError
@@ -133,8 +134,8 @@ class NormHead(Module):
         self._normalised: tuple[Tensor, ...] = ()  # in a tuple, or it would become a second parameter
 
     def unit_rows(self) -> Tensor:
-        """The weight [V, E], normalised in place the first time it is asked for: once after each loading, with no second copy."""
-        if not any(weight is self.weight for weight in self._normalised):
+        """The weight [V, E], normalised in place the first time a step asks for it: once after each loading, with no second copy."""
+        if not is_compiling() and not any(weight is self.weight for weight in self._normalised):
             with torch.no_grad():
                 functional.normalize(self.weight, dim=1, out=self.weight)
             self._normalised = (self.weight,)

@@ -140,4 +140,4 @@ class Bloom(CausalLM):
         return self.transformer.word_embeddings_layernorm(embedded)
 
     def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor]:
-        return (self.slopes.on(batch.numbers.device),)
+        return (self.slopes.on(batch.positions.device),)

@@ -28,12 +28,11 @@ class ChatGLM2Config(PreNormShape):
     num_key_value_heads: int
     head_dim: int
     add_qkv_bias: bool
-    seq_length: int
-    rope_theta: float
+    rotary: RotaryConfig
 
     @property
     def context_length(self) -> int:
-        return self.seq_length
+        return self.rotary.max_position_embeddings
 
 
 def read_config(config: ConfigReader) -> ChatGLM2Config:
@@ -73,19 +72,19 @@ def read_config(config: ConfigReader) -> ChatGLM2Config:
         head_dim=head_dim,
         rms_norm_eps=config.positive("layernorm_epsilon", 1e-5),
         add_qkv_bias=config.get("add_qkv_bias", bool, False),
-        seq_length=config.count("seq_length"),
-        rope_theta=10000.0 * _rope_ratio(config),
+        rotary=_read_rotary(config, head_dim // 2),
     )
 
 
-def _rope_ratio(config: ConfigReader) -> float:
-    """ChatGLM3-6B-32K and GLM-4 multiply the base of the angles by `rope_ratio`; ChatGLM2-6B-32K divides positions by it."""
-    ratio, name = config.positive("rope_ratio", 1.0), str(config.raw("_name_or_path")).lower()
-    if ratio != 1 and "chatglm2" in name:
-        raise UserError(
-            f"config.json: rope_ratio={ratio} is not supported for ChatGLM2 (_name_or_path={name!r}), which divides positions by it"
-        )
-    return ratio
+def _read_rotary(config: ConfigReader, channels: int) -> RotaryConfig:
+    """ChatGLM3-6B-32K and GLM-4 multiply the base of the angles by `rope_ratio`; ChatGLM2-6B-32K divides positions by it.
+
+    Only `_name_or_path` tells them apart.
+    """
+    ratio, length = config.positive("rope_ratio", 1.0), config.count("seq_length")
+    if "chatglm2" in str(config.raw("_name_or_path")).lower():
+        return RotaryConfig(channels, length, type="linear", factor=ratio)
+    return RotaryConfig(channels, length, 10000.0 * ratio)
 
 
 class SelfAttention(Module):
@@ -134,5 +133,4 @@ class ChatGLM2(PreNormLM):
     )
 
     def __init__(self, c: ChatGLM2Config) -> None:
-        rotary = RotaryEmbedding(RotaryConfig(c.head_dim // 2, c.seq_length, c.rope_theta))
-        super().__init__(c, (GLMBlock(c) for _ in range(c.num_hidden_layers)), rotary)
+        super().__init__(c, (GLMBlock(c) for _ in range(c.num_hidden_layers)), RotaryEmbedding(c.rotary))

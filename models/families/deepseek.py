@@ -23,7 +23,7 @@ from models.layers.attention import Heads, attend_latent
 from models.layers.linear import Linear, MergedLinear
 from models.layers.mlp import MLP
 from models.layers.module import Module
-from models.layers.moe import Experts
+from models.layers.moe import Experts, Router
 from models.layers.named_parts import register
 from models.layers.norm import AddRMSNorm, ResidualStream, RMSNorm
 from models.layers.per_head import PerHead
@@ -107,7 +107,7 @@ def read_config_v2(config: ConfigReader) -> DeepseekConfig:
         for unused in ("n_group", "topk_group"):
             config.raw(unused)
     groups = (config.count("n_group"), config.count("topk_group")) if method == "group_limited_greedy" else (1, 1)
-    routing = _read_routing(config, groups, has_correction_bias=False, norm_topk_prob=False)
+    routing = read_routing(config, groups, has_correction_bias=False, norm_topk_prob=False)
     return _read_config(config, routing, rope_interleave=True)
 
 
@@ -117,13 +117,14 @@ def read_config_v3(config: ConfigReader) -> DeepseekConfig:
     config.expect("topk_method", ("noaux_tc",), "noaux_tc")
     groups = config.count("n_group"), config.count("topk_group")
     norm_topk_prob = config.get("norm_topk_prob", bool, True)
-    routing = _read_routing(config, groups, has_correction_bias=True, norm_topk_prob=norm_topk_prob)
+    routing = read_routing(config, groups, has_correction_bias=True, norm_topk_prob=norm_topk_prob)
     return _read_config(config, routing, rope_interleave=config.get("rope_interleave", bool, True))
 
 
-def _read_routing(
+def read_routing(
     config: ConfigReader, groups: tuple[int, int], has_correction_bias: bool, norm_topk_prob: bool
 ) -> Routing:
+    """Read the numbers of experts. `groups`: n_group and topk_group. Raises UserError where these do not fit."""
     experts, chosen = config.count("n_routed_experts"), config.count("num_experts_per_tok")
     n_group, topk_group = groups
     config.check_multiple("n_routed_experts", experts, "n_group", n_group)
@@ -233,21 +234,19 @@ class Attention(Module):
         return self.o_proj(self.to_value(attended).flatten(1), batch)
 
 
-class Gate(Module):
+class Gate(Router):
     """Routing in float32, limited to the best groups of experts (V2: section 2.2.2 of its paper; V3: section 2.1.2)."""
 
     def __init__(self, hidden_size: int, routing: Routing) -> None:
-        super().__init__()
+        super().__init__(hidden_size, routing.num_experts)
         self.routing = routing
-        self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size))
         if routing.has_correction_bias:
             self.e_score_correction_bias = nn.Parameter(torch.empty(routing.num_experts))
-        self.product = PerHead(self, lambda own: own.weight[None])  # of one head
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """For hidden states [T, E]: as `route`."""
         r = self.routing
-        logits = self.product(x.float()[:, None])[:, 0]  # [T, X]
+        logits = self.logits(x)  # [T, X]
         if r.is_plain:
             weights, chosen = route(logits, r.num_experts_per_tok, r.norm_topk_prob)
             return weights * r.scaling_factor, chosen
@@ -268,20 +267,24 @@ class Gate(Module):
 class MoE(Module):
     """K routed experts for each token, and the shared ones for all."""
 
-    def __init__(self, c: DeepseekConfig) -> None:
+    def __init__(self, hidden_size: int, moe_intermediate_size: int, n_shared_experts: int, routing: Routing) -> None:
         super().__init__()
-        self.gate = Gate(c.hidden_size, c.routing)
-        self.experts = Experts(
-            (MLP(c.hidden_size, c.moe_intermediate_size) for _ in range(c.routing.num_experts)),
-            c.routing.num_experts_per_tok,
-        )
-        self.shared_experts = MLP(c.hidden_size, c.moe_intermediate_size * c.n_shared_experts)
+        self.gate = Gate(hidden_size, routing)
+        experts = (MLP(hidden_size, moe_intermediate_size) for _ in range(routing.num_experts))
+        self.experts = Experts(experts, routing.num_experts_per_tok)
+        self.shared_experts = MLP(hidden_size, moe_intermediate_size * n_shared_experts)
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         weights, chosen = self.gate(x)
         routed: Tensor = self.experts(x, weights, chosen)
         shared: Tensor = self.shared_experts(x, batch)
         return routed + shared
+
+
+def _mlp(c: DeepseekConfig, sparse: bool) -> nn.Module:
+    if sparse:
+        return MoE(c.hidden_size, c.moe_intermediate_size, c.n_shared_experts, c.routing)
+    return MLP(c.hidden_size, c.intermediate_size)
 
 
 class NextTokenLayer(DecoderLayer):
@@ -327,9 +330,7 @@ class Deepseek(PreNormLM):
 
     def __init__(self, c: DeepseekConfig) -> None:
         layers = (
-            (DecoderLayer if i < c.num_hidden_layers else NextTokenLayer)(
-                c, Attention(c), MoE(c) if c.has_experts(i) else MLP(c.hidden_size, c.intermediate_size)
-            )
+            (DecoderLayer if i < c.num_hidden_layers else NextTokenLayer)(c, Attention(c), _mlp(c, c.has_experts(i)))
             for i in range(c.num_hidden_layers + c.predicts_ahead)
         )
         super().__init__(c, layers, RotaryEmbedding(c.rotary))
@@ -348,8 +349,8 @@ class Deepseek(PreNormLM):
             prefixes[:1] = [f"{prefixes[0]}{copy}." for copy in ("embed_tokens", "shared_head.head")]
         return tuple(prefixes)
 
-    def forward(self, batch: Batch, cache: KVCache, x: Tensor | None = None) -> Tensor:
-        return super().forward(batch, KVCache(cache.layers[: len(self.own_layers)]), x)
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        return super().forward(batch, KVCache(cache.layers[: len(self.own_layers)]))
 
     def predict_ahead(self, hidden: Tensor, batch: Batch, cache: KVCache) -> Tensor:
         layer = self.layers[-1]

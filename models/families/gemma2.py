@@ -3,7 +3,9 @@
 T tokens, E hidden channels, F feed-forward channels, V vocabulary, R output rows.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,28 +63,39 @@ def read_config(config: ConfigReader) -> Gemma2Config:
         rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
         attention_bias=config.get("attention_bias", bool, False),
         query_pre_attn_scalar=config.positive("query_pre_attn_scalar", 256.0),
-        attn_logit_softcapping=_read_soft_cap(config, "attn_logit_softcapping", 50.0),
-        final_logit_softcapping=_read_soft_cap(config, "final_logit_softcapping", 30.0),
-        windows=_read_windows(config),
+        attn_logit_softcapping=read_soft_cap(config, "attn_logit_softcapping", 50.0),
+        final_logit_softcapping=read_soft_cap(config, "final_logit_softcapping", 30.0),
+        windows=read_windows(config, full_every=2),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, True),
         rotary=read_rotary_config(config, head_dim, config.count("max_position_embeddings", 8192)),
     )
 
 
-def _read_soft_cap(config: ConfigReader, key: str, default: float) -> float | None:
+def read_soft_cap(config: ConfigReader, key: str, default: float | None) -> float | None:
     """None where the file says null; where it says nothing, the default."""
     return None if config.raw(key, default) is None else config.positive(key, default)
 
 
-def _read_windows(config: ConfigReader) -> tuple[int | None, ...]:
-    """Every second layer's attention slides, from the first one on, unless layer_types says otherwise."""
-    num_layers, window = config.num_layers(), config.count("sliding_window", 4096)
-    types = config.raw("layer_types")
+def read_windows(config: ConfigReader, full_every: int) -> tuple[int | None, ...]:
+    """Return each layer's window, None for full attention: so does every `full_every`th, unless layer_types says otherwise."""
+    num_layers, types = config.num_layers(), config.raw("layer_types")
     if types is None:
-        types = [FULL if i % 2 else SLIDING for i in range(num_layers)]
+        types = [SLIDING if i % full_every else FULL for i in range(1, num_layers + 1)]
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in (SLIDING, FULL) for kind in types):
         raise UserError(f"config.json: layer_types={types!r} is not {num_layers} times {SLIDING!r} or {FULL!r}")
+    if SLIDING not in types:
+        config.raw("sliding_window")
+        return (None,) * num_layers
+    if config.raw("sliding_window", 4096) is None:
+        raise UserError("config.json: sliding_window is null, but layers slide: give its length, or layer_types")
+    window = config.count("sliding_window", 4096)
     return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def read_patterned_windows(config: ConfigReader, full_every: int) -> tuple[int | None, ...]:
+    """Read windows as `read_windows` does. `sliding_window_pattern` takes the place of `full_every`, unless `layer_types` is there."""
+    is_pattern = config.raw("sliding_window_pattern") is not None and config.raw("layer_types") is None
+    return read_windows(config, config.count("sliding_window_pattern") if is_pattern else full_every)
 
 
 def norm(c: Gemma2Config) -> RMSNorm:
@@ -104,26 +117,27 @@ class MLP(mlp.MLP):
 
 
 class DecoderLayer(Module):
-    def __init__(self, c: Gemma2Config, window: int | None) -> None:
+    def __init__(self, c: Gemma2Config, self_attn: decoder.Attention) -> None:
         super().__init__()
         self.input_layernorm = norm(c)
-        self.self_attn = Attention(c, window)
+        self.self_attn = self_attn
         self.post_attention_layernorm = norm(c)
         self.pre_feedforward_layernorm = norm(c)
         self.mlp = MLP(c.hidden_size, c.intermediate_size)
         self.post_feedforward_layernorm = norm(c)
 
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward(self, x: Tensor, angles: Any, batch: Batch, cache: LayerCache) -> Tensor:
+        """`angles`: whatever the attention takes."""
         attended = self.self_attn(self.input_layernorm(x), angles, batch, cache)
         x = batch.attending(x) + self.post_attention_layernorm(attended)
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), batch))
 
 
 class Decoder(Module):
-    def __init__(self, c: Gemma2Config) -> None:
+    def __init__(self, c: Gemma2Config, attentions: Iterable[decoder.Attention]) -> None:
         super().__init__()
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(c, window) for window in c.windows)
+        self.layers = nn.ModuleList(DecoderLayer(c, attention) for attention in attentions)
         self.norm = norm(c)
 
 
@@ -141,7 +155,9 @@ class CappedHead(Linear):
         return logits if cap is None else cap * (logits / cap).tanh()
 
 
-class Gemma2(CausalLM):
+class Gemma(CausalLM):
+    """The model of Gemma 2 and 3. Each layer gets what its own `layer_inputs` returns."""
+
     config: Gemma2Config
     layout = ModelLayout(
         norms=("input_layernorm", "pre_feedforward_layernorm"),
@@ -152,16 +168,21 @@ class Gemma2(CausalLM):
         norm_weight_offset=WEIGHT_OFFSET,
     )
 
-    def __init__(self, c: Gemma2Config) -> None:
+    def __init__(self, c: Gemma2Config, attentions: Iterable[decoder.Attention]) -> None:
         super().__init__(c)
-        self.model = Decoder(c)
+        self.model = Decoder(c, attentions)
         self.lm_head = CappedHead(c, self.model.embed_tokens)
-        self.rotary = RotaryEmbedding(c.rotary)
 
     def embed(self, batch: Batch) -> Tensor:
         x: Tensor = self.model.embed_tokens(batch.token_ids)  # [T, E]
         # The scale is rounded to the model's dtype, as in training: 59.8665 is 59.75 in bfloat16.
         return x * x.new_full((), self.config.hidden_size**0.5)
+
+
+class Gemma2(Gemma):
+    def __init__(self, c: Gemma2Config) -> None:
+        super().__init__(c, (Attention(c, window) for window in c.windows))
+        self.rotary = RotaryEmbedding(c.rotary)
 
     def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Angles]:
         return (self.rotary.angles(batch.positions, batch.prompt_lengths, dtype),)

@@ -3,11 +3,12 @@
 T tokens, H heads, D channels per head, E hidden channels, F feed-forward channels, V vocabulary, R output rows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from kernels.gelu import gelu_tanh
+from kernels.gelu import gelu, gelu_tanh
 from kernels.kv_store import kv_store
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM, ModelShape
@@ -18,6 +19,12 @@ from models.layers.linear import Linear, make_head
 from models.layers.module import Module
 from models.layers.norm import LayerNorm
 from models.layout import ModelLayout, Unit
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu": gelu,
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,7 @@ class GPT2Config(ModelShape):
     layer_norm_epsilon: float
     scale_attn_weights: bool
     scale_attn_by_inverse_layer_idx: bool
+    activation_function: str
 
     @property
     def context_length(self) -> int:
@@ -38,7 +46,6 @@ class GPT2Config(ModelShape):
 
 def read_config(config: ConfigReader) -> GPT2Config:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
-    config.expect("activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")  # two names of one function
     config.expect("add_cross_attention", (False,), False)
     n_embd, heads = config.count("n_embd"), config.count("n_head")
     config.check_multiple("n_embd", n_embd, "n_head", heads)
@@ -53,6 +60,7 @@ def read_config(config: ConfigReader) -> GPT2Config:
         layer_norm_epsilon=config.positive("layer_norm_epsilon", 1e-5),
         scale_attn_weights=config.get("scale_attn_weights", bool, True),
         scale_attn_by_inverse_layer_idx=config.get("scale_attn_by_inverse_layer_idx", bool, False),
+        activation_function=config.expect("activation_function", tuple(ACTIVATIONS), "gelu_new"),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, True),
     )
 
@@ -79,9 +87,10 @@ class MLP(Module):
         super().__init__()
         self.c_fc = Linear(c.n_embd, c.n_inner, is_transposed=True)
         self.c_proj = Linear(c.n_inner, c.n_embd, is_transposed=True)
+        self.activation = ACTIVATIONS[c.activation_function]
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.c_proj(gelu_tanh(self.c_fc(x, batch)), batch)
+        return self.c_proj(self.activation(self.c_fc(x, batch)), batch)
 
 
 class Block(Module):

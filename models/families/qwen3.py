@@ -36,8 +36,8 @@ def read_config(config: ConfigReader) -> Qwen3Config:
 
 
 class Attention(decoder.Attention):
-    def __init__(self, c: DecoderConfig, window: int | None, bias: bool) -> None:
-        super().__init__(c, window, qkv_bias=bias, o_bias=bias)
+    def __init__(self, c: DecoderConfig, window: int | None, qkv_bias: bool, o_bias: bool) -> None:
+        super().__init__(c, window, qkv_bias, o_bias)
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
 
@@ -53,7 +53,9 @@ class Qwen3(DecoderLM):
         super().__init__(
             c,
             (
-                DecoderLayer(c, Attention(c, window, c.attention_bias), MLP(c.hidden_size, c.intermediate_size))
+                DecoderLayer(
+                    c, Attention(c, window, c.attention_bias, c.attention_bias), MLP(c.hidden_size, c.intermediate_size)
+                )
                 for window in c.windows
             ),
         )

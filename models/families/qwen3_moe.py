@@ -15,6 +15,11 @@ from models.layout import ModelLayout
 class Qwen3MoeConfig(DecoderConfig):
     mixture: MixtureConfig
     attention_bias: bool
+    sliding_window: int | None
+
+    @property
+    def has_windows(self) -> bool:
+        return self.sliding_window is not None
 
     @property
     def layer_kinds(self) -> tuple[bool, ...]:
@@ -23,13 +28,22 @@ class Qwen3MoeConfig(DecoderConfig):
 
 def read_config(config: ConfigReader) -> Qwen3MoeConfig:
     shape = read_decoder_config(config)
-    config.expect("use_sliding_window", (False, None), False)  # no published model has windows
-    read_windows(config, shape.num_hidden_layers)
     return Qwen3MoeConfig(
         **vars(shape),
         mixture=read_mixture(config, shape.num_hidden_layers),
         attention_bias=config.get("attention_bias", bool, False),
+        sliding_window=_read_window(config, shape.num_hidden_layers),
     )
+
+
+def _read_window(config: ConfigReader, num_layers: int) -> int | None:
+    """The window of every layer, where `use_sliding_window` is true. Raises UserError where a key gives it to some layers."""
+    if not config.get("use_sliding_window", bool, False):
+        read_windows(config, num_layers)
+        return None
+    config.expect("max_window_layers", (0, None), None)
+    config.expect("layer_types", (["sliding_attention"] * num_layers, None), None)
+    return config.count("sliding_window")
 
 
 class Qwen3Moe(DecoderLM):
@@ -41,7 +55,7 @@ class Qwen3Moe(DecoderLM):
             (
                 DecoderLayer(
                     c,
-                    Attention(c, None, c.attention_bias),
+                    Attention(c, c.sliding_window, c.attention_bias, c.attention_bias),
                     SparseMoeBlock(c.hidden_size, c.mixture) if sparse else MLP(c.hidden_size, c.intermediate_size),
                 )
                 for sparse in c.layer_kinds

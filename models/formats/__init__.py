@@ -30,6 +30,7 @@ def open_checkpoint(path: Path, allow_pickle: bool) -> "Checkpoint":
     from models.formats.huggingface import open_huggingface
     from models.formats.meta import is_meta_layout, open_meta
     from models.formats.mindspore import is_mindspore_layout, open_mindspore
+    from models.formats.paddle import is_paddle_layout, open_paddle
     from models.formats.sharded import is_sharded_layout, open_sharded
     from models.formats.tensor_parallel import is_tensor_parallel, open_tensor_parallel
 
@@ -39,6 +40,8 @@ def open_checkpoint(path: Path, allow_pickle: bool) -> "Checkpoint":
         return open_meta(path, allow_pickle)
     if is_mindspore_layout(path):
         return open_mindspore(path)
+    if is_paddle_layout(path):
+        return open_paddle(path, allow_pickle)
     if is_tensor_parallel(path):
         return open_tensor_parallel(path, allow_pickle)
     return open_huggingface(path, allow_pickle)

@@ -51,11 +51,14 @@ class RangedFile(WeightFile, Protocol):
 class CodedWeights(WeightFile, Protocol):
     """A file with weights of small integer codes and scales. It gives floats, or the codes where these are asked for."""
 
-    def coded_modules(self) -> dict[str, int]:
-        """Return the bits of the codes, by the name of each module whose weight has codes."""
+    def coded_modules(self) -> dict[str, str]:
+        """Return ggml's name of the type of each weight that has codes, by its module."""
 
     def keep_codes(self, modules: Iterable[str]) -> None:
-        """Make `read` give `codes` int8 [O, I] and `scales` float16 [O, I / CODE_GROUP] of these modules instead of their `weight`."""
+        """Make `read` give `codes` int8 [O, I] and `scales` float16 [O, I / CODE_GROUP] of these modules instead of their `weight`.
+
+        Of types that layers hold in blocks it gives these alone: `blocks` uint8 [O, bytes of a row].
+        """
 
 
 @dataclass(frozen=True)

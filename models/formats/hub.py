@@ -11,34 +11,57 @@ from urllib.parse import urlsplit
 
 from conf.errors import UserError
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"([\w.-]+/[\w.-]+?)(?::([\w.-]+))?")  # with the tag of a quantisation, as in org/name-GGUF:Q4_K_M
 WANTED = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 WEIGHTS = ["*.safetensors"]
-PICKLES = ["*.bin", "*.pt", "consolidated.*.pth"]
+PICKLES = ["*.bin", "*.pt", "consolidated.*.pth", "*.pdparams"]
+GGUF_ENDS = [".gguf", "-*-of-*.gguf"]  # of one file, of a split one
 CONNECT_S = 6.0  # for name and connection: a resolver asks its second server after five seconds
 
 
 def find_checkpoint(path: str, with_weights: bool, allow_pickle: bool) -> Path:
-    """Return the folder or file, or the local cache of a hub id, downloaded where needed. Raises UserError where there is none."""
+    """Return the folder or file, or the local cache of a hub id, downloaded where needed. Raises UserError where there is none.
+
+    A tag behind a hub id chooses one of its GGUF models by the end of the file's name, in either case of letters.
+    """
     local = Path(path).expanduser()
     if local.exists():
         return local
-    if not HUB_ID.fullmatch(path):
+    id = HUB_ID.fullmatch(path)
+    if id is None:
         raise UserError(
-            f"there is no folder {path}: model.path must be a folder or a file that holds a model, or a hub id such as org/name"
+            f"there is no folder {path}: model.path must be a folder or a file that holds a model, or a hub id such as org/name "
+            "or org/name:Q4_K_M"
         )
     from huggingface_hub import constants, snapshot_download  # here, because a folder on disk need not wait for them
 
     offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
     try:
         patterns = WANTED + WEIGHTS * with_weights + PICKLES * (with_weights and allow_pickle)
-        return Path(snapshot_download(path, allow_patterns=patterns, local_files_only=offline is not None))
+        if id[2]:
+            patterns = [f"*{tag}{end}" for tag in (id[2], id[2].lower(), id[2].upper()) for end in GGUF_ENDS]
+        folder = Path(snapshot_download(id[1], allow_patterns=patterns, local_files_only=offline is not None))
     except Exception as error:  # the client's own errors and those of the network library below it
         reason = offline or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise UserError(
             f"there is no folder {path}, and as a hub id it cannot be downloaded ({reason}): "
             "download the model elsewhere and give model.path=FOLDER, or check the id, the network and the access to it"
         ) from error
+    return _tagged_file(folder, path, id[2]) if id[2] else folder
+
+
+def _tagged_file(folder: Path, path: str, tag: str) -> Path:
+    """Return the GGUF file, or the first of a split one, whose name ends in the tag. Raises UserError unless there is one model."""
+    ends_in_tag = re.compile(rf"(?!mmproj)(?:.*[._-])?{re.escape(tag)}(?:-00001-of-\d{{5}})?\.gguf", re.IGNORECASE)
+    files = sorted(file for file in folder.rglob("*") if ends_in_tag.fullmatch(file.name))
+    if len(files) == 1:
+        return files[0]
+    names = ", ".join(str(file.relative_to(folder)) for file in files[:8])
+    found = f"{len(files)} GGUF models in it have that tag ({names})" if files else "no GGUF model in it has that tag"
+    raise UserError(
+        f"model.path={path}: {found}: look at the repository's list of files and give another tag, the path of one file "
+        "on disk, or the id of the Hugging Face checkpoint"
+    )
 
 
 @functools.cache

@@ -13,8 +13,10 @@ from torch import Tensor
 from conf.errors import UserError
 from models.config import ConfigReader, read_json
 from models.cuts import Cut
-from models.formats.base import Checkpoint, WeightFile
+from models.formats.base import Checkpoint, ExpectedTensors, WeightFile
+from models.formats.joined_experts import split_experts
 from models.formats.safetensors_writer import SAFETENSORS_DTYPES
+from models.formats.wrapper import is_wrapper, text_config, text_files
 from models.tokenizers import load_tokenizer
 
 CONFIG = "config.json"
@@ -23,11 +25,19 @@ WEIGHTS = "model.safetensors"
 
 
 def open_huggingface(folder: Path, allow_pickle: bool) -> Checkpoint:
+    """Open a folder's checkpoint; of a multimodal one its text."""
+    config = ConfigReader.from_folder(folder)
+    is_text_of_more = is_wrapper(config.values)
+
+    def open_weights(expected: ExpectedTensors) -> list[WeightFile]:
+        files = open_weight_files(folder, allow_pickle)
+        return split_experts(text_files(files) if is_text_of_more else files, expected)
+
     return Checkpoint(
         folder,
-        ConfigReader.from_folder(folder),
+        text_config(config.values, str(folder / CONFIG)) if is_text_of_more else config,
         read_json(folder / GENERATION_CONFIG),
-        lambda expected: open_weight_files(folder, allow_pickle),
+        open_weights,
         partial(load_tokenizer, folder),
     )
 
@@ -103,9 +113,9 @@ class PickleFile:
 
 def open_weight_files(folder: Path, allow_pickle: bool) -> list[WeightFile]:
     """Open the folder's weight files. Raises UserError where none exist, one is missing or damaged, or pickles are not allowed."""
-    if names := _weight_names(folder, WEIGHTS):
+    if names := weight_names(folder, WEIGHTS):
         return [SafetensorsFile(folder / name) for name in names]
-    if names := _weight_names(folder, "pytorch_model.bin") or _lone_pickle(folder):
+    if names := weight_names(folder, "pytorch_model.bin") or _lone_pickle(folder):
         if not allow_pickle:
             raise UserError(
                 f"{folder} has only pickled weights ({names[0]}), which can hold code: convert them to safetensors, "
@@ -123,7 +133,8 @@ def _lone_pickle(folder: Path) -> list[str]:
     return names if len(names) == 1 else []
 
 
-def _weight_names(folder: Path, whole: str) -> list[str]:
+def weight_names(folder: Path, whole: str) -> list[str]:
+    """Return the names of the file `whole`, or of the shards in its index; none where the folder has neither. Raises UserError."""
     if (folder / whole).is_file():
         return [whole]
     index = folder / f"{whole}.index.json"

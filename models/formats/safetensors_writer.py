@@ -30,6 +30,7 @@ SAFETENSORS_DTYPES = {
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "U16": torch.uint16,
     "BOOL": torch.bool,
 }
 CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}

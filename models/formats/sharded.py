@@ -1,20 +1,21 @@
-"""Read and write our own layout: a safetensors file for each rank of pipeline and tensor parallelism, and layout.json, their index.
+"""Read our own layout: a safetensors file for each rank of pipeline and tensor parallelism, and layout.json, their index.
 
-    {"version": 1, "tp": 2, "pp": 1, "tensors": {
-      "lm_head.weight": {"shape": [96, 64], "dtype": "float32", "stage": 0, "axis": 0, "pieces": [
-        {"ranks": [0], "file": "rank_0_0.safetensors", "sha256": "..."}, {"ranks": [1], "file": "rank_0_1.safetensors", "sha256": "..."}]},
-      "model.norm.weight": {"shape": [64], "dtype": "float32", "stage": 0, "axis": null, "pieces": [
-        {"ranks": [0, 1], "file": "rank_0_0.safetensors", "sha256": "..."}]}, ...}}
+    {"version": 2, "tp": 2, "pp": 1, "tensors": {
+      "lm_head.weight": {"shape": [96, 64], "dtype": "float32", "axis": 0, "pieces": [
+        {"ranges": [[0, 48]], "files": ["rank_0_0.safetensors"], "sha256": "..."},
+        {"ranges": [[48, 96]], "files": ["rank_0_1.safetensors"], "sha256": "..."}]},
+      "model.norm.weight": {"shape": [64], "dtype": "float32", "axis": null, "pieces": [
+        {"ranges": null, "files": ["rank_0_0.safetensors", "rank_0_1.safetensors"], "sha256": "..."}]}, ...}}
 
-A tensor is in equal pieces along its axis, in the order of the ranks, or whole in one file for all of them; sha256 is of a piece's bytes.
-Readers get whole tensors, joined from mapped files, so that any division can be converted into any other. config.json and the tokenizer's
-files are beside them, as in Hugging Face's layout.
+A piece has ranges of indices along the tensor's axis, beside each other, or all of the tensor. Pieces may be unequal, and overlap. Each
+of its files has a piece: rank_<stage>_<rank>.safetensors has all that this rank of the same division reads. sha256 is of a piece's bytes.
+Version 1 cut a tensor into equal pieces, one for each rank, or had it once. config.json and the tokenizer's files are beside them, as in
+Hugging Face's layout.
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,13 @@ from torch import Tensor
 
 from conf.errors import UserError
 from models.config import ConfigReader, read_json
-from models.formats.base import Checkpoint, WeightFile
+from models.cuts import Cut, Division
+from models.formats.base import Checkpoint
 from models.formats.huggingface import GENERATION_CONFIG, SafetensorsFile
-from models.formats.partition import Place
-from models.formats.safetensors_writer import Entry, SafetensorsWriter, content_of, entries_of, read_in_order
 from models.tokenizers import load_tokenizer
 
 LAYOUT = "layout.json"
-VERSION = 1
+VERSION = 2
 
 
 def is_sharded_layout(folder: Path) -> bool:
@@ -48,8 +48,32 @@ def open_sharded(folder: Path) -> Checkpoint:
     )
 
 
+def rank_file(stage: int, rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank_{stage}_{rank}.safetensors"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor."""
+
+    ranges: tuple[range, ...] | None
+    """Of indices along the tensor's axis; None: all of it."""
+    files: tuple[str, ...]
+    """Each has the piece."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive indices of a tensor, and where they are in a file's piece of it."""
+
+    indices: range
+    file: str
+    start: int
+
+
 class ShardedFile:
-    """The files of all ranks as one. One whole tensor is in memory, beside the mapped pages of one piece."""
+    """The files of all ranks as one. One tensor, or what is read of it, is in memory beside the mapped pages of one piece."""
 
     is_mapped = False
 
@@ -57,23 +81,77 @@ class ShardedFile:
         """Raises UserError where layout.json and the files do not agree."""
         self.path = folder / LAYOUT
         layout = ConfigReader.from_folder(folder, LAYOUT)
-        layout.expect("version", (VERSION,), None)
-        self._tp = layout.count("tp")
+        layout.expect("version", (1, VERSION), None)
+        self._version, self._tp, self._pp = (layout.count(name) for name in ("version", "tp", "pp"))
         self._files: dict[str, SafetensorsFile] = {}
-        self._pieces: dict[str, tuple[int | None, list[str]]] = {}  # axis, and the names of the files
+        self._nearest = ""
+        self._axes: dict[str, int | None] = {}
+        self._pieces: dict[str, list[Piece]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for name, values in layout.require("tensors", dict).items():
             if not isinstance(values, dict):
                 raise UserError(f"{self.path}: {name} is not an object")
             self._add(name, ConfigReader(values, f"{self.path}: {name}"))
-        listed = {(file, name) for name, (_, files) in self._pieces.items() for file in files}
+        listed = {(file, name) for name, pieces in self._pieces.items() for piece in pieces for file in piece.files}
         for file, opened in self._files.items():
             if unlisted := next((name for name in opened.shapes if (file, name) not in listed), None):
                 raise UserError(f"{opened.path} holds {unlisted}, which {LAYOUT} does not list there")
 
+    def of_rank(self, division: Division) -> "ShardedFile":
+        """Return this for a rank, which reads what its own file has from there. In another division it has no file of its own."""
+        own = copy(self)
+        if (division.tp, division.pp) == (self._tp, self._pp):
+            own._nearest = rank_file(division.stage, division.tp_rank)
+        return own
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            if shape := self.shapes[name]:
+                axis = self._axes[name] or 0
+                yield name, self.read_ranges(name, Cut(axis, (range(shape[axis]),)))
+            else:
+                files = self._pieces[name][0].files
+                file = self._nearest if self._nearest in files else files[0]
+                yield name, next(self._files[file].read([name]))[1].clone()
+
+    def read_ranges(self, name: str, cut: Cut) -> Tensor:
+        shape, axis = self.shapes[name], self._axes[name]
+        axis = cut.axis if axis is None else axis
+        wanted = cut.ranges if axis == cut.axis else (range(shape[axis]),)
+        part, at = torch.empty(cut.shape(shape), dtype=self.dtypes[name]), 0
+        for span in (span for each in wanted for span in self._spans(name, each)):
+            (_, piece) = next(self._files[span.file].read([name]))  # a view: pages come where it is copied
+            source = piece.narrow(axis, span.start, len(span.indices))
+            target = part.narrow(axis, at, len(span.indices))
+            at += len(span.indices)
+            if axis == cut.axis:
+                target.copy_(source)
+                continue
+            start = 0
+            for each in cut.ranges:
+                target.narrow(cut.axis, start, len(each)).copy_(source.narrow(cut.axis, each.start, len(each)))
+                start += len(each)
+        return part
+
+    def _spans(self, name: str, wanted: range) -> Iterator[Span]:
+        """Yield where the wanted indices are, in their order: in the rank's own file, or else wherever most of them are together."""
+        while wanted:
+            span = max(
+                (
+                    Span(range(wanted.start, min(each.stop, wanted.stop)), file, start + wanted.start - each.start)
+                    for piece in self._pieces[name]
+                    for start, each in _placed(piece, wanted)
+                    if wanted.start in each
+                    for file in piece.files
+                ),
+                key=lambda span: (span.file == self._nearest, len(span.indices)),
+            )
+            yield span
+            wanted = range(span.indices.stop, wanted.stop)
+
     def _add(self, name: str, entry: ConfigReader) -> None:
-        """Check a tensor's entry against the files. Each piece has a file of its own, so an entry cannot ask for more than exists."""
+        """Check a tensor's entry against the files, which have all of it, so that an entry cannot ask for more than exists."""
         shape, axis, pieces = entry.raw("shape"), entry.raw("axis"), entry.raw("pieces")
         if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
             raise UserError(f"{self.path}: {name}: shape={shape!r} is not a list of sizes")
@@ -81,104 +159,98 @@ class ShardedFile:
             raise UserError(f"{self.path}: {name}: axis={axis!r} is not an axis of shape {shape}, or null")
         if not isinstance(pieces, list) or not all(isinstance(piece, dict) for piece in pieces):
             raise UserError(f"{self.path}: {name}: pieces is not a list of objects")
-        ranks, count = [piece.get("ranks") for piece in pieces], len(pieces)
-        if axis is None:
-            is_complete = count == 1 and isinstance(ranks[0], list) and ranks[0] == [*range(len(ranks[0]))]
-            is_complete = is_complete and len(ranks[0]) == self._tp
+        size = None if axis is None else shape[axis]
+        if self._version == 1:
+            read = _equal_pieces(pieces, size, self._tp, f"{self.path}: {name}")
         else:
-            is_complete = count == self._tp and ranks == [[rank] for rank in range(count)]
-        files = [piece.get("file") for piece in pieces]
-        if not is_complete or len({str(file) for file in files}) < count:
-            raise UserError(
-                f"{self.path}: {name}: its pieces are not one for each of tp={self._tp} ranks in a file of its own"
-            )
-        if axis is not None and shape[axis] % count:
-            raise UserError(f"{self.path}: {name}: axis {axis} of shape {shape} is not divided by tp={self._tp}")
-        piece_shape = tuple(size // count if i == axis else size for i, size in enumerate(shape))
+            read = [_piece(piece, size, f"{self.path}: {name}") for piece in pieces]
+            _check_whole(read, size, f"{self.path}: {name}")
         dtype = entry.require("dtype", str)
-        for file in files:
-            opened = self._open(name, file)
-            found = (opened.shapes.get(name), str(opened.dtypes.get(name)))
-            if found != (piece_shape, f"torch.{dtype}"):
-                has = f"{found[1]} {list(found[0])}" if found[0] is not None else "nothing"
-                raise UserError(
-                    f"{opened.path} has {has} as {name}, but {LAYOUT} says torch.{dtype} {list(piece_shape)}"
-                )
-            self.dtypes[name] = opened.dtypes[name]
-        self.shapes[name] = tuple(shape)
-        self._pieces[name] = axis, files
+        for piece in read:
+            whole = tuple(shape)
+            held = whole if axis is None or piece.ranges is None else Cut(axis, piece.ranges).shape(whole)
+            for file in piece.files:
+                self._check(name, self._open(name, file), held, dtype)
+        self.shapes[name], self._axes[name], self._pieces[name] = tuple(shape), axis, read
 
-    def _open(self, name: str, file: Any) -> SafetensorsFile:
-        if not isinstance(file, str) or Path(file).name != file:
-            raise UserError(f"{self.path}: {name}: file={file!r} is not a file of its own folder")
+    def _check(self, name: str, opened: SafetensorsFile, shape: tuple[int, ...], dtype: str) -> None:
+        found = (opened.shapes.get(name), str(opened.dtypes.get(name)))
+        if found != (shape, f"torch.{dtype}"):
+            has = f"{found[1]} {list(found[0])}" if found[0] is not None else "nothing"
+            raise UserError(f"{opened.path} has {has} as {name}, but {LAYOUT} says torch.{dtype} {list(shape)}")
+        self.dtypes[name] = opened.dtypes[name]
+
+    def _open(self, name: str, file: str) -> SafetensorsFile:
         if file not in self._files:
+            if Path(file).name != file:
+                raise UserError(f"{self.path}: {name}: file={file!r} is not a file of its own folder")
             if not (self.path.parent / file).is_file():
                 raise UserError(f"{self.path} names {file}, which is missing")
             self._files[file] = SafetensorsFile(self.path.parent / file)
         return self._files[file]
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        for name in names:
-            axis, files = self._pieces[name]
-            whole = torch.empty(self.shapes[name], dtype=self.dtypes[name])
-            targets = [whole] if axis is None else whole.chunk(len(files), axis)
-            for file, target in zip(files, targets, strict=True):
-                target.copy_(next(self._files[file].read([name]))[1])
-            yield name, whole
-            del whole, targets, target  # before the next is allocated
+
+def _placed(piece: Piece, wanted: range) -> Iterator[tuple[int, range]]:
+    """Yield the ranges of a piece, each with where it begins there. A piece without any has all that is wanted, in its place."""
+    if piece.ranges is None:
+        yield wanted.start, wanted
+        return
+    start = 0
+    for each in piece.ranges:
+        yield start, each
+        start += len(each)
 
 
-def write_sharded(
-    files: list[WeightFile],
-    folder: Path,
-    places: dict[str, Place],
-    tp: int,
-    pp: int,
-    on_bytes: Callable[[int, int], None],
-) -> dict[str, str]:
-    """Write rank_<stage>_<rank>.safetensors and layout.json. places: stage and axis by tensor name.
-
-    Returns the sha256 of each weight file. `on_bytes(done, total)` is called after every tensor.
-    """
-    entries = entries_of(files)
-    total, done = sum(entry.nbytes for entry in entries), 0
-    sha256: dict[str, str] = {}
-    tensors: dict[str, dict[str, Any]] = {}
-    for stage in range(pp):
-        members = [entry for entry in entries if places[entry.name].stage == stage]
-        with ExitStack() as stack:
-            writers = []
-            for rank in range(tp):
-                pieces = [piece for entry in members if (piece := _piece(entry, places[entry.name].axis, tp, rank))]
-                path = folder / f"rank_{stage}_{rank}.safetensors"
-                writers.append(stack.enter_context(SafetensorsWriter(path, pieces)))
-            for name, tensor in read_in_order(files, members):
-                tensors[name] = _write_pieces(tensor, places[name], writers)
-                done += tensor.nbytes
-                on_bytes(done, total)
-                del tensor  # before the next is read
-        sha256 |= {writer.path.name: writer.sha256 for writer in writers}
-    head = json.dumps({"version": VERSION, "tp": tp, "pp": pp})[:-1]
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in tensors.items())
-    (folder / LAYOUT).write_text(f'{head}, "tensors": {{\n{lines}\n}}}}\n', encoding="utf-8")
-    return sha256
+def _piece(values: dict[str, Any], size: int | None, where: str) -> Piece:
+    """Return a piece of version 2. `size`: of the axis, if the tensor is cut. Raises UserError."""
+    files, ranges = values.get("files"), values.get("ranges")
+    if not isinstance(files, list) or not files or not all(isinstance(file, str) for file in files):
+        raise UserError(f"{where}: files={files!r} is not a list of the files that have the piece")
+    if size is None:
+        if ranges is not None:
+            raise UserError(f"{where}: ranges={ranges!r} of a tensor without an axis: expected null")
+        return Piece(None, tuple(files))
+    if not isinstance(ranges, list) or not all(_is_range(each, size) for each in ranges):
+        raise UserError(f"{where}: ranges={ranges!r} is not a list of [start, stop] within {size}")
+    return Piece(tuple(range(*each) for each in ranges), tuple(files))
 
 
-def _piece(entry: Entry, axis: int | None, tp: int, rank: int) -> Entry | None:
-    """Return the piece of a tensor that a rank's file holds, or None."""
-    if axis is None:
-        return entry if rank == 0 else None
-    shape = tuple(size // tp if i == axis else size for i, size in enumerate(entry.shape))
-    return Entry(entry.name, entry.dtype, shape)
+def _is_range(values: Any, size: int) -> bool:
+    is_pair = isinstance(values, list) and len(values) == 2 and all(type(value) is int for value in values)
+    return is_pair and 0 <= values[0] <= values[1] <= size
 
 
-def _write_pieces(tensor: Tensor, place: Place, writers: list[SafetensorsWriter]) -> dict[str, Any]:
-    """Write a tensor's pieces and return its entry in layout.json."""
-    ranks = [[*range(len(writers))]] if place.axis is None else [[rank] for rank in range(len(writers))]
-    parts = [tensor] if place.axis is None else tensor.chunk(len(writers), place.axis)
-    pieces = []
-    for which, writer, part in zip(ranks, writers, parts, strict=False):  # a whole one goes to the first alone
-        writer.write(content := content_of(part))
-        pieces.append({"ranks": which, "file": writer.path.name, "sha256": hashlib.sha256(content).hexdigest()})
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"shape": [*tensor.shape], "dtype": dtype, "stage": place.stage, "axis": place.axis, "pieces": pieces}
+def _check_whole(pieces: list[Piece], size: int | None, where: str) -> None:
+    """Raise UserError where no piece has some index of the axis, or none has a tensor without one."""
+    if size is None:
+        if len(pieces) != 1:
+            raise UserError(f"{where}: {len(pieces)} pieces of a tensor without an axis: expected 1")
+        return
+    end = 0
+    for each in sorted((each for piece in pieces for each in piece.ranges or ()), key=lambda each: each.start):
+        if each.start > end:
+            break
+        end = max(end, each.stop)
+    if end < size or not pieces:
+        raise UserError(f"{where}: no piece has index {end} of {size}")
+
+
+def _equal_pieces(pieces: list[dict[str, Any]], size: int | None, tp: int, where: str) -> list[Piece]:
+    """Return the pieces of version 1. Raises UserError where there is not one for each rank, or one for all."""
+    ranks, files = [piece.get("ranks") for piece in pieces], [piece.get("file") for piece in pieces]
+    number = len(pieces)
+    if size is not None:
+        is_complete = number == tp and ranks == [[rank] for rank in range(number)]
+    else:
+        all_ranks = ranks[0] if number == 1 else None
+        is_complete = isinstance(all_ranks, list) and len(all_ranks) == tp and all_ranks == [*range(len(all_ranks))]
+    if not is_complete or len({str(file) for file in files}) < number:
+        raise UserError(f"{where}: its pieces are not one for each of tp={tp} ranks in a file of its own")
+    if wrong := [file for file in files if not isinstance(file, str)]:
+        raise UserError(f"{where}: file={wrong[0]!r} is not a file of its own folder")
+    if size is None:
+        return [Piece(None, (str(files[0]),))]
+    if size % tp:
+        raise UserError(f"{where}: an axis of {size} is not divided by tp={tp}")
+    part = size // tp
+    return [Piece((range(i * part, (i + 1) * part),), (str(file),)) for i, file in enumerate(files)]

@@ -25,6 +25,15 @@ class Heads:
     """Channels of a value; 0 where the keys are the values, too, so that none are stored."""
     first: int = 0
     """The number of the first query head in the whole layer."""
+    first_key: int = 0
+    """The number of the first key head in the whole layer."""
+    num_whole_keys: int | None = None
+    """How many key heads the whole layer has; None: these are all."""
+
+    @property
+    def whole_keys(self) -> int:
+        """The number of key heads in the whole layer."""
+        return self.num_whole_keys or self.num_key_value_heads
 
     @property
     def fused(self) -> tuple[int, int, int]:
@@ -34,6 +43,21 @@ class Heads:
     def own(self, values: Tensor) -> Tensor:
         """Return what belongs to these query heads of something that the whole layer has for each."""
         return values.narrow(0, self.first, self.num_attention_heads)
+
+    def split_groups(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [T, H, D], keys and values [T, G, D] of a fused projection, [T, G * (H/G + 2) * D].
+
+        It holds the queries of a key head, then that key, then its value. A layer that shares its key with others has all queries of it,
+        and takes its own.
+        """
+        groups = fused.unflatten(-1, (self.num_key_value_heads, -1, self.head_dim))  # [T, G, H/G + 2, D]
+        first = self.first % (groups.shape[2] - 2)
+        query = groups[:, :, :-2].flatten(1, 2)[:, first : first + self.num_attention_heads]
+        return query, groups[:, :, -2], groups[:, :, -1]
+
+    def own_keys(self, values: Tensor, axis: int) -> Tensor:
+        """Return what belongs to these key heads of something that the whole layer has for each, along an axis."""
+        return values.narrow(axis, self.first_key, self.num_key_value_heads)
 
 
 def attend(

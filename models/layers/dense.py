@@ -4,7 +4,7 @@ R rows, I input channels, O output channels.
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +38,9 @@ class StoredMatrix(Protocol):
     def share(self, outputs: tuple[range, ...]) -> "tuple[StoredMatrix, dict[str, Cut]]":
         """Return the matrix of some rows, and how the tensors are cut, as `LinearMethod.share` does."""
 
+    def share_inputs(self, inputs: range) -> "tuple[StoredMatrix, dict[str, Cut]]":
+        """Return the same for some columns."""
+
 
 @dataclass(frozen=True)
 class StoredFloats:
@@ -56,6 +59,10 @@ class StoredFloats:
     def share(self, outputs: tuple[range, ...]) -> tuple["StoredFloats", dict[str, Cut]]:
         shape = count(outputs), self.shape[1]
         return StoredFloats(shape, self.is_transposed), {"weight": Cut(int(self.is_transposed), outputs)}
+
+    def share_inputs(self, inputs: range) -> tuple["StoredFloats", dict[str, Cut]]:
+        shape = self.shape[0], len(inputs)
+        return StoredFloats(shape, self.is_transposed), {"weight": Cut(int(not self.is_transposed), (inputs,))}
 
 
 class DenseMethod(LinearMethod):
@@ -108,6 +115,14 @@ class DenseMethod(LinearMethod):
         parameter = self._parameter
         if parameter is not None:
             shape = Cut(int(self.is_transposed), outputs).shape(tuple(parameter.shape))
+            parameter = nn.Parameter(parameter.new_empty(shape))
+        return DenseMethod(stored, self.is_transposed, parameter), cuts
+
+    def share_inputs(self, ranges: Sequence[range], rank: int) -> "tuple[DenseMethod, dict[str, Cut]]":
+        stored, cuts = self.stored.share_inputs(ranges[rank])
+        parameter = self._parameter
+        if parameter is not None:
+            shape = stored.shape[::-1] if self.is_transposed else stored.shape
             parameter = nn.Parameter(parameter.new_empty(shape))
         return DenseMethod(stored, self.is_transposed, parameter), cuts
 
@@ -168,6 +183,10 @@ class PackedDenseMethod(LinearMethod):
 
     def share(self, outputs: tuple[range, ...]) -> "tuple[PackedDenseMethod, dict[str, Cut]]":
         stored, cuts = self.stored.share(outputs)
+        return PackedDenseMethod(stored), cuts
+
+    def share_inputs(self, ranges: Sequence[range], rank: int) -> "tuple[PackedDenseMethod, dict[str, Cut]]":
+        stored, cuts = self.stored.share_inputs(ranges[rank])
         return PackedDenseMethod(stored), cuts
 
     def apply(self, x: Rows, bias: Tensor | None) -> Tensor:

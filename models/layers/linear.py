@@ -9,30 +9,27 @@ import torch
 from torch import Tensor, nn
 
 from kernels.linear import PackedWeight, gpu_weight, matmul_swiglu, matmul_together
-from kernels.lora import AdapterTable, lora_add
+from kernels.lora import lora_add
 from kernels.quantize_rows import ActivationFormat
 from kernels.swiglu import swiglu, swiglu_quantize
 from models.batch import Batch
-from models.cuts import Cut, count
+from models.cuts import Cut
+from models.layers.adaptable import Adaptable
 from models.layers.dense import DenseMethod, StoredFloats, TiedMethod
 from models.layers.linear_method import LinearMethod, are_alike, quantized_activations, share_input_scale, take
 from models.layers.module import Module
-from models.layers.pieces import RowPieces
+from models.layers.pieces import RowPieces, RowSum
 
 
-class Linear(Module):
+class Linear(Adaptable):
     """y = x W^T + bias. The layer's `method` holds the weight W [O, I] and multiplies by it; until it is loaded it may be replaced."""
 
     weight: nn.Parameter
     """[O, I], or [I, O] where it is transposed. A layer has it while its method is a `DenseMethod`."""
     bias: nn.Parameter | None
     """[O]"""
-    adapters: AdapterTable | None = None
-    """Low-rank adapters that rows of a batch may have beside the weight; None where none was loaded that changes this layer."""
-    pieces: RowPieces | None = None
-    """What the layer puts together before and after its product, where each rank has some of its inputs and outputs."""
-    outputs: tuple[range, ...] | None = None
-    """The outputs of the whole layer that are this one's; None: all."""
+    pieces: RowPieces | RowSum | None = None
+    """What ranks exchange before and after the product, where each has some of the inputs."""
 
     def __init__(
         self,
@@ -50,8 +47,7 @@ class Linear(Module):
         `is_packable`: the weight may be held in the order of the kernels; not where others read `weight`. `embedding` [O, I]: its weight is
         the layer's.
         """
-        super().__init__()
-        self.shape = self.whole_shape = outputs, inputs
+        super().__init__((outputs, inputs))
         self.is_transposed, self.is_quantizable, self.is_packable = is_transposed, is_quantizable, is_packable
         self._embedding = (
             () if embedding is None else (embedding,)
@@ -94,17 +90,20 @@ class Linear(Module):
     def share(self, outputs: tuple[range, ...]) -> dict[str, Cut]:
         """Keep some outputs, before anything is loaded. Returns how the checkpoint's tensors are cut, by their names within the layer."""
         self.method, cuts = self._method.share(outputs)
-        self.outputs, self.shape = outputs, (count(outputs), self.shape[1])
+        self.keep(outputs)
         if self.bias is not None:
             self.bias = nn.Parameter(self.bias.new_empty(self.shape[0]))
             cuts["bias"] = Cut(0, outputs)
         return cuts
 
-    def own(self, values: Tensor) -> Tensor:
-        """Return what belongs to this layer's outputs of something that the whole has for each: [O, *]."""
-        if self.outputs is None:
-            return values
-        return torch.cat([values[each.start : each.stop] for each in self.outputs])
+    def share_inputs(self, ranges: Sequence[range], rank: int) -> dict[str, Cut] | None:
+        """Keep a rank's inputs, of `ranges` by rank, as `share` keeps outputs. None, and all is kept, where `LinearMethod` says so."""
+        shared = self._method.share_inputs(ranges, rank)
+        if shared is None:
+            return None
+        self.method, cuts = shared
+        self.keep_inputs(ranges[rank])
+        return cuts
 
     def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         """Load the weight as `LinearMethod.load` does."""
@@ -136,13 +135,14 @@ class Linear(Module):
         """Return [R, O] of x [R, I], which are rows of `batch`: of its tokens, or of its outputs. None: rows of no batch."""
         if self.pieces is None:
             return self.adapted(self._method.apply(x, self.bias), x, batch)
-        x = self.pieces.inputs.joined(x)
-        return self.pieces.outputs.joined(self.adapted(self._method.apply(x, self.bias), x, batch))
+        x = self.pieces.given(x)
+        bias = self.bias if self.pieces.adds_bias else None
+        return self.pieces.whole(self.adapted(self._method.apply(x, bias), x, batch))
 
     def adapted(self, y: Tensor, x: Tensor, batch: Batch | None) -> Tensor:
         """Return y, the layer's outputs [R, O] of x [R, I], to which the part of each row's adapter is added in place."""
         if self.adapters is not None and batch is not None:
-            slots = batch.adapter_slots_of(len(x))
+            slots = batch.adapter_slots_of(x.shape[0])
             if slots is not None:
                 lora_add(y, x, self.adapters, slots)
         return y
@@ -238,7 +238,7 @@ def shared_activations(num_rows: int, readers: Sequence[Linear]) -> ActivationFo
 
 def swiglu_for(readers: Sequence[Linear], gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up, all [R, O], in the activation format of the layers that alone read it."""
-    format = shared_activations(len(gate), readers)
+    format = shared_activations(gate.shape[0], readers)
     if format is None:
         return swiglu(gate, up)
     codes, scales = swiglu_quantize(gate, up, *format)

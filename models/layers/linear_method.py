@@ -70,6 +70,10 @@ class LinearMethod(ABC):
         Only before `load`, and for a method that was not shared yet.
         """
 
+    def share_inputs(self, ranges: Sequence[range], rank: int) -> "tuple[LinearMethod, dict[str, Cut]] | None":
+        """Return what `share` does for a rank's inputs, of `ranges` by rank. None: products of such parts do not add up to the whole."""
+        return None
+
     def cut(self, outputs: slice) -> "LinearMethod":
         """Return the method of a range of outputs of a loaded one."""
         return self.with_weight(_cut(self.weight, outputs))

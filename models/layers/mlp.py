@@ -13,10 +13,13 @@ from models.layers.named_parts import NamedParts
 class MLP(NamedParts):
     names = ("gate_proj", "up_proj", "down_proj")
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, bias: bool = False, down_bias: bool | None = None
+    ) -> None:
+        """`down_bias`: as `bias` where it is None."""
         gate = Linear(hidden_size, intermediate_size, bias)
         up = Linear(hidden_size, intermediate_size, bias)
-        down = Linear(intermediate_size, hidden_size, bias)
+        down = Linear(intermediate_size, hidden_size, bias if down_bias is None else down_bias)
         super().__init__(gate, up, down)
         self.gate_up = MergedLinear(gate, up, reader=down)
 

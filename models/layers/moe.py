@@ -16,11 +16,13 @@ from kernels.linear.gpu_weight import GPUWeight, stack
 from kernels.moe import combine_rows, group_rows, mixture, route
 from models.batch import Batch
 from models.config import ConfigReader
+from models.layers.absent import Absent
 from models.layers.linear import Linear
 from models.layers.linear_method import LinearMethod, are_alike, share_input_scale
 from models.layers.mlp import MLP
 from models.layers.module import Module
-from models.layers.pieces import RowPieces
+from models.layers.per_head import PerHead
+from models.layers.pieces import OwnedExperts, RowPieces, RowSum
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,18 @@ class Experts(nn.ModuleList):
         super().__init__(experts)
         self.num_experts_per_tok = num_experts_per_tok
         self._merged: MergedExperts | StackedExperts | None = None
+        self._owned: OwnedExperts | None = None
+
+    def keep(self, owned: OwnedExperts) -> None:
+        """Keep this rank's experts, before anything is loaded."""
+        self._owned = owned
+        for number in range(len(self)):
+            if number not in owned.own:
+                self[number] = Absent()
+
+    @property
+    def _own(self) -> range:
+        return range(len(self)) if self._owned is None else self._owned.own
 
     def active_share(self, num_tokens: int) -> float:
         """Return the expected share of all experts that `num_tokens` tokens read, if each is as likely chosen as any other."""
@@ -72,7 +86,7 @@ class Experts(nn.ModuleList):
 
     def merge(self) -> None:
         """Prepare to compute all experts in a few calls, once their weights are loaded. On a GPU these come to lie in one."""
-        gates, ups, downs = map(list, zip(*(expert.parts for expert in self), strict=True))
+        gates, ups, downs = map(list, zip(*(self[number].parts for number in self._own), strict=True))
         methods = [[layer.method for layer in layers] for layers in (gates, ups, downs)]
         has_bias = any(layer.bias is not None for layer in (*gates, *ups, *downs))
         if has_bias or not are_alike(methods[0] + methods[1]) or not are_alike(methods[2]):
@@ -80,8 +94,8 @@ class Experts(nn.ModuleList):
         pieces = downs[0].pieces
         if all(method.gpu_weight is None for method in chain(*methods)):
             if all(method.input_scale is None for method in chain(*methods)):
-                self._merged = MergedExperts(methods[0], methods[1], methods[2], pieces)
-        elif can_stack(*methods) and pieces is None:
+                self._merged = MergedExperts(methods[0], methods[1], methods[2], len(self), pieces)
+        elif can_stack(*methods) and pieces is None and self._owned is None:
             self._merged = StackedExperts(*methods)
             for layer, method in zip((*gates, *ups, *downs), self._merged.pieces, strict=True):
                 layer.method = method
@@ -95,14 +109,18 @@ class Experts(nn.ModuleList):
         if isinstance(self._merged, StackedExperts):
             return self._merged(x, weights, chosen)
         rows, starts, places = group_rows(x, chosen, len(self))
-        parts = self._one_by_one(rows, starts.tolist()) if self._merged is None else self._merged(rows, starts)
+        # an exported graph takes for places only what group_rows makes, and is never of owned experts
+        own = starts if self._owned is None else starts[self._own.start : self._own.stop + 1]
+        parts = self._one_by_one(rows, own.tolist()) if self._merged is None else self._merged(rows, own)
+        if self._owned is not None:
+            parts = self._owned.joined(parts, starts)
         return combine_rows(parts, weights, places)
 
     def _one_by_one(self, rows: Tensor, starts: list[int]) -> Tensor:
         parts = torch.empty_like(rows)
-        for expert, start, end in zip(self, starts, starts[1:], strict=False):
+        for number, start, end in zip(self._own, starts, starts[1:], strict=False):
             if start < end:
-                parts[start:end] = expert(rows[start:end], None)
+                parts[start:end] = self[number](rows[start:end], None)
         return parts
 
 
@@ -114,20 +132,24 @@ class MergedExperts:
         gates: list[LinearMethod],
         ups: list[LinearMethod],
         downs: list[LinearMethod],
-        pieces: RowPieces | None = None,
+        num_experts: int,
+        pieces: RowPieces | RowSum | None = None,
     ) -> None:
-        """`pieces` are those of each of `downs`."""
-        self._gate, self._down, self._count, self._pieces = gates[0], downs[0], len(gates), pieces
+        """`num_experts`: of the layer, also where these are some. `pieces` are those of each of `downs`."""
+        self._gate, self._down, self._count, self._pieces = gates[0], downs[0], num_experts, pieces
         self._weights = [_group(methods) for methods in (gates, ups, downs)]
 
     def __call__(self, rows: Tensor, starts: Tensor) -> Tensor:
-        """Return each row's expert of it, [R, E] as rows; those of expert i begin at starts[i], int64 [N + 1]."""
+        """Return each row's expert of it, [R, E] as rows; those of expert i begin at starts[i], int64 [N + 1].
+
+        Rows of other experts give anything.
+        """
         gates, ups, downs = self._weights
         gated = grouped_matmul(self._gate.quantized(rows, self._count), gates, starts, ups)
         if self._pieces is not None:
-            gated = self._pieces.inputs.joined(gated)
+            gated = self._pieces.given(gated)
         parts = grouped_matmul(self._down.quantized(gated, self._count), downs, starts)
-        return parts if self._pieces is None else self._pieces.outputs.joined(parts)
+        return parts if self._pieces is None else self._pieces.whole(parts)
 
 
 class StackedExperts:
@@ -148,6 +170,29 @@ class StackedExperts:
             if format is not None and scales is not None:
                 formats[i] = format._replace(static_scales=scales)
         return mixture(x, self._gate_up, self._down, weights, chosen, *formats)
+
+
+class Router(Module):
+    """Scores experts in float32: those of many lie closer together than bfloat16 tells apart."""
+
+    def __init__(self, hidden_size: int, num_experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.product = PerHead(self, lambda own: own.weight[None])  # of one head
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return float32 [T, N] of x [T, E]."""
+        logits: Tensor = self.product(x.float()[:, None])[:, 0]
+        return logits
+
+
+def choose_corrected(scores: Tensor, correction: Tensor, num_chosen: int) -> tuple[Tensor, Tensor]:
+    """Return each token's K experts by the highest corrected scores, and their own scores: float32 and int64 [T, K].
+
+    scores [T, N], correction [N]: the balance of V3's experts without a loss (arXiv 2408.15664).
+    """
+    chosen = (scores + correction).topk(num_chosen).indices
+    return scores.gather(-1, chosen), chosen
 
 
 class SparseMoeBlock(Module):

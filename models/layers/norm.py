@@ -23,7 +23,7 @@ class LayerNorm(nn.LayerNorm, Module):
     """As of `RMSNorm`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        format = shared_activations(len(x), self.readers)
+        format = shared_activations(x.shape[0], self.readers)
         if format is None:
             return layer_norm(x, self.weight, self.bias, self.eps)
         codes, scales = layer_norm_quantize(x, self.weight, self.bias, self.eps, *format)
@@ -70,7 +70,7 @@ class AddRMSNorm(Module):
     def forward(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
         if update is None:
             return _norm(x, self.weight, self.eps, self.readers), x
-        format = shared_activations(len(x), self.readers)
+        format = shared_activations(x.shape[0], self.readers)
         if format is None:
             return add_rms_norm(update, x, self.weight, self.eps)
         codes, scales, total = add_rms_norm_quantize(update, x, self.weight, self.eps, *format)
@@ -80,7 +80,7 @@ class AddRMSNorm(Module):
 def _norm(
     x: Tensor, weight: Tensor, eps: float, readers: Sequence[Linear], weight_offset: float | None = None
 ) -> Tensor:
-    format = shared_activations(len(x), readers)
+    format = shared_activations(x.shape[0], readers)
     if format is None:
         return rms_norm(x, weight, eps, weight_offset)
     codes, scales = rms_norm_quantize(x, weight, eps, *format, weight_offset)

@@ -32,10 +32,58 @@ class Pieces:
 
 @dataclass(frozen=True)
 class RowPieces:
-    """The inputs of a linear layer that come in pieces, and its outputs, which must be whole again."""
+    """The inputs of a linear layer that come in pieces, and its outputs, which must be whole again: both are joined."""
 
     inputs: Pieces
     outputs: Pieces
+    adds_bias = True
+
+    def given(self, x: Tensor) -> Tensor:
+        """Return what the layer multiplies of this rank's x [T, *]."""
+        return self.inputs.joined(x)
+
+    def whole(self, y: Tensor) -> Tensor:
+        """Return the whole outputs [T, E] of what this rank's product gives."""
+        return self.outputs.joined(y)
+
+
+@dataclass(frozen=True)
+class RowSum:
+    """The pieces of a linear layer whose weight is cut along its inputs. Every rank multiplies its own, and the products are added."""
+
+    group: Group
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether the bias is in this rank's product. It is added once."""
+        return self.group.rank == 0
+
+    def given(self, x: Tensor) -> Tensor:
+        return x
+
+    def whole(self, y: Tensor) -> Tensor:
+        """Return the sum of all ranks' y [T, E], in float32 and in the order of the ranks, so that all have the same bits."""
+        every = self.group.gather(y, (y.shape[1],) * self.group.size)
+        first, *others = every.split(y.shape[1], dim=1)
+        total: Tensor = first.to(torch.promote_types(y.dtype, torch.float32))
+        for other in others:
+            total = total + other
+        return total.to(y.dtype)
+
+
+class OwnedExperts:
+    """A layer's experts of which every rank has some, one range behind the other."""
+
+    def __init__(self, group: Group, experts: tuple[range, ...]) -> None:
+        """`experts` are those of each rank."""
+        self._group, self.own = group, experts[group.rank]
+        self._first = Constant(torch.tensor([each.start for each in experts[1:]], dtype=torch.int64, device="cpu"))
+
+    def joined(self, parts: Tensor, starts: Tensor) -> Tensor:
+        """Return all rows [R, E] of parts [R, E], in which a rank has those of its own experts; expert i's begin at starts[i]."""
+        borders: Tensor = starts[self._first.on(starts.device)]
+        owners = torch.bucketize(torch.arange(len(parts), device=starts.device), borders, right=True)
+        return self._group.owned_rows(parts, owners)
 
 
 class OwnedWords:

@@ -5,7 +5,7 @@ T tokens, D channels per head. Frequencies are float32, in the order of operatio
 
 import math
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,17 @@ from models.layers.constant import Constant
 
 Angles: TypeAlias = tuple[Tensor, Tensor]
 """cos and sin of the rotation angles of each token's pairs of channels, [T, D/2] each."""
+
+
+class AnglesByLayer(NamedTuple):
+    """The angles of a model whose layers with a window turn at another speed than those that see everything."""
+
+    full: Angles
+    sliding: Angles
+
+    def of(self, window: int | None) -> Angles:
+        """Return those of a layer with this window; None: of one that sees everything."""
+        return self.full if window is None else self.sliding
 
 
 @dataclass(frozen=True)
@@ -46,13 +57,19 @@ class RotaryConfig:
 
 
 def read_rotary_config(
-    config: ConfigReader, head_dim: int, max_position_embeddings: int, partial_rotary_factor: float | None = None
+    config: ConfigReader,
+    head_dim: int,
+    max_position_embeddings: int,
+    partial_rotary_factor: float | None = None,
+    default_theta: float = 10000.0,
 ) -> RotaryConfig:
     """Read the rotary settings of config.json. Raises UserError for a scaling that is not one of linear, dynamic, llama3 and yarn.
 
     partial_rotary_factor: share of a head's channels that are rotated where the file says nothing; None: always all of them.
+    default_theta: the base of the angles where the file says nothing.
     """
-    theta = config.positive("rope_theta", 10000.0)
+    theta = config.positive("rope_theta", default_theta)
+    _refuse_both(config)
     scaling = config.section("rope_parameters") or config.section("rope_scaling")
     if partial_rotary_factor is not None:
         head_dim = _turning_channels(config, scaling, head_dim, partial_rotary_factor)
@@ -89,6 +106,36 @@ def read_rotary_config(
     if unknown := scaling.unread():
         raise UserError(f"config.json: rope_scaling has fields that are not supported: {', '.join(unknown)}")
     return RotaryConfig(head_dim, max_position_embeddings, theta, kind, **fields)
+
+
+def read_rotary_by_layer(
+    config: ConfigReader, head_dim: int, max_position_embeddings: int, theta: float, sliding_theta: float
+) -> tuple[RotaryConfig, RotaryConfig]:
+    """Read the rotary settings of layers that see everything, and of those with a window.
+
+    `rope_parameters` has them by the type of a layer. In older files `rope_theta` and `rope_scaling` are the former's and
+    `rope_local_base_freq` is the latter's. The thetas given are defaults. Raises UserError as `read_rotary_config` does.
+    """
+    _refuse_both(config)
+    both = config.get("rope_parameters", dict, {})
+    scaling = {"full_attention": config.get("rope_scaling", dict, {}), "sliding_attention": {}} | both
+    if unknown := sorted(scaling.keys() - {"full_attention", "sliding_attention"}):
+        raise UserError(
+            f"config.json: rope_parameters has {', '.join(unknown)}: expected full_attention, sliding_attention"
+        )
+    thetas = config.positive("rope_theta", theta), config.positive("rope_local_base_freq", sliding_theta)
+    readers = (
+        ConfigReader({"rope_theta": own, "rope_parameters": scaling[kind]}, "config.json")
+        for kind, own in zip(("full_attention", "sliding_attention"), thetas, strict=True)
+    )
+    full, sliding = (read_rotary_config(reader, head_dim, max_position_embeddings) for reader in readers)
+    return full, sliding
+
+
+def _refuse_both(config: ConfigReader) -> None:
+    """Raises UserError where two keys have rotary settings: the codes of some families take the one, of others the other."""
+    if config.raw("rope_parameters") and config.raw("rope_scaling"):
+        raise UserError("config.json has rope_parameters and rope_scaling: leave one of them out")
 
 
 def _turning_channels(config: ConfigReader, scaling: ConfigReader | None, head_dim: int, default: float) -> int:

@@ -33,3 +33,12 @@ def read_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...
         raise UserError("config.json: layer_types has 'sliding_attention', but use_sliding_window is not true")
     length = config.count("sliding_window")
     return tuple(length if kind == "sliding_attention" else None for kind in types)
+
+
+def read_named_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """Read the windows of an architecture in which only `layer_types` says which layers slide. Raises UserError for windows without it."""
+    if config.get("use_sliding_window", bool, False) and config.raw("layer_types") is None:
+        raise UserError(
+            "config.json: layer_types is missing, but use_sliding_window is true: say which layers have one"
+        )
+    return read_windows(config, num_layers)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from models.config import read_json
 from models.tokenizers.base import Message, Tokenizer
-from models.tokenizers.chat import LLAMA2
-from models.tokenizers.huggingface import load_huggingface
+from models.tokenizers.chat import LLAMA2, TELECHAT
+from models.tokenizers.huggingface import chat_templates, damage_refused, load_huggingface
+from models.tokenizers.kimi import KIMI_RANKS, load_kimi
 from models.tokenizers.sentencepiece import (
     BaichuanTokenizer,
     ChatGLM2Tokenizer,
@@ -34,32 +35,43 @@ TOKENIZER_FILES = (  # patterns of what a tokenizer is read from
 )
 
 CHATGLM3_LENGTH = 8192  # seq_length of ChatGLM3-6B's config.json; otherwise it is ChatGLM2-6B's
+CHATGLM2 = ("chatglm", "ChatGLMTokenizer", "chatglm_v2", "ChatGLMv2Tokenizer")  # the last two are PaddleNLP's
+PIECES = ("tokenizer.model", "sentencepiece.bpe.model")  # the second is PaddleNLP's
+PADDLE_TEMPLATE = "chat_template.json"  # its conversations, which are not in Jinja and not read
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
     """Return the folder's tokenizer, or None where it has no tokenizer files. Raises UserError if they cannot be read."""
     config = read_json(folder / "config.json") | read_json(folder / "tokenizer_config.json")
-    kind, pieces = config.get("model_type") or config.get("tokenizer_class"), folder / "tokenizer.model"
+    kind = config.get("model_type") or config.get("tokenizer_class")
+    pieces = next((folder / name for name in PIECES if (folder / name).is_file()), folder / PIECES[0])
     if kind in ("qwen", "QWenTokenizer") and (folder / "qwen.tiktoken").is_file():
         return QwenTokenizer(folder / "qwen.tiktoken")
     if (folder / "ice_text.model").is_file():
         return ChatGLMTokenizer(folder / "ice_text.model")
-    if kind in ("chatglm", "ChatGLMTokenizer") and pieces.is_file():
-        name = str(config.get("_name_or_path"))
-        return ChatGLM2Tokenizer(pieces, has_roles="chatglm3" in name or config.get("seq_length") == CHATGLM3_LENGTH)
+    if kind in CHATGLM2 and pieces.is_file():
+        name, length = str(config.get("_name_or_path")), config.get("max_sequence_length", config.get("seq_length"))
+        return ChatGLM2Tokenizer(pieces, has_roles="chatglm3" in name or length == CHATGLM3_LENGTH)
     if kind in ("baichuan", "BaichuanTokenizer") and pieces.is_file():
         generation = read_json(folder / "generation_config.json")
         turns = {role: generation.get(f"{role}_token_id") for role in ("user", "assistant")}
         is_second = read_json(folder / "config.json").get("tokenizer_class") == "BaichuanTokenizer"
         return BaichuanTokenizer(pieces, turns, eos_after_answers=not is_second)
+    if config.get("tokenizer_class") == "TikTokenTokenizer" and (folder / KIMI_RANKS).is_file():
+        return load_kimi(folder)
     if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
         is_llama2 = kind == "llama" and pieces.is_file() and _is_sentencepiece(pieces)
-        return load_huggingface(folder, LLAMA2 if is_llama2 else None)
+        return load_huggingface(folder, LLAMA2 if is_llama2 else TELECHAT if kind == "telechat" else None)
     if pieces.is_file():
         if not _is_sentencepiece(pieces):
             return Llama3Tokenizer(pieces)
         tokenizer = SentencePieceTokenizer(pieces)
-        tokenizer.chat_template = config.get("chat_template") or tokenizer.chat_template
+        with damage_refused(folder):
+            tokenizer.read_settings(read_json(folder / "tokenizer_config.json"))
+        has_own = (folder / PADDLE_TEMPLATE).is_file()
+        own = LLAMA2 if kind in (None, "llama", "LlamaTokenizer") and not has_own else None
+        own = TELECHAT if kind == "telechat" else own
+        tokenizer.chat_template = chat_templates(folder).get("default", own)
         return tokenizer
     return load_huggingface(folder) if (folder / "tokenizer_config.json").is_file() else None
 

@@ -13,6 +13,7 @@ from models.tokenizers.tool_calls import (
     read_deepseek_calls,
     read_json_call,
     read_json_calls,
+    read_kimi_calls,
     read_mistral_calls,
     read_named_json_call,
     read_named_python_call,
@@ -100,13 +101,17 @@ FORMATS = {
     ),
     "mistral": AnswerFormat((Region("[THINK]", "[/THINK]"), Region("[TOOL_CALLS]", None, read_mistral_calls))),
     "deepseek": AnswerFormat((THINKING, Region("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", read_deepseek_calls))),
+    "kimi": AnswerFormat(
+        (THINKING, Region("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", read_kimi_calls))
+    ),
     "chatglm3": AnswerFormat((), Region("", None, read_named_python_call), _begins_with_name, is_trimmed=True),
     "glm4": AnswerFormat((), Region("", None, read_named_json_call), _begins_with_name, is_trimmed=True),
 }
-"""Formats by name: of Qwen and Hermes, Llama 3, Mistral, DeepSeek, ChatGLM3, GLM-4; `text` has reasoning alone, `none` neither."""
+"""Formats by name: of Qwen and Hermes, Llama 3, Mistral, DeepSeek, Kimi, ChatGLM3, GLM-4; `text` has reasoning alone, `none` neither."""
 SIGNS = {
     "mistral": "[TOOL_CALLS]",
     "deepseek": "<｜tool▁calls▁begin｜>",
+    "kimi": "<|tool_calls_section_begin|>",
     "hermes": "<tool_call>",
     "llama3": "<|python_tag|>",
     "glm4": "<|observation|>",

@@ -19,6 +19,19 @@ LLAMA2 = """\
 {%- endfor -%}
 """
 
+TELECHAT = """\
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}
+{{- '<_user>' + message.content + '<_bot>' -}}
+{%- elif message.role == 'assistant' -%}
+{{- message.content + '<_end>' -}}
+{%- else -%}
+{{- raise_exception('the roles are user and assistant') -}}
+{%- endif -%}
+{%- endfor -%}
+"""
+"""What modeling_telechat.py makes of a conversation, which has no system message there; most of TeleChat2's files have a template."""
+
 CHATGLM3_TOOLS = "Answer the following questions as best as you can. You have access to the following tools:"
 """What a conversation with tools begins with, where it has no system message of its own."""
 

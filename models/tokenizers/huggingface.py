@@ -21,6 +21,7 @@ from models.tokenizers.token_decoder import LETTERS, steps, token_decoder
 from models.tokenizers.tokenizer_json import read_tokenizer_json
 
 SETTINGS = ("tokenizer_config.json", "config.json", "tokenizer.json")  # without one of them it can only be GPT-2's
+PADDLE_GPT = "GPTTokenizer"  # what PaddleNLP calls GPT-2's
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -153,7 +154,7 @@ def load_huggingface(folder: Path, template: str | None = None) -> HuggingFaceTo
     """Read the folder's tokenizer. template: used where the folder has none. Raises UserError if the files cannot be read."""
     with damage_refused(folder):
         backend, special_tokens = read_tokenizer_json(folder) or _read_with_transformers(folder)
-        templates = _chat_templates(folder)
+        templates = chat_templates(folder)
         tokenizer = HuggingFaceTokenizer(folder, backend, special_tokens, templates.get("default") or template)
         tokenizer.tool_template = templates.get("tool_use")
         return tokenizer
@@ -171,7 +172,7 @@ def damage_refused(source: Path) -> Iterator[None]:
         raise UserError(f"the tokenizer in {source} cannot be read: {reason}") from error
 
 
-def _chat_templates(folder: Path) -> dict[str, str]:
+def chat_templates(folder: Path) -> dict[str, str]:
     """Return the folder's chat templates by their names: a file of its own, or a setting, which may have several."""
     file = folder / "chat_template.jinja"
     if file.is_file():
@@ -190,10 +191,14 @@ def _chat_templates(folder: Path) -> dict[str, str]:
 def _read_with_transformers(folder: Path) -> tuple[Backend, dict[str, str]]:
     from transformers import AutoTokenizer, GPT2Tokenizer  # here, because it takes two seconds
 
-    if not any((folder / name).is_file() for name in SETTINGS):
+    is_paddle = read_json(folder / "tokenizer_config.json").get("tokenizer_class") == PADDLE_GPT
+    if is_paddle or not any((folder / name).is_file() for name in SETTINGS):
         tokenizer = GPT2Tokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
     else:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise UserError(f"{type(tokenizer).__name__} is written in Python alone: save it with its tokenizer.json")
-    return tokenizer.backend_tokenizer, tokenizer.special_tokens_map
+    backend = tokenizer.backend_tokenizer
+    if backend.get_vocab().keys() <= {token.content for token in backend.get_added_tokens_decoder().values()}:
+        raise UserError(f"{folder} has no vocabulary of its {type(tokenizer).__name__}: put its tokenizer.json there")
+    return backend, tokenizer.special_tokens_map

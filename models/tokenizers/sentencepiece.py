@@ -11,6 +11,7 @@ from conf.errors import UserError
 from models.tokenizers.base import Message, Tokenizer, Tool, refuse_role
 from models.tokenizers.chat import LLAMA2, chatglm3_messages
 from models.tokenizers.control_tokens import joined_runs
+from models.tokenizers.tokenizer_json import named_tokens
 
 SPACE = "▁"  # in pieces
 
@@ -19,6 +20,7 @@ class SentencePieceTokenizer(Tokenizer):
     """Llama's tokenizer: BOS before a text, and special tokens where a text names them."""
 
     chat_template: str | None = LLAMA2
+    _adds_bos = True
 
     def __init__(self, file: Path, model: bytes | None = None) -> None:
         """model: the serialised ModelProto, if `file` is not one itself. Raises UserError if it cannot be read."""
@@ -39,6 +41,24 @@ class SentencePieceTokenizer(Tokenizer):
         self.bos_token_id = self._pieces.bos_id() if self._pieces.bos_id() >= 0 else None
         self.eos_token_id = self._pieces.eos_id() if self._pieces.eos_id() >= 0 else None
 
+    def read_settings(self, settings: Mapping[str, Any]) -> None:
+        """Take what tokenizer_config.json says of special tokens, also in the place of pieces of other names, as InternLM2 has them.
+
+        Raises UserError for added tokens that are not special.
+        """
+        for id, token in settings.get("added_tokens_decoder", {}).items():
+            name, number = token["content"], int(id)
+            if number < self._pieces.get_piece_size() and self._pieces.id_to_piece(number) == name:
+                continue
+            if not token.get("special"):
+                raise UserError(
+                    f"the tokenizer in {self.source} adds {name!r}, which is not special: save it with tokenizer.json"
+                )
+            self._specials[name], self._special_names[number] = number, name
+            self.size = max(self.size, number + 1)
+        self._adds_bos = settings.get("add_bos_token") is not False
+        self.special_tokens = {name: token.content for name, token in named_tokens(dict(settings))}
+
     @property
     def model_proto(self) -> bytes:
         model: bytes = self._pieces.serialized_model_proto()
@@ -53,7 +73,8 @@ class SentencePieceTokenizer(Tokenizer):
         return max(len(name.encode()) for name in [*map(self._pieces.id_to_piece, ids), *self._specials])
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        begin = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
+        begins = add_special_tokens and self._adds_bos
+        begin = [self.bos_token_id] if begins and self.bos_token_id is not None else []
         named = "|".join(re.escape(name) for name in sorted(self._specials, key=len, reverse=True))
         parts = re.split(f"({named})", text) if named else [text]  # every second part is a special token
         ids = [[self._specials[part]] if i % 2 else self._encode_pieces(part) for i, part in enumerate(parts)]

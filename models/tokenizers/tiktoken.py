@@ -1,4 +1,4 @@
-"""Read byte-pair ranks in tiktoken's format, a line of base64 and a rank for each token: Qwen v1, Llama 3."""
+"""Read byte-pair ranks in tiktoken's format, a line of base64 and a rank for each token: Qwen v1, Llama 3, Kimi (`kimi.py`)."""
 
 import base64
 import unicodedata
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from conf.errors import UserError
 from models.tokenizers.base import NFC_SHRINKAGE, Message, Tokenizer, refuse_role
@@ -36,13 +37,20 @@ LLAMA3_SPECIALS = (
 class TiktokenTokenizer(Tokenizer):
     """A vocabulary of ranks, with special tokens after them."""
 
-    def __init__(self, file: Path, pattern: str, specials: tuple[str, ...]) -> None:
-        """Raises UserError if the file cannot be read."""
+    def __init__(
+        self,
+        file: Path,
+        ranks: dict[bytes, int],
+        pattern: str,
+        specials: tuple[str, ...],
+        texts: frozenset[str] = frozenset(),
+    ) -> None:
+        """`ranks`: those of `file`. `texts`: those of `specials` that belong to an answer's text, such as <think>."""
         import tiktoken  # here, because other tokenizers do without it
 
         self.source = file.parent
-        ranks = _read_ranks(file)
         self._specials = {name: len(ranks) + i for i, name in enumerate(specials)}
+        self._skipped = frozenset(id for name, id in self._specials.items() if name not in texts)
         self.size = len(ranks) + len(specials)
         self._encoding = tiktoken.Encoding(
             file.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self._specials
@@ -51,16 +59,15 @@ class TiktokenTokenizer(Tokenizer):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text. Special tokens that it names are read as such."""
         begin = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
-        ids: list[int] = self._encoding.encode(text, allowed_special="all")
-        return begin + ids
+        return begin + self._ids(text, allowed_special="all")
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        most = self._encoding.n_vocab - (len(self._specials) if skip_special_tokens else 0)
-        text: str = self._encoding.decode([id for id in token_ids if id < most])
+        skipped = self._skipped if skip_special_tokens else frozenset()
+        text: str = self._encoding.decode([id for id in token_ids if id < self.size and id not in skipped])
         return text
 
     def token_bytes(self, id: int) -> bytes | None:
-        if not 0 <= id < self.size - len(self._specials):
+        if not 0 <= id < self.size or id in self._skipped:
             return None
         token: bytes = self._encoding.decode_single_token_bytes(id)
         return token
@@ -71,7 +78,7 @@ class TiktokenTokenizer(Tokenizer):
 
     @property
     def _control_names(self) -> Mapping[str, bool]:
-        return dict.fromkeys(self._specials, True)
+        return {name: id in self._skipped for name, id in self._specials.items()}
 
     def _encode_parts(self, parts: list[str]) -> list[int]:
         return list(chain.from_iterable(map(self._plain_or_special, joined_runs(parts, self._specials))))
@@ -81,7 +88,11 @@ class TiktokenTokenizer(Tokenizer):
 
     def _plain(self, text: str) -> list[int]:
         """Return the token ids of what a user wrote. Special tokens in it stay text."""
-        ids: list[int] = self._encoding.encode(text, disallowed_special=())
+        return self._ids(text, disallowed_special=())
+
+    def _ids(self, text: str, **options: Any) -> list[int]:
+        """Return the token ids of a text by tiktoken's options."""
+        ids: list[int] = self._encoding.encode(text, **options)
         return ids
 
 
@@ -91,7 +102,7 @@ class QwenTokenizer(TiktokenTokenizer):
     SYSTEM = "You are a helpful assistant."  # where a conversation does not begin with its own
 
     def __init__(self, file: Path) -> None:
-        super().__init__(file, QWEN_PATTERN, QWEN_SPECIALS)
+        super().__init__(file, read_ranks(file), QWEN_PATTERN, QWEN_SPECIALS)
         self.bos_token_id = None
         self.eos_token_id = self._specials["<|endoftext|>"]
         self.turn_end_ids = (self._specials["<|im_start|>"], self._specials["<|im_end|>"])
@@ -126,7 +137,7 @@ class Llama3Tokenizer(TiktokenTokenizer):
     """Llama 3's tokenizer as Meta ships it: `tokenizer.model` holds ranks."""
 
     def __init__(self, file: Path) -> None:
-        super().__init__(file, LLAMA3_PATTERN, LLAMA3_SPECIALS)
+        super().__init__(file, read_ranks(file), LLAMA3_PATTERN, LLAMA3_SPECIALS)
         self.bos_token_id = self._specials["<|begin_of_text|>"]
         self.eos_token_id = self._specials["<|end_of_text|>"]
         self.turn_end_ids = (self._specials["<|eot_id|>"], self._specials["<|eom_id|>"])
@@ -142,9 +153,18 @@ class Llama3Tokenizer(TiktokenTokenizer):
         return [self._specials["<|start_header_id|>"], *self._plain(role), self._specials["<|end_header_id|>"]]
 
 
-def _read_ranks(file: Path) -> dict[bytes, int]:
+def read_ranks(file: Path) -> dict[bytes, int]:
+    """Return the ranks of all tokens by their bytes.
+
+    Raises UserError if the file cannot be read, if its ranks are not 0, 1, 2 ..., and where a byte is no token.
+    """
     try:
         lines = [line.split() for line in file.read_bytes().splitlines() if line]
-        return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        if sorted(ranks.values()) != list(range(len(lines))):
+            raise ValueError(f"{len(lines)} tokens do not have the ranks 0 to {len(lines) - 1}, each once")
+        if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+            raise ValueError(f"the byte {missing[0]} is no token")
     except (OSError, ValueError) as error:
         raise UserError(f"the tokenizer in {file.parent} cannot be read: {file.name}: {error}") from error
+    return ranks

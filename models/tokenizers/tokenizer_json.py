@@ -72,7 +72,7 @@ AS_IT_STANDS = ("", "PreTrainedTokenizer", "TokenizersBackend", "BloomTokenizer"
 FAMILIES = {
     **dict.fromkeys(("gpt2", "opt"), "GPT2Tokenizer"),
     **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), "Qwen2Tokenizer"),
-    "gemma2": "GemmaTokenizer",
+    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
     **dict.fromkeys(("mistral", "mixtral", "phi3", "glm", "glm4"), ""),
 }
 """Class of transformers by `model_type`; "" where it takes the file as it stands, whatever the settings say."""
@@ -101,7 +101,7 @@ def read_tokenizer_json(folder: Path) -> tuple[Tokenizer, dict[str, str]] | None
     if "added_tokens_decoder" not in settings:  # as older files have it
         settings = settings | read_json(folder / "special_tokens_map.json")
         added = read_json(folder / "added_tokens.json")
-    named = dict(_named(settings))
+    named = dict(named_tokens(settings))
     backend.add_tokens(list(_additions(backend, settings, added, named)))
     return backend, {name: token.content for name, token in named.items()}
 
@@ -117,7 +117,7 @@ def _class_name(config: dict[str, Any], settings: Settings, is_byte_level: bool)
     return declared
 
 
-def _named(settings: Settings) -> Iterator[tuple[str, AddedToken]]:
+def named_tokens(settings: Settings) -> Iterator[tuple[str, AddedToken]]:
     """Yield the names and tokens of settings such as `"bos_token": "<s>"`, whose value is a text or an object."""
     extra = settings.get("extra_special_tokens")
     for name, value in (settings | (extra if isinstance(extra, dict) else {})).items():

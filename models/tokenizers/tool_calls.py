@@ -2,13 +2,17 @@
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 DEEPSEEK_CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+KIMI_CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
+KIMI_SEPARATOR = "<|tool_call_argument_begin|>"
+KIMI_ID = re.compile(r"functions\.(.+):[0-9]+")
 FENCE = "```"
 
 
@@ -19,6 +23,8 @@ class ToolCall:
     name: str
     arguments: str
     """A JSON object, as text."""
+    id: str | None = None
+    """What the model calls it, in formats where it does, and where templates repeat that."""
 
 
 def read_json_call(text: str) -> list[ToolCall] | None:
@@ -55,6 +61,19 @@ def read_deepseek_calls(text: str) -> list[ToolCall] | None:
         else:
             calls.append({"name": first.strip(), "arguments": _json(second)})
     return _calls(calls)
+
+
+def read_kimi_calls(text: str) -> list[ToolCall] | None:
+    """Return calls in Kimi's format, `functions.NAME:NUMBER` and JSON, whose first part is the id of the call."""
+    begin, end = KIMI_CALL
+    ids, values = [], []
+    for call in text.split(begin)[1:]:
+        id, _, arguments = call.partition(end)[0].partition(KIMI_SEPARATOR)
+        match = KIMI_ID.fullmatch(id.strip())
+        ids.append(id.strip())
+        values.append({"name": match and match[1], "arguments": _json(arguments)})
+    calls = _calls(values)
+    return calls and [replace(call, id=id) for call, id in zip(calls, ids, strict=True)]
 
 
 def read_named_json_call(text: str) -> list[ToolCall] | None:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 
+import torch
+
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.formats.base import WeightFile
 from quantization.layouts import awq, compressed_tensors, fp8, gptq
 from quantization.layouts.base import StoredQuantization
-from quantization.layouts.gguf import read_gguf_quantization
+from quantization.layouts.gguf import CPU, read_gguf_quantization, warn_of_unpacked
 
 READERS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     compressed_tensors.METHOD: compressed_tensors.read_compressed_tensors,
@@ -17,14 +19,18 @@ READERS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
 }
 
 
-def read_quantization(config: ConfigReader, files: list[WeightFile]) -> StoredQuantization | None:
-    """Return what the config says of its `files`, or the types that GGUF files have; None for a float checkpoint.
+def read_quantization(
+    config: ConfigReader, files: list[WeightFile], device: torch.device = CPU
+) -> StoredQuantization | None:
+    """Return what the config says of its `files`, or the types of GGUF files that stay packed on a device; None for a float checkpoint.
 
     Raises UserError for methods and settings that are not implemented.
     """
     section = config.section("quantization_config")
     if section is None:
-        return read_gguf_quantization(files)
+        packed = read_gguf_quantization(files, device)
+        warn_of_unpacked(files, packed)
+        return packed
     method = section.require("quant_method", str)
     if method not in READERS:
         raise UserError(f"quantization_config: quant_method={method!r} is not supported: only {', '.join(READERS)}")

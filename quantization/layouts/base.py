@@ -64,6 +64,11 @@ class StoredQuantization(Protocol):
         """Return the layout of a layer that has a scheme."""
 
 
+def may_be_permuted(layout: WeightLayout) -> bool:
+    """Return whether a file says of which group each input is."""
+    return any(name.endswith("g_idx") for name in layout.tensors())
+
+
 def holds_codes(found: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether the file has more tensors for a layer than a float layer needs.
 

@@ -1,4 +1,4 @@
-"""Some outputs of a weight that a checkpoint holds whole, in any layout.
+"""Some outputs, or some inputs, of a weight that a checkpoint holds whole, in any layout.
 
 O output channels, I input channels.
 """
@@ -68,6 +68,43 @@ class SharedLayout:
                 before + min(max(i, read.start), read.stop - 1) - read.start for i in _indices(around, per_index)
             )
             before += len(read)
+
+
+@dataclass(frozen=True)
+class InputsLayout:
+    """A rank's inputs of a weight whose groups they do not divide. The whole is read: scales may be chosen by all inputs of an output."""
+
+    whole: WeightLayout
+    inputs: range
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.whole.shape[0], len(self.inputs)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        return self.whole.tensors()
+
+    def output_axes(self) -> dict[str, OutputAxis]:
+        raise ValueError("a layout is shared once")
+
+    def of_outputs(self, num_outputs: int) -> WeightLayout:
+        raise ValueError("a layout is shared once")
+
+    def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
+        """Return the weight of these inputs. Raises UserError as the whole layout does."""
+        stored = self.whole.read(tensors)
+        weight = stored.weight
+        assert weight.permutation is None
+        zero_points = None if weight.zero_points is None else self._columns(weight.zero_points)
+        codes, scales = self._columns(weight.codes), self._columns(weight.scales)
+        return replace(stored, weight=replace(weight, codes=codes, scales=scales, zero_points=zero_points))
+
+    def _columns(self, tensor: Tensor) -> Tensor:
+        """Return what is of these inputs, [O, *], of a column for each input or group. One for all inputs stays."""
+        if tensor.shape[1] == 1:
+            return tensor
+        inputs_each = self.whole.shape[1] // tensor.shape[1]
+        return tensor[:, self.inputs.start // inputs_each : self.inputs.stop // inputs_each].contiguous()
 
 
 def _indices(outputs: range, per_index: int) -> range:

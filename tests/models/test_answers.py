@@ -1,6 +1,7 @@
 """Answers of models: their content, reasoning and tool calls, whatever the pieces that they come in."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,23 @@ CASES: list[tuple[str, str, list[Part]]] = [
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         [CALL],
     ),
+    (
+        "kimi",
+        "<think>hm</think>Ok\n<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+        f"<|tool_call_argument_begin|>{JSON}<|tool_call_end|><|tool_call_begin|> functions.clock:11 "
+        "<|tool_call_argument_begin|> {} <|tool_call_end|><|tool_calls_section_end|>",
+        [
+            Reasoning("hm"),
+            Content("Ok"),
+            replace(CALL, id="functions.weather:0"),
+            replace(CLOCK, id="functions.clock:11"),
+        ],
+    ),
+    (
+        "kimi",  # cut by length behind the arguments; a name with what separates its parts
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.a.b:c:2<|tool_call_argument_begin|>{}",
+        [ToolCall("a.b:c", "{}", "functions.a.b:c:2")],
+    ),
     ("chatglm3", "\n 你好\n", [Content("你好\n")]),
     (
         "chatglm3",
@@ -103,6 +121,18 @@ BROKEN = [
     ("mistral", '[TOOL_CALLS] [{"name": "clock"}]'),
     ("mistral", "[TOOL_CALLS]clock[ARGS]"),
     ("deepseek", "<｜tool▁calls▁begin｜>clock<｜tool▁calls▁end｜>\n"),
+    ("kimi", "<|tool_calls_section_begin|><|tool_calls_section_end|>"),
+    *(
+        ("kimi", f"<|tool_calls_section_begin|><|tool_call_begin|>{call}<|tool_call_end|><|tool_calls_section_end|>")
+        for call in (
+            "functions.clock:0{}",
+            "functions.clock<|tool_call_argument_begin|>{}",
+            "clock:0<|tool_call_argument_begin|>{}",
+            "functions.clock:x<|tool_call_argument_begin|>{}",
+            "functions.:0<|tool_call_argument_begin|>{}",
+            "functions.clock:0<|tool_call_argument_begin|>[]",
+        )
+    ),
 ]
 
 
@@ -184,6 +214,9 @@ ALPHABET += [
     '{"name": "clock", "parameters": {}}',
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁sep｜>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>functions.clock:0<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
     "weather\n",
     "x",
     "]",

@@ -63,6 +63,17 @@ DEEPSEEK = """\
 {%- else %}{{- m.content }}{%- endif %}{%- endfor %}
 {%- if tools %}{{- tools | tojson }}{%- endif %}
 {%- if add_generation_prompt %}{{- '<｜Assistant｜>' }}{%- endif %}"""
+KIMI = """\
+{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' + tools | tojson(separators=(',', ':')) + '<|im_end|>' }}{%- endif %}
+{%- for m in messages %}{%- set name = m.name or m.role %}
+{%- if m.role in ('user', 'assistant') %}{{- '<|im_' + m.role + '|>' + name + '<|im_middle|>' }}
+{%- else %}{{- '<|im_system|>' + name + '<|im_middle|>' }}{%- endif %}
+{%- if m.role == 'tool' %}{{- '## Return of ' + m.tool_call_id + '\\n' }}{%- endif %}{{- m.content or '' }}
+{%- if m.tool_calls %}{{- '<|tool_calls_section_begin|>' }}{%- for c in m.tool_calls %}
+{{- '<|tool_call_begin|>' + c.id + '<|tool_call_argument_begin|>' }}
+{%- if c.function.arguments is string %}{{- c.function.arguments }}{%- else %}{{- c.function.arguments | tojson }}{%- endif %}
+{{- '<|tool_call_end|>' }}{%- endfor %}{{- '<|tool_calls_section_end|>' }}{%- endif %}{{- '<|im_end|>' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}"""
 GLM4 = """\
 {{- '[gMASK]<sop>' }}{%- if tools %}{{- '<|system|>\\n' }}
 {%- for t in tools %}{{- t.function.name + '\\n' + t.function | tojson(indent=4) }}
@@ -89,6 +100,17 @@ STYLES = {  # template, special tokens, other added tokens
         DEEPSEEK,
         ["<｜User｜>", "<｜Assistant｜>"],
         ["<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "</think>", "\n\n"],
+    ),
+    "kimi": (
+        KIMI,
+        ["<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"],
+        [
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+        ],
     ),
     "glm4": (GLM4, ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"], []),
 }
@@ -332,3 +354,35 @@ def test_chatglm3_has_tools_as_its_repository_has() -> None:
         load_tokenizer(SHARED / "goldens" / "chatglm2").encode_messages(PLAIN, None, tools=TOOLS)  # type: ignore[union-attr]
     with pytest.raises(UnreadArgument, match="has no arguments, but 'enable_thinking' is given"):
         tokenizer.encode_messages(PLAIN, None, template_arguments={"enable_thinking": True})
+
+
+def test_telechats_conversations(tmp_path: Path) -> None:
+    """Its code joins ids: user_token_id, a text, bot_token_id, an answer, eos_token_id; roles besides these it leaves out."""
+    backend = byte_level()
+    backend.add_special_tokens(["<_user>", "<_bot>", "<_end>"])
+    save(backend, tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    own_template = settings.pop("chat_template")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "telechat"}))
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(settings))
+    ours = load_tokenizer(tmp_path)
+    assert ours is not None
+    user, bot, end = (backend.token_to_id(name) for name in ("<_user>", "<_bot>", "<_end>"))
+    first, answer, second = (backend.encode(text, add_special_tokens=False).ids for text in (TRICKY, " Ja.\n", "?"))
+    messages = [
+        {"role": "user", "content": TRICKY},
+        {"role": "assistant", "content": " Ja.\n"},
+        {"role": "user", "content": "?"},
+    ]
+    text, ids = ours.encode_messages(messages, None)
+    assert ids == [user, *first, bot, *answer, end, user, *second, bot]
+    assert text == f"<_user>{TRICKY}<_bot> Ja.\n<_end><_user>?<_bot>"
+    spelled_ids = ours.encode_messages([{"role": "user", "content": "a<_bot>b"}], None)[1]
+    assert (spelled_ids.count(bot), spelled_ids[-1]) == (1, bot)
+    with pytest.raises(UserError, match="does not take these messages: the roles are user and assistant"):
+        ours.encode_messages([{"role": "system", "content": "x"}], None)
+    file.write_text(json.dumps(settings | {"chat_template": own_template}))  # as TeleChat2 has one
+    ours = load_tokenizer(tmp_path)
+    assert ours is not None
+    assert ours.encode_messages(messages, None)[0].startswith("<s>[user] ")

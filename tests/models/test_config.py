@@ -270,6 +270,13 @@ def test_parameters_without_a_type_are_the_default(key: str) -> None:
     assert rotary(**{key: {"rope_theta": 5e5}}) == RotaryConfig(8, 256, theta=5e5)
 
 
+def test_two_spellings_at_once_are_refused() -> None:
+    """transformers takes rope_scaling of a Llama, and both together of a Gemma 3."""
+    both = {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    with pytest.raises(UserError, match="has rope_parameters and rope_scaling: leave one of them out"):
+        rotary(**both)
+
+
 def test_no_scaling() -> None:
     assert rotary(rope_theta=5e5, rope_scaling=None) == RotaryConfig(8, 256, theta=5e5)
 

@@ -18,12 +18,15 @@ def table() -> str:
 
 
 def proof(architecture: Architecture) -> str:
-    """The goldens of its original code that are tests, and transformers where its own test file compares with it."""
+    """The goldens of its original code that are tests, and transformers where its own test file compares with it, or with formulas."""
     goldens = [name for name in FAMILIES if find_architecture(ConfigReader.from_folder(GOLDENS / name)) is architecture]
     sources = [f"its original code ({', '.join(goldens)})"] if goldens else []
     file = TESTS / f"test_{architecture.read_config.__module__.rpartition('.')[2]}.py"
-    if "transformers" in file.read_text(encoding="utf-8"):
+    text = file.read_text(encoding="utf-8")
+    if "transformers" in text:
         sources.append("transformers")
+    if "its formulas in float64" in text:
+        sources.append("its formulas in float64")
     assert sources, f"nothing proves {architecture.families}"
     return ", ".join(sources)
 

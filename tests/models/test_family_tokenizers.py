@@ -137,6 +137,41 @@ def test_chatglm2_and_3_conversations(version: int, tmp_path: Path) -> None:
         tokenizer.encode_messages(wrong, None)
 
 
+@pytest.mark.parametrize("version", [2, 3])
+def test_chatglm2_and_3_of_paddlenlp(version: int, tmp_path: Path) -> None:
+    """Its names of the family and of the length, beside which a length of training may stand."""
+    length = 32768 if version == 2 else 8192
+    tokenizer = real("chatglm2", tmp_path, model_type="chatglm_v2", max_sequence_length=length, seq_length=2048)
+    vectors = json.loads((TINY / PROMPTS).read_text(encoding="utf-8"))[f"chatglm{version}-6b"]
+    assert tokenizer.encode_messages(conversation("你好"), None)[1] == vectors["1turn"]["ids"]
+
+
+def test_pieces_under_the_name_of_paddlenlp(tmp_path: Path) -> None:
+    (tmp_path / "sentencepiece.bpe.model").symlink_to(REAL / "llama2" / "tokenizer.model")
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    tokenizer = load(tmp_path)
+    for case in json.loads((REAL / "llama2" / "vectors.json").read_text(encoding="utf-8"))["cases"]:
+        assert tokenizer.encode(case["text"], add_special_tokens=True) == [1, *case["ids"]]
+    assert tokenizer.encode_messages(conversation("Hi"), None)[0].startswith("<s>[INST] Hi")
+    (tmp_path / "chat_template.json").write_text(
+        '{"conversation": ["Human: {{user}}", "{{bot}}"], "query": "{{query}}"}'
+    )
+    with pytest.raises(UserError, match="has no chat template: give predict.chat_template=PATH"):
+        load(tmp_path).encode_messages(conversation("Hi"), None)
+
+
+def test_gpt_of_paddlenlp(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPTTokenizer"}')
+    for file in ("vocab.json", "merges.txt"):
+        (tmp_path / file).symlink_to(REAL / "gpt2" / file)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt"}')
+    tokenizer = load(tmp_path)
+    for case in json.loads((REAL / "gpt2" / "vectors.json").read_text(encoding="utf-8"))["cases"]:
+        assert tokenizer.encode(case["text"], add_special_tokens=True) == case["ids"]
+
+
 def test_baichuan_conversations(tmp_path: Path) -> None:
     tokenizer = real("baichuan1", tmp_path, model_type="baichuan")
     with pytest.raises(UserError, match="has no chat template: give predict.chat_template=PATH"):
@@ -149,6 +184,38 @@ def test_baichuan_conversations(tmp_path: Path) -> None:
     assert [id for id in ids if id != chat.eos_token_id] == vectors["2turns"]["ids"]  # of the code before eos was added
     with pytest.raises(UserError, match="role 'system' is none of user, assistant"):
         chat.encode_messages(conversation("x", system="y"), None)
+
+
+def test_special_tokens_in_the_place_of_pieces(tmp_path: Path) -> None:
+    """InternLM2 has only tokenizer.model, and names pieces of it anew in tokenizer_config.json."""
+    (tmp_path / "tokenizer.model").symlink_to(REAL / "llama2" / "tokenizer.model")
+    template = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    added = {"1": "<s>", "31998": "<|im_start|>", "31999": "<|im_end|>", "32000": "<|plugin|>"}
+    settings: dict[str, Any] = {
+        "added_tokens_decoder": {id: {"content": name, "special": True} for id, name in added.items()},
+        "bos_token": "<s>",
+        "chat_template": template,
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text('{"model_type": "internlm2"}')
+    tokenizer = load(tmp_path)
+    hi = tokenizer.encode("hi", add_special_tokens=False)
+    assert tokenizer.size == 32001
+    assert tokenizer.encode("hi<|im_end|><|plugin|>", add_special_tokens=True) == [1, *hi, 31999, 32000]
+    assert tokenizer.decode([*hi, 31999], skip_special_tokens=True) == "hi"
+    assert tokenizer.decode([31998, *hi, 32000], skip_special_tokens=False) == "<|im_start|>hi<|plugin|>"
+    assert tokenizer.token_bytes(31999) is None
+    text, ids = tokenizer.encode_messages([{"role": "user", "content": "hi"}], None)
+    assert (text, ids) == ("<s><|im_start|>hi<|im_end|>", [1, 31998, *hi, 31999])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": False}))
+    assert load(tmp_path).encode("hi", add_special_tokens=True) == hi
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
+    with pytest.raises(UserError, match="has no chat template: give predict.chat_template=PATH"):
+        load(tmp_path).encode_messages([{"role": "user", "content": "hi"}], None)  # Llama 2's is not InternLM2's
+    wrong = {"added_tokens_decoder": {"31999": {"content": "<think>", "special": False}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(wrong))
+    with pytest.raises(UserError, match="adds '<think>', which is not special: save it with tokenizer.json"):
+        load(tmp_path)
 
 
 def test_a_template_of_ones_own_wins(tmp_path: Path) -> None:
@@ -167,10 +234,22 @@ def test_a_template_of_ones_own_wins(tmp_path: Path) -> None:
         ("ice_text.model", b"x", {"model_type": "chatglm"}),
         ("qwen.tiktoken", b"not base64 at all\n", {"model_type": "qwen"}),
         ("qwen.tiktoken", b"IQ==\n", {"model_type": "qwen"}),
+        ("qwen.tiktoken", b"IQ== 1\n", {"model_type": "qwen"}),
+        ("qwen.tiktoken", b"IQ== 0\nIQ== 1\n", {"model_type": "qwen"}),
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, file: str, content: bytes, config: dict[str, str]) -> None:
     (tmp_path / file).write_bytes(content)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=f"the tokenizer in {tmp_path} cannot be read: {file}"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "LlamaTokenizer"), ("qwen2", "Qwen2Tokenizer")])
+def test_settings_without_a_vocabulary_are_refused(family: str, name: str, tmp_path: Path) -> None:
+    """transformers makes a tokenizer of them that has special tokens alone and leaves out all else."""
+    settings = {"tokenizer_class": name, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(UserError, match=f"{tmp_path} has no vocabulary of its {name}: put its tokenizer.json there"):
         load_tokenizer(tmp_path)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import Glm4ForCausalLM, GlmForCausalLM, Phi3ForCausalLM
 
 from conf.schema import DType
 from models.batch import Batch, KVCache
@@ -24,11 +24,61 @@ from pipelines.engine.kv_cache import allocate_kv_cache
 from tests.helpers.builders import run_config, unpacked_engine
 from tests.helpers.deepseek import V3_GROUPS
 from tests.helpers.deepseek import build as build_deepseek
+from tests.helpers.family_twins import InternLM2Twin, InternLM3Twin, TeleChatTwin
 from tests.helpers.goldens import FAMILIES, GOLDENS, link
 from tests.helpers.oracle import write_model
 
-OTHERS = {"glm": GlmForCausalLM, "glm4": Glm4ForCausalLM, "phi3": Phi3ForCausalLM}
+MIXTURE = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+ERNIE_MOE = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "use_bias": False}
+GROWING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 6, "rope_theta": 1e4}
+OTHERS: dict[
+    str, tuple[Any, dict[str, Any]]
+] = {  # classes of transformers' models, and what differs from the small sizes
+    "gemma3": (transformers.Gemma3ForCausalLM, {"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2}),
+    "glm": (transformers.GlmForCausalLM, {}),
+    "glm4": (transformers.Glm4ForCausalLM, {}),
+    "cohere2": (transformers.Cohere2ForCausalLM, {"sliding_window": 6, "sliding_window_pattern": 2}),
+    "exaone4": (transformers.Exaone4ForCausalLM, {"sliding_window": 6, "sliding_window_pattern": 2}),
+    "granite": (transformers.GraniteForCausalLM, {"residual_multiplier": 0.5, "logits_scaling": 3.0}),
+    "olmo2": (transformers.Olmo2ForCausalLM, {}),
+    "olmo3": (
+        transformers.Olmo3ForCausalLM,
+        {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "seed_oss": (transformers.SeedOssForCausalLM, {"head_dim": 16}),
+    "smollm3": (transformers.SmolLM3ForCausalLM, {"no_rope_layer_interval": 2}),
+    "falcon": (transformers.FalconForCausalLM, {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_one_key": (transformers.FalconForCausalLM, {}),
+    "gpt_neox": (transformers.GPTNeoXForCausalLM, {}),
+    "phi": (transformers.PhiForCausalLM, {}),
+    "internlm2": (InternLM2Twin, {}),
+    "internlm3": (InternLM3Twin, {"head_dim": 16}),
+    "qwen3_moe": (
+        transformers.Qwen3MoeForCausalLM,
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
+    ),
+    "telechat": (TeleChatTwin, {"attention_bias": True, "mlp_bias": True}),
+    "starcoder2": (transformers.Starcoder2ForCausalLM, {"sliding_window": 6}),
+    "phi3": (transformers.Phi3ForCausalLM, {}),
+    "ernie4_5": (transformers.Ernie4_5ForCausalLM, {"head_dim": 8, "use_bias": True}),
+    "ernie4_5_moe": (transformers.Ernie4_5_MoeForCausalLM, ERNIE_MOE),
+    "glm4_moe": (transformers.Glm4MoeForCausalLM, {**MIXTURE, "use_qk_norm": True, "attention_bias": True}),
+    "minimax_m2": (
+        transformers.MiniMaxM2ForCausalLM,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16},
+    ),
+    "ministral3": (
+        transformers.Ministral3ForCausalLM,
+        {"head_dim": 16, "rope_parameters": {**GROWING, "llama_4_scaling_beta": 0.5}},
+    ),
+}
 RANKS = 2
+
+
+def write_other(folder: Path, family: str, **changes: Any) -> Any:
+    """Write a random model of one of OTHERS, and return transformers' own."""
+    model_class, config = OTHERS[family]
+    return write_model(folder, model_class, **{"pad_token_id": 0, "eos_token_id": 1, **config, **changes})
 
 
 def float_engine(family: str, folder: Path) -> Engine:
@@ -36,7 +86,7 @@ def float_engine(family: str, folder: Path) -> Engine:
     if family == "deepseek":
         build_deepseek(3, **V3_GROUPS).save_pretrained(folder)
     elif family in OTHERS:
-        write_model(folder, OTHERS[family], pad_token_id=0, eos_token_id=1)
+        write_other(folder, family)
     else:
         link(family, folder)
     return unpacked_engine(run_config(folder, allow_pickle=True), 3)
@@ -130,7 +180,10 @@ def row_parallel_layers(model: CausalLM, layer: nn.Module) -> dict[str, nn.Modul
     return {n: m for n, m in layer.named_modules() if n.rpartition(".")[2] in model.layout.row_parallel}
 
 
-CUT = "baichuan-7b bloom chatglm chatglm2 gemma2 gpt2 llama3 mixtral opt qwen qwen2_moe qwen3 deepseek glm glm4 phi3".split()
+CUT = """
+baichuan-7b bloom chatglm chatglm2 gemma2 gpt2 llama3 mixtral opt qwen qwen2_moe qwen3 deepseek
+ernie4_5 ernie4_5_moe gemma3 glm glm4 glm4_moe internlm2 ministral3 phi3 telechat
+""".split()
 
 
 @pytest.mark.parametrize("family", CUT)

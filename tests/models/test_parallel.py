@@ -25,8 +25,8 @@ from tests.helpers.builders import run_config, write_llama
 from tests.helpers.deepseek import CASES, NextTokenReference, build
 from tests.helpers.divided import assert_same_bits, divided_steps, plan_of, rank_plan, stage_steps, whole_steps
 from tests.helpers.goldens import FAMILIES, GOLDENS, link
-from tests.helpers.oracle import random_prompts, write_model
-from tests.models.test_model_parts import OTHERS
+from tests.helpers.oracle import random_prompts
+from tests.models.test_model_parts import OTHERS, write_other
 
 PROMPTS = random_prompts(96, (5, 1, 40))
 DEEPSEEK = ["v2", "v2_no_q_lora", "v2_biases_tied", "v3", "v3_yarn"]
@@ -38,7 +38,7 @@ def write_family(name: str, folder: Path) -> list[list[int]]:
         version, config = CASES[name]
         build(version, **config).save_pretrained(folder)
     elif name in OTHERS:
-        write_model(folder, OTHERS[name], pad_token_id=0, eos_token_id=1)
+        write_other(folder, name)
     else:
         link(name, folder)
         golden = GOLDENS / name / "golden.safetensors"

@@ -99,6 +99,8 @@ FOLDERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] =
     "gpt 2, prefix": (byte_level, {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True, **BOTH}, {}, {}),
     "opt": (byte_level, {"tokenizer_class": "GPT2Tokenizer", **BOTH}, {"model_type": "opt"}, {}),
     "gemma 2": (gemma_like, {"tokenizer_class": "GemmaTokenizer", **BOTH}, {"model_type": "gemma2"}, {}),
+    "gemma 3": (gemma_like, {"tokenizer_class": "GemmaTokenizer", **BOTH}, {"model_type": "gemma3_text"}, {}),
+    "gemma 3 with pictures": (gemma_like, {"tokenizer_class": "GemmaTokenizer", **BOTH}, {"model_type": "gemma3"}, {}),
     "bloom": (byte_level, {"tokenizer_class": "BloomTokenizerFast", **BOTH}, {"model_type": "bloom"}, {}),
     "glm 4": (byte_level, {"tokenizer_class": "PreTrainedTokenizerFast", **BOTH}, {"model_type": "glm4"}, {}),
     "glm": (byte_level, {"tokenizer_class": "ChatGLM4Tokenizer", **BOTH}, {"model_type": "glm"}, {}),

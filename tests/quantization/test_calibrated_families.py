@@ -4,12 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from conf.quantization import QuantConfig
 from models.formats.manifest import verify_manifest
 from tests.helpers.builders import all_logits
 from tests.helpers.goldens import FAMILIES, GOLDENS, WHOLE_PROMPTS
+from tests.helpers.oracle import random_prompts
 from tests.helpers.quantized_models import (
     CALIBRATED,
     INT8,
@@ -21,6 +24,7 @@ from tests.helpers.quantized_models import (
     reloaded,
     write_rows,
 )
+from tests.models.test_model_parts import write_other
 
 SHIFTABLE = ("bloom", "gpt2", "opt")
 # One of each way that weights, activations, folds and groups can go; test_quantize.py has all the others on Llama.
@@ -48,20 +52,36 @@ def in_groups(quant: QuantConfig, family: str) -> QuantConfig:
     return quant if family.startswith(UNEVEN) and family != "qwen2_moe" else replace(quant, overrides={})
 
 
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"chatglm_28layers", "chatglm_bin"}))  # chatglm in other files
-def test_files_hold_the_model_that_was_made(family: str, tmp_path: Path) -> None:
-    golden = load_file(GOLDENS / family / "golden.safetensors")
-    prompt, expected = golden["input_ids"][0].tolist(), golden["logits"][0]
-    data = write_rows(tmp_path / "rows.jsonl", random_rows(18, 16, prompt[-2:] if family in WHOLE_PROMPTS else ()))
-    schemes = {name: in_groups(CALIBRATED[name], family) for name in SCHEMES}
-    schemes |= {"a8w8 shift": SHIFT} if family in SHIFTABLE else {}
+def check_files(
+    source: Path, prompt: list[int], expected: Tensor, schemes: dict[str, QuantConfig], folder: Path
+) -> None:
+    """The files of each scheme give the model that was made, whose error is bounded."""
+    end = prompt[-2:] if source.name in WHOLE_PROMPTS else ()
+    data = write_rows(folder / "rows.jsonl", random_rows(18, 16, end))
     schemes |= {f"int8, cache of {name}": QuantConfig(INT8, **cache) for name, cache in STATIC_CACHES.items()}
     errors = {}
     for i, (name, quant) in enumerate(schemes.items()):
-        target = tmp_path / str(i)
-        made = make(quantize_run(GOLDENS / family, quant, target, data, sequence_length=18), tmp_path / "run")
+        target = folder / str(i)
+        made = make(quantize_run(source, quant, target, data, sequence_length=18), folder / "run")
         verify_manifest(target)
         logits = all_logits(made, prompt)
         assert all_logits(reloaded(target), prompt).equal(logits), name
         errors[name] = float((logits - expected).square().mean().sqrt() / expected.std())
     assert all(0 < error < BOUNDS[name.split()[0].rstrip(",")] for name, error in errors.items()), errors
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"chatglm_28layers", "chatglm_bin"}))  # chatglm in other files
+def test_goldens(family: str, tmp_path: Path) -> None:
+    golden = load_file(GOLDENS / family / "golden.safetensors")
+    schemes = {name: in_groups(CALIBRATED[name], family) for name in SCHEMES}
+    schemes |= {"a8w8 shift": SHIFT} if family in SHIFTABLE else {}
+    check_files(GOLDENS / family, golden["input_ids"][0].tolist(), golden["logits"][0], schemes, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["ernie4_5", "ernie4_5_moe", "gemma3", "glm4_moe", "minimax_m2", "ministral3"])
+def test_families_of_transformers(family: str, tmp_path: Path) -> None:
+    reference, prompt = write_other(tmp_path / family, family, intermediate_size=96), random_prompts(96, (24,))[0]
+    with torch.no_grad():
+        expected = reference(torch.tensor([prompt])).logits[0]
+    schemes = {name: replace(CALIBRATED[name], overrides={}) for name in SCHEMES}
+    check_files(tmp_path / family, prompt, expected, schemes, tmp_path)

@@ -16,15 +16,17 @@ from conf.compose import dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import KVCacheFormat, KVCacheScales, QuantConfig, QuantMethod, QuantScheme
+from kernels.linear import BlockWeight, FloatWeight
 from models.formats import open_checkpoint
 from models.formats.gguf.reader import GGUFWeights
 from models.layers.linear import Linear
 from pipelines.loading import load_engine
 from pipelines.quantize import run_quantize
-from quantization.layouts.gguf import GGUFWeight, read_gguf_quantization
-from quantization.linear import IntMethod
+from quantization.layouts.gguf import GGUFBlocks, GGUFWeight, read_gguf_quantization
+from quantization.layouts.shared import SharedLayout
+from quantization.linear import BlockMethod, IntMethod
 from tests.helpers.builders import all_logits, complete, engine_of, run_config
-from tests.helpers.gguf_files import add_shape, llama_cpp_tensors, write_twin
+from tests.helpers.gguf_files import add_shape, llama_cpp_tensors, random_blocks, write_twin
 from tests.helpers.oracle import random_prompts, write_model
 from tests.helpers.packed_layouts import assert_rows_are_independent
 from tests.helpers.quantized_models import quantize_run
@@ -106,12 +108,12 @@ def test_a_file_runs_packed_without_an_option(family: str, kind: str, tmp_path: 
     assert embedding.equal(load_file(folder / "model.safetensors")["model.embed_tokens.weight"])  # type: ignore[union-attr, operator]
 
 
-def test_other_types_are_dequantised_beside_them(tmp_path: Path) -> None:
+def test_other_types_are_dequantised_beside_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path, LlamaForCausalLM, intermediate_size=96)
     file = tmp_path / "mixed.gguf"
     writer = gguf.GGUFWriter(file, "llama")
     add_shape(writer, tmp_path)
-    kinds = {"attn_v": "Q8_0", "ffn_up": "Q4_0", "ffn_down": "Q5_0", "attn_q": "F16"}
+    kinds = {"attn_v": "Q8_0", "ffn_up": "Q4_0", "ffn_down": "Q4_1", "attn_q": "F16"}
     for name, array in llama_cpp_tensors(tmp_path).items():
         type = gguf.GGMLQuantizationType[kinds.get(name.split(".")[-2], "F32")]
         writer.add_tensor(name, gguf.quants.quantize(array, type), raw_dtype=type)
@@ -119,9 +121,11 @@ def test_other_types_are_dequantised_beside_them(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    model = engine_of(file).runner.model
+    with caplog.at_level("WARNING"):
+        model = engine_of(file).runner.model
     packed = {name.rpartition(".")[2] for name, module in model.named_modules() if is_int(module)}
     assert packed == {"v_proj", "up_proj"}
+    assert caplog.messages == ["weights are unpacked to floats, which take more memory: 2 of Q4_1"]
 
 
 def test_options_beside_a_packed_file(tmp_path: Path) -> None:
@@ -162,4 +166,102 @@ def test_a_damaged_scale_is_refused(tmp_path: Path) -> None:
     data[tensor.data_offset : tensor.data_offset + 2] = np.float16("nan").tobytes()
     file.write_bytes(data)
     with pytest.raises(UserError, match="model.layers.0.mlp.up_proj: its scales have values that are not finite"):
+        engine_of(file)
+
+
+BLOCK_KINDS = {  # as Q4_K_M mixes them: within q/k/v and within experts, and a type in each of the four kinds
+    "attn_q": "Q4_K",
+    "attn_k": "Q4_K",
+    "attn_v": "Q6_K",
+    "attn_output": "Q5_0",
+    "ffn_gate": "Q5_K",
+    "ffn_up": "Q5_K",
+    "ffn_down": "Q6_K",
+    "ffn_gate_exps": "Q4_K",
+    "ffn_up_exps": "Q4_K",
+    "ffn_down_exps": "Q5_K",
+    "token_embd": "Q6_K",
+    "output": "Q6_K",
+}
+
+
+def write_blocks(folder: Path, family: str) -> tuple[Path, Path]:
+    """A GGUF file of random blocks, and a file of the floats that the package makes of them, as GGUF too."""
+    model_class, config = FAMILIES[family]
+    write_model(folder, model_class, hidden_size=256, intermediate_size=512, head_dim=64, **config)
+    architecture = "qwen2" if family == "qwen2" else "llama"
+    packed, floats = (gguf.GGUFWriter(folder / name, architecture) for name in ("packed.gguf", "floats.gguf"))
+    for writer in (packed, floats):
+        add_shape(writer, folder)
+    for i, (name, array) in enumerate(llama_cpp_tensors(folder, architecture == "llama").items()):
+        kind = BLOCK_KINDS.get(name.split(".")[-2]) if array.ndim > 1 else None
+        if kind is None:
+            packed.add_tensor(name, array)
+            floats.add_tensor(name, array)
+            continue
+        type = gguf.GGMLQuantizationType[kind]
+        raw = random_blocks(kind, int(np.prod(array.shape[:-1])), array.shape[-1], seed=i)
+        packed.add_tensor(name, raw.reshape(*array.shape[:-1], -1), raw_dtype=type)
+        floats.add_tensor(name, np.array(gguf.quants.dequantize(raw, type)).reshape(array.shape))
+    for writer in (packed, floats):
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return folder / "packed.gguf", folder / "floats.gguf"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_run_packed(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, floats = write_blocks(tmp_path, family)
+    own, expected = engine_of(file), engine_of(floats)
+    assert not caplog.messages
+    methods = {name: module.method for name, module in own.runner.model.named_modules() if isinstance(module, Linear)}
+    blocks = {name for name, method in methods.items() if isinstance(method, BlockMethod)}
+    assert {name for name in methods if "_proj" in name or "experts" in name} <= blocks
+    for name in blocks:  # to the bit
+        weight = methods[name].weight
+        assert isinstance(weight, BlockWeight)
+        layer = expected.runner.model.get_submodule(name)
+        assert isinstance(layer, Linear)
+        other = layer.method.weight
+        assert isinstance(other, Tensor | FloatWeight)
+        assert weight.unpack().dequantize().equal(other if isinstance(other, Tensor) else other.unpack())
+    prompts = random_prompts(96, (5, 1, 40))
+    for prompt in prompts:
+        logits = all_logits(expected, prompt)
+        # Kernels hold 16 or 32 inputs of a row in 16 bits: 2^-16 of the largest, times weights that are differences of larger numbers,
+        # at every layer.
+        torch.testing.assert_close(all_logits(own, prompt), logits, atol=1e-3 * float(logits.abs().max()), rtol=0)
+    assert_rows_are_independent(own, prompts)
+
+
+def test_blocks_are_floats_for_a_gpu(tmp_path: Path) -> None:
+    file, _ = write_blocks(tmp_path, "llama")
+    files = open_checkpoint(file, False).open_weights({})
+    assert read_gguf_quantization(files, torch.device("cuda")) is None
+    found = read_gguf_quantization(files)
+    assert found is not None
+    assert set(found.types.values()) == {"Q5_0", "Q4_K", "Q5_K", "Q6_K"}
+
+
+def test_a_share_of_blocks(tmp_path: Path) -> None:
+    raw = torch.from_numpy(random_blocks("Q4_K", 40, 512, seed=3))
+    layout = SharedLayout(GGUFBlocks("Q4_K", (40, 512)), (range(3, 9), range(20, 31)))
+    rows = [*range(3, 9), *range(20, 31)]
+    assert layout.tensors() == {"blocks": (17, 288)}
+    stored = layout.read({"blocks": raw[rows]})
+    assert stored.weight.dequantize().equal(
+        GGUFBlocks("Q4_K", (40, 512)).read({"blocks": raw}).weight.dequantize()[rows]
+    )
+
+
+@pytest.mark.parametrize(("tensor", "place"), [("ffn_up", 2), ("ffn_down", 208), ("attn_output", 0)])
+def test_a_damaged_block_is_refused(tensor: str, place: int, tmp_path: Path) -> None:
+    file, _ = write_blocks(tmp_path, "llama")
+    found = next(t for t in gguf.GGUFReader(file).tensors if t.name == f"blk.0.{tensor}.weight")
+    data = bytearray(file.read_bytes())
+    data[found.data_offset + place : found.data_offset + place + 2] = np.float16("inf").tobytes()
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="model.layers.0.*_proj: its scales have values that are not finite"):
         engine_of(file)

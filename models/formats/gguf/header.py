@@ -7,7 +7,7 @@ Every count is checked against the bytes that are left before anything is read o
 import math
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from itertools import pairwise
 from pathlib import Path
@@ -37,16 +37,26 @@ SCALARS = {
     GGUFValueType.INT64: "<q",
     GGUFValueType.FLOAT64: "<d",
 }
-TYPES = {
+TYPES = {  # those that the package can dequantise
     GGMLQuantizationType[name]
-    for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL".split()
+    for name in """
+    F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_NL IQ4_XS
+    TQ1_0 TQ2_0 MXFP4 NVFP4
+    """.split()
 }
+ORIGINS = (
+    "general.name",
+    "general.source.repo_url",
+    "general.base_model.0.name",
+    "general.base_model.0.repo_url",
+)  # keys that may say what the file was made of
 SHORTEST_PAIR = 8 + 4 + 1  # bytes of a pair with an empty key and a value of one byte
 SHORTEST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes of a tensor info with an empty name and one dimension
 
 
 @dataclass(frozen=True)
 class TensorInfo:
+    path: Path
     shape: tuple[int, ...]
     """Slowest dimension first, as in torch; the file has the opposite order."""
     type: GGMLQuantizationType
@@ -89,6 +99,24 @@ class GGUFHeader:
             )
         return values
 
+    def unsupported(self, what: str) -> UserError:
+        """Return the error for `what`, which is not supported here. It tells the way: the checkpoint that the file was made of."""
+        known = [f"{key}={str(self.scalars[key])[:80]!r}" for key in ORIGINS if self.scalars.get(key)]
+        origin = f" ({', '.join(known)})" if known else ""
+        return UserError(f"{self.path}: {what}: give the Hugging Face checkpoint that the file was made of{origin}")
+
+
+@dataclass(frozen=True)
+class GGUFMetadata:
+    """Holds the metadata of a file that the config of a family is made from."""
+
+    header: GGUFHeader
+    """That of the first file, which has the keys."""
+    read: ConfigReader
+    """The keys of the architecture."""
+    tensors: dict[str, TensorInfo]
+    """Those of all files."""
+
 
 def read_gguf_headers(path: Path) -> list[GGUFHeader]:
     """Read the headers of a GGUF file, of all files that it was split into, or of a folder's one model. The first has the metadata."""
@@ -114,6 +142,16 @@ def read_gguf_headers(path: Path) -> list[GGUFHeader]:
                 f"{header.path} says that it is file {number} of {split} (split.no, split.count): its name does not"
             )
     return headers
+
+
+def all_tensors(headers: list[GGUFHeader]) -> dict[str, TensorInfo]:
+    """Return the tensors of all files of a model. Raises UserError for one that two files hold."""
+    tensors: dict[str, TensorInfo] = {}
+    for header in headers:
+        if twice := next((name for name in header.tensors if name in tensors), None):
+            raise UserError(f"{header.path} holds the tensor {twice!r}, which {tensors[twice].path.name} holds, too")
+        tensors |= header.tensors
+    return tensors
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
@@ -159,7 +197,8 @@ class _HeaderParser:
         alignment = scalars.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1):
             raise self._error(f"general.alignment is {str(alignment)[:40]!r}, expected a power of two of at least 8")
-        return GGUFHeader(self._path, scalars, arrays, self._tensors(num_tensors, alignment))
+        header = GGUFHeader(self._path, scalars, arrays, {})
+        return replace(header, tensors=self._tensors(num_tensors, alignment, header))
 
     def _error(self, text: str) -> UserError:
         return UserError(f"{self._path}: {text}")
@@ -229,15 +268,15 @@ class _HeaderParser:
         count = self._count(what, dtype.itemsize)
         return np.frombuffer(self._take(count * dtype.itemsize, what), dtype)
 
-    def _tensors(self, count: int, alignment: int) -> dict[str, TensorInfo]:
+    def _tensors(self, count: int, alignment: int, header: GGUFHeader) -> dict[str, TensorInfo]:
         infos = {}
         for _ in range(count):
             name = self._name("a tensor's name", NAME_BYTES)
             if name in infos:
                 raise self._error(f"the tensor {name!r} is there twice")
-            infos[name] = self._tensor(name, alignment)
+            infos[name] = self._tensor(name, alignment, header)
         start = -(-self._at // alignment) * alignment
-        tensors = {name: TensorInfo(t.shape, t.type, start + t.offset, t.num_bytes) for name, t in infos.items()}
+        tensors = {name: replace(t, offset=start + t.offset) for name, t in infos.items()}
         for name, tensor in tensors.items():
             end = tensor.offset + tensor.num_bytes
             if end > self._size:
@@ -250,8 +289,8 @@ class _HeaderParser:
                 raise self._error(f"the tensors {name!r} and {other!r} overlap at {following.offset}")
         return tensors
 
-    def _tensor(self, name: str, alignment: int) -> TensorInfo:
-        """Read a tensor's info. Its offset is the file's, which counts from the beginning of the data."""
+    def _tensor(self, name: str, alignment: int, header: GGUFHeader) -> TensorInfo:
+        """Read a tensor's info. Its offset is the file's, which counts from the beginning of the data. header: what was read before it."""
         rank = self._number("<I", f"the rank of {name!r}")
         if not 1 <= rank <= DIMENSIONS:
             raise self._error(f"the tensor {name!r} has {rank} dimensions, expected 1 to {DIMENSIONS}")
@@ -262,7 +301,9 @@ class _HeaderParser:
             known = number in GGMLQuantizationType._value2member_map_
             found = GGMLQuantizationType(number).name if known else f"number {number}"
             supported = ", ".join(kind.name for kind in sorted(TYPES))
-            raise self._error(f"the tensor {name!r} has the type {found}, which is not supported: only {supported}")
+            raise header.unsupported(
+                f"the tensor {name!r} has the type {found}, which is not supported: only {supported}"
+            )
         kind = GGMLQuantizationType(number)
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if 0 in shape or math.prod(shape) >= 2**63:
@@ -273,4 +314,4 @@ class _HeaderParser:
             )
         if offset % alignment:
             raise self._error(f"the tensor {name!r} has the offset {offset}, expected a multiple of {alignment}")
-        return TensorInfo(shape, kind, offset, math.prod(shape) // block * block_bytes)
+        return TensorInfo(self._path, shape, kind, offset, math.prod(shape) // block * block_bytes)

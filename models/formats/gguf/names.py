@@ -1,68 +1,190 @@
-"""llama.cpp's names of architectures and tensors, for the families whose GGUF files are read and written."""
+"""How llama.cpp names and lays out the tensors of the families whose GGUF files are read, and of those that are written.
+
+Names are those of gguf's constants.py; what its converter changes is undone here and in reader.py.
+"""
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-ARCHITECTURE = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2"}  # by model_type
 ROTARY_FACTORS = "rope_freqs.weight"
-WHOLE = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "block_sparse_moe.gate",
-}
-IN_EXPERT = {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"}
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 WHOLE_NAME = re.compile(r"(\w+)\.(weight|bias)")
 LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 EXPERT_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(\d+)\.weight")  # of files before April 2024
 EXPERTS_NAME = re.compile(r"blk\.(\d+)\.(\w+)_exps\.weight")
-OUR_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-OUR_EXPERT = re.compile(r"block_sparse_moe\.experts\.\d+\.(w\d)")
 
 
-def hugging_face_name(name: str) -> str:
-    """Return the tensor's name in Hugging Face's layout. An unknown name stays as it is, and is refused as unexpected later."""
-    if (match := WHOLE_NAME.fullmatch(name)) and match[1] in WHOLE:
-        return f"{WHOLE[match[1]]}.{match[2]}"
-    if (match := LAYER_NAME.fullmatch(name)) and match[2] in IN_LAYER:
-        return f"model.layers.{match[1]}.{IN_LAYER[match[2]]}.{match[3]}"
-    if (match := EXPERT_NAME.fullmatch(name)) and match[2] in IN_EXPERT:
-        return expert_name(match[1], match[3], IN_EXPERT[match[2]])
-    return name
+@dataclass(frozen=True)
+class TensorLayout:
+    """llama.cpp's names of a family's modules, each with Hugging Face's, and what else differs between the two."""
+
+    whole: Mapping[str, str]
+    in_layer: Mapping[str, str]
+    """Names within a layer. A parameter whose last part differs, too, has an entry of its own with both last parts."""
+    layers: str = "model.layers"
+    in_expert: Mapping[str, str] = field(default_factory=dict)
+    experts: str = "mlp.experts"
+    transposed: tuple[str, ...] = ()
+    """Modules whose weight is [O, I] in the file and [I, O] in Hugging Face's layout."""
+    norm_offset: float = 0.0
+    """What the file's norms have more than Hugging Face's, whose model adds it itself."""
+    settings: tuple[str, ...] = (ROTARY_FACTORS,)
+    """Tensors that are read with the config and belong to no module."""
+
+    def hugging_face_name(self, name: str) -> str:
+        """Return the tensor's name in Hugging Face's layout. An unknown name stays as it is, and is refused as unexpected later."""
+        if (match := WHOLE_NAME.fullmatch(name)) and match[1] in self.whole:
+            return f"{self.whole[match[1]]}.{match[2]}"
+        if match := LAYER_NAME.fullmatch(name):
+            module, leaf = match[2], match[3]
+            if (whole := f"{module}.{leaf}") in self.in_layer:
+                return f"{self.layers}.{match[1]}.{self.in_layer[whole]}"
+            if module in self.in_layer:
+                return f"{self.layers}.{match[1]}.{self.in_layer[module]}.{leaf}"
+        if (match := EXPERT_NAME.fullmatch(name)) and match[2] in self.in_expert:
+            return self._expert_name(match[1], match[3], self.in_expert[match[2]])
+        return name
+
+    def expert_names(self, name: str, count: int) -> list[str] | None:
+        """Return the names of the experts that a tensor [count, ...] holds, or None for another tensor."""
+        match = EXPERTS_NAME.fullmatch(name)
+        if match is None or match[2] not in self.in_expert:
+            return None
+        return [self._expert_name(match[1], i, self.in_expert[match[2]]) for i in range(count)]
+
+    def llama_cpp_name(self, name: str) -> str:
+        """Return llama.cpp's name of a parameter. The experts of a layer share one name, because they are one tensor."""
+        module, _, leaf = name.rpartition(".")
+        match = re.fullmatch(rf"{re.escape(self.layers)}\.(\d+)\.(.+)", module)
+        if match is None:
+            return f"{_key_of(self.whole, module)}.{leaf}"
+        if expert := re.fullmatch(rf"{re.escape(self.experts)}\.\d+\.(\w+)", match[2]):
+            return f"blk.{match[1]}.{_key_of(self.in_expert, expert[1])}_exps.{leaf}"
+        return f"blk.{match[1]}.{_key_of(self.in_layer, match[2])}.{leaf}"
+
+    def _expert_name(self, layer: str, expert: int | str, module: str) -> str:
+        return f"{self.layers}.{layer}.{self.experts}.{expert}.{module}.weight"
 
 
-def expert_names(name: str, count: int) -> list[str] | None:
-    """Return the names of the experts that a tensor [count, ...] holds, or None for another tensor."""
-    match = EXPERTS_NAME.fullmatch(name)
-    if match is None or match[2] not in IN_EXPERT:
-        return None
-    return [expert_name(match[1], i, IN_EXPERT[match[2]]) for i in range(count)]
-
-
-def expert_name(layer: int | str, expert: int | str, module: str) -> str:
-    return f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{module}.weight"
-
-
-def llama_cpp_name(name: str) -> str:
-    """Return llama.cpp's name of a parameter. The experts of a layer share one name, because they are one tensor."""
-    module, _, leaf = name.rpartition(".")
-    match = OUR_LAYER_NAME.fullmatch(name)
-    if match is None:
-        return f"{_key_of(WHOLE, module)}.{leaf}"
-    if expert := OUR_EXPERT.fullmatch(match[2]):
-        return f"blk.{match[1]}.{_key_of(IN_EXPERT, expert[1])}_exps.{leaf}"
-    return f"blk.{match[1]}.{_key_of(IN_LAYER, match[2])}.{leaf}"
-
-
-def _key_of(names: dict[str, str], wanted: str) -> str:
+def _key_of(names: Mapping[str, str], wanted: str) -> str:
     return next(key for key, value in names.items() if value == wanted)
+
+
+WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+GATED_MLP = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
+FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+MLP = {name: f"mlp.{ours}" for name, ours in GATED_MLP.items()}
+PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {"attn_output": "self_attn.o_proj"}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+
+LLAMA = TensorLayout(
+    WHOLE,
+    {**PRE_NORMS, **ATTENTION, **MLP, "ffn_gate_inp": "block_sparse_moe.gate"},
+    in_expert={"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"},
+    experts="block_sparse_moe.experts",
+)
+QWEN3 = TensorLayout(
+    WHOLE, {**PRE_NORMS, **ATTENTION, **HEAD_NORMS, **MLP, "ffn_gate_inp": "mlp.gate"}, in_expert=GATED_MLP
+)
+GEMMA = TensorLayout(
+    WHOLE,
+    {
+        "attn_norm": "input_layernorm",
+        **ATTENTION,
+        **HEAD_NORMS,
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        **MLP,
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    norm_offset=1.0,
+)
+PHI3 = TensorLayout(
+    WHOLE,
+    {**PRE_NORMS, "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", **FUSED_MLP},
+    settings=(SHORT_FACTORS, LONG_FACTORS),
+)
+GLM4 = TensorLayout(
+    WHOLE,
+    {
+        **PRE_NORMS,
+        **ATTENTION,
+        "post_attention_norm": "post_self_attn_layernorm",
+        **FUSED_MLP,
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
+)
+DEEPSEEK = TensorLayout(
+    WHOLE,
+    {
+        **PRE_NORMS,
+        "attn_q": "self_attn.q_proj",
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "attn_output": "self_attn.o_proj",
+        **MLP,
+        "ffn_gate_inp": "mlp.gate",
+        "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        **{f"{name}_shexp": f"mlp.shared_experts.{ours}" for name, ours in GATED_MLP.items()},
+    },
+    in_expert=GATED_MLP,
+)
+GPT2 = TensorLayout(
+    {
+        "token_embd": "transformer.wte",
+        "position_embd": "transformer.wpe",
+        "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+    },
+    {
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_up": "mlp.c_fc",
+        "ffn_down": "mlp.c_proj",
+    },
+    layers="transformer.h",
+    settings=(),
+    transposed=("c_attn", "c_proj", "c_fc"),
+)
+BLOOM = TensorLayout(
+    {
+        "token_embd": "transformer.word_embeddings",
+        "token_embd_norm": "transformer.word_embeddings_layernorm",
+        "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+    },
+    {
+        **PRE_NORMS,
+        "attn_qkv": "self_attention.query_key_value",
+        "attn_output": "self_attention.dense",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
+    },
+    layers="transformer.h",
+    settings=(),
+)
+LAYOUTS = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "mixtral": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3,
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
+    "phi3": PHI3,
+    "glm4": GLM4,
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
+    "gpt2": GPT2,
+    "bloom": BLOOM,
+}
+"""By model_type."""

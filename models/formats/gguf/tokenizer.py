@@ -15,30 +15,22 @@ from tokenizers import Tokenizer as Backend
 
 from conf.errors import UserError
 from models.formats.gguf.header import GGUFHeader
+from models.formats.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from models.tokenizers.base import Tokenizer
 from models.tokenizers.huggingface import HuggingFaceTokenizer, damage_refused
 from models.tokenizers.sentencepiece import SentencePieceTokenizer
-from models.tokenizers.tiktoken import LLAMA3_PATTERN, QWEN_PATTERN
 
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-PATTERNS = {  # how a text is split before pairs are merged, by tokenizer.ggml.pre
-    "gpt-2": (GPT2_PATTERN,),
-    "smollm": (r"\p{N}", GPT2_PATTERN),
-    "llama-bpe": (LLAMA3_PATTERN,),
-    "qwen2": (QWEN_PATTERN,),
-    "deepseek-r1-qwen": (QWEN_PATTERN,),
-}
-NORMALISED = ("qwen2", "deepseek-r1-qwen")  # texts are normalised to NFC
-WHOLE_WORDS_FIRST = ("llama-bpe",)  # words of the vocabulary are not merged, and BOS comes first
 LIST = "tokenizer.ggml.tokens"
 
 
 def load_gguf_tokenizer(header: GGUFHeader) -> Tokenizer | None:
     """Return the file's tokenizer, or None where it has none. Raises UserError for a damaged vocabulary or an unknown kind."""
     read = header.section("tokenizer.ggml")
-    kind = read.expect("model", ("llama", "gpt2", "none", "no_vocab", None), None)
+    kind = read.raw("model")
     if kind in ("none", "no_vocab", None):
         return None
+    if kind not in ("llama", "gpt2"):
+        raise header.unsupported(f"tokenizer.ggml: model={kind!r:.80} is not supported: only 'llama', 'gpt2'")
     read.expect("add_eos_token", (None, False), None)
     return GGUFSentencePieceTokenizer(header) if kind == "llama" else GGUFBytePairTokenizer(header)
 
@@ -66,14 +58,16 @@ class GGUFSentencePieceTokenizer(SentencePieceTokenizer):
 
 
 class GGUFBytePairTokenizer(HuggingFaceTokenizer):
-    """The tokenizer of GPT-2, Llama 3 and Qwen, by tokens and merges."""
+    """A byte-level tokenizer, by tokens and merges."""
 
     def __init__(self, header: GGUFHeader) -> None:
         read = header.section("tokenizer.ggml")
-        pre = read.expect("pre", tuple(PATTERNS), None)
-        adds_bos = read.get("add_bos_token", bool, pre in WHOLE_WORDS_FIRST)
+        if (name := read.raw("pre")) not in PRE_TOKENIZERS:
+            supported = ", ".join(map(repr, PRE_TOKENIZERS))
+            raise header.unsupported(f"tokenizer.ggml: pre={name!r:.80} is not supported: only {supported}")
+        pre = PRE_TOKENIZERS[name]
         with damage_refused(header.path):
-            backend = _byte_pairs(header, pre, adds_bos)
+            backend = _byte_pairs(header, pre, read.get("add_bos_token", bool, pre.adds_bos))
         super().__init__(header.path, backend, _special_tokens(header), _chat_template(header))
         self.bos_token_id, self.eos_token_id = _token_id(header, "bos"), _token_id(header, "eos")
 
@@ -106,7 +100,7 @@ def _sentencepiece_model(header: GGUFHeader) -> bytes:
     return bytes(model.SerializeToString())
 
 
-def _byte_pairs(header: GGUFHeader, pre: str, adds_bos: bool) -> Backend:
+def _byte_pairs(header: GGUFHeader, pre: PreTokenizer, adds_bos: bool) -> Backend:
     tokens, pairs = header.texts(LIST), header.texts("tokenizer.ggml.merges")
     types = header.numbers("tokenizer.ggml.token_type", "i", len(tokens))
     used = [(i, token) for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED]  # others pad the list
@@ -117,10 +111,10 @@ def _byte_pairs(header: GGUFHeader, pre: str, adds_bos: bool) -> Backend:
     if missing := [letter for letter in sorted(pre_tokenizers.ByteLevel.alphabet()) if letter not in ids]:
         raise UserError(f"{header.path}: {LIST} lacks {len(missing)} of the 256 bytes, {missing[0]!r} first")
     merges = [_merge(header, pair, ids) for pair in pairs]
-    backend = Backend(models.BPE(vocab=ids, merges=merges, ignore_merges=pre in WHOLE_WORDS_FIRST))
-    if pre in NORMALISED:
+    backend = Backend(models.BPE(vocab=ids, merges=merges, ignore_merges=pre.whole_words_first))
+    if pre.is_nfc:
         backend.normalizer = normalizers.NFC()
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PATTERNS[pre]]
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, to_bytes])
     backend.decoder = decoders.ByteLevel()

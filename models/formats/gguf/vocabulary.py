@@ -14,14 +14,8 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from conf.errors import UserError
 from models.formats.gguf.header import GGUFHeader
-from models.formats.gguf.tokenizer import (
-    GPT2_PATTERN,
-    NORMALISED,
-    PATTERNS,
-    WHOLE_WORDS_FIRST,
-    GGUFSentencePieceTokenizer,
-    load_gguf_tokenizer,
-)
+from models.formats.gguf.pre_tokenizers import GPT2_PATTERN, PRE_TOKENIZERS
+from models.formats.gguf.tokenizer import GGUFSentencePieceTokenizer, load_gguf_tokenizer
 from models.tokenizers.base import Tokenizer
 from models.tokenizers.huggingface import HuggingFaceTokenizer
 from models.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -86,7 +80,8 @@ def _warn_of_other_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> N
             others
         ),
         "it removes leading and repeated spaces, and llama.cpp keeps them": vocabulary.removes_extra_whitespaces,
-        "it brings texts into Unicode's NFC, and llama.cpp does not": vocabulary.pre in NORMALISED,
+        "it brings texts into Unicode's NFC, and llama.cpp does not": vocabulary.model == "gpt2"
+        and PRE_TOKENIZERS[vocabulary.pre].is_nfc,
         f"it lacks {num_missing} of the 256 bytes, and llama.cpp ends at a character that is no token": (
             vocabulary.model == "llama" and num_missing > 0
         ),
@@ -220,9 +215,9 @@ def _pre(tokenizer: HuggingFaceTokenizer, backend: dict[str, Any]) -> str:
                 cuts.append(str(step))
     is_nfc = (backend["normalizer"] or {}).get("type") == "NFC"
     whole_words_first = bool(backend["model"].get("ignore_merges"))
-    for pre, patterns in PATTERNS.items():
-        if (tuple(cuts), is_nfc, whole_words_first) == (patterns, pre in NORMALISED, pre in WHOLE_WORDS_FIRST):
-            return pre
+    for name, pre in PRE_TOKENIZERS.items():
+        if (tuple(cuts), is_nfc, whole_words_first) == (pre.patterns, pre.is_nfc, pre.whole_words_first):
+            return name
     raise UserError(
-        f"the tokenizer in {tokenizer.source} cuts texts in a way that has no name in GGUF here: only that of {', '.join(PATTERNS)}"
+        f"the tokenizer in {tokenizer.source} cuts texts in a way that has no name in GGUF here: only that of {', '.join(PRE_TOKENIZERS)}"
     )

@@ -21,8 +21,8 @@ from models.decoder import DecoderConfig
 from models.families.mixtral import MixtralConfig
 from models.families.qwen2 import Qwen2Config
 from models.formats.base import Checkpoint, WeightFile
-from models.formats.gguf.names import ARCHITECTURE, ROTARY_FACTORS, llama_cpp_name
-from models.formats.gguf.reader import END_TOKENS
+from models.formats.gguf.config import END_TOKENS
+from models.formats.gguf.names import LAYOUTS, ROTARY_FACTORS
 from models.formats.gguf.vocabulary import gguf_vocabulary
 from models.formats.rotary_rows import side_by_side
 from models.layers.rotary import RotaryConfig, llama3_factors, yarn_mscale
@@ -32,6 +32,7 @@ from models.weights import match_tensors
 
 log = logging.getLogger(__name__)
 
+ARCHITECTURE = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2"}  # by model_type
 TYPES = {  # by dtype: the type of matrices, and of a file that mostly holds these
     "float32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
     "float16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
@@ -62,7 +63,7 @@ def write_gguf(
     sources = {names[name]: (opened, name) for opened in files for name in opened.shapes if name in names}
     tensors: dict[str, _StoredTensor] = {}
     for name, parameter in model.named_parameters():
-        target = llama_cpp_name(name)
+        target = LAYOUTS[model_type].llama_cpp_name(name)
         if target not in tensors:
             tensors[target] = _StoredTensor(
                 target, dtype, tuple(parameter.shape), _turned_heads(name, model_type, shape)

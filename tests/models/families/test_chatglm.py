@@ -54,13 +54,13 @@ def observe_plans(engine: Engine) -> list[StepPlan]:
     plans: list[StepPlan] = []
     make_plan = engine.scheduler.plan
 
-    def plan(max_tokens: int | None = None) -> StepPlan:
-        plans.append(make_plan(max_tokens))
+    def plan(*arguments: Any) -> StepPlan:
+        plans.append(make_plan(*arguments))
         for item in plans[-1].scheduled:
             assert item.num_new_tokens == item.sequence.num_uncomputed_tokens
         return plans[-1]
 
-    engine.scheduler.plan = plan  # type: ignore[method-assign]
+    engine.scheduler.plan = plan  # type: ignore[method-assign,assignment]
     return plans
 
 

@@ -1,6 +1,5 @@
 """DeepSeek-V2 and -V3 against transformers, which computes keys and values of every head: so absorbed attention equals the naive one."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from models.registry import find_architecture
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
 from tests.helpers.builders import all_logits, complete, engine_of, run_config, weights_of
-from tests.helpers.deepseek import CASES, SMALL, V2_GROUPS, V3_GROUPS, build
+from tests.helpers.deepseek import CASES, SMALL, V2_GROUPS, V3_GROUPS, YARN, build, change_config
 
 NEW_TOKENS = 32
 
@@ -67,11 +66,6 @@ def test_experts_in_every_second_layer(tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path)
     change_config(tmp_path, moe_layer_freq=2)
     assert_equal(engine_of(tmp_path), tmp_path, reference)
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def add_layer(folder: Path, layer: int) -> None:
@@ -180,3 +174,11 @@ def test_keys_of_hub_configs_are_known(version: int, keys: dict[str, Any]) -> No
 def test_refuses(version: int, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read(version, **changes)
+
+
+def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
+    """Its own code is V3's with another name, one group of experts and other sizes."""
+    reference = build(3, n_group=1, topk_group=1, routed_scaling_factor=2.827, rope_parameters=YARN)
+    reference.save_pretrained(tmp_path)
+    change_config(tmp_path, model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])
+    assert_equal(engine_of(tmp_path), tmp_path, reference)

@@ -24,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "untied": {"tie_word_embeddings": False},
     "inner": {"n_inner": 100, "layer_norm_epsilon": 1e-3, "activation_function": "gelu_pytorch_tanh"},
+    "exact_gelu": {"activation_function": "gelu"},
     "unscaled": {"scale_attn_weights": False},
     "inverse_layer_idx": {"scale_attn_by_inverse_layer_idx": True},
     "upcast": {
@@ -43,7 +44,7 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"activation_function": "gelu"}, "activation_function='gelu' is not supported: only 'gelu_new', 'gelu_py"),
+        ({"activation_function": "relu"}, "activation_function='relu' is not supported: only 'gelu_new', 'gelu_py"),
         ({"add_cross_attention": True}, "add_cross_attention=True is not supported: only False"),
         ({"n_head": 5}, "n_embd=48 is not a multiple of n_head=5"),
         ({"n_layer": None}, "n_layer is missing"),

@@ -28,6 +28,12 @@ CASES: dict[str, dict[str, Any]] = {
     "first_layer_only": {"mlp_only_layers": [1]},
     "no_biases": {"qkv_bias": False},
     "tied": {"tie_word_embeddings": True, "rope_theta": 1e6},
+    "window": {
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_only_layers": [0],
+    },
 }
 CONFIG = {
     **SIZES,
@@ -60,7 +66,7 @@ def test_log_probabilities_are_the_same_to_the_bit_in_any_company(tmp_path: Path
     ("changes", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: only 'silu'"),
-        ({"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window=True is not supported: only False"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "layer_types is missing, but use_sliding_window is true"),
         ({"layer_types": ["sliding_attention"] * 2}, "but use_sliding_window is not true"),
         ({"num_experts": 0}, "num_experts=0 is not a number above 0"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 is more than num_experts=6"),

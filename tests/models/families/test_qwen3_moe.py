@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True},
     "wide_heads": {"head_dim": 32, "norm_topk_prob": True},
     "tied": {"tie_word_embeddings": True, "rope_theta": 1e6},
+    "window": {"use_sliding_window": True, "sliding_window": 8, "mlp_only_layers": [0]},
 }
 CONFIG = {
     **SIZES,
@@ -43,7 +44,13 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: only 'silu'"),
-        ({"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window=True is not supported: only False"),
+        ({"use_sliding_window": True}, "sliding_window is missing"),
+        ({"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers=1 is not supported: only 0, None"),
+        (
+            {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types=.* is not supported: only .* None",
+        ),
+        ({"layer_types": ["sliding_attention"] * 2}, "but use_sliding_window is not true"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 is more than num_experts=6"),
         ({"num_local_experts": 1}, "num_experts_per_tok=2 is more than num_local_experts=1"),
         ({"mlp_only_layers": ["a"]}, r"mlp_only_layers=\['a'\] is not a list of layers from 0 to 1"),

@@ -1,5 +1,6 @@
 """GGUF files: written by the gguf package, read here; equal to the same model in Hugging Face's layout, or refused in one line."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from models.formats import open_checkpoint
 from models.formats.base import Checkpoint
+from models.formats.gguf.header import TYPES
 from tests.helpers.builders import SMALL, complete, engine_of
 from tests.helpers.gguf_files import add_shape, llama_cpp_tensors, write_tensors, write_twin
 from tests.helpers.oracle import random_prompts, write_model
@@ -28,7 +30,10 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2": (Qwen2ForCausalLM, {}),
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-KINDS = "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL".split()
+KINDS = """
+F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_NL IQ4_XS TQ1_0 TQ2_0
+MXFP4 NVFP4
+""".split()
 
 
 def weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -81,7 +86,7 @@ def test_rounded_weights_are_the_packages(kind: str, dtype: str, tmp_path: Path)
 def test_every_type_is_dequantised_as_the_package_does(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("models.formats.gguf.reader.DEQUANTISED_AT_ONCE", 1000)  # several pieces, the last one shorter
+    monkeypatch.setattr("models.formats.gguf.tensors.DEQUANTISED_AT_ONCE", 1000)  # several pieces, the last one shorter
     type = gguf.GGMLQuantizationType[kind]
     block, block_bytes = gguf.GGML_QUANT_SIZES[type]
     shape = (37, 2 * block) if block > 1 else (37, 5)
@@ -238,6 +243,19 @@ def test_split_files_that_do_not_belong_together(tmp_path: Path) -> None:
         opened(renamed)
 
 
+def test_a_tensor_in_two_of_the_files(tmp_path: Path) -> None:
+    write_model(tmp_path, LlamaForCausalLM)
+    files = write_split(tmp_path, 2)
+    writer = gguf.GGUFWriter(files[1], "llama")
+    writer.add_uint16("split.no", 1)
+    writer.add_uint16("split.count", 2)
+    write_tensors(writer, llama_cpp_tensors(tmp_path), "F32")
+    with pytest.raises(
+        UserError, match="big-00002-of-00002.gguf holds the tensor '.*', which big-00001-of-00002.gguf holds, too"
+    ):
+        opened(files[0])
+
+
 def test_folders(tmp_path: Path) -> None:
     write_model(tmp_path / "hf", LlamaForCausalLM)
     folder = tmp_path / "one"
@@ -293,13 +311,38 @@ def test_unexpected_tensors(tensors: dict[str, tuple[int, ...]], message: str, t
         engine_of(tmp_path / "twin.gguf")
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "bert"])
-def test_other_architectures(architecture: str, tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", architecture)
+@pytest.mark.parametrize(
+    ("keys", "origin"),
+    [
+        ({}, ""),
+        (
+            {"general.name": "A\nB", "general.base_model.0.repo_url": "https://huggingface.co/a/b"},
+            r" \(general.name='A\\nB', general.base_model.0.repo_url='https://huggingface.co/a/b'\)",
+        ),
+    ],
+)
+def test_other_architectures(keys: dict[str, str], origin: str, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "bert")
+    for key, value in keys.items():
+        writer.add_string(key, value)
     writer.add_tensor("token_embd.weight", np.zeros((2, 2), np.float32))
     finish(writer)
-    with pytest.raises(UserError, match=f"architecture='{architecture}' is not supported: only 'llama', 'qwen2'"):
+    supported = (
+        "only 'bloom', 'deepseek2', 'gemma2', 'gemma3', 'glm4', 'gpt2', 'llama', 'phi3', 'qwen2', 'qwen3', 'qwen3moe'"
+    )
+    way = f"give the Hugging Face checkpoint that the file was made of{origin}$"
+    with pytest.raises(UserError, match=f"x.gguf: general: architecture='bert' is not supported: {supported}: {way}"):
         opened(tmp_path / "x.gguf")
+
+
+def test_every_type_that_the_package_unpacks_is_read() -> None:
+    unpacked = set()
+    for kind, (_, block_bytes) in gguf.GGML_QUANT_SIZES.items():
+        with contextlib.suppress(NotImplementedError), np.errstate(all="ignore"):
+            gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+            unpacked.add(kind)
+    assert unpacked == TYPES
+    assert {kind.name for kind in unpacked} == set(KINDS)
 
 
 def test_a_vocabulary_is_no_model(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ def tensor_of(*shape: int, name: str = "t", kind: int = 0, offset: int = 0) -> b
             "the tensor 't' has the type number 999, which is not supported: only F32",
         ),
         (
-            pack(START, *ONE, tensor_of(256, kind=19)),
-            "the tensor 't' has the type IQ1_S, which is not supported: only F32",
+            pack(START, *ONE, tensor_of(256, kind=15)),
+            "the tensor 't' has the type Q8_K, which is not supported: only F32, .*: give the Hugging Face checkpoint",
         ),
         (pack(START, *ONE, tensor_of(48, kind=8)), "the tensor 't' has rows of 48, expected a multiple of 32 for Q8_0"),
         (pack(START, *ONE, tensor_of(2, offset=8)), "the tensor 't' has the offset 8, expected a multiple of 32"),

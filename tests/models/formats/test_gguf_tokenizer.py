@@ -1,16 +1,22 @@
 """Tokenizers inside GGUF files: equal to the plain tokenizers on real vocabularies; damaged and unknown ones refused by name."""
 
 import json
+import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
-from sentencepiece import SentencePieceProcessor
-from transformers import AutoTokenizer
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from tokenizers import Regex, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from conf.errors import UserError
 from models.formats import open_tokenizer
+from models.formats.gguf.pre_tokenizers import CASED_LETTERS
 from models.tokenizers import Tokenizer
 from tests.helpers.builders import SHARED, engine_of, write_llama
 from tests.helpers.small_tokenizers import TEXTS, TRICKY, byte_level
@@ -114,12 +120,24 @@ def test_qwen2(tmp_path: Path) -> None:
         ("qwen2", "DON'T 123", ["DON", "'T", " ", "1", "2", "3"]),
         ("deepseek-r1-qwen", "a 12", ["a", " ", "1", "2"]),
         ("llama-bpe", "DON'T 12345", ["DON", "'T", " ", "123", "45"]),
+        ("llama3", "a 1234", ["a", " ", "123", "4"]),
+        ("falcon3", "a 1234", ["a", " ", "123", "4"]),
+        ("glm4", "It's 1234", ["It", "'s", " ", "123", "4"]),
+        ("chatglm-bpe", "a 1234", ["a", " ", "123", "4"]),
+        ("dbrx", "a\n\n 1234", ["a", "\n\n", " ", "123", "4"]),
+        ("smaug-bpe", "a 1234", ["a", " ", "123", "4"]),
+        ("gpt-4o", "theWord's 1234//", ["the", "Word's", " ", "123", "4", "//"]),
+        ("tekken", "theWord's 12//", ["the", "Word", "'s", " ", "1", "2", "//"]),
+        ("deepseek-llm", "Ab, 12 c\nd", ["Ab", ",", " ", "12", " c", "\n", "d"]),
+        ("deepseek-coder", "Ab, 12 c\nd", ["Ab", ",", " ", "1", "2", " c", "\n", "d"]),
+        ("deepseek-v3", "(ab 1234 c!\n", ["(ab", " ", "123", "4", " c", "!\n"]),
+        ("bloom", "ab cd, 12(3) e", ["ab", " cd", ",", " 12", "(", "3", ")", " e"]),
     ],
 )
 def test_how_texts_are_cut(pre: str, text: str, words: list[str], tmp_path: Path) -> None:
     """A token for each of the words and for what they join to: the text is cut only where the pattern cuts."""
     letters = byte_level().pre_tokenizer.alphabet()
-    text_in_letters = text.replace(" ", "Ġ")
+    text_in_letters = text.replace(" ", "Ġ").replace("\n", "Ċ")
     tokens, merges = sorted(letters), []
     for end in range(2, len(text_in_letters) + 1):  # every beginning of every piece of the text can be merged
         for start in range(len(text_in_letters) - end + 1):
@@ -129,10 +147,121 @@ def test_how_texts_are_cut(pre: str, text: str, words: list[str], tmp_path: Path
                 merges.append(f"{part[:-1]} {part[-1]}")
     keys = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": [1] * len(tokens), "merges": merges}
     tokenizer = load(write(tmp_path / "x.gguf", **keys))
-    found = [tokens[id].replace("Ġ", " ") for id in tokenizer.encode(text, add_special_tokens=False)]
+    found = [tokens[id].replace("Ġ", " ").replace("Ċ", "\n") for id in tokenizer.encode(text, add_special_tokens=False)]
     assert "".join(found) == text
     cuts = {sum(map(len, found[:i])) for i in range(len(found))}
     assert cuts >= {sum(map(len, words[:i])) for i in range(len(words))}
+
+
+def split(*alternatives: str) -> dict[str, Any]:
+    """A step of tokenizer.json, whose pattern are these alternatives."""
+    return {"type": "Split", "pattern": {"Regex": "|".join(alternatives)}, "behavior": "Isolated", "invert": False}
+
+
+CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+SPACES = (r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
+PUBLISHED = {  # pre_tokenizer of tokenizer.json, before ByteLevel, as DeepSeek-V2 and -V3, BLOOM, Phi-4-mini and GLM-4 have it
+    "deepseek-llm": [
+        split("[\r\n]"),
+        split(r"\s?[A-Za-zµÀ-ÖØ-öø-ƺ]+"),  # of its letters those that the texts have
+        split("\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+"),
+        split(r"\s+$"),
+        split("[一-龥ࠀ-一가-\ud7ff]+"),
+        {"type": "Digits", "individual_digits": True},
+    ],
+    "deepseek-v3": [
+        split(r"\p{N}{1,3}"),
+        split("[一-龥\u3040-ゟ゠-ヿ]+"),
+        split(
+            r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+",
+            r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+            r" ?[\p{P}\p{S}]+[\r\n]*",
+            *SPACES,
+        ),
+    ],
+    "bloom": [split(r" ?[^(\s|[.,!?…。，、।۔،])]+")],
+    "gpt-4o": [
+        split(
+            f"{BEFORE_WORD}{UPPER}*{LOWER}+{CONTRACTION}?",
+            f"{BEFORE_WORD}{UPPER}+{LOWER}*{CONTRACTION}?",
+            r"\p{N}{1,3}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+            *SPACES,
+        )
+    ],
+    "glm4": [split(CONTRACTION, BEFORE_WORD + r"\p{L}+", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", *SPACES)],
+}
+
+
+@pytest.mark.parametrize("pre", PUBLISHED)
+def test_ids_are_those_of_tokenizer_json(pre: str, tmp_path: Path) -> None:
+    """A vocabulary that was learnt of texts cut as the family's tokenizer.json says, read by transformers and from GGUF."""
+    settings = json.loads(byte_level().to_str())
+    to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    settings["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*PUBLISHED[pre], to_bytes]}
+    settings["model"] |= {"vocab": {"<s>": 0, "</s>": 1}, "merges": []}
+    backend = Backend.from_str(json.dumps(settings))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([*TEXTS, TRICKY], trainer)
+    plain = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer = load(write(tmp_path / "x.gguf", **pairs(backend, pre)))
+    for text in (*TEXTS, TRICKY, "It's (12345), DON'T…  \n\n", "今天12 é　。", ""):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == plain.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_cased_letters_are_letters_with_a_case() -> None:
+    """By the categories of Unicode, which tell a range that was mistyped."""
+    cut = pre_tokenizers.Split(Regex(f"[{CASED_LETTERS}]"), "removed")
+    categories = {chr(code): unicodedata.category(chr(code)) for code in range(sys.maxunicode + 1)}
+    others = "".join(letter for letter, kind in categories.items() if kind not in ("Lu", "Ll", "Lt", "Cs"))
+    assert cut.pre_tokenize_str(others) == [(others, (0, len(others)))]
+    assert cut.pre_tokenize_str("AzµßÖʓΑωЯՖℵ") == [("ℵ", (10, 11))]
+
+
+def test_gemma(tmp_path: Path) -> None:
+    """Its pieces are matched before all others where they are user-defined; nothing is put before a text, and no space is lost."""
+    own = ["<start_of_turn>", "▁▁", "▁▁▁", "\n\n"]
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS * 20),
+        model_prefix=str(tmp_path / "gemma"),
+        model_type="bpe",
+        vocab_size=420,
+        byte_fallback=True,
+        user_defined_symbols=own,
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        split_digits=True,
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        minloglevel=2,
+    )
+    plain = SentencePieceProcessor(model_file=str(tmp_path / "gemma.model"))
+    model = ModelProto.FromString((tmp_path / "gemma.model").read_bytes())
+    keys = {
+        "model": "llama",
+        "pre": "default",
+        "tokens": [piece.piece for piece in model.pieces],
+        "scores": [piece.score for piece in model.pieces],
+        "token_type": [piece.type for piece in model.pieces],
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "unknown_token_id": 3,
+        "add_space_prefix": False,
+    }
+    tokenizer = load(write(tmp_path / "x.gguf", **keys))
+    for text in (*TEXTS, TRICKY, "<start_of_turn>user\n\n   a", " x"):
+        assert tokenizer.encode(text, add_special_tokens=True) == [2, *plain.encode(text)]
+        assert tokenizer.decode(plain.encode(text), skip_special_tokens=False) == text
 
 
 def test_sentencepiece_settings(tmp_path: Path) -> None:
@@ -186,7 +315,10 @@ def test_refused_sentencepiece(keys: dict[str, Any], message: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"pre": "jina-v2"}, "tokenizer.ggml: pre='jina-v2' is not supported: only 'gpt-2', 'smollm', 'llama-bpe'"),
+        (
+            {"pre": "jina-v2", "model": "gpt2"},
+            "tokenizer.ggml: pre='jina-v2' is not supported: only 'gpt-2', 'smollm', 'llama-bpe', .*: give the Hugging Face checkpoint",
+        ),
         ({"pre": None}, "tokenizer.ggml: pre=None is not supported"),
         ({"merges": ["a zzz"]}, "tokenizer.ggml.merges has 'a zzz', which does not join tokens to a token"),
         ({"merges": ["ab"]}, "tokenizer.ggml.merges has 'ab', which does not"),

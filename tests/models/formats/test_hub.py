@@ -7,6 +7,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
 
 import models.formats.hub
 from conf.errors import UserError
@@ -34,6 +35,78 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
     assert (find_checkpoint("org/name", with_weights=True, allow_pickle=False) / "config.json").is_file()
 
 
+def store(root: Path, *files: str) -> Path:
+    """The hub's cache with org/name, which holds these files."""
+    entry, commit = root / "cache" / "models--org--name", "0" * 40
+    (entry / "refs").mkdir(parents=True)
+    (entry / "refs" / "main").write_text(commit)
+    for name in files:
+        file = entry / "snapshots" / commit / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"GGUF")
+    return entry / "snapshots" / commit
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+@pytest.mark.parametrize(
+    ("tag", "file"),
+    [
+        ("Q4_K_M", "name-Q4_K_M.gguf"),
+        ("q4_k_m", "name-Q4_K_M.gguf"),
+        ("Q4_K", "name.q4_k.gguf"),
+        ("Q8_0", "Q8_0/name-Q8_0-00001-of-00002.gguf"),
+        ("F16", "F16.gguf"),
+    ],
+)
+def test_a_tag_chooses_a_gguf_file(tag: str, file: str, with_weights: bool, tmp_path: Path) -> None:
+    folder = store(
+        tmp_path,
+        *("name-Q4_K_M.gguf", "name-Q4_K_S.gguf", "name.q4_k.gguf", "name-IQ4_K.gguf", "mmproj-F16.gguf", "F16.gguf"),
+        *("Q8_0/name-Q8_0-00001-of-00002.gguf", "Q8_0/name-Q8_0-00002-of-00002.gguf", "name-Q4_K_M.gguf.json"),
+    )
+    assert find_checkpoint(f"org/name:{tag}", with_weights=with_weights, allow_pickle=False) == folder / file
+
+
+@pytest.mark.parametrize(
+    ("tag", "message"),
+    [
+        ("Q6_K", "model.path=org/name:Q6_K: no GGUF model in it has that tag: .*the id of the Hugging Face checkpoint"),
+        ("4_K_M", "no GGUF model in it has that tag"),
+        ("Q4_K_M", r"2 GGUF models in it have that tag \(a-Q4_K_M.gguf, b/b-q4_k_m.gguf\): .*give another tag"),
+    ],
+)
+def test_a_tag_of_no_one_file(tag: str, message: str, tmp_path: Path) -> None:
+    store(tmp_path, "a-Q4_K_M.gguf", "b/b-q4_k_m.gguf", "model.safetensors")
+    with pytest.raises(UserError, match=message) as raised:
+        find_checkpoint(f"org/name:{tag}", with_weights=True, allow_pickle=False)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.usefixtures("direct")
+def test_a_tag_downloads_its_files_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    there = [
+        "README.md",
+        "config.json",
+        "x-Q8_0.gguf",
+        "x-Q4_K_M.gguf",
+        "q8_0/x-q8_0-00001-of-00002.gguf",
+        "x.safetensors",
+    ]
+    asked: list[list[str]] = []
+
+    def download(id: str, allow_patterns: list[str], local_files_only: bool) -> str:
+        assert id == "org/name"
+        asked.append(list(filter_repo_objects(there, allow_patterns=allow_patterns)))
+        return str(tmp_path)
+
+    monkeypatch.setattr(models.formats.hub, "_unreachable", lambda endpoint: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for tag in ("Q4_K_M", "q4_k_m", "Q8_0"):
+        with pytest.raises(UserError, match="no GGUF model"):
+            find_checkpoint(f"org/name:{tag}", with_weights=True, allow_pickle=False)
+    assert asked == [["x-Q4_K_M.gguf"], ["x-Q4_K_M.gguf"], ["x-Q8_0.gguf", "q8_0/x-q8_0-00001-of-00002.gguf"]]
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -45,6 +118,10 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
             "/nowhere/at/all",
             "there is no folder /nowhere/at/all: model.path must be a folder or a file .* or a hub id such as org/name",
         ),
+        ("org/name:Q4_K_M", r"there is no folder org/name:Q4_K_M, and as a hub id it .*\(HF_HUB_OFFLINE is set\)"),
+        ("org/name:", "there is no folder org/name:: model.path must be"),
+        ("org/name:a/b", "there is no folder org/name:a/b: model.path must be"),
+        ("org/name:*", "there is no folder org/name:.*: model.path must be"),
         ("nowhere", "there is no folder nowhere"),
         ("../nowhere/model", "there is no folder ../nowhere/model"),
         ("a b/c", "there is no folder a b/c"),

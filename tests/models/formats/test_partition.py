@@ -1,4 +1,4 @@
-"""Axes against transformers' own plans for tensor parallelism, where it has them, and against Megatron's rule by hand; stages by hand."""
+"""Axes against transformers' own plans for tensor parallelism, where it has them, and against Megatron's rule by hand."""
 
 import json
 import re
@@ -8,10 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
-from models.formats.partition import Place, expected_tensors, partition, split_axis
+from models.formats.partition import expected_tensors, split_axis
 from models.registry import find_architecture
 from tests.helpers.builders import SMALL
 from tests.helpers.goldens import GOLDENS
@@ -152,57 +151,3 @@ def test_latents_and_routers_are_whole() -> None:
         1,
     )
     assert cut["mlp.experts.3.down_proj.weight"] == cut["mlp.shared_experts.down_proj.weight"] == 1
-
-
-@pytest.mark.parametrize("pp", [1, 2, 3, 5, 7])
-def test_stages_hold_consecutive_layers_of_nearly_equal_number(pp: int) -> None:
-    model = build({**SMALL, "model_type": "llama", "num_hidden_layers": 7, "rms_norm_eps": 1e-5})
-    names = {name: name for name, _ in model.named_parameters()}
-    places = partition(model, names, 1, pp)
-    layers = [places[f"model.layers.{i}.input_layernorm.weight"].stage for i in range(7)]
-    assert layers == sorted(layers)
-    sizes = [layers.count(stage) for stage in range(pp)]
-    assert max(sizes) - min(sizes) <= 1
-    assert min(sizes) > 0
-    assert len({places[name].stage for name in names if name.startswith("model.layers.3.")}) == 1
-    assert places["model.embed_tokens.weight"] == Place(0, None)
-    assert places["model.norm.weight"] == places["lm_head.weight"] == Place(pp - 1, None)
-
-
-def test_what_comes_before_the_layers_is_in_the_first_stage_in_every_family() -> None:
-    first, last = set(), set()
-    for family in ("bloom", "chatglm", "chatglm2", "gpt2", "opt", "qwen"):
-        changes = {"word_embed_proj_dim": 24} if family == "opt" else {}
-        model = golden(family, **changes)
-        places = partition(model, {name: name for name, _ in model.named_parameters()}, 1, 2)
-        outside = {name: place.stage for name, place in places.items() if not re.search(r"\.\d+\.", name)}
-        first |= {name.split(".")[-2] for name, stage in outside.items() if stage == 0}
-        last |= {name.split(".")[-2] for name, stage in outside.items() if stage == 1}
-    assert first == {
-        "word_embeddings", "word_embeddings_layernorm", "wte", "wpe", "embed_tokens", "embed_positions", "project_in",
-    }  # fmt: skip
-    assert last == {"ln_f", "final_layernorm", "final_layer_norm", "lm_head", "output_layer", "project_out"}
-
-
-def test_tensors_that_are_no_parameters_are_whole_and_go_with_their_layer() -> None:
-    model = build({**SMALL, "model_type": "llama", "rms_norm_eps": 1e-5})
-    names = dict.fromkeys(
-        ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.9.rotary_emb.inv_freq", "x.inv_freq"]
-    )
-    names |= {name: name for name, _ in model.named_parameters()}  # type: ignore[misc]
-    places = partition(model, names, 2, 2)
-    assert [places[name] for name in list(names)[:3]] == [Place(0, None), Place(1, None), Place(1, None)]
-
-
-def test_divisions_that_the_model_does_not_take(caplog: pytest.LogCaptureFixture) -> None:
-    model = build({**SMALL, "model_type": "llama", "rms_norm_eps": 1e-5})
-    names = {name: name for name, _ in model.named_parameters()}
-    with pytest.raises(UserError, match="pp=3 is more than the model's 2 layers: give at most 2"):
-        partition(model, names, 1, 3)
-    with pytest.raises(UserError, match="tp=7 divides no tensor of this model: give a divisor"):
-        partition(model, names, 7, 1)
-    places = partition(model, names, 11, 1)  # of 96 x 64 it divides nothing, but the 88 feed-forward channels
-    assert places["model.layers.0.mlp.down_proj.weight"] == Place(0, 1)
-    assert places["model.embed_tokens.weight"] == Place(0, None)
-    assert "tp=11 does not divide what is stored whole: model.embed_tokens.weight" in caplog.text
-    assert "and 6 more" in caplog.text

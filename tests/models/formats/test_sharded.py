@@ -1,8 +1,9 @@
 """The sharded layout: what is written is what the safetensors library reads, and whatever is wrong in a folder is one UserError."""
 
+import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from conf.errors import UserError
+from models.cuts import Cut, Division
 from models.formats import open_checkpoint
 from models.formats.huggingface import SafetensorsFile
 from models.formats.huggingface_writer import write_huggingface
-from models.formats.partition import Place
-from models.formats.sharded import LAYOUT, ShardedFile, write_sharded
+from models.formats.sharded import LAYOUT, ShardedFile
+from models.formats.sharded_writer import Shares, write_sharded
 from tests.helpers.damage import MUTATIONS, mutated
 
 TENSORS = {
@@ -30,14 +32,20 @@ TENSORS = {
     "mask": torch.tensor([True, False, True]),
     "bytes": torch.arange(5, dtype=torch.uint8),
     "numbers": torch.arange(6).reshape(2, 3),
+    "shared": torch.randn(2, 3),
 }
-PLACES = {name: Place(0, None) for name in TENSORS} | {
-    "rows": Place(0, 0),
-    "columns": Place(1, 1),
-    "cube": Place(1, 1),
-    "empty": Place(0, 0),
-    "scalar": Place(1, None),
+FIRST, LAST = ("whole", "rows", "empty", "mask", "bytes", "numbers", "shared"), ("columns", "cube", "scalar", "shared")
+CUTS: dict[str, list[Cut | None]] = {  # of two ranks: equal, unequal, in two ranges, overlapping, the same
+    "rows": [Cut(0, (range(3),)), Cut(0, (range(3, 4),))],
+    "columns": [Cut(1, (range(2),)), Cut(1, (range(2, 4),))],
+    "cube": [Cut(1, (range(1), range(3, 5))), Cut(1, (range(1, 3), range(5, 6)))],
+    "numbers": [Cut(1, (range(2),)), Cut(1, (range(1, 3),))],
+    "empty": [Cut(0, (range(0),)), Cut(0, (range(0),))],
+    "shared": [Cut(0, (range(2),)), Cut(0, (range(2),))],
 }
+SHARES: Shares = [
+    [{name: CUTS.get(name, [None] * 2)[rank] for name in names} for rank in range(2)] for names in (FIRST, LAST)
+]
 
 
 def nothing(done: int, total: int) -> None:
@@ -61,7 +69,7 @@ def source(tmp_path: Path) -> SafetensorsFile:
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
     save_file(TENSORS, folder / "source")
-    write_sharded([SafetensorsFile(folder / "source")], folder, PLACES, 2, 2, nothing)
+    write_sharded([SafetensorsFile(folder / "source")], folder, SHARES, nothing)
     (folder / "source").unlink()
     (folder / "config.json").write_text('{"model_type": "llama"}')
     return folder
@@ -69,15 +77,15 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_type_and_shape_comes_back(source: SafetensorsFile, tmp_path: Path) -> None:
     progress: list[tuple[int, int]] = []
-    sha256 = write_sharded([source], tmp_path, PLACES, 2, 2, lambda done, total: progress.append((done, total)))
+    sha256 = write_sharded([source], tmp_path, SHARES, lambda done, total: progress.append((done, total)))
     assert sorted(sha256) == [
         "rank_0_0.safetensors",
         "rank_0_1.safetensors",
         "rank_1_0.safetensors",
         "rank_1_1.safetensors",
     ]
-    total = sum(tensor.nbytes for tensor in TENSORS.values())
-    assert [total for _, total in progress] == [total] * len(TENSORS)
+    total = sum(tensor.nbytes for tensor in TENSORS.values()) + TENSORS["shared"].nbytes  # which is of both stages
+    assert [total for _, total in progress] == [total] * (len(TENSORS) + 1)
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
     assert progress[-1][0] == total
     file = ShardedFile(tmp_path)
@@ -86,25 +94,113 @@ def test_every_type_and_shape_comes_back(source: SafetensorsFile, tmp_path: Path
     assert_same(dict(file.read(TENSORS)), TENSORS)
 
 
-def test_pieces_are_what_the_axis_says_as_the_library_reads_them(sharded: Path) -> None:
-    ranks = {name: load_file(sharded / f"rank_{name}.safetensors") for name in ("0_0", "0_1", "1_0", "1_1")}
-    assert torch.equal(torch.cat((ranks["0_0"]["rows"], ranks["0_1"]["rows"])), TENSORS["rows"])
-    assert torch.equal(torch.cat((ranks["1_0"]["columns"], ranks["1_1"]["columns"]), 1), TENSORS["columns"])
-    assert torch.equal(torch.cat((ranks["1_0"]["cube"], ranks["1_1"]["cube"]), 1), TENSORS["cube"])
-    assert ranks["0_1"].keys() == {"rows", "empty"}
-    assert ranks["1_1"].keys() == {"columns", "cube"}
+def test_a_rank_has_all_that_it_reads_as_the_library_reads_it(sharded: Path) -> None:
+    for stage, ranks in enumerate(SHARES):
+        for rank, share in enumerate(ranks):
+            found = load_file(sharded / f"rank_{stage}_{rank}.safetensors")
+            assert found.keys() == share.keys()
+            for name, cut in share.items():
+                whole = TENSORS[name]
+                wanted = [i for each in cut.ranges for i in each] if cut else None
+                index = torch.tensor(wanted or [], dtype=torch.int64)
+                assert torch.equal(found[name], whole.index_select(cut.axis, index) if cut else whole), name
+
+
+def test_the_index_says_where_pieces_are(sharded: Path) -> None:
     layout = json.loads((sharded / LAYOUT).read_text())
-    assert (layout["version"], layout["tp"], layout["pp"]) == (1, 2, 2)
-    entry = layout["tensors"]["columns"]
-    assert {key: entry[key] for key in ("shape", "dtype", "stage", "axis")} == {
-        "shape": [3, 4], "dtype": "bfloat16", "stage": 1, "axis": 1,
-    }  # fmt: skip
-    assert [(piece["ranks"], piece["file"]) for piece in entry["pieces"]] == [
-        ([0], "rank_1_0.safetensors"),
-        ([1], "rank_1_1.safetensors"),
+    assert (layout["version"], layout["tp"], layout["pp"]) == (2, 2, 2)
+    entry = layout["tensors"]["cube"]
+    assert {key: entry[key] for key in ("shape", "dtype", "axis")} == {
+        "shape": [2, 6, 3],
+        "dtype": "float64",
+        "axis": 1,
+    }
+    assert [(piece["ranges"], piece["files"]) for piece in entry["pieces"]] == [
+        ([[0, 1], [3, 5]], ["rank_1_0.safetensors"]),
+        ([[1, 3], [5, 6]], ["rank_1_1.safetensors"]),
     ]
-    assert [piece["ranks"] for piece in layout["tensors"]["whole"]["pieces"]] == [[0, 1]]
+    assert [(piece["ranges"], piece["files"]) for piece in layout["tensors"]["whole"]["pieces"]] == [
+        (None, ["rank_0_0.safetensors", "rank_0_1.safetensors"])
+    ]
+    assert [(piece["ranges"], len(piece["files"])) for piece in layout["tensors"]["shared"]["pieces"]] == [
+        ([[0, 2]], 4)
+    ]
+    content = TENSORS["whole"].numpy().tobytes()
+    assert layout["tensors"]["whole"]["pieces"][0]["sha256"] == hashlib.sha256(content).hexdigest()
     assert len((sharded / LAYOUT).read_text().splitlines()) == len(TENSORS) + 2  # a tensor is a line
+
+
+def test_the_index_has_the_digest_of_each_piece(sharded: Path) -> None:
+    """As `sha256sum` would give it of the piece's bytes in a file."""
+    num_cut = 0
+    for name, entry in json.loads((sharded / LAYOUT).read_text())["tensors"].items():
+        for piece in entry["pieces"]:
+            num_cut += piece["ranges"] is not None
+            for file in piece["files"]:
+                held = load_file(sharded / file)[name].contiguous().reshape(-1).view(torch.uint8)
+                assert piece["sha256"] == hashlib.sha256(held.numpy().tobytes()).hexdigest(), (name, file)
+    assert num_cut == 10  # "rows", "columns", "cube" and "numbers" in two, "empty" and "shared" in one
+
+
+@pytest.mark.parametrize("division", [Division(), Division(2, 2, 1, 0), Division(2, 2, 0, 1), Division(4, 1, 3)])
+def test_any_ranges_are_read(sharded: Path, division: Division) -> None:
+    """Along the axis that is cut or another one, of one piece or several."""
+    file = ShardedFile(sharded).of_rank(division)
+    for name, tensor in TENSORS.items():
+        for axis, size in enumerate(tensor.shape):
+            for ranges in (
+                (range(size),),
+                (range(size // 2, size), range(size // 3)),
+                (range(size - 1, size),) * bool(size),
+            ):
+                index = torch.tensor([i for each in ranges for i in each], dtype=torch.int64)
+                assert torch.equal(file.read_ranges(name, Cut(axis, ranges)), tensor.index_select(axis, index)), name
+
+
+@pytest.mark.parametrize(("stage", "rank"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_rank_of_the_same_division_reads_its_own_file_alone(
+    sharded: Path, stage: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, opened, read = ShardedFile(sharded).of_rank(Division(2, 2, rank, stage)), [], SafetensorsFile.read
+
+    def watched(self: SafetensorsFile, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        opened.append(self.path.name)
+        return read(self, names)
+
+    monkeypatch.setattr(SafetensorsFile, "read", watched)
+    for name, cut in SHARES[stage][rank].items():
+        assert torch.is_tensor(file.read_ranges(name, cut) if cut else next(file.read([name]))[1])
+    assert {*opened} == {f"rank_{stage}_{rank}.safetensors"}
+
+
+def write_version_1(folder: Path) -> Path:
+    """A matrix in equal pieces along each axis, and what one file has for both ranks, as version 1 had it."""
+    tensors = {name: TENSORS[name] for name in ("columns", "whole", "scalar")} | {"rows": TENSORS["rows"]}
+    axes = {"rows": 0, "columns": 1}
+    entries = {}
+    files: list[dict[str, torch.Tensor]] = [{}, {}]
+    for name, tensor in tensors.items():
+        parts = tensor.chunk(2, axes[name]) if name in axes else [tensor]
+        for file, part in zip(files, parts, strict=False):
+            file[name] = part.contiguous()
+        pieces = [
+            {"ranks": [i] if name in axes else [0, 1], "file": f"rank_0_{i}.safetensors"} for i in range(len(parts))
+        ]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries[name] = {"shape": [*tensor.shape], "dtype": dtype, "stage": 0, "axis": axes.get(name), "pieces": pieces}
+    for i, file in enumerate(files):
+        save_file(file, folder / f"rank_0_{i}.safetensors")
+    (folder / LAYOUT).write_text(json.dumps({"version": 1, "tp": 2, "pp": 1, "tensors": entries}))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+def test_version_1_is_read(tmp_path: Path) -> None:
+    file = ShardedFile(write_version_1(tmp_path))
+    names = ("columns", "rows", "whole", "scalar")
+    assert_same(dict(file.read(names)), {name: TENSORS[name] for name in names})
+    rows = file.of_rank(Division(2, 1, 1)).read_ranges("columns", Cut(0, (range(2, 3), range(1))))
+    assert torch.equal(rows, TENSORS["columns"][[2, 0]])
 
 
 def test_the_library_reads_mixed_types_of_one_file(source: SafetensorsFile, tmp_path: Path) -> None:
@@ -130,36 +226,68 @@ def rows(**values: Any) -> Change:
     return lambda layout: layout["tensors"]["rows"].update(values)
 
 
-def second_piece(file: object) -> Change:
-    return lambda layout: layout["tensors"]["rows"]["pieces"][1].update(file=file)
+def piece(number: int, **values: Any) -> Change:
+    return lambda layout: layout["tensors"]["rows"]["pieces"][number].update(values)
+
+
+def shared_files(layout: dict[str, Any]) -> list[str]:
+    files: list[str] = layout["tensors"]["shared"]["pieces"][0]["files"]
+    return files
 
 
 BAD: list[tuple[Change, str]] = [
-    (lambda layout: layout.update(version=2), r"layout\.json: version=2 is not supported: only 1"),
+    (lambda layout: layout.update(version=3), r"layout\.json: version=3 is not supported: only 1, 2"),
     (lambda layout: layout.pop("tp"), r"layout\.json: tp is missing"),
     (lambda layout: layout.update(tp=0), r"tp=0 is not a number above 0"),
-    (lambda layout: layout.update(tp=3), r"pieces are not one for each of tp=3 ranks in a file of its own"),
-    (lambda layout: layout.update(tp=2**30), r"pieces are not one for each of tp=1073741824 ranks"),
     (lambda layout: layout.update(tensors=[]), r"tensors=\[\] is not of type dict"),
     (lambda layout: layout["tensors"].update(rows=3), r"layout\.json: rows is not an object"),
     (lambda layout: layout["tensors"].pop("rows"), r"rank_0_0.safetensors holds rows, which layout\.json does not list there"),
-    (lambda layout: layout["tensors"]["rows"]["pieces"].reverse(), r"rows: its pieces are not one for each"),
+    (lambda layout: shared_files(layout).remove("rank_1_0.safetensors"), r"rank_1_0.safetensors holds shared, which layout\.json"),
     (rows(shape=[4, -3]), r"rows: shape=\[4, -3\] is not a list of sizes"),
-    (rows(shape=[8, 3]), r"has torch.float32 \[2, 3\] as rows, but layout\.json says torch.float32 \[4, 3\]"),
-    (rows(shape=[5, 3]), r"axis 0 of shape \[5, 3\] is not divided by tp=2"),
+    (rows(shape=[8, 3]), r"rows: no piece has index 4 of 8"),
+    (rows(shape=[4, 8]), r"has torch.float32 \[3, 3\] as rows, but layout\.json says torch.float32 \[3, 8\]"),
     (rows(axis=2), r"rows: axis=2 is not an axis of shape \[4, 3\], or null"),
     (rows(axis=True), r"rows: axis=True is not an axis"),
-    (rows(axis=None), r"rows: its pieces are not one for each of tp=2 ranks"),
+    (rows(axis=None), r"rows: ranges=\[\[0, 3\]\] of a tensor without an axis: expected null"),
     (rows(dtype="int8"), r"but layout\.json says torch.int8"),
     (rows(dtype=8), r"rows: dtype=8 is not of type str"),
     (rows(pieces={}), r"rows: pieces is not a list of objects"),
-    (rows(pieces=[]), r"rows: its pieces are not one for each"),
-    (second_piece("rank_0_0.safetensors"), r"in a file of its own"),
-    (second_piece("rank_1_1.safetensors"), r"rank_1_1.safetensors has nothing as rows"),
-    (second_piece("../x"), r"file='../x' is not a file of its own folder"),
-    (second_piece(7), r"file=7 is not a file of its own folder"),
-    (second_piece("rank_9_9.safetensors"), r"names rank_9_9.safetensors, which is missing"),
+    (rows(pieces=[]), r"rows: no piece has index 0 of 4"),
+    (lambda layout: layout["tensors"]["whole"].update(pieces=[]), r"whole: 0 pieces of a tensor without an axis: expected 1"),
+    (lambda layout: layout["tensors"]["rows"]["pieces"].pop(0), r"rows: no piece has index 0 of 4"),
+    (piece(0, ranges=[[0, 2]]), r"rows: no piece has index 2 of 4"),
+    (piece(1, ranges=[[2, 4]]), r"has torch.float32 \[1, 3\] as rows, but layout\.json says torch.float32 \[2, 3\]"),
+    (piece(1, ranges=[[3, 5]]), r"rows: ranges=\[\[3, 5\]\] is not a list of \[start, stop\] within 4"),
+    (piece(1, ranges=[[4, 3]]), r"is not a list of \[start, stop\] within 4"),
+    (piece(1, ranges=[[True, 4]]), r"is not a list of \[start, stop\] within 4"),
+    (piece(1, ranges=None), r"ranges=None is not a list of \[start, stop\] within 4"),
+    (piece(1, files=[]), r"rows: files=\[\] is not a list of the files that have the piece"),
+    (piece(1, files=[7]), r"rows: files=\[7\] is not a list of the files"),
+    (piece(1, files=["rank_1_1.safetensors"]), r"rank_1_1.safetensors has nothing as rows"),
+    (piece(1, files=["../x"]), r"file='../x' is not a file of its own folder"),
+    (piece(1, files=["rank_9_9.safetensors"]), r"names rank_9_9.safetensors, which is missing"),
 ]  # fmt: skip
+BAD_1: list[tuple[Change, str]] = [
+    (lambda layout: layout.update(tp=3), r"pieces are not one for each of tp=3 ranks in a file of its own"),
+    (lambda layout: layout.update(tp=2**30), r"pieces are not one for each of tp=1073741824 ranks"),
+    (lambda layout: layout["tensors"]["rows"]["pieces"].reverse(), r"rows: its pieces are not one for each"),
+    (rows(shape=[5, 3]), r"rows: an axis of 5 is not divided by tp=2"),
+    (rows(shape=[8, 3]), r"has torch.float32 \[2, 3\] as rows, but layout\.json says torch.float32 \[4, 3\]"),
+    (rows(axis=None), r"rows: its pieces are not one for each of tp=2 ranks"),
+    (rows(pieces=[]), r"rows: its pieces are not one for each"),
+    (piece(1, file="rank_0_0.safetensors"), r"in a file of its own"),
+    (piece(1, file=7), r"file=7 is not a file of its own folder"),
+    (piece(1, file="../x"), r"file='../x' is not a file of its own folder"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_1, ids=[message[:40] for _, message in BAD_1])
+def test_a_wrong_layout_of_version_1_is_named(tmp_path: Path, change: Change, message: str) -> None:
+    layout = layout_of(write_version_1(tmp_path))
+    change(layout)
+    (tmp_path / LAYOUT).write_text(json.dumps(layout))
+    with pytest.raises(UserError, match=message):
+        ShardedFile(tmp_path)
 
 
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[message[:40] for _, message in BAD])

@@ -1,0 +1,323 @@
+"""export.json: what the engine must know of an artefact beside its graph and its weights. It is untrusted input.
+
+That of a divided model names the division; each rank's is in a folder of its own.
+
+N blocks of B slots, G key/value heads.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError, shortened
+from kernels import build
+from kernels.kv_format import PARTS, PagedVectors, allocate
+from models.adapters import adaptable_layers
+from models.batch import KVCache
+from models.causal_lm import CausalLM, ModelShape
+from models.config import ConfigReader
+from models.cuts import Division
+from models.exported.functions import schemas
+from models.exported.part import Part, describe_part, read_part
+from models.layers.absent import Absent
+from models.layers.attention import Heads
+from models.layers.linear import tied_weight
+from models.layers.moe import Experts
+from models.weights import DTYPES
+
+EXPORT, GRAPH, ADAPTED_GRAPH, WEIGHTS = "export.json", "graph.pt2", "adapted.pt2", "weights.safetensors"
+REMEDY = "export the model anew by task=export"
+
+
+@dataclass(frozen=True)
+class ExportedShape(ModelShape):
+    """The facts of a model whose code is not there."""
+
+    most_tokens: int
+    whole_prompt: bool
+    length_dependent: bool
+    border: int | None
+    windows: bool
+    alibi: bool
+
+    @property
+    def context_length(self) -> int:
+        return self.most_tokens
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        return self.whole_prompt
+
+    @property
+    def keys_depend_on_length(self) -> bool:
+        return self.length_dependent
+
+    @property
+    def key_border(self) -> int | None:
+        return self.border
+
+    @property
+    def has_windows(self) -> bool:
+        return self.windows
+
+    @property
+    def has_alibi(self) -> bool:
+        return self.alibi
+
+
+@dataclass(frozen=True)
+class Side:
+    """How the cache holds the keys, or the values, of a layer."""
+
+    num_heads: int
+    channels: int
+    format: str
+    """A name of kernels/kv_format."""
+    scales: str | None
+    """The name of the static scales among the weights."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    num_bytes: int
+    num_experts: int
+    num_experts_per_tok: int
+
+
+@dataclass(frozen=True)
+class Description:
+    shape: ExportedShape
+    hidden_size: int
+    embedding_dim: int
+    dtype: torch.dtype
+    sides: list[Side]
+    """Keys and values of each layer in turn."""
+    step_bytes: int
+    """Bytes of weights that every decode step reads."""
+    mixtures: list[Mixture]
+    quant: dict[str, Any]
+    """The fields of QuantConfig that the model was exported with."""
+    weights: list[str]
+    """Names of the weights, in the order of the graph's inputs."""
+    constants: list[str]
+    """Names of those among them that are no weights of the model, such as frequencies."""
+    adapted_weights: list[str]
+    """Likewise those of the graph of steps with adapters."""
+    linears: dict[str, tuple[int, int]]
+    """Outputs and inputs of the linear layers that rows can adapt, by name, in the order of that graph's inputs."""
+    head: str
+    """The name of the model's head."""
+    sha256: dict[str, str]
+    """Of the graphs' files, by name."""
+    part: Part | None
+    """Which part of a divided model it is; None: it is whole."""
+
+    @property
+    def division(self) -> Division:
+        return Division() if self.part is None else self.part.division
+
+    def vectors(self, weights: dict[str, Tensor]) -> list[PagedVectors]:
+        """Return keys and values of each layer in turn, without blocks, from the weights by name. Raises KeyError or ValueError."""
+        return [_vectors(side, self.dtype, weights) for side in self.sides]
+
+    @property
+    def heads(self) -> list[Heads]:
+        """The heads of each layer's keys and values; those of queries are the graph's own matter."""
+        own = [
+            Heads(keys.num_heads, keys.num_heads, keys.channels, values.channels)
+            for keys, values in zip(self.sides[::2], self.sides[1::2], strict=True)
+        ]
+        return own if self.part is None else self.part.place(own)
+
+
+def part_folder(folder: Path, division: Division) -> Path:
+    """Return the folder of a rank's part of an artefact."""
+    return folder if division.tp * division.pp == 1 else folder / f"rank_{division.rank}"
+
+
+def describe_division(folder: Path, tp: int, pp: int) -> dict[str, Any]:
+    """Return the content of export.json of a folder that has those of all ranks."""
+    files = [part_folder(Path(), Division(tp, pp, rank % tp, rank // tp)) / EXPORT for rank in range(tp * pp)]
+    return {"tp": tp, "pp": pp, "sha256": {str(file): _sha256(folder / file) for file in files}}
+
+
+def describe(
+    model: CausalLM,
+    cache: KVCache,
+    weights: Sequence[Mapping[str, Tensor]],
+    quant: dict[str, Any],
+    eos: frozenset[int],
+    hidden_size: int,
+    sha256: dict[str, str],
+    division: Division,
+) -> dict[str, Any]:
+    """Return the content of export.json for a traced model, or a rank's part.
+
+    `weights`: of its graph without adapters, and of that with them; `sha256`: of the files of these, by name.
+    """
+    shape, (own, adapted) = model.config, weights
+    held = {tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
+    scales = {weight.data_ptr(): name for name, weight in own.items()}
+    mixtures = [each for each in model.modules() if isinstance(each, Experts)]
+    of_mixtures = [asdict(Mixture(_bytes(each), len(each), each.num_experts_per_tok)) for each in mixtures]
+    is_divided, has_embedding = division.tp * division.pp > 1, not isinstance(model.embedding, Absent)
+    embeddings = [each.weight for each in model.modules() if isinstance(each, nn.Embedding)]
+    unread = sum(weight.nbytes for weight in embeddings if weight is not tied_weight(model.head))
+    return {
+        "hidden_size": hidden_size,
+        "embedding_dim": model.embedding.embedding_dim if has_embedding else hidden_size,
+        "vocab_size": shape.vocab_size,
+        "num_hidden_layers": shape.num_hidden_layers,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "context_length": shape.context_length,
+        "needs_whole_prompt": shape.needs_whole_prompt,
+        "keys_depend_on_length": shape.keys_depend_on_length,
+        "key_border": shape.key_border,
+        "has_windows": shape.has_windows,
+        "has_alibi": shape.has_alibi,
+        "dtype": str(cache.dtype).removeprefix("torch."),
+        "eos_token_ids": sorted(eos),
+        "instruction_set": _instructions(),
+        "operators": schemas(),
+        "cache": [_side(vectors, scales) for vectors in itertools.chain(*cache.layers)],
+        "step_bytes": _bytes(model) - unread - sum(map(_bytes, mixtures)),
+        "mixtures": of_mixtures,
+        "quant": quant,
+        "weights": list(own),
+        "constants": [name for name, weight in own.items() if weight.data_ptr() not in held],
+        "adapted_weights": list(adapted),
+        "linears": {name: layer.whole_shape for name, layer in adaptable_layers(model).items()},
+        "head": model.layout.head,
+        "sha256": sha256,
+    } | ({"part": describe_part(model, division)} if is_divided else {})
+
+
+def _side(vectors: PagedVectors, scales: dict[int, str]) -> dict[str, Any]:
+    """Return the keys or the values of a layer's cache for export.json. `scales`: names of weights, by where they lie."""
+    _, format, static, channels, _ = PARTS.flatten(vectors)
+    name = None if static is None else scales[static.data_ptr()]
+    return {"num_heads": vectors.tensors[0].shape[2], "channels": channels, "format": format, "scales": name}
+
+
+def _check_machine(reader: ConfigReader, folder: Path) -> None:
+    """Raises UserError where the model was exported for other instructions or other operators."""
+    made_for, here = reader.require("instruction_set", str), _instructions()
+    if made_for != here:
+        raise UserError(f"{folder} was exported for {made_for!r}, and this machine has {here}: {REMEDY} here")
+    known, wanted = schemas(), reader.require("operators", dict)  # of which a graph that is older names no newer ones
+    if changed := sorted(name for name in wanted if wanted[name] != known.get(name)):
+        raise UserError(f"{folder} was exported with other operators ({', '.join(changed)[:80]}): {REMEDY}")
+
+
+def _read_shape(reader: ConfigReader) -> ExportedShape:
+    border = None if reader.raw("key_border") is None else reader.count("key_border")
+    return ExportedShape(
+        reader.count("vocab_size"),
+        reader.num_layers(),
+        reader.require("tie_word_embeddings", bool),
+        reader.count("context_length"),
+        reader.require("needs_whole_prompt", bool),
+        reader.require("keys_depend_on_length", bool),
+        border,
+        reader.require("has_windows", bool),
+        reader.require("has_alibi", bool),
+    )
+
+
+def read_description(folder: Path, rank: int = 0) -> Description:
+    """Read export.json; that of a rank where the model is divided.
+
+    Raises UserError where it is damaged, and where it was made for other instructions or other operators.
+    """
+    reader = ConfigReader.from_folder(folder, EXPORT)
+    if reader.raw("tp") is None:
+        return _read(folder, reader)
+    tp, pp, sha256 = reader.count("tp"), reader.count("pp"), reader.require("sha256", dict)
+    division = Division(tp, pp, rank % tp, rank // tp)
+    own = part_folder(folder, division)
+    try:
+        if _sha256(own / EXPORT) != sha256.get(str((own / EXPORT).relative_to(folder))):
+            raise UserError(f"{own / EXPORT} is damaged (its sha256 is another one than {EXPORT} says): {REMEDY}")
+    except OSError as error:
+        raise UserError(f"{own / EXPORT} is damaged ({error.strerror}): {REMEDY}") from error
+    description = _read(own, ConfigReader.from_folder(own, EXPORT))
+    if description.division != division:
+        raise UserError(f"{own / EXPORT} is damaged (it is of {description.division}): {REMEDY}")
+    return description
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _read(folder: Path, reader: ConfigReader) -> Description:
+    _check_machine(reader, folder)
+    dtype = reader.expect("dtype", tuple(DTYPES), None)
+    shape = _read_shape(reader)
+    try:
+        sides = [Side(**each) for each in reader.raw("cache")]
+        mixtures = [Mixture(**each) for each in reader.raw("mixtures")]
+        weights, constants, adapted = ([*reader.raw(key)] for key in ("weights", "constants", "adapted_weights"))
+        linears = {name: (outputs, inputs) for name, (outputs, inputs) in reader.require("linears", dict).items()}
+        counts = [*(each.num_heads for each in sides), *(number for each in mixtures for number in vars(each).values())]
+        sha256 = {file: reader.require("sha256", dict)[file] for file in (GRAPH, ADAPTED_GRAPH)}
+        counts += [number for each in linears.values() for number in each]
+        if any(type(token) is not int for token in reader.raw("eos_token_ids")):
+            raise ValueError("eos_token_ids are no numbers")
+        if any(type(number) is not int or not 0 < number < 2**48 for number in counts):
+            raise ValueError("a count is no number above 0")
+        if any(type(each.channels) is not int or not 0 <= each.channels < 2**16 for each in sides):
+            raise ValueError("channels are no number below 2**16")
+        part = reader.raw("part")
+        part = None if part is None else read_part(part, shape.num_hidden_layers, linears)
+        num_layers = shape.num_hidden_layers if part is None else len(part.own_layers)
+        if len(sides) != 2 * num_layers or any(
+            type(name) is not str for name in (*weights, *constants, *adapted, *sha256.values())
+        ):
+            raise ValueError("it has not keys and values of each layer, or weights without names")
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / EXPORT} is damaged ({error}): {REMEDY}") from error
+    description = Description(
+        shape,
+        reader.count("hidden_size"),
+        reader.count("embedding_dim"),
+        DTYPES[dtype],
+        sides,
+        reader.count("step_bytes", bits=48),
+        mixtures,
+        reader.require("quant", dict),
+        weights,
+        constants,
+        adapted,
+        linears,
+        reader.require("head", str),
+        sha256,
+        part,
+    )
+    if unread := reader.unread():
+        raise UserError(
+            f"{folder / EXPORT} has keys that are not understood ({shortened(', '.join(unread))}): {REMEDY}"
+        )
+    return description
+
+
+def _vectors(side: Side, dtype: torch.dtype, weights: dict[str, Tensor]) -> PagedVectors:
+    scales = None if side.scales is None else weights[side.scales]
+    if scales is not None and (scales.shape != (side.num_heads,) or scales.dtype != torch.float32):
+        raise ValueError(f"{side.scales} are no scales of {side.num_heads} heads")
+    format = PARTS.unflatten(((), side.format, scales, side.channels, dtype)).format
+    return allocate(format, (0, 1, side.num_heads), side.channels, dtype, torch.device("meta"))
+
+
+def _instructions() -> str:
+    return build.instruction_set() if build.library() is not None else "none"
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())

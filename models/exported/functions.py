@@ -1,0 +1,100 @@
+"""The functions that a graph may name, and which numbers C++ takes for places in memory."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kernels.collectives import Group, nodes
+from kernels.gelu import gelu, gelu_tanh
+from kernels.kv_store import kv_store, rope_and_store
+from kernels.layer_norm import layer_norm, layer_norm_quantize
+from kernels.linear.packed import grouped_matmul, matmul_per_head, matmul_swiglu, matmul_together
+from kernels.linear.plain import linear, linear_per_head
+from kernels.lora import lora_add
+from kernels.moe import combine_rows, group_rows, route
+from kernels.paged_attention import paged_attention
+from kernels.quantize_rows import quantize_rows
+from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
+from kernels.rope import rope, rope_angles
+from kernels.swiglu import swiglu, swiglu_quantize
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        *(add_rms_norm, add_rms_norm_quantize, combine_rows, gelu, gelu_tanh, group_rows, grouped_matmul, kv_store),
+        *(
+            layer_norm,
+            layer_norm_quantize,
+            linear,
+            linear_per_head,
+            lora_add,
+            matmul_per_head,
+            matmul_swiglu,
+            matmul_together,
+        ),
+        paged_attention,
+        *(quantize_rows, rms_norm, rms_norm_quantize, rope, rope_and_store, rope_angles, route, swiglu),
+        swiglu_quantize,
+    )
+}
+"""Our own, by the names of their nodes."""
+ATEN = frozenset(
+    """
+    add.Tensor arange.default arange.start bitwise_not.default bucketize.Tensor cat.default chunk.default
+    clamp.default clone.default contiguous.default cos.default div.Tensor embedding.default exp.default expand.default
+    flatten.using_ints floor_divide.default gather.default gt.Scalar index.Tensor log.default lt.Tensor
+    masked_fill.Scalar maximum.default mul.Tensor narrow.default neg.default new_full.default new_zeros.default
+    permute.default reciprocal.default relu.default reshape.default scatter.value select.int sigmoid.default
+    sin.default slice.Tensor softmax.int split_with_sizes.default squeeze.dim stack.default sub.Tensor sum.dim_IntList
+    sym_size.int tanh.default to.dtype topk.default transpose.int unbind.int unflatten.int unsqueeze.default
+    view.default where.self zeros_like.default
+    """.split()
+)
+"""Those of torch, each with its overload."""
+SIZES: dict[str, Callable[..., Any]] = {
+    "_operator.add": operator.add,
+    "_operator.sub": operator.sub,
+    "_operator.mul": operator.mul,
+    "_operator.floordiv": operator.floordiv,
+}
+"""What is computed of sizes."""
+ONLY_CHECKS = "torch.ops.aten._assert_tensor_metadata.default"
+"""Left out: it says again what every trace says."""
+PLACES = {
+    ("kv_store", "slots"): {"slots"},
+    ("rope_and_store", "slots"): {"slots"},
+    ("paged_attention", "block_tables"): {"block_tables"},
+    ("paged_attention", "query_starts"): {"query_starts", "output_starts"},
+    ("paged_attention", "context_lengths"): {"context_lengths"},
+    ("group_rows", "chosen"): {"route.1", "topk.1"},
+    ("grouped_matmul", "starts"): {"group_rows.1"},
+    ("combine_rows", "places"): {"group_rows.2"},
+    ("lora_add", "slots"): {"adapter_slots", "adapter_slots[output_rows].0"},
+    ("lora_add", "y"): {"linear.0", *(f"matmul_together.{number}" for number in range(3))},
+}
+"""By operator and argument who makes the numbers that C++ takes for places, or the memory that it writes into: a field of the batch, its
+output rows, or an output of an operator."""
+
+
+def function_of(target: str) -> Callable[..., Any] | None:
+    """Return the function of a node, None for one that is not listed here."""
+    library, _, name = target.removeprefix("torch.ops.").partition(".")
+    if library == "quintet":
+        return OPERATORS.get(name.removesuffix(".default"))
+    if library == "aten" and name in ATEN:
+        packet, _, overload = name.partition(".")
+        function: Callable[..., Any] = getattr(getattr(torch.ops.aten, packet), overload)
+        return function
+    return SIZES.get(target)
+
+
+def collectives_of(group: Group) -> dict[str, Callable[..., Any]]:
+    """Return the functions of nodes by which a rank exchanges numbers with the others of its group, by these nodes' targets."""
+    return {f"torch.ops.quintet.{name}.default": function for name, function in nodes.node_functions(group).items()}
+
+
+def schemas() -> dict[str, str]:
+    """Return what torch knows of each operator's arguments, by name."""
+    return {name: str(getattr(torch.ops.quintet, name).default._schema) for name in (*OPERATORS, *nodes.NAMES)}

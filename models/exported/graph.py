@@ -1,0 +1,103 @@
+"""A traced step as calls of functions: what an artefact computes in the place of its model's code.
+
+E hidden channels, V vocabulary, R output rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from conf.errors import shortened
+from models.batch import Batch, BatchShape, KVCache
+
+ADAPTERS = "adapter_slots"
+INPUTS = tuple(name for name in BatchShape(1, 1, 1, 0, 1).fields if name != ADAPTERS)
+"""The fields of a batch that are inputs of a graph, in their order."""
+ADAPTED_INPUTS = (*INPUTS, ADAPTERS)
+"""Those of the graph of steps with adapters."""
+STREAM = "stream"
+"""A further input of the graphs of a stage that is not the first: what the stage before gives, [T, E]."""
+
+Given = Callable[[list[Any], KVCache], Any]
+"""Returns an argument, of a step's values and its cache."""
+
+
+class DamagedGraphError(Exception):
+    """A graph that cannot be run; the text says why."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One node."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: list[Given]
+    keywords: dict[str, Given]
+    outputs: list[int]
+    """Which of the step's values are its results."""
+    has_one_output: bool
+    equal_sizes: list[tuple[Given, Given]]
+    """Sizes that are equal, or C++ would read behind what it is given."""
+
+    def run(self, values: list[Any], cache: KVCache) -> None:
+        for one, other in self.equal_sizes:
+            if one(values, cache) != other(values, cache):
+                raise ValueError(f"{one(values, cache)} rows or choices for {other(values, cache)}")
+        keywords = {name: given(values, cache) for name, given in self.keywords.items()}
+        result = self.function(*[given(values, cache) for given in self.arguments], **keywords)
+        results = (result,) if self.has_one_output else result or ()
+        for number, each in zip(self.outputs, results, strict=False):
+            values[number] = each
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The calls of a step. Those of `body` give hidden states, those of `head` logits of these; none in a stage without the head."""
+
+    fields: tuple[str, ...]
+    """The fields of a batch, and the stream, which are a step's first values."""
+    body: list[Call]
+    head: list[Call]
+    num_values: int
+    hidden: int
+    logits: int
+
+    def compute_hidden(self, batch: Batch, cache: KVCache, stream: Tensor | None = None) -> Tensor:
+        """Return hidden states [R, E] of a batch's output rows, or the stream [T, E] of a stage that is not the last.
+
+        `stream` [T, E]: that of the stage before. Raises DamagedGraphError where a node cannot be computed.
+        """
+        values = self._inputs(batch, stream)
+        values += [None] * (self.num_values - len(values))
+        return _run(self.body, values, cache, self.hidden)
+
+    def compute_logits(self, hidden: Tensor, batch: Batch | None = None) -> Tensor:
+        """Return logits [R, V] of hidden states [R, E], which are the output rows of `batch`. None: rows of no batch.
+
+        Raises DamagedGraphError as `compute_hidden` does.
+        """
+        values = [] if batch is None else self._inputs(batch, None)
+        values += [None] * (self.num_values - len(values))
+        values[self.hidden] = hidden
+        return _run(self.head, values, KVCache([]), self.logits)
+
+    def _inputs(self, batch: Batch, stream: Tensor | None) -> list[Any]:
+        return [stream if name == STREAM else getattr(batch, name) for name in self.fields]
+
+
+def _run(calls: list[Call], values: list[Any], cache: KVCache, result: int) -> Tensor:
+    name = "the output"
+    try:
+        for call in calls:
+            name = call.name
+            call.run(values, cache)
+    except (ValueError, TypeError, IndexError, AttributeError, RuntimeError, ArithmeticError) as error:
+        reason = shortened(" ".join(str(error).split()))
+        raise DamagedGraphError(f"{name} cannot be computed: {type(error).__name__}: {reason}") from error
+    found = values[result]
+    if not isinstance(found, Tensor) or found.ndim != 2:
+        raise DamagedGraphError("its outputs are no matrices")
+    return found

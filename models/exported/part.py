@@ -1,0 +1,79 @@
+"""What export.json says of a rank's part of a divided model, beside what it says of a whole one. It is untrusted input."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from models.adapters import adaptable_layers
+from models.causal_lm import CausalLM
+from models.cuts import Division
+from models.layers.absent import Absent
+from models.layers.attention import Heads
+
+MOST = 2**31
+PLACE = ("tp", "pp", "tp_rank", "stage")
+"""Fields of a division: its ranks join pieces, and have a part of every expert."""
+
+
+@dataclass(frozen=True)
+class Part:
+    division: Division
+    own_layers: range
+    width: int
+    """Channels of what a stage gives to the next one; 0 where there is one stage."""
+    keys: list[tuple[int, int]]
+    """Of each own layer the number of the first key head in the whole layer, and how many that has."""
+    outputs: dict[str, tuple[range, ...]]
+    """By the name of a linear layer that rows can adapt: its outputs among those of the whole layer, where it has not all."""
+    absent: list[str]
+    """The names of what other stages have."""
+
+    def place(self, heads: list[Heads]) -> list[Heads]:
+        """Return the heads of each own layer with their places among those of the whole layer."""
+        return [
+            replace(each, first_key=first, num_whole_keys=whole)
+            for each, (first, whole) in zip(heads, self.keys, strict=True)
+        ]
+
+
+def describe_part(model: CausalLM, division: Division) -> dict[str, Any]:
+    """Return what export.json holds of a part."""
+    link = model.before or model.after
+    return {
+        "division": {name: getattr(division, name) for name in PLACE},
+        "own_layers": [model.own_layers.start, model.own_layers.stop],
+        "width": 0 if link is None else link.width,
+        "keys": [[each.first_key, each.whole_keys] for each in model.attention_heads],
+        "outputs": {
+            name: [[each.start, each.stop] for each in layer.outputs]
+            for name, layer in adaptable_layers(model).items()
+            if layer.outputs is not None
+        },
+        "absent": [name for name, module in model.named_modules() if isinstance(module, Absent)],
+    }
+
+
+def read_part(found: dict[str, Any], num_layers: int, linears: dict[str, tuple[int, int]]) -> Part:
+    """Return a part as `describe_part` has described it. Raises KeyError, TypeError or ValueError for something else.
+
+    `linears`: outputs and inputs of the layers that rows can adapt.
+    """
+    division, (first, last) = Division(*[found["division"][name] for name in PLACE]), found["own_layers"]
+    keys = [(start, whole) for start, whole in found["keys"]]
+    outputs = {name: tuple(range(start, stop) for start, stop in ranges) for name, ranges in found["outputs"].items()}
+    numbers = [
+        *(getattr(division, name) for name in PLACE),
+        first,
+        last,
+        found["width"],
+        *(number for pair in keys for number in pair),
+    ]
+    if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
+        raise ValueError("its part has numbers that are none from 0 on")
+    if not (division.tp_rank < division.tp and division.stage < division.pp and first < last <= num_layers):
+        raise ValueError("its part is of no rank")
+    for name, ranges in outputs.items():
+        if any(not 0 <= each.start < each.stop <= linears[name][0] for each in ranges):
+            raise ValueError(f"its part has outputs that {name} has not")
+    if len(keys) != last - first or any(type(name) is not str for name in found["absent"]):
+        raise ValueError("its part has not keys of each layer, or lacks what has no name")
+    return Part(division, range(first, last), found["width"], keys, outputs, [*found["absent"]])

@@ -1,0 +1,364 @@
+"""Read a program's graph in torch's JSON schema, without torch's own loader, which would unpickle what a file asks for.
+
+A file chooses among listed functions, and gives them numbers, weights, and what was computed before.
+"""
+
+import hashlib
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from conf.errors import shortened
+from kernels.collectives import Group
+from kernels.kv_format import PARTS, PagedVectors
+from kernels.linear.float_weight import FloatWeight
+from kernels.linear.packed import WeightGroup
+from kernels.lora import AdapterTable, lora_add
+from kernels.operator import Parts, Schema
+from models.exported.functions import ONLY_CHECKS, PLACES, collectives_of, function_of
+from models.exported.graph import Call, DamagedGraphError, Given, Graph
+from models.layers.adaptable import Adaptable
+
+MAX_BYTES = 2**28  # of a graph: one of 128 layers takes 10 MB
+DTYPES = {
+    1: torch.uint8,
+    2: torch.int8,
+    4: torch.int32,
+    5: torch.int64,
+    6: torch.float16,
+    7: torch.float32,
+    8: torch.float64,
+    12: torch.bool,
+    13: torch.bfloat16,
+    29: torch.float8_e4m3fn,
+}
+"""Dtypes by their numbers in torch's schema."""
+NUM_FIELDS = len(fields(AdapterTable))
+PLAIN: dict[str, type | tuple[type, ...]] = {"as_int": int, "as_float": (int, float), "as_bool": bool, "as_string": str}
+WRONG = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, RuntimeError, RecursionError)
+"""What a file of another form makes of its reading."""
+
+
+class Value(NamedTuple):
+    """One of a step's values."""
+
+    number: int
+    maker: str
+    """The field of the batch that it is, or OPERATOR.OUTPUT."""
+
+
+class TablePart(NamedTuple):
+    """A field of the adapters of one of the layers."""
+
+    layer: int
+    field: int
+
+
+class Stored(NamedTuple):
+    """One of the cache's tensors."""
+
+    number: int
+
+
+def read_graph(path: Path, sha256: str) -> dict[str, Any]:
+    """Return the JSON of the graph of a PT2 archive. Raises DamagedGraphError where there is none, and for a file of another sha256."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise DamagedGraphError(f"it has more than {MAX_BYTES:,} bytes")
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise DamagedGraphError("its sha256 is another one than export.json says")
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            _check_entries(archive.infolist())
+            names = [name for name in archive.namelist() if name.endswith("/models/model.json")]
+            if len(names) != 1:
+                raise DamagedGraphError("it holds no graph")
+            text = archive.read(names[0])
+        graph: dict[str, Any] = json.loads(text)["graph_module"]["graph"]
+        return graph
+    except (OSError, zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        raise DamagedGraphError(f"it is no archive ({shortened(str(error))})") from error
+    except WRONG as error:
+        raise DamagedGraphError(f"it holds no graph ({type(error).__name__}: {shortened(str(error))})") from error
+
+
+def _check_entries(entries: Sequence[zipfile.ZipInfo]) -> None:
+    """Raise DamagedGraphError for what torch does not write: each entry is stored as it is, so that none is larger than the file."""
+    names = set[str]()
+    for entry in entries:
+        name = shortened(repr(entry.filename))
+        if entry.filename in names:
+            raise DamagedGraphError(f"it has two entries {name}")
+        if entry.filename.startswith("/") or ".." in entry.filename.split("/"):
+            raise DamagedGraphError(f"its entry {name} is outside of it")
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+            raise DamagedGraphError(f"its entry {name} is compressed")
+        names.add(entry.filename)
+
+
+def build_graph(
+    graph: Mapping[str, Any],
+    fields: tuple[str, ...],
+    sides: Sequence[PagedVectors],
+    weights: Mapping[str, Tensor],
+    embed: Callable[..., Tensor],
+    adapted: Sequence[Adaptable] = (),
+    group: Group | None = None,
+) -> Graph:
+    """Return the calls of a graph, with the weights in them.
+
+    Its inputs are `fields` of a batch, the tensors of `sides`, which are the cache's keys and values of each layer in turn, `weights`, and
+    the tables of the layers `adapted`. `embed(function, **arguments)` is called for the embedding of tokens. `group`: of the rank
+    whose graph it is; None: of a model that is not divided.
+    Raises DamagedGraphError for what is not listed, and for weights beyond which a kernel would read.
+    """
+    try:
+        return _Builder(graph, fields, sides, weights, embed, adapted, group).build()
+    except WRONG as error:
+        raise DamagedGraphError(f"{type(error).__name__}: {shortened(' '.join(str(error).split()))}") from error
+
+
+class _Builder:
+    def __init__(
+        self,
+        graph: Mapping[str, Any],
+        fields: tuple[str, ...],
+        sides: Sequence[PagedVectors],
+        weights: Mapping[str, Tensor],
+        embed: Callable[..., Tensor],
+        adapted: Sequence[Adaptable],
+        group: Group | None,
+    ) -> None:
+        self._collectives = {} if group is None else collectives_of(group)
+        self._graph, self._fields, self._sides, self._embed, self._adapted = graph, fields, sides, embed, adapted
+        self._stored = [[*range(start, start + len(side.tensors))] for start, side in _starts(sides)]
+        stored = map(Stored, range(sum(map(len, self._stored))))
+        tables = (TablePart(layer, field) for layer in range(len(adapted)) for field in range(NUM_FIELDS))
+        inputs = [*map(Value, range(len(fields)), fields), *stored, *weights.values(), *tables]
+        names = [each["as_tensor"]["name"] for each in graph["inputs"]]
+        self._values: dict[str, Any] = dict(zip(names, inputs, strict=True))
+        self._num_values = len(fields)
+        self._sizes: dict[int, Given] = {}
+        """By a value that holds places: how many there are of them."""
+
+    def build(self) -> Graph:
+        calls = [self._call(node) for node in self._graph["nodes"] if node["target"] != ONLY_CHECKS]
+        hidden, *others = (self._values[each["as_tensor"]["name"]].number for each in self._graph["outputs"])
+        (logits,) = others or [hidden]
+        end = 1 + max(number for number, call in enumerate(calls) if hidden in call.outputs)
+        return Graph(self._fields, calls[:end], calls[end:], self._num_values, hidden, logits)
+
+    def _call(self, node: Mapping[str, Any]) -> Call:
+        target = node["target"]
+        function = self._collectives.get(target) or function_of(target)
+        if function is None:
+            raise DamagedGraphError(f"{target!r} is no function of a model")
+        name = target.split(".")[-2]
+        given = {each["name"]: self._parsed(each["arg"]) for each in node["inputs"]}
+        schema: Schema | None = getattr(function, "schema", None)
+        arguments, keywords, maker = list[Given](), dict[str, Given](), name
+        if schema is not None:
+            arguments = self._own_arguments(schema, given)
+            function = _lora_add if name == "lora_add" else function
+        elif name == "index" and [getattr(each, "maker", "") for each in given["indices"]] == ["output_rows"]:
+            function, arguments = _output_rows, [_resolved(given["self"]), _resolved(given["indices"][0])]
+            maker = f"{getattr(given['self'], 'maker', '')}[output_rows]"
+        elif target.startswith("torch."):
+            if name == "owned_rows" or name == "embedding" and getattr(given["indices"], "maker", "") == "token_ids":
+                function = partial(self._embed, function)
+            keywords = {name: _resolved(value) for name, value in given.items()}
+        else:
+            arguments = [_resolved(value) for value in given.values()]
+        equal = [] if schema is None else self._equal_sizes(name, given)
+        outputs, has_one_output = self._outputs(node["outputs"], maker)
+        if name in ("route", "topk"):
+            self._sizes[outputs[1]] = _size(given["logits" if name == "route" else "self"], -1)
+        elif name == "group_rows":
+            self._sizes |= dict.fromkeys(outputs[1:], _size(Value(outputs[0], ""), 0))
+        return Call(node["name"] or target, function, arguments, keywords, outputs, has_one_output, equal)
+
+    def _outputs(self, outputs: Sequence[Mapping[str, Any]], maker: str) -> tuple[list[int], bool]:
+        """Return the numbers of a node's results, and whether it returns one and no list of such."""
+        names: list[str] = []
+        for output in outputs:
+            ((kind, value),) = output.items()
+            if kind == "as_tensors":
+                names += [each["name"] for each in value]
+            elif kind != "as_none":
+                names.append(value["name"] if kind == "as_tensor" else value["as_name"])
+        if len({*names} - self._values.keys()) != len(names):
+            raise DamagedGraphError(f"{names[0]!r} is computed twice")
+        first, self._num_values = self._num_values, self._num_values + len(names)
+        for index, name in enumerate(names):
+            self._values[name] = Value(first + index, f"{maker}.{index}")
+        return [*range(first, self._num_values)], len(outputs) == 1 and "as_tensors" not in outputs[0] and bool(names)
+
+    def _parsed(self, argument: Mapping[str, Any]) -> Any:
+        ((kind, value),) = argument.items()
+        if kind == "as_none":
+            return None
+        if kind in PLAIN:
+            return _plain(kind, value)
+        if kind.removesuffix("s") in PLAIN:
+            return [_plain(kind.removesuffix("s"), each) for each in value]
+        match kind:
+            case "as_tensor":
+                return self._values[value["name"]]
+            case "as_tensors":
+                return [self._values[each["name"]] for each in value]
+            case "as_optional_tensor" | "as_sym_int":
+                return self._values[value["as_name"]] if "as_name" in value else self._parsed(value)
+            case "as_optional_tensors" | "as_sym_ints":
+                kind = kind.removesuffix("s")
+                return [self._parsed({kind: each}) for each in value]
+            case "as_scalar_type":
+                return DTYPES[value]
+            case "as_device" if value["type"] == "cpu":
+                return torch.device("cpu")
+            case "as_layout" if value == 7:
+                return torch.strided
+        raise DamagedGraphError(f"{kind!r} is no argument of a model's function")
+
+    def _own_arguments(self, schema: Schema, given: dict[str, Any]) -> list[Given]:
+        """Return the arguments of one of our operators, its parts put together; what is made of weights alone is made once."""
+        found = []
+        for parts, names in schema.arguments:
+            if not given.keys() & {*names}:
+                continue
+            own = [given[name] if name in given else schema.signature.parameters[name].default for name in names]
+            if parts is None:
+                found.append(_resolved(own[0]))
+            elif parts is PARTS:
+                found.append(self._cached(*own))
+            elif parts.make is AdapterTable:
+                found.append(self._table(own))
+            elif any(map(_is_computed, own)):
+                found.append(_computed(parts, [_resolved(each) for each in own]))
+            else:
+                made = parts.unflatten(own)
+                _check_weights(made)
+                found.append(_constant(made))
+        if given.keys() - schema.signature.parameters.keys():
+            raise DamagedGraphError(f"{[*given]} are other arguments")
+        return found
+
+    def _table(self, own: list[Any]) -> Given:
+        """Return what gives the adapters of a layer, None where it has none."""
+        number = own[0].layer if isinstance(own[0], TablePart) else -1
+        if own != [TablePart(number, field) for field in range(NUM_FIELDS)]:
+            raise DamagedGraphError("what is given for a layer's adapters is something else")
+        layer = self._adapted[number]
+        return lambda values, cache: layer.adapters
+
+    def _cached(
+        self, tensors: list[Stored], format: str, scales: Tensor | None, channels: int, dtype: torch.dtype
+    ) -> Given:
+        """Return what gives the keys or values of a layer, as the engine has them."""
+        number = self._stored.index([each.number for each in tensors])
+        side = self._sides[number]
+        taken = replace(side, channels=channels)
+        of_side = PARTS.flatten(taken)
+        is_alike = (format, channels, dtype) == (of_side[1], *of_side[3:]) and scales is of_side[2]
+        if not is_alike or not min(1, side.channels) <= channels <= side.channels:
+            raise DamagedGraphError(
+                f"a cache of {format} and {channels} channels for one of {of_side[1]} and {side.channels}"
+            )
+        layer, is_value = divmod(number, 2)
+        if channels == side.channels:
+            return lambda values, cache: cache.layers[layer][is_value]
+        return lambda values, cache: replace(cache.layers[layer][is_value], channels=channels)
+
+    def _equal_sizes(self, name: str, given: dict[str, Any]) -> list[tuple[Given, Given]]:
+        """Return sizes that must be equal. Raises DamagedGraphError where places in memory are other numbers than those made for it."""
+        for (operator, argument), makers in PLACES.items():
+            if operator == name and getattr(given[argument], "maker", None) not in makers:
+                raise DamagedGraphError(f"{argument} of {name} are not made by {' or '.join(sorted(makers))}")
+        match name:
+            case "paged_attention":
+                rows = "token_ids" if given["query_starts"].maker == "query_starts" else "output_rows"
+                return [(_size(given["query"], 0), _size(Value(self._fields.index(rows), rows), 0))]
+            case "group_rows":
+                return [(_constant(given["num_experts"]), self._sizes[given["chosen"].number])]
+            case "grouped_matmul":
+                return [(_size(given["x_codes"], 0), self._sizes[given["starts"].number])]
+            case "combine_rows":
+                return [(_size(given["parts"], 0), self._sizes[given["places"].number])]
+            case "lora_add":
+                num_rows, widths = _size(given["x"], 0), self._adapted[given["table_a"].layer].shape
+                of_rows = [(_size(given[each], 0), num_rows) for each in ("y", "slots")]
+                return of_rows + [
+                    (_size(given[each], 1), _constant(width)) for each, width in zip("yx", widths, strict=True)
+                ]
+        return []
+
+
+def _starts(sides: Sequence[PagedVectors]) -> list[tuple[int, PagedVectors]]:
+    """Return keys and values, each with the number of tensors before its own."""
+    counts = [0, *accumulate(len(side.tensors) for side in sides)]
+    return [*zip(counts, sides, strict=False)]
+
+
+def _plain(kind: str, value: Any) -> Any:
+    if kind == "as_float" and value in ("Infinity", "-Infinity", "NaN"):  # JSON has no such numbers
+        return float(value)
+    if not isinstance(value, PLAIN[kind]) or (kind != "as_bool" and isinstance(value, bool)):
+        raise DamagedGraphError(f"{value!r} is not of type {kind.removeprefix('as_')}")
+    return value
+
+
+def _is_computed(value: Any) -> bool:
+    return any(map(_is_computed, value)) if isinstance(value, list) else isinstance(value, Value)
+
+
+def _constant(value: Any) -> Given:
+    return lambda values, cache: value
+
+
+def _resolved(value: Any) -> Given:
+    """Return what gives a value, or a list of such."""
+    if isinstance(value, Value):
+        number = value.number
+        return lambda values, cache: values[number]
+    if any(isinstance(each, Stored | TablePart) for each in (value if isinstance(value, list) else [value])):
+        raise DamagedGraphError("the cache, or adapters, are given to a function that does not know them")
+    if isinstance(value, list) and _is_computed(value):
+        each = [_resolved(part) for part in value]
+        return lambda values, cache: [part(values, cache) for part in each]
+    return _constant(value)
+
+
+def _computed(parts: Parts, own: list[Given]) -> Given:
+    return lambda values, cache: parts.unflatten([each(values, cache) for each in own])
+
+
+def _size(value: Any, axis: int) -> Given:
+    given = _resolved(value)
+    return lambda values, cache: given(values, cache).shape[axis]
+
+
+def _output_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows of x [T, *] that are wanted [R]: x itself where they are all, as the batch has them in their order."""
+    return x if x.shape[0] == rows.shape[0] else x[rows]
+
+
+def _lora_add(y: Tensor, x: Tensor, table: AdapterTable | None, slots: Tensor) -> None:
+    """Add the adapters of a layer, if it has any."""
+    if table is not None:
+        lora_add(y, x, table, slots)
+
+
+def _check_weights(made: Any) -> None:
+    """Raise ValueError where a kernel would read behind a packed weight."""
+    for weight in made.weights if isinstance(made, WeightGroup) else made if isinstance(made, list) else [made]:
+        if isinstance(weight, FloatWeight):
+            weight.check()

@@ -1,0 +1,181 @@
+"""Trace a model's step: a program of our operators whose inputs are the batch, the cache and the weights.
+
+T tokens, S sequences, M blocks in the longest block table, R output rows, N blocks of B slots.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kernels.collectives import Alone, Link
+from kernels.kv_format import PagedVectors
+from kernels.lora import AdapterTable
+from models.batch import Batch, BatchShape, KVCache
+from models.causal_lm import CausalLM
+from models.exported.graph import ADAPTED_INPUTS, ADAPTERS, INPUTS, STREAM
+from models.layers.adaptable import Adaptable
+
+TRACED = BatchShape(num_tokens=7, num_sequences=3, table_width=2, num_prompt_features=0, num_outputs=5)
+"""The sizes of a step that is traced: all above 1 and unlike each other, because torch takes 0, 1 and equal sizes for constants."""
+NUM_BLOCKS, BLOCK_SIZE = 6, 16
+NUM_SLOTS, RANK = 9, 11
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A program, called with (fields, stored, weights, tables), which returns hidden states [R, E] and logits [R, V].
+
+    That of a stage that is not the first has the stream [T, E] among the fields; one that is not the last returns the stream alone.
+    """
+
+    program: ExportedProgram
+    weights: dict[str, Tensor]
+    """In the order of the program's inputs."""
+
+
+class Border(Link):
+    """The way to another stage in a graph: what comes is an input, what goes is an output."""
+
+    def __init__(self, width: int, x: Tensor | None = None) -> None:
+        super().__init__(Alone(), width)
+        self._x = x
+
+    def send(self, x: Tensor) -> None:
+        """Do nothing: the step returns it."""
+
+    def receive(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        assert self._x is not None
+        return self._x
+
+
+class FieldsBatch(Batch):
+    """A batch whose fields are tensors of their own. The last layer always takes the output rows, also where they are all rows."""
+
+    def __init__(self, fields: Mapping[str, Tensor], only_outputs_attend: bool = False) -> None:
+        # torch does not know before the end of a trace that both have as many rows: in a later stage those of its layers count
+        tokens, tables = fields.get(STREAM, fields["token_ids"]).shape[0], fields["block_tables"].shape
+        features, outputs = fields["prompt_features"].shape[1], fields["output_rows"].shape[0]
+        adapted = tokens if ADAPTERS in fields else 0
+        shape = BatchShape(tokens, tables[0], tables[1], features, outputs, adapted)
+        super().__init__(fields["token_ids"], shape, only_outputs_attend)
+        self._fields = fields
+        vars(self).update(fields)
+
+    def of_output_rows(self) -> Batch:
+        return FieldsBatch(self._fields, only_outputs_attend=True)
+
+    def adapter_slots_of(self, num_rows: int) -> Tensor | None:
+        if not self.shape.num_adapted:
+            return None
+        are_all = statically_known_true(num_rows == self.shape.num_tokens)  # asks for no numbers
+        return self.adapter_slots if are_all else self.adapter_slots[self.output_rows]
+
+
+class Step(nn.Module):
+    """A model's hidden states and logits. The cache's tensors and those of adapters are inputs; its formats are constants."""
+
+    def __init__(self, model: CausalLM, cache: KVCache, adapted: Sequence[Adaptable]) -> None:
+        super().__init__()
+        self.model, self.cache, self._adapted = model, cache, tuple(adapted)
+
+    def forward(
+        self, fields: dict[str, Tensor], stored: list[Tensor], tables: list[list[Tensor]]
+    ) -> tuple[Tensor, ...]:
+        tensors = iter(stored)
+        model, links = self.model, (self.model.before, self.model.after)
+        layers = [(_with(keys, tensors), _with(values, tensors)) for keys, values in self.cache.layers]
+        try:
+            for layer, table in zip(self._adapted, tables, strict=True):
+                layer.adapters = AdapterTable(*table)
+            before, after = links
+            model.before = None if before is None else Border(before.width, fields[STREAM])
+            model.after = None if after is None else Border(after.width)
+            hidden = model(FieldsBatch(fields), KVCache(layers))
+            return (hidden, model.logits(hidden, FieldsBatch(fields))) if after is None else (hidden,)
+        finally:
+            model.before, model.after = links
+            for layer in self._adapted:
+                layer.adapters = None
+
+
+class WithWeights(nn.Module):
+    """A traced step whose weights are inputs, so that a program holds none: they are in a file that is mapped."""
+
+    def __init__(self, step: nn.Module, sources: list[str | None]) -> None:
+        """`sources`: for each input of the step the name of a weight, or None for the next of the other inputs."""
+        super().__init__()
+        self.step, self._sources = step, sources
+
+    def forward(
+        self, fields: dict[str, Tensor], stored: list[Tensor], weights: dict[str, Tensor], tables: list[list[Tensor]]
+    ) -> tuple[Tensor, ...]:
+        others = chain(fields.values(), stored, *tables)
+        outputs: tuple[Tensor, ...] = self.step(*[weights[s] if s else next(others) for s in self._sources])
+        return outputs
+
+
+def _table(layer: Adaptable, dtype: torch.dtype) -> AdapterTable:
+    outputs, inputs = layer.shape
+    return AdapterTable.empty(NUM_SLOTS, RANK, inputs, outputs, dtype, torch.device("cpu"))
+
+
+def _with(vectors: PagedVectors, tensors: Iterator[Tensor]) -> PagedVectors:
+    return replace(vectors, tensors=tuple(islice(tensors, len(vectors.tensors))))
+
+
+@torch.no_grad()
+def trace(
+    model: CausalLM, cache: KVCache, names: dict[object, str], adapted: Sequence[Adaptable] | None = None
+) -> Traced:
+    """Trace the model over caches like this one, with any numbers of tokens, sequences, output rows, blocks and slots.
+
+    `names` are those of weights that are named already, by where they lie; new ones are added. `adapted`: the layers whose adapters are
+    inputs, too, with any numbers of slots and ranks; None: of a step without adapters.
+    """
+    shape = TRACED._replace(num_prompt_features=model.num_prompt_features, num_adapted=TRACED.num_tokens)
+    inputs, layers = (INPUTS, []) if adapted is None else (ADAPTED_INPUTS, adapted)
+    fields = {name: torch.zeros(shape.fields[name], dtype=torch.int64) for name in inputs}
+    if model.before is not None:
+        fields[STREAM] = torch.zeros(shape.num_tokens, model.before.width, dtype=cache.dtype)
+    stored = [part.new_zeros(NUM_BLOCKS, BLOCK_SIZE, *part.shape[2:]) for part in cache.tensors]
+    tables = [list(vars(_table(layer, cache.dtype)).values()) for layer in layers]
+    any_size: dict[str, object] = {name: {0: Dim.DYNAMIC} for name in fields}
+    any_size["block_tables"] = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+    any_pool = [{0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for _ in stored]
+    any_table = [[dict.fromkeys(range(min(part.ndim, 2)), Dim.DYNAMIC) for part in table] for table in tables]
+    step = torch.export.export(
+        Step(model, cache, layers).eval(),
+        (fields, stored, tables),
+        dynamic_shapes=(any_size, any_pool, any_table),
+        strict=False,
+    )
+    held, weights, taken = {**step.state_dict, **step.constants}, dict[str, Tensor](), {*names.values()}
+    sources: list[str | None] = []
+    for spec in step.graph_signature.input_specs:
+        if spec.target is None:
+            sources.append(None)
+            continue
+        tensor = held[spec.target].detach()
+        # one that has several names is there once
+        place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        own = spec.target.removeprefix("model.")
+        name = names.setdefault(place, own if own not in taken else f"{own}.{len(names)}")
+        weights[name] = tensor.contiguous()
+        sources.append(name)
+    fixed = dict.fromkeys(weights)
+    program = torch.export.export(
+        WithWeights(step.graph_module, sources),
+        (fields, stored, weights, tables),
+        dynamic_shapes=(any_size, any_pool, fixed, any_table),
+        strict=False,
+    )
+    program._example_inputs = None  # which would be pickled
+    for node in program.graph.nodes:  # paths and code of this machine
+        for told in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):
+            node.meta.pop(told, None)
+    return Traced(program, weights)

@@ -1,0 +1,115 @@
+"""Command R7B and Command A (Cohere 2), from config.json: attention and feed-forward side by side, behind one LayerNorm.
+
+Layers with a window turn queries and keys, in pairs of neighbours; those that see everything turn nothing.
+T tokens, E hidden channels.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kernels.kv_store import rope_and_store
+from models import decoder
+from models.batch import Batch, LayerCache
+from models.causal_lm import CausalLM
+from models.config import ConfigReader
+from models.decoder import DecoderConfig, UnturnedAttention, read_decoder_config
+from models.families.gemma2 import read_patterned_windows
+from models.families.granite import ScaledHead
+from models.layers.embedding import Embedding
+from models.layers.mlp import MLP
+from models.layers.module import Module
+from models.layers.norm import LayerNorm
+from models.layers.rotary import Angles, RotaryEmbedding
+from models.layout import ModelLayout
+
+FORM = {  # what Cohere's own files say of the model's form
+    "layer_switch": 4,
+    "order_of_interleaved_layers": "local_attn_first",
+    "position_embedding_type": "rope_gptj",
+    "rotary_pct": 1.0,
+    "use_embedding_sharing": True,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "use_qk_norm": False,
+}
+
+
+@dataclass(frozen=True)
+class Cohere2Config(DecoderConfig):
+    """`rms_norm_eps` is that of the LayerNorms."""
+
+    attention_bias: bool
+    logit_scale: float
+    windows: tuple[int | None, ...]
+
+    @property
+    def has_windows(self) -> bool:
+        return any(window is not None for window in self.windows)
+
+
+def read_config(config: ConfigReader) -> Cohere2Config:
+    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
+    shape = read_decoder_config(config, rms_norm_eps=1e-5, max_position_embeddings=8192)
+    config.expect("head_dim", (None, shape.hidden_size // shape.num_attention_heads), None)
+    for key, value in FORM.items():
+        config.expect(key, (None, value), None)
+    return Cohere2Config(
+        **vars(shape)
+        | {
+            "rms_norm_eps": config.positive("layer_norm_eps", 1e-5),
+            "tie_word_embeddings": config.get("tie_word_embeddings", bool, True),
+        },
+        attention_bias=config.get("attention_bias", bool, False),
+        logit_scale=config.positive("logit_scale", 0.0625),
+        windows=read_patterned_windows(config, full_every=4),
+    )
+
+
+class TurnedAttention(decoder.Attention):
+    def turn_and_store(
+        self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
+    ) -> Tensor:
+        return rope_and_store(query, key, value, *angles, *cache, batch.slots, interleaved=True)
+
+
+class DecoderLayer(Module):
+    """y = x + attention(norm(x)) + mlp(norm(x))."""
+
+    def __init__(self, c: Cohere2Config, window: int | None) -> None:
+        super().__init__()
+        attention = UnturnedAttention if window is None else TurnedAttention
+        self.input_layernorm = LayerNorm(c.hidden_size, c.rms_norm_eps, bias=False)
+        self.self_attn = attention(c, window, c.attention_bias, c.attention_bias)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size)
+
+    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+        normed = self.input_layernorm(x)
+        x = batch.attending(x) + self.self_attn(normed, angles, batch, cache)
+        return x + self.mlp(batch.attending(normed), batch)
+
+
+class Decoder(Module):
+    def __init__(self, c: Cohere2Config) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(c, window) for window in c.windows)
+        self.norm = LayerNorm(c.hidden_size, c.rms_norm_eps, bias=False)
+
+
+class Cohere2(CausalLM):
+    layout = ModelLayout(
+        norms=("input_layernorm",),
+        # attention and feed-forward are apart by the rows that are left in the last layer, so that the norm gives floats
+        norm_readers={},
+    )
+
+    def __init__(self, c: Cohere2Config) -> None:
+        super().__init__(c)
+        self.model = Decoder(c)
+        self.lm_head = ScaledHead(self.model.embed_tokens, c.tie_word_embeddings, 1 / c.logit_scale)
+        self.rotary = RotaryEmbedding(c.rotary)
+
+    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Angles]:
+        return (self.rotary.angles(batch.positions, batch.prompt_lengths, dtype),)

@@ -1,0 +1,22 @@
+"""GLM-4.7-Flash, from config.json: DeepSeek-V3 whose dense layers a list may name."""
+
+from dataclasses import replace
+
+from conf.errors import UserError
+from models.config import ConfigReader
+from models.families.deepseek import DeepseekConfig, read_config_v3
+
+
+def read_config(config: ConfigReader) -> DeepseekConfig:
+    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    config.expect("partial_rotary_factor", (1, None), None)
+    config.positive("routed_scaling_factor")
+    shape = read_config_v3(config)
+    num_dense, types = config.get("first_k_dense_replace", int, 1), config.raw("mlp_layer_types")
+    if types is not None:
+        num_dense = types.count("dense") if isinstance(types, list) else 0
+        if types != ["dense"] * num_dense + ["sparse"] * (shape.num_hidden_layers - num_dense):
+            raise UserError(
+                f"config.json: mlp_layer_types={types!r} is not {shape.num_hidden_layers} times 'dense' and then 'sparse'"
+            )
+    return replace(shape, first_k_dense_replace=num_dense)

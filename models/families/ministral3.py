@@ -1,0 +1,82 @@
+"""Ministral 3, from config.json: Mistral whose queries grow with their position, beside yarn.
+
+T tokens, H query heads, D channels per head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from models import decoder
+from models.batch import Batch, LayerCache
+from models.config import ConfigReader
+from models.decoder import DecoderLayer, DecoderLM, read_decoder_config
+from models.families.mistral import MistralConfig
+from models.layers.constant import Constant
+from models.layers.mlp import MLP
+from models.layers.rotary import Angles, RotaryConfig, read_rotary_config
+from models.layers.sliding_window import read_window
+
+
+@dataclass(frozen=True)
+class Ministral3Config(MistralConfig):
+    query_beta: float
+    query_length: int
+    """Queries are multiplied by 1 + query_beta * ln(1 + floor(position / query_length))."""
+
+
+def read_config(config: ConfigReader) -> Ministral3Config:
+    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    scaling = _scaling(config)
+    shape = read_decoder_config(config, read_rotary=_read_rotary)
+    return Ministral3Config(
+        **vars(shape),
+        sliding_window=read_window(config),
+        query_beta=scaling.positive("llama_4_scaling_beta"),
+        query_length=scaling.count("original_max_position_embeddings"),
+    )
+
+
+def _read_rotary(config: ConfigReader, head_dim: int, max_position_embeddings: int) -> RotaryConfig:
+    """Read what is left of the settings beside that of the queries, and a copy of the model's own length."""
+    scaling = _scaling(config)
+    scaling.expect("max_position_embeddings", (max_position_embeddings, None), None)
+    own = ("llama_4_scaling_beta", "max_position_embeddings")
+    rest = {key: value for key, value in scaling.values.items() if key not in own}
+    return read_rotary_config(ConfigReader({"rope_parameters": rest}, "config.json"), head_dim, max_position_embeddings)
+
+
+def _scaling(config: ConfigReader) -> ConfigReader:
+    section = config.section("rope_parameters")
+    if section is None:
+        raise UserError("config.json: rope_parameters is missing")
+    return section
+
+
+class Attention(decoder.Attention):
+    def __init__(self, c: Ministral3Config) -> None:
+        super().__init__(c, c.sliding_window)
+        self.query_length = c.query_length
+        steps = torch.arange(1, c.context_length // c.query_length + 2, device="cpu").float()
+        # A table, because torch's log of a number may depend on its place in a tensor.
+        self._factors = Constant(1 + c.query_beta * steps.log())
+
+    def turn_and_store(
+        self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
+    ) -> Tensor:
+        query = super().turn_and_store(query, key, value, angles, batch, cache)
+        factors = self._factors.on(query.device)[batch.positions // self.query_length]  # [T]
+        return query * factors.to(query.dtype)[:, None, None]
+
+
+class Ministral3(DecoderLM):
+    def __init__(self, c: Ministral3Config) -> None:
+        super().__init__(
+            c,
+            (
+                DecoderLayer(c, Attention(c), MLP(c.hidden_size, c.intermediate_size))
+                for _ in range(c.num_hidden_layers)
+            ),
+        )

@@ -1,0 +1,106 @@
+"""OLMo 2 (arXiv 2501.00656), from config.json. OLMo 3 and EXAONE 4 have its form: norms behind each half of a layer alone.
+
+T tokens, H query heads, G key/value heads, D channels per head, E hidden channels.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.kv_store import rope_and_store
+from models import decoder
+from models.batch import Batch, LayerCache
+from models.causal_lm import CausalLM
+from models.config import ConfigReader
+from models.decoder import DecoderConfig, read_decoder_config
+from models.layers.embedding import Embedding
+from models.layers.linear import make_head
+from models.layers.mlp import MLP
+from models.layers.module import Module
+from models.layers.norm import RMSNorm
+from models.layers.rotary import Angles, RotaryEmbedding
+from models.layout import ModelLayout
+
+IN_FLOAT32 = 0.0  # norms round once, behind the weight, as `rms_norm` does with an offset
+
+
+@dataclass(frozen=True)
+class Olmo2Config(DecoderConfig):
+    attention_bias: bool
+
+
+def read_config(config: ConfigReader) -> Olmo2Config:
+    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    shape = read_decoder_config(config, rms_norm_eps=1e-5, max_position_embeddings=2048)
+    return Olmo2Config(**vars(shape), attention_bias=config.get("attention_bias", bool, False))
+
+
+class Attention(decoder.Attention):
+    """Attention with a norm over all queries of a token, and one over all its keys. A rank has them whole, and attends with its own."""
+
+    def __init__(self, c: Olmo2Config, window: int | None = None) -> None:
+        super().__init__(c, window, qkv_bias=c.attention_bias, o_bias=c.attention_bias)
+        self.q_norm = RMSNorm(c.num_attention_heads * c.head_dim, c.rms_norm_eps, IN_FLOAT32)
+        self.k_norm = RMSNorm(c.num_key_value_heads * c.head_dim, c.rms_norm_eps, IN_FLOAT32)
+
+    def turn_and_store(
+        self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
+    ) -> Tensor:
+        """`query` and `key` are those of the whole layer, `value` this rank's."""
+        heads = self.heads
+        query = self.q_norm(query.flatten(1)).view(query.shape)
+        key = self.k_norm(key.flatten(1)).view(key.shape)
+        query = query.narrow(1, heads.first, heads.num_attention_heads)  # [T, H, D]
+        key = heads.own_keys(key, 1)  # [T, G, D]
+        return rope_and_store(query, key, value, *angles, *cache, batch.slots)
+
+
+class PostNormLayer(Module):
+    """y = x + norm(attention(x)), then y + norm(mlp(y))."""
+
+    def __init__(self, c: DecoderConfig, self_attn: decoder.Attention, weight_offset: float | None) -> None:
+        super().__init__()
+        self.self_attn = self_attn
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, weight_offset)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size)
+        self.post_feedforward_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, weight_offset)
+
+    def forward(self, x: Tensor, angles: Any, batch: Batch, cache: LayerCache) -> Tensor:
+        """`angles`: whatever the attention takes."""
+        x = batch.attending(x) + self.post_attention_layernorm(self.self_attn(x, angles, batch, cache))
+        return x + self.post_feedforward_layernorm(self.mlp(x, batch))
+
+
+class Decoder(Module):
+    def __init__(self, c: DecoderConfig, attentions: Iterable[decoder.Attention], weight_offset: float | None) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(PostNormLayer(c, attention, weight_offset) for attention in attentions)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, weight_offset)
+
+
+class PostNormLM(CausalLM):
+    """A model of `PostNormLayer`s, whose norms are as `RMSNorm` has them with `weight_offset`."""
+
+    layout = ModelLayout(norms=(), norm_readers={})
+
+    def __init__(
+        self, c: DecoderConfig, attentions: Iterable[decoder.Attention], weight_offset: float | None = None
+    ) -> None:
+        super().__init__(c)
+        self.model = Decoder(c, attentions, weight_offset)
+        self.lm_head = make_head(self.model.embed_tokens, c.tie_word_embeddings)
+        self.rotary = RotaryEmbedding(c.rotary)
+
+    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Any]:
+        return (self.rotary.angles(batch.positions, batch.prompt_lengths, dtype),)
+
+
+class Olmo2(PostNormLM):
+    layout = replace(PostNormLM.layout, replicated=("q_proj", "k_proj"))
+
+    def __init__(self, c: Olmo2Config) -> None:
+        super().__init__(c, (Attention(c) for _ in range(c.num_hidden_layers)), IN_FLOAT32)

@@ -1,0 +1,58 @@
+"""SmolLM3, from config.json: Llama, of whose layers some, every fourth by default, turn neither queries nor keys."""
+
+from dataclasses import dataclass
+
+from conf.errors import UserError
+from models.config import ConfigReader
+from models.decoder import Attention, DecoderLayer, DecoderLM, UnturnedAttention
+from models.families import llama
+from models.families.llama import LlamaConfig
+from models.layers.mlp import MLP
+from models.layers.sliding_window import read_named_windows
+
+
+@dataclass(frozen=True)
+class SmolLM3Config(LlamaConfig):
+    turns: tuple[bool, ...]
+    """Whether a layer turns queries and keys."""
+    windows: tuple[int | None, ...]
+
+    @property
+    def has_windows(self) -> bool:
+        return any(window is not None for window in self.windows)
+
+
+def read_config(config: ConfigReader) -> SmolLM3Config:
+    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    if config.section("rope_parameters") is None:
+        config.positive("rope_theta")  # transformers would take 2 million where it is missing
+    shape = llama.read_config(config)
+    return SmolLM3Config(
+        **{**vars(shape), "tie_word_embeddings": config.get("tie_word_embeddings", bool, True)},
+        turns=_read_turns(config, shape.num_hidden_layers),
+        windows=read_named_windows(config, shape.num_hidden_layers),
+    )
+
+
+def _read_turns(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
+    """Read `no_rope_layers`, whose 1 means that a layer turns; else every `no_rope_layer_interval`th does not."""
+    interval = config.count("no_rope_layer_interval", 4)
+    turns = config.raw("no_rope_layers")
+    if turns is None:
+        return tuple(i % interval != 0 for i in range(1, num_layers + 1))
+    if not isinstance(turns, list) or len(turns) != num_layers or any(each not in (0, 1) for each in turns):
+        raise UserError(f"config.json: no_rope_layers={turns!r} is not {num_layers} times 0 or 1")
+    return tuple(map(bool, turns))
+
+
+class SmolLM3(DecoderLM):
+    def __init__(self, c: SmolLM3Config) -> None:
+        layers = (
+            DecoderLayer(
+                c,
+                (Attention if turns else UnturnedAttention)(c, window, c.attention_bias, c.attention_bias),
+                MLP(c.hidden_size, c.intermediate_size, c.mlp_bias),
+            )
+            for turns, window in zip(c.turns, c.windows, strict=True)
+        )
+        super().__init__(c, layers)

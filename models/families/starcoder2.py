@@ -1,0 +1,103 @@
+"""StarCoder 2 (arXiv 2402.19173), from config.json: rotary attention in groups, LayerNorms with shift, a feed-forward without a gate.
+
+T tokens, E hidden channels, F feed-forward channels.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kernels.gelu import gelu_tanh
+from models.batch import Batch, LayerCache
+from models.causal_lm import CausalLM
+from models.config import ConfigReader
+from models.decoder import Attention, DecoderConfig, read_decoder_config
+from models.layers.embedding import Embedding
+from models.layers.linear import Linear, make_head
+from models.layers.module import Module
+from models.layers.norm import LayerNorm
+from models.layers.rotary import Angles, RotaryEmbedding
+from models.layers.sliding_window import read_window
+from models.layout import ModelLayout
+
+
+@dataclass(frozen=True)
+class Starcoder2Config(DecoderConfig):
+    """`rms_norm_eps` is that of the LayerNorms."""
+
+    use_bias: bool
+    sliding_window: int | None
+
+    @property
+    def has_windows(self) -> bool:
+        return self.sliding_window is not None
+
+
+def read_config(config: ConfigReader) -> Starcoder2Config:
+    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
+    for key in ("residual_dropout", "embedding_dropout"):  # of training
+        config.raw(key)
+    config.expect("mlp_type", (None, "default"), None)
+    config.expect("norm_type", (None, "layer_norm"), None)
+    shape = read_decoder_config(config, rms_norm_eps=1e-5, max_position_embeddings=4096, activation="gelu_pytorch_tanh")
+    return Starcoder2Config(
+        **vars(shape)
+        | {
+            "rms_norm_eps": config.positive("norm_epsilon", 1e-5),
+            "tie_word_embeddings": config.get("tie_word_embeddings", bool, True),
+        },
+        use_bias=config.get("use_bias", bool, True),
+        sliding_window=read_window(config),
+    )
+
+
+class MLP(Module):
+    def __init__(self, c: Starcoder2Config) -> None:
+        super().__init__()
+        self.c_fc = Linear(c.hidden_size, c.intermediate_size, c.use_bias)
+        self.c_proj = Linear(c.intermediate_size, c.hidden_size, c.use_bias)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.c_proj(gelu_tanh(self.c_fc(x, batch)), batch)
+
+
+class DecoderLayer(Module):
+    def __init__(self, c: Starcoder2Config) -> None:
+        super().__init__()
+        self.input_layernorm = LayerNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c, c.sliding_window, c.use_bias, c.use_bias)
+        self.post_attention_layernorm = LayerNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = MLP(c)
+
+    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+        x = batch.attending(x) + self.self_attn(self.input_layernorm(x), angles, batch, cache)
+        return x + self.mlp(self.post_attention_layernorm(x), batch)
+
+
+class Decoder(Module):
+    def __init__(self, c: Starcoder2Config) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.num_hidden_layers))
+        self.norm = LayerNorm(c.hidden_size, c.rms_norm_eps)
+
+
+class Starcoder2(CausalLM):
+    layout = ModelLayout(
+        norm_readers={
+            "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "post_attention_layernorm": ("mlp.c_fc",),
+        },
+        producers={"o_proj": "v_proj"},
+        row_parallel=("o_proj", "c_proj"),
+    )
+
+    def __init__(self, c: Starcoder2Config) -> None:
+        super().__init__(c)
+        self.model = Decoder(c)
+        self.lm_head = make_head(self.model.embed_tokens, c.tie_word_embeddings)
+        self.rotary = RotaryEmbedding(c.rotary)
+
+    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Angles]:
+        return (self.rotary.angles(batch.positions, batch.prompt_lengths, dtype),)

@@ -1,0 +1,326 @@
+"""The metadata of a GGUF file as keys of config.json. Names of keys are those of ggml's docs/gguf.md and gguf's constants.py.
+
+Where a file does not say something, llama.cpp's rule for the architecture holds.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from conf.errors import UserError
+from models.config import ConfigReader
+from models.formats.gguf.header import GGUFHeader, GGUFMetadata, TensorInfo, all_tensors
+from models.formats.gguf.rotary import longrope, rope_scaling, turning_channels, turning_share
+from models.formats.gguf.tensors import STORED
+
+END_TOKENS = ("eos", "eot", "eom")  # of the text, of a turn, of a message
+NO_EFFECT = ("rope.scaling.finetuned", "tensor_data_layout")  # provenance
+SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
+YARN_LOG = 0.1  # by which the converter multiplied mscale_all_dim
+BEYOND_FLOAT16 = ("gemma2", "gemma3")  # hidden states are larger than it can be
+# The models whose scale of attention is that of hidden_size / heads and not of head_dim, by their number of layers: the 27B ones.
+GEMMA_SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
+
+
+def read_gguf_config(headers: list[GGUFHeader]) -> ConfigReader:
+    """Return the metadata as keys of config.json. Vocabulary, head, biases and dtype are taken from the tensors.
+
+    Raises UserError for an architecture or a setting that no family here has, and for sizes that the tensors cannot have.
+    """
+    header = headers[0]
+    architecture = header.section("general").raw("architecture")
+    if architecture not in FAMILIES:
+        supported = ", ".join(map(repr, sorted(FAMILIES)))
+        raise header.unsupported(f"general: architecture={architecture!r:.80} is not supported: only {supported}")
+    tensors = all_tensors(headers)
+    if not tensors:
+        raise UserError(
+            f"{header.path} holds a vocabulary and no tensors: it can be a tokenizer (model.tokenizer=FILE), but no model"
+        )
+    if listed := next((key for key in header.arrays if key.startswith(f"{architecture}.")), None):
+        raise UserError(
+            f"{header.path}: {listed[:80]!r} has a value for each layer, which is not supported: expected one number"
+        )
+    file = GGUFMetadata(header, header.section(architecture), tensors)
+    _check_counts(file, architecture)
+    file.read.expect("attention.causal", (True,), True)
+    for key in NO_EFFECT:
+        file.read.raw(key)
+    embedding = tensors.get("token_embd.weight")
+    values: dict[str, Any] = {
+        "vocab_size": file.read.count("vocab_size", embedding.shape[0] if embedding else None),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "torch_dtype": _dtype(list(tensors.values()), architecture),
+    }
+    values |= FAMILIES[architecture](file) | _special_tokens(header.section("tokenizer.ggml"))
+    unread = {f"{architecture}.{key}": file.read.raw(key) for key in file.read.unread()}
+    return ConfigReader(values | unread, str(header.path))
+
+
+def _check_counts(file: GGUFMetadata, architecture: str) -> None:
+    """Raises UserError for more layers or experts than there are tensors: building so many modules would take all memory."""
+    most_experts = max([len(file.tensors), *(t.shape[0] for t in file.tensors.values() if len(t.shape) == 3)])
+    for key, most in (("block_count", len(file.tensors)), ("expert_count", most_experts)):
+        if (number := file.read.get(key, int, 0)) > most:
+            raise UserError(
+                f"{file.header.path}: {architecture}.{key}={number} is more than its {len(file.tensors)} tensors can be"
+            )
+
+
+def _special_tokens(read: ConfigReader) -> dict[str, Any]:
+    ends = (read.raw(f"{name}_token_id") for name in END_TOKENS)
+    return {"bos_token_id": read.raw("bos_token_id"), "eos_token_id": [id for id in ends if id is not None] or None}
+
+
+def _dtype(tensors: list[TensorInfo], architecture: str) -> str:
+    """Return the dtype in which most bytes are stored; float16 where those are quantised; for Gemma bfloat16 instead of float16.
+
+    A dequantised value is a float16 scale times a small integer. float16 rounds it by 2^-12, bfloat16 by 2^-9, half a step of Q8_0.
+    """
+    stored = [tensor.type if tensor.type in STORED else None for tensor in tensors]
+    num_bytes = {kind: sum(t.num_bytes for t, of in zip(tensors, stored, strict=True) if of is kind) for kind in stored}
+    kind = max(num_bytes, key=num_bytes.__getitem__)
+    dtype = torch.float16 if kind is None else STORED[kind]
+    if dtype is torch.float16 and architecture in BEYOND_FLOAT16:
+        dtype = torch.bfloat16
+    return str(dtype).removeprefix("torch.")
+
+
+def _has_bias(file: GGUFMetadata, module: str) -> bool:
+    return f"blk.0.{module}.bias" in file.tensors
+
+
+def _shape(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of a decoder with rotary attention, but for the share of a head that turns."""
+    read = file.read
+    heads, hidden_size = read.count("attention.head_count"), read.count("embedding_length")
+    head_dim = read.count("attention.key_length", max(hidden_size // heads, 1))
+    read.expect("attention.value_length", (head_dim,), head_dim)
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": read.count("feed_forward_length"),
+        "num_hidden_layers": read.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": read.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": read.positive("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": read.count("context_length"),
+        "rope_theta": read.positive("rope.freq_base", 10000.0),
+    }
+
+
+def _decoder(file: GGUFMetadata) -> dict[str, Any]:
+    """Return the keys of a decoder whose heads turn whole."""
+    shape = _shape(file)
+    file.read.expect("rope.dimension_count", (shape["head_dim"],), shape["head_dim"])
+    file.read.expect("rope.scaling.yarn_log_multiplier", (None, 0.0), None)
+    return shape | {"rope_scaling": rope_scaling(file, shape["head_dim"])}
+
+
+def _window(file: GGUFMetadata) -> int | None:
+    return None if file.read.raw("attention.sliding_window") is None else file.read.count("attention.sliding_window")
+
+
+def _llama(file: GGUFMetadata) -> dict[str, Any]:
+    """llama.cpp's `llama` with experts is Mixtral, with a window Mistral."""
+    shape, window = _decoder(file), _window(file)
+    if file.read.get("expert_count", int, 0):
+        experts = {
+            "num_local_experts": file.read.count("expert_count"),
+            "num_experts_per_tok": file.read.count("expert_used_count"),
+        }
+        return shape | {"model_type": "mixtral", "sliding_window": window} | experts
+    if window is not None:
+        return shape | {"model_type": "mistral", "sliding_window": window}
+    biases = {"attention_bias": _has_bias(file, "attn_q"), "mlp_bias": _has_bias(file, "ffn_gate")}
+    return shape | {"model_type": "llama"} | biases
+
+
+def _qwen2(file: GGUFMetadata) -> dict[str, Any]:
+    return _decoder(file) | {"model_type": "qwen2"}
+
+
+def _qwen3(file: GGUFMetadata) -> dict[str, Any]:
+    return _decoder(file) | {"model_type": "qwen3", "attention_bias": _has_bias(file, "attn_q")}
+
+
+def _qwen3_moe(file: GGUFMetadata) -> dict[str, Any]:
+    """llama.cpp makes the weights of a token's experts add up to 1, whatever the checkpoint said."""
+    file.read.expect("expert_gating_func", (SOFTMAX, None), None)
+    file.read.expect("expert_weights_norm", (True, None), None)
+    file.read.expect("expert_weights_scale", (None, 0.0, 1.0), None)
+    return _decoder(file) | {
+        "model_type": "qwen3_moe",
+        "attention_bias": _has_bias(file, "attn_q"),
+        "num_experts": file.read.count("expert_count"),
+        "num_experts_per_tok": file.read.count("expert_used_count"),
+        "moe_intermediate_size": file.read.count("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _gemma(file: GGUFMetadata, architecture: str) -> dict[str, Any]:
+    shape = _decoder(file)
+    by_hidden_size = shape["num_hidden_layers"] == GEMMA_SCALED_BY_HIDDEN_SIZE[architecture]
+    scale = shape["hidden_size"] / shape["num_attention_heads"] if by_hidden_size else float(shape["head_dim"])
+    return shape | {"attention_bias": _has_bias(file, "attn_q"), "query_pre_attn_scalar": scale}
+
+
+def _gemma2(file: GGUFMetadata) -> dict[str, Any]:
+    return _gemma(file, "gemma2") | {
+        "model_type": "gemma2",
+        "sliding_window": file.read.count("attention.sliding_window", 4096),
+        "attn_logit_softcapping": file.read.positive("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": file.read.positive("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(file: GGUFMetadata) -> dict[str, Any]:
+    """Every sixth layer sees everything; all of them do where no window is given."""
+    file.read.expect("attn_logit_softcapping", (None, 0.0), None)
+    cap, window = file.read.get("final_logit_softcapping", float, 0.0), _window(file)
+    pattern = file.read.count("attention.sliding_window_pattern", 6)
+    return _gemma(file, "gemma3") | {
+        "model_type": "gemma3_text",
+        "sliding_window": window,
+        "sliding_window_pattern": 1 if window is None else pattern,
+        "rope_local_base_freq": file.read.positive("rope.freq_base_swa", 10000.0),
+        "final_logit_softcapping": cap or None,
+    }
+
+
+def _phi3(file: GGUFMetadata) -> dict[str, Any]:
+    shape, read = _shape(file), file.read
+    read.expect("attention.key_length", (shape["hidden_size"] // shape["num_attention_heads"],), shape["head_dim"])
+    read.expect("rope.scaling.factor", (None, 0.0, 1.0), None)
+    read.expect("rope.scaling.type", ("none", "longrope", None), None)
+    window = read.get("attention.sliding_window", int, 0)
+    return {key: value for key, value in shape.items() if key != "head_dim"} | {
+        "model_type": "phi3",
+        "sliding_window": read.count("attention.sliding_window") if window else None,
+        "partial_rotary_factor": turning_share(turning_channels(file, shape["head_dim"]), shape["head_dim"]),
+        "original_max_position_embeddings": read.count(
+            "rope.scaling.original_context_length", shape["max_position_embeddings"]
+        ),
+        "rope_scaling": longrope(file),
+    }
+
+
+def _glm4(file: GGUFMetadata) -> dict[str, Any]:
+    shape = _shape(file)
+    file.read.expect("nextn_predict_layers", (None, 0), None)
+    channels = turning_channels(file, shape["head_dim"])
+    return shape | {
+        "model_type": "glm4",
+        "attention_bias": _has_bias(file, "attn_q"),
+        "partial_rotary_factor": turning_share(channels, shape["head_dim"]),
+        "rope_scaling": rope_scaling(file, channels),
+    }
+
+
+def _deepseek2(file: GGUFMetadata) -> dict[str, Any]:
+    """DeepSeek-V3 is what chooses experts by sigmoids. Files without groups of experts choose among all of them."""
+    read = file.read
+    is_v3 = read.expect("expert_gating_func", (SOFTMAX, SIGMOID, None), None) == SIGMOID
+    for key, none in (("nextn_predict_layers", 0), ("attention.temperature_scale", 0.0)):
+        read.expect(key, (None, none), None)
+    values = {
+        "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
+        "hidden_size": read.count("embedding_length"),
+        "intermediate_size": read.count("feed_forward_length"),
+        "moe_intermediate_size": read.count("expert_feed_forward_length"),
+        "num_hidden_layers": read.count("block_count"),
+        "n_routed_experts": read.count("expert_count"),
+        "num_experts_per_tok": read.count("expert_used_count"),
+        "n_shared_experts": read.count("expert_shared_count"),
+        "routed_scaling_factor": read.get("expert_weights_scale", float, 0.0) or 1.0,
+        "norm_topk_prob": read.get("expert_weights_norm", bool, False),
+        "first_k_dense_replace": read.get("leading_dense_block_count", int, 0),
+        "rms_norm_eps": read.positive("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": read.count("context_length"),
+        "rope_theta": read.positive("rope.freq_base", 10000.0),
+    }
+    groups = {"n_group": read.count("expert_group_count", 1), "topk_group": read.count("expert_group_used_count", 1)}
+    if is_v3 or groups["n_group"] > 1:
+        values |= groups | {"topk_method": "noaux_tc" if is_v3 else "group_limited_greedy"}
+    return values | _latent_attention(file)
+
+
+def _latent_attention(file: GGUFMetadata) -> dict[str, Any]:
+    """Since April 2025 the lengths of keys and values are those of the latent, and keys of their own have a head's."""
+    read = file.read
+    keys = ("attention.head_count", "attention.kv_lora_rank", "rope.dimension_count")
+    heads, rank, turning = map(read.count, keys)
+    suffix = "" if read.raw("attention.key_length_mla") is None else "_mla"
+    if suffix:
+        read.expect("attention.key_length", (rank + turning,), rank + turning)
+        read.expect("attention.value_length", (rank,), rank)
+    read.expect("attention.head_count_kv", (heads, 1), heads)
+    key_length = read.count(f"attention.key_length{suffix}")
+    if key_length <= turning:
+        raise UserError(
+            f"{file.header.path}: attention.key_length{suffix}={key_length} is not above rope.dimension_count={turning}"
+        )
+    scaling = rope_scaling(file, turning)
+    if mscale := read.get("rope.scaling.yarn_log_multiplier", float, 0.0) / YARN_LOG:
+        if scaling is None or scaling["rope_type"] != "yarn":
+            raise UserError(
+                f"{file.header.path}: rope.scaling.yarn_log_multiplier is there, but no rope.scaling.type=yarn"
+            )
+        scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
+    return {
+        "num_attention_heads": heads,
+        "q_lora_rank": read.get("attention.q_lora_rank", int, 0) or None,
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": key_length - turning,
+        "qk_rope_head_dim": turning,
+        "v_head_dim": read.count(f"attention.value_length{suffix}"),
+        "attention_bias": _has_bias(file, "attn_kv_a_mqa"),
+        "rope_scaling": scaling,
+    }
+
+
+def _gpt2(file: GGUFMetadata) -> dict[str, Any]:
+    read, heads = file.read, file.read.count("attention.head_count")
+    read.expect("attention.head_count_kv", (heads,), heads)
+    return {
+        "model_type": "gpt2",
+        "n_embd": read.count("embedding_length"),
+        "n_layer": read.count("block_count"),
+        "n_head": heads,
+        "n_inner": read.count("feed_forward_length"),
+        "n_positions": read.count("context_length"),
+        "layer_norm_epsilon": read.positive("attention.layer_norm_epsilon"),
+    }
+
+
+def _bloom(file: GGUFMetadata) -> dict[str, Any]:
+    read, heads = file.read, file.read.count("attention.head_count")
+    hidden_size = read.count("embedding_length")
+    read.expect("attention.head_count_kv", (heads,), heads)
+    read.expect("feed_forward_length", (4 * hidden_size,), 4 * hidden_size)
+    return {
+        "model_type": "bloom",
+        "hidden_size": hidden_size,
+        "n_layer": read.count("block_count"),
+        "n_head": heads,
+        "seq_length": read.count("context_length"),
+        "layer_norm_epsilon": read.positive("attention.layer_norm_epsilon"),
+    }
+
+
+FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3moe": _qwen3_moe,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "glm4": _glm4,
+    "deepseek2": _deepseek2,
+    "gpt2": _gpt2,
+    "bloom": _bloom,
+}
+"""What makes the config, by llama.cpp's name of the architecture."""

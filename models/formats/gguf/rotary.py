@@ -1,0 +1,94 @@
+"""Rotary settings of a GGUF file as keys of config.json."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from conf.errors import UserError
+from models.formats.gguf.header import GGUFHeader, GGUFMetadata, TensorInfo
+from models.formats.gguf.names import LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS
+from models.formats.gguf.tensors import read_tensor
+from models.layers.rotary import RotaryConfig, llama3_factors
+
+LLAMA3_ORIGINAL_LENGTHS = [2**i for i in range(4, 25)]  # tried until one gives the file's factors
+
+
+def turning_channels(file: GGUFMetadata, head_dim: int) -> int:
+    """Return how many channels of a head turn."""
+    return file.read.count("rope.dimension_count", head_dim)
+
+
+def turning_share(channels: int, head_dim: int) -> float:
+    """Return partial_rotary_factor: the share of a head's channels that turn, which readers of config.json round down to channels again."""
+    share = channels / head_dim
+    return share if int(head_dim * share) == channels else math.nextafter(share, 2)
+
+
+def longrope(file: GGUFMetadata) -> dict[str, Any] | None:
+    """Return rope_scaling of Phi-3, None for none. Raises UserError for a factor of attention without factors of frequencies."""
+    attention_factor = file.read.positive("rope.scaling.attn_factor", 1.0)
+    found = [file.tensors.get(name) for name in (SHORT_FACTORS, LONG_FACTORS)]
+    if found == [None, None]:
+        file.read.expect("rope.scaling.attn_factor", (None, 1.0), None)
+        file.read.expect("rope.scaling.type", ("none", None), None)
+        return None
+    short, long = (None if tensor is None else read_tensor(tensor).flatten().tolist() for tensor in found)
+    factors = {"short_factor": short, "long_factor": long}
+    return {"rope_type": "longrope", **factors, "attention_factor": attention_factor}
+
+
+def rope_scaling(file: GGUFMetadata, turning: int) -> dict[str, Any] | None:
+    """Return rope_scaling, None for none. turning: channels of a head that turn.
+
+    Raises UserError for a scaling that is not linear, yarn or Llama 3's.
+    """
+    read = file.read
+    kind = read.expect("rope.scaling.type", ("none", "linear", "yarn"), "none")
+    for key in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor"):
+        read.expect(f"rope.scaling.{key}", (None, 1.0), None)
+    if factors := file.tensors.get(ROTARY_FACTORS):
+        read.expect("rope.scaling.type", ("none",), "none")
+        return _llama3_scaling(file.header, factors, read.positive("rope.freq_base", 10000.0), turning)
+    if kind == "none":
+        read.expect("rope.scaling.factor", (None, 0.0, 1.0), None)
+        return None
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": read.positive("rope.scaling.factor")}
+    names = {
+        "original_max_position_embeddings": "rope.scaling.original_context_length",
+        "beta_fast": "rope.scaling.yarn_beta_fast",
+        "beta_slow": "rope.scaling.yarn_beta_slow",
+    }
+    return scaling | {
+        ours: read.raw(key) for ours, key in names.items() if kind == "yarn" and read.raw(key) is not None
+    }
+
+
+def _llama3_scaling(header: GGUFHeader, tensor: TensorInfo, theta: float, turning: int) -> dict[str, Any] | None:
+    """Find the parameters of Llama 3.1's scaling that give the file's factors, [D / 2] divisors of the frequencies.
+
+    Raises UserError where none do.
+    """
+    if tensor.shape != (turning // 2,):
+        raise UserError(
+            f"{tensor.path}: {ROTARY_FACTORS} has the shape {list(tensor.shape)}, expected {[turning // 2]}"
+        )
+    factors = read_tensor(tensor).float()
+    factor = float(str(np.float32(factors.max().item())))
+    if bool((factors == 1).all()):
+        return None
+    for original in LLAMA3_ORIGINAL_LENGTHS:
+        # Scaling the other three parameters by one number changes nothing, so trying lengths is enough.
+        tried = RotaryConfig(turning, original, theta, "llama3", factor, original)
+        # Not equal to the bit: the file's factors are float32 differences of near numbers.
+        if torch.allclose(factors, llama3_factors(tried), rtol=1e-5, atol=0):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": tried.low_freq_factor,
+                "high_freq_factor": tried.high_freq_factor,
+                "original_max_position_embeddings": original,
+            }
+    what = f"{ROTARY_FACTORS} holds factors that are not those of Llama 3's scaling, which is not supported"
+    raise header.unsupported(what)

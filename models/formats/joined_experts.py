@@ -1,0 +1,107 @@
+"""Experts that a checkpoint joins in tensors of three dimensions, as models here have them: a matrix for each of their layers.
+
+N experts, E hidden channels, F channels of an expert.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from models.cuts import Cut
+from models.formats.base import ExpectedTensors, RangedFile, WeightFile
+
+GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+"""Ends of the names of [N, 2F, E], gates before ups, and of [N, E, F]. Files of the hub hold inputs first: [N, E, 2F] and [N, F, E]."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """The place of an expert's matrix in a joined tensor."""
+
+    joined: str
+    expert: int
+    first: int
+    """Its first output, of those of the expert in the joined tensor."""
+    shape: tuple[int, int]
+    is_transposed: bool
+
+
+class SplitFile:
+    """A file with a matrix for each layer of each expert. Of a joined tensor it reads one expert at a time."""
+
+    def __init__(self, file: RangedFile, matrices: dict[str, _Matrix]) -> None:
+        """`matrices` by the names that they have here."""
+        self._file, self._matrices = file, matrices
+        self.path, self.is_mapped = file.path, file.is_mapped
+        joined = {matrix.joined for matrix in matrices.values()}
+        self.shapes = {name: shape for name, shape in file.shapes.items() if name not in joined}
+        self.shapes |= {name: matrix.shape for name, matrix in matrices.items()}
+        self.dtypes = {name: dtype for name, dtype in file.dtypes.items() if name not in joined}
+        self.dtypes |= {name: file.dtypes[matrix.joined] for name, matrix in matrices.items()}
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            if name in self._matrices:
+                yield name, self._read(self._matrices[name])
+            else:
+                yield from self._file.read([name])
+
+    def read_ranges(self, name: str, cut: Cut) -> Tensor:
+        if name not in self._matrices:
+            return self._file.read_ranges(name, cut)
+        whole = self._read(self._matrices[name])
+        return torch.cat([whole.narrow(cut.axis, each.start, len(each)) for each in cut.ranges], cut.axis)
+
+    def _read(self, matrix: _Matrix) -> Tensor:
+        expert = self._file.read_ranges(matrix.joined, Cut(0, (range(matrix.expert, matrix.expert + 1),)))[0]
+        whole = expert.T if matrix.is_transposed else expert
+        own = whole.narrow(0, matrix.first, matrix.shape[0])
+        return own.clone(memory_format=torch.contiguous_format)  # else it would keep its neighbours, too
+
+
+def split_experts(files: list[WeightFile], expected: ExpectedTensors) -> list[WeightFile]:
+    """Return the files as a model of the `expected` tensors sees them; tensors of other shapes stay as they are.
+
+    Raises UserError for joined experts in a file of which no part can be read.
+    """
+    shapes = {name: shape for file in files for name, shape in file.shapes.items()}
+    return [_split(file, shapes, expected) for file in files]
+
+
+def _split(file: WeightFile, shapes: dict[str, Shape], expected: ExpectedTensors) -> WeightFile:
+    matrices = {own: each for name in file.shapes for own, each in _matrices_of(name, shapes, expected)}
+    if not matrices:
+        return file
+    if twice := next((own for own in matrices if own in shapes), None):
+        raise UserError(f"{file.path} holds {twice} in {matrices[twice].joined}, but the checkpoint has it alone, too")
+    if not isinstance(file, RangedFile):
+        raise UserError(
+            f"{file.path} joins experts in one tensor, which is read of safetensors alone: convert it to them"
+        )
+    return SplitFile(file, matrices)
+
+
+def _matrices_of(name: str, shapes: dict[str, Shape], expected: ExpectedTensors) -> Iterator[tuple[str, _Matrix]]:
+    """Return the matrices in a tensor by their names; none for a tensor that is no experts'."""
+    prefix = name.removesuffix(GATE_UP).removesuffix(DOWN)
+    gate = expected.get(f"{prefix}.experts.0.gate_proj.weight")
+    if gate is None or prefix == name:
+        return
+    channels, hidden = gate.shape
+    straight = {f"{prefix}{GATE_UP}": (2 * channels, hidden), f"{prefix}{DOWN}": (hidden, channels)}
+    # at most one of the two is square, which tells nothing
+    turned = {shapes[own][1:] == size[::-1] for own, size in straight.items() if own in shapes and size[0] != size[1]}
+    is_transposed = turned == {True}
+    if len(turned) > 1 or shapes[name][1:] != (straight[name][::-1] if is_transposed else straight[name]):
+        return
+    layers = {"down_proj": (0, (hidden, channels))}
+    if name.endswith(GATE_UP):
+        layers = {"gate_proj": (0, (channels, hidden)), "up_proj": (channels, (channels, hidden))}
+    for expert in range(shapes[name][0]):
+        for layer, (first, shape) in layers.items():
+            yield f"{prefix}.experts.{expert}.{layer}.weight", _Matrix(name, expert, first, shape, is_transposed)

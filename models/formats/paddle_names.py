@@ -1,0 +1,207 @@
+"""PaddleNLP's names and orders of weights, and those of Hugging Face (paddlenlp/transformers/*/modeling.py: `_get_name_mappings`,
+`_get_tensor_parallel_mappings`, `_get_fuse_or_split_param_mappings`).
+
+Every weight of a linear layer is stored as [inputs, outputs]. A rank of tensor parallelism has of each part of a fused matrix its own
+rows, one part behind the other, so that ranks are joined part by part.
+
+H query heads, G key/value heads, D channels per head.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+EMBEDDINGS = ("embed_tokens", "word_embeddings", "position_embeddings", "wte", "wpe")
+HEADS = ("lm_head.decoder_weight", "lm_head.decoder.weight")  # [vocabulary, channels], as the embedding
+HEAD = "lm_head.weight"
+TYPES = {"chatglm_v2": "chatglm", "ernie": "ernie3_5", "gpt": "gpt2"}
+"""By PaddleNLP's `model_type` that of the architecture, where they differ."""
+PREFIXES = {
+    "bloom": ("bloom.", "transformer."),
+    "chatglm_v2": ("chatglm_v2.", "transformer."),
+    "qwen": ("qwen.", "transformer."),
+    **{
+        name: (f"{name}.", "model.")
+        for name in ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+    },
+    "ernie": ("ernie.", "model."),
+    "gpt": ("gpt.", "transformer."),
+}
+"""By `model_type` the beginning of a tensor's name in PaddleNLP, and in Hugging Face's layout."""
+GPT_MODULES = {
+    "embeddings.word_embeddings": "wte",
+    "embeddings.position_embeddings": "wpe",
+    "decoder.norm": "ln_f",
+    "norm1": "ln_1",
+    "norm2": "ln_2",
+    "self_attn.q_proj": "attn.q_proj",
+    "self_attn.k_proj": "attn.k_proj",
+    "self_attn.v_proj": "attn.v_proj",
+    "self_attn.qkv_proj": "attn.qkv_proj",
+    "self_attn.out_proj": "attn.c_proj",
+    "linear1": "mlp.c_fc",
+    "linear2": "mlp.c_proj",
+}
+ERNIE_MODULES = {
+    ".self_attn_mlp.qkv_gate_up_proj.": ".qkv_gate_up_proj.",
+    ".self_attn_mlp.o_proj.weight": ".o_down_proj.weight",
+    ".self_attn_mlp.o_proj.bias": ".mlp.down_proj.bias",
+}
+GPT_LAYER = re.compile(r"decoder\.layers\.([0-9]+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A matrix of several modules' outputs."""
+
+    parts: dict[str, int]
+    """Names of the modules, and in which ratio they share the rows."""
+    unit: int | None = None
+    """Rows of a part's share, if the parts alternate, such as one for each key/value head; None: each part is one piece."""
+    axis: int = 0
+    """1: the modules read different inputs, and their outputs are added."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Some rows of a matrix: of each of `groups` groups the units `start` to `stop` of `units` equal ones."""
+
+    groups: int
+    units: int
+    start: int
+    stop: int
+
+    def of(self, size: int) -> int:
+        """Return how many of so many rows these are."""
+        return size // self.units * (self.stop - self.start)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module's part of a stored tensor."""
+
+    name: str
+    shares: tuple[Share, ...] = ()
+    """Each of what the one before leaves, because fused matrices may hold fused ones; none: all of the tensor."""
+    axis: int = 0
+    """That of the shares: 0 the outputs, 1 the inputs."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of one family, and the orders of its fused matrices."""
+
+    model_type: str
+    """PaddleNLP's."""
+    is_tied: bool
+    """Whether a stored head is [vocabulary, channels], as the embedding."""
+    fused: Mapping[str, Fused] = field(default_factory=dict)
+    """By the last name of a module in the files."""
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By the last name of a module of the model those of its parts in the files, where it is fused in the model."""
+    stays_transposed: bool = False
+    """Whether the model's checkpoints hold weights of linear layers as [inputs, outputs], too."""
+
+    def ours(self, source: str) -> str:
+        """Return a tensor's name in Hugging Face's layout. An unknown one stays, and is refused later."""
+        if source in HEADS:
+            return HEAD
+        prefix, own = PREFIXES[self.model_type]
+        name = source.removeprefix(prefix)
+        if name == source:
+            return source
+        if self.model_type == "ernie":
+            for theirs, module in ERNIE_MODULES.items():
+                name = name.replace(theirs, module)
+        return own + (_gpt_name(name) if self.model_type == "gpt" else name)
+
+    def is_transposed(self, source: str, shape: tuple[int, ...]) -> bool:
+        """Return whether a tensor of the files is [inputs, outputs]."""
+        return _is_linear(source, shape) and source not in HEADS and not (source == HEAD and self.is_tied)
+
+    def keeps_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether a tensor of the model's own checkpoints is [inputs, outputs]."""
+        return self.stays_transposed and _is_linear(name, shape) and name != HEAD
+
+    def parts(self, source: str, shape: tuple[int, ...]) -> Iterator[Part]:
+        """Yield the modules' parts of a tensor of this shape. Raises ValueError where these do not make it up."""
+        yield from self._divide(Part(self.ours(source)), shape)
+
+    def _divide(self, part: Part, shape: tuple[int, ...]) -> Iterator[Part]:
+        prefix, leaf = _split(part.name)
+        parent, module = _split(prefix)
+        fused = self.fused.get(module)
+        if fused is None:
+            yield part
+            return
+        size = shape[fused.axis] if len(shape) > fused.axis else 0
+        units = sum(fused.parts.values())
+        groups = size // (fused.unit * units) if fused.unit else 1
+        if not size or not groups or size % (groups * units):
+            channels = "inputs" if fused.axis else "outputs"
+            raise ValueError(f"{part.name} has {size} {channels}, which do not make up {', '.join(fused.parts)}")
+        start = 0
+        for name, count in fused.parts.items():
+            share = Share(groups, units, start, start + count)
+            divided = Part(f"{parent}.{name}.{leaf}", (*part.shares, share), fused.axis)
+            yield from self._divide(divided, (share.of(size), *shape[1:]))
+            start += count
+
+    def parts_of(self, name: str) -> dict[str, int]:
+        """Return the parts that make up a tensor of the model, by name, and in which ratio they share its rows."""
+        prefix, leaf = _split(name)
+        parent, module = _split(prefix)
+        parts = self.joined.get(module)
+        if parts is None:
+            return {name: 1}
+        counts = {key: count for fused in self.fused.values() for key, count in fused.parts.items()}
+        return {f"{parent}.{part}.{leaf}": counts[part] for part in parts}
+
+
+def names_of(model_type: str, is_tied: bool, heads: int, key_value_heads: int, head_dim: int, wide: int) -> Names:
+    """Return the names of a family of `PREFIXES`. `wide`: feed-forward channels, which Ernie's fused matrices need."""
+    by_head = {"q_proj": heads // key_value_heads, "k_proj": 1, "v_proj": 1}
+    if model_type == "chatglm_v2":  # [H D + G D + G D], and gate before up
+        qkv = {"query": heads, "key": key_value_heads, "value": key_value_heads}
+        fused = {"query_key_value": Fused(qkv), "dense_h_to_4h": Fused({"gate": 1, "up": 1})}
+        return Names(model_type, is_tied, fused, {name: tuple(each.parts) for name, each in fused.items()})
+    if model_type == "qwen":
+        fused = {"c_attn": Fused({"query": 1, "key": 1, "value": 1})}
+        return Names(model_type, is_tied, fused, {"c_attn": ("query", "key", "value")})
+    if model_type == "gpt":  # [H, 3, D], of which GPT-2 has [3, H, D]
+        fused = {"qkv_proj": Fused(by_head, head_dim)}
+        return Names(model_type, is_tied, fused, {"c_attn": tuple(by_head)}, stays_transposed=True)
+    if model_type == "bloom":
+        return Names(model_type, is_tied)
+    if model_type == "ernie":
+        hidden = heads * head_dim
+        unit = math.gcd(hidden, wide)
+        rows = {"self_attn.qkv_proj": 3 * hidden // unit, "mlp.gate_proj": wide // unit, "mlp.up_proj": wide // unit}
+        columns = {"mlp.down_proj": wide // unit, "self_attn.o_proj": hidden // unit}
+        fused = {
+            "qkv_gate_up_proj": Fused(rows),
+            "o_down_proj": Fused(columns, axis=1),
+            "qkv_proj": Fused(by_head, head_dim),
+        }
+        return Names(model_type, is_tied, fused)
+    fused = {"qkv_proj": Fused(by_head, head_dim), "gate_up_fused_proj": Fused({"gate_proj": 1, "up_proj": 1})}
+    return Names(model_type, is_tied, fused)
+
+
+def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
+    module, leaf = _split(name)
+    return len(shape) == 2 and leaf == "weight" and _split(module)[1] not in EMBEDDINGS
+
+
+def _gpt_name(name: str) -> str:
+    layer = GPT_LAYER.fullmatch(name)
+    module, leaf = _split(layer[2] if layer else name)
+    if module not in GPT_MODULES:
+        return name
+    return f"h.{layer[1]}.{GPT_MODULES[module]}.{leaf}" if layer else f"{GPT_MODULES[module]}.{leaf}"
+
+
+def _split(name: str) -> tuple[str, str]:
+    before, _, last = name.rpartition(".")
+    return before, last

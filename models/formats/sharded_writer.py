@@ -1,0 +1,101 @@
+"""Write our own layout: a file for each rank with all that it reads, and layout.json (`models/formats/sharded.py`)."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kernels.collectives import Alone
+from models.causal_lm import CausalLM
+from models.cuts import Cut, Division
+from models.formats.base import WeightFile
+from models.formats.safetensors_writer import Entry, SafetensorsWriter, content_of, entries_of, read_in_order
+from models.formats.sharded import LAYOUT, VERSION, rank_file
+from models.formats.sliced import part_of
+from models.parallel import divide
+from models.weights import expected_shapes
+
+Shares: TypeAlias = list[list[dict[str, Cut | None]]]
+"""By stage and rank the tensors of a file, and how each is cut; None: it is whole."""
+
+
+def divide_tensors(model: CausalLM, names: Mapping[str, str | None], tp: int, pp: int, dtype: torch.dtype) -> Shares:
+    """Return which tensors of a checkpoint each rank of a division has, and which part of them.
+
+    `model`: on the meta device, which stays whole, with the layers that the checkpoint holds. `names`: the model's names by those of the
+    checkpoint; what no rank reads has None, and goes to the first. `dtype`: of the model, by whose bytes stages are made.
+    Raises UserError as `divide` does.
+    """
+    of_stages = []
+    for stage in range(pp):
+        divide(part := deepcopy(model), Division(1, pp, 0, stage), Alone(), dtype)
+        of_stages.append(expected_shapes(part).keys())
+    of_ranks = [divide(deepcopy(model), Division(tp, 1, rank), Alone(), dtype) for rank in range(tp)]
+    shares: Shares = [
+        [{name: cuts.get(own) for name, own in names.items() if own in held} for cuts in of_ranks] for held in of_stages
+    ]
+    shares[0][0] |= {name: None for name in names if not any(name in ranks[0] for ranks in shares)}
+    return shares
+
+
+def write_sharded(
+    files: list[WeightFile], folder: Path, shares: Shares, on_bytes: Callable[[int, int], None]
+) -> dict[str, str]:
+    """Write a file for each rank of `shares`, and layout.json. Returns the sha256 of each weight file.
+
+    `on_bytes(done, total)` is called after every tensor that is read.
+    """
+    of_stages = [
+        [entry for entry in entries_of(files) if any(entry.name in share for share in ranks)] for ranks in shares
+    ]
+    total, done = sum(entry.nbytes for entries in of_stages for entry in entries), 0
+    sha256: dict[str, str] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    for stage, (ranks, entries) in enumerate(zip(shares, of_stages, strict=True)):
+        with ExitStack() as stack:
+            writers = [
+                stack.enter_context(SafetensorsWriter(folder / rank_file(stage, rank), _parts(entries, share)))
+                for rank, share in enumerate(ranks)
+            ]
+            for name, tensor in read_in_order(files, entries):
+                _write(tensor, name, list(zip(writers, ranks, strict=True)), tensors)
+                done += tensor.nbytes
+                on_bytes(done, total)
+                del tensor  # before the next is read
+        sha256 |= {writer.path.name: writer.sha256 for writer in writers}
+    head = json.dumps({"version": VERSION, "tp": len(shares[0]), "pp": len(shares)})[:-1]
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in tensors.items())
+    (folder / LAYOUT).write_text(f'{head}, "tensors": {{\n{lines}\n}}}}\n', encoding="utf-8")
+    return sha256
+
+
+def _parts(entries: list[Entry], share: Mapping[str, Cut | None]) -> list[Entry]:
+    """Return what a rank's file has of each tensor, in the order of `entries`."""
+    owned = [(entry, share[entry.name]) for entry in entries if entry.name in share]
+    return [Entry(each.name, each.dtype, cut.shape(each.shape) if cut else each.shape) for each, cut in owned]
+
+
+def _write(
+    tensor: Tensor,
+    name: str,
+    ranks: list[tuple[SafetensorsWriter, dict[str, Cut | None]]],
+    tensors: dict[str, dict[str, Any]],
+) -> None:
+    """Write a tensor's pieces into the files of a stage, and add them to its entry in layout.json."""
+    owners = [(writer, share[name]) for writer, share in ranks if name in share]
+    dtype, axis = str(tensor.dtype).removeprefix("torch."), owners[0][1].axis if owners[0][1] else None
+    entry = tensors.setdefault(name, {"shape": [*tensor.shape], "dtype": dtype, "axis": axis, "pieces": []})
+    for writer, cut in owners:
+        writer.write(content := content_of(tensor if cut is None else part_of(tensor, cut)))
+        ranges = None if cut is None else [[each.start, each.stop] for each in cut.ranges]
+        piece = next((piece for piece in entry["pieces"] if piece["ranges"] == ranges), None)
+        if piece is None:
+            piece = {"ranges": ranges, "files": [], "sha256": hashlib.sha256(content).hexdigest()}
+            entry["pieces"].append(piece)
+        piece["files"].append(writer.path.name)

@@ -1,0 +1,152 @@
+"""The text of a multimodal checkpoint, as a checkpoint of its own: the other towers' settings and tensors are left out."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from conf.errors import UserError
+from models.config import ConfigReader
+from models.cuts import Cut
+from models.formats.base import RangedFile, WeightFile
+
+log = logging.getLogger(__name__)
+
+TEXT_MODELS = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+}
+"""By the `model_type` of a wrapper that of its text, where `text_config` does not name one of `registry.ARCHITECTURES`."""
+TEXT_TYPES = {
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+"""By a text's own `model_type` that of the architecture that it equals where all positions are those of text."""
+OTHER_TOWERS = (
+    *("vision_tower.", "multi_modal_projector.", "visual."),
+    *("model.vision_tower.", "model.multi_modal_projector.", "model.visual."),
+)
+"""Beginnings of the names of tensors that text does not go through."""
+TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.": ""}
+"""By the beginning of a text's tensors in the wrapper that in a checkpoint of its own. The first that fits holds."""
+OTHER_SETTINGS = frozenset(
+    """
+    boi_token_index eoi_token_index image_token_id image_token_index mm_tokens_per_image multimodal_projector_bias projector_hidden_act
+    spatial_merge_size video_token_id vision_config vision_end_token_id vision_feature_layer vision_start_token_id vision_token_id
+    """.split()
+)
+"""Settings of a wrapper without effect on text."""
+OUTER_WINS = ("architectures", "eos_token_id", "quantization_config", "tie_word_embeddings")
+"""Settings that are the whole checkpoint's, whatever its `text_config` says."""
+
+
+def is_wrapper(config: dict[str, Any]) -> bool:
+    return config.get("model_type") in TEXT_MODELS
+
+
+def text_config(config: dict[str, Any], where: str) -> ConfigReader:
+    """Return the config of a wrapper's text. Raises UserError where `text_config` is no object.
+
+    The first files of Qwen2-VL have the text's settings beside the wrapper's own.
+    """
+    wrapper = str(config["model_type"])
+    inner = config.get("text_config") or {}
+    if not isinstance(inner, dict):
+        raise UserError(f"{where}: text_config={inner!r} is not an object")
+    outer = {key: value for key, value in config.items() if key not in OTHER_SETTINGS | {"text_config", "model_type"}}
+    values = outer | inner | {key: outer[key] for key in OUTER_WINS if outer.get(key) is not None}
+    own_type = inner.get("model_type", wrapper)
+    if own_type == wrapper:
+        own_type = TEXT_MODELS[wrapper]
+    values["model_type"] = TEXT_TYPES.get(str(own_type), own_type)
+    if wrapper == "qwen3_vl_moe":  # whose own code always does
+        ConfigReader(values, where).expect("norm_topk_prob", (True, None), None)
+        values["norm_topk_prob"] = True
+    names = values.get("architectures")
+    if isinstance(names, list) and all(str(name).endswith("ForConditionalGeneration") for name in names):
+        del values["architectures"]
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(values.get(key), dict):
+            values[key] = _rope_of_text(values[key])
+    if isinstance(values.get("quantization_config"), dict):
+        values["quantization_config"] = _quantization_of_text(values["quantization_config"], where)
+    return ConfigReader(values, where)
+
+
+def _rope_of_text(scaling: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings without those of positions in pictures: a text's three positions are equal, so all sections turn alike."""
+    plain = {key: value for key, value in scaling.items() if key not in ("mrope_section", "mrope_interleaved")}
+    return plain | {key: "default" for key in ("type", "rope_type") if plain.get(key) == "mrope"}
+
+
+def _quantization_of_text(settings: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings with the text's own names in their lists of modules, and without the other towers'."""
+    changed = dict(settings)
+    for key in ("ignore", "modules_to_not_convert", "ignored_layers"):
+        names = settings.get(key)
+        if isinstance(names, list):
+            texts = [name for name in names if not (isinstance(name, str) and f"{name}.".startswith(OTHER_TOWERS))]
+            changed[key] = [text_name(name) if isinstance(name, str) else name for name in texts]
+            if unclear := [name for name in changed[key] if "language_model" in str(name)]:
+                raise UserError(
+                    f"{where}: quantization_config: {key}: {unclear[0]!r} cannot be told of the text alone: name modules of it in full"
+                )
+    return changed
+
+
+def text_name(name: str) -> str:
+    """Return the name of a tensor or module of the text in a checkpoint of its own."""
+    for prefix, own in TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
+
+
+class TextFile:
+    """A wrapper's weight file as its text sees it. Tensors of other towers are not in it, unknown ones are."""
+
+    def __init__(self, file: WeightFile) -> None:
+        """Raises UserError where two tensors would have one name."""
+        self._file = file
+        self.path, self.is_mapped = file.path, file.is_mapped
+        self.left_out = [name for name in file.shapes if name.startswith(OTHER_TOWERS)]
+        self._found = {text_name(name): name for name in file.shapes if not name.startswith(OTHER_TOWERS)}
+        if len(self._found) + len(self.left_out) < len(file.shapes):
+            raise UserError(
+                f"{self.path} holds tensors of its text twice, with language_model in their names and without"
+            )
+        self.shapes = {name: file.shapes[found] for name, found in self._found.items()}
+        self.dtypes = {name: file.dtypes[found] for name, found in self._found.items()}
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            for _, tensor in self._file.read([self._found[name]]):
+                yield name, tensor
+
+
+class RangedTextFile(TextFile):
+    """One of which parts of tensors are read without the rest."""
+
+    def __init__(self, file: RangedFile) -> None:
+        super().__init__(file)
+        self._ranged = file
+
+    def read_ranges(self, name: str, cut: Cut) -> Tensor:
+        return self._ranged.read_ranges(self._found[name], cut)
+
+
+def text_files(files: list[WeightFile]) -> list[WeightFile]:
+    """Return the files as the text sees them, and say in one line what is left out."""
+    texts = [RangedTextFile(file) if isinstance(file, RangedFile) else TextFile(file) for file in files]
+    left_out = [name for text in texts for name in text.left_out]
+    if left_out:
+        prefixes = [prefix for prefix in OTHER_TOWERS if any(name.startswith(prefix) for name in left_out)]
+        log.warning("%d tensors of %s are not loaded: only text is computed", len(left_out), ", ".join(prefixes))
+    return [*texts]

@@ -1,0 +1,359 @@
+"""GGUF files of the newer families: logits of transformers' own model, and equal tokens; what their keys may not say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from models.formats import open_checkpoint
+from models.formats.base import WeightFile
+from models.formats.gguf.reader import GGUFWeights
+from quantization.linear import IntMethod
+from tests.helpers.builders import all_logits, complete, engine_of
+from tests.helpers.deepseek import SMALL as DEEPSEEK
+from tests.helpers.deepseek import V2_GROUPS, V3_GROUPS, YARN
+from tests.helpers.gguf_families import add_family_shape, converted_tensors, write_family
+from tests.helpers.gguf_files import random_blocks, write_tensors
+from tests.helpers.oracle import TOLERANCE, random_prompts, write_random
+from tests.models.families.test_phi3 import LONGROPE
+
+BASE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 240,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+GEMMA: dict[str, Any] = BASE | {"sliding_window": 9, "query_pre_attn_scalar": 16}
+PHI3: dict[str, Any] = BASE | {"original_max_position_embeddings": 60}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
+FULL, SLIDING = "full_attention", "sliding_attention"
+GEMMA3_SCALED = {
+    FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e4},
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+}
+LATENT_SCALES = {"mscale": 0.707, "mscale_all_dim": 0.707}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", BASE),
+    "qwen3_tied_wide_heads": ("Qwen3", BASE | {"tie_word_embeddings": True, "head_dim": 32}),
+    "qwen3_biases": ("Qwen3", BASE | {"attention_bias": True}),
+    "qwen3_yarn": ("Qwen3", BASE | {"rope_parameters": YARN}),
+    "qwen3_moe": ("Qwen3Moe", BASE | EXPERTS),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3", GEMMA | {"num_hidden_layers": 7}),
+    "gemma3_scaled_cap": (
+        "Gemma3",
+        GEMMA | {"num_hidden_layers": 7, "rope_parameters": GEMMA3_SCALED, "final_logit_softcapping": 2.0},
+    ),
+    "gemma3_no_windows": ("Gemma3", GEMMA | {"layer_types": [FULL] * 3}),
+    "phi3": ("Phi3", PHI3),
+    "phi3_window_partial": ("Phi3", PHI3 | {"sliding_window": 20, "partial_rotary_factor": 0.75}),
+    "phi3_longrope": ("Phi3", PHI3 | {"rope_scaling": LONGROPE}),
+    "glm4": ("Glm4", BASE),
+    "glm4_biases": ("Glm4", BASE | {"attention_bias": True, "partial_rotary_factor": 0.25}),
+    "deepseek_v2": ("DeepseekV2", DEEPSEEK),
+    "deepseek_v2_no_q_lora": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": None}),
+    "deepseek_v2_groups": ("DeepseekV2", DEEPSEEK | V2_GROUPS),
+    "deepseek_v2_yarn": ("DeepseekV2", DEEPSEEK | {"rope_parameters": YARN | LATENT_SCALES}),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK | V3_GROUPS),
+    "deepseek_v3_one_group": ("DeepseekV3", DEEPSEEK | ONE_GROUP | {"norm_topk_prob": False}),
+    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 96, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 72}),
+    "gpt2_inner_untied": (
+        "GPT2LMHeadModel",
+        {"vocab_size": 96, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_inner": 100, "tie_word_embeddings": False},
+    ),
+    "bloom": ("Bloom", {"vocab_size": 96, "hidden_size": 48, "n_layer": 2, "n_head": 6, "layer_norm_epsilon": 1e-3}),
+}
+
+# Rows of a multiple of 32, as a block of Q8_0 is long, and few layers to add errors.
+WIDE: dict[str, dict[str, Any]] = {
+    "gemma3": {"num_hidden_layers": 2, "layer_types": None},
+    "deepseek_v3": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "q_lora_rank": 32}
+    | {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    | {"num_experts_per_tok": 8, **ONE_GROUP},  # all of them: a choice would turn a last bit into another expert
+    "gpt2": {"n_embd": 64},
+    "bloom": {"hidden_size": 96},
+}
+
+
+def build(folder: Path, name: str, **changes: Any) -> Any:
+    """transformers' model, with every parameter random, and its checkpoint in the folder."""
+    family, config = CASES[name]
+    model_class = getattr(transformers, family if family.endswith("Model") else f"{family}ForCausalLM")
+    config_class = model_class.config_class
+    settings = {**config, "bos_token_id": 1, "eos_token_id": None, **changes}
+    # others drop the soft cap
+    return write_random(folder, model_class._from_config(config_class(**settings), attn_implementation="eager"))
+
+
+def opened(file: Path) -> list[WeightFile]:
+    return open_checkpoint(file, allow_pickle=False).open_weights({})
+
+
+def assert_equals_transformers(file: Path, reference: Any) -> None:
+    """Logits at every position, and greedy tokens."""
+    engine = engine_of(file)
+    prompts = random_prompts(96)
+    for prompt in prompts:
+        with torch.no_grad():
+            expected = reference(torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(all_logits(engine, prompt), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reference = build(tmp_path, name)
+    file = write_family(tmp_path, tmp_path / "twin.gguf")
+    caplog.clear()  # what transformers said of its config
+    assert_equals_transformers(file, reference)
+    assert [
+        name for name, _, _ in caplog.record_tuples if not name.startswith("transformers")
+    ] == []  # every key was read
+    twin, decode = engine_of(tmp_path), DecodeConfig(max_new_tokens=20)
+    prompts = random_prompts(96)
+    tokens, expected = (
+        [output.token_ids for output in complete(engine, prompts, decode)] for engine in (engine_of(file), twin)
+    )
+    assert tokens == expected
+
+
+def test_every_tensor_is_the_other_layouts(tmp_path: Path) -> None:
+    """To the bit, but for Gemma's norms, from which 1 is taken again."""
+    for name in CASES:
+        build(tmp_path, name)
+        files = opened(write_family(tmp_path, tmp_path / "twin.gguf"))
+        found = {key: tensor for file in files for key, tensor in file.read(file.shapes)}
+        shapes = {key: shape for file in files for key, shape in file.shapes.items()}
+        expected = load_file(tmp_path / "model.safetensors")
+        assert found.keys() == expected.keys(), name
+        for key, tensor in expected.items():
+            assert shapes[key] == tuple(tensor.shape), key
+            # 2e-7: float32 next to 2 has steps of 2.4e-7, by half of which 1 + w is rounded
+            is_norm = name.startswith("gemma") and key.endswith("norm.weight")
+            torch.testing.assert_close(found[key], tensor, atol=2e-7 if is_norm else 0, rtol=0)
+
+
+def test_deepseek_before_its_latent_was_split(tmp_path: Path) -> None:
+    reference = build(tmp_path, "deepseek_v2_yarn")
+    assert_equals_transformers(write_family(tmp_path, tmp_path / "twin.gguf", splits_latent=False), reference)
+
+
+def test_halves_in_two_files(tmp_path: Path) -> None:
+    """attn_k_b ends the first file, attn_v_b begins the second."""
+    reference = build(tmp_path, "deepseek_v3")
+    whole = gguf.GGUFReader(write_family(tmp_path, tmp_path / "twin.gguf"))
+    tensors = {tensor.name: np.array(tensor.data).reshape(tensor.shape[::-1]) for tensor in whole.tensors}
+    cut = [name for name in tensors if "attn_v_b" not in name]
+    config = json.loads((tmp_path / "config.json").read_text())
+    for i, names in enumerate((cut, sorted(tensors.keys() - set(cut)))):
+        writer = gguf.GGUFWriter(tmp_path / f"two-{i + 1:05}-of-00002.gguf", "deepseek2")
+        add_family_shape(writer, config, splits_latent=True)
+        writer.add_uint16("split.no", i)
+        writer.add_uint16("split.count", 2)
+        write_tensors(writer, {name: tensors[name] for name in names}, "F32")
+    assert_equals_transformers(tmp_path / "two-00001-of-00002.gguf", reference)
+
+
+PACKED = {
+    "phi3": ("self_attn.qkv_proj", "mlp.gate_up_proj"),
+    "glm4": ("self_attn.q_proj", "mlp.gate_up_proj"),
+    "qwen3_moe": ("self_attn.k_proj", "mlp.experts.5.down_proj"),
+    "gemma3": ("self_attn.o_proj", "mlp.down_proj"),
+    "deepseek_v3": ("self_attn.kv_a_proj_with_mqa", "mlp.shared_experts.gate_proj"),
+    "gpt2": ("attn.c_attn", "mlp.c_proj"),
+    "bloom": ("self_attention.query_key_value", "mlp.dense_4h_to_h"),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_codes_are_those_of_the_rounded_weights(name: str, tmp_path: Path) -> None:
+    """The file stays packed, and its logits are near those of transformers with the package's rounded weights."""
+    reference = build(tmp_path, name, **WIDE.get(name, {}))
+    file = write_family(tmp_path, tmp_path / "twin.gguf", "Q8_0")
+    with torch.no_grad():
+        read = {key: tensor for each in opened(file) for key, tensor in each.read(each.shapes)}
+        state = load_file(tmp_path / "model.safetensors")
+        for key, tensor in read.items():
+            # half a step of the codes, and float16's rounding of the scale; rows in another order differ by far more
+            assert (tensor - state[key]).abs().max() <= state[key].abs().max() * (1 / 254 + 2**-11), key
+        save_file({key: tensor.contiguous() for key, tensor in read.items()}, tmp_path / "model.safetensors")
+    rounded = type(reference).from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
+    engine = engine_of(file)
+    first = next(module for module in engine.runner.model.modules() if isinstance(module, nn.ModuleList))[-1]
+    for own in PACKED[name]:
+        assert isinstance(first.get_submodule(own).method, IntMethod), own
+    for prompt in random_prompts(96):
+        with torch.no_grad():
+            expected = rounded(torch.tensor([prompt])).logits[0]
+        # Kernels may hold 128 inputs of a row in 16 bits: 2^-16 of the largest at every layer, of logits of the order 10.
+        torch.testing.assert_close(all_logits(engine, prompt), expected, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "module"),
+    [
+        ("bloom", {"hidden_size": 256, "n_head": 4}, "transformer.h.1.self_attention.query_key_value"),
+        ("gpt2", {"n_embd": 256}, "transformer.h.1.attn.c_attn"),
+    ],
+)
+def test_blocks_are_in_the_order_of_the_weight(
+    name: str, settings: dict[str, int], module: str, tmp_path: Path
+) -> None:
+    """Rows are moved in blocks as they are in floats; a block is [O, I], also where Hugging Face holds [I, O]."""
+    build(tmp_path, name, **settings)
+    config = json.loads((tmp_path / "config.json").read_text())
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", name)
+    add_family_shape(writer, config, splits_latent=True)
+    kind = gguf.GGMLQuantizationType.Q4_K
+    for own, array in converted_tensors(tmp_path).items():
+        if own == "blk.1.attn_qkv.weight":
+            writer.add_tensor(own, random_blocks("Q4_K", 768, 256, seed=0), raw_dtype=kind)
+        else:
+            writer.add_tensor(own, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (weights,) = opened(tmp_path / "x.gguf")
+    assert isinstance(weights, GGUFWeights)
+    (weight,) = (tensor for _, tensor in weights.read([f"{module}.weight"]))
+    weights.keep_codes([module])
+    (blocks,) = (tensor for _, tensor in weights.read([f"{module}.blocks"]))
+    unpacked = torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), kind))
+    assert unpacked.shape == (768, 256)
+    assert unpacked.equal(weight.T if name == "gpt2" else weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"),
+    [
+        ("qwen3", "Q8_0", "float16"),
+        ("qwen3", "F16", "float16"),
+        ("gemma2", "Q8_0", "bfloat16"),
+        ("gemma3", "F16", "bfloat16"),
+        ("gemma3", "F32", "float32"),
+    ],
+)
+def test_dtype(name: str, kind: str, dtype: str, tmp_path: Path) -> None:
+    """Gemma's hidden states are larger than float16 can be."""
+    build(tmp_path, name)
+    file = write_family(tmp_path, tmp_path / "twin.gguf", kind)
+    assert open_checkpoint(file, allow_pickle=False).config.raw("torch_dtype") == dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "scale"), [("gemma2", 46, 12.0), ("gemma3", 62, 12.0), ("gemma3", 61, 16.0)]
+)
+def test_scale_of_the_largest_gemmas(name: str, layers: int, scale: float, tmp_path: Path) -> None:
+    """Gemma 2 and 3 27B divide by the root of hidden_size / heads; their files do not say it, and llama.cpp knows it by the layers."""
+    build(tmp_path, name, hidden_size=48, num_hidden_layers=layers, layer_types=None)
+    file = write_family(tmp_path, tmp_path / "twin.gguf")
+    assert open_checkpoint(file, allow_pickle=False).config.raw("query_pre_attn_scalar") == scale
+
+
+def test_gemma2_without_its_keys(tmp_path: Path) -> None:
+    """The caps and the window are then those of transformers' own defaults, which are those of all published Gemma 2."""
+    published = transformers.Gemma2Config()
+    keys = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
+    own = {key: getattr(published, key) for key in keys}
+    assert own == {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}
+    reference = build(tmp_path, "gemma2", **own)
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "gemma2")
+    add_family_shape(writer, json.loads((tmp_path / "config.json").read_text()), splits_latent=True)
+    written = set(writer.kv_data[0])
+    left_out = {key for key in written if key.endswith(keys)}
+    assert len(left_out) == 3
+    for key in left_out:
+        del writer.kv_data[0][key]
+    write_tensors(writer, converted_tensors(tmp_path), "F32")
+    config = open_checkpoint(tmp_path / "x.gguf", allow_pickle=False).config
+    assert {key: config.raw(key) for key in keys} == own
+    assert_equals_transformers(tmp_path / "x.gguf", reference)
+
+
+def test_frequencies_of_gemma3s_windows(tmp_path: Path) -> None:
+    build(tmp_path, "gemma3")
+    file = write_family(tmp_path, tmp_path / "twin.gguf", gemma3__rope__freq_base_swa=20000.0)
+    assert open_checkpoint(file, allow_pickle=False).config.raw("rope_local_base_freq") == 20000.0
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "message"),
+    [
+        ("qwen3", {"qwen3__rope__dimension_count": 8}, "qwen3: rope.dimension_count=8 is not supported: only 16"),
+        (
+            "qwen3_moe",
+            {"qwen3moe__expert_weights_norm": False},
+            "expert_weights_norm=False is not supported: only True",
+        ),
+        ("qwen3_moe", {"qwen3moe__expert_gating_func": 2}, "expert_gating_func=2 is not supported: only 1"),
+        ("qwen3_moe", {"qwen3moe__expert_weights_scale": 2.5}, "expert_weights_scale=2.5 is not supported: only None"),
+        (
+            "deepseek_v2",
+            {"deepseek2__nextn_predict_layers": 1},
+            "nextn_predict_layers=1 is not supported: only None, 0",
+        ),
+        (
+            "deepseek_v2",
+            {"deepseek2__attention__temperature_scale": 0.1},
+            "attention.temperature_scale=0.1 is not supported: only None, 0.0",
+        ),
+        ("gemma3", {"gemma3__attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
+        ("phi3", {"phi3__rope__scaling__type": "yarn"}, "rope.scaling.type='yarn' is not supported: only 'none'"),
+        ("phi3", {"phi3__rope__scaling__attn_factor": 1.2}, "rope.scaling.attn_factor=1.2 is not supported: only None"),
+        ("glm4", {"glm4__nextn_predict_layers": 1}, "nextn_predict_layers=1 is not supported: only None, 0"),
+        (
+            "glm4",
+            {"glm4__rope__dimension_sections": [1, 2]},
+            "'glm4.rope.dimension_sections' has a value for each layer",
+        ),
+        ("deepseek_v2", {"deepseek2__expert_gating_func": 3}, "expert_gating_func=3 is not supported: only 1, 2"),
+        ("deepseek_v2", {"deepseek2__expert_weights_norm": True}, "norm_topk_prob=True is not supported"),
+        (
+            "deepseek_v2",
+            {"deepseek2__rope__scaling__yarn_log_multiplier": 0.1},
+            "yarn_log_multiplier is there, but no rope.scaling.type=yarn",
+        ),
+        ("deepseek_v2", {"deepseek2__attention__key_length": 24}, "attention.key_length=24 is not supported: only 32"),
+        (
+            "deepseek_v2",
+            {"deepseek2__attention__key_length_mla": 8},
+            "key_length_mla=8 is not above rope.dimension_count=8",
+        ),
+        ("gpt2", {"gpt2__attention__head_count_kv": 2}, "attention.head_count_kv=2 is not supported: only 4"),
+        ("bloom", {"bloom__attention__head_count_kv": 1}, "attention.head_count_kv=1 is not supported: only 6"),
+    ],
+)
+def test_refused_metadata(name: str, metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+    build(tmp_path, name)
+    with pytest.raises(UserError, match=message):
+        engine_of(write_family(tmp_path, tmp_path / "twin.gguf", **metadata))
+
+
+def test_halves_that_do_not_fit(tmp_path: Path) -> None:
+    build(tmp_path, "deepseek_v2")
+    config = json.loads((tmp_path / "config.json").read_text())
+    tensors = converted_tensors(tmp_path)
+    tensors["blk.1.attn_v_b.weight"] = tensors["blk.1.attn_v_b.weight"][:, :, :-1]
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "deepseek2")
+    add_family_shape(writer, config, splits_latent=True)
+    write_tensors(writer, tensors, "F32")
+    message = r"blk.1.attn_k_b has the shape \[4, 24, 12\] and attn_v_b \[4, 10, 23\]: expected \[heads, latent, key\]"
+    with pytest.raises(UserError, match=message):
+        engine_of(tmp_path / "x.gguf")

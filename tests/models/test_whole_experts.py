@@ -1,0 +1,107 @@
+"""Experts that are each on one rank: the bits of one process."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.errors import UserError
+from conf.quantization import Activations, QuantConfig, QuantScheme
+from conf.schema import DType, ExpertDivision, ParallelConfig, ParallelMode, RunConfig, Sum
+from kernels.collectives import Threads
+from models.cuts import Division
+from models.layers.absent import Absent
+from models.layers.moe import Experts
+from tests.helpers.builders import run_config, write_llama
+from tests.helpers.divided import assert_same_bits, divided_steps, rank_plan, stage_steps, whole_steps
+from tests.models.test_adding_ranks import assert_same_tokens
+from tests.models.test_parallel import write_family
+
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "v2", "v3", "ernie4_5_moe", "glm4_moe", "minimax_m2")
+PROMPTS = [[*range(3, 40)], [5], [7, 3]]  # of one token, which leaves ranks without a row
+
+
+def of_whole_experts(run: RunConfig, tp: int, sum: Sum = Sum.gather) -> RunConfig:
+    return replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=tp, experts=ExpertDivision.whole, sum=sum))
+
+
+def cases() -> list[Any]:
+    every = [(name, tp, dtype) for name in MIXTURES for tp in (2, 3) for dtype in ("float32", "bfloat16")]
+    return [pytest.param(*case, marks=[] if case[1:] == (3, "float32") else pytest.mark.long) for case in every]
+
+
+@pytest.mark.parametrize(("name", "tp", "dtype"), cases())
+def test_families(name: str, tp: int, dtype: str, tmp_path: Path) -> None:
+    write_family(name, tmp_path)
+    run = run_config(tmp_path)
+    run = replace(run, model=replace(run.model, dtype=DType[dtype]))
+    ranks = divided_steps(of_whole_experts(run, tp), tp, PROMPTS)
+    assert_same_bits(whole_steps(run, PROMPTS), ranks)
+    owned = [numbers for steps in ranks for numbers in own_experts(steps[0].model)]
+    assert sorted(sum(owned, [])) == [*range(len(sum(owned, [])))]
+    assert max(map(len, owned)) - min(map(len, owned)) <= 1
+
+
+def own_experts(model: Any) -> list[list[int]]:
+    """The numbers of those that a rank has, of its last mixture."""
+    *_, experts = (module for module in model.modules() if isinstance(module, Experts))
+    return [[number for number, expert in enumerate(experts) if not isinstance(expert, Absent)]]
+
+
+QUANTS = {
+    "int8": QuantConfig(QuantScheme.int8),
+    "int8 auto": QuantConfig(QuantScheme.int8, activations=Activations.auto),
+    "int4": QuantConfig(QuantScheme.int4, group_size=32),
+    "a8w8": QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic),
+    "fp8": QuantConfig(QuantScheme.fp8, activations=Activations.dynamic),
+    "experts of two schemes": QuantConfig(QuantScheme.int8, overrides={"*experts.1.*": "int4"}),
+}
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_schemes(quant: str, tmp_path: Path) -> None:
+    """Those of two schemes are computed one after the other on a rank that has both."""
+    write_family("mixtral", tmp_path)
+    run = replace(run_config(tmp_path), quant=QUANTS[quant])
+    assert_same_bits(whole_steps(run, PROMPTS), divided_steps(of_whole_experts(run, 3), 3, PROMPTS))
+
+
+def test_stages(tmp_path: Path) -> None:
+    write_family("v3", tmp_path)  # whose first layer is no mixture
+    run = run_config(tmp_path)
+    assert_same_bits(whole_steps(run, PROMPTS), stage_steps(of_whole_experts(run, 2), 2, 2, PROMPTS))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "v3"])
+def test_beside_products_that_are_added(name: str, tmp_path: Path) -> None:
+    write_family(name, tmp_path)
+    run = run_config(tmp_path)
+    assert_same_tokens(whole_steps(run, PROMPTS), divided_steps(of_whole_experts(run, 3, Sum.reduce), 3, PROMPTS))
+
+
+def test_a_rank_reads_its_experts_alone(tmp_path: Path) -> None:
+    write_family("mixtral", tmp_path)
+    run = run_config(tmp_path)
+    found = []
+    for rank, group in enumerate(Threads.of(3)):
+        division = Division(3, 1, rank, 0, whole_experts=True)
+        shapes = [shape for file in rank_plan(run, division, group).files for shape in file.shapes.items()]
+        found += [(name, shape) for name, shape in shapes if "experts" in name]
+    whole = [item for file in rank_plan(run, Division(), Threads.of(1)[0]).files for item in file.shapes.items()]
+    assert sorted(found) == sorted((name, shape) for name, shape in whole if "experts" in name)
+
+
+def test_what_has_too_few_experts_is_refused(tmp_path: Path) -> None:
+    write_llama(tmp_path / "dense")
+    (tmp_path / "mixture").mkdir()
+    write_family("mixtral", tmp_path / "mixture")
+    group = Threads.of(1)[0]
+    with pytest.raises(UserError) as dense:
+        rank_plan(run_config(tmp_path / "dense"), Division(2, whole_experts=True), group)
+    message = "parallel.experts=whole is of mixtures of experts, which this model has none of: leave it out"
+    assert str(dense.value) == message
+    with pytest.raises(UserError) as few:
+        rank_plan(run_config(tmp_path / "mixture"), Division(5, whole_experts=True), group)
+    message = "tp=5 is more than the 4 experts of a layer of this model: give parallel.experts=split, or at most tp=4"
+    assert str(few.value) == message
