@@ -1,0 +1,208 @@
+"""`task=export`: write a model as its graph and its packed weights, which run without its code and its checkpoint."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.errors import UserError, shortened
+from conf.quantization import Activations
+from conf.schema import DeviceType, ParallelMode, RunConfig, Weights
+from kernels.collectives.nodes import Recordable
+from models.adapters import adaptable_layers
+from models.batch import KVCache
+from models.causal_lm import CausalLM
+from models.cuts import Division
+from models.exported.description import (
+    ADAPTED_GRAPH,
+    EXPORT,
+    GRAPH,
+    WEIGHTS,
+    describe,
+    describe_division,
+    part_folder,
+    read_description,
+)
+from models.exported.model import ExportedLM
+from models.exported.trace import Traced, trace
+from models.formats.huggingface_writer import write_companions
+from models.formats.manifest import write_manifest
+from models.formats.safetensors_writer import save_tensors
+from models.layers.adaptable import Adaptable
+from pipelines import report
+from pipelines.assembly import cache_formats, load_planned
+from pipelines.device import prepare_device
+from pipelines.engine.kv_cache import allocate_kv_cache
+from pipelines.export_steps import BLOCK_SIZE, NUM_BLOCKS, Results, Steps, differing
+from pipelines.fingerprint import plain, sha256_of
+from pipelines.loading import calibrated
+from pipelines.opening import open_source
+from pipelines.output_folder import complete_folder, refuse_existing
+from pipelines.planning import ModelPlan, divide_plan, plan_model
+from pipelines.ranks.threads import ThreadPlace, run_ranks
+from pipelines.request_settings import read_request_settings
+from quantization.smoothing_record import copy_folds
+
+NOT_TAKEN, AS_IT_IS = "task=export does not take this model", "run it as it is"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A model, or a rank's part, with the cache and the results of the steps that prove its graph."""
+
+    division: Division
+    model: CausalLM
+    cache: KVCache
+    results: Results
+
+
+def run_export(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
+    """Export the model. Afterwards `export.output` is complete and proved, or as it was before. Raises UserError."""
+    target = _target(run)
+    start = time.perf_counter()
+    device = prepare_device(run.device)
+    if device.type != "cpu":
+        raise UserError("task=export packs weights for a CPU: give device=cpu")
+    source = open_source(run.model)
+    if source.artefact is not None:
+        raise UserError(f"{run.model.path} is exported already: give the model that it was made of")
+    quant = plain(asdict(run.quant))
+    run, source = calibrated(run, source, report.NO_PROGRESS)
+    settings = read_request_settings(run.model, source)
+    plan = plan_model(run, source, device, packed=True)
+    if plan.model.num_prompt_features:
+        raise UserError(f"{NOT_TAKEN} (its steps need numbers of their prompts, as ChatGLM-6B's do): {AS_IT_IS}")
+    steps = Steps.of(plan.model)
+    parts = _parts(run, plan, steps)
+    with complete_folder(target, run.export.overwrite, "export") as folder:
+        for part in parts:
+            _write(part, part_folder(folder, part.division), quant, settings.eos_token_ids)
+        if len(parts) > 1:
+            description = describe_division(folder, run.export.tp, run.export.pp)
+            (folder / EXPORT).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+        write_companions(source.checkpoint, folder, plan.dtype)
+        copy_folds(source.checkpoint.path, folder, plan.model)
+        exported = _proved(folder, parts, steps)
+        write_manifest(folder, {})
+    sizes = [file.stat().st_size for file in target.rglob("*") if file.is_file()]
+    metrics = {
+        "num_nodes": sum(len(each.graph.body) + len(each.graph.head) for each in exported),
+        "num_files": len(sizes),
+        "bytes_written": sum(sizes),
+        "export_s": time.perf_counter() - start,
+        "peak_memory_bytes": report.peak_memory_bytes(device),
+    }
+    report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
+    _print(metrics, target, output_dir)
+
+
+def _print(metrics: dict[str, Any], target: Path, output_dir: Path) -> None:
+    rows = [
+        ("nodes", f"{metrics['num_nodes']:,}"),
+        ("written", f"{metrics['bytes_written'] / 1e6:,.1f} MB in {metrics['num_files']} files"),
+        ("time", f"{metrics['export_s']:.2f} s"),
+    ]
+    report.print_table(rows)
+    print(f"model: {target}")
+    print(f"output: {output_dir}")
+
+
+def _target(run: RunConfig) -> Path:
+    """Return the folder to make. Raises UserError for settings that the task does not take."""
+    if run.export.output is None:
+        raise UserError("export.output is missing: give the folder to make")
+    run.decode.check_unset("by task=export", "leave it out")
+    refused = {
+        "model.weights=random": run.model.weights is Weights.random,
+        "model.keep_packed=true": run.model.keep_packed,
+        "model.max_length": run.model.max_length is not None,
+        "quant.activations=auto": run.quant.activations is Activations.auto,
+        f"parallel={run.parallel.mode.name}": run.parallel.mode is not ParallelMode.single,
+        "device=cuda": run.device.type is DeviceType.cuda,
+    }
+    for given, is_given in refused.items():
+        if is_given:
+            raise UserError(f"{given} is not used by task=export: leave it out")
+    target = Path(os.path.abspath(Path(run.export.output).expanduser()))
+    refuse_existing(target, run.export.overwrite, "export")
+    return target
+
+
+def _parts(run: RunConfig, plan: ModelPlan, steps: Steps) -> list[_Part]:
+    """Return the loaded model, or the part of each rank, after the steps. Raises UserError where these give other bits than one process."""
+    tp, pp = run.export.tp, run.export.pp
+    if tp * pp == 1:
+        return [_loaded(run, plan, steps)]
+
+    def planned() -> ModelPlan:
+        return plan_model(run, plan.source, plan.device, packed=True)
+
+    def part(place: ThreadPlace) -> _Part:
+        own = divide_plan(planned(), place.division, Recordable(place.group), place.neighbours)
+        return _loaded(run, own, steps)
+
+    expected = _loaded(run, planned(), steps).results.outputs
+    parts = run_ranks(tp, pp, part)
+    number = differing(expected, parts[-tp].results.outputs)  # of the last stage's first rank
+    if number is not None:
+        what = f"result {number} of {len(expected)} is not that of one process"
+        raise UserError(f"{NOT_TAKEN} with tp={tp} and pp={pp} ({what}): {AS_IT_IS}")
+    return parts
+
+
+def _loaded(run: RunConfig, plan: ModelPlan, steps: Steps) -> _Part:
+    load_planned(run, plan)
+    formats, sizes = cache_formats(run, plan), (NUM_BLOCKS, BLOCK_SIZE)
+    cache = allocate_kv_cache(plan.model.attention_heads, *sizes, formats, plan.dtype, plan.device)
+    results = steps.results(plan.model, cache)  # which also makes what a model computes once
+    return _Part(plan.division, plan.model, cache, results)
+
+
+def _write(part: _Part, folder: Path, quant: dict[str, Any], eos: frozenset[int]) -> None:
+    """Write graphs, weights and export.json. Raises UserError for a model that is no graph."""
+    model, cache, names = part.model, part.cache, dict[object, str]()
+    traced = [_traced(model, cache, names, layers) for layers in (None, [*adaptable_layers(model).values()])]
+    weights = [each.weights for each in traced]
+    folder.mkdir(exist_ok=True)
+    save_tensors(folder / WEIGHTS, weights[0] | weights[1], {})
+    for each, file in zip(traced, (GRAPH, ADAPTED_GRAPH), strict=True):
+        torch.export.save(each.program, folder / file)
+    sha256 = {file: sha256_of(folder / file) for file in (GRAPH, ADAPTED_GRAPH)}
+    description = describe(model, cache, weights, quant, eos, part.results.outputs[0].shape[1], sha256, part.division)
+    (folder / EXPORT).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+
+
+def _traced(model: CausalLM, cache: KVCache, names: dict[object, str], adapted: Sequence[Adaptable] | None) -> Traced:
+    """Trace the model. Raises UserError for one that asks for values, which a graph does not have."""
+    try:
+        return trace(model, cache, names, adapted)
+    except Exception as error:  # of torch, or of the model's code with torch's stand-ins for tensors
+        reason = shortened(" ".join(str(error).split()))
+        raise UserError(f"{NOT_TAKEN} ({type(error).__name__}: {reason}): {AS_IT_IS}") from error
+
+
+def _proved(folder: Path, parts: list[_Part], steps: Steps) -> list[ExportedLM]:
+    """Return the models of the files. Raises UserError where one cannot be computed, and where one bit differs."""
+    tp, pp = parts[0].division.tp, parts[0].division.pp
+
+    def found(place: ThreadPlace) -> tuple[ExportedLM, Results]:
+        rank = place.division.rank
+        own, group = part_folder(folder, place.division), place.group if len(parts) > 1 else None
+        exported = ExportedLM(read_description(folder, rank), own, True, group, place.neighbours)
+        exported.load()
+        return exported, steps.results(exported, parts[rank].cache)
+
+    try:
+        models = run_ranks(tp, pp, found)
+    except UserError as error:
+        raise UserError(f"{NOT_TAKEN} ({error.__cause__ or error}): {AS_IT_IS}") from error
+    for part, (_, results) in zip(parts, models, strict=True):
+        own, others = ([*each.outputs, *each.stored] for each in (part.results, results))
+        if (number := differing(own, others)) is not None:
+            raise UserError(f"{NOT_TAKEN} (its graph differs from it in result {number} of {len(own)}): {AS_IT_IS}")
+    return [exported for exported, _ in models]

@@ -1,0 +1,117 @@
+"""The steps by which an exported model is compared with the one that it is made of."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.lora import AdapterTable
+from models.adapters import adaptable_layers
+from models.batch import Batch, KVCache
+from models.causal_lm import CausalLM
+from models.exported.graph import INPUTS
+from models.layers.adaptable import Adaptable
+from pipelines.engine.batch import whole_batch
+
+NUM_BLOCKS, BLOCK_SIZE = 8, 16
+RANKS = [(3, 0), (3, 2)]
+"""Of the two adapters of a layer, by turns: the second does not change every other one."""
+
+
+class Results(NamedTuple):
+    outputs: list[Tensor]
+    """Hidden states and logits of each step."""
+    stored: list[Tensor]
+    """What is in the cache after the steps without adapters, and after those with some."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    batches: list[Batch]
+    factors: dict[str, list[tuple[Tensor, Tensor]]]
+    """By the name of a layer that rows can adapt: A [r, I] and B [O, r] of each of two adapters."""
+
+    @staticmethod
+    def of(model: CausalLM) -> "Steps":
+        """Return steps for the whole model, loaded or not."""
+        generator, factors = torch.Generator().manual_seed(1), dict[str, list[tuple[Tensor, Tensor]]]()
+        for (name, layer), ranks in zip(adaptable_layers(model).items(), itertools.cycle(RANKS)):
+            outputs, inputs = layer.shape
+            factors[name] = [
+                (
+                    torch.randn(rank, inputs, generator=generator) / 8,
+                    torch.randn(outputs, rank, generator=generator) / 8,
+                )
+                for rank in ranks
+            ]
+        return Steps(_batches(model.config.vocab_size), factors)
+
+    @torch.inference_mode()
+    def results(self, model: CausalLM, cache: KVCache) -> Results:
+        """Return what the steps give, one behind the other over an empty cache: first without adapters, and then with these.
+
+        The model may be a rank's part.
+        """
+        layers, found = adaptable_layers(model), Results([], [])
+        for are_adapted in (False, True):
+            for name, layer in layers.items():
+                layer.adapters = self._table(name, layer, cache.dtype) if are_adapted else None
+            for part in cache.tensors:
+                part.zero_()
+            for batch in map(_adapted, self.batches) if are_adapted else self.batches:
+                hidden = model(batch, cache)
+                found.outputs.extend((hidden.clone(), model.logits(hidden, batch).clone()))
+            found.stored.extend(part.clone() for part in cache.tensors)
+        return found
+
+    def _table(self, name: str, layer: Adaptable, dtype: torch.dtype) -> AdapterTable:
+        """Return the two adapters of a layer, or of a rank's part."""
+        (outputs, inputs), factors = layer.shape, self.factors[name]
+        table = AdapterTable.empty(2, max(len(a) for a, _ in factors), inputs, outputs, dtype, torch.device("cpu"))
+        for slot, (a, b) in enumerate(factors):
+            table.put(slot, *layer.own(a, b), 0.5)
+        return table
+
+
+def _batches(vocab_size: int) -> list[Batch]:
+    """Return steps of odd shapes: a ragged prefill, one token, one prompt, a prompt in two parts, decoding of several."""
+    generator = torch.Generator().manual_seed(0)
+    ids: list[int] = torch.randint(vocab_size, (64,), generator=generator).tolist()
+
+    def prompts(lengths: list[int], num_outputs: list[int], tables: list[list[int]]) -> Batch:
+        starts = [0, *itertools.accumulate(lengths)]
+        texts = [ids[start : start + length] for start, length in zip(starts, lengths, strict=False)]
+        return whole_batch(texts, num_outputs, tables, [()] * len(lengths), BLOCK_SIZE)
+
+    def later(
+        tokens: list[int], places: list[int], tables: list[list[int]], starts: list[int], outputs: list[int]
+    ) -> Batch:
+        owners = [s for s, (start, end) in enumerate(itertools.pairwise(starts)) for _ in range(start, end)]
+        slots = [tables[s][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for s, p in zip(owners, places, strict=True)]
+        lengths = [places[end - 1] + 1 for end in starts[1:]]
+        own = [sum(row < end for row in outputs) for end in starts]
+        features: list[tuple[int, ...]] = [()] * len(tables)
+        return Batch.of(tokens, places, slots, tables, starts, lengths, [20] * len(tokens), features, outputs, own)
+
+    first = prompts([3, 1, 5], [1, 1, 3], [[0], [1], [2]])
+    decode = later(ids[:3], [3, 1, 5], [[0], [1], [2]], [0, 1, 2, 3], [0, 1, 2])
+    alone, one = prompts([1], [1], [[3]]), prompts([19], [1], [[4, 5]])
+    rest = later(ids[20:24], [19, 20, 21, 22], [[4, 5]], [0, 4], [3])
+    return [first, decode, alone, one, rest]
+
+
+def _adapted(batch: Batch) -> Batch:
+    """Return the step with the first adapter, the second and none by turns."""
+    slots = [token % 3 - 1 for token in range(1, batch.shape.num_tokens + 1)]
+    return Batch.of(**{name: getattr(batch, name).tolist() for name in INPUTS}, adapter_slots=slots)
+
+
+def differing(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> int | None:
+    """Return the number of the first of the tensors that differs from the other by a bit; None: all are equal."""
+    for number, pair in enumerate(zip(tensors, others, strict=True)):
+        if not torch.equal(*(each.contiguous().view(torch.uint8) for each in pair)):
+            return number
+    return None

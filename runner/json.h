@@ -1,0 +1,125 @@
+// JSON (RFC 8259) as values. A file is not trusted: what is no JSON, or another kind of value than is asked for, raises Refused.
+#pragma once
+
+#include <charconv>
+#include <cmath>
+#include <string_view>
+#include <utility>
+#include <variant>
+
+#include "tensor.h"
+
+struct Json {
+  using List = std::vector<Json>;
+  using Object = std::vector<std::pair<std::string, Json>>;
+  // size_t: the number of a value of a step (graph.h), which no text has.
+  std::variant<std::nullptr_t, bool, int64_t, double, std::string, List, Object, size_t> value;
+
+  bool is_null() const { return std::holds_alternative<std::nullptr_t>(value); }
+  bool flag() const { return as<bool>("true or false"); }
+  int64_t integer() const { return as<int64_t>("a whole number"); }
+  double number() const { return std::holds_alternative<int64_t>(value) ? static_cast<double>(integer()) : as<double>("a number"); }
+  const std::string &text() const { return as<std::string>("a text"); }
+  const List &list() const { return as<List>("a list"); }
+  const Object &object() const { return as<Object>("an object"); }
+  size_t tensor() const { return as<size_t>("a tensor"); }
+
+  bool has(std::string_view name) const {
+    return std::ranges::any_of(object(), [&](const auto &each) { return each.first == name; });
+  }
+
+  const Json &operator[](std::string_view name) const {
+    for (const auto &[key, found] : object())
+      if (key == name) return found;
+    throw Refused("there is no '" + std::string(name) + "'");
+  }
+
+ private:
+  template <class Kind> const Kind &as(const char *kind) const {
+    const Kind *found = std::get_if<Kind>(&value);
+    require(found, std::string("there is something else in the place of ") + kind);
+    return *found;
+  }
+};
+
+class JsonParser {
+ public:
+  explicit JsonParser(std::string_view text) : at_(text.data()), end_(at_ + text.size()) {}
+
+  Json document() {
+    Json found = value(0);
+    expect(next() == '\0' && at_ == end_);
+    return found;
+  }
+
+ private:
+  static constexpr int MAX_DEPTH = 64;  // of lists in lists; a graph has 12
+  const char *at_, *end_;
+
+  static void expect(bool holds) { require(holds, "it is not JSON"); }
+
+  // The next character that is no space, '\0' at the end.
+  char next() {
+    while (at_ != end_ && (*at_ == ' ' || *at_ == '\n' || *at_ == '\t' || *at_ == '\r')) ++at_;
+    return at_ == end_ ? '\0' : *at_;
+  }
+  void take(std::string_view word) {
+    next();
+    expect(std::string_view(at_, end_).starts_with(word));
+    at_ += word.size();
+  }
+
+  Json value(int depth) {
+    Json::Object object;
+    Json::List list;
+    expect(depth < MAX_DEPTH);
+    switch (next()) {
+      case '{':
+        items("{", "}", [&] { object.emplace_back(text(), Json{}), take(":"), object.back().second = value(depth + 1); });
+        return {std::move(object)};
+      case '[': return items("[", "]", [&] { list.push_back(value(depth + 1)); }), Json{std::move(list)};
+      case '"': return {text()};
+      case 't': return take("true"), Json{true};
+      case 'f': return take("false"), Json{false};
+      case 'n': return take("null"), Json{nullptr};
+      default: return number();
+    }
+  }
+  template <class Item> void items(std::string_view open, std::string_view close, const Item &item) {
+    take(open);
+    if (next() != close[0]) do
+        item();
+      while (next() == ',' && ++at_);
+    take(close);
+  }
+  Json number() {
+    int64_t whole;
+    double other;
+    const auto [end, error] = std::from_chars(at_, end_, whole);
+    if (error == std::errc() && (end == end_ || (*end != '.' && *end != 'e' && *end != 'E'))) return at_ = end, Json{whole};
+    const auto [end_of_other, no_number] = std::from_chars(at_, end_, other);
+    expect(no_number == std::errc() && std::isfinite(other));  // from_chars also reads inf and nan
+    return at_ = end_of_other, Json{other};
+  }
+  std::string text() {
+    constexpr std::string_view ESCAPED = "\"\\/bfnrt", MEANT = "\"\\/\b\f\n\r\t";
+    std::string found;
+    for (take("\""); at_ != end_ && *at_ != '"'; ++at_) {
+      const bool is_escape = *at_ == '\\';
+      expect(!is_escape || ++at_ != end_);
+      const size_t escaped = is_escape ? ESCAPED.find(*at_) : ESCAPED.npos;
+      found += escaped == ESCAPED.npos ? *at_ : MEANT[escaped];  // of a code point the digits: no name that counts has one
+    }
+    expect(at_ != end_), ++at_;
+    return found;
+  }
+};
+
+inline Json parse_json(std::string_view text) { return JsonParser(text).document(); }
+
+// The numbers of a list, such as a shape.
+inline Sizes integers(const Json &json) {
+  Sizes found;
+  for (const Json &each : json.list()) found.push_back(each.integer());
+  return found;
+}

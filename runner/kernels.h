@@ -1,0 +1,17 @@
+// The kernels by their names: the list that kernels/operator.h makes, from which kernels/build.py takes them for Python.
+#pragma once
+
+#include <string_view>
+
+#include "../kernels/operator.h"
+#include "tensor.h"
+
+extern "C" [[gnu::visibility("default")]] const Exported *first_exported();
+
+// Calls the kernel of this name. Raises Refused where it takes other types; a pointer is given for a reference, as ctypes does.
+template <class... Arguments> void call_kernel(std::string_view name, Arguments... arguments) {
+  static constexpr char TYPES[] = {'v', letter<Arguments>()..., '\0'};
+  for (const Exported *each = first_exported(); each; each = each->next)
+    if (each->name == name && std::string_view(each->types) == TYPES) return reinterpret_cast<void (*)(Arguments...)>(each->address)(arguments...);
+  throw Refused("the kernels have no " + std::string(name) + " of these arguments: run make runner");
+}

@@ -1,0 +1,148 @@
+// Runs an artefact of task=export without Python: token ids in, token ids out, those that run.py predict gives.
+#include <iostream>
+#include <malloc.h>
+#include <sstream>
+#include <sys/syscall.h>
+
+#include "kernels.h"
+#include "model.h"
+
+namespace {
+
+constexpr const char *USAGE =
+    "usage: quintet-runner FOLDER [decode.max_new_tokens=256] [decode.temperature=0] [decode.top_k=0] [decode.top_p=1] [decode.min_p=0]\n"
+    "                      [decode.seed=N] [decode.ignore_eos=false] [device.threads=N] [ID ...]\n"
+    "FOLDER is what task=export wrote. Without token ids each line of the input is a prompt. Each line of the output is its new token ids.\n";
+constexpr int64_t DEFAULT_MAX_NEW_TOKENS = 256;  // or what the context leaves
+
+template <class Number> Number parse(const std::string &name, const std::string &text, Number least, Number most) {
+  Number number{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  std::ostringstream otherwise;
+  otherwise << name << "=" << text << " is not allowed: give a number from " << least << " to " << most;
+  require(error == std::errc() && end == text.data() + text.size() && number >= least && number <= most, otherwise.str());
+  return number;
+}
+
+struct Settings {
+  std::optional<int64_t> max_new_tokens;
+  std::optional<uint64_t> seed;
+  double temperature = 0, top_p = 1, min_p = 0;
+  int64_t top_k = 0;
+  bool ignore_eos = false;
+  int32_t threads = 0;  // 0: one for each physical core
+
+  void set(const std::string &name, const std::string &text) {
+    if (name == "decode.max_new_tokens") return void(max_new_tokens = parse<int64_t>(name, text, 1, INT32_MAX));
+    if (name == "decode.temperature") return void(temperature = parse<double>(name, text, 0, 1e9));
+    if (name == "decode.top_k") return void(top_k = parse<int64_t>(name, text, 0, INT32_MAX));
+    if (name == "decode.top_p") return void(top_p = parse<double>(name, text, 1e-9, 1));
+    if (name == "decode.min_p") return void(min_p = parse<double>(name, text, 0, 1));
+    if (name == "decode.seed") return void(seed = parse<uint64_t>(name, text, 0, UINT64_MAX));
+    if (name == "device.threads") return void(threads = parse<int32_t>(name, text, 1, 4096));
+    require(name == "decode.ignore_eos", name + "=" + text + " is no setting of the runner: it has those that quintet-runner --help lists");
+    require(text == "true" || text == "false", name + "=" + text + " is not allowed: give true or false");
+    ignore_eos = text == "true";
+  }
+};
+
+// The step-th number in [0, 1) of the seed's stream, as pipelines/engine/sampler.py makes it (SplitMix64).
+double uniform(uint64_t seed, uint64_t step) {
+  const auto mix = [](uint64_t x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9;
+    x = (x ^ x >> 27) * 0x94D049BB133111EB;
+    return x ^ x >> 31;
+  };
+  return static_cast<double>(mix(mix(seed) + (step + 1) * 0x9E3779B97F4A7C15) >> 12) / 0x1p52;
+}
+
+// The token that follows, from logits [1, V].
+int64_t choose(const Tensor &logits, const Settings &settings, int64_t step) {
+  const Dtype dtype = dtype_of(logits.type);
+  bool are_finite = false;
+  int64_t token = 0;
+  call_kernel("all_finite", logits.data, dtype, int64_t{1}, logits.last(), &are_finite);
+  require(are_finite, "its logits are not finite");
+  if (settings.temperature == 0) return call_kernel("most_likely", logits.data, dtype, &token, int64_t{1}, logits.last()), token;
+  std::vector<float> floats(logits.last());
+  read_floats(logits.data, dtype, 0, logits.last(), floats.data());
+  const double wanted[5] = {settings.temperature, static_cast<double>(settings.top_k), settings.top_p, settings.min_p, uniform(*settings.seed, step)};
+  call_kernel("draw", floats.data(), &wanted[0], &token, int64_t{1}, logits.last());
+  require(token >= 0, "a draw is nearer to its limit than sums of float64 can tell: give another decode.seed");
+  return token;
+}
+
+std::vector<int64_t> read_prompt(const std::string &line, int64_t vocab_size) {
+  std::vector<int64_t> prompt;
+  std::istringstream words(line);
+  for (std::string word; words >> word;) prompt.push_back(parse<int64_t>("token id", word, 0, vocab_size - 1));
+  require(!prompt.empty(), "the prompt has no tokens");
+  return prompt;
+}
+
+void generate(Model &model, std::vector<int64_t> tokens, const Settings &settings) {
+  const int64_t num_prompt = tokens.size(), room = model.context_length() - num_prompt;
+  const std::string context = "; the model takes " + std::to_string(model.context_length());
+  require(room > 0, "the prompt has " + std::to_string(num_prompt) + " tokens, which leaves no room for new ones" + context);
+  const int64_t count = settings.max_new_tokens.value_or(std::min(DEFAULT_MAX_NEW_TOKENS, room));
+  require(count <= room, "decode.max_new_tokens=" + std::to_string(count) + " is more than the " + std::to_string(room) + " that fit" + context);
+  model.begin(num_prompt, num_prompt + count);
+  for (int64_t step = 0; step < count; ++step) {
+    const int64_t token = choose(model.step(tokens), settings, step);
+    std::cout << (step ? " " : "") << token << std::flush;
+    if (!settings.ignore_eos && model.is_end(token)) break;
+    tokens = {token};
+  }
+  require(static_cast<bool>(std::cout << std::endl), "the tokens cannot be written");
+}
+
+void run(const std::vector<std::string> &words) {
+  Settings settings;
+  std::string ids;
+  for (size_t i = 1; i < words.size(); ++i) {
+    const size_t sign = words[i].find('=');
+    if (sign == std::string::npos)
+      ids += words[i] + " ";
+    else
+      settings.set(words[i].substr(0, sign), words[i].substr(sign + 1));
+  }
+  require(settings.temperature == 0 || settings.seed, "decode.temperature above 0 draws: give decode.seed");
+  if (settings.temperature == 0 && (settings.top_k != 0 || settings.top_p != 1 || settings.min_p != 0))
+    std::cerr << "quintet-runner: decode.top_k, decode.top_p and decode.min_p are not used with decode.temperature=0" << std::endl;
+  if (std::string_view(INSTRUCTION_SET) == "amx") {
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // Linux, Documentation/arch/x86/xstate.rst
+    require(syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0, "this machine does not let the runner use AMX");
+  }
+  if (settings.threads) call_kernel("set_threads", settings.threads);
+  // Memory of a step serves the next one, and is not given back between.
+  mallopt(M_MMAP_THRESHOLD, 1 << 30), mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  std::optional<Model> model;
+  try {
+    model.emplace(words[0]);
+  } catch (const Refused &error) {
+    throw Refused(words[0] + " cannot be run: " + error.what());
+  }
+  if (!ids.empty()) return generate(*model, read_prompt(ids, model->vocab_size()), settings);
+  for (std::string line; std::getline(std::cin, line);) generate(*model, read_prompt(line, model->vocab_size()), settings);
+}
+
+}  // namespace
+
+int main(int count, char **words) {
+  const std::vector<std::string> given(words + 1, words + count);
+  if (given.empty() || given[0] == "--help") return (given.empty() ? std::cerr : std::cout) << USAGE, given.empty() ? 2 : 0;
+  std::string line;
+  try {
+    return run(given), 0;
+  } catch (const std::bad_alloc &) {
+    line = "there is not enough memory: give a shorter prompt, or fewer decode.max_new_tokens";
+  } catch (const std::exception &error) {
+    line = error.what();
+  }
+  constexpr size_t MOST = 400;  // whatever a file's names are
+  if (line.size() > MOST) line = line.substr(0, MOST) + "...";
+  for (char &each : line)
+    if (static_cast<unsigned char>(each) < ' ' || each == 127) each = '?';
+  std::cerr << "quintet-runner: " << line << std::endl;
+  return 1;
+}

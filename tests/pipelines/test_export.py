@@ -1,0 +1,250 @@
+"""An exported model beside the one that it was made of: the same bits without its code and its checkpoint; bad files are one line."""
+
+import json
+import shutil
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.quantization import Activations, KVCacheFormat, QuantConfig, QuantScheme
+from conf.schema import DType, ModelConfig, RunConfig, Task, Weights
+from conf.tasks import ConvertConfig, ExportConfig, PredictConfig
+from models.batch import Batch, KVCache
+from models.exported import description, functions
+from models.exported.description import EXPORT, GRAPH, WEIGHTS, read_description
+from models.exported.graph import INPUTS
+from models.exported.model import GraphEmbedding
+from models.exported.reader import DTYPES, build_graph, read_graph
+from models.exported.trace import Traced, trace
+from models.layers.norm import AddRMSNorm
+from pipelines import export, export_steps
+from pipelines.convert import run_convert
+from pipelines.engine import Engine
+from pipelines.engine.kv_cache import allocate_kv_cache
+from pipelines.export import run_export
+from pipelines.loading import load_engine
+from tests.helpers.builders import generate, run_config, write_llama
+from tests.helpers.deepseek import V3_GROUPS
+from tests.helpers.deepseek import build as build_deepseek
+from tests.helpers.gguf_files import write_twin
+from tests.helpers.goldens import FAMILIES, WHOLE_PROMPTS, link
+from tests.models.test_model_parts import OTHERS, write_other
+
+PROMPTS = [[3, 4, 5], [*range(20, 41)], [9]]
+A8W8 = QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic, kv_cache=KVCacheFormat.int8)
+SCHEMES = [
+    QuantConfig(kv_cache=KVCacheFormat.fp8),
+    A8W8,
+    QuantConfig(QuantScheme.int8, kv_cache=KVCacheFormat.int4),
+    QuantConfig(QuantScheme.int4, group_size=32),
+    QuantConfig(QuantScheme.fp8, activations=Activations.dynamic),
+]
+QUICK = ("gpt2", "llama3", "chatglm3", "qwen2_moe", "gemma3")
+EVERY_FAMILY = [
+    pytest.param(family, marks=() if family in QUICK else pytest.mark.long)
+    for family in (*FAMILIES, *OTHERS, "deepseek")
+    if family not in WHOLE_PROMPTS
+]
+
+
+def exported(source: RunConfig, folder: Path, **settings: Any) -> Path:
+    run = replace(source, predict=PredictConfig(), task=Task.export, export=ExportConfig(str(folder), **settings))
+    run_export(run, folder.parent / "run", lambda run, output_dir: "")
+    return folder
+
+
+def answers(engine: Engine) -> list[Any]:
+    decode = DecodeConfig(max_new_tokens=6, ignore_eos=True, logprobs=2)
+    outputs = generate(engine, PROMPTS, decode) + generate(engine, PROMPTS, replace(decode, temperature=1.0, seed=3))
+    return [(output.completions[0].token_ids, output.completions[0].logprobs) for output in outputs]
+
+
+def check_alone(source: RunConfig, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export, compute by the model, and again by the artefact, elsewhere, without the checkpoint and without the families."""
+    made = exported(source, tmp_path / "made")
+    model = load_engine(source, 3)
+    expected = answers(model)
+    bare = made.rename(tmp_path / "bare")
+    shutil.rmtree(checkpoint)
+    for name in [name for name in sys.modules if name.startswith("models.families.")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    run = run_config(bare)
+    chunks = replace(run, device=replace(run.device, max_batched_tokens=8))
+    engine = load_engine(replace(run, model=replace(run.model, dtype=DType.auto)), 3)
+    assert answers(engine) == expected
+    assert engine.runner.weight_bytes == model.runner.weight_bytes
+    if not engine.sees_later_tokens:
+        assert answers(load_engine(chunks if source.model.dtype is DType.float32 else run, 3)) == expected
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_every_family_runs_without_its_code(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = tmp_path / "model"
+    checkpoint.mkdir()
+    if family == "deepseek":
+        build_deepseek(3, **V3_GROUPS).save_pretrained(checkpoint)
+    elif family in OTHERS:
+        write_other(checkpoint, family)
+    else:
+        link(family, checkpoint)
+    check_alone(run_config(checkpoint), checkpoint, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("quant", SCHEMES, ids=lambda quant: f"{quant.scheme.name}-{quant.kv_cache.name}")
+def test_every_scheme_and_cache(quant: QuantConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_llama(tmp_path / "model", intermediate_size=96, attention_bias=True)
+    check_alone(replace(run_config(tmp_path / "model"), quant=quant), tmp_path / "model", tmp_path, monkeypatch)
+
+
+def test_blocks_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_llama(tmp_path / "model", hidden_size=64, intermediate_size=96)
+    run = run_config(write_twin(tmp_path / "model", tmp_path / "model" / "twin.gguf", "Q5_0"))
+    check_alone(run, tmp_path / "model", tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def artefact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported")
+    write_llama(folder / "model")
+    return exported(run_config(folder / "model"), folder / "made")
+
+
+def step_of(folder: Path) -> tuple[dict[str, Tensor], KVCache]:
+    (batch, *_) = export_steps._batches(load_engine(run_config(folder), 1).runner.model.config.vocab_size)
+    found = read_description(folder)
+    formats = [(keys.format, values.format) for keys, values in zip(*[iter(found.vectors({}))] * 2, strict=True)]
+    cache = allocate_kv_cache(found.heads, 8, 16, formats, found.dtype, torch.device("cpu"))
+    for part in cache.tensors:
+        part.zero_()
+    return {name: getattr(batch, name) for name in INPUTS}, cache
+
+
+def test_torch_loads_the_same_archive(artefact: Path) -> None:
+    fields, cache = step_of(artefact)
+    found = read_description(artefact)
+    weights = load_file(artefact / WEIGHTS)
+    program = torch.export.load(artefact / GRAPH)
+    assert not program.state_dict
+    assert not program.constants
+    stored = [part.clone() for part in cache.tensors]
+    hidden, logits = program.module()(fields, stored, {name: weights[name] for name in found.weights}, [])
+    own_weights = {name: weights[name] for name in found.weights}
+    graph = build_graph(
+        read_graph(artefact / GRAPH, found.sha256[GRAPH]),
+        INPUTS,
+        found.vectors(weights),
+        own_weights,
+        GraphEmbedding(found.embedding_dim),
+    )
+    batch = Batch.__new__(Batch)
+    vars(batch).update(fields)
+    own = graph.compute_hidden(batch, cache)
+    assert own.equal(hidden)
+    assert graph.compute_logits(own).equal(logits)
+    assert all(mine.equal(other) for mine, other in zip(cache.tensors, stored, strict=True))
+
+
+def test_the_dtypes_are_those_of_torchs_schema() -> None:
+    from torch._export.serde.serialize import _SERIALIZE_TO_TORCH_DTYPE
+
+    assert {number: _SERIALIZE_TO_TORCH_DTYPE[number] for number in DTYPES} == DTYPES
+
+
+def test_nothing_in_the_archive_is_pickled(artefact: Path) -> None:
+    with zipfile.ZipFile(artefact / GRAPH) as archive:
+        contents = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+    assert contents["data/sample_inputs/model.pt"] == b""
+    assert not any(name.startswith("data/weights/weight") or name.startswith("data/constants/t") for name in contents)
+    assert str(Path(__file__).parents[2]).encode() not in contents["models/model.json"]
+
+
+def test_one_other_bit_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_bit_off(*arguments: Any) -> Traced:
+        traced = trace(*arguments)
+        name = next(name for name in traced.weights if name.endswith("norm.weight"))
+        other = traced.weights[name].clone()
+        other[5] = torch.nextafter(other[5], torch.tensor(torch.inf))
+        return replace(traced, weights=traced.weights | {name: other})
+
+    write_llama(tmp_path / "model")
+    monkeypatch.setattr(export, "trace", one_bit_off)
+    with pytest.raises(
+        UserError, match=r"does not take this model \(its graph differs from it in result 0 of \d+\): run it as it is"
+    ):
+        exported(run_config(tmp_path / "model"), tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+    assert not (tmp_path / ".made.partial").exists()
+
+
+def test_a_model_that_cannot_be_a_graph_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_values(norm: AddRMSNorm, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        return (x * norm.weight if x.sum() > 0 else x), x
+
+    write_llama(tmp_path / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr(AddRMSNorm, "forward", of_values)
+        with pytest.raises(UserError, match=r"^task=export does not take this model \(.*\): run it as it is$"):
+            exported(run_config(tmp_path / "model"), tmp_path / "made")
+    monkeypatch.setattr(functions, "ATEN", frozenset())
+    with pytest.raises(
+        UserError, match=r"not take this model \('torch.ops.aten.* is no function of a model\): run it as it is$"
+    ):
+        exported(run_config(tmp_path / "model"), tmp_path / "made")
+    assert [*tmp_path.iterdir()] == [tmp_path / "model"]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda run: replace(run, model=replace(run.model, dtype=DType.bfloat16)),
+         "model.dtype=bfloat16 contradicts .*, which was exported in float32"),
+        (lambda run: replace(run, quant=A8W8), "quant contradicts .*, which was exported with its own: leave quant out"),
+        (lambda run: replace(run, model=replace(run.model, weights=Weights.random)),
+         "model.weights=random is not used by an exported model"),
+        (lambda run: replace(run, model=replace(run.model, keep_packed=True)),
+         "model.keep_packed=true is not used by an exported model"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_it(artefact: Path, change: Callable[[RunConfig], RunConfig], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        load_engine(change(run_config(artefact)), 1)
+
+
+def test_what_is_not_exported(tmp_path: Path, artefact: Path) -> None:
+    with pytest.raises(UserError, match="is exported already: give the model that it was made of"):
+        exported(run_config(artefact), tmp_path / "again")
+    run = run_config(artefact)
+    run = replace(run, task=Task.convert, predict=PredictConfig(), model=ModelConfig(path=str(artefact)))
+    convert = replace(run, convert=ConvertConfig(str(tmp_path / "again")))
+    with pytest.raises(UserError, match="is exported already: give the model that it was made of"):
+        run_convert(convert, tmp_path / "run", lambda run, output_dir: "")
+    run = run_config(artefact)
+    with pytest.raises(UserError, match="model.keep_packed=true is not used by task=export: leave it out"):
+        exported(replace(run, model=replace(run.model, keep_packed=True)), tmp_path / "again")
+    (tmp_path / "chatglm").mkdir()
+    with pytest.raises(UserError, match="does not take this model .its steps need numbers of their prompts"):
+        exported(run_config(link("chatglm", tmp_path / "chatglm")), tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_other_instructions_and_operators(tmp_path: Path, artefact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(description, "_instructions", lambda: "sve")
+    with pytest.raises(UserError, match="was exported for .*, and this machine has sve: export the model anew"):
+        load_engine(run_config(artefact), 1)
+    monkeypatch.undo()
+    folder = Path(shutil.copytree(artefact, tmp_path / "copy"))
+    content = json.loads((folder / EXPORT).read_text())
+    content["operators"]["rms_norm"] = "quintet::rms_norm(Tensor x) -> Tensor"
+    (folder / EXPORT).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"was exported with other operators \(rms_norm\): export the model anew"):
+        load_engine(run_config(folder), 1)

@@ -1,0 +1,336 @@
+"""The runner without Python beside the engine: the same tokens of the same artefact; bad files and settings are one line."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.decoding import DecodeConfig
+from conf.quantization import Activations, KVCacheFormat, QuantConfig, QuantScheme
+from conf.schema import DType, RunConfig, Task
+from conf.tasks import ExportConfig, PredictConfig
+from kernels import build
+from models.exported.description import EXPORT, GRAPH, WEIGHTS
+from pipelines.export import run_export
+from pipelines.loading import load_engine
+from runner.build import build_runner
+from tests.helpers.builders import generate, run_config, write_llama
+from tests.helpers.goldens import link
+
+pytestmark = pytest.mark.skipif(build.library() is None, reason="the kernels are not built here")
+
+PROMPTS = [[3, 4, 5], [*range(20, 61)], [9]]
+INT8, FP8_CACHE = QuantConfig(QuantScheme.int8), QuantConfig(kv_cache=KVCacheFormat.fp8)
+QUICK = ("baichuan-13b", "gpt2", "llama3", "qwen3")
+FAMILIES = [
+    *("baichuan-13b", "baichuan-7b", "baichuan2-13b", "bloom", "chatglm3", "gpt2", "llama3", "llama_tied_bias"),
+    *("mistral", "opt", "qwen2", "qwen3"),
+]
+DRAWS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 2**63 + 5}]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = tmp_path_factory.mktemp("built")
+    build_runner(built / "runner")
+    return (built / "runner").rename(built / "moved") / "quintet-runner"  # with its library beside it
+
+
+def exported(source: RunConfig, folder: Path) -> Path:
+    run = replace(source, predict=PredictConfig(), task=Task.export, export=ExportConfig(str(folder)))
+    run_export(run, folder.parent / "run", lambda run, output_dir: "")
+    return folder
+
+
+def checkpoint(folder: Path, family: str, dtype: DType, quant: QuantConfig) -> RunConfig:
+    folder.mkdir()
+    run = run_config(link(family, folder))
+    return replace(run, model=replace(run.model, dtype=dtype), quant=quant)
+
+
+@pytest.fixture(scope="module")
+def artefact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported")
+    return exported(checkpoint(folder / "model", "llama3", DType.bfloat16, INT8), folder / "made")
+
+
+def call(program: Path, folder: Path, *words: str, given: str = "") -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([program, folder, *words], input=given, capture_output=True, text=True, timeout=60)
+
+
+def check_tokens(program: Path, folder: Path) -> None:
+    run = run_config(folder)
+    engine = load_engine(replace(run, model=replace(run.model, dtype=DType.auto)), 3)
+    lines = "".join(f"{' '.join(map(str, prompt))}\n" for prompt in PROMPTS)
+    for settings in DRAWS:
+        decode = DecodeConfig(max_new_tokens=24, **settings)
+        expected = [output.completions[0].token_ids for output in generate(engine, PROMPTS, decode)]
+        words = [f"decode.{name}={value}" for name, value in {"max_new_tokens": 24, **settings}.items()]
+        ran = call(program, folder, *words, given=lines)
+        assert (ran.returncode, ran.stderr) == (0, "")
+        assert [[*map(int, line.split())] for line in ran.stdout.splitlines()] == expected
+
+
+@pytest.mark.parametrize("quant", [QuantConfig(), INT8], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family in QUICK else pytest.mark.long) for family in FAMILIES]
+)
+def test_families_give_the_engines_tokens(family: str, quant: QuantConfig, program: Path, tmp_path: Path) -> None:
+    check_tokens(program, exported(checkpoint(tmp_path / "model", family, DType.bfloat16, quant), tmp_path / "made"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quant"),
+    [
+        (DType.float32, QuantConfig()),
+        (DType.float16, QuantConfig()),
+        (DType.bfloat16, QuantConfig()),  # in 12 bits, where the instruction set has them
+        (DType.bfloat16, QuantConfig(QuantScheme.int4, group_size=32, symmetric=False)),
+        (DType.float32, INT8),
+    ],
+    ids=["float32", "float16", "bfloat16", "int4", "float32-int8"],
+)
+def test_formats_of_weights(dtype: DType, quant: QuantConfig, program: Path, tmp_path: Path) -> None:
+    write_llama(tmp_path / "model", vocab_size=2048, hidden_size=256, intermediate_size=96)
+    run = run_config(tmp_path / "model")
+    run = replace(run, model=replace(run.model, dtype=dtype), quant=quant)
+    check_tokens(program, exported(run, tmp_path / "made"))
+
+
+def test_the_end_of_a_text(artefact: Path, program: Path, tmp_path: Path) -> None:
+    words = ("decode.max_new_tokens=24", "3", "4", "5")
+    tokens = call(program, artefact, *words).stdout.split()
+    folder = Path(shutil.copytree(artefact, tmp_path / "copy"))
+    content = json.loads((folder / EXPORT).read_text())
+    (folder / EXPORT).write_text(json.dumps({**content, "eos_token_ids": [int(tokens[6])]}))
+    assert call(program, folder, *words).stdout.split() == tokens[: tokens.index(tokens[6]) + 1]
+    assert call(program, folder, "decode.ignore_eos=true", *words).stdout.split() == tokens
+    assert call(program, folder, "decode.ignore_eos=true", "device.threads=1", *words).stdout.split() == tokens
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["3", "512"], "token id=512 is not allowed: give a number from 0 to 511"),
+        (["x"], "token id=x is not allowed: give a number from 0 to 511"),
+        (["decode.beams=2", "3"], "decode.beams=2 is no setting of the runner: it has those that quintet-runner --help lists"),
+        (["decode.max_new_tokens=0", "3"], "decode.max_new_tokens=0 is not allowed: give a number from 1 to 2147483647"),
+        (["decode.top_p=nan", "3"], "decode.top_p=nan is not allowed: give a number from 1e-09 to 1"),
+        (["decode.ignore_eos=1", "3"], "decode.ignore_eos=1 is not allowed: give true or false"),
+        (["decode.temperature=1", "3"], "decode.temperature above 0 draws: give decode.seed"),
+        (["decode.max_new_tokens=2048", "3"],
+         "decode.max_new_tokens=2048 is more than the 2047 that fit; the model takes 2048"),
+        (["3"] * 2048, "the prompt has 2048 tokens, which leaves no room for new ones; the model takes 2048"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_one_line(words: list[str], line: str, artefact: Path, program: Path) -> None:
+    ran = call(program, artefact, *words)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", f"quintet-runner: {line}\n")
+
+
+def test_settings_that_are_not_used(artefact: Path, program: Path) -> None:
+    ran = call(program, artefact, "decode.max_new_tokens=1", "decode.top_k=4", "3")
+    line = "decode.top_k, decode.top_p and decode.min_p are not used with decode.temperature=0"
+    assert (ran.returncode, ran.stderr) == (0, f"quintet-runner: {line}\n")
+
+
+def test_output_that_cannot_be_written(artefact: Path, program: Path) -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run([program, artefact, "3"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (1, "quintet-runner: the tokens cannot be written\n")
+
+
+def test_what_is_no_file(artefact: Path, program: Path, tmp_path: Path) -> None:
+    """A pipe, for which the runner does not wait, and a folder."""
+    folder = Path(shutil.copytree(artefact, tmp_path / "copy"))
+    for make in (os.mkfifo, os.mkdir):
+        (folder / GRAPH).unlink()
+        make(folder / GRAPH)
+        ran = call(program, folder, "3")
+        assert (ran.returncode, ran.stdout) == (1, "")
+        assert ran.stderr.endswith("graph.pt2 is no file\n")
+
+
+def test_a_weight_that_is_there_twice(artefact: Path, program: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(artefact, tmp_path / "copy"))
+    content = (folder / WEIGHTS).read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header, last = content[8 : 8 + size].rstrip(), [*json.loads(content[8 : 8 + size]).items()][-1]
+    twice = header[:-1] + f",{json.dumps(last[0])}:{json.dumps(last[1])}}}".encode()
+    twice += b" " * (-len(twice) % 8)
+    (folder / WEIGHTS).write_bytes(len(twice).to_bytes(8, "little") + twice + content[8 + size :])
+    assert call(program, folder, "3").stderr.endswith(f"cannot be run: {last[0]} is there twice\n")
+
+
+@pytest.mark.parametrize("number", ["inf", "-nan", "1e999", "-", "01x", "tru"])
+def test_numbers_that_json_does_not_have(number: str, artefact: Path, program: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(artefact, tmp_path / "copy"))
+    (folder / EXPORT).write_text(f'{{"a": {number}, {(folder / EXPORT).read_text()[1:]}')
+    assert call(program, folder, "3").stderr.endswith("cannot be run: it is not JSON\n")
+
+
+def test_a_prompt_without_tokens(artefact: Path, program: Path) -> None:
+    ran = call(program, artefact, "decode.max_new_tokens=1", given="3\n\n")
+    assert (ran.returncode, ran.stderr) == (1, "quintet-runner: the prompt has no tokens\n")
+
+
+def test_what_the_runner_does_not_compute(artefact: Path, program: Path, tmp_path: Path) -> None:
+    ran = call(program, tmp_path / "none", "3")
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "export.json cannot be read (No such file or directory)" in ran.stderr
+    a8w8 = QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic)
+    made = exported(checkpoint(tmp_path / "model", "llama3", DType.bfloat16, a8w8), tmp_path / "made")
+    assert "the runner does not compute torch.ops.quintet." in call(program, made, "3").stderr
+    shutil.rmtree(tmp_path / "model")
+    fp8 = exported(checkpoint(tmp_path / "model", "llama3", DType.bfloat16, FP8_CACHE), tmp_path / "fp8")
+    assert "the runner does not compute with a cache of fp8" in call(program, fp8, "3").stderr
+    folder = Path(shutil.copytree(artefact, tmp_path / "copy"))
+    content = json.loads((folder / EXPORT).read_text())
+    (folder / EXPORT).write_text(json.dumps({**content, "instruction_set": "sve"}))
+    assert "it was exported for sve, and this runner computes with " in call(program, folder, "3").stderr
+    for divided in ({"tp": 2, "pp": 1, "sha256": {}}, {**content, "part": {}}):
+        (folder / EXPORT).write_text(json.dumps(divided))
+        assert "cannot be run: it is divided among ranks, which run.py alone runs" in call(program, folder, "3").stderr
+
+
+def read_document(folder: Path) -> dict[str, Any]:
+    with zipfile.ZipFile(folder / GRAPH) as archive:
+        document: dict[str, Any] = json.loads(archive.read("graph/models/model.json"))
+    return document
+
+
+def write_document(folder: Path, document: dict[str, Any]) -> None:
+    with zipfile.ZipFile(folder / GRAPH, "w") as archive:
+        archive.writestr("graph/models/model.json", json.dumps(document))
+
+
+def node_of(document: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the arguments of the last call of an operator, by name."""
+    nodes = document["graph_module"]["graph"]["nodes"]
+    return {each["name"]: each for each in [n for n in nodes if f".{name}." in n["target"]][-1]["inputs"]}
+
+
+def other_slots(document: dict[str, Any]) -> None:
+    node_of(document, "rope_and_store")["slots"]["arg"] = {"as_tensor": {"name": "fields_token_ids"}}
+
+
+def all_starts(document: dict[str, Any]) -> None:
+    node_of(document, "paged_attention")["query_starts"]["arg"] = {"as_tensor": {"name": "fields_query_starts"}}
+
+
+def longer_weight(document: dict[str, Any]) -> None:
+    node_of(document, "matmul_swiglu")["up_num_outputs"]["arg"]["as_int"] = 4096
+
+
+def unknown_argument(document: dict[str, Any]) -> None:
+    node_of(document, "rms_norm")["eps"]["name"] = "epsilon"
+
+
+def number_for_logits(document: dict[str, Any]) -> None:
+    document["graph_module"]["graph"]["outputs"][1] = {"as_int": 2**40}
+
+
+def number_for_a_tensor(document: dict[str, Any]) -> None:
+    node_of(document, "rms_norm")["x"]["arg"] = {"as_int": 3}
+
+
+def viewed_weight(document: dict[str, Any]) -> None:
+    """A weight whose size can be another one in a later step, where it was checked in the first."""
+    memory = node_of(document, "matmul_swiglu")["up_memory"]["arg"]["as_tensor"]
+    arguments = {"self": {"as_tensor": {**memory}}, "dim": {"as_int": 0}, "sizes": {"as_ints": [1, -1]}}
+    inputs = [{"name": name, "arg": argument} for name, argument in arguments.items()]
+    node = {"target": "torch.ops.aten.unflatten.int", "inputs": inputs, "outputs": [{"as_tensor": {"name": "viewed"}}]}
+    document["graph_module"]["graph"]["nodes"].insert(0, node)
+    memory["name"] = "viewed"
+
+
+def part_of_a_split(document: dict[str, Any]) -> None:
+    arguments = {"self": {"as_tensor": {"name": "fields_token_ids"}}, "split_sizes": {"as_ints": [1]}}
+    inputs = [{"name": name, "arg": argument} for name, argument in arguments.items()]
+    node = {
+        "target": "torch.ops.aten.split_with_sizes.default",
+        "inputs": inputs,
+        "outputs": [{"as_tensor": {"name": "part"}}],
+    }
+    document["graph_module"]["graph"]["nodes"].insert(0, node)
+
+
+def computed_weight(document: dict[str, Any]) -> None:
+    node_of(document, "matmul_together")["weights_memory"]["arg"]["as_tensors"] = [{"name": "embedding"}]
+
+
+@pytest.mark.parametrize(
+    ("harm", "line"),
+    [
+        (other_slots, "rope_and_store.default cannot be computed: slots are not those of the batch"),
+        (all_starts, "paged_attention.default cannot be computed: its arguments have other shapes or types"),
+        (longer_weight, "matmul_swiglu.default cannot be computed: its arguments have other shapes or types"),
+        (unknown_argument, "rms_norm.default cannot be computed: epsilon is not known"),
+        (number_for_logits, "there is something else in the place of a tensor"),
+        (number_for_a_tensor, "rms_norm.default cannot be computed: there is something else in the place of a tensor"),
+        (viewed_weight, "matmul_swiglu.default cannot be computed: a weight that is none of the artefact"),
+        (part_of_a_split, "split_with_sizes.default cannot be computed: its arguments have other shapes or types"),
+        (computed_weight, "matmul_together.default cannot be computed: a weight that is none of the artefact"),
+    ],
+)
+def test_hostile_graphs(
+    harm: Callable[[dict[str, Any]], None], line: str, artefact: Path, program: Path, tmp_path: Path
+) -> None:
+    folder, document = Path(shutil.copytree(artefact, tmp_path / "copy")), read_document(artefact)
+    harm(document)
+    write_document(folder, document)
+    ran = call(program, folder, "3", "4", "5")
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert line in ran.stderr
+
+
+def leaves(value: Any) -> list[tuple[Any, Any]]:
+    """Return the places of all numbers and texts in a JSON value."""
+    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    below = [place for key in keys for place in leaves(value[key])]
+    return below + [(value, key) for key in keys if not isinstance(value[key], dict | list)]
+
+
+def damage(folder: Path, chooser: random.Random) -> None:
+    """Put another value into the graph or its description, or another byte into a file, or cut a file short."""
+    others = [0, -1, 1, 2**40, -(2**63), 2**70, "", None, True, "fields_token_ids", [], {}, 1e300]
+    kind = chooser.choice(["graph", "graph", "graph", EXPORT, "byte", "cut"])
+    if kind == "graph":
+        document = read_document(folder)
+        graph = document["graph_module"]["graph"]
+        holder, key = chooser.choice(leaves({name: graph[name] for name in ("nodes", "inputs", "outputs")}))
+        holder[key] = chooser.choice(others)
+        write_document(folder, document)
+    elif kind == EXPORT:
+        content = json.loads((folder / EXPORT).read_text())
+        holder, key = chooser.choice(leaves({name: content[name] for name in content if name != "operators"}))
+        holder[key] = chooser.choice(others)
+        (folder / EXPORT).write_text(json.dumps(content))
+    else:
+        file = folder / chooser.choice([EXPORT, GRAPH, WEIGHTS])
+        content = bytearray(file.read_bytes())
+        place = chooser.randrange(min(len(content), 6000))
+        content[place] ^= chooser.randrange(1, 256)
+        file.write_bytes(content if kind == "byte" else content[:place])
+
+
+def test_two_hundred_damaged_archives(artefact: Path, program: Path, tmp_path: Path) -> None:
+    """What a damaged archive gives is tokens or a line, and never a crash."""
+    num_refused = 0
+    for seed in range(200):
+        folder = Path(shutil.copytree(artefact, tmp_path / str(seed)))
+        damage(folder, random.Random(seed))
+        ran = call(program, folder, "decode.max_new_tokens=2", "3", "4", "5")
+        assert ran.returncode in (0, 1), f"{seed}: {ran.returncode} {ran.stderr}"
+        assert len(ran.stderr.splitlines()) == ran.returncode, seed
+        num_refused += ran.returncode
+        shutil.rmtree(folder)
+    assert num_refused > 100
