@@ -47,10 +47,6 @@ REMEDIES = {  # for errors that only say what is wrong
     "is not a subclass of": "a group's options need a config that has the group in its defaults; give KEY.NAME=VALUE",
 }
 QUOTE = """close what is open, or give the value in quotes of its own: 'KEY="VALUE"'"""
-MOVED = {  # sections of saved configs that have another name now
-    "export": "did you mean quantize.format? In the config.yaml of an earlier run, "
-    "move `format` from the section export to the section quantize, and remove export",
-}
 SAVED_DEFAULTS = [
     "schema/run",
     "_self_",
@@ -159,7 +155,7 @@ def explain(error: Exception) -> str:
     for key, class_name in re.findall(r"Key '(\w+)' not in '(\w+)'", line):
         if config := ours.get(class_name):  # Hydra's own are not ours to list
             names = [field.name for field in fields(config)] + ["experiment"] * (config is RunConfig)
-            line += f": {MOVED.get(key) or there_are(names, key)}"
+            line += f": {there_are(names, key)}"
     if choice := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", line):
         line += did_you_mean(choice[2].split(", "), choice[1])
     return line

@@ -16,7 +16,15 @@ from conf.quantization import Activations, CalibrateConfig, QuantConfig, Quantiz
 from conf.serving import ChatConfig, ServeConfig
 from conf.sizes import num_bytes
 from conf.speculation import BESIDE_AUTO, Speculate
-from conf.tasks import BenchConfig, ConvertConfig, EvaluateConfig, PredictConfig, PrefixConfig, SweepConfig
+from conf.tasks import (
+    BenchConfig,
+    ConvertConfig,
+    EvaluateConfig,
+    ExportConfig,
+    PredictConfig,
+    PrefixConfig,
+    SweepConfig,
+)
 
 
 class Task(Enum):
@@ -25,6 +33,7 @@ class Task(Enum):
     evaluate = "evaluate"
     convert = "convert"
     quantize = "quantize"
+    export = "export"
     prefix = "prefix"
     embed = "embed"
     score = "score"
@@ -52,8 +61,31 @@ class Weights(Enum):
 class ParallelMode(Enum):
     single = "single"
     tp = "tp"  # every layer is divided among ranks
+    pp = "pp"  # the layers are divided among ranks, each of which is a stage
+    tp_pp = "tp_pp"  # every stage's layers are divided among ranks
     ray = "ray"  # several engines on the machines of a Ray, which share the rows of a job
     auto = "auto"  # the division that is reckoned to be the fastest
+
+    @property
+    def divides(self) -> bool:
+        """Whether several processes compute one model."""
+        return self in (ParallelMode.tp, ParallelMode.pp, ParallelMode.tp_pp)
+
+
+class Backend(Enum):
+    auto = "auto"  # shared memory where all ranks are on one machine; gloo for stages on several
+    shared_memory = "shared_memory"  # ranks of one machine
+    gloo = "gloo"  # over TCP
+
+
+class Sum(Enum):
+    gather = "gather"  # ranks join the pieces of a layer's inputs, so that each sum is one process's: the same bits
+    reduce = "reduce"  # ranks add what their inputs give: half the exchanges, and bits that depend on tp
+
+
+class ExpertDivision(Enum):
+    split = "split"  # each rank has a part of every expert
+    whole = "whole"  # each expert is on one rank
 
 
 class DeviceType(Enum):
@@ -108,27 +140,56 @@ class ModelConfig:
 class ParallelConfig:
     mode: ParallelMode = ParallelMode.single
     replicas: int = 1
-    """Engines that share the rows of a job, each with the whole model, with mode=ray."""
+    """Engines that share the rows of a job, each with a model of its own, with mode=ray."""
     tp: int | None = None
-    """Ranks that compute each layer together, every one a process, with mode=tp; null: as many as torchrun or srun has started."""
+    """Ranks that compute each layer together, every one a process, with mode=tp or tp_pp; null with tp: as many as torchrun or srun
+    has started. With mode=ray those of each engine; null: one."""
+    pp: int | None = None
+    """Stages, each of which has some of the layers, with mode=pp or tp_pp; null with pp: as many as torchrun or srun has started. With
+    mode=ray those of each engine; null: one."""
+    backend: Backend = Backend.auto
+    """How ranks exchange numbers. Those that share the layers of a stage and are on several machines do so only with backend=gloo."""
+    sum: Sum = Sum.gather
+    """How ranks of a layer come to its outputs. reduce: where the inputs of attention's and the feed-forward's last product can be cut;
+    other layers gather, and a warning says how many."""
+    experts: ExpertDivision = ExpertDivision.split
+    """How ranks of a layer share a mixture's experts."""
     heartbeat_s: float = 30.0
-    """Seconds that a rank may be silent before the run ends with an error, with mode=tp."""
+    """Seconds that a rank may be silent before the run ends with an error, or with mode=ray its engine is loaded again."""
     dry_run: bool = False
     """Print what parallel=auto knows of every division, and run nothing."""
     topology: str | None = None
     """YAML file of the machines that parallel=auto is to plan for, such as those in pipelines/topologies; null: this one, measured."""
 
     def __post_init__(self) -> None:
-        check(self.tp is None or 1 < self.tp <= 512, "parallel.tp", self.tp, "a number from 2 to 512, or null")
+        for name in ("tp", "pp"):
+            number = getattr(self, name)
+            check(number is None or 1 < number <= 512, f"parallel.{name}", number, "a number from 2 to 512, or null")
         check(5.0 <= self.heartbeat_s < float("inf"), "parallel.heartbeat_s", self.heartbeat_s, "a number from 5 on")
         check(0 < self.replicas <= 4096, "parallel.replicas", self.replicas, "a number from 1 to 4096")
-        tp, ray, auto = ParallelMode.tp, ParallelMode.ray, ParallelMode.auto
-        users = {"tp": tp, "heartbeat_s": tp, "replicas": ray, "dry_run": auto, "topology": auto}
-        for name, mode in users.items():
+        tp, pp, tp_pp, auto = ParallelMode.tp, ParallelMode.pp, ParallelMode.tp_pp, ParallelMode.auto
+        ray = ParallelMode.ray
+        users: dict[str, tuple[ParallelMode, ...]] = {
+            "tp": (tp, tp_pp, ray),
+            "pp": (pp, tp_pp, ray),
+            "backend": (tp, pp, tp_pp),
+            "sum": (tp, tp_pp, ray),
+            "experts": (tp, tp_pp, ray),
+            "heartbeat_s": (tp, pp, tp_pp, ray),
+            "replicas": (ray,),
+            "dry_run": (auto,),
+            "topology": (auto,),
+        }
+        for name, modes in users.items():
             value, default = getattr(self, name), getattr(type(self), name)
-            if value != default and self.mode is not mode:
+            if value != default and self.mode not in modes:
                 what = f"parallel.{name}={typed(value)} is not used by parallel={self.mode.name}"
-                raise UserError(f"{what}: leave it at {typed(default)}, or give parallel={mode.name}")
+                raise UserError(f"{what}: leave it at {typed(default)}, or give parallel={modes[0].name}")
+        for name in ("sum", "experts"):
+            value = getattr(self, name)
+            if self.mode is ray and self.tp is None and value != getattr(type(self), name):
+                what = f"parallel.{name}={typed(value)} is of ranks, which parallel=ray has with parallel.tp"
+                raise UserError(f"{what}: give parallel.tp too, or leave it out")
         if self.topology is not None and not self.dry_run:
             remedy = "give parallel.dry_run=true, or leave it out"
             raise UserError(f"parallel.topology is of machines that may not be these: {remedy}")
@@ -195,6 +256,7 @@ class RunConfig:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     convert: ConvertConfig = field(default_factory=ConvertConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
     prefix: PrefixConfig = field(default_factory=PrefixConfig)
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
@@ -223,15 +285,15 @@ class RunConfig:
             raise UserError(f"device.kept_prefixes is not used by {user}: leave one of them out")
         if self.decode.speculate is not Speculate.none and self.quant.activations is Activations.auto:
             raise UserError(f"decode.speculate={self.decode.speculate.name} {BESIDE_AUTO}")
-        if self.chat.url and (self.quant, self.device, self.model.adapters) != (QuantConfig(), DeviceConfig(), None):
-            raise UserError(
-                "quant, device and adapters are not used with chat.url, whose server has its own: leave them out"
-            )
+        loaded = self.quant, self.device, self.parallel, self.model.adapters
+        if self.chat.url and loaded != (QuantConfig(), DeviceConfig(), ParallelConfig(), None):
+            what = "quant, device, parallel and adapters are not used with chat.url, whose server has its own"
+            raise UserError(f"{what}: leave them out")
         if self.parallel.mode is ParallelMode.auto and self.task not in (Task.predict, Task.bench):
             raise UserError(
                 f"parallel=auto is not used by task={self.task.name}: it plans for task=predict and task=bench"
             )
-        if self.parallel.mode is ParallelMode.tp:
+        if self.parallel.mode.divides or self.parallel.tp or self.parallel.pp:
             self._check_ranks()
         check_adapters(self.model.adapters or {}, self.predict.adapter)
         for other in [task for task in Task if task is not self.task]:
@@ -249,17 +311,17 @@ class RunConfig:
 
     def _check_ranks(self) -> None:
         """Raises UserError for what several ranks do not do."""
-        draft = self.decode.speculate
         refused = {
-            f"task={self.task.name}": self.task not in (Task.predict, Task.bench, Task.evaluate, Task.embed),
-            f"decode.speculate={draft.name}": draft in (Speculate.model, Speculate.mtp),
-            "model.adapters": bool(self.model.adapters),
-            "model.prefixes": bool(self.model.prefixes),
-            "model.keep_packed=true": self.model.keep_packed,
-            "device.kept_prefixes": bool(self.device.kept_prefixes),
+            f"task={self.task.name}": self.task in (Task.convert, Task.quantize, Task.prefix),
             "device=cuda": self.device.type is DeviceType.cuda,
         }
+        if (
+            self.parallel.mode in (ParallelMode.pp, ParallelMode.tp_pp) or self.parallel.pp
+        ):  # their keys and values are those of all layers
+            refused["model.prefixes"] = bool(self.model.prefixes)
+            refused["device.kept_prefixes"] = bool(self.device.kept_prefixes)
         for given, is_given in refused.items():
             if is_given:
-                mode = self.parallel.mode.name
-                raise UserError(f"{given} does not work with parallel={mode}: leave one of them out")
+                mode, name = self.parallel.mode, "pp" if self.parallel.pp else "tp"
+                ranks = f"parallel={mode.name}" if mode.divides else f"parallel.{name}={getattr(self.parallel, name)}"
+                raise UserError(f"{given} does not work with {ranks}: leave one of them out")

@@ -176,6 +176,25 @@ class ConvertConfig:
 
 
 @dataclass
+class ExportConfig:
+    """The model as its graph and its packed weights, which run without its code and its checkpoint."""
+
+    output: str | None = None
+    """Folder to make, which appears when it is complete and proved."""
+    tp: int = 1
+    """Ranks that compute each layer together."""
+    pp: int = 1
+    """Stages, each of which has some of the layers."""
+    overwrite: bool = False
+    """Replace the model in `output`."""
+
+    def __post_init__(self) -> None:
+        check(self.output != "", "export.output", repr(self.output), "the folder to make")
+        for name in ("tp", "pp"):
+            check(0 < getattr(self, name) <= 512, f"export.{name}", getattr(self, name), "a number from 1 to 512")
+
+
+@dataclass
 class PrefixConfig:
     """Prompts whose keys and values are kept in a file, for rows that begin with them."""
 

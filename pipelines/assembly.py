@@ -15,6 +15,7 @@ from conf.schema import DeviceConfig, RunConfig
 from conf.speculation import BESIDE_AUTO, Speculate
 from kernels.kv_format import FORMATS, KVFormat
 from models.batch import KVCache
+from models.exported.model import ExportedLM
 from models.linear_layers import bring_together
 from models.weights import initialise_randomly, load_weights
 from pipelines.drafting import PlannedRun
@@ -61,7 +62,9 @@ def assemble(
     kept = open_kept(run, plan.source, plan.dtype)
     for its_run, each in plans:
         load_planned(its_run, each, on_bytes)
-    adapters = _load_adapters(run, plan)
+    adapters = make_adapters(run, plan, Adapters if leader is None else leader.adapters)
+    for name, folder in (run.model.adapters or {}).items():
+        adapters.load(name, Path(folder).expanduser(), in_use=())
     num_tokens = [settings.context.num_tokens] * max(AUTO_SEQUENCES, num_sequences)
     num_tokens += [prefix.num_tokens for prefix in prefixes.values()]
     num_tokens += [row.num_slots for file in kept for row in file.rows]
@@ -100,14 +103,11 @@ def _place_proposers(
         engine.speculator.proposers[Speculate.mtp] = MtpProposer(engine.runner, *limits)
 
 
-def _load_adapters(run: RunConfig, plan: ModelPlan) -> Adapters:
-    """Return the adapters of the loaded model, with those that the run names."""
+def make_adapters(run: RunConfig, plan: ModelPlan, make: Callable[..., Adapters] = Adapters) -> Adapters:
+    """Return the adapters of the loaded model, which has none yet. `make` takes what Adapters does."""
     checkpoint = plan.source.checkpoint
     smoothing, folds = smoothed_by(checkpoint.config, checkpoint.path), read_folds(checkpoint.path, plan.model)
-    adapters = Adapters(plan.model, plan.dtype, plan.device, run.model.max_adapters, folds, smoothing)
-    for name, folder in (run.model.adapters or {}).items():
-        adapters.load(name, Path(folder).expanduser(), in_use=())
-    return adapters
+    return make(plan.model, plan.dtype, plan.device, run.model.max_adapters, folds, smoothing)
 
 
 def _undrafted(run: RunConfig, plan: ModelPlan, draft: PlannedRun | None) -> dict[Speculate, str]:
@@ -144,6 +144,11 @@ def load_planned(
     """Give the planned model its weights, random ones, those that are kept packed, or the files', and bring together what is packed."""
     model, dtype, device = plan.model, plan.dtype, plan.device
     read = partial(load_weights, model, plan.files, plan.ignored_tensors, dtype, device, on_bytes)
+    if isinstance(model, ExportedLM):
+        model.load()
+        if run.model.adapters:
+            _ = model.adapted_graph  # a damaged one ends the start and not a step
+        return
     if not plan.files:
         initialise_randomly(model, dtype, device)
     elif run.model.keep_packed:
@@ -154,12 +159,14 @@ def load_planned(
         bring_together(model, device)
 
 
-def most_blocks(run: RunConfig, plan: ModelPlan, num_ranks: int) -> int:
-    """Return how many blocks of the KV cache one of so many ranks of this machine has memory for. Raises UserError."""
+def most_blocks(run: RunConfig, plan: ModelPlan, num_ranks: int, num_local: int) -> int:
+    """Return how many blocks of the KV cache one of `num_ranks`, `num_local` of them on this machine, has memory for. Raises UserError."""
     config, heads = run.device, plan.model.attention_heads
     size, free = config.block_size or BLOCK_SIZE[plan.device.type], free_memory(plan.device, config.memory_fraction)
     formats = cache_formats(run, plan)
-    return choose_num_blocks(heads, 2**62, size, config.kv_cache_memory, free, formats, plan.dtype, num_ranks)
+    return choose_num_blocks(
+        heads, 2**62, size, config.kv_cache_memory, free, formats, plan.dtype, num_ranks, num_local
+    )
 
 
 def _make_caches(
@@ -175,8 +182,9 @@ def _make_caches(
     free = max(0, free_memory(device, config.memory_fraction) - reserved)
     layers = [(plan.model.attention_heads, cache_formats(run, plan)) for run, plan in plans]
     heads, formats = (list(chain(*parts)) for parts in zip(*layers, strict=True))
-    sizes, num_ranks = (wanted_blocks, block_size, config.kv_cache_memory, free), leader.size if leader else 1
-    num_blocks = choose_num_blocks(heads, *sizes, formats, dtype, num_ranks)
+    sizes = wanted_blocks, block_size, config.kv_cache_memory, free
+    ranks = (leader.place.size, leader.place.num_local) if leader else ()
+    num_blocks = choose_num_blocks(heads, *sizes, formats, dtype, *ranks)
     if leader:
         num_blocks = leader.fewest_blocks(num_blocks)
     return [allocate_kv_cache(heads, num_blocks, block_size, formats, dtype, device) for heads, formats in layers]
@@ -184,6 +192,8 @@ def _make_caches(
 
 def cache_formats(run: RunConfig, plan: ModelPlan) -> list[tuple[KVFormat, KVFormat]]:
     """Return the format of each layer's keys and values. Static scales are read from the loaded model; a layer that drafts has none."""
+    if isinstance(plan.model, ExportedLM):
+        return plan.model.kv_formats
     static = static_kv_formats(plan.model, plan.static_cache) if plan.static_cache else []
     dynamic = FORMATS[(plan.static_cache or run.quant.kv_cache).name]
     return static + [dynamic] * (len(plan.model.attention_heads) - len(static))

@@ -16,6 +16,7 @@ from pipelines.report import write_atomically
 DAY_S = 24 * 3600
 KEPT_S = 30 * DAY_S  # where nothing is said
 MAX_FILES = 1000  # of a key
+MAX_BYTES = 10 << 30  # of a key: from there on nothing more is uploaded
 ID = re.compile(r"[\w-]{1,64}")  # which is also a name of a file
 
 
@@ -55,9 +56,12 @@ class FileStore:
     def add(
         self, owner: str | None, filename: str, purpose: str, content: Iterable[bytes], kept_s: int | None = None
     ) -> StoredFile:
-        """Store an upload. Raises ApiError (400) where the key has too many files, and OSError."""
-        if len(self.of(owner)) >= MAX_FILES:
+        """Store an upload. Raises ApiError (400) where the key has too many files or bytes of them, and OSError."""
+        files = self.of(owner)
+        if len(files) >= MAX_FILES:
             raise bad_request(f"there are {MAX_FILES} files, the most that there may be: delete some", "file")
+        if (size := sum(file.bytes for file in files)) >= MAX_BYTES:
+            raise bad_request(f"the files have {size} bytes, and {MAX_BYTES} is the most: delete some", "file")
         return self.put(new_id("file-"), owner, filename, purpose, content, kept_s)
 
     def put(

@@ -67,7 +67,7 @@ def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         "seed": run.decode.seed,
         "start_s": report.START_S,
         "load_s": load_s,
-        "peak_memory_bytes": report.peak_memory_bytes(engine.device),
+        "peak_memory_bytes": report.peak_memory_of(engine),
         **_memory(engine, bench, rounds),
     }
     report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})

@@ -12,7 +12,10 @@ import torch
 from conf.errors import UserError
 from conf.quantization import QuantConfig
 from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig, typed
+from conf.tasks import CheckpointFormat, ConvertDType
+from models.causal_lm import CausalLM
 from models.config import ConfigReader
+from models.formats.base import WeightFile
 from models.formats.lora import merge_lora
 from models.formats.manifest import write_manifest
 from models.formats.safetensors_writer import entries_of
@@ -20,8 +23,9 @@ from models.outline import open_model
 from models.weights import DTYPES, CastFile, match_tensors
 from pipelines import report
 from pipelines.convert_formats import writer_of
-from pipelines.opening import open_source
+from pipelines.opening import ModelSource, open_source
 from pipelines.output_folder import complete_folder, refuse_existing
+from pipelines.planning import plan_model
 
 
 def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
@@ -35,16 +39,12 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     target = Path(os.path.abspath(Path(run.convert.output).expanduser()))
     _refuse_overlap(target, checkpoint.path, output_dir)
     refuse_existing(target, run.convert.overwrite, "convert")
-    if checkpoint.config.raw("quantization_config") is not None:
-        raise UserError(
-            f"{checkpoint.path} is quantised, and task=convert takes float checkpoints only: give the float model"
-        )
-    model, files = open_model(source.architecture, source.shape, checkpoint)
+    model, files, ignored = _open(run, source)
     if model.config != source.shape:  # the files hold a head of their own
         untied = checkpoint.config.values | {"tie_word_embeddings": False}
         checkpoint = replace(checkpoint, config=ConfigReader(untied, str(checkpoint.path)))
     num_source_bytes = sum(entry.nbytes for entry in entries_of(files))
-    matched = match_tensors(model, files, source.architecture.ignored_tensors)
+    matched = match_tensors(model, files, ignored)
     if run.convert.lora is not None:
         files = merge_lora(files, Path(run.convert.lora).expanduser(), model)
     dtype = DTYPES.get(run.convert.dtype.name)
@@ -64,6 +64,31 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     }
     report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
     _print(metrics, target, output_dir)
+
+
+def _open(run: RunConfig, source: ModelSource) -> tuple[CausalLM, list[WeightFile], tuple[str, ...]]:
+    """Return the model on the meta device, its files, and suffixes of names in these that are no parameters.
+
+    A quantised model has the layers of its files, which stay as they are. Raises UserError for settings that need floats.
+    """
+    if source.artefact is not None:
+        raise UserError(f"{source.checkpoint.path} is exported already: give the model that it was made of")
+    if source.checkpoint.config.section("quantization_config") is None:
+        model, files = open_model(source.architecture, source.shape, source.checkpoint)
+        return model, files, source.architecture.ignored_tensors
+    config = run.convert
+    for name, is_given in {
+        "dtype": config.dtype is not ConvertDType.auto,
+        "lora": config.lora is not None,
+        "format": config.format is CheckpointFormat.gguf,
+    }.items():
+        if is_given:
+            raise UserError(
+                f"convert.{name}={typed(getattr(config, name))} needs floats, but {source.checkpoint.path} is quantised: "
+                "give the float model"
+            )
+    plan = plan_model(run, source, torch.device("cpu"), packed=False)
+    return plan.model, plan.files, plan.ignored_tensors
 
 
 REMEDIES = {  # where it is another than to leave a setting out

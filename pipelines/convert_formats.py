@@ -1,6 +1,7 @@
 """The layouts that `task=convert` writes a model in."""
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -12,10 +13,11 @@ from models.causal_lm import CausalLM
 from models.formats.base import Checkpoint
 from models.formats.gguf.writer import write_gguf
 from models.formats.huggingface_writer import write_companions, write_huggingface
-from models.formats.partition import expected_tensors, partition
+from models.formats.partition import expected_tensors
 from models.formats.sentence_transformers import MODULES
-from models.formats.sharded import write_sharded
-from models.weights import stored_dtype
+from models.formats.sharded_writer import divide_tensors, write_sharded
+from models.weights import DTYPES, stored_dtype
+from quantization.smoothing_record import FOLDS
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +35,11 @@ def writer_of(
     `matched`: the names of the model's parameters by those of the checkpoint's tensors. `dtype`: what tensors were cast to, if they were.
     """
     files = checkpoint.open_weights(expected_tensors(model))
-    names = {name: matched.get(name) for file in files for name in file.shapes}
-    places = partition(model, names, config.tp, config.pp) if config.format is CheckpointFormat.sharded else {}
+    if config.format is CheckpointFormat.sharded:
+        names = {name: matched.get(name) for file in files for name in file.shapes}
+        shares = divide_tensors(
+            model, names, config.tp, config.pp, dtype or DTYPES[stored_dtype(checkpoint.config, files)]
+        )
 
     def write(folder: Path, on_bytes: Callable[[int, int], None]) -> dict[str, str]:
         if config.format is CheckpointFormat.gguf:
@@ -46,8 +51,10 @@ def writer_of(
             write_gguf(checkpoint, folder / GGUF_FILE, stored, on_bytes)
             return {}
         write_companions(checkpoint, folder, dtype)
+        if (checkpoint.path / FOLDS).is_file():  # which adapters need
+            shutil.copyfile(checkpoint.path / FOLDS, folder / FOLDS)
         if config.format is CheckpointFormat.hf:
             return write_huggingface(files, folder, config.max_shard_bytes, on_bytes)
-        return write_sharded(files, folder, places, config.tp, config.pp, on_bytes)
+        return write_sharded(files, folder, shares, on_bytes)
 
     return write

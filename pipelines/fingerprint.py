@@ -3,7 +3,9 @@
 import glob
 import hashlib
 import json
+import os
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 
 from conf.decoding import DecodeConfig
-from conf.schema import RunConfig
+from conf.schema import RunConfig, Sum
 from conf.speculation import Acceptance
 from kernels import build
 from pipelines.calibration_data import calibration_file
@@ -19,6 +21,7 @@ from pipelines.data_files import expanded
 from pipelines.engine import Engine
 from pipelines.journal import Fingerprint, dumps
 from pipelines.opening import ModelSource
+from pipelines.ranks.launch import degrees, joined
 from pipelines.report import REPOSITORY
 
 READ = (
@@ -37,18 +40,20 @@ WEIGHTS = (
     "*.bin",
     "*.pt",
     "*.pth",
+    "*.pt2",
     "*.ckpt",
     "rank_*/*.safetensors",
     "rank_*/*.ckpt",
 )  # too long: by size and time
 SOURCES = ("kernels", "models", "quantization")  # packages whose code decides what a checkpoint's numbers become
+NUM_SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file of weights
 SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")  # one of the files of a GGUF model: all of them count
 
 
 def fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fingerprint:
     """Name what decides the rows of `run` beside their input. Its decode settings are resolved.
 
-    Where input and model lie, and how the work is divided, is no part of it.
+    Where input and model lie, and how the work is divided, is no part of it, but for ranks that add.
     """
     parts: Fingerprint = {
         "predict.add_special_tokens": run.predict.add_special_tokens,
@@ -74,6 +79,8 @@ def model_fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fi
     }
     if run.model.prefixes:
         parts["model.prefixes"] = {name: prefix.digest for name, prefix in engine.requests.prefixes.items()}
+    if run.parallel.sum is Sum.reduce:  # whose sums depend on the number of ranks
+        parts["parallel.sum"] = f"reduce, tp={degrees(run, joined(os.environ))[0]}"
     if run.quant.needs_calibration:
         parts |= calibration_fingerprint(run)
     parts |= {f"decode.{name}": value for name, value in plain(_deciding(run.decode)).items()}
@@ -91,6 +98,12 @@ def replay_fingerprint(parts: Fingerprint) -> str:
     code = code_digest("*.py", "*.cpp", "*.h", packages=("conf", *SOURCES, "pipelines"))
     whole = dumps(parts | {"code": code, "kernels": kernels, "torch": torch_names})
     return f"fp_{hashlib.sha256(whole.encode()).hexdigest()[:16]}"
+
+
+def common_fingerprint(model: Path) -> Fingerprint:
+    """Name what the ranks of several machines have in common: torch, our code, and the model's files, weights by size and samples."""
+    code = code_digest("*.py", "*.cpp", "*.h", packages=("conf", *SOURCES, "pipelines"))
+    return {"torch": torch.__version__, "code": code, **_named_files(model, "model", _size_and_samples)}
 
 
 def _as_kept(parts: Fingerprint) -> Fingerprint:
@@ -125,12 +138,30 @@ def template_fingerprint(chat_template: str) -> str:
 
 def file_fingerprint(path: Path, name: str) -> Fingerprint:
     """Name the files of a folder, or one file that holds everything: small ones by their digests, weights by size and time."""
+    return _named_files(path, name, _size_and_time)
+
+
+def _named_files(path: Path, name: str, name_weights: Callable[[Path], str]) -> Fingerprint:
     parts = SPLIT.sub(r"-?????\1", glob.escape(path.name))
     folder, weights = (path, WEIGHTS) if path.is_dir() else (path.parent, (parts,))
     contents = {file.name: sha256_of(file) for pattern in READ for file in path.glob(pattern)}
-    stats = {str(file.relative_to(folder)): file.stat() for pattern in weights for file in folder.glob(pattern)}
-    times = {file: f"{stat.st_size} bytes of {stat.st_mtime_ns}" for file, stat in stats.items()}
-    return {f"{name}/{file}": value for file, value in sorted((contents | times).items())}
+    named = {str(file.relative_to(folder)): name_weights(file) for pattern in weights for file in folder.glob(pattern)}
+    return {f"{name}/{file}": value for file, value in sorted((contents | named).items())}
+
+
+def _size_and_time(file: Path) -> str:
+    stat = file.stat()
+    return f"{stat.st_size} bytes of {stat.st_mtime_ns}"
+
+
+def _size_and_samples(file: Path) -> str:
+    """Return the size of a file and the digest of places all over it: to read it whole would take as long as to load it."""
+    size, digest = file.stat().st_size, hashlib.sha256()
+    with open(file, "rb") as stream:
+        for number in range(NUM_SAMPLES):
+            stream.seek(number * max(size - SAMPLE_BYTES, 0) // (NUM_SAMPLES - 1))
+            digest.update(stream.read(SAMPLE_BYTES))
+    return f"{size} bytes like {digest.hexdigest()}"
 
 
 def code_digest(*patterns: str, packages: tuple[str, ...] = ()) -> str:

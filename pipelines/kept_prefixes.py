@@ -135,12 +135,12 @@ def place_kept(engine: Engine, files: list[KeptFile]) -> None:
         for block, value in zip(table, found, strict=True):
             blocks.remember(block, value)
         places = torch.tensor(list(found.values()))[:, None] + torch.arange(engine.block_size)  # [blocks, B]
-        tensors = dict(cache_tensors(engine))
-        for name, content in file.weights.read(tensors):
+        numbers = {name: number for number, (name, _) in enumerate(cache_tensors(engine))}  # of the cache's tensors
+        for name, content in file.weights.read(numbers):
             if not content.float().isfinite().all():  # fp8 has no such question
                 what = f"{file.path}: {name} holds NaN or infinite numbers"
                 raise UserError(f"device.kept_prefixes: {what}: make it again by task=prefix")
-            tensors[name][table] = content[places].to(engine.device)
+            engine.runner.write_blocks(numbers[name], content[places], table)
 
 
 def _missing_blocks(engine: Engine, file: KeptFile, token_ids: list[int]) -> dict[bytes, int]:
@@ -162,7 +162,8 @@ def _missing_blocks(engine: Engine, file: KeptFile, token_ids: list[int]) -> dic
 
 def _check_tensors(engine: Engine, file: KeptFile) -> None:
     num_slots = sum(row.num_slots for row in file.rows)
-    wanted = {name: f"{t.dtype}{[num_slots, *t.shape[2:]]}" for name, t in cache_tensors(engine)}
+    stored = zip(cache_tensors(engine), engine.runner.stored_heads, strict=False)  # of all layers
+    wanted = {name: f"{t.dtype}{[num_slots, heads.whole_keys, *t.shape[3:]]}" for (name, t), heads in stored}
     wanted[TOKENS] = f"{torch.int64}{[sum(row.num_tokens for row in file.rows)]}"
     found = {name: f"{file.weights.dtypes[name]}{list(shape)}" for name, shape in file.weights.shapes.items()}
     if wrong := sorted(name for name in wanted | found if wanted.get(name) != found.get(name)):

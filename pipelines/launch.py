@@ -11,7 +11,8 @@ from conf.schema import ParallelMode, RunConfig, Task
 from conf.signals import interrupts_waiting, reader_may_leave
 from conf.terminal import log_warnings
 from pipelines.interrupt import RankLost
-from pipelines.ranks.launch import joined, num_ranks
+from pipelines.ranks.launch import degrees, joined
+from pipelines.ranks.meeting import listen
 from pipelines.report import Dump, reset_peak_memory
 
 Run = Callable[[RunConfig, Path, Dump], None]
@@ -22,7 +23,10 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # no text of a row may end a run while it is printed
     log_warnings()
-    num_ranks(run, joined(os.environ))  # which a launcher has started, or none
+    place = joined(os.environ)
+    degrees(run, place)
+    if place is not None:
+        listen(place)  # the other ranks may wait for as long as the model takes to come
     with reader_may_leave():
         if run.task is Task.serve:  # its model is in another process: this one imports no torch
             from pipelines.serve.serve import run_serve
@@ -77,6 +81,10 @@ def _function_of(task: Task) -> Run:
             from pipelines.quantize import run_quantize
 
             return run_quantize
+        case Task.export:
+            from pipelines.export import run_export
+
+            return run_export
         case Task.prefix:
             from pipelines.prefix import run_prefix
 

@@ -55,7 +55,7 @@ def load_engine_on(
     settings = read_request_settings(run.model, source)
     if run.decode.speculate is Speculate.mtp:
         source = predicting_ahead(source)
-    if run.parallel.mode is ParallelMode.tp:
+    if run.parallel.mode.divides:
         return _load_with_ranks(device, run, source, settings, max_num_requests, progress)
     plan = plan_model(run, source, device, packed=True)
     draft = plan_draft(run, plan, settings)
@@ -76,9 +76,11 @@ def _load_with_ranks(
 
     leader = lead(run, source, device)
     try:
-        plan = leader.part(plan_model(run, source, device, packed=True))
+        whole = plan_model(run, source, device, packed=True)
+        draft = plan_draft(run, whole, settings)  # which rank 0 has alone, and whole
+        plan = leader.part(whole)
         source.warn_of_unread_keys()
-        return assemble(run, plan, settings, max_num_requests, progress.loaded, leader=leader)
+        return assemble(run, plan, settings, max_num_requests, progress.loaded, draft, leader)
     except BaseException:
         leader.close()
         raise

@@ -4,8 +4,9 @@ import logging
 from dataclasses import dataclass, replace
 
 from conf.errors import UserError
-from conf.schema import ModelConfig, Weights
+from conf.schema import DType, ModelConfig, Weights
 from models.causal_lm import ModelShape
+from models.exported.description import EXPORT, Description, read_description
 from models.formats import open_checkpoint
 from models.formats.base import Checkpoint
 from models.formats.hub import find_checkpoint
@@ -15,6 +16,8 @@ from models.registry import Architecture, find_architecture
 from quantization.layouts.gguf import read_gguf_quantization
 
 log = logging.getLogger(__name__)
+
+EXPORTED = Architecture("", "", "")  # no code of a family belongs to it
 
 
 @dataclass(frozen=True)
@@ -26,17 +29,21 @@ class ModelSource:
     shape: ModelShape
     has_weights: bool
     """False with model.weights=random, which takes the config alone."""
+    artefact: Description | None = None
+    """What `task=export` made, in the place of weights and of the architecture's code; None: a checkpoint."""
 
     @property
     def is_quantized(self) -> bool:
         """Whether the files hold quantised weights."""
+        if self.artefact is not None:
+            return True  # its files are what quantisation and packing left
         if self.checkpoint.path.suffix == ".gguf":  # only its tensors say it
             return read_gguf_quantization(self.checkpoint.open_weights({})) is not None
         return self.checkpoint.config.section("quantization_config") is not None
 
     def warn_of_unread_keys(self) -> None:
         """Warn of keys of the config that may mean something and that no stage has read."""
-        if unread := self.checkpoint.config.unread():
+        if self.artefact is None and (unread := self.checkpoint.config.unread()):
             log.warning("the config in %s has keys that are not used: %s", self.checkpoint.path, ", ".join(unread))
 
 
@@ -51,6 +58,8 @@ def open_source(config: ModelConfig, head: Head | None = Head.vocabulary) -> Mod
     if config.verify:
         verify_manifest(path)
     checkpoint = open_checkpoint(path, config.allow_pickle)
+    if (path / EXPORT).is_file():
+        return _open_exported(config, checkpoint, head)
     architecture = find_architecture(checkpoint.config)
     if head is Head.vocabulary and architecture.head is Head.labels:
         names = ", ".join(checkpoint.config.raw("architectures"))
@@ -58,3 +67,24 @@ def open_source(config: ModelConfig, head: Head | None = Head.vocabulary) -> Mod
     if head is Head.none:
         architecture = replace(architecture, head=Head.none)
     return ModelSource(checkpoint, architecture, architecture.read_config(checkpoint.config), has_weights)
+
+
+def _open_exported(config: ModelConfig, checkpoint: Checkpoint, head: Head | None) -> ModelSource:
+    """Return the source of an exported model. Raises UserError for settings that contradict it."""
+    artefact = read_description(checkpoint.path)
+    dtype = str(artefact.dtype).removeprefix("torch.")
+    if config.dtype not in (DType.auto, DType[dtype]):
+        raise UserError(
+            f"model.dtype={config.dtype.name} contradicts {checkpoint.path}, which was exported in {dtype}: leave it out"
+        )
+    refused = {
+        "model.weights=random": config.weights is Weights.random,
+        "model.keep_packed=true": config.keep_packed,
+    }
+    for given, is_given in refused.items():
+        if is_given:
+            raise UserError(
+                f"{given} is not used by an exported model: leave it out, or give the model that it was made of"
+            )
+    architecture = replace(EXPORTED, head=Head.none) if head is Head.none else EXPORTED
+    return ModelSource(checkpoint, architecture, artefact.shape, True, artefact)

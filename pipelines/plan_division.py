@@ -93,8 +93,11 @@ def _parallel(run: RunConfig, best: Candidate) -> ParallelConfig:
     """Return the settings of a division. Raises UserError for one that cannot be run from here."""
     if best.num_ranks == 1:
         return ParallelConfig(ParallelMode.single)
-    if best.pp * best.replicas == 1:
-        return ParallelConfig(ParallelMode.tp, tp=best.tp)
+    if best.replicas == 1:
+        tp, pp = (number if number > 1 else None for number in (best.tp, best.pp))
+        return ParallelConfig(
+            ParallelMode.tp_pp if tp and pp else ParallelMode.tp if tp else ParallelMode.pp, tp=tp, pp=pp
+        )
     if best.tp * best.pp == 1 and run.task is Task.predict:
         return ParallelConfig(ParallelMode.ray, replicas=best.replicas)
     raise UserError(f"parallel=auto chose {best}, which task={run.task.name} cannot run: give parallel=single")

@@ -1,6 +1,6 @@
 """Stage 2 of an engine: the model on the meta device, with the layers that it will have. No weight is read yet."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -14,16 +14,20 @@ from conf.quantization import (
     QuantizeConfig,
     QuantScheme,
 )
-from conf.schema import DType, RunConfig
-from kernels.collectives import Group
+from conf.schema import DType, ParallelMode, RunConfig
+from kernels.collectives import NO_NEIGHBOURS, Group, Neighbours
 from models.causal_lm import CausalLM
 from models.cuts import Division
+from models.exported.description import Description, part_folder, read_description
+from models.exported.model import ExportedLM
 from models.formats.base import CodedWeights, WeightFile
 from models.formats.sliced import sliced_files
+from models.heads import Head
 from models.linear_layers import pack_layers
 from models.outline import open_model
 from models.parallel import divide
 from models.weights import DTYPES, match_tensors, stored_dtype
+from pipelines.fingerprint import plain
 from pipelines.memory import max_layer_values
 from pipelines.opening import ModelSource
 from quantization.kv_scales import ZERO_POINTS, place_kv_scales
@@ -62,11 +66,13 @@ def plan_model(run: RunConfig, source: ModelSource, device: torch.device, packed
     `packed` is not for a model whose layers will be replaced. A scheme that needs calibration must be the checkpoint's own.
     Raises UserError for files that cannot be opened, and where the options contradict them.
     """
+    if source.artefact is not None:
+        return _plan_exported(run, source, source.artefact, device)
     config = source.checkpoint.config
     model, files = open_model(source.architecture, source.shape, source.checkpoint if source.has_weights else None)
     model.eval()
     max_values = max_layer_values(model)
-    _quantize(model, run.quant, read_quantization(config, files), files)
+    _quantize(model, run.quant, read_quantization(config, files, device), files)
     static_cache = _place_cache_scales(model, run.quant, source, files)
     dtype = DTYPES[stored_dtype(config, files) if run.model.dtype is DType.auto else run.model.dtype.name]
     if packed:
@@ -75,20 +81,63 @@ def plan_model(run: RunConfig, source: ModelSource, device: torch.device, packed
     return ModelPlan(source, model, files, ignored, dtype, device, packed, static_cache, max_values)
 
 
-def divide_plan(plan: ModelPlan, division: Division, group: Group) -> ModelPlan:
+def _plan_exported(run: RunConfig, source: ModelSource, artefact: Description, device: torch.device) -> ModelPlan:
+    """Return the plan of an exported model. Raises UserError for options that contradict it."""
+    folder = source.checkpoint.path
+    if device.type != "cpu":
+        raise UserError(f"device={device.type} does not run {folder}, which is packed for a CPU: give device=cpu")
+    mode, made_for = run.parallel.mode, artefact.division
+    if artefact.part is None and mode is not ParallelMode.single:
+        raise UserError(f"parallel={mode.name} does not run {folder}, whose graph is of one process: leave it out")
+    if artefact.part is not None and not mode.divides:
+        raise UserError(f"parallel={mode.name} does not run {folder}, {_ranks_of(made_for)}")
+    if run.quant != QuantConfig() and plain(asdict(run.quant)) != artefact.quant:
+        raise UserError(f"quant contradicts {folder}, which was exported with its own: leave quant out")
+    model = ExportedLM(artefact, part_folder(folder, made_for), source.architecture.head is not Head.none).eval()
+    return ModelPlan(source, model, [], (), artefact.dtype, device, True, None, 0)
+
+
+def _ranks_of(division: Division) -> str:
+    """Return for which ranks a model was exported, and what runs it."""
+    tp, pp = division.tp, division.pp
+    mode = "tp" if pp == 1 else "pp" if tp == 1 else "tp_pp"
+    given = " ".join(f"parallel.{name}={number}" for name, number in (("tp", tp), ("pp", pp)) if number > 1)
+    return f"which was exported for tp={tp} and pp={pp}: give parallel={mode} {given}"
+
+
+def divide_plan(plan: ModelPlan, division: Division, group: Group, neighbours: Neighbours = NO_NEIGHBOURS) -> ModelPlan:
     """Return the plan of one rank's part. `plan` is of the whole model, which becomes the part.
 
     Raises UserError where the files are not those of the whole model, and as `divide` does.
     """
     if division == Division():
         return plan
+    if isinstance(plan.model, ExportedLM):
+        return _part_of_exported(plan, plan.source.artefact, division, group, neighbours)
     if not plan.files:
         raise UserError(
             "model.weights=random makes other weights in parts than whole: give a checkpoint, or parallel=single"
         )
     matched = match_tensors(plan.model, plan.files, plan.ignored_tensors)
-    cuts = divide(plan.model, division, group, plan.dtype)
-    return replace(plan, files=sliced_files(plan.files, matched, plan.model, cuts), division=division)
+    cuts = divide(plan.model, division, group, plan.dtype, neighbours)
+    files = sliced_files(plan.files, matched, plan.model, cuts, division)
+    return replace(plan, files=files, division=division)
+
+
+def _part_of_exported(
+    plan: ModelPlan, artefact: Description | None, division: Division, group: Group, neighbours: Neighbours
+) -> ModelPlan:
+    """Return the plan of one rank's part. Raises UserError where the model was exported for another division."""
+    assert artefact is not None
+    folder, made_for = plan.source.checkpoint.path, artefact.division
+    if (division.tp, division.pp) != (made_for.tp, made_for.pp):
+        raise UserError(f"tp={division.tp} and pp={division.pp} do not run {folder}, {_ranks_of(made_for)}")
+    if division.adds or division.whole_experts:
+        given = "parallel.sum=reduce" if division.adds else "parallel.experts=whole"
+        raise UserError(f"{given} contradicts {folder}, which was exported for ranks that join pieces: leave it out")
+    own, has_head = read_description(folder, division.rank), plan.source.architecture.head is not Head.none
+    model = ExportedLM(own, part_folder(folder, division), has_head, group, neighbours).eval()
+    return replace(plan, model=model, division=division)
 
 
 def without_quantization(run: RunConfig) -> RunConfig:

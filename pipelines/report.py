@@ -26,6 +26,7 @@ if (
     import torch
     from rich.progress import Progress, TaskID
 
+    from pipelines.engine import Engine
     from pipelines.engine.speculation import DraftCounts
 
 Dump = Callable[[RunConfig, Path], str]
@@ -120,6 +121,11 @@ def peak_memory_bytes(device: "torch.device") -> int:
         return int(peak_kib[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of the process's whole life
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peak_memory_of(engine: "Engine") -> int:
+    """Return the peak bytes of an engine's process, or with ranks the sum of what each of them needed at most."""
+    return peak_memory_bytes(engine.device) + engine.runner.peak_memory_of_others
 
 
 def _version(name: str) -> str | None:

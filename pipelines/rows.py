@@ -107,9 +107,9 @@ class EngineRows(ABC):
         return self.engine.num_generated_tokens
 
     def counts(self) -> Counts:
-        """Return the counts of this process."""
+        """Return the counts of this process, and the memory of its ranks, too."""
         engine = self.engine
-        peak = report.peak_memory_bytes(engine.device)
+        peak = report.peak_memory_of(engine)
         return Counts(engine.num_generated_tokens, engine.speculator.counts, peak)
 
     def steps(self, next_row: Callable[[], PromptRow | None], seed: int | None) -> Generator[list[Record], None, None]:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from conf.errors import UserError
 from kernels.kv_format import STATIC_MAX, PagedVectors
-from kernels.kv_store import kv_store
 from models.formats.prefix import Prefix, read_prefix
 from pipelines.engine import Engine
 from pipelines.engine.batch import whole_batch
@@ -47,8 +46,8 @@ def place_prefixes(engine: Engine, prefixes: Mapping[str, Prefix]) -> None:
         table = blocks.allocate(num_blocks)
         engine.pin(table)
         if prefix.embeddings is None:
-            layers = [(_cast(engine, name, keys), _cast(engine, name, values)) for keys, values in prefix.layers]
-            _write(engine, name, table, layers)
+            layers = [torch.stack((keys, values)) for keys, values in prefix.layers]
+            _write(engine, name, table, _cast(engine, name, torch.stack(layers)))
         else:
             _compute(engine, table, _cast(engine, name, prefix.embeddings))
         placed = PlacedPrefix(prefix.num_tokens, prefix.first_position, prefix.digest, tuple(table))
@@ -66,14 +65,18 @@ def _cast(engine: Engine, name: str, values: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def _write(engine: Engine, name: str, table: list[int], layers: list[tuple[Tensor, Tensor]]) -> None:
-    """Store keys and values in the cache's format, as they are."""
+def _write(engine: Engine, name: str, table: list[int], keys_and_values: Tensor) -> None:
+    """Store keys and values [L, 2, P, G, D] in the cache's format, as they are. Among ranks the warning is of the first one's heads."""
+    places = range(keys_and_values.shape[2])
+    engine.runner.store(
+        keys_and_values, [table[i // engine.block_size] * engine.block_size + i % engine.block_size for i in places]
+    )
     saturated = []
-    for cache, (keys, values) in zip(engine.runner.cache.layers, layers, strict=True):  # [P, G, D]
-        places = range(len(keys))
-        slots = [table[i // engine.block_size] * engine.block_size + i % engine.block_size for i in places]
-        kv_store(keys, values, *cache, torch.tensor(slots, device=engine.device))
-        saturated += [_saturated(paged, each) for paged, each in zip(cache, (keys, values), strict=True)]
+    for cache, heads, both in zip(
+        engine.runner.cache.layers, engine.runner.model.attention_heads, keys_and_values, strict=True
+    ):
+        own = heads.own_keys(both, axis=2)
+        saturated += [_saturated(paged, each) for paged, each in zip(cache, own, strict=True)]
     if share := sum(saturated) / len(saturated):
         log.warning("model.prefixes.%s: %.2g %% of it is beyond the static scales of the KV cache", name, 100 * share)
 
@@ -92,8 +95,4 @@ def _compute(engine: Engine, table: list[int], embeddings: Tensor) -> None:
     model = engine.runner.model
     tokens = [0] * len(embeddings)
     batch = whole_batch([tokens], [1], [table], [model.prompt_features(tokens)], engine.block_size)
-    handle = model.embedding.register_forward_hook(lambda *_: embeddings)
-    try:
-        engine.runner.hidden(batch)
-    finally:
-        handle.remove()
+    engine.runner.hidden_from(batch, embeddings)

@@ -76,9 +76,9 @@ class MessageReader:
         if isinstance(part, Reasoning):
             return {"reasoning_content": part.text}
         index, self._num_calls = self._num_calls, self._num_calls + 1
-        id = hashlib.sha256(f"{self._call_seed} {index}".encode()).hexdigest()[:CALL_ID_LENGTH]
+        made = hashlib.sha256(f"{self._call_seed} {index}".encode()).hexdigest()[:CALL_ID_LENGTH]
         function = {"name": part.name, "arguments": part.arguments}
-        return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+        return {"tool_calls": [{"index": index, "id": part.id or made, "type": "function", "function": function}]}
 
 
 class Chat:

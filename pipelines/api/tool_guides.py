@@ -27,10 +27,15 @@ class CallGrammar:
     """None where there is one call at most."""
     named: tuple[str, str] = ("", "")
     """What stands before and after the name, where it stands before the arguments."""
+    counted: str = ""
+    """What stands between the name and the number of a call, where calls have numbers."""
 
 
-CALL_TOKENS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]") + tuple(
-    f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+CALL_TOKENS = (
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    *(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")),
+    *(f"<|tool_{name}|>" for name in ("calls_section_begin", "call_begin", "call_argument_begin", "call_end")),
+    "<|tool_calls_section_end|>",
 )
 """Texts in calls that vocabularies may have as special tokens."""
 
@@ -63,6 +68,15 @@ GRAMMARS = {
         "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>",
         ("function<｜tool▁sep｜>", "\n```json\n"),
     ),
+    "kimi": CallGrammar(
+        None,
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        "<|tool_call_end|><|tool_call_begin|>",
+        ("functions.", "<|tool_call_argument_begin|>"),
+        ":",
+    ),
     "glm4": CallGrammar(None, named=("", "\n")),
 }
 """By the names of `models.tokenizers.answers.FORMATS`; the others have none."""
@@ -89,12 +103,19 @@ def tool_guide(
         f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
     ]
     for i, tool in enumerate(tools):
-        before, after = grammar.named
-        name = "" if grammar.argument_key else literal(before + tool["function"]["name"] + after)
-        rules.append(f"call_{i}: {_joined(name, f'value_{i}')}")
+        rules.append(f"call_{i}: {_joined(_name(grammar, literal, tool), f'value_{i}')}")
         schema = _value(tool, grammar.argument_key, is_required or bool(tool["function"].get("strict")))
         rules.append(f"value_{i}: %json {json.dumps(schema, ensure_ascii=False)}")
     return {"lark": "\n".join(rules)}
+
+
+def _name(grammar: CallGrammar, literal: Literals, tool: Tool) -> str:
+    """Return the expression of what stands before the arguments; "" where the name is in an object with them."""
+    if grammar.argument_key:
+        return ""
+    before, after = grammar.named
+    named = before + tool["function"]["name"] + grammar.counted
+    return f"{literal(named)} /[0-9]+/ {literal(after)}" if grammar.counted else literal(named + after)
 
 
 def after_reasoning(guide: dict[str, Any]) -> dict[str, Any]:

@@ -36,9 +36,10 @@ class Adapters:
         self._tables = AdapterTables(model, num_slots, dtype, device)
         self._ids: dict[str, AdapterId] = {}
         self._adapters: dict[AdapterId, Adapter] = {}
-        self.slots = AdapterSlots(num_slots, self._fill)
+        self.slots = AdapterSlots(num_slots, self.fill)
 
-    def _fill(self, slot: int, id: AdapterId) -> None:
+    def fill(self, slot: int, id: AdapterId) -> None:
+        """Put an adapter into a slot of the model's tables."""
         self._tables.put(slot, self._adapters[id])
 
     @property

@@ -42,7 +42,7 @@ def choose_tokens(step: LaunchedStep, fail: Fail) -> Choices:
     if step.tokens is not None:
         pairs = zip(step.plan.scheduled, tokens, strict=True)
         return Choices([Sampled(i.group, i.sequence, 0, token, []) for i, token in pairs if i.sequence in rows], [])
-    ready, logits = [group for group in step.plan.ready if not group.error], step.outputs.logits
+    ready, logits = [group for group in step.plan.ready if group.sequences and not group.error], step.outputs.logits
     sampled = _sample([group for group in ready if not group.search], rows, logits, step.given, fail)
     searched = []
     for group in ready:

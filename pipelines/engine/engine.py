@@ -1,6 +1,7 @@
 """Runs requests step by step: plan, build, execute, sample, commit."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -40,6 +41,7 @@ from pipelines.engine.runner import Runner
 from pipelines.engine.sampler import choose
 from pipelines.engine.scheduler import Scheduler, StepPlan
 from pipelines.engine.speculation import Speculator
+from pipelines.engine.steps import StepOutputs
 from pipelines.engine.stopping import Piece, append_token, completion_of, take_piece
 from pipelines.engine.top_p_window import verify
 
@@ -107,6 +109,9 @@ class Engine:
         self.runner = self._make_runner(model, cache, num_graph_sequences, width, self._decode_threads)
         self._num_graph_sequences = num_graph_sequences
         self._launched: LaunchedStep | None = None  # ahead of the tokens that it takes
+        self._lanes: deque[tuple[StepPlan, Callable[[], StepOutputs]]] = (
+            deque()
+        )  # of other groups each, the first begun first
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Let rows name the LoRA adapter of a folder, in the place of one of the same name. Raises UserError as `Adapters.load` does."""
@@ -241,9 +246,7 @@ class Engine:
         """
         step, self._launched = self._launched, None
         if step is None or not step.is_wanted():
-            plan = self.scheduler.plan(max_tokens)
-            self.runner.copy_blocks(plan.copies)
-            step = self._launch(self.speculator.extend(plan, max_tokens))
+            step = self._next_step(max_tokens)
             verify(step, self._fail)
         ahead = self._launch_ahead(step)
         choices = choose_tokens(step, self._fail)
@@ -253,6 +256,21 @@ class Engine:
         self._launched = ahead
         self._accept(choices)
         self._launched = ahead or step.confirmed()
+
+    def _next_step(self, max_tokens: int | None) -> LaunchedStep:
+        """Begin a step in every lane that is free, and return the one that was begun first. Drafts have one lane."""
+        lanes, runner = self._lanes, self.runner
+        num_lanes = 1 if self.speculator.is_wanted(self.scheduler.running) else runner.num_lanes
+        while len(lanes) < num_lanes:
+            plan = self.scheduler.plan(max_tokens, [plan for plan, _ in lanes], num_lanes)
+            runner.copy_blocks(plan.copies)
+            if num_lanes == 1:
+                return self._launch(self.speculator.extend(plan, max_tokens))
+            if not plan.scheduled:
+                break
+            lanes.append((plan, runner.begin(build_batch(plan, self.block_size))))
+        plan, outputs = lanes.popleft()
+        return LaunchedStep(plan, outputs())
 
     def _launch(self, plan: StepPlan, last_tokens: Tensor | None = None) -> LaunchedStep:
         """Build the plan's batch and execute it. `last_tokens` [S]: its inputs, where only the device knows them."""

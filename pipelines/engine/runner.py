@@ -1,6 +1,7 @@
 """Runs a model on batches over its cache."""
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -8,10 +9,12 @@ from torch import Tensor
 from kernels.all_finite import all_finite
 from kernels.copy_blocks import copy_blocks
 from kernels.cuda_graph import GraphPool
+from kernels.kv_store import kv_store
 from kernels.threads import threads
 from models.adapters import has_adapters
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
+from models.layers.attention import Heads
 from pipelines.engine.faults import not_finite
 from pipelines.engine.graph_steps import GraphSteps
 from pipelines.engine.recorded_steps import RecordedSteps
@@ -28,6 +31,9 @@ DECODES_BEFORE_RECORDING, PROMPTS_BEFORE_RECORDING = 1, 8
 class Runner:
     """Computes steps eagerly, from recordings on a CPU, or as CUDA graphs: `execute` chooses."""
 
+    num_lanes = 1
+    """Steps that are worth being under way at once."""
+
     def __init__(
         self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int, decode_threads: int | None
     ) -> None:
@@ -43,7 +49,7 @@ class Runner:
         self.adapted_steps: Steps = self.compute  # decode steps with adapters, on a GPU
         self.prompt_steps: Steps = self.compute  # apart: many lengths of prompts push no decode step out
         if self._device.type == "cpu":
-            max_tokens = int(MAX_RECORDED_BYTES / self.step_weight_bytes(1))
+            max_tokens = int(MAX_RECORDED_BYTES / model.step_weight_bytes(1))
             self.decode_steps = RecordedSteps(self.compute, MAX_RECORDED_TOKENS, DECODES_BEFORE_RECORDING)
             self.adapted_steps = self.decode_steps
             self.prompt_steps = RecordedSteps(self.compute, max_tokens, PROMPTS_BEFORE_RECORDING)
@@ -68,9 +74,20 @@ class Runner:
         return self.model.step_weight_bytes(num_sequences)
 
     @property
+    def peak_memory_of_others(self) -> int:
+        """Peak bytes of the other processes that compute each step, added up."""
+        return 0
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values in all layers."""
         return sum(tensor[0, 0].nbytes for tensor in self.cache.tensors)
+
+    @property
+    def stored_heads(self) -> list[Heads]:
+        """The heads of the layer that each of the cache's tensors is of."""
+        layers = zip(self.cache.layers, self.model.attention_heads, strict=True)
+        return [heads for layer, heads in layers for stored in layer for _ in stored.tensors]
 
     def prompt_features(self, token_ids: list[int]) -> tuple[int, ...]:
         """Return what the model needs of a prompt in every step. Raises UserError for one that it cannot take."""
@@ -95,6 +112,11 @@ class Runner:
         `token_ids`, int64 [T] on the model's device, takes the place of the batch's.
         """
         return self._execute(batch, token_ids)
+
+    def begin(self, batch: Batch) -> Callable[[], StepOutputs]:
+        """Begin what `execute` does. Returns what waits for the outputs, which later steps leave as they are where there are lanes."""
+        outputs = self.execute(batch)
+        return lambda: outputs
 
     def _execute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
         decodes = batch.shape.num_tokens == batch.shape.num_outputs
@@ -127,11 +149,46 @@ class Runner:
         return self._hidden(batch)
 
     def _hidden(self, batch: Batch) -> Tensor:
-        return self.model(self.on_device(batch), self.cache)
+        with threads(None):
+            return self.model(self.on_device(batch), self.cache)
+
+    def hidden_from(self, batch: Batch, embeddings: Tensor) -> Tensor:
+        """Compute hidden states [R, E] as `hidden` does, with embeddings [T, E] in the place of those of the batch's tokens."""
+        handle = self.model.embedding.register_forward_hook(lambda *_: embeddings)
+        try:
+            return self._hidden(batch)
+        finally:
+            handle.remove()
+
+    def predict_ahead(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Compute hidden states [R, E] of the layer that predicts ahead, as `CausalLM.predict_ahead` does."""
+        return self.model.predict_ahead(hidden, self.on_device(batch), self.cache)
+
+    def clear_ahead(self) -> None:
+        """Zero the keys and values of the layer that predicts ahead."""
+        for stored in self.cache.layers[-1]:
+            for tensor in stored.tensors:
+                tensor.zero_()
+
+    def store(self, keys_and_values: Tensor, slots: list[int]) -> None:
+        """Write keys and values [L, 2, P, G, D] of all key heads of the model to slots of the cache, as they are."""
+        places = torch.tensor(slots, device=self._device)
+        for layer, heads, both in zip(self.cache.layers, self.model.attention_heads, keys_and_values, strict=True):
+            keys, values = heads.own_keys(both, axis=2)
+            kv_store(keys, values, *layer, places)
+
+    def write_blocks(self, number: int, content: Tensor, blocks: list[int]) -> None:
+        """Put content [n, B, G, *], of all key heads of the model, into blocks of the cache's tensor of this number."""
+        own = self.stored_heads[number].own_keys(content, axis=2)
+        self.cache.tensors[number][blocks] = own.to(self._device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [R, V] of hidden states [R, E]. Raises UserError where one is not finite."""
-        logits = self.model.logits(hidden)
+        logits = self.unchecked_logits(hidden)
         if not all_finite(logits).all():
             raise not_finite()
         return logits
+
+    def unchecked_logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [R, V] of hidden states [R, E]."""
+        return self.model.logits(hidden)

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from pipelines.engine.adapter_slots import AdapterId, AdapterSlots
@@ -72,23 +73,28 @@ class Scheduler:
         """Adapters of the requests that run or wait."""
         return {group.request.adapter for group in (*self.running, *self.waiting)}
 
-    def plan(self, max_tokens: int | None = None) -> StepPlan:
+    def plan(self, max_tokens: int | None = None, under_way: Iterable[StepPlan] = (), num_lanes: int = 1) -> StepPlan:
         """Plan a step of at most `max_tokens` tokens, or `max_batched_tokens` where that is less.
 
-        It is more than `max_tokens` where more sequences run, or where prompts cannot be cut.
+        It is more than `max_tokens` where more sequences run, or where prompts cannot be cut. Of the groups that no plan of `under_way`
+        has, it takes an even share for one of `num_lanes`; none may be left.
         """
+        busy = {item.group for plan in under_way for item in plan.scheduled}
+        idle = [group for group in self.running if group not in busy]
         copies: list[tuple[int, int]] = []
         while self._reserved:
             self._drop_reserved(self._reserved.pop())
-        for group in self.running:
+        for group in idle:
             self._recompute_past_border(group)
-        if self._grow(copies):
+        if self._grow(idle, bool(busy), copies):
             while self.waiting and self._may_run(self.waiting[0]) and self._admit(self.waiting[0], copies):
                 self.running.append(self.waiting.popleft())
-        sequences = [sequence for group in self.running for sequence in group.sequences]
+                idle.append(self.running[-1])
+        groups = idle[: -(-len(self.running) // num_lanes)]
+        sequences = [sequence for group in groups for sequence in group.sequences]
         num_new_tokens = self._share_budget(sequences, max_tokens)
         ready = []
-        for group in self.running:
+        for group in groups:
             if all(num_new_tokens[sequence] == sequence.num_uncomputed_tokens for sequence in group.sequences):
                 ready.append(group)
                 continue
@@ -97,7 +103,7 @@ class Scheduler:
                 num_new_tokens[sequence] = min(num_new_tokens[sequence], sequence.num_uncomputed_tokens - 1)
         scheduled = [
             Scheduled(group, sequence, sequence.num_computed_tokens, count, _num_outputs(sequence, count))
-            for group in self.running
+            for group in groups
             for sequence in group.sequences
             if (count := num_new_tokens[sequence])
         ]
@@ -239,17 +245,21 @@ class Scheduler:
             num_tokens = sum(max(g.request.params.num_sequences, g.sequences[0].num_uncomputed_tokens) for g in groups)
         return len(self.running) < self.max_num_requests and num_tokens <= self.max_batched_tokens
 
-    def _grow(self, copies: list[tuple[int, int]]) -> bool:
-        """Give every running sequence the blocks for its tokens, and one of its own to write into. False if some had to give way."""
-        preempted = False
-        for group in list(self.running):
-            while group in self.running and self._num_missing_blocks(group) > self.block_manager.num_free_blocks:
-                self._preempt(self.running[-1])
-                preempted = True
-            if group in self.running:
+    def _grow(self, idle: list[SequenceGroup], others_run: bool, copies: list[tuple[int, int]]) -> bool:
+        """Give every idle sequence the blocks for its tokens, and one of its own to write into. False if there are too few blocks.
+
+        The last of the idle groups give way. Where others run, one without blocks waits for them.
+        """
+        enough = True
+        for group in list(idle):
+            while group in idle and self._num_missing_blocks(group) > self.block_manager.num_free_blocks:
+                last, enough = idle.pop(), False
+                if last is not group or not others_run:
+                    self._preempt(last)
+            if group in idle:
                 for sequence in group.sequences:
                     self._allocate(sequence, copies)
-        return not preempted
+        return enough
 
     def _recompute_past_border(self, group: SequenceGroup) -> None:
         """Drop what is computed of a group whose sequences, which are equally long, have just grown past the border."""

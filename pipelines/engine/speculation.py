@@ -10,7 +10,7 @@ from conf.speculation import Speculate
 from pipelines.engine.draft_budget import DraftBudget
 from pipelines.engine.proposers import Proposer
 from pipelines.engine.proposers.ngram import NgramProposer
-from pipelines.engine.request import Sequence
+from pipelines.engine.request import Sequence, SequenceGroup
 from pipelines.engine.scheduler import Scheduled, Scheduler, StepPlan
 
 
@@ -63,6 +63,10 @@ class Speculator:
             self._settled.num_drafted_tokens + sum(drafted.num_drafts for drafted in self._drafted),
             self._settled.num_accepted_tokens + sum(drafted.num_accepted for drafted in self._drafted),
         )
+
+    def is_wanted(self, groups: list[SequenceGroup]) -> bool:
+        """Return whether a group asks for drafts."""
+        return any(group.request.params.speculate is not Speculate.none for group in groups)
 
     def reads_hidden(self, plan: StepPlan) -> bool:
         """Return whether a proposer wants the hidden states of all of a sequence's tokens."""

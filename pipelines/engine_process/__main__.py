@@ -15,6 +15,7 @@ from pipelines.engine_process.channel import Channel
 from pipelines.engine_process.frames import Start, Unready
 from pipelines.engine_process.loading import load_served
 from pipelines.engine_process.process import EngineProcess
+from pipelines.interrupt import RankLost
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -46,5 +47,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except UserError as error:
+    except (UserError, RankLost) as error:
         sys.exit(f"error: {error}")

@@ -13,9 +13,9 @@ from queue import Empty, SimpleQueue
 
 from conf.terminal import visible
 from kernels.collectives import RankFailed
-from kernels.collectives.shared_memory import SharedMemory
 from pipelines.interrupt import RankLost
-from pipelines.ranks.messages import Channel, Gone, Header
+from pipelines.ranks.messages import Channel, Gone, Header, Message
+from pipelines.ranks.place import Place
 
 LOOK_S = 0.2  # between two looks at what may have failed
 GRACE_S = 3.0  # for the run to end by itself once a rank is lost
@@ -27,16 +27,12 @@ class Worker:
     """Another rank's process."""
 
     rank: int
-    pid: int
+    name: str
     channel: Channel
     process: "subprocess.Popen[bytes] | None"
     """None where somebody else has started it."""
-    answers: "SimpleQueue[Header]" = field(default_factory=SimpleQueue)
+    answers: "SimpleQueue[Message]" = field(default_factory=SimpleQueue)
     heard_at: float = field(default_factory=time.monotonic)
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} (process {self.pid})"
 
     def how_it_ended(self) -> str:
         """Return what became of a process that has closed its socket."""
@@ -69,9 +65,9 @@ class Worker:
 class Workers:
     """The other ranks of a run, and the thread that watches over them."""
 
-    def __init__(self, workers: list[Worker], group: SharedMemory, heartbeat_s: float) -> None:
+    def __init__(self, workers: list[Worker], place: Place, heartbeat_s: float) -> None:
         """`heartbeat_s`: how long a rank may be silent."""
-        self.group = group
+        self.place = place
         self._workers = workers
         self._heartbeat_s = heartbeat_s
         self._lost: str | None = None
@@ -93,9 +89,13 @@ class Workers:
 
     def answers(self) -> list[Header]:
         """Wait for one message of each rank, in their order. Raises RankLost."""
-        return [self._answer(worker) for worker in self._workers]
+        return [self._answer(worker)[0] for worker in self._workers]
 
-    def _answer(self, worker: Worker) -> Header:
+    def answer_of(self, rank: int) -> Message:
+        """Wait for a message of this rank, which is not rank 0. Raises RankLost."""
+        return self._answer(self._workers[rank - 1])
+
+    def _answer(self, worker: Worker) -> Message:
         while True:
             self.check()
             with suppress(Empty):
@@ -104,7 +104,7 @@ class Workers:
     def check(self) -> None:
         """Raise RankLost where a rank is lost."""
         try:
-            self.group.check()
+            self.place.check()
         except RankFailed:
             end = time.monotonic() + GRACE_S
             while self._lost is None and time.monotonic() < end:  # a rank that fails aborts first, and then says why
@@ -115,13 +115,13 @@ class Workers:
 
     def abort(self) -> None:
         """End the step that the others are in."""
-        self.group.abort()
+        self.place.abort()
 
     def close(self) -> None:
         """End the other ranks."""
         if not self._closed.is_set():
             self._closed.set()
-            self.group.abort()
+            self.place.abort()
             for worker in self._workers:
                 worker.end()
 
@@ -131,10 +131,8 @@ class Workers:
         while self._lost is None and not self._closed.is_set():
             ready, _, _ = select.select([worker.channel for worker in self._workers], [], [], LOOK_S)
             now = time.monotonic()
-            was_stopped, looked_at = (
-                now - looked_at > self._heartbeat_s / 2,
-                now,
-            )  # as by Ctrl-Z, and the others with it
+            was_stopped = now - looked_at > self._heartbeat_s / 2  # as by Ctrl-Z, and the others with it
+            looked_at = now
             for worker in self._workers:
                 if worker.channel in ready:
                     self._take(worker)
@@ -151,7 +149,7 @@ class Workers:
 
     def _take(self, worker: Worker) -> None:
         try:
-            header, _ = worker.channel.receive()
+            header, content = worker.channel.receive()
         except (Gone, OSError, ValueError):
             if not self._closed.is_set():
                 self._lose(f"{worker.name} {worker.how_it_ended()}")
@@ -160,10 +158,10 @@ class Workers:
         if "error" in header:
             self._lose(str(header["error"]))
         elif "beat" not in header:
-            worker.answers.put(header)
+            worker.answers.put((header, content))
 
     def _lose(self, why: str) -> None:
         self._lost = self._lost or why
-        self.group.abort()
+        self.place.abort()
         for worker in self._workers:
             worker.channel.close()  # so that no message waits for a rank that does not read

@@ -2,24 +2,34 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from conf.compose import from_json
+from conf.errors import UserError
+from conf.speculation import Speculate
 from conf.terminal import log_warnings
 from kernels import build
 from kernels.collectives import RankFailed
-from kernels.collectives.shared_memory import SharedMemory
-from models.batch import Batch, BatchShape
-from models.cuts import Division
+from models.batch import Batch, BatchShape, KVCache
 from models.heads import Head
-from pipelines.assembly import cache_formats, load_planned, most_blocks
+from pipelines.assembly import cache_formats, load_planned, make_adapters, most_blocks
 from pipelines.device import prepare_device
+from pipelines.drafting import predicting_ahead
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache
 from pipelines.engine.runner import Runner
+from pipelines.fingerprint import common_fingerprint
+from pipelines.journal import Fingerprint
 from pipelines.opening import open_source
 from pipelines.planning import divide_plan, plan_model
 from pipelines.ranks.messages import Channel, Gone, Header
+from pipelines.ranks.place import division_of, gloo_place, shared_place
+from pipelines.ranks.tensors import described, numbers_of, read
+from pipelines.report import peak_memory_bytes
+
+REASON_S = 2.0  # for rank 0 to end this rank
 
 
 @torch.inference_mode()
@@ -34,29 +44,50 @@ class Follower:
     """A rank: the model as rank 0 has planned it, and its runner."""
 
     def __init__(self, channel: Channel, start: Header) -> None:
-        """Load the rank's part. `start`: the first message, before a file descriptor. Raises UserError as `load_engine` does, and Gone."""
+        """Load the rank's part. `start`: the first message, before a file descriptor where ranks share memory.
+
+        Raises UserError as `load_engine` does, and where this machine has other files or code than rank 0's, and Gone.
+        """
         self._channel = channel
+        self._name = start["name"]
         log_warnings()
         logging.getLogger().setLevel(logging.ERROR)  # rank 0 warns
         library = build.library()
-        assert library is not None  # rank 0 has it, on this machine
-        rank, size = start["rank"], start["size"]
-        self._group = SharedMemory(library, channel.receive_file(), rank, size, start["spins"])
+        if library is None:  # on another machine
+            raise UserError(
+                f"{self._name} has no C++ kernels, which rank 0 has: give it a compiler, or parallel=single"
+            )
         run = from_json(start["run"])
+        division = division_of(start["rank"], start["tp"], start["pp"], run.parallel)
+        if "store" in start:
+            place = gloo_place((start["store"][0], start["store"][1]), start["address"], division, start["num_local"])
+        else:
+            place = shared_place(library, channel.receive_file(), division, start["spins"])
+        self._place = place
+        self._answers = division.pp > 1 and (division.tp_rank, division.stage) == (0, division.pp - 1)
         device = prepare_device(run.device)
         head = None if start["head"] is None else Head[start["head"]]
-        whole = plan_model(run, open_source(run.model, head), device, packed=True)
-        plan = divide_plan(whole, Division(size, tp_rank=rank), self._group)
+        source = open_source(run.model, head)
+        if "common" in start:
+            self._compare(start["common"], common_fingerprint(source.checkpoint.path))
+        if run.decode.speculate is Speculate.mtp:
+            source = predicting_ahead(source)
+        whole = plan_model(run, source, device, packed=True)
+        plan = divide_plan(whole, division, place.group, place.neighbours)
         load_planned(run, plan)
-        channel.send({"num_blocks": most_blocks(run, plan, size)})
-        begin, _ = channel.receive()
-        if begin["op"] != "begin":
-            raise Gone
-        sizes = begin["num_blocks"], run.device.block_size or BLOCK_SIZE[device.type]
-        formats = cache_formats(run, plan)
-        cache = allocate_kv_cache(plan.model.attention_heads, *sizes, formats, plan.dtype, device)
-        self._dtype = plan.dtype
-        self._runner = Runner(plan.model, cache, 0, begin["table_width"], run.device.decode_threads)
+        self._run, self._plan = run, plan
+        self._adapters = make_adapters(run, plan)
+        self._cache: KVCache | None = None
+        channel.send({"num_blocks": most_blocks(run, plan, place.size, place.num_local)})
+
+    def _compare(self, wanted: Fingerprint, found: Fingerprint) -> None:
+        """Raise UserError where this machine has another model or other code than that of rank 0."""
+        names = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
+        if names:
+            raise UserError(
+                f"{self._name} has not what rank 0 has, but another {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}: "
+                "give all machines the same files and versions"
+            )
 
     def step(self) -> None:
         """Compute what rank 0 says next. Raises Gone where there is nothing more."""
@@ -64,49 +95,120 @@ class Follower:
         if header["op"] == "end":
             raise Gone
         try:
-            self._operation(header["op"])(header, content)
-            self._group.check()
+            results = self._operation(header["op"])(header, content)
+            self._place.check()
         except RankFailed:
-            raise Gone from None  # rank 0 knows
+            self._channel.wait_for_end(REASON_S)  # rank 0 knows why, unless only a connection has failed
+            raise UserError(f"{self._name} has lost its connection to another rank") from None
         except BaseException:
-            self._group.abort()  # the others wait for this one
+            self._place.abort()  # the others wait for this one
             raise
+        if self._answers and results is not None:
+            self._channel.send({"tensors": described(results)}, numbers_of(results))
 
-    def _operation(self, name: str) -> Callable[[Header, bytearray], object]:
+    def _operation(self, name: str) -> Callable[[Header, bytearray], list[Tensor] | None]:
+        """Return what computes the tensors that rank 0 wants of the last stage; None: it wants none."""
         return {
+            "begin": self._begin,
             "execute": self._execute,
             "execute_whole": self._execute_whole,
             "hidden": self._hidden,
+            "hidden_from": self._hidden_from,
+            "predict_ahead": self._predict_ahead,
+            "clear_ahead": self._clear_ahead,
             "logits": self._logits,
             "copy_blocks": self._copy_blocks,
+            "store": self._store,
+            "write_blocks": self._write_blocks,
+            "load_adapter": self._load_adapter,
+            "unload_adapter": self._unload_adapter,
+            "fill_slot": self._fill_slot,
+            "count": self._count,
         }[name]
 
-    def _execute(self, header: Header, content: bytearray) -> None:
-        (batch,) = _batches(header, content)
-        self._runner.execute(batch)
+    def _begin(self, header: Header, content: bytearray) -> None:
+        """Make the runner, again where steps that were recorded count no more. The cache stays."""
+        plan, config = self._plan, self._run.device
+        if self._cache is None:
+            sizes = header["num_blocks"], config.block_size or BLOCK_SIZE[plan.device.type]
+            formats = cache_formats(self._run, plan)
+            self._cache = allocate_kv_cache(plan.model.attention_heads, *sizes, formats, plan.dtype, plan.device)
+        self._runner = Runner(plan.model, self._cache, 0, header["table_width"], config.decode_threads)
 
-    def _execute_whole(self, header: Header, content: bytearray) -> None:
+    def _execute(self, header: Header, content: bytearray) -> list[Tensor]:
+        (batch,) = _batches(header, content)
+        outputs = self._runner.execute(batch)
+        return [outputs.hidden, outputs.logits]
+
+    def _execute_whole(self, header: Header, content: bytearray) -> list[Tensor]:
         batch, whole = _batches(header, content)
-        self._runner.execute_whole(batch, whole)
+        outputs, hidden = self._runner.execute_whole(batch, whole)
+        return [outputs.hidden, outputs.logits, hidden]
 
-    def _hidden(self, header: Header, content: bytearray) -> None:
+    def _hidden(self, header: Header, content: bytearray) -> list[Tensor]:
         (batch,) = _batches(header, content)
-        self._runner.hidden(batch)
+        return [self._runner.hidden(batch)]
 
-    def _logits(self, header: Header, content: bytearray) -> None:
-        rows, channels = header["size"]
-        hidden = torch.frombuffer(content, dtype=self._dtype) if content else torch.empty(0, dtype=self._dtype)
-        self._runner.model.logits(hidden.view(rows, channels))
+    def _hidden_from(self, header: Header, content: bytearray) -> list[Tensor]:
+        (batch,) = _batches(header, content)
+        return [self._runner.hidden_from(batch, _tensor(header, content))]
+
+    def _predict_ahead(self, header: Header, content: bytearray) -> None:
+        (batch,) = _batches(header, content)
+        self._runner.predict_ahead(_tensor(header, content), batch)
+
+    def _clear_ahead(self, header: Header, content: bytearray) -> None:
+        self._runner.clear_ahead()
+
+    def _logits(self, header: Header, content: bytearray) -> list[Tensor]:
+        return [self._runner.unchecked_logits(_tensor(header, content))]
 
     def _copy_blocks(self, header: Header, content: bytearray) -> None:
         self._runner.copy_blocks(header["copies"])
 
+    def _store(self, header: Header, content: bytearray) -> None:
+        self._runner.store(_tensor(header, content), header["slots"])
+
+    def _write_blocks(self, header: Header, content: bytearray) -> None:
+        self._runner.write_blocks(header["number"], _tensor(header, content), header["blocks"])
+
+    def _load_adapter(self, header: Header, content: bytearray) -> None:
+        name = header["name"]
+        self._adapters.load(name, Path(header["folder"]), in_use=())
+        if self._adapters.find(name).digest != header["digest"]:
+            raise UserError(f"{self._name} has another adapter {name} than rank 0: give all machines the same files")
+
+    def _unload_adapter(self, header: Header, content: bytearray) -> None:
+        self._adapters.unload(header["name"], in_use=())
+
+    def _fill_slot(self, header: Header, content: bytearray) -> None:
+        self._adapters.fill(header["slot"], self._adapters.find(header["name"]))
+
+    def _count(self, header: Header, content: bytearray) -> None:
+        runner = self._runner
+        self._channel.send(
+            {
+                "weight_bytes": runner.weight_bytes,
+                "step_weight_bytes": runner.step_weight_bytes(header["num_sequences"]),
+                "kv_bytes_per_token": runner.kv_bytes_per_token,
+                "peak_memory_bytes": peak_memory_bytes(self._plan.device),
+            }
+        )
+
 
 def _batches(header: Header, content: bytearray) -> list[Batch]:
     """Return the batches of a message, whose numbers follow each other."""
-    numbers, batches = torch.frombuffer(content, dtype=torch.int64), []
+    num_numbers = sum(BatchShape(*sizes).num_numbers for sizes in header["shapes"])
+    numbers, batches = torch.frombuffer(content, dtype=torch.int64, count=num_numbers), []
     for sizes in header["shapes"]:
         shape = BatchShape(*sizes)
         batches.append(Batch(numbers[: shape.num_numbers], shape))
         numbers = numbers[shape.num_numbers :]
     return batches
+
+
+def _tensor(header: Header, content: bytearray) -> Tensor:
+    """Return the tensor of a message, whose numbers come after those of the batches."""
+    start = sum(BatchShape(*sizes).num_numbers for sizes in header["shapes"]) * torch.int64.itemsize
+    (tensor,) = read(header["tensors"], content, start)
+    return tensor

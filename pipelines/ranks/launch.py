@@ -1,23 +1,22 @@
-"""Where the other ranks come from: rank 0 starts them, or meets those that torchrun or srun has started."""
+"""Where the other ranks come from: rank 0 starts them, or torchrun or srun has. How many they are, and which cores they have."""
 
 import os
+import re
 import socket
-import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conf.errors import UserError
-from conf.schema import ParallelMode, RunConfig
-from pipelines.ranks.messages import Channel, Gone
+from conf.schema import Backend, ParallelMode, RunConfig, Task
+from pipelines.ranks.messages import Channel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-P", "-m", "pipelines.ranks.worker")
-MEET_S = 120.0  # for all ranks to be there
+SLURM_PORT, SLURM_PORTS = 20_000, 10_000  # below those that Linux gives to any process
 
 
 @dataclass(frozen=True)
@@ -28,49 +27,122 @@ class Joined:
     rank: int
     size: int
     name: str
-    """Of this job on this machine."""
+    """Of this job."""
+    local_rank: int
+    num_local: int
+    """Its rank among those of its machine, and their number."""
+    address: tuple[str, int] | None = None
+    """Where rank 0 waits for ranks of other machines; None: all are on one."""
+
+    def cores(self, allowed: set[int]) -> set[int]:
+        """Return the processors of this rank: its own among those of the ranks of its machine."""
+        return cores_of_ranks(self.num_local, allowed)[self.local_rank]
 
 
 def joined(environment: Mapping[str, str]) -> Joined | None:
     """Return the place of a process that torchrun or srun has started with others; None for one of its own.
 
-    A batch script of Slurm has SLURM_NTASKS, but no SLURM_STEP_NUM_TASKS above 1. Raises UserError for ranks on several machines.
+    A batch script of Slurm has SLURM_NTASKS, but no SLURM_STEP_NUM_TASKS above 1.
     """
     if "TORCHELASTIC_RUN_ID" in environment:
-        names = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
-        rank, size, num_local = (int(environment[name]) for name in names)
-        job = [
-            environment.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-        ]
-        place = Joined("torchrun", rank, size, "-".join(job))
+        names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+        rank, size, local_rank, num_local = (int(environment[name]) for name in names)
+        host, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
+        name = "-".join([environment["TORCHELASTIC_RUN_ID"], port, environment.get("TORCHELASTIC_RESTART_COUNT", "")])
+        address = host, int(port) + 1  # at the port itself torchrun's own processes meet
+        place = Joined("torchrun", rank, size, name, local_rank, num_local, address)
     elif int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        job, step = environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"]
         rank, size = int(environment["SLURM_PROCID"]), int(environment["SLURM_STEP_NUM_TASKS"])
-        num_local = size if environment.get("SLURM_STEP_NUM_NODES", "1") == "1" else 0
-        place = Joined("srun", rank, size, f"{environment['SLURM_JOB_ID']}-{environment['SLURM_STEP_ID']}")
+        num_local = _tasks_of_node(environment["SLURM_STEP_TASKS_PER_NODE"], int(environment["SLURM_NODEID"]))
+        address = first_host(environment["SLURM_STEP_NODELIST"]), SLURM_PORT + (int(job) + int(step)) % SLURM_PORTS
+        place = Joined("srun", rank, size, f"{job}-{step}", int(environment["SLURM_LOCALID"]), num_local, address)
     else:
         return None
-    if num_local != size:
-        raise UserError(f"{place.launcher} started {size} ranks on several machines: start all of them on one")
-    return place if size > 1 else None
+    if size == 1:
+        return None
+    return replace(place, address=None) if num_local == size else place
 
 
-def num_ranks(run: RunConfig, place: Joined | None) -> int:
-    """Return how many ranks the run has. Raises UserError where a launcher has started another number of processes."""
-    parallel = run.parallel
-    size = (parallel.tp or (place.size if place else 0)) if parallel.mode is ParallelMode.tp else 1
-    if not size:
-        raise UserError("parallel.tp is missing: give the number of ranks, such as parallel.tp=2")
-    if place is not None and place.size != size:
-        given = f"parallel={parallel.mode.name}" if size == 1 else f"parallel.tp={size}"
+def _tasks_of_node(counts: str, node: int) -> int:
+    """Return a node's number of tasks, which Slurm writes as 2(x3),1 for 2, 2, 2 and 1."""
+    found = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in counts.split(",")]
+    return [int(each[1]) for each in found if each for _ in range(int(each[2] or 1))][node]
+
+
+def first_host(nodes: str) -> str:
+    """Return the first of Slurm's list of nodes, such as node[03-05,9],other."""
+    first = re.sub(r"((?:[^,\[]|\[[^\]]*\])*).*", r"\1", nodes)
+    return re.sub(r"\[([^-,\]]*)[^\]]*\]", r"\1", first)
+
+
+def uses_gloo(run: RunConfig, place: Joined | None, tp: int) -> bool:
+    """Return whether ranks exchange numbers over TCP. Raises UserError where shared memory does not reach them, and for layers that are
+    divided among machines without being asked to.
+    """
+    backend, far = run.parallel.backend, place is not None and place.address is not None
+    if not far or backend is Backend.gloo:
+        return backend is Backend.gloo
+    assert place is not None
+    where = f"{place.launcher} started {place.size} ranks on several machines"
+    if backend is Backend.shared_memory:
+        raise UserError(f"parallel.backend=shared_memory is of one machine, but {where}: leave it out")
+    if tp > 1:
         raise UserError(
-            f"{place.launcher} started {place.size} processes, but {given} has {size}: "
-            f"give parallel=tp parallel.tp={place.size}, or start {size}"
+            f"{where}, and parallel.tp={tp} exchanges numbers several times in each layer: give parallel=pp, whose stages do so once in a "
+            "step, or parallel.backend=gloo for all of it over TCP"
         )
-    return size
+    return True
 
 
-Rank = tuple[int, int, Channel, "subprocess.Popen[bytes] | None"]
-"""Another rank: its number, its process's id, the channel to it, and the process where it is a child."""
+def degrees(run: RunConfig, place: Joined | None) -> tuple[int, int]:
+    """Return tp and pp of the run. Raises UserError where a launcher has started another number of processes than both need,
+    or a server.
+    """
+    parallel, started = run.parallel, place.size if place else None
+    tp, pp = 1, 1
+    match parallel.mode:
+        case ParallelMode.tp:
+            tp = _given("tp", parallel.tp or started)
+        case ParallelMode.pp:
+            pp = _given("pp", parallel.pp or started)
+        case ParallelMode.tp_pp:
+            tp, pp = _given("tp", parallel.tp), _given("pp", parallel.pp)
+    if place is not None and place.size != tp * pp:
+        numbers = [f"parallel.{name}={number}" for name, number in (("tp", tp), ("pp", pp)) if number > 1]
+        fitting = "tp" if place.address is None else "pp"
+        raise UserError(
+            f"{place.launcher} started {place.size} processes, but {' '.join(numbers) or f'parallel={parallel.mode.name}'} has "
+            f"{tp * pp}: give parallel={fitting} parallel.{fitting}={place.size}, or start {tp * pp}"
+        )
+    if place is not None and (run.task is Task.serve or run.chat.web):
+        what = f"the server loads its model again where a rank is lost, which {place.launcher} cannot start again"
+        raise UserError(f"{what}: run it without {place.launcher}, and it starts its ranks itself")
+    return tp, pp
+
+
+def _given(name: str, number: int | None) -> int:
+    if number is None:
+        raise UserError(f"parallel.{name} is missing: give a number, such as parallel.{name}=2")
+    return number
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Another rank's process, as it has come."""
+
+    rank: int
+    pid: int
+    channel: Channel
+    process: "subprocess.Popen[bytes] | None" = None
+    """Where it is a child."""
+    host: str | None = None
+    """Its machine, where ranks are on several."""
+
+    @property
+    def name(self) -> str:
+        where = "" if self.host is None else f" on {self.host}"
+        return f"rank {self.rank} (process {self.pid}{where})"
 
 
 def spawn(size: int) -> list[Rank]:
@@ -93,70 +165,9 @@ def spawn(size: int) -> list[Rank]:
             finally:
                 theirs.close()
             failed.callback(process.kill)
-            ranks.append((rank, process.pid, Channel(ours), process))
+            ranks.append(Rank(rank, process.pid, Channel(ours), process))
         failed.pop_all()
     return ranks
-
-
-def meet(place: Joined) -> list[Rank]:
-    """Wait for the ranks that a launcher has started. Raises UserError where they do not come."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        try:
-            listener.bind(_address(place))
-        except OSError as error:
-            raise UserError(f"{place.launcher} started two jobs of one name, {place.name}: {error}") from error
-        listener.listen(place.size)
-        ranks: dict[int, Rank] = {}
-        end = time.monotonic() + MEET_S
-        while len(ranks) < place.size - 1:
-            listener.settimeout(max(end - time.monotonic(), 0.001))
-            try:
-                stream, _ = listener.accept()
-                stream.settimeout(None)
-            except TimeoutError as error:
-                missing = sorted({*range(1, place.size)} - ranks.keys())
-                raise UserError(f"ranks {missing} of {place.launcher} have not come within {MEET_S:g} s") from error
-            pid, uid = _peer(stream)
-            channel = Channel(stream)
-            try:
-                rank = channel.receive()[0].get("rank")
-            except Gone:
-                continue
-            if uid == os.getuid() and isinstance(rank, int) and 0 < rank < place.size:
-                ranks[rank] = rank, pid, channel, None
-    return [ranks[rank] for rank in sorted(ranks)]
-
-
-def join(place: Joined) -> Channel:
-    """Return the channel to rank 0. Raises UserError where it does not come."""
-    end = time.monotonic() + MEET_S
-    while True:
-        stream = socket.socket(socket.AF_UNIX)
-        try:
-            stream.connect(_address(place))
-            break
-        except OSError as error:
-            stream.close()
-            if time.monotonic() > end:
-                raise UserError(f"rank {place.rank} has not met rank 0 within {MEET_S:g} s") from error
-            time.sleep(0.05)
-    if _peer(stream)[1] != os.getuid():
-        raise UserError(f"another user has taken the name of this job, {place.name}")
-    channel = Channel(stream)
-    channel.send({"rank": place.rank})
-    return channel
-
-
-def _address(place: Joined) -> str:
-    """Return the name of the job's socket, which is in no folder."""
-    return f"\0quintet-{os.getuid()}-{place.name}"
-
-
-def _peer(stream: socket.socket) -> tuple[int, int]:
-    """Return the process and the user at the other end."""
-    credentials = struct.Struct("3i")
-    pid, uid, _ = credentials.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
-    return pid, uid
 
 
 def cores_of_ranks(size: int, allowed: set[int]) -> list[set[int]]:
@@ -164,11 +175,16 @@ def cores_of_ranks(size: int, allowed: set[int]) -> list[set[int]]:
 
     `allowed`: processors that the run may use.
     """
-    cores = _cores(allowed, _siblings, _node)
+    cores = cores_in_order(allowed)
     if len(cores) < size:
         return [cores[rank % len(cores)] for rank in range(size)]
     borders = [rank * len(cores) // size for rank in range(size + 1)]
     return [set().union(*cores[first:end]) for first, end in zip(borders, borders[1:], strict=False)]
+
+
+def cores_in_order(allowed: set[int]) -> list[set[int]]:
+    """Return the hardware threads of each core that the run may use, neighbours in one NUMA node beside each other."""
+    return _cores(allowed, _siblings, _node)
 
 
 def _cores(allowed: set[int], siblings: Callable[[int], set[int]], node: Callable[[int], int]) -> list[set[int]]:

@@ -2,10 +2,13 @@
 
 import os
 import weakref
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections import deque
+from collections.abc import Callable, Container
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,20 +17,24 @@ from conf.errors import UserError
 from conf.schema import RunConfig
 from conf.tasks import SweepConfig
 from kernels import build
-from kernels.collectives import Group
-from kernels.collectives.shared_memory import SharedMemory, create_shared_memory
+from kernels.all_finite import all_finite
+from kernels.collectives.gloo import serve_addresses
 from kernels.threads import set_threads, use_cores
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
-from models.cuts import Division
+from pipelines.engine.adapter_slots import AdapterId
+from pipelines.engine.adapters import Adapters
 from pipelines.engine.runner import Runner
 from pipelines.engine.steps import StepOutputs
-from pipelines.fingerprint import plain
+from pipelines.fingerprint import common_fingerprint, plain
 from pipelines.opening import ModelSource
 from pipelines.planning import ModelPlan, divide_plan
 from pipelines.ranks.control import Worker, Workers
-from pipelines.ranks.launch import cores_of_ranks, joined, meet, num_ranks, spawn
+from pipelines.ranks.launch import Rank, cores_of_ranks, degrees, joined, spawn, uses_gloo
+from pipelines.ranks.meeting import addresses, meet
 from pipelines.ranks.messages import Gone, Header
+from pipelines.ranks.place import Place, create_memory, division_of, gloo_place, shared_place
+from pipelines.ranks.tensors import described, numbers_of, read
 
 T = TypeVar("T")
 
@@ -35,14 +42,15 @@ T = TypeVar("T")
 class Leader:
     """Rank 0's place among ranks that load and run one model."""
 
-    def __init__(self, group: Group, workers: Workers, cpus: set[int]) -> None:
+    def __init__(self, workers: Workers, cpus: set[int]) -> None:
         """`cpus`: those that the process had before."""
-        self.group, self.size = group, group.size
-        self.workers, self._cpus = workers, cpus
+        self.workers, self.place = workers, workers.place
+        self.close = weakref.finalize(self, _end, workers, cpus)
+        """Ends the other ranks, at the latest when nobody knows this object any more."""
 
     def part(self, plan: ModelPlan) -> ModelPlan:
         """Return the plan of rank 0's part. Raises UserError as `divide_plan` does."""
-        return divide_plan(plan, Division(self.size), self.group)
+        return divide_plan(plan, self.place.division, self.place.group, self.place.neighbours)
 
     def fewest_blocks(self, own: int) -> int:
         """Return how many blocks of the KV cache all ranks have memory for. Raises RankLost where one cannot load its part."""
@@ -51,15 +59,17 @@ class Leader:
     def runner(
         self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int, decode_threads: int | None
     ) -> Runner:
-        """Return the runner of rank 0's part, with which the other ranks end."""
-        runner = LeadingRunner(self, model, cache, num_graph_sequences, table_width, decode_threads)
-        weakref.finalize(runner, self.close)
-        return runner
+        """Return the runner of rank 0's part."""
+        return LeadingRunner(self, model, cache, num_graph_sequences, table_width, decode_threads)
 
-    def close(self) -> None:
-        """End the other ranks."""
-        self.workers.close()
-        use_cores(self._cpus)
+    def adapters(self, *arguments: Any) -> Adapters:
+        """Return the adapters of rank 0's part, which the other ranks load, too. It takes what Adapters does."""
+        return LeadingAdapters(self.workers, *arguments)
+
+
+def _end(workers: Workers, cpus: set[int]) -> None:
+    workers.close()
+    use_cores(cpus)
 
 
 def lead(run: RunConfig, source: ModelSource, device: torch.device) -> Leader:
@@ -69,31 +79,95 @@ def lead(run: RunConfig, source: ModelSource, device: torch.device) -> Leader:
         missing = "the C++ kernels, which are off" if device.type == "cpu" else "device=cpu"
         raise UserError(f"parallel={run.parallel.mode.name} needs {missing}: give them, or parallel=single")
     place = joined(os.environ)
-    size, cpus = num_ranks(run, place), os.sched_getaffinity(0)
-    cores = cores_of_ranks(size, cpus)
-    spins = len(set().union(*cores)) >= size
-    fd = create_shared_memory(library, size)
-    try:
-        group = SharedMemory(library, fd, 0, size, spins)
-        workers = [Worker(*rank) for rank in (spawn(size) if place is None else meet(place))]
-        start = {
-            "size": size,
-            "spins": spins,
-            "head": source.architecture.head.name,
-            "run": plain(asdict(replace(run, sweep=SweepConfig()))),
-        }
-        for worker in workers:
-            try:
-                worker.channel.send({**start, "rank": worker.rank, "cores": sorted(cores[worker.rank])})
-                worker.channel.send_file(fd)
-            except Gone:  # the watcher says why
-                continue
-    finally:
-        os.close(fd)
-    use_cores(cores[0])
+    (tp, pp), cpus = degrees(run, place), os.sched_getaffinity(0)
+    over_tcp = uses_gloo(run, place, tp)
+    ranks = spawn(tp * pp) if place is None else meet(place)
+    cores = cores_of_ranks(place.num_local if place else tp * pp, cpus)
+    is_near = place is None or place.address is None  # then rank 0 has verified the files of all
+    model = replace(run.model, verify=run.model.verify and not is_near)
+    start = {
+        "tp": tp,
+        "pp": pp,
+        "num_local": len(cores),
+        "head": source.architecture.head.name,
+        "run": plain(asdict(replace(run, model=model, sweep=SweepConfig()))),
+    }
+    starts = [
+        start | {"rank": rank.rank, "name": rank.name, "cores": sorted(cores[rank.rank]) if place is None else None}
+        for rank in ranks
+    ]
+    if over_tcp:
+        common = common_fingerprint(source.checkpoint.path)
+        own = _begin_over_tcp(run, ranks, [start | {"common": common} for start in starts])
+    else:
+        own = _begin_in_memory(run, library, ranks, starts, spins=len(set().union(*cores)) >= tp * pp)
+    use_cores(cores[place.local_rank if place else 0])
     torch.set_num_threads(run.device.threads or library.get_threads())
     set_threads(run.device.threads)
-    return Leader(group, Workers(workers, group, run.parallel.heartbeat_s), cpus)
+    workers = [Worker(rank.rank, rank.name, rank.channel, rank.process) for rank in ranks]
+    return Leader(Workers(workers, own, run.parallel.heartbeat_s), cpus)
+
+
+def _begin_in_memory(
+    run: RunConfig, library: build.Library, ranks: list[Rank], starts: list[Header], spins: bool
+) -> Place:
+    """Send the ranks, which are on this machine, their first message and the memory of all. Returns rank 0's place."""
+    tp, pp = starts[0]["tp"], starts[0]["pp"]
+    fd = create_memory(library, tp, pp)
+    try:
+        for rank, start in zip(ranks, starts, strict=True):
+            with suppress(Gone):  # the watcher says why
+                rank.channel.send(start | {"spins": spins})
+                rank.channel.send_file(fd)
+        return shared_place(library, fd, division_of(0, tp, pp, run.parallel), spins)
+    finally:
+        os.close(fd)
+
+
+def _begin_over_tcp(run: RunConfig, ranks: list[Rank], starts: list[Header]) -> Place:
+    """Send the ranks their first message, and where they find each other. Returns rank 0's place."""
+    own, *others = addresses(ranks)
+    server = serve_addresses(own)
+    for rank, start, address in zip(ranks, starts, others, strict=True):
+        with suppress(Gone):  # the watcher says why
+            rank.channel.send(start | {"store": [own, server.port], "address": address})
+    start = starts[0]
+    division = division_of(0, start["tp"], start["pp"], run.parallel)
+    return gloo_place((own, server.port), own, division, start["num_local"], server)
+
+
+class LeadingAdapters(Adapters):
+    """Rank 0's adapters. What is loaded, forgotten and put into a slot here is so in the other ranks."""
+
+    def __init__(self, workers: Workers, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._workers = workers
+
+    def fill(self, slot: int, id: AdapterId) -> None:
+        self._workers.tell({"op": "fill_slot", "slot": slot, "name": id.name})
+        super().fill(slot, id)
+
+    def load(self, name: str, folder: Path, in_use: Container[AdapterId | None]) -> bool:
+        has_grown = super().load(name, folder, in_use)
+        header = {
+            "op": "load_adapter",
+            "name": name,
+            "folder": str(folder.absolute()),
+            "digest": self.find(name).digest,
+        }
+        self._workers.tell(header)
+        return has_grown
+
+    def unload(self, name: str, in_use: Container[AdapterId | None]) -> None:
+        super().unload(name, in_use)
+        self._workers.tell({"op": "unload_adapter", "name": name})
+
+
+@dataclass
+class _Begun:
+    """A step whose outputs the last stage has, or will have."""
+
+    outputs: StepOutputs | None = None
 
 
 class LeadingRunner(Runner):
@@ -110,32 +184,92 @@ class LeadingRunner(Runner):
     ) -> None:
         super().__init__(model, cache, num_graph_sequences, table_width, decode_threads)
         self.leader, self._workers = leader, leader.workers
+        tp, pp = leader.place.division.tp, leader.place.division.pp
+        self._answering = tp * (pp - 1) if pp > 1 else None
+        """The rank whose results those of a step are; None where rank 0 has them."""
+        self.num_lanes = pp
+        self._begun: deque[_Begun] = deque()  # steps whose outputs have not come back
         sizes = {"num_blocks": len(cache.tensors[0]), "table_width": table_width}
         self._workers.tell({"op": "begin", **sizes})
+
+    @property
+    def weight_bytes(self) -> int:
+        return super().weight_bytes + int(self._of_others("weight_bytes"))
+
+    def step_weight_bytes(self, num_sequences: int) -> float:
+        return super().step_weight_bytes(num_sequences) + self._of_others("step_weight_bytes", num_sequences)
+
+    @property
+    def peak_memory_of_others(self) -> int:
+        return int(self._of_others("peak_memory_bytes"))
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return super().kv_bytes_per_token + int(self._of_others("kv_bytes_per_token"))
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         if copies:
             self._led({"op": "copy_blocks", "copies": copies}, [], partial(super().copy_blocks, copies))
 
     def execute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
+        if self._answering is not None:
+            return self.begin(batch)()
         return self._led({"op": "execute"}, [batch], partial(super().execute, batch, token_ids))
 
+    def begin(self, batch: Batch) -> Callable[[], StepOutputs]:
+        if self._answering is None:
+            return super().begin(batch)
+        self._led({"op": "execute"}, [batch], partial(super().execute, batch))
+        begun = _Begun()
+        self._begun.append(begun)
+        return partial(self._ended, begun)
+
+    def _ended(self, begun: "_Begun") -> StepOutputs:
+        while begun.outputs is None:
+            self._take_first()
+        return begun.outputs
+
     def execute_whole(self, batch: Batch, whole: Batch) -> tuple[StepOutputs, Tensor]:
-        return self._led({"op": "execute_whole"}, [batch, whole], partial(super().execute_whole, batch, whole))
+        results = self._led({"op": "execute_whole"}, [batch, whole], partial(super().execute_whole, batch, whole))
+        if self._answering is None:
+            return results
+        hidden, logits, every = self._answer()
+        return StepOutputs(hidden, logits, all_finite(logits)), every
 
     def hidden(self, batch: Batch) -> Tensor:
-        return self._led({"op": "hidden"}, [batch], partial(super().hidden, batch))
+        own = self._led({"op": "hidden"}, [batch], partial(super().hidden, batch))
+        return own if self._answering is None else self._answer()[0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._led({"op": "logits", "size": hidden.shape}, [], partial(super().logits, hidden), hidden)
+    def hidden_from(self, batch: Batch, embeddings: Tensor) -> Tensor:
+        own = self._led({"op": "hidden_from"}, [batch], partial(super().hidden_from, batch, embeddings), embeddings)
+        return own if self._answering is None else self._answer()[0]
 
-    def _led(self, header: Header, batches: list[Batch], compute: Callable[[], T], hidden: Tensor | None = None) -> T:
-        """Return what rank 0 computes while the others do what the message says. Raises RankLost where it does not count."""
-        header["shapes"] = [batch.shape for batch in batches]
-        tensors = [batch.numbers for batch in batches] if hidden is None else [hidden]
-        content = b"".join(
-            tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors if tensor.numel()
-        )
+    def predict_ahead(self, hidden: Tensor, batch: Batch) -> Tensor:
+        return self._led({"op": "predict_ahead"}, [batch], partial(super().predict_ahead, hidden, batch), hidden)
+
+    def clear_ahead(self) -> None:
+        self._led({"op": "clear_ahead"}, [], super().clear_ahead)
+
+    def store(self, keys_and_values: Tensor, slots: list[int]) -> None:
+        header = {"op": "store", "slots": slots}
+        self._led(header, [], partial(super().store, keys_and_values, slots), keys_and_values)
+
+    def write_blocks(self, number: int, content: Tensor, blocks: list[int]) -> None:
+        header = {"op": "write_blocks", "number": number, "blocks": blocks}
+        self._led(header, [], partial(super().write_blocks, number, content, blocks), content)
+
+    def unchecked_logits(self, hidden: Tensor) -> Tensor:
+        own = self._led({"op": "logits"}, [], partial(super().unchecked_logits, hidden), hidden)
+        return own if self._answering is None else self._answer()[0]
+
+    def _led(self, header: Header, batches: list[Batch], compute: Callable[[], T], tensor: Tensor | None = None) -> T:
+        """Return what rank 0 computes while the others do what the message says. Raises RankLost where it does not count.
+
+        The message has the numbers of the batches, and then those of the tensor.
+        """
+        own = [] if tensor is None else [tensor]
+        header |= {"shapes": [batch.shape for batch in batches], "tensors": described(own)}
+        content = numbers_of([*(batch.numbers for batch in batches), *own])
         self._workers.tell(header, content)
         try:
             result = compute()
@@ -145,3 +279,26 @@ class LeadingRunner(Runner):
             raise
         self._workers.check()
         return result
+
+    def _answer(self) -> list[Tensor]:
+        """Return what the last stage has computed for the last message. Raises RankLost."""
+        while self._begun:
+            self._take_first()
+        return self._next_answer()
+
+    def _take_first(self) -> None:
+        """Take the outputs of the step that began first: answers come in the order of the messages."""
+        hidden, logits = self._next_answer()
+        self._begun.popleft().outputs = StepOutputs(hidden, logits, all_finite(logits))
+
+    def _next_answer(self) -> list[Tensor]:
+        assert self._answering is not None
+        header, content = self._workers.answer_of(self._answering)
+        return read(header["tensors"], content)
+
+    def _of_others(self, name: str, num_sequences: int = 1) -> float:
+        """Return the sum of what the other ranks count."""
+        while self._begun:
+            self._take_first()
+        self._workers.tell({"op": "count", "num_sequences": num_sequences})
+        return sum(float(answer[name]) for answer in self._workers.answers())

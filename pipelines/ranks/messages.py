@@ -12,8 +12,10 @@ from typing import Any
 LENGTHS = struct.Struct("<IQ")  # of the JSON text and of the bytes
 MAX_HEADER_BYTES = 64 << 20  # a run's config may have the settings of each layer
 MAX_PAYLOAD_BYTES = 1 << 34  # hidden states of a step
+MAX_HELLO_BYTES = 4096  # of somebody who may be anybody
 
 Header = dict[str, Any]
+Message = tuple[Header, bytearray]
 
 
 class Gone(Exception):
@@ -41,18 +43,26 @@ class Channel:
         except OSError as error:
             raise Gone from error
 
-    def receive(self) -> tuple[Header, bytearray]:
+    def receive(self) -> Message:
         """Wait for a message. Raises Gone."""
         header_bytes, payload_bytes = LENGTHS.unpack(self._exactly(LENGTHS.size))
         if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
             raise Gone
-        try:
-            header = json.loads(self._exactly(header_bytes))
-        except ValueError as error:
-            raise Gone from error
-        if not isinstance(header, dict):
+        return _header(self._exactly(header_bytes)), self._exactly(payload_bytes)
+
+    def receive_hello(self, timeout_s: float) -> Header:
+        """Wait for a first message, but not for long, and take no memory that its sender asks for. Raises Gone."""
+        end = time.monotonic() + timeout_s
+        header_bytes, payload_bytes = LENGTHS.unpack(self._exactly(LENGTHS.size, end))
+        if header_bytes > MAX_HELLO_BYTES or payload_bytes:
             raise Gone
-        return header, self._exactly(payload_bytes)
+        hello = _header(self._exactly(header_bytes, end))
+        self._stream.settimeout(None)
+        return hello
+
+    def addresses(self) -> tuple[str, str]:
+        """Return the host address of this end, and that of the other, of a TCP socket."""
+        return self._stream.getsockname()[0], self._stream.getpeername()[0]
 
     def send_file(self, fd: int) -> None:
         """Give the other end, a process of this machine, a copy of a file descriptor. Raises Gone."""
@@ -86,11 +96,14 @@ class Channel:
             self._stream.shutdown(socket.SHUT_RDWR)
         self._stream.close()
 
-    def _exactly(self, count: int) -> bytearray:
+    def _exactly(self, count: int, end: float | None = None) -> bytearray:
+        """Return so many bytes. Raises Gone, also where they are not there by `end`, on the monotonic clock."""
         content = bytearray(count)
         view = memoryview(content)
         while view:
             try:
+                if end is not None:  # anew for each part, or a byte now and then would hold us for ever
+                    self._stream.settimeout(max(end - time.monotonic(), 0.001))
                 received = self._stream.recv_into(view)
             except OSError as error:
                 raise Gone from error
@@ -98,3 +111,14 @@ class Channel:
                 raise Gone
             view = view[received:]
         return content
+
+
+def _header(text: bytearray) -> Header:
+    """Return the object that a message begins with. Raises Gone for what is none."""
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Gone from error
+    if not isinstance(header, dict):
+        raise Gone
+    return header

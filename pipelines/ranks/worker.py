@@ -16,10 +16,12 @@ from contextlib import suppress
 
 from conf.errors import UserError
 from conf.terminal import visible
-from pipelines.ranks.launch import join, joined
+from pipelines.ranks.launch import Joined, joined
+from pipelines.ranks.meeting import join
 from pipelines.ranks.messages import Channel, Gone
 
 BEAT_S = 1.0
+LATE_S = 10.0  # for rank 0 to say what this rank loads
 SET_PARENT_DEATH_SIGNAL = 1  # linux/prctl.h
 
 
@@ -37,17 +39,26 @@ def followed() -> bool:
     place = joined(os.environ)
     if place is None or place.rank == 0:
         return False
-    follow(join(place))
+    follow(join(place), place)
     return True
 
 
-def follow(channel: Channel) -> None:
-    """Do what rank 0 says until it closes the channel."""
+def follow(channel: Channel, place: Joined | None = None) -> None:
+    """Do what rank 0 says until it closes the channel. `place`: where a launcher has started this process; None: rank 0 has."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or a launcher sends them to all: rank 0 answers
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_beat, args=(channel,), daemon=True).start()
+    has_begun = threading.Event()
+    threading.Thread(target=_beat, args=(channel, has_begun), daemon=True).start()
     with suppress(Gone):
+        if place is not None and not select.select([channel], [], [], LATE_S)[0]:
+            what = "it finds, downloads or calibrates the model first"
+            print(
+                f"rank {place.rank} waits for rank 0, which has not begun to load: {what}", file=sys.stderr, flush=True
+            )
         start, _ = channel.receive()
+        has_begun.set()
+        if place is not None:
+            start |= {"cores": sorted(place.cores(os.sched_getaffinity(0))), "num_local": place.num_local}
         try:
             os.sched_setaffinity(0, start["cores"])  # before torch and the kernels count them
             from pipelines.ranks.following import run_follower
@@ -56,23 +67,28 @@ def follow(channel: Channel) -> None:
         except Exception as error:
             if isinstance(error, Gone):
                 raise
-            channel.send({"error": _said(start["rank"], error)})
+            channel.send({"error": _said(start["name"], error)})
             sys.exit(1)
 
 
-def _said(rank: int, error: BaseException) -> str:
+def _said(name: str, error: BaseException) -> str:
     """Return rank 0's line about an error. What nobody foresaw has its traceback printed here."""
     if isinstance(error, UserError):
         return str(error)
     print(visible(traceback.format_exc()), end="", file=sys.stderr, flush=True)
-    return f"rank {rank} (process {os.getpid()}) failed: {type(error).__name__}: {error}"
+    return f"{name} failed: {type(error).__name__}: {error}"
 
 
-def _beat(channel: Channel) -> None:
-    """Tell rank 0 from time to time that this process runs, and end it where rank 0 has ended, whatever it is doing."""
+def _beat(channel: Channel, has_begun: threading.Event) -> None:
+    """Tell rank 0 from time to time that this process runs, and end it where rank 0 has ended, whatever it is doing.
+
+    Before rank 0 has said a first word nothing is sent: it may not read for hours.
+    """
     poll = select.poll()
     poll.register(channel, select.POLLRDHUP)
     while not poll.poll(BEAT_S * 1000):
+        if not has_begun.is_set():
+            continue
         try:
             channel.send({"beat": time.monotonic()})
         except Gone:

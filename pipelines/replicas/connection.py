@@ -9,9 +9,11 @@ import ray
 from ray.exceptions import RayError
 
 from conf.errors import UserError, shortened
+from pipelines.replicas.places import Place
 
 OBJECT_STORE_BYTES = 80 << 20  # all that Ray carries here are frames; it takes no less
 REACH_S = 10.0  # for the cluster to be reached
+PLACE_S = 5.0  # for a place that is free; then others have it
 
 
 def connect() -> tuple[list[int], list[int]]:
@@ -41,3 +43,11 @@ def _connect(address: str | None) -> None:
             raise UserError(f"Ray cannot be started: {why}") from error
         remedy = "give HOST:PORT of a cluster's head, or leave it out"
         raise UserError(f"RAY_ADDRESS={address} cannot be reached ({why}): {remedy}") from error
+
+
+def waiting_for(place: Place) -> str:
+    """Return a line about replicas that have no such place yet."""
+    name = "GPU" if place.num_gpus else "CPU"
+    free, there = (int(each.get(name, 0)) for each in (ray.available_resources(), ray.cluster_resources()))
+    what = f"waiting until Ray has {place} free on one machine for each, and {free} of {there} {name} are free"
+    return f"{what}: end other jobs, or give fewer replicas"

@@ -19,6 +19,8 @@ class Load(msgspec.Struct, frozen=True):
     """The run whose model a replica loads."""
 
     run: RunConfig
+    num_cpus: int
+    """Processors that it has to itself, if there are so many; 0: it shares all."""
 
 
 class Work(msgspec.Struct, frozen=True):

@@ -13,23 +13,35 @@ class Place:
     num_cpus: int
     num_gpus: int
 
-    def device(self, device: DeviceConfig) -> DeviceConfig:
-        """Return the settings of a replica's device: on a CPU a thread for each of its processors."""
-        return device if self.num_gpus else replace(device, threads=self.num_cpus)
+    def __str__(self) -> str:
+        return f"{self.num_gpus} GPU" if self.num_gpus else f"{self.num_cpus} CPU"
+
+    @property
+    def num_own_cpus(self) -> int:
+        """The processors that nobody else should compute on; none where a GPU computes."""
+        return 0 if self.num_gpus else self.num_cpus
+
+    def device(self, device: DeviceConfig, num_ranks: int = 1) -> DeviceConfig:
+        """Return the settings of a replica's device: on a CPU a thread for each of its processors, which its ranks share."""
+        return device if self.num_gpus else replace(device, threads=self.num_cpus // num_ranks)
 
 
-def place_of(setting: str, number: int, device: DeviceConfig, cpus: list[int], gpus: list[int]) -> Place:
-    """Return the place of each of `number` replicas on machines with so many processors and GPUs.
+def place_of(
+    setting: str, number: int, device: DeviceConfig, cpus: list[int], gpus: list[int], num_ranks: int = 1
+) -> Place:
+    """Return the place of each of `number` replicas, of so many ranks each, on machines with so many processors and GPUs.
 
-    A replica has a GPU where the run may use them and there are some, else `device.threads` processors, or an equal share of all.
+    A replica has a GPU where the run may use them and there are some, else `device.threads` processors for each rank, or an equal
+    share of all.
     Raises UserError, which names the `setting`, where they are too few.
     """
     if device.type is DeviceType.cuda or (device.type is DeviceType.auto and any(gpus)):
-        if sum(gpus) < number:
-            raise UserError(f"{setting}={number} is more than the {sum(gpus)} GPUs that Ray has: give one for each")
+        usable = sum(map(min, cpus, gpus))  # each with a processor
+        if usable < number:
+            raise UserError(f"{setting}={number} is more than the {usable} GPUs that Ray has: give one for each")
         return Place(1, 1)
     for threads in [device.threads] if device.threads else range(max(cpus, default=0), 0, -1):
-        if sum(each // threads for each in cpus) >= number:
-            return Place(threads, 0)
-    have = f"{device.threads or 1} of the {sum(cpus)} processors that Ray has each"
+        if sum(each // (threads * num_ranks) for each in cpus) >= number:
+            return Place(threads * num_ranks, 0)
+    have = f"{(device.threads or 1) * num_ranks} of the {sum(cpus)} processors that Ray has each"
     raise UserError(f"{setting}={number} need {have}: give fewer replicas, or device.threads")

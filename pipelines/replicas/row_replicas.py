@@ -3,18 +3,19 @@
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import asdict, replace
+from time import monotonic
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from conf.errors import UserError, shortened
-from conf.schema import ParallelConfig, RunConfig
+from conf.schema import ParallelConfig, ParallelMode, RunConfig
 from pipelines.engine.speculation import DraftCounts
 from pipelines.prompts import PromptRow
-from pipelines.replicas.connection import connect
+from pipelines.replicas.connection import PLACE_S, connect, waiting_for
 from pipelines.replicas.dispatch import MAX_LOSSES, Dispatch
 from pipelines.replicas.messages import Failed, Load, Ready, Work, encode, read_answer, read_record, row_bytes
 from pipelines.replicas.places import Place, place_of
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 NUM_CALLS = 2  # of a replica under way: when one returns, the next one is there
 MAX_STARTS = 4  # of a replica in a row, without a row that it has done
 WAIT_S = 0.2  # for an answer, before signals are looked at
+BEAT_S = 1.0
+BEATS = "beats"  # a worker's thread that answers while another computes
 
 
 class Replica:
@@ -37,20 +40,42 @@ class Replica:
         self.calls: list[Any] = []  # under way, in their order
         self.is_ready = False
         self.num_starts = 0  # since the last row that was done
+        self._begun: float | None = None  # when it asked for the place, until it is known whether it has it
+        self.heard_at: float | None = None  # when its worker last ran; None: it has not begun to
         self.counts: list[Counts] = []  # the last ones of each worker
-        self._kind, self._load, self._place = kind, load, place
+        self._kind, self._load, self.place = kind, load, place
         bundle = {"CPU": place.num_cpus} | ({"GPU": place.num_gpus} if place.num_gpus else {})
         self._group = placement_group([bundle], strategy="STRICT_PACK")
 
     def start(self) -> None:
         """Begin to load a model, as soon as the cluster has the place."""
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
-        make = ray.remote(max_restarts=0, scheduling_strategy=where, **asdict(self._place))(RowWorker)
-        self._worker = make.remote()
+        options = {"max_restarts": 0, "scheduling_strategy": where, "concurrency_groups": {BEATS: 1}}
+        self._worker = ray.remote(**options, **asdict(self.place))(RowWorker).remote()
+        self.heard_at = None
+        self._ask_for_beat()
         self.calls = [self._worker.load.remote(self._kind, self._load)]
-        self.is_ready = False
+        self.is_ready, self._begun = False, monotonic()
         self.num_starts += 1
         self.counts.append(Counts(0, DraftCounts(), 0))
+
+    def is_late(self) -> bool:
+        """Return whether the cluster has not had the place for `PLACE_S`. It is asked once for each worker."""
+        if self._begun is None or monotonic() - self._begun < PLACE_S:
+            return False
+        self._begun = None
+        return bool(placement_group_table(self._group)["state"] != "CREATED")
+
+    def listen(self) -> None:
+        """Take note of whether the worker has run since the last time."""
+        if ray.wait([self._beat], timeout=0)[0]:
+            self.heard_at = monotonic()
+            if self.heard_at - self._asked_at > BEAT_S:
+                self._ask_for_beat()
+
+    def _ask_for_beat(self) -> None:
+        self._asked_at = monotonic()
+        self._beat = self._worker.beat.options(concurrency_group=BEATS).remote()
 
     def work(self, content: bytes) -> None:
         """Send a `Work`."""
@@ -73,13 +98,19 @@ class RowReplicas:
     loaded: Loaded
 
     def __init__(
-        self, replicas: list[Replica], batch_size: int, failed: Callable[[PromptRow, BaseException], Row]
+        self,
+        replicas: list[Replica],
+        batch_size: int,
+        failed: Callable[[PromptRow, BaseException], Row],
+        heartbeat_s: float,
     ) -> None:
-        """`batch_size`: rows that run at once in a replica. `failed`: as of EngineRows."""
+        """`batch_size`: rows that run at once in a replica. `failed`: as of EngineRows. `heartbeat_s`: how long a worker may be silent."""
         self._all = replicas
         self._replicas = list(replicas)  # without those that are given up
         self._batch_size = batch_size
         self._failed = failed
+        self._heartbeat_s = heartbeat_s
+        self._looked_at = monotonic()
         self._first: Ready | None = None
         self._dispatch = Dispatch(lambda: None, 0)
 
@@ -130,6 +161,7 @@ class RowReplicas:
 
     def _receive(self) -> list[Record]:
         """Wait for an answer, not for long, and return the records that it brought."""
+        self._say_who_waits()
         replicas = {call: each for each in self._replicas for call in each.calls}
         records: list[Record] = []
         for call in ray.wait(list(replicas), timeout=WAIT_S)[0]:
@@ -138,10 +170,34 @@ class RowReplicas:
             try:
                 content = ray.get(call)
             except RayError as error:
-                records += self._lost(replica, error)
+                why = str(getattr(error, "cause", None) or error).strip().split("\n")[0]
+                records += self._lost(replica, shortened(why))
             else:
                 records += self._take(replica, content)
+        for replica in self._silent():
+            records += self._lost(replica, f"it has been silent for {self._heartbeat_s:g} s")
         return records
+
+    def _silent(self) -> list[Replica]:
+        """Return the replicas whose workers hang."""
+        now = monotonic()
+        was_stopped = now - self._looked_at > self._heartbeat_s / 2  # this process, as by Ctrl-Z
+        self._looked_at = now
+        silent = []
+        for each in self._replicas:
+            each.listen()
+            if each.heard_at is None:
+                continue
+            if was_stopped:
+                each.heard_at = now
+            elif now - each.heard_at > self._heartbeat_s:
+                silent.append(each)
+        return silent
+
+    def _say_who_waits(self) -> None:
+        if late := [each for each in self._replicas if each.is_late()]:
+            numbers = ", ".join(str(each.number) for each in late)
+            log.warning("replicas %s: %s", numbers, waiting_for(late[0].place))
 
     def _take(self, replica: Replica, content: bytes) -> list[Record]:
         """Take a replica's answer, and return its records. Raises UserError for what the user can mend."""
@@ -161,9 +217,8 @@ class RowReplicas:
             self._dispatch.done(replica.number, record["row"]["index"])
         return records
 
-    def _lost(self, replica: Replica, error: RayError) -> list[Record]:
+    def _lost(self, replica: Replica, why: str) -> list[Record]:
         """Start a lost replica again, and return the records of rows that are given up. Raises UserError where no replica is left."""
-        why = shortened(str(getattr(error, "cause", None) or error).strip().split("\n")[0])
         replica.stop()
         given_up = self._dispatch.lost(replica.number)
         if given_up:
@@ -188,12 +243,18 @@ def start_rows(kind: type[EngineRows], run: RunConfig) -> RowReplicas:
 
     Raises UserError where the machines have not the processors or GPUs.
     """
-    place = place_of("parallel.replicas", run.parallel.replicas, run.device, *connect())
+    parallel = run.parallel
+    tp, pp = parallel.tp or 1, parallel.pp or 1
+    place = place_of("parallel.replicas", parallel.replicas, run.device, *connect(), tp * pp)
     predict = replace(run.predict, data=None, resume="none")  # the job's own affairs
-    alone = replace(run, parallel=ParallelConfig(), predict=predict, device=place.device(run.device))
-    content = encode(Load(alone))
+    own = ParallelConfig()
+    if tp * pp > 1:
+        mode = ParallelMode.tp if pp == 1 else ParallelMode.pp if tp == 1 else ParallelMode.tp_pp
+        own = replace(parallel, mode=mode, replicas=1)
+    alone = replace(run, parallel=own, predict=predict, device=place.device(run.device, tp * pp))
+    content = encode(Load(alone, place.num_own_cpus))
     replicas = [Replica(number, kind, content, place) for number in range(run.parallel.replicas)]
-    return RowReplicas(replicas, run.predict.batch_size, kind.failed)
+    return RowReplicas(replicas, run.predict.batch_size, kind.failed, parallel.heartbeat_s)
 
 
 def _differences(one: Ready, other: Ready) -> str:

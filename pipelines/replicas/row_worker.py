@@ -5,9 +5,12 @@ from collections.abc import Callable, Generator
 
 from conf.errors import UserError
 from conf.terminal import log_warnings
+from kernels.threads import use_cores
 from pipelines.fingerprint import replay_fingerprint
+from pipelines.interrupt import RankLost
 from pipelines.memory import explained_out_of_memory
 from pipelines.prompts import PromptRow
+from pipelines.replicas.cores import Cores
 from pipelines.replicas.messages import (
     Answer,
     Failed,
@@ -24,7 +27,7 @@ from pipelines.rows import EngineRows, Record
 
 
 class RowWorker:
-    """Holds an engine and the rows that it was sent. One method at a time; what they take and return are `messages`."""
+    """Holds an engine and the rows that it was sent. One method at a time, but `beat`; what they take and return are `messages`."""
 
     _rows: EngineRows
 
@@ -43,8 +46,14 @@ class RowWorker:
         self._waiting += map(read_row, work.rows)
         return _answered(lambda: self._work(work))
 
+    def beat(self) -> None:
+        """Return, which a process that hangs does not."""
+
     def _load(self, kind: type[EngineRows], content: bytes) -> Ready:
-        self._rows = kind.load(read_load(content).run)
+        load = read_load(content)
+        self._cores = Cores(load.num_cpus)
+        use_cores(self._cores.cpus)
+        self._rows = kind.load(load.run)
         loaded = self._rows.loaded
         return Ready(loaded, replay_fingerprint(loaded.fingerprint))
 
@@ -67,9 +76,11 @@ class RowWorker:
 
 
 def _answered(work: Callable[[], Answer]) -> bytes:
-    """Return the answer, or what the user can mend. All else is raised, and ends this process."""
+    """Return the answer, or what the user can mend. All else is raised, and ends this process; so does the loss of a rank."""
     try:
         with explained_out_of_memory():
             return encode(work())
     except (UserError, OSError) as error:
         return encode(Failed(str(error)))
+    except RankLost as error:  # no Exception, which is all that Ray reports
+        raise RuntimeError(str(error)) from error

@@ -1,6 +1,9 @@
 """Engines in Ray's workers."""
 
 import asyncio
+import logging
+import math
+import os
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -13,9 +16,13 @@ from conf.schema import RunConfig
 from pipelines.engine_process.child import LocalChild
 from pipelines.engine_process.client import EngineClient
 from pipelines.engine_process.suspects import Suspects
-from pipelines.replicas.connection import connect
+from pipelines.ranks.launch import degrees
+from pipelines.replicas.connection import PLACE_S, connect, waiting_for
+from pipelines.replicas.cores import Cores
 from pipelines.replicas.places import Place, place_of
 from pipelines.replicas.replicas import Replicas
+
+log = logging.getLogger(__name__)
 
 LOST = "lost its worker of Ray"
 
@@ -23,7 +30,10 @@ LOST = "lost its worker of Ray"
 class EngineWorker:
     """Holds an engine's process on the machine that Ray has chosen. Its methods are those of `Child`."""
 
-    async def start(self) -> None:
+    async def start(self, num_cpus: int) -> None:
+        """Start the process on processors that no other replica has, if there are so many."""
+        self._cores = Cores(num_cpus)
+        os.sched_setaffinity(0, self._cores.cpus)  # of this thread, which the process inherits
         self._child = await LocalChild.start()
 
     async def read(self) -> bytes:
@@ -52,8 +62,11 @@ class RayChild:
     async def start(cls, place: Place) -> "RayChild":
         """Start a worker, as soon as there is a place for it, and the process in it. Raises OSError."""
         worker = ray.remote(max_restarts=0, **asdict(place))(EngineWorker).remote()
+        started = asyncio.ensure_future(worker.start.remote(place.num_own_cpus))
         try:
-            await worker.start.remote()
+            if not (await asyncio.wait([started], timeout=PLACE_S))[0]:
+                log.warning("a replica is not there yet: %s", waiting_for(place))
+            await started
         except RayError as error:
             ray.kill(worker)
             raise OSError(f"Ray: {shortened(' '.join(str(error).split()))}") from error
@@ -112,8 +125,9 @@ def on_ray(run: RunConfig) -> Replicas:
 
     Raises UserError where the machines have not the processors or GPUs.
     """
-    place = place_of("serve.replicas", run.serve.replicas, run.device, *connect())
-    run = replace(run, device=place.device(run.device))
+    num_ranks = math.prod(degrees(run, None))
+    place = place_of("serve.replicas", run.serve.replicas, run.device, *connect(), num_ranks)
+    run = replace(run, device=place.device(run.device, num_ranks))
     suspects = Suspects()
     clients = [EngineClient(run, partial(RayChild.start, place), suspects) for _ in range(run.serve.replicas)]
     return Replicas(clients, run.serve.batch_size)

@@ -95,7 +95,10 @@ def _bound(config: ServeConfig) -> socket.socket:
     """Return a socket that listens. Raises UserError where the address cannot be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        listener = socket.create_server(address[:2], family=family, backlog=2048)
+        # Connections inherit it; asyncio sets it only on sockets that name their protocol. Without it the first token waits 40 ms.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
     except OSError as error:
         where = f"serve.host={config.host} serve.port={config.port}"
         why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)

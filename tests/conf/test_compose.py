@@ -57,12 +57,12 @@ def test_every_option_composes_and_says_when_to_choose_it(group: str, option: st
     [
         ("decode=gredy", "decode=gredy does not exist: there are beam, checkpoint, contrastive, greedy, sampling: did you mean greedy?"),
         ("model=llama3", "tiny, tinyllama_1_1b: did you mean llama3_8b?"),
-        ("task=predct", "there are bench, chat, convert, embed, evaluate, predict, prefix, quantize, score, serve: did you mean predict?"),
+        ("task=predct",
+         "there are bench, chat, convert, embed, evaluate, export, predict, prefix, quantize, score, serve: did you mean predict?"),
         ("decode.temprature=1", "cache_salt, speculate, speculation: did you mean temperature?"),
         ("decod=greedy", "calibrate, sweep, experiment: did you mean decode?"),
         ("experment=short_stories", "calibrate, sweep, experiment: did you mean experiment?"),
-        ("export.format=gptq", "Key 'export' not in 'RunConfig': did you mean quantize.format? In the config.yaml of an earlier run, "
-         "move `format` from the section export to the section quantize, and remove export"),
+        ("export.format=gptq", "Key 'format' not in 'ExportConfig': there are output, tp, pp, overwrite"),
         ("predict.dta=x", "resume, max_errors: did you mean data?"),
         ("model.dtype=bfloat61", "expected one of [auto, float32, bfloat16, float16]: did you mean bfloat16?"),
         ("decode=xyz", "there are beam, checkpoint, contrastive, greedy, sampling"),  # which resembles none

@@ -22,12 +22,38 @@ REFUSED: dict[str, list[str]] = {
     "parallel.tp=2 is not used by parallel=single: leave it at null, or give parallel=tp": ["parallel.tp=2"],
     "parallel.tp=1 is not allowed: give a number from 2 to 512, or null": ["parallel=tp", "parallel.tp=1"],
     "parallel.heartbeat_s=1.0 is not allowed: give a number from 5 on": [*TP, "parallel.heartbeat_s=1"],
-    "task=serve does not work with parallel=tp: leave one of them out": [*TP, "task=serve"],
-    "task=convert does not work with parallel=tp": [*TP, "task=convert", "convert.output=out"],
-    "decode.speculate=model does not work with parallel=tp": [*TP, "decode.speculate=model"],
-    "model.adapters does not work with parallel=tp": [*TP, "model.adapters={a: b}"],
-    "model.keep_packed=true does not work with parallel=tp": [*TP, "model.keep_packed=true"],
+    "parallel.backend=gloo is not used by parallel=single: leave it at auto, or give parallel=tp": [
+        "parallel.backend=gloo"
+    ],
+    "parallel.sum=reduce is not used by parallel=single: leave it at gather, or give parallel=tp": [
+        "parallel.sum=reduce"
+    ],
+    "parallel.sum=reduce is not used by parallel=pp: leave it at gather": ["parallel=pp", "parallel.sum=reduce"],
+    "parallel.experts=whole is not used by parallel=auto: leave it at split": [
+        "parallel=auto",
+        "parallel.experts=whole",
+    ],
+    "parallel.sum=reduce is of ranks, which parallel=ray has with parallel.tp: give parallel.tp too, or leave it out": [
+        "parallel=ray",
+        "parallel.sum=reduce",
+    ],
+    "Error merging override parallel.sum=add Invalid value 'add', expected one of [gather, reduce]": [
+        *TP,
+        "parallel.sum=add",
+    ],
+    "Error merging override parallel.experts=none Invalid value 'none', expected one of [split, whole]": [
+        *TP,
+        "parallel.experts=none",
+    ],
+    "task=convert does not work with parallel=tp: leave one of them out": [*TP, "task=convert", "convert.output=out"],
+    "task=prefix does not work with parallel=tp": [*TP, "task=prefix"],
     "device=cuda does not work with parallel=tp": [*TP, "device=cuda"],
+    "parallel.pp=2 is not used by parallel=tp: leave it at null, or give parallel=pp": [*TP, "parallel.pp=2"],
+    "parallel.tp=2 is not used by parallel=pp: leave it at null, or give parallel=tp": ["parallel=pp", "parallel.tp=2"],
+    "parallel.pp=1 is not allowed: give a number from 2 to 512, or null": ["parallel=pp", "parallel.pp=1"],
+    "model.prefixes does not work with parallel=pp: leave one of them out": ["parallel=pp", "model.prefixes={a: b}"],
+    "model.prefixes does not work with parallel.pp=2": ["parallel=ray", "parallel.pp=2", "model.prefixes={a: b}"],
+    "device.kept_prefixes does not work with parallel=tp_pp": ["parallel=tp_pp", "device.kept_prefixes=[a]"],
 }
 
 
@@ -38,6 +64,7 @@ def test_what_ranks_do_not_do_is_one_line(message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-def test_drafts_that_need_no_model_go_with_ranks() -> None:
-    run: Any = compose_run_config([*TP, "decode.speculate=ngram"])
+@pytest.mark.parametrize("given", ["decode.speculate=model", "model.adapters={a: b}", "model.keep_packed=true"])
+def test_what_goes_with_ranks(given: str) -> None:
+    run: Any = compose_run_config([*TP, given])
     assert (run.parallel.mode.name, run.parallel.tp) == ("tp", 2)

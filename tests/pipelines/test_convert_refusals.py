@@ -14,7 +14,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Task, Weights
-from conf.tasks import ConvertConfig
+from conf.tasks import CheckpointFormat, ConvertConfig, ConvertDType
 from pipelines.convert import run_convert
 from tests.helpers.command import run
 from tests.helpers.conversion import SHARDED, contents, convert, names
@@ -70,7 +70,9 @@ def test_the_source_is_never_touched(source: Path, tmp_path: Path) -> None:
 def test_sources_that_cannot_be_converted(source: Path, tmp_path: Path) -> None:
     (tmp_path / "bad").mkdir()
     bad = write_whole(tmp_path / "bad", make_tensors(), quantization_config={"quant_method": "gptq"})
-    refused(bad, tmp_path, "is quantised, and task=convert takes float checkpoints only")
+    for settings in ({"dtype": ConvertDType.bfloat16}, {"lora": "adapter"}, {"format": CheckpointFormat.gguf}):
+        (name,) = settings
+        refused(bad, tmp_path, rf"convert\.{name}=\w+ needs floats, but .* is quantised: give the float", **settings)
     write_whole(bad, {name: tensor.to(torch.int8) for name, tensor in make_tensors().items()})
     refused(bad, tmp_path, "is torch.int8, but its layer is not quantised")
     write_whole(bad, make_tensors(), num_hidden_layers=3)
@@ -83,7 +85,7 @@ def test_sources_that_cannot_be_converted(source: Path, tmp_path: Path) -> None:
     refused(bad, tmp_path, "has no weights")
     refused(tmp_path / "nowhere", tmp_path, "there is no folder .*nowhere")
     refused(source, tmp_path, "pp=3 is more than the model's 2 layers", format=SHARDED, pp=3)
-    refused(source, tmp_path, "tp=7 divides no tensor of this model", format=SHARDED, tp=7)
+    refused(source, tmp_path, "tp=7 is more than the 4 query heads of this model: give at most 4", format=SHARDED, tp=7)
 
 
 def test_options_of_other_tasks(source: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig, QuantizedFormat, QuantMethod, QuantScheme
 from conf.schema import RunConfig
-from pipelines.fingerprint import fingerprint
+from pipelines.fingerprint import common_fingerprint, fingerprint
 from pipelines.loading import load_engine
 from pipelines.opening import open_source
 from pipelines.prompts import read_prompts
@@ -32,6 +32,22 @@ def test_parts_have_the_names_of_the_config_and_of_the_files(chatty: Path) -> No
     assert parts["model/model.safetensors"].startswith(f"{(chatty / 'model.safetensors').stat().st_size} bytes of ")
     assert {"model/config.json", "model/tokenizer.json", "model/tokenizer_config.json"} <= parts.keys()
     assert not [name for name in parts if "batch" in name or "threads" in name or "resume" in name]
+
+
+def test_machines_have_equal_weights_whenever_they_were_written(chatty: Path, tmp_path: Path) -> None:
+    """A weight that was trained further has other numbers nearly everywhere, in a file of the same size."""
+    copies = [shutil.copytree(chatty, tmp_path / name) for name in ("as it is", "trained", "longer")]
+    weights = [copy / "model.safetensors" for copy in copies]
+    content = weights[0].read_bytes()
+    middle = len(content) // 2
+    weights[1].write_bytes(
+        content[:middle] + bytes(255 - byte for byte in content[middle : middle + 9999]) + content[middle + 9999 :]
+    )
+    weights[2].write_bytes(content + b"\0")
+    os.utime(weights[0], (1, 1))
+    own, *others = (common_fingerprint(folder) for folder in (chatty, *copies))
+    differing = [[name for name in own if own[name] != other[name]] for other in others]
+    assert differing == [[], ["model/model.safetensors"], ["model/model.safetensors"]]
 
 
 def test_as_many_new_tokens_as_fit_are_no_number(chatty: Path) -> None:

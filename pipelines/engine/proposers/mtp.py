@@ -34,9 +34,7 @@ class MtpProposer(Proposer):
         self._runner = runner
         self._block_size = block_size
         self._max_batched_tokens = max_batched_tokens
-        for stored in runner.cache.layers[-1]:
-            for tensor in stored.tensors:
-                tensor.zero_()  # rows that others drafted for leave gaps, and blocks of theirs are shared
+        runner.clear_ahead()  # rows that others drafted for leave gaps, and blocks of theirs are shared
 
     def observe(self, computed: list[tuple[Scheduled, Tensor]]) -> None:
         """Take the hidden states [T, E] of sequences. They wait for a draft; where too many do, the layer computes those seen before.
@@ -60,7 +58,7 @@ class MtpProposer(Proposer):
         ends = {draft.sequence: len(draft.sequence.token_ids) - 1 for draft in drafts}
         growing = [draft for draft in drafts if self._num_waiting(draft.sequence, ends[draft.sequence])]
         hidden = self._compute([(draft.sequence, ends[draft.sequence]) for draft in growing])
-        while growing and (more := grow(growing, self._runner.model.logits(hidden))):
+        while growing and (more := grow(growing, self._runner.unchecked_logits(hidden))):
             growing, hidden = [growing[i] for i in more], hidden[more]
             hidden = self._predict([draft.last(position=-2) for draft in growing], hidden)
         return [draft.token_ids for draft in drafts]
@@ -84,5 +82,4 @@ class MtpProposer(Proposer):
 
     def _predict(self, new: list[NewTokens], hidden: Tensor) -> Tensor:
         """Return hidden states [S, E] of the last of each sequence's tokens, whose positions are those of the tokens before them."""
-        batch = self._runner.on_device(flat_batch(new, self._block_size))
-        return self._runner.model.predict_ahead(hidden, batch, self._runner.cache)
+        return self._runner.predict_ahead(hidden, flat_batch(new, self._block_size))

@@ -42,6 +42,9 @@ CALLS = {  # answers with two calls, or with one where a family writes no more
     "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
     f"{ARGUMENTS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{{}}\n```"
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    f"{ARGUMENTS}<|tool_call_end|><|tool_call_begin|>functions.clock:12<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
     "glm4": f"weather\n{ARGUMENTS}",
 }
 
@@ -129,6 +132,22 @@ def test_ids_of_calls_are_the_same_for_the_same_request(tmp_path: Path) -> None:
     assert all(len(id) == 9 and id.isalnum() for id in ids(1))  # what Mistral's templates take
 
 
+def test_ids_that_a_model_writes_come_back_to_it(tmp_path: Path) -> None:
+    """Kimi's templates repeat them, and the model goes on counting."""
+    chat, tokenizer = chat_of(tmp_path, "kimi")
+    calls = read(chat, CALLS["kimi"], tools=TOOLS)["tool_calls"]
+    assert [call["id"] for call in calls] == ["functions.weather:0", "functions.clock:12"]
+    call = {key: value for key, value in calls[1].items() if key != "index"}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": calls[1]["id"], "content": "noon"}
+    messages = [{"role": "user", "content": "Hi"}, answer, result]
+    text = tokenizer.decode(chat.prompt(request(messages=messages, tools=TOOLS)).token_ids, False)
+    begin, _, behind = CALLS["kimi"].partition("<|tool_call_begin|>functions.weather")
+    second = behind.partition("<|tool_call_end|>")[2]
+    assert f"<|im_assistant|>assistant<|im_middle|>{begin}{second}<|im_end|>" in text
+    assert text.endswith("## Return of functions.clock:12\nnoon<|im_end|><|im_assistant|>assistant<|im_middle|>")
+
+
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("choice", ["required", "named"])
 def test_calls_can_be_required(style: str, choice: str, tmp_path: Path) -> None:
@@ -144,7 +163,7 @@ def test_calls_can_be_required(style: str, choice: str, tmp_path: Path) -> None:
     assert not matches(tokenizer, lark, "Fine.", special)
 
 
-@pytest.mark.parametrize("style", ["chatml", "llama3", "mistral", "deepseek"])
+@pytest.mark.parametrize("style", ["chatml", "llama3", "mistral", "deepseek", "kimi"])
 def test_strict_tools_hold_where_calls_are_free(style: str, tmp_path: Path) -> None:
     chat, tokenizer = chat_of(tmp_path, style)
     strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]

@@ -23,7 +23,7 @@ from pipelines.engine.request import Sequence, SequenceGroup
 from pipelines.loading import load_engine
 from tests.helpers.adapters import change_adapter, write_adapter
 from tests.helpers.builders import engine_of, generate, run_config, write_llama
-from tests.helpers.deepseek import V3_GROUPS, YARN, NextTokenReference, build
+from tests.helpers.deepseek import V3_GROUPS, YARN, NextTokenReference, build, change_config
 from tests.helpers.drafts import DRAWN, GREEDY, PROMPTS, SETTINGS, devices, with_long
 
 LATENT_BYTES = 4 * (24 + 8) * 4  # of a token: layers with the one that drafts, channels, float32
@@ -88,6 +88,30 @@ def test_drafts_are_those_of_the_definition(
     engine = load_engine(mtp_run(tmp_path, **DEVICES[device]), 3)
     seen = watch_drafts(engine, monkeypatch)
     generate(engine, PROMPTS, drafted(GREEDY))
+    drafts = [(token_ids, draft) for token_ids, draft in seen if draft]
+    assert len(drafts) > 40
+    for token_ids, draft in drafts:
+        assert draft == reference.drafts(token_ids, len(draft))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("kimi_k2", {"rope_parameters": YARN}),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "sparse"], "first_k_dense_replace": None}),
+    ],
+)
+def test_families_of_the_same_form_draft_as_it_does(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kimi K2 and GLM-4.7-Flash have one group of experts. The latter may name its layers, but not the one that drafts."""
+    rotary = {key: value for key, value in changes.items() if key == "rope_parameters"}
+    reference = NextTokenReference(tmp_path, n_group=1, topk_group=1, routed_scaling_factor=1.8, **rotary)
+    plain = [output.completions for output in generate(engine_of(tmp_path), PROMPTS, GREEDY)]
+    change_config(tmp_path, model_type=model_type, **changes)
+    engine = load_engine(mtp_run(tmp_path), 3)
+    seen = watch_drafts(engine, monkeypatch)
+    assert [output.completions for output in generate(engine, PROMPTS, drafted(GREEDY))] == plain
     drafts = [(token_ids, draft) for token_ids, draft in seen if draft]
     assert len(drafts) > 40
     for token_ids, draft in drafts:

@@ -552,3 +552,38 @@ def test_integrity_check_sees_lost_doubled_and_miscounted_blocks() -> None:
     blocks._free.pop()
     with pytest.raises(RuntimeError, match="do not add up: 1 free, 0 cached, 2 used, 4 in all"):
         blocks.check_integrity([mine])
+
+
+def test_lanes_share_the_rows_that_no_other_has() -> None:
+    scheduler = Scheduler(BlockManager(64, 4), 8, 64)
+    groups = [sequence(i, 3) for i in range(5)]
+    for group in groups:
+        scheduler.add(group)
+    first = scheduler.plan(num_lanes=2)
+    second = scheduler.plan(under_way=[first], num_lanes=2)
+    assert [[item.group for item in plan.scheduled] for plan in (first, second)] == [groups[:3], groups[3:]]
+    assert scheduler.plan(under_way=[first, second], num_lanes=2).scheduled == []
+    scheduler.commit(first)
+    for group in groups[:3]:
+        scheduler.cancel(group)
+    scheduler.commit(second)
+    for group in groups[3:]:
+        group.sequences[0].token_ids.append(7)
+    assert [item.group for item in scheduler.plan(num_lanes=2).scheduled] == groups[3:4]  # even lanes, as rows end
+
+
+def test_a_row_without_blocks_waits_for_those_under_way() -> None:
+    scheduler = Scheduler(BlockManager(2, 4), 8, 64)
+    groups = [sequence(i, 4, prefix_cache=False) for i in range(2)]
+    for group in groups:
+        scheduler.add(group)
+    first = scheduler.plan(num_lanes=2)
+    second = scheduler.plan(under_way=[first], num_lanes=2)
+    scheduler.commit(first)
+    groups[0].sequences[0].token_ids.append(7)  # needs a block, of which there is none
+    assert scheduler.plan(under_way=[second], num_lanes=2).scheduled == []
+    assert (scheduler.running, groups[0].num_preemptions) == (groups, 0)
+    scheduler.commit(second)
+    assert [item.group for item in scheduler.plan(num_lanes=2).scheduled] == groups[:1]
+    assert (scheduler.running, groups[1].num_preemptions) == (groups[:1], 1)
+    scheduler.check_integrity()

@@ -1,47 +1,109 @@
-"""Where ranks come from, which cores they have, and what crosses their sockets."""
+"""Where ranks come from, how many they are, and which cores they have."""
 
 import os
-import socket
+from dataclasses import replace
 
 import pytest
 
 from conf.errors import UserError
-from conf.schema import ModelConfig, ParallelConfig, ParallelMode, RunConfig
-from pipelines.ranks.launch import Joined, _cores, cores_of_ranks, joined, num_ranks
-from pipelines.ranks.messages import LENGTHS, Channel, Gone
+from conf.schema import Backend, ModelConfig, ParallelConfig, ParallelMode, RunConfig, Task
+from conf.serving import ChatConfig
+from pipelines.ranks.launch import Joined, _cores, cores_of_ranks, degrees, first_host, joined, uses_gloo
 
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "MASTER_PORT": "9", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
-SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "3"}
+TORCHRUN = {
+    **{"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "first", "MASTER_PORT": "9"},
+    **{"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+}
+TWO_NODES = TORCHRUN | {"RANK": "3", "LOCAL_WORLD_SIZE": "2"}
+SRUN = {
+    **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "first"},
+    **{"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"},
+}
 
 
 def test_places_of_launchers() -> None:
     assert joined({}) is None
     assert joined({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}) is None
+    assert joined({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}) is None
     assert joined(SRUN | {"SLURM_STEP_NUM_TASKS": "1"}) is None
     assert joined(TORCHRUN | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}) is None
-    assert joined(TORCHRUN) == Joined("torchrun", 1, 4, "x-9-")
-    assert joined(SRUN) == Joined("srun", 1, 2, "7-3")
+    assert joined(TORCHRUN) == Joined("torchrun", 1, 4, "x-9-", 1, 4)
+    assert joined(SRUN) == Joined("srun", 1, 2, "7-3", 1, 2)
 
 
-@pytest.mark.parametrize("environment", [TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, SRUN | {"SLURM_STEP_NUM_NODES": "2"}])
-def test_several_machines_are_refused(environment: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="on several machines: start all of them on one"):
-        joined(environment)
+def test_places_on_several_machines() -> None:
+    assert joined(TWO_NODES) == Joined("torchrun", 3, 4, "x-9-", 1, 2, ("first", 10))
+    nodes = {"SLURM_STEP_NODELIST": "n[03-04,9],m", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_STEP_NUM_TASKS": "5"}
+    last = {"SLURM_PROCID": "4", "SLURM_NODEID": "2", "SLURM_LOCALID": "0"}
+    assert joined(SRUN | nodes) == Joined("srun", 1, 5, "7-3", 1, 2, ("n03", 20_010))
+    assert joined(SRUN | nodes | last) == Joined("srun", 4, 5, "7-3", 0, 1, ("n03", 20_010))
 
 
-def run_of(tp: int | None, mode: ParallelMode = ParallelMode.tp) -> RunConfig:
-    return RunConfig(model=ModelConfig(path="x"), parallel=ParallelConfig(mode, tp=tp))
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        *(("a", "a"), ("a,b", "a"), ("a-1,b", "a-1"), ("n[1-3]", "n1"), ("n[007,9]", "n007"), ("n[5]x,m", "n5x")),
+        *(("m,n[1-3]", "m"), ("r[1-2]n[03-9]-x,m", "r1n03-x")),
+    ],
+)
+def test_the_first_host_of_a_list_of_nodes(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_what_ranks_exchange_numbers_by() -> None:
+    near, far = joined(TORCHRUN), joined(TWO_NODES)
+
+    def uses(backend: Backend, place: Joined | None, tp: int = 1) -> bool:
+        run = run_of(None, ParallelMode.pp)
+        return uses_gloo(replace(run, parallel=replace(run.parallel, backend=backend)), place, tp)
+
+    assert [uses(Backend.auto, place, 2) for place in (None, near)] == [False, False]
+    assert [uses(Backend.shared_memory, place, 2) for place in (None, near)] == [False, False]
+    assert [uses(Backend.gloo, place, 2) for place in (None, near, far)] == [True, True, True]
+    assert uses(Backend.auto, far)
+    with pytest.raises(
+        UserError, match="backend=shared_memory is of one machine, but torchrun started 4 ranks on several"
+    ):
+        uses(Backend.shared_memory, far)
+    with pytest.raises(
+        UserError, match="parallel.tp=2 exchanges numbers several times in each layer: give parallel=pp"
+    ):
+        uses(Backend.auto, far, 2)
+
+
+def run_of(tp: int | None, mode: ParallelMode = ParallelMode.tp, pp: int | None = None) -> RunConfig:
+    return RunConfig(model=ModelConfig(path="x"), parallel=ParallelConfig(mode, tp=tp, pp=pp))
 
 
 def test_numbers_of_ranks() -> None:
     place = joined(TORCHRUN)
-    assert num_ranks(run_of(None, ParallelMode.single), None) == 1
-    assert num_ranks(run_of(3), None) == 3
-    assert num_ranks(run_of(None), place) == num_ranks(run_of(4), place) == 4
+    tp_pp = run_of(2, ParallelMode.tp_pp, 3)
+    assert degrees(run_of(None, ParallelMode.single), None) == (1, 1)
+    assert degrees(run_of(3), None) == (3, 1)
+    assert degrees(run_of(None, ParallelMode.pp, 3), None) == (1, 3)
+    assert degrees(run_of(None), place) == degrees(run_of(4), place) == (4, 1)
+    assert degrees(run_of(None, ParallelMode.pp), place) == (1, 4)
+    assert degrees(tp_pp, None) == (2, 3)
     with pytest.raises(UserError, match="parallel.tp is missing"):
-        num_ranks(run_of(None), None)
+        degrees(run_of(None), None)
+    with pytest.raises(UserError, match="parallel.pp is missing: give a number, such as parallel.pp=2"):
+        degrees(run_of(2, ParallelMode.tp_pp), place)
+    with pytest.raises(
+        UserError, match=r"started 4 processes, but parallel.tp=2 parallel.pp=3 has 6: give .*, or start 6"
+    ):
+        degrees(tp_pp, place)
     with pytest.raises(UserError, match="torchrun started 4 processes, but parallel=single has 1: give parallel=tp"):
-        num_ranks(run_of(None, ParallelMode.single), place)
+        degrees(run_of(None, ParallelMode.single), place)
+    with pytest.raises(UserError, match="parallel=single has 1: give parallel=pp parallel.pp=4, or start 1"):
+        degrees(run_of(None, ParallelMode.single), joined(TWO_NODES))
+
+
+def test_a_server_starts_its_ranks_itself() -> None:
+    serve, chat = replace(run_of(4), task=Task.serve), replace(run_of(4), task=Task.chat)
+    assert degrees(serve, None) == degrees(chat, joined(TORCHRUN)) == (4, 1)
+    for run in (serve, replace(chat, chat=ChatConfig(web=True))):
+        with pytest.raises(UserError, match="which torchrun cannot start again: run it without torchrun"):
+            degrees(run, joined(TORCHRUN))
 
 
 def test_ranks_have_cores_of_their_own_node_by_node() -> None:
@@ -57,24 +119,3 @@ def test_ranks_share_cores_where_there_are_too_few() -> None:
     many = cores_of_ranks(len(allowed) + 1, allowed)
     assert len(many) == len(allowed) + 1
     assert all(each and each <= allowed for each in many)
-
-
-def test_messages_arrive_whole_and_others_are_refused() -> None:
-    pair = socket.socketpair()
-    ours, theirs = map(Channel, pair)
-    ours.send({"op": "run", "text": "é"}, b"\0\1\2")
-    ours.send({})
-    assert theirs.receive() == ({"op": "run", "text": "é"}, b"\0\1\2")
-    assert theirs.receive() == ({}, b"")
-    for content in (b"[]", b"{", b"\xff"):
-        pair[0].sendall(LENGTHS.pack(len(content), 0) + content)
-        with pytest.raises(Gone):
-            theirs.receive()
-    pair[0].sendall(LENGTHS.pack(1 << 30, 0))
-    with pytest.raises(Gone):
-        theirs.receive()
-    ours.close()
-    with pytest.raises(Gone):
-        theirs.receive()
-    with pytest.raises(Gone):
-        ours.send({})

@@ -24,11 +24,17 @@ def test_each_replica_has_its_share_of_the_machines() -> None:
     assert place(2, [8], [0], threads=3) == (3, 0)
     assert place(4, [2, 2], [2, 2]) == (1, 1)
     assert place(2, [8], [2], type=cpu) == (4, 0)
+    ranks = DeviceConfig()
+    assert place_of("parallel.replicas", 2, ranks, [8, 5], [0, 0], num_ranks=2).num_cpus == 4
+    assert place_of("parallel.replicas", 2, ranks, [8], [0], num_ranks=3).device(ranks, 3).threads == 1
+    with pytest.raises(UserError, match="parallel.replicas=2 need 2 of the 3 processors"):
+        place_of("parallel.replicas", 2, ranks, [3], [0], num_ranks=2)
     refused = [
         ((3, [2], [0], {}), "serve.replicas=3 need 1 of the 2 processors that Ray has each: give fewer"),
         ((2, [4], [0], {"threads": 3}), "serve.replicas=2 need 3 of the 4 processors that Ray has each: give fewer"),
         ((1, [], [], {}), "serve.replicas=1 need 1 of the 0 processors"),
         ((3, [8], [2], {}), "serve.replicas=3 is more than the 2 GPUs that Ray has: give one for each"),
+        ((3, [2, 4], [4, 0], {}), "serve.replicas=3 is more than the 2 GPUs"),  # a replica needs a processor, too
         ((1, [8], [0], {"type": DeviceType.cuda}), "serve.replicas=1 is more than the 0 GPUs"),
     ]
     for (number, cpus, gpus, device), message in refused:

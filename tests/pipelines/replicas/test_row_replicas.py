@@ -5,6 +5,7 @@ import logging
 import os
 import select
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -119,6 +120,44 @@ def test_one_of_two_is_killed_and_the_files_are_those_of_one_process(
     assert not (tmp_path / "ray" / "journal.jsonl").exists()
 
 
+def test_one_of_two_hangs_and_its_rows_are_done(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_of(data)
+    run_predict(replace(run, parallel=ParallelConfig()), tmp_path / "single", dump)
+    hung: list[tuple[int, float]] = []
+
+    def stop() -> None:
+        os.kill(workers()[0], signal.SIGSTOP)
+        hung.append((os.pidfd_open(workers()[0]), time.monotonic()))
+
+    written(monkeypatch, 60, stop)
+    with caplog.at_level(logging.WARNING):
+        run_predict(replace(run, parallel=ParallelConfig(ParallelMode.ray, 2, heartbeat_s=5.0)), tmp_path / "ray", dump)
+    for name in RESULTS:
+        assert (tmp_path / "ray" / name).read_bytes() == (tmp_path / "single" / name).read_bytes()
+    lost = [record.message for record in caplog.records if "is lost" in record.message]
+    assert len(lost) == 1
+    assert lost[0].endswith("is lost, is loaded again, and its rows run again: it has been silent for 5 s")
+    ((process, _),) = hung
+    assert select.select([process], [], [], LIMIT_S)[0]  # it has ended
+    os.close(process)
+
+
+def test_replicas_of_a_machine_compute_on_cores_of_their_own() -> None:
+    from pipelines.replicas.connection import connect
+
+    cpus, _ = connect()
+    number = min(sum(cpus), len(os.sched_getaffinity(0)))
+    run = run_of(replicas=number)
+    assert all_end()  # of other tests
+    with rows_on_ray(PoisonRows, replace(run, device=replace(run.device, threads=1))):
+        found = [[*map(os.sched_getaffinity, map(int, os.listdir(f"/proc/{pid}/task")))] for pid in workers()]
+    own = [min(threads, key=len) for threads in found]  # of the thread that computes, and of those that it has started
+    assert [len(each) for each in own] == [1] * number
+    assert len(set().union(*own)) == number
+
+
 def test_vectors_are_those_of_one_process(chatty: Path, tmp_path: Path) -> None:
     data = tmp_path / "rows.txt"
     data.write_text("Once\nupon a time\nthere was\n")
@@ -149,6 +188,38 @@ def test_replicas_that_only_end_end_the_job(caplog: pytest.LogCaptureFixture) ->
             pass
     assert len([record for record in caplog.records if "is lost, is loaded again" in record.message]) == 3
     assert all_end()
+
+
+def test_a_place_that_another_job_has_is_waited_for_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other job gives it back when the line has come: a silent wait would never end."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    from pipelines.replicas import row_replicas
+    from pipelines.replicas.connection import connect
+
+    monkeypatch.setattr(row_replicas, "PLACE_S", 0.5)
+    cpus, _ = connect()
+    other = placement_group([{"CPU": sum(cpus)}])
+    assert other.wait(LIMIT_S)
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            remove_placement_group(other)
+
+    listener = Listener(logging.WARNING)
+    row_replicas.log.addHandler(listener)
+    rows = iter([PromptRow(0, prompt="Once", digest="0" * 16)])
+    run = replace(run_of(replicas=2), device=replace(tiny_run().device, threads=1))
+    try:
+        with rows_on_ray(PoisonRows, run) as runner:
+            records = [record for records in runner.steps(lambda: next(rows, None), 3) for record in records]
+    finally:
+        row_replicas.log.removeHandler(listener)
+    free = f"and 0 of {sum(cpus)} CPU are free: end other jobs, or give fewer replicas"
+    assert said == [f"replicas 0, 1: waiting until Ray has 1 CPU free on one machine for each, {free}"]
+    assert [record["row"]["error"] for record in records] == [None]
 
 
 def test_replicas_that_would_give_different_rows_are_refused() -> None:

@@ -54,7 +54,7 @@ def rows() -> Iterator[PromptRow]:
 
 def loaded(run: RunConfig, kind: type[EngineRows] = PredictRows) -> tuple[RowWorker, Ready]:
     worker = RowWorker()
-    answer = read_answer(worker.load(kind, encode(Load(run))))
+    answer = read_answer(worker.load(kind, encode(Load(run, 0))))
     assert isinstance(answer, Ready), answer
     return worker, answer
 
@@ -115,7 +115,7 @@ def test_what_the_user_can_mend_is_told(chatty: Path, tmp_path: Path) -> None:
         (replace(run, parallel=ParallelConfig(ParallelMode.ray)), "parallel=ray is for the rows of a job"),
     ]
     for each, message in wrong:
-        answer = read_answer(RowWorker().load(PredictRows, encode(Load(each))))
+        answer = read_answer(RowWorker().load(PredictRows, encode(Load(each, 0))))
         assert isinstance(answer, Failed)
         assert re.search(message, answer.message), answer.message
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.helpers.command import run
@@ -76,6 +77,40 @@ def test_two_replicas_behind_one_address(tmp_path: Path) -> None:
     for each in left:
         assert select.select([each], [], [], LIMIT_S)[0]  # it has ended
         os.close(each)
+
+
+def test_a_batch_goes_on_where_a_replica_is_killed(tmp_path: Path) -> None:
+    """Each line is answered once, with what one replica would answer."""
+    fields = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": fields | {"prompt": [i % 500 + 3, 9]}}
+        for i in range(400)
+    ]
+    with served(tmp_path / "run", f"serve.batches={tmp_path / 'batches'}", "serve.replicas=2") as (process, url):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            content = "".join(json.dumps(each) + "\n" for each in lines).encode()
+            file = client.files.create(file=("input.jsonl", content), purpose="batch")
+            asked: Any = {"endpoint": "/v1/completions", "completion_window": "24h"}
+            batch = client.batches.create(input_file_id=file.id, **asked)
+            while (num_done := num_completed(client.batches.retrieve(batch.id))) < 50:
+                time.sleep(0.01)
+            assert num_done < len(lines)
+            os.kill(next(iter(engines().values())), signal.SIGKILL)
+            while (batch := client.batches.retrieve(batch.id)).status != "completed":
+                time.sleep(0.05)
+            assert (batch.error_file_id, num_completed(batch)) == (None, len(lines))
+            assert batch.output_file_id is not None
+            answers = [json.loads(each) for each in client.files.content(batch.output_file_id).text.splitlines()]
+        assert restarts(url) == "1.0"
+        assert [answer["custom_id"] for answer in answers] == [str(i) for i in range(len(lines))]
+        for number in (0, 100, 399):
+            alone = httpx.post(f"{url}/v1/completions", json=lines[number]["body"], timeout=LIMIT_S).json()
+            assert answers[number]["response"]["body"]["choices"] == alone["choices"]
+        assert ended(process)[0] == 0
+
+
+def num_completed(batch: Any) -> int:
+    return batch.request_counts.completed if batch.request_counts else 0
 
 
 def test_a_cluster_that_is_there_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

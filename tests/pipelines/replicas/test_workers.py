@@ -115,7 +115,9 @@ def test_two_answer_as_one_and_compute_hardly_more() -> None:
             assert two.info.fingerprint == fingerprint
             shared = await answers_of(two, submits, 8)
             used = [len(replica._chunks) > 0 for replica in two._replicas]
+            cores = [os.sched_getaffinity(pid) for pid in engines()]
         assert used == [True, True]
+        assert not cores[0] & cores[1] or cores[0] == os.sched_getaffinity(0)  # of their own, if there are two
         assert [(each.token_ids, each.texts) for each in shared] == [(each.token_ids, each.texts) for each in alone]
         cached = [sum(each.done.num_cached_tokens for each in answers) for answers in (shared, alone)]
         assert cached[1] > 0.7 * 96 * len(submits)
@@ -184,6 +186,50 @@ def test_a_hung_engine_is_started_again_and_leaves_nothing() -> None:
             os.close(process)
 
     run_async(test())
+
+
+@pytest.mark.long
+def test_a_hung_worker_of_ray_is_replaced() -> None:
+    async def test() -> None:
+        async with replicated(number=1, stall_s=2.0) as replicas:
+            ((engine, worker),) = engines().items()
+            ended = [os.pidfd_open(pid) for pid in (engine, worker)]
+            os.kill(worker, signal.SIGSTOP)
+            with pytest.raises(EngineGone, match=r"said nothing for serve.stall_s=2.0 seconds: send"):
+                await whole(Asked(replicas, Submit(0, [300] * 20, GREEDY)))
+            await replicas.wait_ready()
+            assert (await whole(Asked(replicas, Submit(0, [300] * 20, GREEDY)))).done.error is None
+            for process in ended:
+                assert select.select([process], [], [], LIMIT_S)[0]
+                os.close(process)
+
+    run_async(test())
+
+
+@pytest.mark.long
+def test_a_place_that_another_job_has_is_waited_for_aloud(caplog: pytest.LogCaptureFixture) -> None:
+    """The other job gives it back when the line has come."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    from pipelines.replicas.connection import connect
+
+    cpus, _ = connect()
+    other = placement_group([{"CPU": sum(cpus)}])
+    assert other.wait(LIMIT_S)
+
+    async def test() -> None:
+        replicas = replicas_of(replace(run_of(1), device=replace(tiny_run().device, threads=1)))
+        await replicas.start()
+        while not caplog.messages:
+            await asyncio.sleep(0.05)
+        remove_placement_group(other)
+        await replicas.wait_ready()
+        await replicas.close()
+
+    run_async(test())
+    free = f"and 0 of {sum(cpus)} CPU are free: end other jobs, or give fewer replicas"
+    wanted = f"a replica is not there yet: waiting until Ray has 1 CPU free on one machine for each, {free}"
+    assert caplog.messages == [wanted]
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from pipelines import batch_jobs
+from pipelines import batch_files, batch_jobs
 from pipelines.api.batches import BatchRequest
 from pipelines.api.conversation import Chat
 from pipelines.batch_jobs import BatchJobs
@@ -168,6 +168,20 @@ def test_files(tmp_path: Path) -> None:
                 await client.files.create(file=io.BytesIO(b"x" * 100001), purpose="batch")
             assert long.value.status_code == 413
             assert len(list((tmp_path / "files").iterdir())) == 2  # one file and its description
+
+    run_async(test())
+
+
+def test_a_key_has_only_so_many_bytes_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_files, "MAX_BYTES", 100)
+
+    async def test() -> None:
+        async with batching(tmp_path) as client:
+            files = [await client.files.create(file=io.BytesIO(b"x" * 50), purpose="batch") for _ in range(2)]
+            with pytest.raises(openai.BadRequestError, match="the files have 100 bytes, and 100 is the most"):
+                await client.files.create(file=io.BytesIO(b"x"), purpose="batch")
+            await client.files.delete(files[0].id)
+            assert (await client.files.create(file=io.BytesIO(b"x"), purpose="batch")).bytes == 1
 
     run_async(test())
 

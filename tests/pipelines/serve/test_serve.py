@@ -13,6 +13,8 @@ import pytest
 
 from conf.compose import compose_run_config
 from conf.errors import UserError
+from conf.serving import ServeConfig
+from pipelines.serve.serve import _bound
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.command import run
 from tests.helpers.server import ended, served
@@ -30,6 +32,13 @@ def test_it_serves_and_ends(tmp_path: Path) -> None:
     assert {file.name for file in (tmp_path / "run").iterdir()} == {"config.yaml", "requests.jsonl"}
     (line,) = (tmp_path / "run" / "requests.jsonl").read_text().splitlines()
     assert (json.loads(line)["path"], json.loads(line)["status"]) == ("/v1/models", 200)
+
+
+def test_connections_send_at_once() -> None:
+    with _bound(ServeConfig(port=0)) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_busy_port_is_one_line(tmp_path: Path) -> None:

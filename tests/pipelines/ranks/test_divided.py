@@ -1,9 +1,11 @@
-"""Two and three processes that compute one model give what one process gives, to the bit."""
+"""Processes that compute one model, with layers or parts of layers, give what one process gives, to the bit."""
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from tests.helpers.builders import KEY_VALUE_BYTES, run_config, write_llama
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
 
+IDLE_S = 3.0
 PROMPTS = [[1, 5, 9, 23, 40, 41, 42], [1, 7], [1, *range(30, 70)], [1, 5, 9, 23, 40, 41, 42, 3, 3]]
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -35,8 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def parallel(run: RunConfig, tp: int) -> RunConfig:
-    return replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=tp))
+def parallel(run: RunConfig, tp: int, pp: int = 1) -> RunConfig:
+    mode = ParallelMode.tp if pp == 1 else ParallelMode.pp if tp == 1 else ParallelMode.tp_pp
+    return replace(run, parallel=ParallelConfig(mode, tp=None if tp == 1 else tp, pp=None if pp == 1 else pp))
 
 
 def close(engine: Engine) -> None:
@@ -47,15 +51,17 @@ def close(engine: Engine) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     folder = tmp_path_factory.mktemp("llama")
-    write_llama(folder)
+    write_llama(folder, num_hidden_layers=3)
     return run_config(folder)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(
+    scope="module", params=[(2, 1), (3, 1), (1, 2), (2, 2), (1, 3)], ids=lambda each: "tp{} pp{}".format(*each)
+)
 def engines(request: pytest.FixtureRequest, model: RunConfig) -> Iterator[tuple[Engine, Engine]]:
-    """Of one process, and of two or three: the model has two key heads."""
+    """Of one process, and of several: the model has two key heads."""
     cpus = os.sched_getaffinity(0)
-    divided = load_engine(parallel(model, request.param), 3)
+    divided = load_engine(parallel(model, *request.param), 3)
     yield load_engine(model, 3), divided
     close(divided)
     assert os.sched_getaffinity(0) == cpus
@@ -95,6 +101,23 @@ def test_captured_steps_are_replayed(engines: tuple[Engine, Engine]) -> None:
     assert answers(divided, decode) == first
 
 
+def test_ranks_that_wait_take_no_processor_time(engines: tuple[Engine, Engine]) -> None:
+    _, divided = engines
+    answers(divided, DecodeConfig(max_new_tokens=4))
+    assert isinstance(divided.runner, LeadingRunner)
+    pids = [process.pid for process in divided.runner.leader.workers.processes]
+    before = [processor_s(pid) for pid in pids]
+    time.sleep(IDLE_S)  # what is measured
+    for pid, start in zip(pids, before, strict=True):
+        assert processor_s(pid) - start < 0.01 * IDLE_S
+
+
+def processor_s(pid: int) -> float:
+    """Seconds of processor time of a process's threads, by the scheduler."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+
+
 def test_hidden_states_of_whole_prompts(engines: tuple[Engine, Engine]) -> None:
     alone, divided = (engine.hidden_states(PROMPTS[:2], [3, 2]) for engine in engines)
     assert divided.equal(alone)
@@ -102,20 +125,44 @@ def test_hidden_states_of_whole_prompts(engines: tuple[Engine, Engine]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("scheme", [QuantScheme.int8, QuantScheme.int4])
 def test_quantised_models_with_a_cache_of_int8_that_is_too_small(
-    model: RunConfig, scheme: QuantScheme, preempted: list[SequenceGroup]
+    model: RunConfig, scheme: QuantScheme, degrees: tuple[int, int], preempted: list[SequenceGroup]
 ) -> None:
     quant = QuantConfig(scheme=scheme, kv_cache=KVCacheFormat.int8)
-    device = DeviceConfig(DeviceType.cpu, kv_cache_memory=str(110 * KEY_VALUE_BYTES // 3), max_batched_tokens=16)
+    device = DeviceConfig(DeviceType.cpu, kv_cache_memory=str(80 * KEY_VALUE_BYTES), max_batched_tokens=16)
     small = replace(model, quant=quant, device=device)
     decode = DecodeConfig(max_new_tokens=40, prefix_cache=False)
     alone = answers(load_engine(small, 3), decode)
     num_preempted = len(preempted)
-    divided = load_engine(parallel(small, 2), 3)
+    divided = load_engine(parallel(small, *degrees), 3)
     assert answers(divided, decode) == alone
-    assert len(preempted) == 2 * num_preempted > 0
+    assert len(preempted) > num_preempted > 0
     close(divided)
+
+
+def test_what_is_counted_is_of_all_ranks(engines: tuple[Engine, Engine]) -> None:
+    alone, divided = (engine.runner for engine in engines)
+    place = divided.leader.place.division  # type: ignore[attr-defined]
+    keys = max(place.tp, 2) / 2  # of which two have copies where three ranks share them
+    assert divided.kv_bytes_per_token == keys * alone.kv_bytes_per_token
+    for own, whole in (
+        (divided.weight_bytes, alone.weight_bytes),
+        (divided.step_weight_bytes(2), alone.step_weight_bytes(2)),
+    ):
+        assert whole <= own < 1.3 * whole  # norms, and keys that two ranks have
+        assert own == whole or place.tp > 1
+
+
+def test_the_memory_of_others_is_what_the_system_says(engines: tuple[Engine, Engine]) -> None:
+    alone, divided = (engine.runner for engine in engines)
+    processes = divided.leader.workers.processes  # type: ignore[attr-defined]
+    status = [Path(f"/proc/{process.pid}/status").read_text() for process in processes]
+    peaks = [int(text.partition("VmHWM:")[2].split()[0]) * 1024 for text in status]
+    # the answer itself may take a page
+    assert sum(peaks) <= divided.peak_memory_of_others < sum(peaks) + (1 << 20)
+    assert alone.peak_memory_of_others == 0
 
 
 def test_a_model_that_cannot_be_divided_is_one_line(model: RunConfig) -> None:

@@ -1,0 +1,155 @@
+"""How the ranks that torchrun or srun has started meet rank 0: over a socket of the machine, or over TCP where they are on several.
+
+Rank 0 listens before it looks for its model, which may have to be downloaded or calibrated. Linux takes the others' connections meanwhile.
+"""
+
+import functools
+import os
+import socket
+import struct
+import time
+
+from conf.errors import UserError
+from pipelines.ranks.launch import Joined, Rank
+from pipelines.ranks.messages import Channel, Gone
+
+MEET_S = 120.0  # for all ranks to be there
+LOOPBACK = "127.0.0.1"
+HELLO_S = 5.0  # for one that has come to say who it is
+LOST_S = 30  # for a machine to answer
+REMEDY = "start all of them together, where they reach each other"
+
+
+def meet(place: Joined) -> list[Rank]:
+    """Wait for the ranks that a launcher has started. Raises UserError where they do not come."""
+    with listen(place) as listener:
+        ranks: dict[int, Rank] = {}
+        end = time.monotonic() + MEET_S
+        while len(ranks) < place.size - 1:
+            listener.settimeout(max(end - time.monotonic(), 0.001))
+            try:
+                stream, _ = listener.accept()
+            except TimeoutError as error:
+                missing = sorted({*range(1, place.size)} - ranks.keys())
+                what = f"ranks {missing} of {place.launcher} have not come within {MEET_S:g} s"
+                raise UserError(f"{what}: {REMEDY}") from error
+            rank = _welcome(place, stream)
+            if rank is None or rank.rank in ranks:
+                stream.close()
+            else:
+                ranks[rank.rank] = rank
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+@functools.cache
+def listen(place: Joined) -> socket.socket:
+    """Return the socket at which rank 0 is met, the same each time, until `meet` closes it. Raises UserError."""
+    if place.address is not None:
+        try:
+            return socket.create_server(("", place.address[1]), backlog=place.size)
+        except OSError as error:
+            remedy = (
+                "give another --master-port" if place.launcher == "torchrun" else "start srun again, for another port"
+            )
+            what = f"port {place.address[1]}, where ranks meet rank 0, cannot be used"
+            raise UserError(f"{what}: {error}: {remedy}") from error
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(_name(place))
+    except OSError as error:
+        listener.close()
+        raise UserError(f"{place.launcher} started two jobs of one name, {place.name}: {error}") from error
+    listener.listen(place.size)
+    return listener
+
+
+def _welcome(place: Joined, stream: socket.socket) -> Rank | None:
+    """Return the rank that has come; None where it is none of this job."""
+    if place.address is None and _user(stream) != os.getuid():
+        return None
+    channel = Channel(stream)
+    try:
+        hello = channel.receive_hello(HELLO_S)
+    except Gone:
+        return None
+    rank, pid = hello.get("rank"), hello.get("pid")
+    if hello.get("job") != place.name or not isinstance(rank, int) or not isinstance(pid, int):
+        return None
+    if not 0 < rank < place.size:
+        return None
+    if place.address is None:
+        return Rank(rank, pid, channel)
+    _watch_machine(stream)
+    return Rank(rank, pid, channel, host=str(hello.get("host")))
+
+
+def join(place: Joined) -> Channel:
+    """Return the channel to rank 0. Raises UserError where it does not come."""
+    end = time.monotonic() + MEET_S
+    while True:
+        try:
+            return _greet(place, _connect(place))
+        except (OSError, Gone) as error:
+            if time.monotonic() > end:
+                where = "" if place.address is None else " at {}:{}".format(*place.address)
+                reason = error.__cause__ or error
+                what = f"rank {place.rank} has not met rank 0{where} within {MEET_S:g} s"
+                raise UserError(f"{what}: {reason}: {REMEDY}") from error
+            time.sleep(0.05)
+
+
+def _greet(place: Joined, stream: socket.socket) -> Channel:
+    """Say who this rank is. Raises Gone, and UserError where it is not this user's rank 0."""
+    if place.address is not None:
+        _watch_machine(stream)
+    elif _user(stream) != os.getuid():
+        raise UserError(f"another user has taken the name of this job, {place.name}")
+    channel = Channel(stream)
+    channel.send({"rank": place.rank, "job": place.name, "pid": os.getpid(), "host": socket.gethostname()})
+    return channel
+
+
+def _connect(place: Joined) -> socket.socket:
+    if place.address is not None:
+        stream = socket.create_connection(place.address, HELLO_S)
+        stream.settimeout(None)
+        return stream
+    stream = socket.socket(socket.AF_UNIX)
+    try:
+        stream.connect(_name(place))
+    except OSError:
+        stream.close()
+        raise
+    return stream
+
+
+def _watch_machine(stream: socket.socket) -> None:
+    """Send at once, and let the socket fail where the other machine takes nothing any more."""
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
+    stream.setsockopt(
+        socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
+    )  # a rank that waits for rank 0's first message sends nothing
+    for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        stream.setsockopt(socket.IPPROTO_TCP, name, LOST_S // 3)
+
+
+def addresses(ranks: list[Rank]) -> list[str]:
+    """Return the addresses at which ranks 0, 1, ... reach each other: those by which they have reached rank 0."""
+    if ranks[0].host is None:
+        return [LOOPBACK] * (1 + len(ranks))
+    ends = [rank.channel.addresses() for rank in ranks]
+    first = next((own for own, _ in ends if not own.startswith("127.")), LOOPBACK)
+    return [first, *(first if other.startswith("127.") else other for _, other in ends)]
+
+
+def _name(place: Joined) -> str:
+    """Return the name of the job's socket, which is in no folder."""
+    return f"\0quintet-{os.getuid()}-{place.name}"
+
+
+def _user(stream: socket.socket) -> int:
+    """Return the user at the other end, which is on this machine."""
+    credentials = struct.Struct("3i")
+    _, uid, _ = credentials.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
+    return int(uid)

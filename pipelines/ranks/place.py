@@ -1,0 +1,84 @@
+"""A rank's place in a divided model, and the groups in which it exchanges numbers with the others."""
+
+from dataclasses import dataclass
+
+from conf.schema import ExpertDivision, ParallelConfig, Sum
+from kernels import build
+from kernels.collectives import Alone, Neighbours
+from kernels.collectives.gloo import Gloo
+from kernels.collectives.shared_memory import SharedMemory, create_shared_memory
+from models.cuts import Division
+
+
+def division_of(rank: int, tp: int, pp: int, parallel: ParallelConfig) -> Division:
+    """Return the place of a rank, and how it shares layers. Those of a stage have numbers that follow each other."""
+    adds, whole_experts = parallel.sum is Sum.reduce, parallel.experts is ExpertDivision.whole
+    return Division(tp, pp, rank % tp, rank // tp, adds, whole_experts)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's division, and its groups."""
+
+    division: Division
+    group: SharedMemory | Gloo | Alone
+    """Of its stage."""
+    neighbours: Neighbours
+    num_local: int
+    """Ranks of this machine."""
+    aborted: tuple[SharedMemory | Gloo, ...]
+    """Groups that a failure of this rank ends."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of all ranks."""
+        return self.division.tp * self.division.pp
+
+    def check(self) -> None:
+        """Raise RankFailed where another rank has failed."""
+        for group in (self.group, *self.neighbours):
+            if group is not None:
+                group.check()
+
+    def abort(self) -> None:
+        """Let every rank that waits go on, now and later, with results that do not count: `check` raises."""
+        for group in self.aborted:
+            group.abort()
+
+
+def create_memory(library: build.Library, tp: int, pp: int) -> int:
+    """Return the file descriptor of memory for all groups of a run: one of each stage, and one of each rank with that behind it.
+
+    Raises ValueError for more ranks than it holds.
+    """
+    return create_shared_memory(library, max(tp, 2), pp + (pp - 1) * tp)
+
+
+def shared_place(library: build.Library, fd: int, division: Division, spins: bool) -> Place:
+    """Return the place of a rank that maps what `create_memory` made, as all ranks do. `spins`: as for SharedMemory."""
+    tp, pp, rank, stage = division.tp, division.pp, division.tp_rank, division.stage
+    stride = library.shared_bytes(max(tp, 2))
+
+    def pair(border: int, own: int) -> SharedMemory:
+        return SharedMemory(library, fd, own, 2, spins, (pp + border * tp + rank) * stride)
+
+    group = SharedMemory(library, fd, rank, tp, spins, stage * stride)
+    neighbours = Neighbours(pair(stage - 1, 0) if stage else None, pair(stage, 1) if stage < pp - 1 else None)
+    num_groups = pp + (pp - 1) * tp
+    everyone = tuple(SharedMemory(library, fd, 0, 1, spins, number * stride) for number in range(num_groups))
+    return Place(division, group, neighbours, tp * pp, everyone)
+
+
+def gloo_place(
+    store: tuple[str, int], address: str, division: Division, num_local: int, server: object = None
+) -> Place:
+    """Return the place of a rank that others reach at `address`. `store` and `server`: as for Gloo."""
+    tp, pp, rank, stage = division.tp, division.pp, division.tp_rank, division.stage
+
+    def pair(border: int, own: int) -> Gloo:
+        return Gloo(store, f"border {border} rank {rank}", own, 2, address, server)
+
+    group = Gloo(store, f"stage {stage}", rank, tp, address, server) if tp > 1 else Alone()
+    neighbours = Neighbours(pair(stage - 1, 0) if stage else None, pair(stage, 1) if stage < pp - 1 else None)
+    own = tuple(each for each in (group, *neighbours) if isinstance(each, Gloo))
+    return Place(division, group, neighbours, num_local, own)

@@ -1,0 +1,228 @@
+"""Adapters, prefixes, drafts and kept models on ranks: what one process says, to the bit."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
+from conf.schema import ParallelConfig, ParallelMode, RunConfig
+from conf.speculation import Speculate, SpeculationConfig
+from kernels import build
+from pipelines import packed_cache
+from pipelines.engine import Engine
+from pipelines.engine.adapters import Adapters
+from pipelines.interrupt import RankLost
+from pipelines.loading import load_engine
+from pipelines.ranks.leader import LeadingRunner
+from tests.helpers.adapters import ALL_LINEAR, Rows, completions, outputs, write_adapter
+from tests.helpers.builders import generate, run_config, write_llama
+from tests.helpers.deepseek import NextTokenReference
+from tests.helpers.drafts import PROMPTS, SETTINGS
+from tests.helpers.soft_prefixes import write_paddle, write_peft
+from tests.pipelines.test_kept_prefixes import BEGINNING, OTHER, complete, keep
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")]
+
+ROWS: Rows = [([7, 3, 90, 20], "all"), ([5, 6], None), ([33, 41, 8], "some"), ([7, 3, 90, 20], "some"), ([12], "all")]
+DRAFTED = SpeculationConfig(adaptive=False, num_tokens=3)
+ADAPTED = DecodeConfig(max_new_tokens=8, ignore_eos=True, logprobs=3)
+
+
+@contextmanager
+def divided(run: RunConfig, tp: int = 2, batch_size: int = 3) -> Iterator[Engine]:
+    """With tp=1 of two stages."""
+    parallel = ParallelConfig(ParallelMode.tp, tp=tp) if tp > 1 else ParallelConfig(ParallelMode.pp, pp=2)
+    engine = load_engine(replace(run, parallel=parallel), batch_size)
+    assert isinstance(engine.runner, LeadingRunner)
+    leader = engine.runner.leader
+    try:
+        yield engine
+    finally:
+        leader.close()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of all linear layers, of some, and one of a larger rank."""
+    folder, kind = tmp_path_factory.mktemp("adapters"), LlamaForCausalLM
+    write_adapter(folder / "all", llama, kind, 1, r=4, target_modules=ALL_LINEAR)
+    write_adapter(folder / "some", llama, kind, 2, r=8, target_modules=["q_proj", "o_proj", "down_proj"])
+    write_adapter(folder / "large", llama, kind, 3, r=32, target_modules=ALL_LINEAR)
+    return {name: str(folder / name) for name in ("all", "some", "large")}
+
+
+def with_adapters(run: RunConfig, adapters: dict[str, str], max_adapters: int = 8) -> RunConfig:
+    named = {name: adapters[name] for name in ("all", "some")}
+    return replace(run, model=replace(run.model, adapters=named, max_adapters=max_adapters))
+
+
+@pytest.mark.parametrize(("tp", "slots", "scheme"), [(2, 8, "none"), (3, 1, "none"), (2, 1, "int4"), (1, 1, "none")])
+def test_adapters(llama: Path, adapters: dict[str, str], tp: int, slots: int, scheme: str) -> None:
+    """With one slot adapters take each other's place."""
+    run = replace(run_config(llama), quant=QuantConfig(QuantScheme[scheme]))
+    run = with_adapters(run, adapters, slots)
+    expected = completions(outputs(load_engine(run, 3), ROWS, ADAPTED))
+    plain = completions(outputs(load_engine(run, 3), [(prompt, None) for prompt, _ in ROWS], ADAPTED))
+    assert sum(a != b for a, b in zip(expected, plain, strict=True)) == 4
+    with divided(run, tp) as engine:
+        for _ in range(3):  # steps are recorded meanwhile
+            assert completions(outputs(engine, ROWS, ADAPTED)) == expected
+
+
+def test_another_adapter_under_the_same_path_ends_the_run(
+    llama: Path, adapters: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on another machine: what rank 0 has read is exchanged before the others read it."""
+    folder = shutil.copytree(adapters["some"], tmp_path / "some")
+    load = Adapters.load
+
+    def load_and_exchange(*arguments: Any, **named: Any) -> bool:
+        has_grown = load(*arguments, **named)
+        shutil.copytree(adapters["large"], folder, dirs_exist_ok=True)
+        return has_grown
+
+    monkeypatch.setattr(Adapters, "load", load_and_exchange)
+    run = run_config(llama)
+    run = replace(run, model=replace(run.model, adapters={"a": str(folder)}))
+    wanted = r"^rank 1 \(process \d+\) has another adapter a than rank 0: give all machines the same files$"
+    with pytest.raises(RankLost, match=wanted), divided(run) as engine:
+        outputs(engine, [([7, 3], "a")], ADAPTED)
+
+
+def test_adapters_come_and_go(llama: Path, adapters: dict[str, str]) -> None:
+    run = with_adapters(run_config(llama), adapters)
+    alone = load_engine(run, 3)
+    rows: Rows = [(prompt, name and "large") for prompt, name in ROWS]
+    with divided(run) as engine:
+        before = completions(outputs(alone, ROWS, ADAPTED))
+        assert completions(outputs(engine, ROWS, ADAPTED)) == before
+        for each in (alone, engine):
+            each.load_adapter("large", adapters["large"])  # of a rank for which no table has room
+        loaded = completions(outputs(alone, rows, ADAPTED))
+        assert completions(outputs(engine, rows, ADAPTED)) == loaded != before
+        for each in (alone, engine):
+            each.load_adapter("some", adapters["large"])
+            each.unload_adapter("all")
+        rows = [(prompt, name and "some") for prompt, name in ROWS]
+        assert completions(outputs(engine, rows, ADAPTED)) == completions(outputs(alone, rows, ADAPTED)) == loaded
+        with pytest.raises(UserError, match="adapter 'all' does not exist"):
+            outputs(engine, ROWS, ADAPTED)
+        with pytest.raises(UserError, match="adapter_config.json"):
+            engine.load_adapter("none", llama)
+        assert completions(outputs(engine, rows, ADAPTED)) == loaded
+
+
+@pytest.mark.parametrize(("tp", "kv_cache"), [(2, "none"), (3, "int8")])
+def test_soft_prefixes(llama: Path, tmp_path: Path, tp: int, kv_cache: str) -> None:
+    """Keys and values, and embeddings, which run through the divided model."""
+    write_paddle(tmp_path / "pre_caches.npy", 21)
+    base = LlamaForCausalLM.from_pretrained(llama)
+    write_peft(tmp_path / "tuned", base, "prompt_tuning", 9)
+    named = {"stored": str(tmp_path / "pre_caches.npy"), "computed": str(tmp_path / "tuned")}
+    run = replace(run_config(llama, prefixes=named), quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache]))
+    alone = load_engine(run, 3)
+    with divided(run, tp) as engine:
+        found = [[complete(each, OTHER, prefix=name) for name in (None, *named)] for each in (alone, engine)]
+    said = [[output.completions for output in outputs] for outputs in found]
+    assert said[0] == said[1]
+    assert said[0][0] != said[0][1] != said[0][2] != said[0][0]
+
+
+def test_a_prefix_of_another_model_is_refused_by_the_whole_models_sizes(llama: Path, tmp_path: Path) -> None:
+    write_paddle(tmp_path / "pre_caches.npy", 5, heads=1)
+    run = run_config(llama, prefixes={"story": str(tmp_path / "pre_caches.npy")})
+    with pytest.raises(UserError, match=r"is \[2, 2, 1, 5, 16\], but the model needs .* = \[2, 2, 2, 5, 16\]"):
+        load_engine(replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=2)), 3)
+
+
+@pytest.mark.parametrize(("tp", "kv_cache"), [(2, "int4"), (3, "none")])
+def test_kept_prefixes(llama: Path, tmp_path: Path, tp: int, kv_cache: str) -> None:
+    run = replace(run_config(llama), quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache]))
+    keep(run, tmp_path / "kept")
+    prompt = [*BEGINNING, 3, 4]
+    expected = complete(load_engine(run, 3), prompt).completions
+    with_file = replace(run, device=replace(run.device, kept_prefixes=[str(tmp_path / "kept")]))
+    with divided(with_file, tp) as engine:
+        output = complete(engine, prompt)
+    assert output.num_cached_tokens == 32
+    assert output.completions == expected
+
+
+def test_a_kept_prefix_of_a_model_with_latents(tmp_path: Path) -> None:
+    """Every rank has all latents."""
+    folder = tmp_path / "deepseek"
+    NextTokenReference(folder)
+    run = run_config(folder)
+    keep(run, tmp_path / "kept")
+    expected = complete(load_engine(run, 3), BEGINNING).completions
+    with divided(replace(run, device=replace(run.device, kept_prefixes=[str(tmp_path / "kept")]))) as engine:
+        output = complete(engine, BEGINNING)
+    assert output.num_cached_tokens == 32
+    assert output.completions == expected
+
+
+@pytest.mark.parametrize("tp", [2, 3, 1])
+def test_a_model_drafts(llama: Path, tmp_path: Path, tp: int) -> None:
+    """The model itself, so that drafts stay: rank 0 has it whole."""
+    run = run_config(llama)
+    own = replace(DRAFTED, model_path=str(llama))
+    with_model = replace(run, decode=replace(run.decode, speculate=Speculate.model, speculation=own))
+    check_drafts(with_model, tp, Speculate.model)
+
+
+def test_the_next_tokens_layer_drafts(tmp_path: Path) -> None:
+    """Every rank has the layer whole, and part of the head: as many drafts stay as in one process."""
+    NextTokenReference(tmp_path, intermediate_size=64, moe_intermediate_size=64, n_routed_experts=64)
+    run = run_config(tmp_path)
+    check_drafts(replace(run, decode=replace(run.decode, speculate=Speculate.mtp)), 2, Speculate.mtp)
+
+
+def check_drafts(run: RunConfig, tp: int, kind: Speculate) -> None:
+    """Answers are those of one process, twice: then the prefix cache knows some; and as many drafts stay."""
+    alone = load_engine(run, 3)
+    with divided(run, tp) as engine:
+        for name in ("greedy", "penalties", "three samples"):
+            decode = replace(SETTINGS[name], speculate=kind, speculation=DRAFTED)
+            for _ in range(2):
+                expected, found = (
+                    [output.completions for output in generate(each, PROMPTS, decode)] for each in (alone, engine)
+                )
+                assert found == expected
+        assert engine.speculator.counts == alone.speculator.counts
+        assert engine.speculator.counts.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("tp", [2, 1])
+def test_a_model_is_kept_packed_in_a_file_for_each_rank(llama: Path, tp: int) -> None:
+    run = replace(run_config(llama, keep_packed=True), quant=QuantConfig(QuantScheme.int8))
+    expected = complete(load_engine(replace(run, model=replace(run.model, keep_packed=False)), 3), OTHER).completions
+    known, made = files_of(llama), []
+    try:
+        for _ in range(2):
+            with divided(run, tp) as engine:
+                assert complete(engine, OTHER).completions == expected
+            made.append({path: path.stat().st_ino for path in files_of(llama) - known})
+    finally:
+        for path in files_of(llama) - known:
+            path.unlink()
+    assert len(made[0]) == 2
+    assert made[0] == made[1]  # the second start makes no file
+
+
+def files_of(model: Path) -> set[Path]:
+    return set(packed_cache.FOLDER.glob(f"{model.name}-*"))

@@ -1,0 +1,138 @@
+"""Ranks that are lost, stopped and interrupted: what is said, how soon it ends, and what is left. Real processes."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from kernels import build
+from tests.helpers.processes import processes
+from tests.helpers.rank_runs import (
+    DEADLINE_S,
+    are_gone,
+    done,
+    same_files,
+    start,
+    until,
+    wait_for_rows,
+    workers_of,
+    write_prompts,
+)
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")]
+
+THREE = ("parallel=tp", "parallel.tp=3")
+TP_PP = ("parallel=tp_pp", "parallel.tp=2", "parallel.pp=2")
+HEARTBEAT_S = 5
+END_S = 5.0  # for a run to end after the loss is known
+# Steps of one token each: all but two in a hundred are of a prompt.
+PROMPTS = ("device.max_batched_tokens=1", "predict.batch_size=1", "decode.max_new_tokens=1")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_prompts(tmp_path_factory.mktemp("data") / "rows.txt")
+
+
+@pytest.mark.parametrize(
+    ("number", "how", "rank", "settings"),
+    [
+        (signal.SIGKILL, THREE, 1, ()),
+        (signal.SIGKILL, THREE, 2, PROMPTS),
+        (signal.SIGSTOP, THREE, 2, ()),
+        (signal.SIGKILL, TP_PP, 1, ()),
+        (signal.SIGKILL, TP_PP, 2, PROMPTS),
+        (signal.SIGKILL, TP_PP, 3, ()),
+    ],
+    ids=[
+        *("killed in decode", "killed in a prompt", "stopped in decode"),
+        *("beside rank 0", "the first of the last stage, in a prompt", "the second of the last stage"),
+    ],
+)
+def test_a_lost_rank_is_one_line_and_the_job_goes_on(
+    data: Path, tmp_path: Path, number: signal.Signals, how: tuple[str, ...], rank: int, settings: tuple[str, ...]
+) -> None:
+    lost, whole = tmp_path / "lost", tmp_path / "whole"
+    process = start(data, lost, *how, *settings, f"parallel.heartbeat_s={HEARTBEAT_S}")
+    workers = workers_of(process, 2 if how == THREE else 3)
+    wait_for_rows(process, lost)
+    os.kill(workers[rank - 1], number)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    took = time.monotonic() - began
+    assert process.returncode == 1
+    (line,) = errors.splitlines()
+    killed = number == signal.SIGKILL
+    end = "was ended by signal 9 (SIGKILL, out of memory?)" if killed else f"has been silent for {HEARTBEAT_S} s"
+    assert line.startswith(f"error: rank {rank} (process {workers[rank - 1]}) {end}; ")
+    assert f"rows are done and kept, go on with: python run.py predict.resume={lost}" in line
+    assert took < END_S + (0 if killed else HEARTBEAT_S)
+    assert not processes().keys() & {*workers}
+    done(start(data, whole, *settings))
+    done(start(data, lost, *how, *settings, f"predict.resume={lost}"))
+    assert same_files(lost, whole)
+
+
+@pytest.mark.parametrize("how", [THREE, TP_PP], ids=["tp", "tp_pp"])
+def test_a_rank_that_is_killed_while_it_loads_is_one_line(data: Path, tmp_path: Path, how: tuple[str, ...]) -> None:
+    process = start(data, tmp_path / "run", *how)
+    workers = workers_of(process, 2 if how == THREE else 3)
+    began = time.monotonic()
+    os.kill(workers[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert time.monotonic() - began < END_S
+    assert process.returncode == 1
+    assert errors == f"error: rank 2 (process {workers[1]}) was ended by signal 9 (SIGKILL, out of memory?)\n"
+    assert not processes().keys() & {*workers}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("loading", [True, False])
+def test_the_ranks_end_with_rank_0(data: Path, tmp_path: Path, loading: bool) -> None:
+    process = start(data, tmp_path / "run", *THREE)
+    workers = workers_of(process, 2)
+    if not loading:
+        wait_for_rows(process, tmp_path / "run")
+    began = time.monotonic()
+    process.kill()
+    process.communicate()
+    until(lambda: are_gone(workers))
+    assert time.monotonic() - began < END_S
+
+
+def test_an_interrupt_ends_all_ranks_between_two_steps(data: Path, tmp_path: Path) -> None:
+    process = start(data, tmp_path / "run", *THREE)
+    workers = workers_of(process, 2)
+    wait_for_rows(process, tmp_path / "run")
+    for pid in (*workers, process.pid):  # a terminal sends it to all
+        os.kill(pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert errors.startswith("interrupted: ")
+    assert len(errors.splitlines()) == 1
+    assert not processes().keys() & {*workers}
+
+
+def test_ranks_share_memory_without_a_name(data: Path, tmp_path: Path) -> None:
+    """So that it is gone with them, and of a small /dev/shm nothing is taken."""
+    process = start(data, tmp_path / "run", *THREE)
+    workers = workers_of(process, 2)
+    wait_for_rows(process, tmp_path / "run")
+    for pid in (process.pid, *workers):
+        mapped = Path(f"/proc/{pid}/maps").read_text()
+        assert "/memfd:quintet-ranks (deleted)" in mapped
+        assert "/dev/shm" not in mapped
+    done(process)
+
+
+def test_ten_starts_at_once(data: Path, tmp_path: Path) -> None:
+    row = tmp_path / "row.txt"
+    row.write_text("Once upon a time")
+    done(start(row, tmp_path / "whole", "decode.max_new_tokens=3"))
+    folders = [tmp_path / str(number) for number in range(10)]
+    how = ("decode.max_new_tokens=3", "parallel=tp", "parallel.tp=2")
+    for process in [start(row, folder, *how) for folder in folders]:
+        assert done(process) == ""
+    assert all(same_files(folder, tmp_path / "whole") for folder in folders)

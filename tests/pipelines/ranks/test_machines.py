@@ -1,0 +1,215 @@
+"""Ranks over TCP: the files of one process, two machines imitated on one, and what is said of ranks that are lost."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kernels import build
+from pipelines.ranks.launch import joined
+from tests.helpers.builders import REPOSITORY
+from tests.helpers.processes import processes
+from tests.helpers.rank_runs import DEADLINE_S, done, same_files, start, until, wait_for_rows, workers_of, write_prompts
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")]
+
+GLOO = "parallel.backend=gloo"
+TP = ("parallel=tp", "parallel.tp=2", GLOO)
+PP = ("parallel=pp", "parallel.pp=2", GLOO)
+TP_PP = ("parallel=tp_pp", "parallel.tp=2", "parallel.pp=2", GLOO)
+HEARTBEAT_S = 5
+END_S = 5.0  # for a run to end after the loss is known
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_prompts(tmp_path_factory.mktemp("data") / "rows.txt")
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of one process."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    done(start(data, folder))
+    return folder
+
+
+@pytest.mark.parametrize("how", [TP, PP, TP_PP], ids=["tp", "pp", "tp_pp"])
+def test_ranks_over_tcp_give_the_files_of_one_process(
+    data: Path, whole: Path, tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    assert done(start(data, tmp_path / "run", *how)) == ""
+    assert same_files(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize(
+    ("number", "how", "rank"),
+    [(signal.SIGKILL, TP, 1), (signal.SIGSTOP, TP, 1), (signal.SIGKILL, TP_PP, 2), (signal.SIGSTOP, TP_PP, 3)],
+    ids=["killed beside rank 0", "stopped beside rank 0", "killed in the last stage", "stopped in the last stage"],
+)
+def test_a_lost_rank_is_one_line_and_the_job_goes_on(
+    data: Path, whole: Path, tmp_path: Path, number: signal.Signals, how: tuple[str, ...], rank: int
+) -> None:
+    folder = tmp_path / "run"
+    process = start(data, folder, *how, f"parallel.heartbeat_s={HEARTBEAT_S}")
+    workers = workers_of(process, 1 if how == TP else 3)
+    wait_for_rows(process, folder)
+    os.kill(workers[rank - 1], number)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    took = time.monotonic() - began
+    assert process.returncode == 1
+    (line,) = errors.splitlines()
+    killed = number == signal.SIGKILL
+    end = "was ended by signal 9 (SIGKILL, out of memory?)" if killed else f"has been silent for {HEARTBEAT_S} s"
+    assert line.startswith(f"error: rank {rank} (process {workers[rank - 1]}) {end}; ")
+    assert took < END_S + (0 if killed else HEARTBEAT_S)
+    assert not processes().keys() & {*workers}
+    done(start(data, folder, f"predict.resume={folder}"))  # of one process: the division decides nothing
+    assert same_files(folder, whole)
+
+
+def test_a_rank_that_is_killed_while_it_loads_is_one_line(data: Path, tmp_path: Path) -> None:
+    process = start(data, tmp_path / "run", *TP_PP)
+    workers = workers_of(process, 3)
+    began = time.monotonic()
+    os.kill(workers[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert time.monotonic() - began < END_S
+    assert process.returncode == 1
+    assert errors == f"error: rank 2 (process {workers[1]}) was ended by signal 9 (SIGKILL, out of memory?)\n"
+    assert not processes().keys() & {*workers}
+
+
+def test_the_ranks_end_with_rank_0(data: Path, tmp_path: Path) -> None:
+    process = start(data, tmp_path / "run", *TP_PP)
+    workers = workers_of(process, 3)
+    wait_for_rows(process, tmp_path / "run")
+    began = time.monotonic()
+    process.kill()
+    process.communicate()
+    until(lambda: not any("ranks.worker" in processes().get(pid, (0, ""))[1] for pid in workers))
+    assert time.monotonic() - began < END_S
+
+
+def free_port() -> int:
+    """A port whose next one is free, too: torchrun meets at the one, ranks at the other."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = int(first.getsockname()[1])
+            try:
+                socket.create_server(("127.0.0.1", port + 1)).close()
+            except OSError:
+                continue
+            return port
+
+
+def torchrun(node: int, port: int, per_node: int = 1) -> tuple[str, ...]:
+    program = str(Path(sys.executable).with_name("torchrun"))
+    where = ("--master-addr", "127.0.0.1", "--master-port", str(port))
+    return (program, "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", str(per_node), *where)
+
+
+@pytest.mark.parametrize(
+    ("per_node", "how"), [(1, ("parallel=pp",)), (2, TP_PP)], ids=["stages by default", "layers by name"]
+)
+def test_torchrun_on_two_machines_gives_the_files_of_one_process(
+    data: Path, whole: Path, tmp_path: Path, per_node: int, how: tuple[str, ...]
+) -> None:
+    """The same command on each: there is one folder, and what is on the second machine has none."""
+    port, folders = free_port(), [tmp_path / "0", tmp_path / "1"]
+    nodes = [start(data, folders[node], *how, launcher=torchrun(node, port, per_node)) for node in range(2)]
+    for node in nodes:
+        done(node)
+    assert same_files(folders[0], whole)
+    assert not folders[1].exists()
+
+
+def srun(rank: int) -> dict[str, str]:
+    """The environment of a task of two on two nodes, as srun makes it: there is no Slurm here. Each test process is another job."""
+    names = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    nodes = {"SLURM_STEP_NODELIST": "localhost,other", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    return names | nodes | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "SLURM_LOCALID": "0"}
+
+
+def test_srun_on_two_machines_gives_the_files_of_one_process(data: Path, whole: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for rank in [start(data, folders[rank], "parallel=pp", **srun(rank)) for rank in (1, 0)]:
+        done(rank)
+    assert same_files(folders[0], whole)
+    assert not folders[1].exists()
+
+
+def stopped_while_it_listens(data: Path, folder: Path) -> "subprocess.Popen[str]":
+    """Rank 0 of two on two machines, which has begun to listen and no more, as if its model took long to come."""
+    place = joined(srun(0))
+    assert place is not None
+    assert place.address is not None
+    port = f":{place.address[1]:04X} "
+    rank = start(data, folder, "parallel=pp", **srun(0))
+    until(lambda: any(port in line and " 0A " in line for line in Path("/proc/net/tcp").read_text().splitlines()))
+    rank.send_signal(signal.SIGSTOP)
+    return rank
+
+
+def test_a_rank_waits_aloud_for_as_long_as_rank_0_is_there(data: Path, whole: Path, tmp_path: Path) -> None:
+    first = stopped_while_it_listens(data, tmp_path / "0")
+    second = start(data, tmp_path / "1", "parallel=pp", **srun(1))
+    assert second.stderr is not None
+    line = second.stderr.readline()
+    what = "it finds, downloads or calibrates the model first"
+    assert line == f"rank 1 waits for rank 0, which has not begun to load: {what}\n"
+    first.send_signal(signal.SIGCONT)
+    assert done(first) == done(second) == ""
+    assert same_files(tmp_path / "0", whole)
+
+
+def test_a_rank_that_waits_ends_with_rank_0(data: Path, tmp_path: Path) -> None:
+    first = stopped_while_it_listens(data, tmp_path / "0")
+    second = start(data, tmp_path / "1", "parallel=pp", **srun(1))
+    assert second.stderr is not None
+    assert "waits for rank 0" in second.stderr.readline()
+    began = time.monotonic()
+    first.kill()
+    first.communicate()
+    second.communicate(timeout=DEADLINE_S)
+    assert time.monotonic() - began < END_S
+
+
+def test_a_machine_with_another_model_is_one_line(data: Path, tmp_path: Path) -> None:
+    """Each rank is in a folder of its own, and the model's path is relative."""
+    ranks = []
+    for rank in range(2):
+        folder = tmp_path / str(rank)
+        shutil.copytree(REPOSITORY / "models" / "tiny", folder / "model", ignore=shutil.ignore_patterns("*.py", "__*"))
+        if rank:
+            (folder / "model" / "config.json").write_text((folder / "model" / "config.json").read_text() + "\n")
+        command = [
+            sys.executable,
+            str(REPOSITORY / "run.py"),
+            "parallel=pp",
+            "model.path=model",
+            f"predict.data={data}",
+        ]
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen(command, cwd=folder, env=os.environ | srun(rank), **pipes))  # type: ignore[call-overload]
+    errors = [rank.communicate(timeout=DEADLINE_S)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    name = f"rank 1 (process {ranks[1].pid} on {socket.gethostname()})"
+    wanted = "has not what rank 0 has, but another model/config.json: give all machines the same files and versions"
+    assert errors[0] == f"error: {name} {wanted}\n"
+
+
+def test_layers_that_several_machines_share_have_to_be_asked_for(data: Path, tmp_path: Path) -> None:
+    process = start(data, tmp_path / "run", "parallel=tp", **srun(0))
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    wanted = "error: srun started 2 ranks on several machines, and parallel.tp=2 exchanges numbers several times in each layer: "
+    assert process.returncode == 1
+    assert errors.startswith(wanted + "give parallel=pp")
+    assert len(errors.splitlines()) == 1

@@ -1,0 +1,118 @@
+"""How the ranks that a launcher has started meet rank 0, and who is sent away."""
+
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from conf.errors import UserError
+from pipelines.ranks import meeting
+from pipelines.ranks.launch import Joined, Rank
+from pipelines.ranks.meeting import MEET_S, _connect, addresses, join, listen, meet
+from pipelines.ranks.messages import LENGTHS, MAX_PAYLOAD_BYTES, Channel, Gone
+
+
+def test_addresses_are_those_by_which_ranks_have_come() -> None:
+    class Reached(Channel):
+        def __init__(self, own: str, other: str) -> None:
+            self._ends = own, other
+
+        def addresses(self) -> tuple[str, str]:
+            return self._ends
+
+    def found(host: str | None, *ends: tuple[str, str]) -> list[str]:
+        return addresses([Rank(number, 1, Reached(*each), host=host) for number, each in enumerate(ends, 1)])
+
+    local, near, far = ("127.0.0.1", "127.0.0.1"), ("127.0.1.1", "127.0.0.1"), ("10.0.0.1", "10.0.0.2")
+    assert found(None, ("", "")) == ["127.0.0.1"] * 2
+    assert found("a", local, local) == ["127.0.0.1"] * 3
+    assert found("a", near, far) == ["10.0.0.1", "10.0.0.1", "10.0.0.2"]
+
+
+def places(size: int) -> list[Joined]:
+    """Ranks that meet at a free port."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        address = found.getsockname()
+    return [Joined("torchrun", rank, size, "job", 0, 1, address) for rank in range(size)]
+
+
+def test_strangers_at_the_port_are_no_ranks() -> None:
+    first, second = places(2)
+    with ThreadPoolExecutor() as threads:
+        found = threads.submit(meet, first)
+        for hello in (
+            {"rank": 1, "job": "other", "pid": 1},
+            {"rank": 0, "job": "job", "pid": 1},
+            {"rank": "1", "job": "job"},
+        ):
+            Channel(_connect_until_open(second)).send(hello)
+        for content in (b"GET / HTTP/1.1\r\n\r\n", LENGTHS.pack(2, MAX_PAYLOAD_BYTES) + b"{}"):
+            _connect_until_open(second).sendall(content)
+        channel = join(second)
+        (rank,) = found.result()
+    assert rank.name == f"rank 1 (process {os.getpid()} on {socket.gethostname()})"
+    rank.channel.send({"op": "end"})
+    assert channel.receive() == ({"op": "end"}, b"")
+
+
+def _connect_until_open(place: Joined) -> socket.socket:
+    """Connect as `join` does, which waits until rank 0 listens."""
+    end = time.monotonic() + MEET_S
+    while True:
+        try:
+            return _connect(place)
+        except OSError:
+            assert time.monotonic() < end
+
+
+def test_a_second_process_of_a_rank_is_sent_away() -> None:
+    first, second, third = places(3)
+    with ThreadPoolExecutor() as threads:
+        found = threads.submit(meet, first)
+        channel, again = join(second), join(second)
+        with pytest.raises(Gone):
+            again.receive()
+        join(third)
+        ranks = found.result()
+    assert [rank.rank for rank in ranks] == [1, 2]
+    ranks[0].channel.send({"op": "end"})
+    assert channel.receive() == ({"op": "end"}, b"")
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_ranks_that_do_not_come_are_one_line(monkeypatch: pytest.MonkeyPatch, near: bool) -> None:
+    monkeypatch.setattr(meeting, "MEET_S", 0.0)
+    first, second, _ = places(3)
+    where = " at 127.0.0.1:{}".format(*second.address[1:]) if second.address else ""
+    if near:
+        first, second, where = replace(first, address=None), replace(second, address=None), ""
+    remedy = "start all of them together, where they reach each other"
+    with pytest.raises(UserError, match=rf"^ranks \[1, 2\] of torchrun have not come within 0 s: {remedy}$"):
+        meet(first)
+    with pytest.raises(UserError, match=rf"^rank 1 has not met rank 0{where} within 0 s: .*refused: {remedy}$"):
+        join(second)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "remedy"), [("torchrun", "give another --master-port"), ("srun", "start srun again, for another port")]
+)
+def test_a_port_that_is_taken_is_one_line(launcher: str, remedy: str) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"^port {port}, where ranks meet rank 0, .* in use .*: {remedy}$"):
+            meet(Joined(launcher, 0, 2, "job", 0, 1, ("127.0.0.1", port)))
+
+
+def test_a_rank_may_come_long_before_rank_0_meets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 listens, and then calibrates: nobody takes the other's connection meanwhile."""
+    monkeypatch.setattr(meeting, "MEET_S", 0.0)
+    first, second = places(2)
+    listen(first)
+    channel = join(second)
+    monkeypatch.setattr(meeting, "MEET_S", MEET_S)
+    (rank,) = meet(first)
+    rank.channel.send({"op": "end"})
+    assert channel.receive() == ({"op": "end"}, b"")

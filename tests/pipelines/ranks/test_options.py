@@ -1,0 +1,105 @@
+"""Ranks that add, and experts that are whole on one rank, in processes: their answers, their recorded steps, and a job that goes on."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conf.decoding import DecodeConfig
+from conf.schema import ExpertDivision, ParallelConfig, ParallelMode, RunConfig, Sum
+from kernels import build
+from pipelines.loading import load_engine
+from tests.helpers.builders import run_config, write_llama
+from tests.helpers.command import run as run_command
+from tests.helpers.rank_runs import COMMAND, done, same_files, start, wait_for_rows, write_prompts
+from tests.models.test_parallel import write_family
+from tests.pipelines.ranks.test_divided import answers, close
+
+pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
+
+GREEDY = DecodeConfig(max_new_tokens=24)
+REDUCE = ("parallel=tp", "parallel.tp=2", "parallel.sum=reduce")
+
+
+def answers_of(run: RunConfig, **parallel: Any) -> list[Any]:
+    """Twice: the second time of recorded steps."""
+    engine = load_engine(replace(run, parallel=ParallelConfig(**parallel)), 3)
+    found = answers(engine, GREEDY)
+    steps: Any = engine.runner.decode_steps
+    assert steps.can_record
+    assert steps.shapes
+    assert answers(engine, GREEDY) == found
+    if parallel:
+        close(engine)
+    return found
+
+
+@pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_ranks_that_add_give_the_same_tokens(tp: int, tmp_path: Path) -> None:
+    write_llama(tmp_path, num_hidden_layers=3)
+    run = run_config(tmp_path)
+    alone, added = answers_of(run), answers_of(run, mode=ParallelMode.tp, tp=tp, sum=Sum.reduce)
+    assert token_ids(added) == token_ids(alone)
+
+
+def token_ids(found: list[Any]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in completions] for completions, _ in found]
+
+
+@pytest.mark.parametrize("sum", [Sum.gather, pytest.param(Sum.reduce, marks=pytest.mark.long)])
+def test_whole_experts(sum: Sum, tmp_path: Path) -> None:
+    write_family("mixtral", tmp_path)
+    run = run_config(tmp_path)
+    alone = answers_of(run)
+    whole = answers_of(run, mode=ParallelMode.tp, tp=2, experts=ExpertDivision.whole, sum=sum)
+    assert token_ids(whole) == token_ids(alone)
+    assert sum is Sum.reduce or whole == alone
+
+
+@pytest.mark.long
+def test_stages_of_ranks_that_add(tmp_path: Path) -> None:
+    write_llama(tmp_path, num_hidden_layers=3)
+    run = run_config(tmp_path)
+    added = answers_of(run, mode=ParallelMode.tp_pp, tp=2, pp=2, sum=Sum.reduce)
+    assert token_ids(added) == token_ids(answers_of(run))
+
+
+@pytest.mark.long
+def test_runs_of_the_command(tmp_path: Path) -> None:
+    """Of the bundled model: two that add give the same files, and so does a third over TCP."""
+    data = write_prompts(tmp_path / "rows.txt")
+    more: tuple[tuple[str, ...], ...] = ((), (), ("parallel.backend=gloo",))
+    for number, how in enumerate(more):
+        done(start(data, tmp_path / str(number), *REDUCE, *how))
+        assert same_files(tmp_path / str(number), tmp_path / "0")
+
+
+@pytest.mark.long
+def test_a_job_goes_on_with_the_same_sums_alone(tmp_path: Path) -> None:
+    data, folder = write_prompts(tmp_path / "rows.txt"), tmp_path / "run"
+    settings = (*COMMAND[1:], f"predict.data={data}", f"predict.resume={folder}")
+    process = start(data, folder, *REDUCE)
+    journal = folder / "journal.jsonl"
+    wait_for_rows(process, folder)
+    process.kill()
+    process.communicate()
+    assert json.loads(journal.read_text().splitlines()[0])["parallel.sum"] == "reduce, tp=2"
+    for other, now in (((), "null"), (("parallel=tp", "parallel.tp=3", "parallel.sum=reduce"), '"reduce, tp=3"')):
+        ended = run_command(*settings, *other)
+        assert ended.returncode == 1
+        assert f'this changed: parallel.sum ("reduce, tp=2" -> {now}). Give what it had, or begin anew' in ended.stderr
+    assert run_command(*settings, *REDUCE).returncode == 0
+    done(start(data, tmp_path / "whole", *REDUCE))
+    assert same_files(folder, tmp_path / "whole")
+
+
+@pytest.mark.long
+def test_whole_experts_of_a_model_without_any_are_one_line(tmp_path: Path) -> None:
+    ended = run_command(
+        "parallel=tp", "parallel.tp=2", "parallel.experts=whole", "device=cpu", f"hydra.run.dir={tmp_path}"
+    )
+    message = "parallel.experts=whole is of mixtures of experts, which this model has none of: leave it out"
+    assert ended.returncode == 1
+    assert f"error: {message}" in ended.stderr
