@@ -1,9 +1,9 @@
-# make setup | run | check | test | test-all | sanitize. PYTHON picks the interpreter (3.11 or 3.12) that the environment is made with.
+# make setup | run | check | test | test-all | sanitize | runner. PYTHON picks the interpreter (3.11 or 3.12) that the environment is made with.
 # test leaves out what is marked long: whole matrices, compiling for a GPU, other programs. test-all runs everything, as pytest alone does.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup run check test test-all sanitize
+.PHONY: setup run check test test-all sanitize runner
 
 # a process for each core, at most four; a file's tests stay in one process, whose fixtures they share
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
@@ -38,3 +38,7 @@ test-all: setup
 sanitize: setup
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		$(BIN)/python -m pytest -p tests.helpers.sanitize --capture=sys tests/kernels --ignore=tests/kernels/triton
+
+# A program that runs what task=export writes, without Python: build/runner can be moved to machines of the same instruction set.
+runner: setup
+	$(BIN)/python -m runner.build build/runner

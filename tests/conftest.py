@@ -22,6 +22,7 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from kernels import build  # noqa: E402
 from pipelines.engine.request import SequenceGroup  # noqa: E402
 from tests.helpers.builders import write_llama  # noqa: E402
 from tests.helpers.small_tokenizers import byte_level, save  # noqa: E402
@@ -31,6 +32,12 @@ from tests.helpers.small_tokenizers import byte_level, save  # noqa: E402
 def _seeded() -> None:
     """Random tensors of a test are the same whichever tests ran before it, so that a failure fails again."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled() -> None:
+    """The kernels are compiled before any test: a process that a test starts would say so if it had to do it."""
+    build.library()
 
 
 @pytest.fixture(scope="session")

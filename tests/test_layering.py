@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-FLOORS = ["conf", "kernels", "models", "quantization", "pipelines.engine", "pipelines", "run"]  # lowest first
+FLOORS = ["conf", "kernels", "runner", "models", "quantization", "pipelines.engine", "pipelines", "run"]  # lowest first
 SERVER = [
     "pipelines.engine_process",
     "pipelines.replicas",
@@ -44,7 +44,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     ),
     "gguf": (
         "models.formats.gguf.header",
-        "models.formats.gguf.reader",
+        "models.formats.gguf.tensors",
         "models.formats.gguf.writer",
         "models.formats.gguf.tokenizer",
         "models.formats.gguf.vocabulary",
@@ -79,7 +79,7 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-TOPS = ("conf", "kernels", "models", "quantization", "pipelines")
+TOPS = ("conf", "kernels", "models", "quantization", "pipelines", "runner")
 FILES = {module_name(file): file for top in TOPS for file in sorted((REPOSITORY / top).rglob("*.py"))} | {
     "run": REPOSITORY / "run.py"
 }
@@ -133,6 +133,13 @@ def test_packages_stay_in_their_places(package: str) -> None:
     users = {name for name in FILES if any(used.split(".")[0] == package for used in imports(name))}
     wrong = [name for name in users if not any(Path(name).match(pattern) for pattern in ALLOWED[package])]
     assert not wrong, f"{package} is imported by {wrong}"
+
+
+def test_ranks_alone_use_what_torch_has_for_several_processes() -> None:
+    names = ("torch.distributed", "torch._C._distributed_c10d")
+    users = {name for name in FILES if any(used.startswith(names) for used in imports(name))}
+    assert users
+    assert not [name for name in users if not name.startswith(("kernels.collectives", "pipelines.ranks"))]
 
 
 @pytest.mark.parametrize("name", sorted(TORCHLESS))

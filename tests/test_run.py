@@ -169,7 +169,7 @@ def test_a_config_that_is_not_utf_8_is_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("~model", "~model would take away what is needed: leave it out, or give model= and one of llama2_13b, "),
+        ("~model", "~model would take away what is needed: leave it out, or give model= and one of baichuan2_13b, "),
         ("decode=null", "decode=null would take away what is needed: leave it out, or give decode= and one of beam, "),
         ("~decode.top_p", "leave it out, or give decode.top_p= and a value"),
         ("hydra.run.dir=", "hydra.run.dir= is no folder: give one, or leave it out"),

@@ -1,10 +1,11 @@
 """A row for each scheme, dtype and cache format of MODEL, or for each family: decode and prefill beside the memory bandwidth.
 
 `python tests/bench/cells.py [MODEL] --out FILE.json [--formats NAME,NAME] [--rows 1 16]`; MODEL has a config.json, its weights are random.
-Without one the rows are of families in bfloat16 (family_configs.py): `--rows 1 --new 16 --repeats 1` takes some ten minutes.
+Without one the rows are of families in bfloat16 (family_configs.py), some 30 s each with `--rows 1 --new 16 --repeats 1`.
 Every cell is a process of its own. `--formats` takes beginnings of names, `int4,artefact`: so one run becomes several. `--artefacts FOLDER`
 adds what `task=quantize`, `task=convert` or other tools have written, one in each subfolder: the only cells with static activations,
-act-order, AWQ's order and GGUF. At the end stands the slowest cell of a row, by its share of the bandwidth.
+act-order, AWQ's order and GGUF's Q8_0 and Q4_0; K-quants have files of random blocks. At the end stands the slowest cell of a row, by its
+share of the bandwidth.
 
 Decode tokens/s times the bytes that a step reads is its share of the bandwidth, which each process measures just after. Operations of a
 prefill are those of its products, two for each weight and token.
@@ -25,7 +26,9 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
+from kernels.linear.block_weight import KINDS  # noqa: E402
 from tests.bench.family_configs import chatglm_prompt, operations_per_token, write_configs  # noqa: E402
+from tests.helpers.gguf_files import write_random_llama  # noqa: E402
 
 SCHEMES = {
     "none": ["quant=none"],
@@ -72,7 +75,7 @@ def main() -> None:
     }
     sizes = [f"bench.new_tokens={args.new}", f"bench.repeats={args.repeats}"]
     with tempfile.TemporaryDirectory() as folder:
-        found = cells(args.model) if args.model else family_cells(Path(folder))
+        found = cells(args.model) | block_cells(args.model, Path(folder)) if args.model else family_cells(Path(folder))
         found |= artefact_cells(args.artefacts) if args.artefacts else {}
         for name, overrides in found.items():
             if args.formats and not name.startswith(args.formats):
@@ -110,6 +113,23 @@ def cells(model: Path) -> dict[str, list[str]]:
         for dtype in DTYPES:
             for cache in CACHES if scheme in ("none", "int8") and dtype == "bfloat16" else CACHES[:1]:
                 found[f"{scheme}, {dtype}, cache {cache}"] = [*random(model, dtype), *quant, f"quant.kv_cache={cache}"]
+    return found
+
+
+def block_cells(model: Path, folder: Path) -> dict[str, list[str]]:
+    """Return the cell of each of ggml's types that stay in blocks: files of random ones, of a Llama whose widths are whole blocks."""
+    config = json.loads((model / "config.json").read_text())
+    if config["hidden_size"] % 256 or config["intermediate_size"] % 256:
+        return {}
+    found = {}
+    for kind in KINDS:
+        file = folder / f"{kind}.gguf"
+        found[f"gguf {kind}, bfloat16, cache none"] = [
+            f"model.path={file}",
+            "model.tokenizer=null",
+            "model.dtype=bfloat16",
+        ]
+        write_random_llama(file, model, kind)
     return found
 
 

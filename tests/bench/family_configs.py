@@ -1,4 +1,4 @@
-"""A config.json of 0.3 to 0.8 billion parameters for each family, with the vocabulary and heads of its published models."""
+"""A config.json of 0.3 to 0.9 billion parameters for each family, with the vocabulary and heads of its published models."""
 
 import json
 import math
@@ -49,6 +49,15 @@ GLM = {
     "pad_token_id": 0,
     "num_hidden_layers": 12,
 }
+ROUTED = {
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 768,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_hidden_layers": 5,
+}
 CHATGLM = {"model_type": "chatglm", "hidden_size": 1536, "num_attention_heads": 12, "num_layers": 14}
 CHATGLM_IDS = {"bos_token_id": 130004, "mask_token_id": 130000, "gmask_token_id": 130001}
 
@@ -70,8 +79,25 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type, but for those that give
         "seq_length": 8192,
         "add_qkv_bias": True,
     },
+    "cohere2": {**LLAMA, "num_hidden_layers": 12, "sliding_window": 4096, "vocab_size": 256000},
     "deepseek_v2": {**DEEPSEEK, "topk_method": "greedy"},
     "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 512, "n_group": 4, "topk_group": 2},
+    "ernie3_5": {
+        **{key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "rms_norm_eps")},
+        "layer_norm_eps": 1e-5,
+    },
+    "ernie4_5": {**LLAMA, "head_dim": 128, "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 103424},
+    "ernie4_5_moe": {
+        **LLAMA,
+        "head_dim": 128,
+        "moe_num_experts": 16,
+        "moe_k": 4,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 5,
+        "vocab_size": 103424,
+    },
+    "exaone4": {**LLAMA, "sliding_window": 4096, "vocab_size": 102400},
+    "falcon": {"hidden_size": 1536, "num_hidden_layers": 16, "num_attention_heads": 24, "vocab_size": 65024},
     "gemma2": {
         **LLAMA,
         "hidden_size": 1152,
@@ -82,9 +108,73 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type, but for those that give
         "head_dim": 256,
         "vocab_size": 256000,
     },
+    "gemma3_text": {
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 13,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "vocab_size": 262144,
+    },
     "glm": GLM,
     "glm4": GLM,
+    "glm4_moe": {**GLM, **ROUTED, "attention_bias": True, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {
+        **DEEPSEEK,
+        **ROUTED,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "routed_scaling_factor": 1.8,
+        "vocab_size": 154880,
+    },
     "gpt2": {"n_embd": 1280, "n_layer": 24, "n_head": 20, "vocab_size": 50257},
+    "gpt_neox": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "vocab_size": 50304,
+    },
+    "granite": {
+        **LLAMA,
+        "attention_multiplier": 1 / 128,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+        "residual_multiplier": 0.22,
+        "tie_word_embeddings": True,
+        "vocab_size": 49155,
+    },
+    "internlm2": {**LLAMA, "bias": False, "vocab_size": 92544},
+    "internlm3": {**LLAMA, "head_dim": 128, "num_key_value_heads": 2, "vocab_size": 128512},
+    "kimi_k2": {**DEEPSEEK, **ROUTED, "q_lora_rank": 512, "routed_scaling_factor": 2.827, "vocab_size": 163840},
+    "minimax_m2": {
+        **LLAMA,
+        "hidden_size": 1024,
+        "intermediate_size": 768,
+        "num_hidden_layers": 5,
+        "head_dim": 128,
+        "rotary_dim": 64,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 4,
+        "vocab_size": 200064,
+    },
+    "ministral3": {
+        **LLAMA,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "llama_4_scaling_beta": 0.1,
+        },
+        "tie_word_embeddings": True,
+        "vocab_size": 131072,
+    },
     "mistral": {**LLAMA, "sliding_window": 4096},
     "mixtral": {
         **LLAMA,
@@ -93,6 +183,8 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type, but for those that give
         "intermediate_size": 1536,
         "num_hidden_layers": 8,
     },
+    "olmo2": {**LLAMA, "num_key_value_heads": 12, "vocab_size": 100352},
+    "olmo3": {**LLAMA, "num_key_value_heads": 12, "sliding_window": 4096, "vocab_size": 100278},
     "opt": {
         "hidden_size": 1024,
         "ffn_dim": 4096,
@@ -100,6 +192,13 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type, but for those that give
         "num_attention_heads": 16,
         "vocab_size": 50272,
         "word_embed_proj_dim": 1024,
+    },
+    "phi": {
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 24,
+        "vocab_size": 51200,
     },
     "phi3": {**LLAMA, "vocab_size": 32064, "pad_token_id": 0},
     "qwen": {
@@ -120,6 +219,26 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type, but for those that give
     "qwen2_moe": {**LLAMA, **MIXTURE, "shared_expert_intermediate_size": 2048, "vocab_size": 151936},
     "qwen3": {**LLAMA, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
     "qwen3_moe": {**LLAMA, **MIXTURE, "head_dim": 128, "vocab_size": 151936},
+    "seed_oss": {**LLAMA, "head_dim": 128, "num_hidden_layers": 12, "vocab_size": 155136},
+    "smollm3": {**LLAMA, "rope_theta": 5e6, "vocab_size": 128256},
+    "starcoder2": {
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "sliding_window": 4096,
+        "vocab_size": 49152,
+    },
+    "telechat": {
+        "hidden_size": 1536,
+        "ffn_hidden_size": 4096,
+        "n_layer": 12,
+        "n_head": 12,
+        "base_seqlen": 8192,
+        "training_seqlen": 8192,
+        "vocab_size": 131072,
+    },
 }
 
 

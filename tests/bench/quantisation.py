@@ -1,6 +1,8 @@
 """Perplexity and divergence of every scheme from the float model: `python tests/bench/quantisation.py MODEL TEXT CALIBRATION [OVERRIDES]`.
 
 Each cell is a run of task=evaluate of its own, in float32 on the CPU. Prints a table, and writes the rows as JSON with --json FILE.
+Each file of `--gguf FILE FILE` is the same model as another tool has quantised it; with `--cells float` these are the only cells beside
+the float model.
 """
 
 import argparse
@@ -45,17 +47,21 @@ def main() -> None:
     parser.add_argument("text")
     parser.add_argument("calibration")
     parser.add_argument("--json")
+    parser.add_argument("--gguf", type=Path, nargs="*", default=[])
+    parser.add_argument("--cells", nargs="*", default=[*CELLS], help="names: %(default)s")
     parser.add_argument("overrides", nargs="*", help="for all cells")
     args = parser.parse_args()
     data, samples = f"calibrate.data={args.calibration}", ["calibrate.num_samples=64", "calibrate.sequence_length=256"]
     rows, base = [], 0.0
-    for name, options in CELLS.items():
+    cells = {name: [f"model.path={args.model}", *CELLS[name]] for name in args.cells}
+    cells |= {f"gguf {file.stem}": [f"model.path={file}", f"model.tokenizer={args.model}"] for file in args.gguf}
+    for name, options in cells.items():
         texts = [data] if name.startswith("a8w8") and name != "a8w8, rtn" else []
         if any(word in name for word in CALIBRATED):
             texts = [data, *samples]
         metrics = evaluate(
             [
-                *(f"{key}={args.model}" for key in ("model.path", "evaluate.reference")),
+                f"evaluate.reference={args.model}",
                 f"evaluate.data={args.text}",
                 *options,
                 *texts,

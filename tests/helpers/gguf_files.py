@@ -86,6 +86,54 @@ def write_tensors(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray], kind:
     writer.close()
 
 
+def random_blocks(kind: str, num_outputs: int, num_inputs: int, seed: int) -> np.ndarray:
+    """Rows uint8 [outputs, bytes] of random codes and scales, the package having no writer of these types; values are of the order 0.1."""
+    type = gguf.GGMLQuantizationType[kind]
+    block, block_bytes = gguf.GGML_QUANT_SIZES[type]
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (num_outputs, num_inputs // block, block_bytes), np.uint8)
+    places, largest = {"Q5_0": ((0,), 0.01), "Q4_K": ((0, 2), 3e-4), "Q5_K": ((0, 2), 2e-4), "Q6_K": ((208,), 5e-5)}[
+        kind
+    ]
+    for place in places:
+        halves = generator.uniform(largest / 4, largest, blocks.shape[:2]).astype(np.float16)
+        blocks[:, :, place : place + 2] = halves[:, :, None].view(np.uint8)
+    return blocks.reshape(num_outputs, -1)
+
+
+def write_random_llama(file: Path, folder: Path, kind: str) -> None:
+    """Write a Llama of a folder's config.json whose matrices are random blocks, and its norms ones."""
+    config = json.loads((folder / "config.json").read_text())
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    layer = {
+        "attn_q": hidden,
+        "attn_k": keys,
+        "attn_v": keys,
+        "attn_output": hidden,
+        "ffn_gate": inner,
+        "ffn_up": inner,
+    }
+    writer = gguf.GGUFWriter(file, "llama")
+    add_shape(writer, folder)
+    matrices = {"token_embd": (vocab, hidden), "output": (vocab, hidden)}
+    norms = ["output_norm"]
+    for i in range(config["num_hidden_layers"]):
+        matrices |= {f"blk.{i}.{name}": (outputs, hidden) for name, outputs in layer.items()}
+        matrices[f"blk.{i}.ffn_down"] = hidden, inner
+        norms += [f"blk.{i}.attn_norm", f"blk.{i}.ffn_norm"]
+    for name in norms:
+        writer.add_tensor(f"{name}.weight", np.ones(hidden, np.float32))
+    for seed, (name, shape) in enumerate(matrices.items()):
+        writer.add_tensor(
+            f"{name}.weight", random_blocks(kind, *shape, seed), raw_dtype=gguf.GGMLQuantizationType[kind]
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_twin(folder: Path, file: Path, kind: str = "F32", merged: bool = True, **metadata: Any) -> Path:
     """`metadata`: more keys, dots as double underscores."""
     model_type = json.loads((folder / "config.json").read_text())["model_type"]

@@ -16,13 +16,16 @@ TOLERANCE = 1e-4  # float32 sums in another order; the logits are of order 1 to 
 
 
 def write_random(folder: Path, model: Any) -> Any:
-    """Saves transformers' model with every parameter random, also norms and biases; returns it."""
+    """Saves transformers' model with every parameter random, also norms, biases and corrections of routers; returns it."""
     torch.manual_seed(0)
     model = model.float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_norm = parameter.ndim == 1 and name.endswith("weight")
             parameter.normal_(1.0 if is_norm else 0.0, 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.15)
     model.save_pretrained(folder)
     return model
 

@@ -1,30 +1,27 @@
-"""Ranks as threads of this process."""
+"""Ranks as threads of this process, which make no graphs for derivatives."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
-from kernels.collectives import RankFailed, Threads
+from kernels.collectives import Threads
+from pipelines.ranks import threads
+from pipelines.ranks.threads import ThreadPlace
 
 T = TypeVar("T")
 
 
 def run_ranks(size: int, work: Callable[[Threads], T]) -> list[T]:
     """What `work` returns to each rank. Raises the error of the rank that failed first."""
+    return run_stages(size, 1, lambda place: work(place.group))
 
-    def of(group: Threads) -> T:
-        try:
-            with torch.inference_mode():
-                return work(group)
-        except BaseException:
-            group.fail()
-            raise
 
-    with ThreadPoolExecutor(size) as threads:
-        futures = [threads.submit(of, group) for group in Threads.of(size)]
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        raise next((error for error in errors if not isinstance(error, RankFailed)), errors[0])
-    return [future.result() for future in futures]
+def run_stages(tp: int, pp: int, work: Callable[[ThreadPlace], T]) -> list[T]:
+    """What `work` returns to each rank of all stages. Raises the error of the rank that failed first."""
+
+    def of(place: ThreadPlace) -> T:
+        with torch.inference_mode():
+            return work(place)
+
+    return threads.run_ranks(tp, pp, of)

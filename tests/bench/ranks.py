@@ -1,0 +1,222 @@
+"""Ranks beside one process: `python tests/bench/ranks.py --model FOLDER --out FILE.json [--rounds 3] [key=value ...]`.
+
+gather: two processes put pieces beside each other in our shared memory and by gloo of torch.distributed, in turns: the median seconds of a
+call, by the bytes of a piece. divisions: task=bench with as many threads as there are cores, in one process and in two ranks of
+half of them, in turns, for one row and for sixteen. replicas: task=predict of --rows rows in one process and by two replicas of
+parallel=ray, in turns. kill: a rank of task=predict is killed by SIGKILL; the seconds until the run has ended.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed
+
+from kernels import build
+from kernels.collectives.shared_memory import SharedMemory, create_shared_memory
+from kernels.threads import use_cores
+from pipelines.report import environment, write_atomically
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SIZES = [1 << power for power in range(13, 26)]  # bytes of a piece: 8 KB to 32 MB
+DIVISIONS = {
+    "single": ["parallel=single"],
+    "tp2": ["parallel=tp", "parallel.tp=2"],
+    "pp2": ["parallel=pp", "parallel.pp=2"],
+}
+
+
+def gather_rank(rank: int, fd: int, port: int, repeats: int, result: Connection) -> None:
+    """Measure one of two ranks, and send the medians of each size."""
+    library = build.library()
+    assert library is not None
+    use_cores({sorted(os.sched_getaffinity(0))[rank]})
+    torch.set_num_threads(1)
+    group = SharedMemory(library, fd, rank, 2, True)
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    found = []
+    for size in SIZES:
+        num_rows = max(size >> 20, 1)  # a row of all ranks has 4 MB at most
+        piece = torch.full((num_rows, size // num_rows), rank, dtype=torch.uint8)
+        pieces = [torch.empty_like(piece) for _ in range(2)]
+        seconds: dict[str, list[float]] = {"shared_memory": [], "gloo": []}
+        for _ in range(repeats):
+            start = time.perf_counter()
+            out = group.gather(piece, (piece.shape[1], piece.shape[1]))
+            middle = time.perf_counter()
+            torch.distributed.all_gather(pieces, piece)
+            seconds["shared_memory"].append(middle - start)
+            seconds["gloo"].append(time.perf_counter() - middle)
+            torch.distributed.barrier()  # so that neither counts the other's delay
+        assert out.equal(torch.cat(pieces, dim=1))
+        medians = {name: statistics.median(each) for name, each in seconds.items()}
+        microseconds = {f"{name}_us": round(median * 1e6, 1) for name, median in medians.items()}
+        ratio = round(medians["gloo"] / medians["shared_memory"], 2)
+        found.append({"bytes": size, **microseconds, "gloo / shared_memory": ratio})
+    group.check()
+    result.send(found)
+    torch.distributed.destroy_process_group()
+
+
+def gather(repeats: int) -> list[dict[str, Any]]:
+    """Return the rows of all sizes, as rank 0 sees them."""
+    library = build.library()
+    assert library is not None
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    fd = create_shared_memory(library, 2)
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    ranks = [context.Process(target=gather_rank, args=(i, fd, port, repeats, pipes[i][1])) for i in range(2)]
+    for each in ranks:
+        each.start()
+    rows: list[dict[str, Any]] = pipes[0][0].recv()
+    for each in ranks:
+        each.join()
+    return rows
+
+
+def bench(model: str, overrides: list[str], num_rows: int, folder: Path) -> dict[str, float]:
+    """Return what task=bench measures."""
+    command = [sys.executable, "run.py", "task=bench", f"model.path={model}", "device=cpu", f"hydra.run.dir={folder}"]
+    command += [f"bench.batch_size={num_rows}", "bench.prompt_tokens=128", "bench.new_tokens=32", *overrides]
+    subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+    found = json.loads((folder / "metrics.json").read_text())
+    return {name: found[name] for name in ("prefill_tokens_per_s", "decode_tokens_per_s")}
+
+
+def divisions(model: str, overrides: list[str], rounds: int, folder: Path) -> dict[str, Any]:
+    """Return the medians of each division and their ratios to one process in the same round, by the number of rows."""
+    result: dict[str, Any] = {}
+    for num_rows in (1, 16):
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in DIVISIONS}
+        for number in range(rounds):
+            for name, parallel in DIVISIONS.items():
+                row = bench(model, [*parallel, *overrides], num_rows, folder / f"{name}-{num_rows}-{number}")
+                found[name].append(row)
+                print(name, num_rows, row, flush=True)
+        rows = {}
+        for name, measured in found.items():
+            ratios = {
+                key: statistics.median(a[key] / b[key] for a, b in zip(measured, found["single"], strict=True))
+                for key in measured[0]
+            }
+            medians = {key: round(statistics.median(each[key] for each in measured), 2) for key in measured[0]}
+            rows[name] = medians | {f"{key} / single": round(ratio, 3) for key, ratio in ratios.items()}
+        result[str(num_rows)] = rows
+    return result
+
+
+def replicas(model: str, overrides: list[str], num_rows: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """Return the median speeds of a job by one process and by two replicas, and their ratio in the same round."""
+    data = folder / "job.txt"
+    data.write_text("\n".join(f"Row {i}" for i in range(num_rows)))
+    found: dict[str, list[float]] = {"single": [], "replicas": []}
+    for number in range(rounds):
+        for name, parallel in (("single", ["parallel=single"]), ("replicas", ["parallel=ray", "parallel.replicas=2"])):
+            run = folder / f"{name}-job-{number}"
+            command = [sys.executable, "run.py", *parallel, f"model.path={model}", "device=cpu", *overrides]
+            command += [f"predict.data={data}", "decode.max_new_tokens=32", "decode.ignore_eos=true"]
+            command += ["decode.temperature=0", f"hydra.run.dir={run}"]
+            subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+            found[name].append(json.loads((run / "metrics.json").read_text())["tokens_per_s"])
+            print(name, num_rows, found[name][-1], flush=True)
+    ratios = [both / single for both, single in zip(found["replicas"], found["single"], strict=True)]
+    rows: dict[str, Any] = {f"{name}_tokens_per_s": round(statistics.median(each), 1) for name, each in found.items()}
+    return {"num_rows": num_rows, **rows, "replicas / single": round(statistics.median(ratios), 3)}
+
+
+def kill(model: str, overrides: list[str], rounds: int, folder: Path) -> list[float]:
+    """Return the seconds from SIGKILL of rank 1 to the end of the run, in each round."""
+    data, seconds = folder / "rows.txt", []
+    data.write_text("\n".join(f"Row {i}" for i in range(64)))
+    for number in range(rounds):
+        run = folder / f"kill{number}"
+        command = [
+            sys.executable,
+            "run.py",
+            "parallel=tp",
+            "parallel.tp=2",
+            f"model.path={model}",
+            "device=cpu",
+            *overrides,
+        ]
+        command += [
+            f"predict.data={data}",
+            "decode.max_new_tokens=400",
+            "decode.ignore_eos=true",
+            f"hydra.run.dir={run}",
+        ]
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        while not (workers := children(process.pid)) or not (run / "journal.jsonl").exists():
+            if process.poll() is not None:
+                raise RuntimeError(process.communicate()[1])
+            time.sleep(0.05)
+        time.sleep(5)  # into its steps
+        start = time.perf_counter()
+        os.kill(workers[0], signal.SIGKILL)
+        _, stderr = process.communicate()
+        seconds.append(round(time.perf_counter() - start, 2))
+        assert process.returncode == 1, stderr
+        print(seconds[-1], stderr.strip(), flush=True)
+    return seconds
+
+
+def children(pid: int) -> list[int]:
+    """Return the ranks that a process has started."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid and b"pipelines.ranks.worker" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=50, help="of each gather")
+    parser.add_argument("--rows", type=int, default=64, help="of the job of two replicas")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = {
+            "what": (__doc__ or "").splitlines()[0],
+            "date": str(date.today()),
+            "environment": environment(),
+            "model": Path(args.model).name,
+            "rounds": args.rounds,
+            "overrides": args.overrides,
+            "gather": gather(args.repeats),
+            "divisions": divisions(args.model, args.overrides, args.rounds, Path(folder)),
+            "replicas": replicas(args.model, args.overrides, args.rows, args.rounds, Path(folder)),
+            "kill_to_exit_s": kill(args.model, args.overrides, args.rounds, Path(folder)),
+        }
+    write_atomically(args.out, [json.dumps(result, indent=1)])
+    print(json.dumps(result["gather"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""A process that loads one rank's part and says what it took: `python -m tests.helpers.rank_load RUN TP PP RANK`.
+
+Nobody else reads the checkpoint meanwhile, so that what is read of its files is this rank's. RUN is a RunConfig as JSON.
+"""
+
+import json
+import sys
+
+from conf.compose import from_json
+from kernels import build
+from models.weights import module_bytes
+from pipelines.assembly import load_planned
+from pipelines.device import prepare_device
+from pipelines.opening import open_source
+from pipelines.planning import divide_plan, plan_model
+from pipelines.ranks.place import create_memory, division_of, shared_place
+from pipelines.report import peak_memory_bytes, reset_peak_memory
+
+
+def main() -> None:
+    run = from_json(json.loads(sys.argv[1]))
+    tp, pp, rank = map(int, sys.argv[2:])
+    library = build.library()
+    assert library is not None
+    place = shared_place(library, create_memory(library, tp, pp), division_of(rank, tp, pp, run.parallel), spins=False)
+    device = prepare_device(run.device)
+    plan = plan_model(run, open_source(run.model), device, packed=True)
+    plan = divide_plan(plan, place.division, place.group, place.neighbours)
+    weight_bytes = sum(module_bytes(plan.model, plan.dtype).values())
+    reset_peak_memory()
+    before = peak_memory_bytes(device)
+    load_planned(run, plan)
+    print(json.dumps({"weight_bytes": weight_bytes, "peak_bytes": peak_memory_bytes(device) - before}))
+
+
+if __name__ == "__main__":
+    main()

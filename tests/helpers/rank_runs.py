@@ -1,0 +1,73 @@
+"""Runs of task=predict on ranks, in processes of their own."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.helpers.builders import REPOSITORY
+from tests.helpers.processes import processes
+
+DEADLINE_S = 120.0  # for what a busy machine does in seconds
+RESULTS = ("predictions.jsonl", "text_generation_result.txt")
+COMMAND = ("run.py", "decode=sampling", "decode.seed=3", "decode.max_new_tokens=60", "predict.batch_size=2")
+
+
+def write_prompts(file: Path) -> Path:
+    file.write_text("".join(f"Once upon a time there were {i} cats. " * 8 + "\n" for i in range(24)))
+    return file
+
+
+def start(
+    data: Path, folder: Path, *arguments: str, launcher: tuple[str, ...] = (sys.executable,), **environment: str
+) -> "subprocess.Popen[str]":
+    command = [*launcher, *COMMAND, f"predict.data={data}", f"hydra.run.dir={folder}", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=REPOSITORY, text=True, env={**os.environ, **environment}, **pipes)  # type: ignore[call-overload, no-any-return]
+
+
+def done(process: "subprocess.Popen[str]") -> str:
+    """Wait for a run that succeeds, and return what it wrote to standard error."""
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, errors
+    return str(errors)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def workers_of(process: "subprocess.Popen[str]", count: int) -> list[int]:
+    """The processes of ranks 1 to `count` of a run; waits for them."""
+    found: list[int] = []
+
+    def there() -> bool:
+        known = processes().items()
+        pids = [pid for pid, (parent, command) in known if parent == process.pid and "ranks.worker" in command]
+        found[:] = sorted(pids)  # in the order of their start
+        return len(found) == count
+
+    until(there)
+    return found
+
+
+def are_gone(pids: list[int]) -> bool:
+    """Whether none of these is a rank's process any more. One whose parent has ended may wait for another to take note of its end."""
+    known = processes()
+    return not any("ranks.worker" in known.get(pid, (0, ""))[1] for pid in pids)
+
+
+def wait_for_rows(process: "subprocess.Popen[str]", folder: Path) -> None:
+    """Wait until the run has done some rows, and not all."""
+    journal = folder / "journal.jsonl"
+    until(lambda: process.poll() is not None or (journal.exists() and journal.read_bytes().count(b"\n") > 2))
+    assert process.poll() is None
+
+
+def same_files(one: Path, other: Path) -> bool:
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in RESULTS)
