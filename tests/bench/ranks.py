@@ -2,8 +2,9 @@
 
 gather: two processes put pieces beside each other in our shared memory and by gloo of torch.distributed, in turns: the median seconds of a
 call, by the bytes of a piece. divisions: task=bench with as many threads as there are cores, in one process and in two ranks of
-half of them, in turns, for one row and for sixteen. replicas: task=predict of --rows rows in one process and by two replicas of
-parallel=ray, in turns. kill: a rank of task=predict is killed by SIGKILL; the seconds until the run has ended.
+half of them, in turns, for one row and for sixteen, beside the decode speed that parallel=auto plans. replicas: task=predict of --rows
+rows in one process and by two replicas of parallel=ray, in turns. kill: a rank of task=predict is killed by SIGKILL; the seconds until
+the run has ended.
 """
 
 import argparse
@@ -27,9 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed
 
+from conf.compose import compose_run_config
 from kernels import build
 from kernels.collectives.shared_memory import SharedMemory, create_shared_memory
 from kernels.threads import use_cores
+from pipelines.plan_division import plan_division
 from pipelines.report import environment, write_atomically
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -100,10 +103,22 @@ def bench(model: str, overrides: list[str], num_rows: int, folder: Path) -> dict
     return {name: found[name] for name in ("prefill_tokens_per_s", "decode_tokens_per_s")}
 
 
+def planned(model: str, overrides: list[str], num_rows: int) -> dict[str, float]:
+    """Return the decode tokens/s that parallel=auto plans for each division of this machine, as `bench` measures them."""
+    run = compose_run_config(
+        ["task=bench", f"model.path={model}", "device=cpu", "parallel=auto", "model.max_length=160"]
+        + [f"bench.batch_size={num_rows}", *overrides]
+    )
+    candidates, _, _ = plan_division(run)
+    names = {(1, 1): "single", (2, 1): "tp2", (1, 2): "pp2"}
+    return {names[each.tp, each.pp]: each.tokens_per_s for each in candidates}
+
+
 def divisions(model: str, overrides: list[str], rounds: int, folder: Path) -> dict[str, Any]:
     """Return the medians of each division and their ratios to one process in the same round, by the number of rows."""
     result: dict[str, Any] = {}
     for num_rows in (1, 16):
+        plan = planned(model, overrides, num_rows)
         found: dict[str, list[dict[str, float]]] = {name: [] for name in DIVISIONS}
         for number in range(rounds):
             for name, parallel in DIVISIONS.items():
@@ -117,7 +132,9 @@ def divisions(model: str, overrides: list[str], rounds: int, folder: Path) -> di
                 for key in measured[0]
             }
             medians = {key: round(statistics.median(each[key] for each in measured), 2) for key in measured[0]}
-            rows[name] = medians | {f"{key} / single": round(ratio, 3) for key, ratio in ratios.items()}
+            plans = {"planned_tokens_per_s": round(plan[name], 2)}
+            plans["planned / measured"] = round(plan[name] / medians["decode_tokens_per_s"], 3)
+            rows[name] = medians | plans | {f"{key} / single": round(ratio, 3) for key, ratio in ratios.items()}
         result[str(num_rows)] = rows
     return result
 

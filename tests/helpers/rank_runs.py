@@ -1,6 +1,7 @@
 """Runs of task=predict on ranks, in processes of their own."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,8 @@ from tests.helpers.builders import REPOSITORY
 from tests.helpers.processes import processes
 
 DEADLINE_S = 120.0  # for what a busy machine does in seconds
+HEARTBEAT_S = 5
+END_S = 5.0  # for a run to end after the loss is known
 RESULTS = ("predictions.jsonl", "text_generation_result.txt")
 COMMAND = ("run.py", "decode=sampling", "decode.seed=3", "decode.max_new_tokens=60", "predict.batch_size=2")
 
@@ -54,6 +57,22 @@ def workers_of(process: "subprocess.Popen[str]", count: int) -> list[int]:
 
     until(there)
     return found
+
+
+def lose(process: "subprocess.Popen[str]", workers: list[int], rank: int, number: signal.Signals) -> str:
+    """Kill or stop a rank, and return the one line that its run says. The run ends in time and leaves no process."""
+    os.kill(workers[rank - 1], number)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    took = time.monotonic() - began
+    assert process.returncode == 1
+    (line,) = errors.splitlines()
+    killed = number == signal.SIGKILL
+    end = "was ended by signal 9 (SIGKILL, out of memory?)" if killed else f"has been silent for {HEARTBEAT_S} s"
+    assert line.startswith(f"error: rank {rank} (process {workers[rank - 1]}) {end}")
+    assert took < END_S + (0 if killed else HEARTBEAT_S)
+    assert not processes().keys() & {*workers}
+    return str(line)
 
 
 def are_gone(pids: list[int]) -> bool:

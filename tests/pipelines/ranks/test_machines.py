@@ -14,8 +14,20 @@ import pytest
 from kernels import build
 from pipelines.ranks.launch import joined
 from tests.helpers.builders import REPOSITORY
-from tests.helpers.processes import processes
-from tests.helpers.rank_runs import DEADLINE_S, done, same_files, start, until, wait_for_rows, workers_of, write_prompts
+from tests.helpers.rank_runs import (
+    DEADLINE_S,
+    END_S,
+    HEARTBEAT_S,
+    are_gone,
+    done,
+    lose,
+    same_files,
+    start,
+    until,
+    wait_for_rows,
+    workers_of,
+    write_prompts,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")]
 
@@ -23,8 +35,6 @@ GLOO = "parallel.backend=gloo"
 TP = ("parallel=tp", "parallel.tp=2", GLOO)
 PP = ("parallel=pp", "parallel.pp=2", GLOO)
 TP_PP = ("parallel=tp_pp", "parallel.tp=2", "parallel.pp=2", GLOO)
-HEARTBEAT_S = 5
-END_S = 5.0  # for a run to end after the loss is known
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +70,7 @@ def test_a_lost_rank_is_one_line_and_the_job_goes_on(
     process = start(data, folder, *how, f"parallel.heartbeat_s={HEARTBEAT_S}")
     workers = workers_of(process, 1 if how == TP else 3)
     wait_for_rows(process, folder)
-    os.kill(workers[rank - 1], number)
-    began = time.monotonic()
-    _, errors = process.communicate(timeout=DEADLINE_S)
-    took = time.monotonic() - began
-    assert process.returncode == 1
-    (line,) = errors.splitlines()
-    killed = number == signal.SIGKILL
-    end = "was ended by signal 9 (SIGKILL, out of memory?)" if killed else f"has been silent for {HEARTBEAT_S} s"
-    assert line.startswith(f"error: rank {rank} (process {workers[rank - 1]}) {end}; ")
-    assert took < END_S + (0 if killed else HEARTBEAT_S)
-    assert not processes().keys() & {*workers}
+    lose(process, workers, rank, number)
     done(start(data, folder, f"predict.resume={folder}"))  # of one process: the division decides nothing
     assert same_files(folder, whole)
 
@@ -78,13 +78,7 @@ def test_a_lost_rank_is_one_line_and_the_job_goes_on(
 def test_a_rank_that_is_killed_while_it_loads_is_one_line(data: Path, tmp_path: Path) -> None:
     process = start(data, tmp_path / "run", *TP_PP)
     workers = workers_of(process, 3)
-    began = time.monotonic()
-    os.kill(workers[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=DEADLINE_S)
-    assert time.monotonic() - began < END_S
-    assert process.returncode == 1
-    assert errors == f"error: rank 2 (process {workers[1]}) was ended by signal 9 (SIGKILL, out of memory?)\n"
-    assert not processes().keys() & {*workers}
+    assert lose(process, workers, 2, signal.SIGKILL).endswith("(SIGKILL, out of memory?)")
 
 
 def test_the_ranks_end_with_rank_0(data: Path, tmp_path: Path) -> None:
@@ -94,7 +88,7 @@ def test_the_ranks_end_with_rank_0(data: Path, tmp_path: Path) -> None:
     began = time.monotonic()
     process.kill()
     process.communicate()
-    until(lambda: not any("ranks.worker" in processes().get(pid, (0, ""))[1] for pid in workers))
+    until(lambda: are_gone(workers))
     assert time.monotonic() - began < END_S
 
 
