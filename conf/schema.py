@@ -315,11 +315,6 @@ class RunConfig:
             f"task={self.task.name}": self.task in (Task.convert, Task.quantize, Task.prefix),
             "device=cuda": self.device.type is DeviceType.cuda,
         }
-        if (
-            self.parallel.mode in (ParallelMode.pp, ParallelMode.tp_pp) or self.parallel.pp
-        ):  # their keys and values are those of all layers
-            refused["model.prefixes"] = bool(self.model.prefixes)
-            refused["device.kept_prefixes"] = bool(self.device.kept_prefixes)
         for given, is_given in refused.items():
             if is_given:
                 mode, name = self.parallel.mode, "pp" if self.parallel.pp else "tp"

@@ -5,7 +5,6 @@ places in the cache: M is N and the virtual tokens of soft prefixes. The metadat
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,19 +72,10 @@ def identity(run: RunConfig, source: ModelSource, dtype: torch.dtype) -> Fingerp
     }
 
 
-def cache_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors [N, B, G, *] of an engine's cache and their names in a file, without those of a layer that only drafts."""
-    runner = engine.runner
-    for number, layer in enumerate(runner.cache.layers[: runner.model.config.num_hidden_layers]):
-        for name, vectors in zip(("keys", "values"), layer, strict=True):
-            for part, tensor in enumerate(vectors.tensors):
-                yield f"layers.{number}.{name}.{part}", tensor
-
-
 def save_kept(
     path: Path, identity: Fingerprint, rows: list[KeptRow], token_ids: list[int], stored: dict[str, Tensor]
 ) -> None:
-    """Write a file, which appears when it is complete. `stored`: tensors [M, G, *] by the names of `cache_tensors`."""
+    """Write a file, which appears when it is complete. `stored`: tensors [M, G, *] by the names of `Runner.stored`."""
     metadata = {"identity": json.dumps(identity), "rows": json.dumps([asdict(row) for row in rows])}
     save_tensors(path, {TOKENS: torch.tensor(token_ids, dtype=torch.int64), **stored}, metadata)
 
@@ -135,12 +125,11 @@ def place_kept(engine: Engine, files: list[KeptFile]) -> None:
         for block, value in zip(table, found, strict=True):
             blocks.remember(block, value)
         places = torch.tensor(list(found.values()))[:, None] + torch.arange(engine.block_size)  # [blocks, B]
-        numbers = {name: number for number, (name, _) in enumerate(cache_tensors(engine))}  # of the cache's tensors
-        for name, content in file.weights.read(numbers):
+        for name, content in file.weights.read([name for name in file.weights.shapes if name != TOKENS]):
             if not content.float().isfinite().all():  # fp8 has no such question
                 what = f"{file.path}: {name} holds NaN or infinite numbers"
                 raise UserError(f"device.kept_prefixes: {what}: make it again by task=prefix")
-            engine.runner.write_blocks(numbers[name], content[places], table)
+            engine.runner.write_blocks(name, content[places], table)
 
 
 def _missing_blocks(engine: Engine, file: KeptFile, token_ids: list[int]) -> dict[bytes, int]:
@@ -162,8 +151,12 @@ def _missing_blocks(engine: Engine, file: KeptFile, token_ids: list[int]) -> dic
 
 def _check_tensors(engine: Engine, file: KeptFile) -> None:
     num_slots = sum(row.num_slots for row in file.rows)
-    stored = zip(cache_tensors(engine), engine.runner.stored_heads, strict=False)  # of all layers
-    wanted = {name: f"{t.dtype}{[num_slots, heads.whole_keys, *t.shape[3:]]}" for (name, t), heads in stored}
+    stored, model = engine.runner.stored, engine.runner.model
+    own = {name: f"{t.dtype}{[num_slots, heads.whole_keys, *t.shape[3:]]}" for name, (t, heads) in stored.items()}
+    # Layers of other stages are checked by the form of the first.
+    first, others = f"layers.{model.own_layers.start}.", range(model.own_layers.stop, model.config.num_hidden_layers)
+    like_first = {name.removeprefix(first): form for name, form in own.items() if name.startswith(first)}
+    wanted = own | {f"layers.{number}.{name}": form for number in others for name, form in like_first.items()}
     wanted[TOKENS] = f"{torch.int64}{[sum(row.num_tokens for row in file.rows)]}"
     found = {name: f"{file.weights.dtypes[name]}{list(shape)}" for name, shape in file.weights.shapes.items()}
     if wrong := sorted(name for name in wanted | found if wanted.get(name) != found.get(name)):

@@ -18,7 +18,7 @@ from pipelines import report
 from pipelines.device import prepare_device
 from pipelines.engine import Engine, Request
 from pipelines.engine.scheduler import root_hash
-from pipelines.kept_prefixes import UNSHARED, KeptRow, cache_tensors, identity, save_kept
+from pipelines.kept_prefixes import UNSHARED, KeptRow, identity, save_kept
 from pipelines.loading import calibrated, load_engine_on
 from pipelines.opening import open_source
 from pipelines.prompts import GIVE, PromptEncoder, PromptRow, read_prompts
@@ -89,7 +89,7 @@ class _Kept:
         self._engine = engine
         self.rows: list[KeptRow] = []
         self._token_ids: list[int] = []
-        self._stored: dict[str, list[Tensor]] = {name: [] for name, _ in cache_tensors(engine)}
+        self._stored: dict[str, list[Tensor]] = {name: [] for name in engine.runner.stored}
         self._known: set[bytes] = set()  # hashes of the blocks that are kept
         self._num_prompts = self._num_prompt_tokens = 0
 
@@ -120,7 +120,7 @@ class _Kept:
             return
         blocks = [*prefix.blocks[:num_full], *engine.scheduler.block_manager.find_prefix(hashes[num_full:])]
         assert len(blocks) == num_blocks
-        for name, tensor in cache_tensors(engine):
+        for name, (tensor, _) in engine.runner.stored.items():
             self._stored[name].append(tensor[blocks].flatten(0, 1).cpu())
         self._known.update(hashes)
         self._token_ids += sequence.token_ids[:num_tokens]

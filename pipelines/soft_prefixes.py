@@ -66,15 +66,15 @@ def _cast(engine: Engine, name: str, values: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def _write(engine: Engine, name: str, table: list[int], keys_and_values: Tensor) -> None:
-    """Store keys and values [L, 2, P, G, D] in the cache's format, as they are. Among ranks the warning is of the first one's heads."""
+    """Store keys and values [L, 2, P, G, D] in the cache's format, as they are. Among ranks the warning is of what the first one stores."""
     places = range(keys_and_values.shape[2])
     engine.runner.store(
         keys_and_values, [table[i // engine.block_size] * engine.block_size + i % engine.block_size for i in places]
     )
     saturated = []
-    for cache, heads, both in zip(
-        engine.runner.cache.layers, engine.runner.model.attention_heads, keys_and_values, strict=True
-    ):
+    runner = engine.runner
+    own_layers = runner.own_layers(keys_and_values)
+    for cache, heads, both in zip(runner.cache.layers, runner.model.attention_heads, own_layers, strict=True):
         own = heads.own_keys(both, axis=2)
         saturated += [_saturated(paged, each) for paged, each in zip(cache, own, strict=True)]
     if share := sum(saturated) / len(saturated):

@@ -35,7 +35,7 @@ class Prefix:
     digest: str
     """sha256 of the values, and of where the prompt begins."""
     layers: list[tuple[Tensor, Tensor]]
-    """Keys and values [P, G, D] of each layer, as attention reads them: they are not rotated. Of a divided model all heads."""
+    """Keys and values [P, G, D] of each layer, as attention reads them: they are not rotated. Of a divided model all layers and heads."""
     embeddings: Tensor | None = None
     """[P, E] what enters the model in the place of the tokens' embeddings, at positions from 0."""
 
@@ -112,8 +112,8 @@ def _read_peft(folder: Path, model: CausalLM) -> Prefix:
     _check_shape(
         path, shape, model, lambda num_layers, g, d: (num_tokens, 2 * num_layers * g * d), "[P, L * 2 * G * D]"
     )
-    heads = model.attention_heads
-    both = values.view(num_tokens, len(heads), 2, heads[0].whole_keys, heads[0].head_dim).unbind(1)
+    heads, num_layers = model.attention_heads[0], model.config.num_hidden_layers
+    both = values.view(num_tokens, num_layers, 2, heads.whole_keys, heads.head_dim).unbind(1)
     return Prefix(path, num_tokens, num_tokens, digest, [(layer[:, 0], layer[:, 1]) for layer in both])
 
 
@@ -121,12 +121,12 @@ def _check_shape(
     path: Path, found: tuple[int, ...], model: CausalLM, shape: Callable[[int, int, int], tuple[int, ...]], names: str
 ) -> None:
     """Raise UserError unless `found` is the `shape` of the model's L, G and D."""
-    heads = model.attention_heads
-    sizes = {(each.whole_keys, each.head_dim, each.value_head_dim) for each in heads}
+    sizes = {(each.whole_keys, each.head_dim, each.value_head_dim) for each in model.attention_heads}
     (g, d, value_d), *others = sizes
-    wanted = shape(len(heads), g, d)
+    num_layers = model.config.num_hidden_layers
+    wanted = shape(num_layers, g, d)
     if found != wanted or others or (value_d and value_d != d):
-        numbers = f"L={len(heads)}, G={g}, D={d}"
+        numbers = f"L={num_layers}, G={g}, D={d}"
         raise UserError(f"{path} is {list(found)}, but the model needs {names} = {list(wanted)} ({numbers})")
 
 

@@ -84,10 +84,16 @@ class Runner:
         return sum(tensor[0, 0].nbytes for tensor in self.cache.tensors)
 
     @property
-    def stored_heads(self) -> list[Heads]:
-        """The heads of the layer that each of the cache's tensors is of."""
-        layers = zip(self.cache.layers, self.model.attention_heads, strict=True)
-        return [heads for layer, heads in layers for stored in layer for _ in stored.tensors]
+    def stored(self) -> dict[str, tuple[Tensor, Heads]]:
+        """The cache's tensors [N, B, G, *] and their heads, by names with the layer's number in the whole model. A layer that only drafts has none."""
+        return {
+            f"layers.{number}.{name}.{part}": (tensor, heads)
+            for number, layer, heads in zip(
+                self.model.own_layers, self.cache.layers, self.model.attention_heads, strict=False
+            )
+            for name, vectors in zip(("keys", "values"), layer, strict=True)
+            for part, tensor in enumerate(vectors.tensors)
+        }
 
     def prompt_features(self, token_ids: list[int]) -> tuple[int, ...]:
         """Return what the model needs of a prompt in every step. Raises UserError for one that it cannot take."""
@@ -170,17 +176,22 @@ class Runner:
             for tensor in stored.tensors:
                 tensor.zero_()
 
+    def own_layers(self, all_layers: Tensor) -> Tensor:
+        """Return the part [L', *] of [L, *] that is of this stage's layers."""
+        return all_layers[self.model.own_layers.start : self.model.own_layers.stop]
+
     def store(self, keys_and_values: Tensor, slots: list[int]) -> None:
-        """Write keys and values [L, 2, P, G, D] of all key heads of the model to slots of the cache, as they are."""
-        places = torch.tensor(slots, device=self._device)
-        for layer, heads, both in zip(self.cache.layers, self.model.attention_heads, keys_and_values, strict=True):
+        """Write keys and values [L, 2, P, G, D] of all layers and key heads of the model to slots of the cache, as they are."""
+        places, own = torch.tensor(slots, device=self._device), self.own_layers(keys_and_values)
+        for layer, heads, both in zip(self.cache.layers, self.model.attention_heads, own, strict=True):
             keys, values = heads.own_keys(both, axis=2)
             kv_store(keys, values, *layer, places)
 
-    def write_blocks(self, number: int, content: Tensor, blocks: list[int]) -> None:
-        """Put content [n, B, G, *], of all key heads of the model, into blocks of the cache's tensor of this number."""
-        own = self.stored_heads[number].own_keys(content, axis=2)
-        self.cache.tensors[number][blocks] = own.to(self._device)
+    def write_blocks(self, name: str, content: Tensor, blocks: list[int]) -> None:
+        """Put content [n, B, G, *], of all key heads of the model, into blocks of the cache's tensor of this name, if this stage has it."""
+        if name in self.stored:
+            tensor, heads = self.stored[name]
+            tensor[blocks] = heads.own_keys(content, axis=2).to(self._device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [R, V] of hidden states [R, E]. Raises UserError where one is not finite."""

@@ -170,7 +170,7 @@ class Follower:
         self._runner.store(_tensor(header, content), header["slots"])
 
     def _write_blocks(self, header: Header, content: bytearray) -> None:
-        self._runner.write_blocks(header["number"], _tensor(header, content), header["blocks"])
+        self._runner.write_blocks(header["name"], _tensor(header, content), header["blocks"])
 
     def _load_adapter(self, header: Header, content: bytearray) -> None:
         name = header["name"]

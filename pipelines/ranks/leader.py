@@ -254,9 +254,9 @@ class LeadingRunner(Runner):
         header = {"op": "store", "slots": slots}
         self._led(header, [], partial(super().store, keys_and_values, slots), keys_and_values)
 
-    def write_blocks(self, number: int, content: Tensor, blocks: list[int]) -> None:
-        header = {"op": "write_blocks", "number": number, "blocks": blocks}
-        self._led(header, [], partial(super().write_blocks, number, content, blocks), content)
+    def write_blocks(self, name: str, content: Tensor, blocks: list[int]) -> None:
+        header = {"op": "write_blocks", "name": name, "blocks": blocks}
+        self._led(header, [], partial(super().write_blocks, name, content, blocks), content)
 
     def unchecked_logits(self, hidden: Tensor) -> Tensor:
         own = self._led({"op": "logits"}, [], partial(super().unchecked_logits, hidden), hidden)

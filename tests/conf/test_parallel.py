@@ -51,9 +51,7 @@ REFUSED: dict[str, list[str]] = {
     "parallel.pp=2 is not used by parallel=tp: leave it at null, or give parallel=pp": [*TP, "parallel.pp=2"],
     "parallel.tp=2 is not used by parallel=pp: leave it at null, or give parallel=tp": ["parallel=pp", "parallel.tp=2"],
     "parallel.pp=1 is not allowed: give a number from 2 to 512, or null": ["parallel=pp", "parallel.pp=1"],
-    "model.prefixes does not work with parallel=pp: leave one of them out": ["parallel=pp", "model.prefixes={a: b}"],
-    "model.prefixes does not work with parallel.pp=2": ["parallel=ray", "parallel.pp=2", "model.prefixes={a: b}"],
-    "device.kept_prefixes does not work with parallel=tp_pp": ["parallel=tp_pp", "device.kept_prefixes=[a]"],
+    "task=prefix does not work with parallel=pp": ["parallel=pp", "task=prefix"],
 }
 
 

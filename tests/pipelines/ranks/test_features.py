@@ -127,7 +127,7 @@ def test_adapters_come_and_go(llama: Path, adapters: dict[str, str]) -> None:
         assert completions(outputs(engine, rows, ADAPTED)) == loaded
 
 
-@pytest.mark.parametrize(("tp", "kv_cache"), [(2, "none"), (3, "int8")])
+@pytest.mark.parametrize(("tp", "kv_cache"), [(2, "none"), (3, "int8"), (1, "int8")])
 def test_soft_prefixes(llama: Path, tmp_path: Path, tp: int, kv_cache: str) -> None:
     """Keys and values, and embeddings, which run through the divided model."""
     write_paddle(tmp_path / "pre_caches.npy", 21)
@@ -150,7 +150,7 @@ def test_a_prefix_of_another_model_is_refused_by_the_whole_models_sizes(llama: P
         load_engine(replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=2)), 3)
 
 
-@pytest.mark.parametrize(("tp", "kv_cache"), [(2, "int4"), (3, "none")])
+@pytest.mark.parametrize(("tp", "kv_cache"), [(2, "int4"), (3, "none"), (1, "int8")])
 def test_kept_prefixes(llama: Path, tmp_path: Path, tp: int, kv_cache: str) -> None:
     run = replace(run_config(llama), quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache]))
     keep(run, tmp_path / "kept")
