@@ -10,7 +10,8 @@ from models.families.deepseek import DeepseekConfig, read_config_v3
 def read_config(config: ConfigReader) -> DeepseekConfig:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
     config.expect("partial_rotary_factor", (1, None), None)
-    config.positive("routed_scaling_factor")
+    for key in ("rms_norm_eps", "routed_scaling_factor"):  # whose defaults are not DeepSeek-V3's
+        config.positive(key)
     shape = read_config_v3(config)
     num_dense, types = config.get("first_k_dense_replace", int, 1), config.raw("mlp_layer_types")
     if types is not None:

@@ -24,7 +24,8 @@ class SmolLM3Config(LlamaConfig):
 
 def read_config(config: ConfigReader) -> SmolLM3Config:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
-    if config.section("rope_parameters") is None:
+    scaling = config.section("rope_parameters")
+    if scaling is None or scaling.raw("rope_theta") is None:
         config.positive("rope_theta")  # transformers would take 2 million where it is missing
     shape = llama.read_config(config)
     return SmolLM3Config(

@@ -127,6 +127,7 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by model_type, but for those that give
         "q_lora_rank": 768,
         "qk_nope_head_dim": 192,
         "v_head_dim": 256,
+        "rms_norm_eps": 1e-5,
         "routed_scaling_factor": 1.8,
         "vocab_size": 154880,
     },

@@ -13,6 +13,7 @@ from tests.helpers.deepseek import SMALL
 from tests.helpers.oracle import assert_equals_transformers, random_prompts, write_random
 
 SIZES: dict[str, Any] = {key: value for key, value in SMALL.items() if key != "first_k_dense_replace"}
+HUB = SIZES | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "two_dense": {"mlp_layer_types": ["dense", "dense", "sparse"]},
@@ -29,7 +30,7 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
 
 def test_dense_layers_of_hub_configs() -> None:
     """Which give their number; where they do not, the first is dense."""
-    hub = {**SIZES, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "topk_method": "noaux_tc"}
+    hub = HUB | {"topk_method": "noaux_tc"}
     assert read_config(ConfigReader(hub, "config.json")).layer_kinds == (False, True, True)
     given = hub | {"first_k_dense_replace": 2}
     assert read_config(ConfigReader(given, "config.json")).layer_kinds == (False, False, True)
@@ -43,10 +44,10 @@ def test_dense_layers_of_hub_configs() -> None:
         ({"mlp_layer_types": 3}, "mlp_layer_types=3 is not 3 times"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported: only 1"),
         ({"routed_scaling_factor": None}, "routed_scaling_factor is missing"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
     ],
     ids=str,
 )
 def test_refuses(changes: dict[str, Any], message: str) -> None:
-    values = {**SIZES, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, **changes}
     with pytest.raises(UserError, match=message):
-        read_config(ConfigReader(values, "config.json"))
+        read_config(ConfigReader(HUB | changes, "config.json"))

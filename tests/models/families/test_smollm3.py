@@ -35,6 +35,7 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({}, "rope_theta is missing"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_theta is missing"),
         ({"rope_theta": 1e4, "no_rope_layers": [1]}, r"no_rope_layers=\[1\] is not 2 times 0 or 1"),
         ({"rope_theta": 1e4, "no_rope_layers": [1, 2]}, r"no_rope_layers=\[1, 2\] is not 2 times 0 or 1"),
         ({"rope_theta": 1e4, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0 is not a number above 0"),
