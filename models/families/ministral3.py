@@ -19,6 +19,8 @@ from models.layers.mlp import MLP
 from models.layers.rotary import Angles, RotaryConfig, read_rotary_config
 from models.layers.sliding_window import read_window
 
+MOST_STEPS = 2**16  # of the factors of queries, of which each layer holds a table; the published model has 17
+
 
 @dataclass(frozen=True)
 class Ministral3Config(MistralConfig):
@@ -31,11 +33,17 @@ def read_config(config: ConfigReader) -> Ministral3Config:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
     scaling = _scaling(config)
     shape = read_decoder_config(config, read_rotary=_read_rotary)
+    length = scaling.count("original_max_position_embeddings")
+    if shape.context_length // length > MOST_STEPS:
+        raise UserError(
+            f"config.json: rope_parameters: original_max_position_embeddings={length} is less than 1 / {MOST_STEPS} of the context, "
+            f"{shape.context_length}"
+        )
     return Ministral3Config(
         **vars(shape),
         sliding_window=read_window(config),
         query_beta=scaling.positive("llama_4_scaling_beta"),
-        query_length=scaling.count("original_max_position_embeddings"),
+        query_length=length,
     )
 
 
@@ -45,7 +53,9 @@ def _read_rotary(config: ConfigReader, head_dim: int, max_position_embeddings: i
     scaling.expect("max_position_embeddings", (max_position_embeddings, None), None)
     own = ("llama_4_scaling_beta", "max_position_embeddings")
     rest = {key: value for key, value in scaling.values.items() if key not in own}
-    return read_rotary_config(ConfigReader({"rope_parameters": rest}, "config.json"), head_dim, max_position_embeddings)
+    outer = {key: config.raw(key) for key in ("rope_theta", "rope_scaling")}
+    reader = ConfigReader(outer | {"rope_parameters": rest}, "config.json")
+    return read_rotary_config(reader, head_dim, max_position_embeddings)
 
 
 def _scaling(config: ConfigReader) -> ConfigReader:

@@ -48,6 +48,14 @@ CONFIG = {
 }
 
 
+def test_the_base_of_the_angles_beside_the_other_settings() -> None:
+    """Where transformers takes it, too, unless these name it."""
+    rope = {key: value for key, value in ROPE.items() if key != "rope_theta"}
+    reader = ConfigReader(CONFIG | {"rope_theta": 5e5, "rope_parameters": rope}, "config.json")
+    assert read_config(reader).rotary.theta == 5e5
+    assert reader.unread() == []
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -59,6 +67,11 @@ CONFIG = {
             {"rope_parameters": {**ROPE, "max_position_embeddings": 32}},
             "max_position_embeddings=32 is not supported: only 64",
         ),
+        (
+            {"max_position_embeddings": 2**21},
+            "original_max_position_embeddings=7 is less than 1 / 65536 of the context, 2097152",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "has rope_parameters and rope_scaling"),
         ({"rope_parameters": {**ROPE, "sharpness": 1}}, "rope_scaling has fields that are not supported: sharpness"),
     ],
     ids=str,
