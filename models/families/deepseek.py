@@ -141,6 +141,16 @@ def read_routing(
     return Routing(experts, chosen, n_group, topk_group, scaling_factor, has_correction_bias, norm_topk_prob)
 
 
+def read_num_nextn(config: ConfigReader, num_layers: int) -> int:
+    """Read the number of layers that predict more than one token. Raises UserError for more than the others are."""
+    number = config.get("num_nextn_predict_layers", int, 0)
+    if not 0 <= number <= num_layers:
+        raise UserError(
+            f"config.json: num_nextn_predict_layers={number} is not between 0 and num_hidden_layers={num_layers}"
+        )
+    return number
+
+
 def _read_config(config: ConfigReader, routing: Routing, rope_interleave: bool) -> DeepseekConfig:
     heads = config.count("num_attention_heads")
     config.expect("hidden_act", ("silu",), "silu")
@@ -153,11 +163,7 @@ def _read_config(config: ConfigReader, routing: Routing, rope_interleave: bool) 
         raise UserError(
             f"config.json: qk_rope_head_dim={rope_dim} is odd, but rotary embedding turns pairs of channels"
         )
-    num_layers, num_nextn = config.num_layers(), config.get("num_nextn_predict_layers", int, 0)
-    if not 0 <= num_nextn <= num_layers:
-        raise UserError(
-            f"config.json: num_nextn_predict_layers={num_nextn} is not between 0 and num_hidden_layers={num_layers}"
-        )
+    num_layers = config.num_layers()
     return DeepseekConfig(
         vocab_size=config.count("vocab_size"),
         hidden_size=config.count("hidden_size"),
@@ -173,7 +179,7 @@ def _read_config(config: ConfigReader, routing: Routing, rope_interleave: bool) 
         n_shared_experts=config.count("n_shared_experts"),
         first_k_dense_replace=config.get("first_k_dense_replace", int, 0),
         moe_layer_freq=config.count("moe_layer_freq", 1),
-        num_nextn_predict_layers=num_nextn,
+        num_nextn_predict_layers=read_num_nextn(config, num_layers),
         rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
         attention_bias=config.get("attention_bias", bool, False),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, False),

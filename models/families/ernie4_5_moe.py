@@ -39,12 +39,13 @@ def read_config(config: ConfigReader) -> Ernie45MoeConfig:
     experts, chosen = config.count("moe_num_experts", 64), config.count("moe_k", 6)
     if chosen > experts:
         raise UserError(f"config.json: moe_k={chosen} is more than moe_num_experts={experts}")
+    shared = 0 if config.raw("moe_num_shared_experts") == 0 else config.count("moe_num_shared_experts", 2)
     return Ernie45MoeConfig(
         **vars(shape),
         moe_num_experts=experts,
         moe_k=chosen,
         moe_intermediate_size=config.count("moe_intermediate_size"),
-        moe_num_shared_experts=config.get("moe_num_shared_experts", int, 2),
+        moe_num_shared_experts=shared,
         moe_norm_min=config.positive("moe_norm_min", 1e-12),
         sparse_layers=_read_sparse_layers(config, shape.num_hidden_layers),
     )

@@ -9,7 +9,7 @@ from models import decoder
 from models.config import ConfigReader
 from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
 from models.families import qwen3
-from models.families.deepseek import MoE, Routing, read_routing
+from models.families.deepseek import MoE, Routing, read_num_nextn, read_routing
 from models.layers.mlp import MLP
 from models.layers.rotary import read_rotary_config
 
@@ -32,14 +32,15 @@ class Glm4MoeConfig(DecoderConfig):
 def read_config(config: ConfigReader) -> Glm4MoeConfig:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
     groups = config.count("n_group", 1), config.count("topk_group", 1)
+    shape = read_decoder_config(config, read_rotary=partial(read_rotary_config, partial_rotary_factor=0.5))
     return Glm4MoeConfig(
-        **vars(read_decoder_config(config, read_rotary=partial(read_rotary_config, partial_rotary_factor=0.5))),
+        **vars(shape),
         attention_bias=config.get("attention_bias", bool, False),
         use_qk_norm=config.get("use_qk_norm", bool, False),
         moe_intermediate_size=config.count("moe_intermediate_size"),
         n_shared_experts=config.count("n_shared_experts", 1),
         first_k_dense_replace=config.get("first_k_dense_replace", int, 1),
-        num_nextn_predict_layers=config.get("num_nextn_predict_layers", int, 0),
+        num_nextn_predict_layers=read_num_nextn(config, shape.num_hidden_layers),
         routing=read_routing(config, groups, True, config.get("norm_topk_prob", bool, True)),
     )
 

@@ -284,8 +284,10 @@ class _Machine:
             case Dtype(code), _:
                 raise ValueError(f"{code} before byte {self._at} is not in the order of bytes of this machine")
             case Array(), (_, tuple(dims), Dtype(code), fortran, Content() as content):
-                if len(dims) > MOST_DIMS or not all(type(size) is int and 0 <= size < 2**48 for size in dims):
+                if len(dims) > MOST_DIMS or not all(type(size) is int and size >= 0 for size in dims):
                     raise ValueError(f"an array before byte {self._at} has no shape of up to {MOST_DIMS} sizes")
+                if math.prod(size or 1 for size in dims) >= 2**48:  # also beside a 0, where torch computes the strides
+                    raise ValueError(f"an array before byte {self._at} has sizes that no file can hold")
                 if code not in DTYPES:
                     raise ValueError(
                         f"an array before byte {self._at} is of type {code}: only {', '.join(DTYPES)} are read"

@@ -77,7 +77,7 @@ class SmoothedFile:
         is_attention = module.endswith("o_proj")
         maker = next((module.removesuffix(end) + own for end, own in MAKERS.items() if module.endswith(end)), "")
         outputs = self._file.shapes.get(f"{maker}.weight", (0,))[0]
-        if len(factors) != outputs * (heads // groups if is_attention else 1):
+        if is_attention and outputs % groups or len(factors) != outputs * (heads // groups if is_attention else 1):
             raise UserError(
                 f"{self.path}: {module}{FACTORS} has {len(factors)} factors, which are not those of another layer's outputs"
             )

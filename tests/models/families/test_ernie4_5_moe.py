@@ -58,6 +58,7 @@ CONFIG = {
         ({"moe_k": 7}, "moe_k=7 is more than moe_num_experts=6"),
         ({"moe_layer_interval": 0}, "moe_layer_interval=0 is not a number above 0"),
         ({"moe_norm_min": -1}, "moe_norm_min=-1.0 is not a number from"),
+        ({"moe_num_shared_experts": -1}, "moe_num_shared_experts=-1 is not a number above 0"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
     ],
     ids=str,

@@ -71,6 +71,7 @@ CONFIG = {
         ({"partial_rotary_factor": 0.1}, "partial_rotary_factor=0.1 turns 1 of 16 channels"),
         ({"use_qk_norm": "yes"}, "use_qk_norm='yes' is not of type bool"),
         ({"n_routed_experts": None}, "n_routed_experts is missing"),
+        ({"num_nextn_predict_layers": 2**40}, "num_nextn_predict_layers=1099511627776 is not between 0 and num_hidden"),
     ],
     ids=str,
 )

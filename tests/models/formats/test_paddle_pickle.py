@@ -158,6 +158,10 @@ def test_sizes_that_the_content_does_not_have(tmp_path: Path) -> None:
     below_0 = b"J\xfd\xff\xff\xffJ\xfb\xff\xff\xff\x86"  # -3 and -5, whose product is right
     with pytest.raises(UserError, match="has no shape of up to 8 sizes"):
         read(tmp_path, content.replace(b"K\x03K\x05\x86", below_0))
+    empty = pickle.dumps({"a": np.empty((0, 5), np.float32)}, 4)
+    above_all = b"K\x00\x8a\x07" + (2**47).to_bytes(7, "little") + b"\x8a\x07" + (2**47).to_bytes(7, "little") + b"\x87"
+    with pytest.raises(UserError, match="has sizes that no file can hold"):
+        read(tmp_path, empty.replace(b"K\x00K\x05\x86", above_all))
     encoded = pickle.dumps({"a": np.ones((3, 5), np.float32)}, 2)
     with pytest.raises(UserError, match="a has 60 bytes, expected 40"):
         read(tmp_path, encoded.replace(b"K\x03K\x05\x86", b"K\x02K\x05\x86"))

@@ -152,6 +152,15 @@ def test_factors_behind_a_cache_with_scales(tmp_path: Path) -> None:
     assert all_logits(engine_of(tmp_path), PROMPT).isfinite().all()
 
 
+def test_values_that_are_not_of_the_groups(tmp_path: Path) -> None:
+    """Of a config with other heads than the weights."""
+    own, maker = "model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.v_proj"
+    save_file({f"{maker}.weight": torch.ones(5, 5), f"{own}.smooth_weight": torch.ones(15)}, tmp_path / "x.safetensors")
+    file = SafetensorsFile(tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match="has 15 factors, which are not those of another layer's outputs"):
+        SmoothedFile(file, Scales("a8w8", {}, {}, {}, is_smoothed=True), [f"{maker}.weight"], 6, 2)
+
+
 @pytest.mark.parametrize("is_coded", [True, False])
 def test_values_of_groups_and_their_biases(is_coded: bool, tmp_path: Path) -> None:
     """Six query heads read the values of two; a mean of values times a factor is a mean of values that were multiplied."""
