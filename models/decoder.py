@@ -119,6 +119,15 @@ class Attention(Module):
         return rope_and_store(query, key, value, *angles, *cache, batch.slots)
 
 
+class NeighbourAttention(Attention):
+    """Attention that turns pairs of neighbouring channels, and not those half a head apart."""
+
+    def turn_and_store(
+        self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
+    ) -> Tensor:
+        return rope_and_store(query, key, value, *angles, *cache, batch.slots, interleaved=True)
+
+
 class UnturnedAttention(Attention):
     """Attention that knows a token's position by the tokens before it alone (arXiv 2305.19466)."""
 

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kernels.kv_store import rope_and_store
-from models import decoder
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
-from models.decoder import DecoderConfig, UnturnedAttention, read_decoder_config
+from models.decoder import DecoderConfig, NeighbourAttention, UnturnedAttention, read_decoder_config
 from models.families.gemma2 import read_patterned_windows
 from models.families.granite import ScaledHead
 from models.layers.embedding import Embedding
@@ -67,19 +65,12 @@ def read_config(config: ConfigReader) -> Cohere2Config:
     )
 
 
-class TurnedAttention(decoder.Attention):
-    def turn_and_store(
-        self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
-    ) -> Tensor:
-        return rope_and_store(query, key, value, *angles, *cache, batch.slots, interleaved=True)
-
-
 class DecoderLayer(Module):
     """y = x + attention(norm(x)) + mlp(norm(x))."""
 
     def __init__(self, c: Cohere2Config, window: int | None) -> None:
         super().__init__()
-        attention = UnturnedAttention if window is None else TurnedAttention
+        attention = UnturnedAttention if window is None else NeighbourAttention
         self.input_layernorm = LayerNorm(c.hidden_size, c.rms_norm_eps, bias=False)
         self.self_attn = attention(c, window, c.attention_bias, c.attention_bias)
         self.mlp = MLP(c.hidden_size, c.intermediate_size)

@@ -3,15 +3,10 @@
 from dataclasses import dataclass, replace
 from functools import partial
 
-from torch import Tensor
-
-from kernels.kv_store import rope_and_store
-from models import decoder
-from models.batch import Batch, LayerCache
 from models.config import ConfigReader
-from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
+from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, NeighbourAttention, read_decoder_config
 from models.layers.mlp import MLP
-from models.layers.rotary import Angles, read_rotary_config
+from models.layers.rotary import read_rotary_config
 
 
 @dataclass(frozen=True)
@@ -31,18 +26,13 @@ def read_ernie_config(config: ConfigReader) -> DecoderConfig:
     return replace(shape, tie_word_embeddings=config.get("tie_word_embeddings", bool, True))
 
 
-class Attention(decoder.Attention):
-    def turn_and_store(
-        self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
-    ) -> Tensor:
-        return rope_and_store(query, key, value, *angles, *cache, batch.slots, interleaved=True)
-
-
 class Ernie45(DecoderLM):
     def __init__(self, c: Ernie45Config) -> None:
         layers = (
             DecoderLayer(
-                c, Attention(c, None, c.use_bias, c.use_bias), MLP(c.hidden_size, c.intermediate_size, c.use_bias)
+                c,
+                NeighbourAttention(c, None, c.use_bias, c.use_bias),
+                MLP(c.hidden_size, c.intermediate_size, c.use_bias),
             )
             for _ in range(c.num_hidden_layers)
         )

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from models.batch import Batch
 from models.config import ConfigReader
-from models.decoder import DecoderConfig, DecoderLayer, DecoderLM
-from models.families.ernie4_5 import Attention, read_ernie_config
+from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, NeighbourAttention
+from models.families.ernie4_5 import read_ernie_config
 from models.layers.mlp import MLP
 from models.layers.module import Module
 from models.layers.moe import Experts, Router, choose_corrected
@@ -92,7 +92,7 @@ class Ernie45Moe(DecoderLM):
 
     def __init__(self, c: Ernie45MoeConfig) -> None:
         layers = (
-            DecoderLayer(c, Attention(c), MoE(c) if sparse else MLP(c.hidden_size, c.intermediate_size))
+            DecoderLayer(c, NeighbourAttention(c), MoE(c) if sparse else MLP(c.hidden_size, c.intermediate_size))
             for sparse in c.layer_kinds
         )
         super().__init__(c, layers)

@@ -15,7 +15,7 @@ from models.config import ConfigReader
 from models.families import gemma2
 from models.families.gemma2 import WEIGHT_OFFSET, Gemma, Gemma2Config, read_patterned_windows, read_soft_cap
 from models.layers.norm import RMSNorm
-from models.layers.rotary import Angles, AnglesByLayer, RotaryConfig, RotaryEmbedding, read_rotary_by_layer
+from models.layers.rotary import Angles, AnglesByLayer, RotaryByLayer, RotaryConfig, read_rotary_by_layer
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,8 @@ class Gemma3Config(Gemma2Config):
 
 def read_config(config: ConfigReader) -> Gemma3Config:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
-    (
-        config.raw("hidden_act"),
-        config.raw("_sliding_window_pattern"),
-    )  # repeat hidden_activation and layer_types in some files
+    for key in ("hidden_act", "_sliding_window_pattern"):  # repeat hidden_activation and layer_types in some files
+        config.raw(key)
     config.expect("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     config.expect("use_bidirectional_attention", (None, False), None)
     config.expect("attn_logit_softcapping", (None,), None)
@@ -88,11 +86,7 @@ class Gemma3(Gemma):
 
     def __init__(self, c: Gemma3Config) -> None:
         super().__init__(c, (Attention(c, window) for window in c.windows))
-        self.full_rotary, self.sliding_rotary = RotaryEmbedding(c.rotary), RotaryEmbedding(c.sliding_rotary)
+        self.rotary = RotaryByLayer(c.rotary, c.sliding_rotary)
 
     def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[AnglesByLayer]:
-        full, sliding = (
-            rotary.angles(batch.positions, batch.prompt_lengths, dtype)
-            for rotary in (self.full_rotary, self.sliding_rotary)
-        )
-        return (AnglesByLayer(full, sliding),)
+        return (self.rotary.angles(batch.positions, batch.prompt_lengths, dtype),)

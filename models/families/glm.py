@@ -5,15 +5,10 @@ The first channels of a head are turned, half of them by default, in pairs of ne
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from kernels.kv_store import rope_and_store
-from models import decoder
-from models.batch import Batch, LayerCache
 from models.config import ConfigReader
-from models.decoder import DecoderConfig, DecoderLayer, DecoderLM
+from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, NeighbourAttention
 from models.layers.mlp import FusedMLP
-from models.layers.rotary import Angles, read_rotary_config
+from models.layers.rotary import read_rotary_config
 from models.layout import HEADS, ModelLayout, Unit
 
 
@@ -46,16 +41,11 @@ def read_config(config: ConfigReader) -> GlmConfig:
     )
 
 
-class Attention(decoder.Attention):
-    def turn_and_store(
-        self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
-    ) -> Tensor:
-        return rope_and_store(query, key, value, *angles, *cache, batch.slots, interleaved=True)
-
-
 class GlmLayer(DecoderLayer):
     def __init__(self, c: GlmConfig) -> None:
-        super().__init__(c, Attention(c, qkv_bias=c.attention_bias), FusedMLP(c.hidden_size, c.intermediate_size))
+        super().__init__(
+            c, NeighbourAttention(c, qkv_bias=c.attention_bias), FusedMLP(c.hidden_size, c.intermediate_size)
+        )
 
 
 class Glm(DecoderLM):

@@ -21,7 +21,7 @@ from models.layers.linear import make_head
 from models.layers.mlp import MLP
 from models.layers.module import Module
 from models.layers.norm import RMSNorm
-from models.layers.rotary import Angles, RotaryEmbedding
+from models.layers.rotary import Angles, RotaryByLayer, RotaryEmbedding
 from models.layout import ModelLayout
 
 IN_FLOAT32 = 0.0  # norms round once, behind the weight, as `rms_norm` does with an offset
@@ -88,12 +88,17 @@ class PostNormLM(CausalLM):
     layout = ModelLayout(norms=(), norm_readers={})
 
     def __init__(
-        self, c: DecoderConfig, attentions: Iterable[decoder.Attention], weight_offset: float | None = None
+        self,
+        c: DecoderConfig,
+        attentions: Iterable[decoder.Attention],
+        weight_offset: float | None = None,
+        rotary: RotaryByLayer | None = None,
     ) -> None:
+        """`rotary`: None where all layers turn at one speed."""
         super().__init__(c)
         self.model = Decoder(c, attentions, weight_offset)
         self.lm_head = make_head(self.model.embed_tokens, c.tie_word_embeddings)
-        self.rotary = RotaryEmbedding(c.rotary)
+        self.rotary = rotary or RotaryEmbedding(c.rotary)
 
     def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Any]:
         return (self.rotary.angles(batch.positions, batch.prompt_lengths, dtype),)

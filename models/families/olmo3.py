@@ -1,16 +1,17 @@
 """OLMo 3, from config.json: OLMo 2, of whose layers three of four see a window, and a scaled rotation in the others alone."""
 
 from dataclasses import dataclass
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
+from models.decoder import read_decoder_config
 from models.families import olmo2
 from models.families.gemma2 import read_windows
 from models.families.olmo2 import IN_FLOAT32, Olmo2, Olmo2Config, PostNormLM
-from models.layers.rotary import AnglesByLayer, RotaryConfig, RotaryEmbedding, read_rotary_by_layer
+from models.layers.rotary import AnglesByLayer, RotaryByLayer, RotaryConfig, read_rotary_by_layer
 
 
 @dataclass(frozen=True)
@@ -26,30 +27,14 @@ class Olmo3Config(Olmo2Config):
 
 def read_config(config: ConfigReader) -> Olmo3Config:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
-    config.expect("hidden_act", ("silu",), "silu")
-    hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
-    groups = config.count("num_key_value_heads", heads)
-    config.check_multiple("hidden_size", hidden_size, "2 * num_attention_heads", 2 * heads)
-    config.check_multiple("num_attention_heads", heads, "num_key_value_heads", groups)
-    head_dim = hidden_size // heads
-    config.expect("head_dim", (None, head_dim), None)
     theta = config.positive("rope_theta", 5e5)
-    rotary, sliding_rotary = read_rotary_by_layer(
-        config, head_dim, config.count("max_position_embeddings", 2048), theta=theta, sliding_theta=theta
-    )
+    read_both = partial(read_rotary_by_layer, theta=theta, sliding_theta=theta)
+    shape = read_decoder_config(config, 1e-5, 2048, read_rotary=lambda *sizes: read_both(*sizes)[0])
+    _, sliding_rotary = read_both(config, shape.head_dim, shape.rotary.max_position_embeddings)
     return Olmo3Config(
-        vocab_size=config.count("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=config.count("intermediate_size"),
-        num_hidden_layers=config.num_layers(),
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        head_dim=head_dim,
-        rms_norm_eps=config.positive("rms_norm_eps", 1e-5),
+        **vars(shape),
         attention_bias=config.get("attention_bias", bool, False),
-        tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
         windows=read_windows(config, full_every=4),
-        rotary=rotary,
         sliding_rotary=sliding_rotary,
     )
 
@@ -63,11 +48,5 @@ class Olmo3(PostNormLM):
     layout = Olmo2.layout
 
     def __init__(self, c: Olmo3Config) -> None:
-        super().__init__(c, (Attention(c, window) for window in c.windows), IN_FLOAT32)
-        self.sliding_rotary = RotaryEmbedding(c.sliding_rotary)
-
-    def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[AnglesByLayer]:
-        full, sliding = (
-            rotary.angles(batch.positions, batch.prompt_lengths, dtype) for rotary in (self.rotary, self.sliding_rotary)
-        )
-        return (AnglesByLayer(full, sliding),)
+        rotary = RotaryByLayer(c.rotary, c.sliding_rotary)
+        super().__init__(c, (Attention(c, window) for window in c.windows), IN_FLOAT32, rotary)

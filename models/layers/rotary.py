@@ -239,3 +239,15 @@ class RotaryEmbedding:
         c = self._config
         stretch = c.factor * lengths.clamp(min=c.max_position_embeddings) / c.max_position_embeddings - (c.factor - 1)
         return _frequencies((c.theta * stretch ** (c.head_dim / (c.head_dim - 2)))[:, None], c.head_dim)
+
+
+class RotaryByLayer:
+    """Computes the angles of layers that see everything, and of those with a window."""
+
+    def __init__(self, full: RotaryConfig, sliding: RotaryConfig) -> None:
+        self._full, self._sliding = RotaryEmbedding(full), RotaryEmbedding(sliding)
+
+    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> AnglesByLayer:
+        """Return both, each as `RotaryEmbedding` does."""
+        full, sliding = (each.angles(positions, prompt_lengths, dtype) for each in (self._full, self._sliding))
+        return AnglesByLayer(full, sliding)

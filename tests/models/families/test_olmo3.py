@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "tied_biases": {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1},
+    "wide_heads": {"head_dim": 24, "sliding_window": 9},
 }
 
 
@@ -40,8 +41,8 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: only 'silu'"),
-        ({"head_dim": 8}, "head_dim=8 is not supported: only None, 16"),
-        ({"hidden_size": 36}, "hidden_size=36 is not a multiple of 2 [*] num_attention_heads=8"),
+        ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"hidden_size": 38}, "hidden_size=38 is not a multiple of num_attention_heads=4"),
         ({"layer_types": ["full_attention"]}, "is not 2 times 'sliding_attention' or 'full_attention'"),
         (
             {"rope_parameters": {"linear_attention": {}}},
