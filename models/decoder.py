@@ -50,6 +50,18 @@ class DecoderConfig(PreNormShape):
         return self.rotary.type == "dynamic"
 
 
+@dataclass(frozen=True)
+class WindowedConfig(DecoderConfig):
+    """The config of a model of which some layers may see a window only."""
+
+    windows: tuple[int | None, ...]
+    """Each layer's; None: it sees everything before."""
+
+    @property
+    def has_windows(self) -> bool:
+        return any(window is not None for window in self.windows)
+
+
 def read_decoder_config(
     config: ConfigReader,
     rms_norm_eps: float | None = None,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
-from models.decoder import DecoderConfig, NeighbourAttention, UnturnedAttention, read_decoder_config
+from models.decoder import NeighbourAttention, UnturnedAttention, WindowedConfig, read_decoder_config
 from models.families.gemma2 import read_patterned_windows
 from models.families.granite import ScaledHead
 from models.layers.embedding import Embedding
@@ -35,16 +35,11 @@ FORM = {  # what Cohere's own files say of the model's form
 
 
 @dataclass(frozen=True)
-class Cohere2Config(DecoderConfig):
+class Cohere2Config(WindowedConfig):
     """`rms_norm_eps` is that of the LayerNorms."""
 
     attention_bias: bool
     logit_scale: float
-    windows: tuple[int | None, ...]
-
-    @property
-    def has_windows(self) -> bool:
-        return any(window is not None for window in self.windows)
 
 
 def read_config(config: ConfigReader) -> Cohere2Config:

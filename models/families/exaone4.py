@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.kv_store import kv_store
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
-from models.decoder import DecoderConfig, read_decoder_config
+from models.decoder import WindowedConfig, read_decoder_config
 from models.families import qwen3
 from models.families.gemma2 import read_patterned_windows
 from models.families.olmo2 import PostNormLM
@@ -19,14 +19,9 @@ from models.layers.rotary import Angles
 
 
 @dataclass(frozen=True)
-class Exaone4Config(DecoderConfig):
-    windows: tuple[int | None, ...]
+class Exaone4Config(WindowedConfig):
     is_hybrid: bool
     """Whether `sliding_window` is a number, also where no layer has it."""
-
-    @property
-    def has_windows(self) -> bool:
-        return any(window is not None for window in self.windows)
 
 
 def read_config(config: ConfigReader) -> Exaone4Config:

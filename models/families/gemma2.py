@@ -16,7 +16,7 @@ from models import decoder
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
-from models.decoder import DecoderConfig
+from models.decoder import WindowedConfig
 from models.layers import mlp
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear
@@ -30,16 +30,11 @@ WEIGHT_OFFSET = 1.0  # norms multiply by 1 + weight
 
 
 @dataclass(frozen=True)
-class Gemma2Config(DecoderConfig):
+class Gemma2Config(WindowedConfig):
     attention_bias: bool
     query_pre_attn_scalar: float
     attn_logit_softcapping: float | None
     final_logit_softcapping: float | None
-    windows: tuple[int | None, ...]  # of each layer
-
-    @property
-    def has_windows(self) -> bool:
-        return any(window is not None for window in self.windows)
 
 
 def read_config(config: ConfigReader) -> Gemma2Config:

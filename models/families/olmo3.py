@@ -7,7 +7,7 @@ from torch import Tensor
 
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
-from models.decoder import read_decoder_config
+from models.decoder import WindowedConfig, read_decoder_config
 from models.families import olmo2
 from models.families.gemma2 import read_windows
 from models.families.olmo2 import IN_FLOAT32, Olmo2, Olmo2Config, PostNormLM
@@ -15,14 +15,9 @@ from models.layers.rotary import AnglesByLayer, RotaryByLayer, RotaryConfig, rea
 
 
 @dataclass(frozen=True)
-class Olmo3Config(Olmo2Config):
-    windows: tuple[int | None, ...]
+class Olmo3Config(Olmo2Config, WindowedConfig):
     sliding_rotary: RotaryConfig
     """That of layers with a window; `rotary` is that of the others."""
-
-    @property
-    def has_windows(self) -> bool:
-        return any(window is not None for window in self.windows)
 
 
 def read_config(config: ConfigReader) -> Olmo3Config:

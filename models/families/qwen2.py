@@ -6,18 +6,14 @@ Qwen 2's report: arXiv 2407.10671.
 from dataclasses import dataclass
 
 from models.config import ConfigReader
-from models.decoder import Attention, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
+from models.decoder import Attention, DecoderLayer, DecoderLM, WindowedConfig, read_decoder_config
 from models.layers.mlp import MLP
 from models.layers.sliding_window import read_windows
 
 
 @dataclass(frozen=True)
-class Qwen2Config(DecoderConfig):
-    windows: tuple[int | None, ...]
-
-    @property
-    def has_windows(self) -> bool:
-        return any(window is not None for window in self.windows)
+class Qwen2Config(WindowedConfig):
+    """The config of Qwen 2."""
 
 
 def read_config(config: ConfigReader) -> Qwen2Config:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models.batch import Batch
 from models.config import ConfigReader
-from models.decoder import Attention, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
+from models.decoder import Attention, DecoderLayer, DecoderLM, WindowedConfig, read_decoder_config
 from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.moe import MixtureConfig, SparseMoeBlock, read_mixture
@@ -18,15 +18,10 @@ from models.layout import ModelLayout
 
 
 @dataclass(frozen=True)
-class Qwen2MoeConfig(DecoderConfig):
+class Qwen2MoeConfig(WindowedConfig):
     mixture: MixtureConfig
     shared_expert_intermediate_size: int
     qkv_bias: bool
-    windows: tuple[int | None, ...]
-
-    @property
-    def has_windows(self) -> bool:
-        return any(window is not None for window in self.windows)
 
     @property
     def layer_kinds(self) -> tuple[bool, ...]:

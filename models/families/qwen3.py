@@ -8,7 +8,7 @@ from kernels.kv_store import rope_and_store
 from models import decoder
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
-from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
+from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, WindowedConfig, read_decoder_config
 from models.layers.mlp import MLP
 from models.layers.norm import RMSNorm
 from models.layers.rotary import Angles
@@ -16,13 +16,8 @@ from models.layers.sliding_window import read_windows
 
 
 @dataclass(frozen=True)
-class Qwen3Config(DecoderConfig):
+class Qwen3Config(WindowedConfig):
     attention_bias: bool
-    windows: tuple[int | None, ...]
-
-    @property
-    def has_windows(self) -> bool:
-        return any(window is not None for window in self.windows)
 
 
 def read_config(config: ConfigReader) -> Qwen3Config:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from conf.errors import UserError
 from models.config import ConfigReader
-from models.decoder import Attention, DecoderLayer, DecoderLM, UnturnedAttention
+from models.decoder import Attention, DecoderLayer, DecoderLM, UnturnedAttention, WindowedConfig
 from models.families import llama
 from models.families.llama import LlamaConfig
 from models.layers.mlp import MLP
@@ -12,14 +12,9 @@ from models.layers.sliding_window import read_named_windows
 
 
 @dataclass(frozen=True)
-class SmolLM3Config(LlamaConfig):
+class SmolLM3Config(LlamaConfig, WindowedConfig):
     turns: tuple[bool, ...]
     """Whether a layer turns queries and keys."""
-    windows: tuple[int | None, ...]
-
-    @property
-    def has_windows(self) -> bool:
-        return any(window is not None for window in self.windows)
 
 
 def read_config(config: ConfigReader) -> SmolLM3Config:
