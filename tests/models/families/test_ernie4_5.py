@@ -9,6 +9,7 @@ from transformers import Ernie4_5ForCausalLM
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families.ernie4_5 import read_config
+from tests.helpers.builders import SMALL
 from tests.helpers.oracle import check_equals_transformers
 
 CASES: dict[str, dict[str, Any]] = {
@@ -23,18 +24,9 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     check_equals_transformers(tmp_path, Ernie4_5ForCausalLM, **{"head_dim": 16, **CASES[name]})
 
 
-CONFIG = {
-    "head_dim": 16,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-}
-
-
 def test_what_files_leave_out() -> None:
-    config = read_config(ConfigReader(CONFIG, "config.json"))
+    given = {key: value for key, value in SMALL.items() if key != "max_position_embeddings"}
+    config = read_config(ConfigReader({**given, "head_dim": 16}, "config.json"))
     assert (config.tie_word_embeddings, config.use_bias) == (True, False)
     assert (config.rotary.theta, config.context_length) == (500000.0, 131072)
 
@@ -50,4 +42,4 @@ def test_what_files_leave_out() -> None:
 )
 def test_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        read_config(ConfigReader(CONFIG | changes, "config.json"))
+        read_config(ConfigReader({**SMALL, "head_dim": 16, **changes}, "config.json"))

@@ -11,7 +11,7 @@ from transformers import Ernie4_5_MoeForCausalLM
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families.ernie4_5_moe import read_config
-from tests.helpers.builders import all_logits, engine_of
+from tests.helpers.builders import SMALL, all_logits, engine_of
 from tests.helpers.oracle import check_equals_transformers, write_model
 
 SIZES: dict[str, Any] = {
@@ -42,15 +42,6 @@ def test_the_layers_for_more_tokens_are_left_out(tmp_path: Path) -> None:
     assert torch.equal(all_logits(engine_of(tmp_path), [5, 6, 7]), before)
 
 
-CONFIG = {
-    **SIZES,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -65,4 +56,4 @@ CONFIG = {
 )
 def test_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        read_config(ConfigReader(CONFIG | changes, "config.json"))
+        read_config(ConfigReader({**SMALL, **SIZES, **changes}, "config.json"))

@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
-    check_equals_transformers(tmp_path, Exaone4ForCausalLM, **{**CASES[name]})
+    check_equals_transformers(tmp_path, Exaone4ForCausalLM, **CASES[name])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from transformers import Glm4MoeForCausalLM
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families.glm4_moe import read_config
-from tests.helpers.builders import all_logits, engine_of
+from tests.helpers.builders import SMALL, all_logits, engine_of
 from tests.helpers.oracle import check_equals_transformers, write_model
 
 SIZES: dict[str, Any] = {
@@ -51,17 +51,6 @@ def test_the_layer_for_more_tokens_is_left_out(tmp_path: Path) -> None:
         engine_of(tmp_path)
 
 
-CONFIG = {
-    **SIZES,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 64,
-}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -77,4 +66,4 @@ CONFIG = {
 )
 def test_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        read_config(ConfigReader(CONFIG | changes, "config.json"))
+        read_config(ConfigReader({**SMALL, **SIZES, "rms_norm_eps": 1e-5, **changes}, "config.json"))

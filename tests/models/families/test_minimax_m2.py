@@ -9,6 +9,7 @@ from transformers import MiniMaxM2ForCausalLM
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families.minimax_m2 import read_config
+from tests.helpers.builders import SMALL
 from tests.helpers.oracle import check_equals_transformers
 
 SIZES: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16}
@@ -25,16 +26,7 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     check_equals_transformers(tmp_path, MiniMaxM2ForCausalLM, **{**SIZES, **CASES[name]})
 
 
-CONFIG = {
-    **SIZES,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 64,
-}
+CONFIG = {**SMALL, **SIZES, "rms_norm_eps": 1e-6}
 HUB = {
     "attn_type_list": [1, 1],
     "layernorm_mlp_beta": 1.0,

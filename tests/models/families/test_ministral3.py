@@ -9,6 +9,7 @@ from transformers import Ministral3ForCausalLM
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families.ministral3 import read_config
+from tests.helpers.builders import SMALL
 from tests.helpers.oracle import check_equals_transformers
 
 ROPE: dict[str, Any] = {
@@ -36,16 +37,7 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     check_equals_transformers(tmp_path, Ministral3ForCausalLM, **config)
 
 
-CONFIG = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 64,
-    "rope_parameters": ROPE,
-}
+CONFIG = {**SMALL, "rms_norm_eps": 1e-5, "rope_parameters": ROPE}
 
 
 def test_the_base_of_the_angles_beside_the_other_settings() -> None:
@@ -65,7 +57,7 @@ def test_the_base_of_the_angles_beside_the_other_settings() -> None:
         ({"rope_parameters": {**ROPE, "original_max_position_embeddings": 0}}, "is not a number above 0"),
         (
             {"rope_parameters": {**ROPE, "max_position_embeddings": 32}},
-            "max_position_embeddings=32 is not supported: only 64",
+            "max_position_embeddings=32 is not supported: only 128",
         ),
         (
             {"max_position_embeddings": 2**21},

@@ -21,7 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
-    check_equals_transformers(tmp_path, PhiForCausalLM, **{**CASES[name]})
+    check_equals_transformers(tmp_path, PhiForCausalLM, **CASES[name])
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,9 @@ WIDE: dict[str, dict[str, Any]] = {
     "gemma3": {"num_hidden_layers": 2, "layer_types": None},
     "deepseek_v3": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "q_lora_rank": 32}
     | {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
-    | {"num_experts_per_tok": 8, **ONE_GROUP},  # all of them: a choice would turn a last bit into another expert
+    | {"num_experts_per_tok": 8, **ONE_GROUP},
+    # all experts: a choice would turn a last bit, which another kernel gives, into another one
+    "qwen3_moe": {"num_experts_per_tok": 6},
     "gpt2": {"n_embd": 64},
     "bloom": {"hidden_size": 96},
 }
