@@ -80,6 +80,9 @@ class Gloo:
     def abort(self) -> None:
         """Let this rank go on where it waits, now and later, with RankFailed. The others notice when its process ends."""
         self._aborted.set()
+        sending = self._sending  # which the thread that sends may replace
+        if sending is not None and not sending[0].is_completed():
+            self._keep(sending)
 
     def _meet(self, store: tuple[str, int], name: str, address: str) -> None:
         try:
@@ -163,14 +166,13 @@ class Gloo:
                 if has_ended:  # with an error: a rank has closed its sockets
                     self._aborted.set()
                 if self._aborted.is_set():
-                    _keep(self._meeting.result())
-                    _keep(work)
+                    self._keep(work)
                     raise RankFailed from error
 
-
-def _keep(kept: object) -> None:
-    """Never destroy what others may not answer any more: gloo would wait for them."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    def _keep(self, work: object) -> None:
+        """Never destroy work that others may not answer any more, nor gloo's group, which would wait for them."""
+        for kept in (work, self._meeting.result()):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def _padded(x: Tensor, width: int) -> Tensor:

@@ -24,6 +24,17 @@ def receive_for_ever(group: Gloo) -> None:
     _wait_for_ever(group, lambda: group.gather_first(torch.zeros(1, group.rank), (0, 1)))
 
 
+def send_for_ever(group: Gloo) -> None:
+    """Rank 1 gives rank 0, which is lost after a first exchange, what it never takes, and is then told."""
+    group.gather_first(torch.zeros(1, group.rank), (0, 1))
+    if group.rank == 0:
+        print("waiting", flush=True)
+        signal.pause()
+    sys.stdin.readline()
+    group.gather_first(torch.zeros(1, 1), (0, 1))
+    group.abort()
+
+
 def meet_for_ever(group: Gloo) -> None:
     """Rank 0 waits for one that never comes."""
     _fail(group, lambda: group.gather(torch.zeros(1, 1), (1,) * group.size))
@@ -63,6 +74,7 @@ JOBS = {
     "replay": replay,
     "gather_for_ever": gather_for_ever,
     "receive_for_ever": receive_for_ever,
+    "send_for_ever": send_for_ever,
     "meet_for_ever": meet_for_ever,
     "leave": leave,
 }

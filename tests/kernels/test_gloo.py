@@ -58,6 +58,16 @@ def test_a_rank_goes_on_and_ends_where_another_is_lost(job: str, number: signal.
         assert ended(rank, told) == ["aborted" if told else "lost", "done"]
 
 
+def test_a_rank_ends_whose_numbers_nobody_takes() -> None:
+    server = serve_addresses(HOST)
+    with ExitStack() as stack:
+        lost, rank = (start(stack, server.port, each, 2, "send_for_ever") for each in range(2))
+        assert lost.stdout is not None
+        assert lost.stdout.readline() == "waiting\n"
+        lost.send_signal(signal.SIGSTOP)
+        assert ended(rank, "send\n") == ["done"]
+
+
 def test_a_rank_that_nobody_meets_ends_when_it_is_told() -> None:
     server = serve_addresses(HOST)
     with ExitStack() as stack:
