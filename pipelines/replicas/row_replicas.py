@@ -60,11 +60,13 @@ class Replica:
         self.counts.append(Counts(0, DraftCounts(), 0))
 
     def is_late(self) -> bool:
-        """Return whether the cluster has not had the place for `PLACE_S`. It is asked once for each worker."""
-        if self._begun is None or monotonic() - self._begun < PLACE_S:
-            return False
-        self._begun = None
-        return bool(placement_group_table(self._group)["state"] != "CREATED")
+        """Return whether it asked for the place `PLACE_S` ago, and it is not known whether it has it."""
+        return self._begun is not None and monotonic() - self._begun >= PLACE_S
+
+    def waits(self) -> bool:
+        """Return whether the cluster has not had the place yet; False where it was asked before about this worker."""
+        is_unknown, self._begun = self._begun is not None, None
+        return is_unknown and bool(placement_group_table(self._group)["state"] != "CREATED")
 
     def listen(self) -> None:
         """Take note of whether the worker has run since the last time."""
@@ -195,9 +197,11 @@ class RowReplicas:
         return silent
 
     def _say_who_waits(self) -> None:
-        if late := [each for each in self._replicas if each.is_late()]:
-            numbers = ", ".join(str(each.number) for each in late)
-            log.warning("replicas %s: %s", numbers, waiting_for(late[0].place))
+        if not any(each.is_late() for each in self._replicas):
+            return
+        if waiting := [each for each in self._replicas if each.waits()]:
+            numbers = ", ".join(str(each.number) for each in waiting)
+            log.warning("replicas %s: %s", numbers, waiting_for(waiting[0].place))
 
     def _take(self, replica: Replica, content: bytes) -> list[Record]:
         """Take a replica's answer, and return its records. Raises UserError for what the user can mend."""
