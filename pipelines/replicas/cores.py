@@ -5,6 +5,8 @@ import socket
 
 from pipelines.ranks.launch import cores_in_order
 
+NAME = f"quintet-{os.getuid()}-processor"  # in no folder, and gone with the process however it ends
+
 
 class Cores:
     """Processors that no other replica of this user has, while this object lives: a name of each is bound."""
@@ -25,9 +27,7 @@ class Cores:
     def _bind(self, cpu: int) -> bool:
         name = socket.socket(socket.AF_UNIX)
         try:
-            name.bind(
-                f"\0quintet-{os.getuid()}-processor-{cpu}"
-            )  # in no folder, and gone with the process however it ends
+            name.bind(f"\0{NAME}-{cpu}")
         except OSError:
             name.close()
             return False

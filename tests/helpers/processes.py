@@ -15,12 +15,21 @@ def processes() -> dict[int, tuple[int, str]]:
     return found
 
 
-def engines() -> dict[int, int]:
-    """The processes of our engines, each with its worker's."""
+def ours() -> dict[int, tuple[int, str]]:
+    """Those of `processes` that this process has started, and those that they have."""
     known = processes()
 
     def is_ours(pid: int) -> bool:
         return pid == os.getpid() or (pid in known and is_ours(known[pid][0]))
 
-    pids = [pid for pid, (_, command) in known.items() if "pipelines.engine_process" in command and is_ours(pid)]
-    return {pid: known[pid][0] for pid in pids}
+    return {pid: found for pid, found in known.items() if is_ours(pid)}
+
+
+def engines() -> dict[int, int]:
+    """The processes of our engines, each with its worker's."""
+    return {pid: parent for pid, (parent, command) in ours().items() if "pipelines.engine_process" in command}
+
+
+def row_workers() -> list[int]:
+    """The processes of our Ray that run rows."""
+    return [pid for pid, (_, command) in ours().items() if command.startswith("ray::RowWorker")]

@@ -17,7 +17,7 @@ from kernels import build
 from pipelines.journal import Journal
 from pipelines.predict import run_predict
 from pipelines.replicas.cluster import _ray
-from tests.helpers.processes import processes
+from tests.helpers.processes import ours, row_workers
 from tests.helpers.rank_runs import RESULTS, are_gone, until, write_prompts
 from tests.helpers.serving import tiny_run
 
@@ -42,9 +42,8 @@ def four_processors() -> Iterator[None]:
 
 def ranks() -> list[int]:
     """The processes of ranks 1 of our replicas."""
-    known = processes().items()
-    workers = {pid for pid, (_, command) in known if command.startswith("ray::RowWorker")}
-    return [pid for pid, (parent, command) in known if "ranks.worker" in command and parent in workers]
+    workers = row_workers()
+    return [pid for pid, (parent, command) in ours().items() if "ranks.worker" in command and parent in workers]
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}], ids=["tp", "pp"])

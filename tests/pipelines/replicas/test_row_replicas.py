@@ -26,7 +26,7 @@ from pipelines.predict import run_predict
 from pipelines.prompts import PromptRow
 from pipelines.replicas.cluster import rows_on_ray
 from tests.helpers.faulty_rows import POISON, PoisonRows, UnequalRows, UnloadableRows
-from tests.helpers.processes import processes
+from tests.helpers.processes import row_workers
 from tests.helpers.serving import LIMIT_S, tiny_run
 
 pytestmark = [pytest.mark.skipif(find_spec("ray") is None, reason="needs the package ray"), pytest.mark.long]
@@ -66,19 +66,9 @@ def run_of(data: Path | None = None, replicas: int = 2, batch_size: int = 4) -> 
     return replace(tiny_run(), predict=predict, decode=decode, parallel=ParallelConfig(ParallelMode.ray, replicas))
 
 
-def workers() -> list[int]:
-    """The processes of our Ray that run rows."""
-    known = processes()
-
-    def is_ours(pid: int) -> bool:
-        return pid == os.getpid() or (pid in known and is_ours(known[pid][0]))
-
-    return [pid for pid, (_, command) in known.items() if command.startswith("ray::RowWorker") and is_ours(pid)]
-
-
 def all_end() -> bool:
     """Whether the workers end, which Ray does not wait for."""
-    for pid in workers():
+    for pid in row_workers():
         with suppress(ProcessLookupError):  # it has ended meanwhile
             process = os.pidfd_open(pid)
             if not select.select([process], [], [], LIMIT_S)[0]:
@@ -106,7 +96,7 @@ def test_one_of_two_is_killed_and_the_files_are_those_of_one_process(
 ) -> None:
     run = run_of(data)
     run_predict(replace(run, parallel=ParallelConfig()), tmp_path / "single", dump)
-    indices = written(monkeypatch, 60, lambda: os.kill(workers()[0], signal.SIGKILL))
+    indices = written(monkeypatch, 60, lambda: os.kill(row_workers()[0], signal.SIGKILL))
     with caplog.at_level(logging.WARNING):
         run_predict(run, tmp_path / "ray", dump)
     assert sorted(indices) == list(range(200))
@@ -128,8 +118,8 @@ def test_one_of_two_hangs_and_its_rows_are_done(
     hung: list[tuple[int, float]] = []
 
     def stop() -> None:
-        os.kill(workers()[0], signal.SIGSTOP)
-        hung.append((os.pidfd_open(workers()[0]), time.monotonic()))
+        os.kill(row_workers()[0], signal.SIGSTOP)
+        hung.append((os.pidfd_open(row_workers()[0]), time.monotonic()))
 
     written(monkeypatch, 60, stop)
     with caplog.at_level(logging.WARNING):
@@ -144,18 +134,30 @@ def test_one_of_two_hangs_and_its_rows_are_done(
     os.close(process)
 
 
-def test_replicas_of_a_machine_compute_on_cores_of_their_own() -> None:
+def test_replicas_of_a_machine_compute_on_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipelines.replicas import row_replicas
     from pipelines.replicas.connection import connect
+    from tests.helpers.separate_worker import RowWorker
 
+    monkeypatch.setattr(row_replicas, "RowWorker", RowWorker)
     cpus, _ = connect()
-    number = min(sum(cpus), len(os.sched_getaffinity(0)))
+    number = min(sum(cpus), len(os.sched_getaffinity(0)), 4)
     run = run_of(replicas=number)
     assert all_end()  # of other tests
     with rows_on_ray(PoisonRows, replace(run, device=replace(run.device, threads=1))):
-        found = [[*map(os.sched_getaffinity, map(int, os.listdir(f"/proc/{pid}/task")))] for pid in workers()]
+        found = [allowed(pid) for pid in row_workers()]
     own = [min(threads, key=len) for threads in found]  # of the thread that computes, and of those that it has started
     assert [len(each) for each in own] == [1] * number
     assert len(set().union(*own)) == number
+
+
+def allowed(pid: int) -> list[set[int]]:
+    """The processors that each thread of a process may use."""
+    found = []
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            found.append(os.sched_getaffinity(int(thread)))
+    return found
 
 
 def test_vectors_are_those_of_one_process(chatty: Path, tmp_path: Path) -> None:
