@@ -109,9 +109,7 @@ class Engine:
         self.runner = self._make_runner(model, cache, num_graph_sequences, width, self._decode_threads)
         self._num_graph_sequences = num_graph_sequences
         self._launched: LaunchedStep | None = None  # ahead of the tokens that it takes
-        self._lanes: deque[tuple[StepPlan, Callable[[], StepOutputs]]] = (
-            deque()
-        )  # of other groups each, the first begun first
+        self._lanes: deque[tuple[StepPlan, Callable[[], StepOutputs]]] = deque()  # other groups each, first begun first
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Let rows name the LoRA adapter of a folder, in the place of one of the same name. Raises UserError as `Adapters.load` does."""

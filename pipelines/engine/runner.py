@@ -85,7 +85,7 @@ class Runner:
 
     @property
     def stored(self) -> dict[str, tuple[Tensor, Heads]]:
-        """The cache's tensors [N, B, G, *] and their heads, by names with the layer's number in the whole model. A layer that only drafts has none."""
+        """The cache's tensors [N, B, G, *] and their heads, by names with the whole model's number of a layer that does not only draft."""
         return {
             f"layers.{number}.{name}.{part}": (tensor, heads)
             for number, layer, heads in zip(

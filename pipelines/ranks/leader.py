@@ -39,12 +39,21 @@ from pipelines.ranks.tensors import described, numbers_of, read
 T = TypeVar("T")
 
 
+@dataclass
+class _Begun:
+    """A step whose outputs the last stage has, or will have."""
+
+    outputs: StepOutputs | None = None
+
+
 class Leader:
     """Rank 0's place among ranks that load and run one model."""
 
     def __init__(self, workers: Workers, cpus: set[int]) -> None:
         """`cpus`: those that the process had before."""
         self.workers, self.place = workers, workers.place
+        self.begun: deque[_Begun] = deque()
+        """Steps whose outputs have not come back, also those of an earlier runner."""
         self.close = weakref.finalize(self, _end, workers, cpus)
         """Ends the other ranks, at the latest when nobody knows this object any more."""
 
@@ -163,13 +172,6 @@ class LeadingAdapters(Adapters):
         self._workers.tell({"op": "unload_adapter", "name": name})
 
 
-@dataclass
-class _Begun:
-    """A step whose outputs the last stage has, or will have."""
-
-    outputs: StepOutputs | None = None
-
-
 class LeadingRunner(Runner):
     """Computes rank 0's part of each step, while the other ranks compute theirs."""
 
@@ -188,7 +190,7 @@ class LeadingRunner(Runner):
         self._answering = tp * (pp - 1) if pp > 1 else None
         """The rank whose results those of a step are; None where rank 0 has them."""
         self.num_lanes = pp
-        self._begun: deque[_Begun] = deque()  # steps whose outputs have not come back
+        self._begun = leader.begun
         sizes = {"num_blocks": len(cache.tensors[0]), "table_width": table_width}
         self._workers.tell({"op": "begin", **sizes})
 
@@ -224,7 +226,7 @@ class LeadingRunner(Runner):
         self._begun.append(begun)
         return partial(self._ended, begun)
 
-    def _ended(self, begun: "_Begun") -> StepOutputs:
+    def _ended(self, begun: _Begun) -> StepOutputs:
         while begun.outputs is None:
             self._take_first()
         return begun.outputs

@@ -127,6 +127,26 @@ def test_adapters_come_and_go(llama: Path, adapters: dict[str, str]) -> None:
         assert completions(outputs(engine, rows, ADAPTED)) == loaded
 
 
+def test_an_adapter_comes_while_stages_compute(llama: Path, adapters: dict[str, str]) -> None:
+    """The steps of other rows, which are under way when the first row is done, are of tables without room for it."""
+    run = with_adapters(run_config(llama), adapters)
+    alone = load_engine(run, 3)
+
+    def finished(engine: Engine) -> list[Any]:
+        decodes = [replace(ADAPTED, max_new_tokens=2 + 5 * i) for i in range(3)]
+        rows = zip(ROWS, decodes, strict=False)
+        requests = [engine.request(i, prompt, each, adapter=name) for i, ((prompt, name), each) in enumerate(rows)]
+        generated = engine.generate(requests)
+        first = next(generated)
+        engine.load_adapter("large", adapters["large"])
+        return [output.completions for output in (first, *generated)]
+
+    with divided(run, 1) as engine:
+        assert finished(engine) == finished(alone)
+        rows: Rows = [(prompt, name and "large") for prompt, name in ROWS]
+        assert completions(outputs(engine, rows, ADAPTED)) == completions(outputs(alone, rows, ADAPTED))
+
+
 @pytest.mark.parametrize(("tp", "kv_cache"), [(2, "none"), (3, "int8"), (1, "int8")])
 def test_soft_prefixes(llama: Path, tmp_path: Path, tp: int, kv_cache: str) -> None:
     """Keys and values, and embeddings, which run through the divided model."""
