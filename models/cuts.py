@@ -124,6 +124,15 @@ def share_outputs(
     )
 
 
+def share_inputs(inputs: int, num_heads: tuple[int, int] | None, tp: int) -> list[range]:
+    """Return each rank's inputs of a layer that reads its attention's heads, H and G of them, or without these a layer's channels."""
+    if num_heads is None:
+        return [share_channels(inputs, tp, rank) for rank in range(tp)]
+    width = inputs // num_heads[0]
+    queries = [share_heads(*num_heads, tp, rank).queries for rank in range(tp)]
+    return [range(own.start * width, own.stop * width) for own in queries]
+
+
 def stages(layer_bytes: Sequence[int], first_bytes: int, last_bytes: int, pp: int) -> list[range]:
     """Return the layers of each of `pp` stages, at least one each, so that the largest stage has the fewest bytes.
 

@@ -9,7 +9,6 @@ vocabulary; keys and values belong to the ranks of their heads, and where ranks 
 
 import logging
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 from torch import nn
@@ -17,7 +16,17 @@ from torch import nn
 from conf.errors import UserError
 from kernels.collectives import NO_NEIGHBOURS, Group, Link, Neighbours
 from models.causal_lm import CausalLM
-from models.cuts import Cut, Division, HeadShare, share, share_channels, share_heads, share_outputs, stages
+from models.cuts import (
+    Cut,
+    Division,
+    HeadShare,
+    share,
+    share_channels,
+    share_heads,
+    share_inputs,
+    share_outputs,
+    stages,
+)
 from models.heads import NoHead
 from models.layers.absent import Absent
 from models.layers.attention import Heads
@@ -43,7 +52,7 @@ def divide(
     than layers. A warning says where ranks should add and cannot.
     """
     if division.whole_experts:
-        _check_experts(model, division.tp)
+        check_experts(model, division.tp)
     if division.pp > 1:
         width = _stream_width(model)
         _keep_stage(model, stage_layers(model, division.pp, dtype)[division.stage])
@@ -77,7 +86,7 @@ def stage_layers(model: CausalLM, pp: int, dtype: torch.dtype) -> list[range]:
     return stages(layers, first, last + (sizes[model.layout.embedding] if _is_tied(model) else 0), pp)
 
 
-def _check_experts(model: CausalLM, tp: int) -> None:
+def check_experts(model: CausalLM, tp: int) -> None:
     """Raise UserError where there is not an expert of each mixture for each rank."""
     numbers = [len(module) for module in model.modules() if isinstance(module, Experts)]
     if not numbers:
@@ -151,7 +160,6 @@ class _DividedLayer:
         attention = layer.get_submodule(self._layout.attention)
         heads: Heads = attention.heads  # type: ignore[assignment]
         self._num_heads = heads.num_attention_heads, heads.num_key_value_heads
-        self._shares = [share_heads(*self._num_heads, division.tp, rank) for rank in range(division.tp)]
         of_attention = {module for module in attention.modules() if isinstance(module, Linear)}
         if division.whole_experts:
             self._divide_experts(layer)
@@ -160,7 +168,7 @@ class _DividedLayer:
             is_whole = module in in_experts or name.rpartition(".")[2] in self._layout.replicated
             if isinstance(module, Linear) and not is_whole:
                 self._divide(name, module, module in of_attention)
-        own = self._shares[division.tp_rank]
+        own = share_heads(*self._num_heads, division.tp, division.tp_rank)
         self._divide_scales(attention, own)
         attention.heads = replace(  # type: ignore[assignment]
             heads,
@@ -175,34 +183,20 @@ class _DividedLayer:
         last, (outputs, inputs) = name.rpartition(".")[2], layer.shape
         tp, units = self._division.tp, self._layout.units.get(last, (Unit.CHANNEL,))
         if last in self._layout.row_parallel:
-            given = self._input_widths(inputs, of_attention)
-            if self._division.adds and (cuts := self._share_inputs(layer, given)) is not None:
+            given = share_inputs(inputs, self._num_heads if of_attention else None, tp)
+            if self._division.adds and (cuts := layer.share_inputs(given, self._division.tp_rank)) is not None:
+                layer.pieces = RowSum(self._group)
                 self.cuts |= {f"{name}.{tensor}": cut for tensor, cut in cuts.items()}
                 return
             widths = tuple(len(share_channels(outputs, tp, rank)) for rank in range(tp))
-            layer.pieces = RowPieces(Pieces(self._group, given), Pieces(self._group, widths))
+            layer.pieces = RowPieces(Pieces(self._group, tuple(map(len, given))), Pieces(self._group, widths))
         own = share_outputs(units, outputs, self._num_heads, tp, self._division.tp_rank)
         self.cuts |= {f"{name}.{tensor}": cut for tensor, cut in layer.share(own).items()}
-
-    def _share_inputs(self, layer: Linear, widths: tuple[int, ...]) -> dict[str, Cut] | None:
-        """Let a layer multiply this rank's inputs alone, of `widths` by rank. None where it cannot."""
-        ends = [*accumulate(widths)]
-        ranges = [range(end - width, end) for end, width in zip(ends, widths, strict=True)]
-        cuts = layer.share_inputs(ranges, self._division.tp_rank)
-        if cuts is not None:
-            layer.pieces = RowSum(self._group)
-        return cuts
 
     def _divide_experts(self, layer: nn.Module) -> None:
         tp = self._division.tp
         for experts in [module for module in layer.modules() if isinstance(module, Experts)]:
             experts.keep(OwnedExperts(self._group, tuple(share(len(experts), tp, rank) for rank in range(tp))))
-
-    def _input_widths(self, inputs: int, of_attention: bool) -> tuple[int, ...]:
-        """Return how many of the inputs of a layer that reads heads, or channels of a feed-forward layer, each rank makes."""
-        if of_attention:
-            return tuple(len(share.queries) * (inputs // self._num_heads[0]) for share in self._shares)
-        return tuple(len(share_channels(inputs, self._division.tp, rank)) for rank in range(self._division.tp))
 
     def _divide_scales(self, attention: nn.Module, own: HeadShare) -> None:
         """Cut the parameters of the attention module itself, which have a number for each key head, or one for all."""

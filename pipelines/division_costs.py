@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from models.causal_lm import CausalLM
-from models.cuts import count, share_heads, share_outputs, stages
+from models.cuts import count, share, share_heads, share_inputs, share_outputs, stages
 from models.layers.attention import Heads
 from models.layers.linear import Linear, tied_weight
+from models.layers.linear_method import LinearMethod
 from models.layers.moe import Experts
 from models.layout import Unit
+from models.parallel import check_experts
 from models.weights import parameter_dtype
 
 
@@ -47,6 +49,23 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class RowLayer:
+    """A linear layer whose inputs come in pieces, of which a rank may multiply its own alone."""
+
+    method: LinearMethod
+    dtype: torch.dtype
+    bias_bytes: int
+    of_attention: bool
+
+    def share(self, inputs: int, heads: Heads, tp: int, rank: int) -> tuple[int, int] | None:
+        """Return the bytes of a rank's part and how many of the inputs it has. None where the layer gathers them."""
+        num_heads = (heads.num_attention_heads, heads.num_key_value_heads) if self.of_attention else None
+        ranges = share_inputs(inputs, num_heads, tp)
+        shared = self.method.share_inputs(ranges, rank)
+        return None if shared is None else (shared[0].num_bytes(self.dtype) + self.bias_bytes, len(ranges[rank]))
+
+
+@dataclass(frozen=True)
 class Part:
     """A linear layer with its bias, or another tensor."""
 
@@ -61,8 +80,11 @@ class Part:
     num_experts: int = 0
     """How many experts have one; 0: it is no expert's."""
     gathered: int = 0
-    """Numbers of a token that are gathered before it and after it."""
+    """Numbers of a row that are gathered before it and after it."""
     num_gathers: int = 0
+    num_rows: int = 1
+    """Of a token: the experts that it chooses."""
+    row: RowLayer | None = None
 
 
 class DivisionCosts:
@@ -74,8 +96,16 @@ class DivisionCosts:
         kinds: tuple[Hashable, ...],
         dtype: torch.dtype,
         block_bytes: Callable[[Heads], int],
+        adds: bool = False,
+        whole_experts: bool = False,
     ) -> None:
-        """`kinds` are those of all layers: `model` has the first of each. `block_bytes`: of a layer's part of a block of the KV cache."""
+        """`kinds` are those of all layers: `model` has the first of each. `block_bytes`: of a layer's part of a block of the KV cache.
+
+        `adds` and `whole_experts` are those of a `Division`. Raises UserError for whole experts of a model without any.
+        """
+        if whole_experts:
+            check_experts(model, 1)
+        self._adds, self._whole_experts = adds, whole_experts
         self.num_layers = len(kinds)
         self.hidden_size = int(next(model.final_norm.parameters()).shape[0])
         self._model, self._kinds, self._dtype, self._block_bytes = model, kinds, dtype, block_bytes
@@ -93,7 +123,12 @@ class DivisionCosts:
         self._known: dict[tuple[Hashable, int, int], Cost] = {}
 
     def rank(self, layers: range, tp: int, tp_rank: int) -> Cost:
-        """Return the cost of a rank of the stage that has these layers. Raises UserError for more ranks than heads or channels."""
+        """Return the cost of a rank of the stage that has these layers.
+
+        Raises UserError for more ranks than heads, channels or whole experts.
+        """
+        if self._whole_experts:
+            check_experts(self._model, tp)
         cost = Cost()
         for kind, number in Counter(self._kinds[layers.start : layers.stop]).items():
             cost += self._layer(kind, tp, tp_rank) * number
@@ -123,7 +158,32 @@ class DivisionCosts:
         return self._known[kind, tp, rank]
 
     def _sum(self, parts: Counter[Part], heads: Heads, tp: int, rank: int) -> Cost:
-        return sum((_cost(part, heads, tp, rank) * number for part, number in parts.items()), Cost())
+        return sum((self._cost(part, heads, tp, rank) * number for part, number in parts.items()), Cost())
+
+    def _cost(self, part: Part, heads: Heads, tp: int, rank: int) -> Cost:
+        """Return what a rank has to do with a part; of an expert's part with those of all its experts."""
+        num_experts, num_rows = part.num_experts, part.num_rows
+        if num_experts and self._whole_experts:
+            num_experts = len(share(num_experts, tp, rank))
+            num_bytes, macs = num_experts * part.num_bytes, num_experts * part.outputs * part.inputs
+            # what experts give is exchanged, and nothing within them
+            gathers, gathered = (0, 0) if part.row is None else (1, num_rows * part.outputs)
+            return Cost(num_bytes, 0, num_bytes, 0, macs, 0, gathers, gathered)
+        shared = part.row.share(part.inputs, heads, tp, rank) if part.row and self._adds and tp > 1 else None
+        if shared is not None:
+            num_bytes, inputs = shared
+            macs, gathers, gathered = part.outputs * inputs, 1, part.outputs * tp
+        else:
+            own = part.outputs
+            if part.units is not None:
+                num_heads = heads.num_attention_heads, heads.num_key_value_heads
+                own = count(share_outputs(part.units, part.outputs, num_heads, tp, rank))
+            num_bytes, macs = part.num_bytes * own // part.outputs, own * part.inputs
+            gathers, gathered = part.num_gathers, part.gathered
+        if not num_experts:
+            return Cost(num_bytes, num_bytes if part.is_read else 0, 0, macs, 0, 0, gathers, gathered)
+        num_bytes, macs = num_bytes * num_experts, macs * num_experts
+        return Cost(num_bytes, 0, num_bytes, 0, macs, 0, gathers, num_rows * gathered)
 
     def _ends(self) -> tuple[Counter[Part], Counter[Part]]:
         """Return the parts before the layers, and those after them."""
@@ -138,14 +198,17 @@ class DivisionCosts:
     def _parts(self, modules: Iterable[tuple[str, nn.Module]]) -> Counter[Part]:
         """Return the parts that these modules themselves have, and how many of each there are."""
         found: Counter[Part] = Counter()
-        num_experts: dict[nn.Module, int] = {}  # 0: an expert that is like the first
+        experts: dict[nn.Module, tuple[int, int]] = {}  # how many, and of each token; 0: one that is like the first
         for name, module in modules:
             if isinstance(module, Experts):
                 for i, expert in enumerate(module):
-                    num_experts |= dict.fromkeys(expert.modules(), 0 if i else len(module))
-            if num_experts.get(module) != 0:
-                for part in self._own_parts(name, module, num_experts.get(module, 0)):
-                    found[part] += 1
+                    numbers = 0 if i else len(module), module.num_experts_per_tok
+                    experts |= dict.fromkeys(expert.modules(), numbers)
+            if module not in experts:
+                found.update(self._own_parts(name, module, 0))
+            elif experts[module][0]:
+                number, num_rows = experts[module]
+                found.update(replace(part, num_rows=num_rows) for part in self._own_parts(name, module, number))
         return found
 
     def _own_parts(self, path: str, module: nn.Module, num_experts: int) -> list[Part]:
@@ -155,14 +218,17 @@ class DivisionCosts:
                 for name, parameter in module.named_parameters(recurse=False)
             ]
         layout, leaf, (outputs, inputs) = self._model.layout, path.rpartition(".")[2], module.shape
-        num_bytes = module.method.num_bytes(parameter_dtype(self._model, f"{path}.weight", self._dtype))
-        num_bytes += 0 if module.bias is None else module.bias.numel() * self._dtype.itemsize
+        dtype = parameter_dtype(self._model, f"{path}.weight", self._dtype)
+        num_bytes = module.method.num_bytes(dtype)
+        bias_bytes = 0 if module.bias is None else module.bias.numel() * self._dtype.itemsize
+        num_bytes += bias_bytes
         units = None if leaf in layout.replicated else layout.units.get(leaf, (Unit.CHANNEL,))
         if module is self._model.head:
             return [Part(num_bytes, outputs, inputs, units, gathered=outputs, num_gathers=1)]
         if leaf not in layout.row_parallel:
             return [Part(num_bytes, outputs, inputs, units, num_experts=num_experts)]
-        return [Part(num_bytes, outputs, inputs, (Unit.CHANNEL,), True, num_experts, inputs + outputs, 2)]
+        row = RowLayer(module.method, dtype, bias_bytes, path.startswith(f"{layout.attention}."))
+        return [Part(num_bytes, outputs, inputs, (Unit.CHANNEL,), True, num_experts, inputs + outputs, 2, row=row)]
 
     def _tensor(self, module: nn.Module, name: str, parameter: nn.Parameter, num_experts: int) -> Part:
         """Return the part that is a parameter of no linear layer."""
@@ -177,17 +243,3 @@ class DivisionCosts:
         if heads is not None and parameter.ndim and len(parameter) == heads.num_key_value_heads:
             return Part(size, len(parameter), 0, (Unit.KEY_VALUE_HEAD,))
         return Part(size, 1, 0, None, not isinstance(module, nn.Embedding), num_experts)
-
-
-def _cost(part: Part, heads: Heads, tp: int, rank: int) -> Cost:
-    """Return what a rank has to do with a part; of an expert's part with those of all experts."""
-    own = part.outputs
-    if part.units is not None:
-        num_heads = heads.num_attention_heads, heads.num_key_value_heads
-        own = count(share_outputs(part.units, part.outputs, num_heads, tp, rank))
-    num_bytes, macs = part.num_bytes * own // part.outputs, own * part.inputs
-    if not part.num_experts:
-        read = num_bytes if part.is_read else 0
-        return Cost(num_bytes, read, 0, macs, 0, 0, part.num_gathers, part.gathered)
-    num_bytes, macs = num_bytes * part.num_experts, macs * part.num_experts
-    return Cost(num_bytes, 0, num_bytes, 0, macs, 0, part.num_gathers, part.gathered)

@@ -23,6 +23,7 @@ from pipelines.engine.kv_cache import AUTO_SHARE, BLOCK_SIZE, allocate_kv_cache
 from pipelines.memory import step_bytes
 from pipelines.opening import ModelSource, open_source
 from pipelines.planning import ModelPlan, plan_model
+from pipelines.ranks.place import division_of
 from pipelines.report import print_columns
 from pipelines.topology import Topology, find_topology, read_topology
 
@@ -95,9 +96,10 @@ def _parallel(run: RunConfig, best: Candidate) -> ParallelConfig:
         return ParallelConfig(ParallelMode.single)
     if best.replicas == 1:
         tp, pp = (number if number > 1 else None for number in (best.tp, best.pp))
-        return ParallelConfig(
-            ParallelMode.tp_pp if tp and pp else ParallelMode.tp if tp else ParallelMode.pp, tp=tp, pp=pp
-        )
+        if tp is None:
+            return ParallelConfig(ParallelMode.pp, pp=pp)
+        mode, given = ParallelMode.tp_pp if pp else ParallelMode.tp, run.parallel
+        return ParallelConfig(mode, tp=tp, pp=pp, sum=given.sum, experts=given.experts)
     if best.tp * best.pp == 1 and run.task is Task.predict:
         return ParallelConfig(ParallelMode.ray, replicas=best.replicas)
     raise UserError(f"parallel=auto chose {best}, which task={run.task.name} cannot run: give parallel=single")
@@ -286,4 +288,5 @@ def _costs(run: RunConfig, source: ModelSource, block_size: int) -> tuple[ModelP
         cache = allocate_kv_cache([heads], 1, block_size, [(keys, values)], plan.dtype, torch.device("meta"))
         return sum(tensor.nbytes for tensor in cache.tensors)
 
-    return plan, DivisionCosts(plan.model, kinds, plan.dtype, block_bytes)
+    own = division_of(0, 1, 1, run.parallel)
+    return plan, DivisionCosts(plan.model, kinds, plan.dtype, block_bytes, own.adds, own.whole_experts)

@@ -29,10 +29,7 @@ REFUSED: dict[str, list[str]] = {
         "parallel.sum=reduce"
     ],
     "parallel.sum=reduce is not used by parallel=pp: leave it at gather": ["parallel=pp", "parallel.sum=reduce"],
-    "parallel.experts=whole is not used by parallel=auto: leave it at split": [
-        "parallel=auto",
-        "parallel.experts=whole",
-    ],
+    "parallel.experts=whole is not used by parallel=pp: leave it at split": ["parallel=pp", "parallel.experts=whole"],
     "parallel.sum=reduce is of ranks, which parallel=ray has with parallel.tp: give parallel.tp too, or leave it out": [
         "parallel=ray",
         "parallel.sum=reduce",

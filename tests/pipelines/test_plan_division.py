@@ -11,14 +11,26 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from conf.quantization import QuantConfig, QuantMethod, QuantScheme
-from conf.schema import DeviceConfig, ModelConfig, ParallelConfig, ParallelMode, RunConfig, Task, Weights
+from conf.quantization import Activations, QuantConfig, QuantMethod, QuantScheme
+from conf.schema import (
+    DeviceConfig,
+    ExpertDivision,
+    ModelConfig,
+    ParallelConfig,
+    ParallelMode,
+    RunConfig,
+    Sum,
+    Task,
+    Weights,
+)
 from conf.tasks import PredictConfig
 from kernels.collectives import Threads
 from kernels.kv_format import FORMATS
+from models.causal_lm import CausalLM
 from models.config import ConfigReader
-from models.cuts import Division
+from models.layers.linear import Linear
 from models.layers.moe import Experts
+from models.layers.pieces import RowPieces, RowSum
 from models.parallel import divide, stage_layers
 from models.registry import find_architecture
 from pipelines import pipeline, plan_division
@@ -29,6 +41,7 @@ from pipelines.memory import weight_bytes
 from pipelines.opening import open_source
 from pipelines.plan_division import Candidate, choose, divisions
 from pipelines.planning import plan_model
+from pipelines.ranks.place import division_of
 from pipelines.topology import Link, Topology, find_topology, read_topology
 from tests.bench.gpu_rows import CONFIGS as GPU_CONFIGS
 from tests.helpers.builders import REPOSITORY, run_config, write_llama
@@ -40,7 +53,8 @@ GOLDENS = REPOSITORY / "tests" / "goldens"
 FAMILIES = sorted(folder.name for folder in GOLDENS.iterdir() if folder.is_dir())
 CONFIGS = {"llama": LLAMA_405B, "mixtral": MIXTRAL_8X22B, "deepseek": DEEPSEEK_V3}
 NONE, INT4 = QuantConfig(), QuantConfig(QuantScheme.int4)
-INT8 = QuantConfig(QuantScheme.int8)
+INT8, GROUPS = QuantConfig(QuantScheme.int8), QuantConfig(QuantScheme.int4, group_size=32)
+A8W8 = QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic)
 
 
 def dry_run(
@@ -164,23 +178,62 @@ def test_undivided_every_family_has_the_bytes_of_its_model(name: str) -> None:
 @pytest.mark.parametrize("quant", [NONE, INT8], ids=["floats", "int8"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_divided_model_has_the_bytes_that_are_reckoned(name: str, quant: QuantConfig, tp: int, pp: int) -> None:
-    config = RunConfig(model=ModelConfig(path=str(GOLDENS / name), weights=Weights.random), quant=quant)
+    check_ranks(GOLDENS / name, quant, tp, pp)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("quant", [NONE, INT8, A8W8], ids=["floats", "int8", "a8w8"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ranks_that_add_have_the_bytes_that_are_reckoned(name: str, quant: QuantConfig, tp: int, pp: int) -> None:
+    """With a scale for each row of activations they gather."""
+    check_ranks(GOLDENS / name, quant, tp, pp, sum=Sum.reduce)
+
+
+@pytest.mark.parametrize(("tp", "joined"), [(2, ["down_proj"]), (3, ["o_proj"])])
+def test_ranks_that_add_some_layers_have_the_bytes_that_are_reckoned(
+    tp: int, joined: list[str], tmp_path: Path
+) -> None:
+    """Groups of 32: of 96 channels two ranks cut one, of four heads of 16 inputs three ranks do."""
+    write_llama(tmp_path, intermediate_size=96)
+    for model in check_ranks(tmp_path, GROUPS, tp, 1, sum=Sum.reduce):
+        rows = [(name, layer.pieces) for name, layer in model.named_modules() if isinstance(layer, Linear)]
+        assert {name.rpartition(".")[2] for name, pieces in rows if isinstance(pieces, RowPieces)} == {*joined}
+        assert any(isinstance(pieces, RowSum) for _, pieces in rows)
+
+
+@pytest.mark.parametrize("sum", Sum)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("quant", [NONE, INT8], ids=["floats", "int8"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_whole_experts_have_the_bytes_that_are_reckoned(
+    name: str, quant: QuantConfig, tp: int, pp: int, sum: Sum
+) -> None:
+    check_ranks(GOLDENS / name, quant, tp, pp, sum=sum, experts=ExpertDivision.whole)
+
+
+def check_ranks(folder: Path, quant: QuantConfig, tp: int, pp: int, **given: Any) -> list[CausalLM]:
+    """What is reckoned of each rank is what it has of the model that `divide` has divided. Returns the ranks' models."""
+    parallel = ParallelConfig(ParallelMode.auto, **given)
+    config = RunConfig(model=ModelConfig(path=str(folder), weights=Weights.random), quant=quant, parallel=parallel)
     source = open_source(config.model)
     plan, costs = plan_division._costs(config, source, 16)  # noqa: SLF001
     if tp > plan.model.attention_heads[0].num_attention_heads:
         with pytest.raises(UserError, match="query heads"):
             costs.rank(range(1), tp, 0)
-        return
+        return []
     whole = plan_model(config, source, torch.device("cpu"), packed=False).model
     assert costs.stages(pp) == stage_layers(whole, pp, plan.dtype)
+    models = []
     for stage, rank in product(range(pp), range(tp)):
-        model = plan_model(config, source, torch.device("cpu"), packed=False).model
-        divide(model, Division(tp, pp, rank, stage), Threads.of(tp)[rank], plan.dtype)
+        own = plan_model(config, source, torch.device("cpu"), packed=False).model
+        divide(own, division_of(tp * stage + rank, tp, pp, parallel), Threads.of(tp)[rank], plan.dtype)
         cost = costs.rank(costs.stages(pp)[stage], tp, rank)
-        assert cost.weight_bytes == weight_bytes(model, plan.dtype)
-        heads = model.attention_heads
+        assert cost.weight_bytes == weight_bytes(own, plan.dtype)
+        heads = own.attention_heads
         cache = allocate_kv_cache(heads, 1, 16, [FORMATS["none"]] * len(heads), plan.dtype, torch.device("meta"))
         assert cost.cache_bytes == sum(tensor.nbytes for tensor in cache.tensors)
+        models.append(own)
+    return models
 
 
 def test_what_is_reckoned_is_what_a_loaded_model_has(tmp_path: Path) -> None:
@@ -216,6 +269,11 @@ def test_seconds_of_a_step_by_hand(tmp_path: Path) -> None:
         3 / (cut + link), rel=0.02
     )  # 88 channels are 48 and 40, the larger counts
     assert (found[1, 1, 2].limit, found[2, 1, 1].limit) == ("weights", "link")
+    # of each of the two layers that add, every rank gets the outputs of both
+    adding = replace(config.parallel, topology=str(file), sum=Sum.reduce)
+    added = candidates_of(replace(config, parallel=adding))[2, 1, 1]
+    link = (2 * 2 + 2) * 50e-3 + 3 * (2 * 2 * 2 * e + e + v) * 4 / 2 / 2e6
+    assert added.tokens_per_s == pytest.approx(3 / (cut + link), rel=0.02)
 
 
 def _of_rows(seconds: float, tokens: int, replicas: int, num_rows: int) -> float:
@@ -260,6 +318,43 @@ def test_a_row_reads_the_experts_that_it_chooses(tmp_path: Path) -> None:
     layer = 2 * e * e + 2 * e * 8 * 128 + 8 * e + 2 * e + 2 * 3 * e * f
     cache = 2048 * 56 * 2 * 8 * 128 * 2
     assert found.tokens_per_s == pytest.approx(300e9 / (2 * (56 * layer + v * e + e) + cache), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("sum", "experts", "of_layer", "num_gathers"),
+    [
+        (Sum.gather, ExpertDivision.split, 2 * 6144 + 2 * (16384 + 6144), 4),
+        (Sum.gather, ExpertDivision.whole, 2 * 6144 + 2 * 6144, 3),
+        (Sum.reduce, ExpertDivision.split, 4 * 6144 + 2 * 4 * 6144, 2),
+        (Sum.reduce, ExpertDivision.whole, 4 * 6144 + 2 * 6144, 2),
+    ],
+)
+def test_what_four_ranks_exchange_of_mixtral(
+    sum: Sum, experts: ExpertDivision, of_layer: int, num_gathers: int, tmp_path: Path
+) -> None:
+    """Of a token two experts' rows: the channels of each before its last product, what each gives, or both."""
+    run = dry_run(write_config(tmp_path / "mixtral", MIXTRAL_8X22B), "8_gpus")
+    run = replace(run, parallel=replace(run.parallel, sum=sum, experts=experts))
+    cost = plan_division._costs(run, open_source(run.model), 64)[1].rank(range(56), 4, 0)  # noqa: SLF001
+    assert cost.gathered == 56 * of_layer + 6144 + 32768
+    assert cost.num_gathers == 56 * num_gathers + 2
+
+
+def test_whole_experts_that_are_too_few_forbid_a_division(tmp_path: Path) -> None:
+    """A model without any is refused."""
+
+    def whole(folder: Path) -> RunConfig:
+        run = dry_run(folder, "8_gpus", quant=INT8)
+        return replace(run, parallel=replace(run.parallel, experts=ExpertDivision.whole))
+
+    few = {**MIXTRAL_8X22B, "num_local_experts": 4}
+    found = candidates_of(whole(write_config(tmp_path / "few", few)))
+    assert found[8, 1, 1].limit == "tp=8 is more than the 4 experts of a layer of this model"
+    assert found[4, 1, 2].is_possible
+    with pytest.raises(
+        UserError, match=r"^parallel.experts=whole is of mixtures of experts, which this model has none of"
+    ):
+        candidates_of(whole(write_config(tmp_path / "dense", LLAMA_405B)))
 
 
 def test_divisions_leave_nothing_idle(tmp_path: Path) -> None:
@@ -341,13 +436,16 @@ def test_options_that_nobody_would_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_chosen_is_what_runs() -> None:
+    given = {"sum": Sum.reduce, "experts": ExpertDivision.whole}
+
     def chosen(task: Task, **division: int) -> ParallelConfig:
-        return plan_division._parallel(RunConfig(task=task), Candidate(**{"tp": 1, "pp": 1, "replicas": 1} | division))  # noqa: SLF001
+        run = RunConfig(task=task, parallel=ParallelConfig(ParallelMode.auto, **given))
+        return plan_division._parallel(run, Candidate(**{"tp": 1, "pp": 1, "replicas": 1} | division))  # noqa: SLF001
 
     assert chosen(Task.bench) == ParallelConfig(ParallelMode.single)
-    assert chosen(Task.bench, tp=2) == ParallelConfig(ParallelMode.tp, tp=2)
+    assert chosen(Task.bench, tp=2) == ParallelConfig(ParallelMode.tp, tp=2, **given)
     assert chosen(Task.bench, pp=3) == ParallelConfig(ParallelMode.pp, pp=3)
-    assert chosen(Task.predict, tp=4, pp=2) == ParallelConfig(ParallelMode.tp_pp, tp=4, pp=2)
+    assert chosen(Task.predict, tp=4, pp=2) == ParallelConfig(ParallelMode.tp_pp, tp=4, pp=2, **given)
     assert chosen(Task.predict, replicas=3) == ParallelConfig(ParallelMode.ray, replicas=3)
     with pytest.raises(UserError, match=r"chose replicas=3, which task=bench cannot run: give parallel=single"):
         chosen(Task.bench, replicas=3)
