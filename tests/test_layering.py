@@ -142,6 +142,15 @@ def test_ranks_alone_use_what_torch_has_for_several_processes() -> None:
     assert not [name for name in users if not name.startswith(("kernels.collectives", "pipelines.ranks"))]
 
 
+def test_nothing_between_processes_is_pickled() -> None:
+    """What Ray itself sends is Ray's."""
+    talking = ("kernels.collectives", "pipelines.ranks", "pipelines.replicas", "pipelines.engine_process")
+    names = [name for name in FILES if name.startswith(talking)]
+    assert names
+    for name in names:
+        assert not {used.partition(".")[0] for used in imports(name)} & {"pickle", "cloudpickle", "multiprocessing"}
+
+
 @pytest.mark.parametrize("name", sorted(TORCHLESS))
 def test_what_decides_imports_no_torch(name: str) -> None:
     reached, todo = set(), {name}

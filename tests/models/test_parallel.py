@@ -14,6 +14,7 @@ from conf.errors import UserError
 from conf.schema import DType, ModelConfig, RunConfig, Weights
 from kernels import build as build_kernels
 from kernels.collectives import Threads
+from kernels.linear import FloatWeight, compressed
 from models.cuts import Division
 from models.layers.linear import Linear
 from pipelines.device import prepare_device
@@ -81,6 +82,22 @@ def test_adapters(tp: int, tmp_path: Path) -> None:
     whole = whole_steps(run, PROMPTS)
     assert not whole[0].logits.equal(whole_steps(plain, PROMPTS[:1])[0].logits)
     assert_same_bits(whole, divided_steps(run, tp, PROMPTS))
+
+
+@pytest.mark.skipif(
+    build_kernels.library() is None or build_kernels.instruction_set() == "avx2",
+    reason="weights are compressed for AVX-512 and AMX",
+)
+def test_weights_of_12_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank compresses its own part."""
+    monkeypatch.setattr(compressed, "MIN_BYTES", 0)
+    write_llama(tmp_path)
+    run = of_dtype(run_config(tmp_path), "bfloat16")
+    whole, ranks = whole_steps(run, PROMPTS), divided_steps(run, 3, PROMPTS)
+    for model in (whole[0].model, *(steps[0].model for steps in ranks)):
+        weights = [layer.method.weight for layer in model.modules() if isinstance(layer, Linear)]
+        assert any(isinstance(weight, FloatWeight) and weight.is_compressed for weight in weights)
+    assert_same_bits(whole, ranks)
 
 
 @pytest.mark.skipif(build_kernels.library() is None, reason="weights are packed where the C++ kernels are")

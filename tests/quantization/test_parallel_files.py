@@ -11,7 +11,7 @@ from tests.helpers.divided import assert_same_bits, divided_steps, whole_steps
 from tests.helpers.oracle import random_prompts
 from tests.helpers.packed_layouts import write_twins
 from tests.quantization.test_layouts_fp8 import SMALL_BLOCKS, encode
-from tests.quantization.test_layouts_gguf import write_pair
+from tests.quantization.test_layouts_gguf import write_blocks, write_pair
 from tests.quantization.test_layouts_packed import GPTQ, gptq_tensors
 
 PROMPTS = random_prompts(96, (5, 1, 40))
@@ -38,3 +38,9 @@ def test_fp8_blocks_that_ranks_share(tp: int, tmp_path: Path) -> None:
 def test_gguf_whose_rows_are_turned_as_they_are_read(kind: str, tmp_path: Path) -> None:
     file, _ = write_pair(tmp_path, "llama", kind)
     assert_same_bits(whole_steps(run_config(file), PROMPTS), divided_steps(run_config(file), 3, PROMPTS))
+
+
+@pytest.mark.parametrize(("family", "tp"), [("llama", 3), ("mixtral", 2)])
+def test_gguf_whose_blocks_stay_packed(family: str, tp: int, tmp_path: Path) -> None:
+    file, _ = write_blocks(tmp_path, family)
+    assert_same_bits(whole_steps(run_config(file), PROMPTS), divided_steps(run_config(file), tp, PROMPTS))

@@ -155,6 +155,17 @@ def test_what_is_counted_is_of_all_ranks(engines: tuple[Engine, Engine]) -> None
         assert own == whole or place.tp > 1
 
 
+def test_the_cache_has_the_blocks_of_the_rank_with_fewest(tmp_path: Path) -> None:
+    """Of four layers the second of three stages has two, and a third of the memory: rank 0 alone would have twice as many blocks."""
+    write_llama(tmp_path, num_hidden_layers=4)
+    layer_bytes = 16 * KEY_VALUE_BYTES // 2  # of a block, where KEY_VALUE_BYTES are of two layers
+    device = DeviceConfig(DeviceType.cpu, kv_cache_memory=str(3 * 24 * layer_bytes))
+    divided = load_engine(parallel(replace(run_config(tmp_path), device=device), 1, 3), 3)
+    assert divided.runner.model.own_layers == range(1)
+    assert divided.scheduler.block_manager.num_blocks == 24 // 2
+    close(divided)
+
+
 def test_the_memory_of_others_is_what_the_system_says(engines: tuple[Engine, Engine]) -> None:
     alone, divided = (engine.runner for engine in engines)
     processes = divided.leader.workers.processes  # type: ignore[attr-defined]
