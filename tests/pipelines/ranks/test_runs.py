@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,32 @@ each_division = pytest.mark.parametrize("how", [TP, PP, TP_PP], ids=["tp", "pp",
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     return write_prompts(tmp_path / "rows.txt")
+
+
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.9, "seed": 7},
+    {"temperature": 1.1, "seed": 7, "n": 3},
+    {"temperature": 0, "logprobs": 3, "prompt_logprobs": 2},
+    {"num_beams": 3, "num_return_sequences": 2},
+    {"penalty_alpha": 0.6, "top_k": 4},
+]
+
+
+@each_division
+def test_every_way_to_choose_tokens_gives_the_files_of_one_process(tmp_path: Path, how: tuple[str, ...]) -> None:
+    """Two rows of each, which begin alike."""
+    data = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"Once upon a time there {verb}", "decode": way} for verb in ("was", "were") for way in WAYS]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = ("device=cpu", "decode.max_new_tokens=12", "predict.batch_size=4", f"predict.data={data}")
+    for name, division in (("alone", ()), ("divided", how)):
+        ended = run(*asked, *division, f"hydra.run.dir={tmp_path / name}")
+        assert ended.returncode == 0, ended.stderr
+    assert same_files(tmp_path / "divided", tmp_path / "alone")
+    found = [json.loads(line) for line in (tmp_path / "alone" / "predictions.jsonl").read_text().splitlines()]
+    assert [each["error"] for each in found] == [None] * len(rows)
+    assert [len(each.get("completions", [each])) for each in found] == [1, 1, 3, 1, 2, 1] * 2
 
 
 @each_division
