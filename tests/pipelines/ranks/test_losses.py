@@ -66,11 +66,18 @@ def test_a_lost_rank_is_one_line_and_the_job_goes_on(
     assert same_files(lost, whole)
 
 
-@pytest.mark.parametrize("how", [THREE, TP_PP], ids=["tp", "tp_pp"])
-def test_a_rank_that_is_killed_while_it_loads_is_one_line(data: Path, tmp_path: Path, how: tuple[str, ...]) -> None:
-    process = start(data, tmp_path / "run", *how)
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [(signal.SIGKILL, THREE), (signal.SIGKILL, TP_PP), (signal.SIGSTOP, TP_PP)],
+    ids=["killed, tp", "killed, tp_pp", "stopped, tp_pp"],
+)
+def test_a_rank_that_is_lost_while_it_loads_is_one_line(
+    data: Path, tmp_path: Path, number: signal.Signals, how: tuple[str, ...]
+) -> None:
+    process = start(data, tmp_path / "run", *how, f"parallel.heartbeat_s={HEARTBEAT_S}")
     workers = workers_of(process, 2 if how == THREE else 3)
-    assert lose(process, workers, 2, signal.SIGKILL).endswith("(SIGKILL, out of memory?)")
+    end = "(SIGKILL, out of memory?)" if number == signal.SIGKILL else f"for {HEARTBEAT_S} s"
+    assert lose(process, workers, 2, number).endswith(end)
     assert not (tmp_path / "run").exists()
 
 
