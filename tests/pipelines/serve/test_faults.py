@@ -1,0 +1,104 @@
+"""Clients that leave, an engine that is killed, and signals while streams run. Real processes over HTTP."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.helpers.processes import engines
+from tests.helpers.server import LIMIT_S, ended, served
+
+PROMPT = "Once upon a time"
+BODY: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+ENDLESS = BODY | {"max_tokens": 900, "temperature": 1, "n": 8, "seed": 1, "ignore_eos": True, "stream": True}
+
+
+@contextmanager
+def begun(url: str, number: int = 1, **fields: Any) -> Iterator[list[Iterator[str]]]:
+    """The lines of long streams, each of which has begun."""
+    body = ENDLESS | fields
+    with ExitStack() as stack:
+        opened = [httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=LIMIT_S) for _ in range(number)]
+        streams = [stack.enter_context(each).iter_lines() for each in opened]
+        assert all(next(each).startswith("data: {") for each in streams)
+        yield streams
+
+
+def data_of(lines: Iterator[str]) -> list[str]:
+    return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+
+
+def metrics(url: str) -> dict[str, float]:
+    """The values of all metrics by their names, labels but the model's within them."""
+    lines = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if not line.startswith("#")]
+    return {line.rsplit(" ", 1)[0].replace('model_name="tiny"', ""): float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_clients_that_leave_free_what_they_had(tmp_path: Path) -> None:
+    """Long before their answers would have ended."""
+    with served(tmp_path / "run") as (_, url):
+        with begun(url, 3):
+            pass
+        cancelled = 'quintet:cancelled_total{,why="disconnected"}'
+        wait_for(lambda: metrics(url).get(cancelled) == 3)
+
+        def is_idle() -> bool:
+            now = metrics(url)
+            names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            return not any(now[f"vllm:{name}{{}}"] for name in names)
+
+        wait_for(is_idle)
+        assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=LIMIT_S).status_code == 200
+        assert metrics(url)["vllm:generation_tokens_total{}"] == 8  # of the one that ended
+    lines = [json.loads(line) for line in (tmp_path / "run" / "requests.jsonl").read_text().splitlines()]
+    assert [(line["status"], line["finish"]) for line in lines] == [(200, ["disconnected"])] * 3 + [(200, ["length"])]
+    assert PROMPT not in (tmp_path / "run" / "requests.jsonl").read_text()
+
+
+def test_the_listener_outlives_a_killed_engine(tmp_path: Path) -> None:
+    with served(tmp_path / "run") as (process, url):
+        before = httpx.post(f"{url}/v1/completions", json=BODY, timeout=LIMIT_S).json()
+        with begun(url) as (stream,):
+            (engine,) = engines()
+            os.kill(engine, signal.SIGKILL)
+            last = json.loads(data_of(stream)[-1])
+        assert last["error"]["message"] == "the engine was ended by SIGKILL: send the request again"
+        assert httpx.get(f"{url}/health").status_code == 200
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        after = httpx.post(f"{url}/v1/completions", json=BODY, timeout=LIMIT_S).json()
+        for name in ("choices", "system_fingerprint"):
+            assert after[name] == before[name]
+        assert metrics(url)["quintet:engine_restarts_total{}"] == 1
+        assert engine not in engines()
+        assert ended(process)[0] == 0
+
+
+@pytest.mark.parametrize("drain_s", [LIMIT_S, 0])
+def test_a_server_that_ends_finishes_what_it_took_or_says_so(tmp_path: Path, drain_s: float) -> None:
+    """Within drain_s: whole streams; else the error that ends each of them."""
+    with (
+        served(tmp_path / "run", f"serve.drain_s={drain_s}") as (process, url),
+        begun(url, 2, max_tokens=300 if drain_s else 900) as streams,
+    ):
+        process.send_signal(signal.SIGTERM)
+        ends = [data_of(each)[-2:] for each in streams]
+        if drain_s:
+            assert [end[-1] for end in ends] == ["[DONE]"] * 2
+            assert [json.loads(end[0])["choices"][0]["finish_reason"] for end in ends] == ["length"] * 2
+        else:
+            assert [json.loads(end[-1])["error"]["code"] for end in ends] == ["draining"] * 2
+        assert process.wait(LIMIT_S) == 0
