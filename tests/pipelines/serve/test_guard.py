@@ -1,6 +1,8 @@
 """What no request passes: wrong hosts, keys, types, sizes. Every refusal has OpenAI's shape and the request's id."""
 
 import asyncio
+import hmac
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from conf.errors import UserError
 from conf.serving import ServeConfig
 from pipelines.serve.guard import check_host, read_keys
+from pipelines.serve.records import RequestLog
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.local_http import asking, echoing, service_of
 from tests.helpers.serving import run_async
@@ -83,6 +86,38 @@ def test_without_a_right_key(headers: dict[str, str]) -> None:
 @pytest.mark.parametrize("key", ["secret-1", "secret-2"])
 def test_with_a_right_key(key: str) -> None:
     assert ask(json=BODY, keys=KEYS, headers={"authorization": f"bearer {key}"}).status_code == 200
+
+
+@pytest.mark.parametrize("given", ["secret-1", "secret-2", "wrong", ""])
+def test_a_key_is_compared_with_all_in_constant_time(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind one that is equal, by what takes as long wherever two keys differ."""
+    compared: list[tuple[bytes, bytes]] = []
+    original = hmac.compare_digest
+
+    def noting(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return original(one, other)
+
+    monkeypatch.setattr(hmac, "compare_digest", noting)
+    ask(json=BODY, keys=KEYS, headers={"authorization": f"Bearer {given}"})
+    assert compared == [(key, given.encode()) for key in KEYS.values()]
+
+
+def test_names_of_keys_are_written_down_and_values_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def asked() -> bytes:
+        service = service_of(FakeEngine())
+        service._log = RequestLog(tmp_path / "requests.jsonl")
+        async with asking(echoing(service, KEYS)) as client:
+            for key, body in (("secret-1", BODY), ("secret-2", BODY), ("secret-2", {"no": "ids"}), ("secret-9", BODY)):
+                await client.post("/v1/echo", json=body, headers={"authorization": f"Bearer {key}"})
+        return service.metrics.text()
+
+    metrics, written = run_async(asked()).decode(), (tmp_path / "requests.jsonl").read_text()
+    lines = [json.loads(line) for line in written.splitlines()]
+    assert [(line["key"], line["status"]) for line in lines] == [("alice", 200), ("bob", 200), ("bob", 500)]
+    assert 'quintet:tokens_total{key="alice",model_name="tiny"}' in metrics
+    assert "KeyError" in caplog.text  # of the third
+    assert "secret" not in written + metrics + caplog.text
 
 
 @pytest.mark.parametrize("content", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
