@@ -110,6 +110,19 @@ def test_every_route_but_two_needs_a_key(method: str, path: str) -> None:
     )
 
 
+def encoded_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that are encoded from here on."""
+    encoded: list[str] = []
+    encode = type(tokenizer()).encode
+
+    def noting(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        encoded.append(text)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(type(tokenizer()), "encode", noting)
+    return encoded
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -123,15 +136,7 @@ def test_every_route_but_two_needs_a_key(method: str, path: str) -> None:
 def test_what_no_context_holds_is_not_encoded(
     path: str, body: dict[str, Any], param: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, most = tokenizer(), READY.context_length * (tokenizer().max_token_bytes or 0)
-    encoded: list[str] = []
-    encode = type(own).encode
-
-    def noting(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-        encoded.append(text)
-        return encode(self, text, add_special_tokens)
-
-    monkeypatch.setattr(type(own), "encode", noting)
+    most, encoded = READY.context_length * (tokenizer().max_token_bytes or 0), encoded_texts(monkeypatch)
     for num_bytes, least in ((most - 100, 0), (most + 1, READY.context_length + 1)):
         asked = json.loads(json.dumps(body).replace("TEXT", "x" * num_bytes)) | {"model": "tiny"}
         answer = ask("POST", path, service_of(FakeEngine(embeds="embed" in path)), json=asked)
@@ -147,6 +152,26 @@ def test_what_no_context_holds_is_not_encoded(
             assert param is None or (error["param"], error["code"]) == (param, "context_length_exceeded")
     whole = ask("POST", "/tokenize", json={"prompt": "x" * (most + 1)})
     assert whole.json()["count"] > READY.context_length  # which only counts
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/responses", {"input": "hello"}),
+        ("/v1/messages", CHAT),
+        ("/v1/embeddings", {"input": "hello"}),
+        ("/tokenize", {"prompt": "hello"}),
+    ],
+)
+def test_what_finds_no_place_is_not_encoded(path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = encoded_texts(monkeypatch)
+    for is_full in (True, False):
+        service = service_of(FakeEngine(embeds="embed" in path), batch_size=1, max_waiting=0)
+        with service.admission.place(is_full, 60.0):
+            answer = ask("POST", path, service, json=body | {"model": "tiny"})
+        assert (answer.status_code == 429, bool(encoded)) == (is_full, not is_full)
 
 
 def test_state() -> None:
