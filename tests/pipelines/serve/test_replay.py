@@ -1,4 +1,4 @@
-"""The same body, seed and fingerprint give the same over HTTP: alone, from the cache, and among so many that some begin again."""
+"""The same body, seed and fingerprint give the same over HTTP: alone, from the cache, and among 64 others, of which some begin again."""
 
 import asyncio
 from pathlib import Path
@@ -47,7 +47,12 @@ def told(answer: dict[str, Any]) -> Any:
 
 
 def test_cached_and_preempted_answers_are_the_same_bytes(tmp_path: Path) -> None:
-    small = ("device.block_size=4", f"device.kv_cache_memory={70 * BLOCK_BYTES}", "serve.batch_size=8")
+    small = (
+        "device.block_size=4",
+        f"device.kv_cache_memory={70 * BLOCK_BYTES}",
+        "serve.batch_size=8",
+        "serve.max_waiting=99",
+    )
 
     async def test(url: str) -> None:
         async with httpx.AsyncClient(base_url=url, timeout=120) as client:
@@ -55,7 +60,7 @@ def test_cached_and_preempted_answers_are_the_same_bytes(tmp_path: Path) -> None
             cached = [await ask(client, body) for body in BODIES]
             assert all(answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for answer in cached)
             assert metric(url, "vllm:num_preemptions_total") == 0
-            others = [{**BODIES[0], "prompt": f"{i} {PROMPT}", "seed": i} for i in range(6)]
+            others = [{**BODIES[0], "prompt": f"{i} {PROMPT}", "seed": i, "max_tokens": 20} for i in range(64)]
             crowd = await asyncio.gather(*(ask(client, body) for body in BODIES * 2 + others))
             assert metric(url, "vllm:num_preemptions_total") > 0
             expected = list(map(told, first))
