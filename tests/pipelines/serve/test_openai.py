@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,6 +127,46 @@ def test_answers_are_parsed_into_classes(client: openai.OpenAI) -> None:
     assert isinstance(response.output_parsed, Ball)
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(**asked | {"max_tokens": 2}, response_format=Ball)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": "[ab]{2,5}x"}, "[ab]{2,5}x"),
+        ({"choice": ["yes", "no", "今天"]}, "yes|no|今天"),
+        ({"grammar": 'start: "a" ("b" | "c")'}, "a[bc]"),
+        (
+            {"json": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}},
+            r"\[\s*[12],\s*[12]\s*\]",
+        ),
+    ],
+)
+def test_answers_have_the_form_that_is_asked_for(
+    client: openai.OpenAI, form: dict[str, Any], pattern: str, streams: bool
+) -> None:
+    asked: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 100, "temperature": 1, "n": 4}
+    answer = client.completions.create(**asked, stream=streams, extra_body={"structured_outputs": form})
+    texts = dict.fromkeys(range(4), "")
+    for each in answer if streams else [answer]:
+        for choice in each.choices:
+            texts[choice.index] += choice.text
+    assert all(re.fullmatch(pattern, text) for text in texts.values()), texts
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "array", "uniqueItems": True}, 'keywords that are not supported: "uniqueItems": leave them out'),
+        ({"properties": {f"p{i}": {} for i in range(3000)}}, "too big"),
+        ({"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 2}}, "$ref": "#/$defs/a"}, "circular"),
+    ],
+)
+def test_schemas_that_cannot_be_kept_to_are_refused(client: openai.OpenAI, schema: Any, message: str) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match=message) as refused:
+        client.chat.completions.create(model="tiny", messages=MESSAGES, response_format=form, stream=True)
+    assert refused.value.param == "response_format"
 
 
 def test_the_servers_seed_holds_where_a_request_gives_none(client: openai.OpenAI, engine: Engine) -> None:
