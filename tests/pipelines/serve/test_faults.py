@@ -69,6 +69,7 @@ def test_clients_that_leave_free_what_they_had(tmp_path: Path) -> None:
     assert PROMPT not in (tmp_path / "run" / "requests.jsonl").read_text()
 
 
+@pytest.mark.long
 def test_the_listener_outlives_a_killed_engine(tmp_path: Path) -> None:
     with served(tmp_path / "run") as (process, url):
         before = httpx.post(f"{url}/v1/completions", json=BODY, timeout=LIMIT_S).json()
@@ -87,6 +88,7 @@ def test_the_listener_outlives_a_killed_engine(tmp_path: Path) -> None:
         assert ended(process)[0] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drain_s", [LIMIT_S, 0])
 def test_a_server_that_ends_finishes_what_it_took_or_says_so(tmp_path: Path, drain_s: float) -> None:
     """Within drain_s: whole streams; else the error that ends each of them."""
