@@ -18,7 +18,8 @@ class MistralConfig(DecoderConfig):
 
 
 def read_config(config: ConfigReader) -> MistralConfig:
-    return MistralConfig(**vars(read_decoder_config(config)), sliding_window=read_window(config))
+    """Read config.json; without `sliding_window` it means 4096, as in transformers' MistralConfig."""
+    return MistralConfig(**vars(read_decoder_config(config)), sliding_window=read_window(config, default=4096))
 
 
 class Mistral(DecoderLM):

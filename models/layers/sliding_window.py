@@ -4,9 +4,9 @@ from conf.errors import UserError
 from models.config import ConfigReader
 
 
-def read_window(config: ConfigReader) -> int | None:
-    """`sliding_window` where it holds for every layer; null is full attention."""
-    return None if config.raw("sliding_window") is None else config.count("sliding_window")
+def read_window(config: ConfigReader, default: int | None = None) -> int | None:
+    """`sliding_window` where it holds for every layer; null is full attention. `default` is for a config without the key."""
+    return None if config.raw("sliding_window", default) is None else config.count("sliding_window", default)
 
 
 def read_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

@@ -15,6 +15,7 @@ from conf.schema import Backend, ParallelMode, RunConfig, Task
 from pipelines.ranks.messages import Channel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+MOST_PORT = 65535
 COMMAND = (sys.executable, "-P", "-m", "pipelines.ranks.worker")
 SLURM_PORT, SLURM_PORTS = 20_000, 10_000  # below those that Linux gives to any process
 
@@ -42,7 +43,7 @@ class Joined:
 def joined(environment: Mapping[str, str]) -> Joined | None:
     """Return the place of a process that torchrun or srun has started with others; None for one of its own.
 
-    A batch script of Slurm has SLURM_NTASKS, but no SLURM_STEP_NUM_TASKS above 1.
+    A batch script of Slurm has SLURM_NTASKS, but no SLURM_STEP_NUM_TASKS above 1. Raises UserError for a port without a next one.
     """
     if "TORCHELASTIC_RUN_ID" in environment:
         names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
@@ -61,7 +62,11 @@ def joined(environment: Mapping[str, str]) -> Joined | None:
         return None
     if size == 1:
         return None
-    return replace(place, address=None) if num_local == size else place
+    if num_local == size:
+        return replace(place, address=None)
+    if address[1] > MOST_PORT:
+        raise UserError(f"--master-port={MOST_PORT} of torchrun has no next port, where ranks meet: give a smaller one")
+    return place
 
 
 def _tasks_of_node(counts: str, node: int) -> int:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 
 from conf.errors import UserError
 from models.config import ConfigReader
@@ -33,6 +33,13 @@ CONFIG = {
 @pytest.mark.parametrize("name", CASES)
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
     check_equals_transformers(tmp_path, MistralForCausalLM, **CASES[name])
+
+
+def test_a_config_without_a_window_has_that_of_transformers() -> None:
+    default = MistralConfig().sliding_window
+    assert default == 4096
+    assert read_config(ConfigReader(CONFIG, "config.json")).sliding_window == default
+    assert read_config(ConfigReader(CONFIG | {"sliding_window": None}, "config.json")).sliding_window is None
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,12 @@ def test_places_on_several_machines() -> None:
     assert joined(SRUN | nodes | last) == Joined("srun", 4, 5, "7-3", 0, 1, ("n03", 20_010))
 
 
+def test_a_port_without_a_next_one() -> None:
+    assert joined(TORCHRUN | {"MASTER_PORT": "65535"}) == Joined("torchrun", 1, 4, "x-65535-", 1, 4)
+    with pytest.raises(UserError, match=r"^--master-port=65535 of torchrun has no next port, .*: give a smaller one$"):
+        joined(TWO_NODES | {"MASTER_PORT": "65535"})
+
+
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
