@@ -272,8 +272,8 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
             raise ValueError("eos_token_ids are no numbers")
         if any(type(number) is not int or not 0 < number < 2**48 for number in counts):
             raise ValueError("a count is no number above 0")
-        if any(type(each.channels) is not int or not 0 <= each.channels < 2**16 for each in sides):
-            raise ValueError("channels are no number below 2**16")
+        if any(type(each.channels) is not int or not 0 <= each.num_heads * each.channels < 2**24 for each in sides):
+            raise ValueError("heads times channels are no number below 2**24")
         part = reader.raw("part")
         part = None if part is None else read_part(part, shape.num_hidden_layers, linears)
         num_layers = shape.num_hidden_layers if part is None else len(part.own_layers)

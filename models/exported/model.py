@@ -99,7 +99,7 @@ class ExportedLM(CausalLM):
             raise UserError(f"{self.folder / WEIGHTS} is damaged ({error}): {REMEDY}") from error
         try:
             sides = self.description.vectors(self._weights)
-        except (KeyError, ValueError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
             self._refuse(error)
         graph = self._read(GRAPH, INPUTS, self.description.weights, [])
         formats = [side.format for side in sides]

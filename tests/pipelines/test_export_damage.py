@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import Task
 from conf.tasks import ExportConfig, PredictConfig
@@ -31,7 +32,7 @@ from pipelines import export_steps
 from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.export import run_export
 from pipelines.loading import load_engine
-from tests.helpers.builders import run_config, write_llama
+from tests.helpers.builders import generate, run_config, write_llama
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,9 @@ def test_a_damaged_graph_with_adapters(copy: Path) -> None:
         load_engine(run_config(copy, adapters={"a": "nowhere"}), 1)
 
 
+SIDE: dict[str, Any] = {"num_heads": 2, "channels": 16, "format": "none", "scales": None}
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
@@ -107,6 +111,12 @@ def test_a_damaged_graph_with_adapters(copy: Path) -> None:
         ({"a_later_key": 1}, "export.json has keys that are not understood .a_later_key.: export the model anew"),
         ({"linears": {"model": [2**60, 1]}}, "export.json is damaged .a count is no number above 0"),
         ({"linears": {"model": [1]}}, "export.json is damaged .not enough values"),
+        (
+            {"cache": 4 * [SIDE | {"num_heads": 2**40}]},
+            "export.json is damaged .heads times channels are no number below",
+        ),
+        ({"cache": 4 * [SIDE | {"format": []}]}, "is damaged .unhashable type"),
+        ({"cache": 4 * [SIDE | {"scales": {}}]}, "is damaged .unhashable type"),
         ({"weights": ["elsewhere"]}, "weights.safetensors is damaged .*elsewhere"),
         ({"weights": []}, "graph.pt2 is damaged"),
         ({"embedding_dim": 0}, "embedding_dim=0"),
@@ -286,14 +296,85 @@ def test_hostile_graphs(
         compute(graph, step, file)
 
 
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Return the places of all values in a JSON value."""
+    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
+
+
 def leaves(value: Any) -> list[tuple[Any, Any]]:
     """Return the places of all numbers and texts in a JSON value."""
-    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    below = [place for key in keys for place in leaves(value[key])]
-    return below + [(value, key) for key in keys if not isinstance(value[key], dict | list)]
+    return [(holder, key) for holder, key in places(value) if not isinstance(holder[key], dict | list)]
 
 
 OTHERS = [0, -1, 1, 2**40, -(2**63), "", None, True, "fields_token_ids", [], {}, 1e300]
+
+
+def line_of(folder: Path) -> str:
+    """Return what a damaged folder says; "" where it gives tokens."""
+    try:
+        generate(load_engine(run_config(folder), 1), [[0]], DecodeConfig(max_new_tokens=1))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def damage_description(folder: Path, chooser: random.Random, other: Any) -> None:
+    content = json.loads((folder / EXPORT).read_text())
+    of_values = {key: content[key] for key in ("cache", "linears", "quant", "sha256")}
+    holder, key = chooser.choice([*places(of_values), *((content, key) for key in content)])
+    holder = content if holder is of_values else holder
+    holder[key] = other
+    (folder / EXPORT).write_text(json.dumps(content))
+
+
+def damage_archive(folder: Path, chooser: random.Random, other: Any) -> None:
+    """Another byte, most often in the directory at the end, or an end that comes earlier."""
+    content = bytearray((folder / GRAPH).read_bytes())
+    place = chooser.randrange(max(0, len(content) - chooser.choice([2000, 2**30])), len(content))
+    if other is None:
+        del content[place:]
+    else:
+        content[place] = chooser.randrange(256)
+    (folder / GRAPH).write_bytes(content)
+    fit(folder)
+
+
+def damage_weights(folder: Path, chooser: random.Random, other: Any) -> None:
+    """Another value in the header, or the places of two weights exchanged."""
+    content = (folder / WEIGHTS).read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    if chooser.random() < 0.5:
+        holder, key = chooser.choice(places(header))
+        holder[key] = other
+    else:
+        one, two = chooser.sample([name for name in header if name != "__metadata__"], 2)
+        header[one], header[two] = header[two], header[one]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+
+
+@pytest.mark.parametrize("harm", [damage_description, damage_archive, damage_weights])
+def test_a_thousand_damaged_folders(
+    harm: Callable[[Path, random.Random, Any], None], artefact: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Of the three files one is damaged; the sha256 is made to fit."""
+    folder, found = tmp_path_factory.mktemp("damaged") / "made", Counter[str]()
+
+    @settings(max_examples=350)
+    @given(st.integers(0, 2**32), st.sampled_from(OTHERS))
+    def damage(seed: int, other: Any) -> None:
+        shutil.copytree(artefact, folder, dirs_exist_ok=True)
+        harm(folder, random.Random(seed), other)
+        line = line_of(folder)
+        assert "\n" not in line
+        assert len(line) < 1000
+        found["line" if line else "tokens"] += 1
+
+    damage()
+    assert found["line"] > found["tokens"]
 
 
 @pytest.mark.parametrize("file", [GRAPH, ADAPTED_GRAPH])
