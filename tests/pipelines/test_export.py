@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import signal
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from models.exported.graph import INPUTS
 from models.exported.model import GraphEmbedding
 from models.exported.reader import DTYPES, build_graph, read_graph
 from models.exported.trace import Traced, trace
+from models.formats.manifest import verify_manifest
 from models.layers.norm import AddRMSNorm
 from pipelines import export, export_steps
 from pipelines.convert import run_convert
@@ -33,11 +36,12 @@ from pipelines.engine import Engine
 from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.export import run_export
 from pipelines.loading import load_engine
-from tests.helpers.builders import generate, run_config, write_llama
+from tests.helpers.builders import REPOSITORY, generate, run_config, write_llama
 from tests.helpers.deepseek import V3_GROUPS
 from tests.helpers.deepseek import build as build_deepseek
-from tests.helpers.gguf_files import write_twin
+from tests.helpers.gguf_files import write_random_llama, write_twin
 from tests.helpers.goldens import FAMILIES, WHOLE_PROMPTS, link
+from tests.helpers.quantized_models import CALIBRATED, make, quantize_run, random_rows, write_rows
 from tests.models.test_model_parts import OTHERS, write_other
 
 PROMPTS = [[3, 4, 5], [*range(20, 41)], [9]]
@@ -69,8 +73,13 @@ def answers(engine: Engine) -> list[Any]:
     return [(output.completions[0].token_ids, output.completions[0].logprobs) for output in outputs]
 
 
-def check_alone(source: RunConfig, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Export, compute by the model, and again by the artefact, elsewhere, without the checkpoint and without the families."""
+def check_alone(
+    source: RunConfig, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more_bytes: int = 0
+) -> None:
+    """Export, compute by the model, and again by the artefact, elsewhere, without the checkpoint and without the families.
+
+    `more_bytes`: that the artefact's weights take.
+    """
     made = exported(source, tmp_path / "made")
     model = load_engine(source, 3)
     expected = answers(model)
@@ -82,7 +91,7 @@ def check_alone(source: RunConfig, checkpoint: Path, tmp_path: Path, monkeypatch
     chunks = replace(run, device=replace(run.device, max_batched_tokens=8))
     engine = load_engine(replace(run, model=replace(run.model, dtype=DType.auto)), 3)
     assert answers(engine) == expected
-    assert engine.runner.weight_bytes == model.runner.weight_bytes
+    assert engine.runner.weight_bytes == model.runner.weight_bytes + more_bytes
     if not engine.sees_later_tokens:
         assert answers(load_engine(chunks if source.model.dtype is DType.float32 else run, 3)) == expected
 
@@ -110,6 +119,34 @@ def test_blocks_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     write_llama(tmp_path / "model", hidden_size=64, intermediate_size=96)
     run = run_config(write_twin(tmp_path / "model", tmp_path / "model" / "twin.gguf", "Q5_0"))
     check_alone(run, tmp_path / "model", tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.long) for kind in ("Q4_K", "Q5_K", "Q6_K")])
+def test_superblocks_of_a_gguf_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_llama(tmp_path / "model", hidden_size=256, intermediate_size=256)
+    file = tmp_path / "model" / "random.gguf"
+    write_random_llama(file, tmp_path / "model", kind)
+    check_alone(run_config(file), tmp_path / "model", tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "int8 gptq, static cache",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("a8w8 static", "int4 awq", "fp8 static per tensor", "fp8 dynamic smoothquant, static cache")
+        ),
+    ],
+)
+def test_calibrated_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of activations and of the cache, asymmetric codes."""
+    write_llama(tmp_path / "base", intermediate_size=96)
+    rows = write_rows(tmp_path / "rows.jsonl", random_rows(20, 16))
+    make(quantize_run(tmp_path / "base", CALIBRATED[name], tmp_path / "model", rows), tmp_path / "quantize")
+    # two layers' keys and values of two heads in float32: flat, beside those of the checkpoint's shape
+    of_scales = 2 * 2 * 2 * 4 if name.endswith("static cache") else 0
+    check_alone(run_config(tmp_path / "model"), tmp_path / "model", tmp_path, monkeypatch, of_scales)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +189,29 @@ def test_torch_loads_the_same_archive(artefact: Path) -> None:
     assert own.equal(hidden)
     assert graph.compute_logits(own).equal(logits)
     assert all(mine.equal(other) for mine, other in zip(cache.tensors, stored, strict=True))
+
+
+def test_the_weights_are_mapped(artefact: Path) -> None:
+    engine = load_engine(run_config(artefact), 1)
+    assert engine.runner.weight_bytes > 0
+    assert str(artefact / WEIGHTS) in Path("/proc/self/maps").read_text()
+
+
+def test_killed_at_its_last_step_it_leaves_no_folder(tmp_path: Path) -> None:
+    """All is written and proved by then; the next one takes what was left hidden."""
+    write_llama(tmp_path / "model")
+    driver = (
+        "import sys; from pathlib import Path; from pipelines import export; from tests.helpers.builders import run_config; "
+        "from tests.helpers.kill import before; from tests.pipelines.test_export import exported; "
+        "before(export, 'write_manifest', 1); exported(run_config(Path(sys.argv[1])), Path(sys.argv[2]))"
+    )
+    command = [sys.executable, "-c", driver, str(tmp_path / "model"), str(tmp_path / "made")]
+    killed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (tmp_path / "made").exists()
+    assert (tmp_path / ".made.partial" / GRAPH).is_file()
+    verify_manifest(exported(run_config(tmp_path / "model"), tmp_path / "made"))
+    assert not (tmp_path / ".made.partial").exists()
 
 
 def test_the_dtypes_are_those_of_torchs_schema() -> None:

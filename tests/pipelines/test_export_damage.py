@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import pickle
 import random
 import shutil
 import zipfile
@@ -85,6 +87,42 @@ def test_a_changed_byte(copy: Path) -> None:
         place = chooser.randrange(len(content))
         (copy / GRAPH).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         check_one_line(copy, "graph.pt2 is damaged .its sha256 is another one than export.json says.: export the model")
+
+
+def test_a_changed_weight(copy: Path) -> None:
+    """Who asks for it gets every file compared with the manifest."""
+    content = bytearray((copy / WEIGHTS).read_bytes())
+    content[-1] ^= 1
+    (copy / WEIGHTS).write_bytes(content)
+    with pytest.raises(UserError, match=r"weights.safetensors") as error:
+        load_engine(run_config(copy, verify=True), 1)
+    assert "\n" not in str(error.value)
+
+
+class Trap:
+    """What makes a folder where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_what_is_pickled_in_an_archive_is_not_read(copy: Path, tmp_path: Path) -> None:
+    trap = pickle.dumps(Trap(tmp_path / "unpickled"))
+    with zipfile.ZipFile(copy / GRAPH) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+    names = [name for name in contents if name.endswith(".pt")]
+    with zipfile.ZipFile(copy / GRAPH, "w") as archive:
+        for name, content in contents.items():
+            archive.writestr(name, trap if name in names else content)
+    fit(copy)
+    load_engine(run_config(copy), 1)
+    assert names
+    assert not (tmp_path / "unpickled").exists()
+    pickle.loads(trap)  # which it would have made
+    assert (tmp_path / "unpickled").exists()
 
 
 def test_a_damaged_graph_with_adapters(copy: Path) -> None:
@@ -357,7 +395,7 @@ def damage_weights(folder: Path, chooser: random.Random, other: Any) -> None:
 
 
 @pytest.mark.parametrize("harm", [damage_description, damage_archive, damage_weights])
-def test_a_thousand_damaged_folders(
+def test_damaged_files_give_a_line_or_tokens(
     harm: Callable[[Path, random.Random, Any], None], artefact: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Of the three files one is damaged; the sha256 is made to fit."""
