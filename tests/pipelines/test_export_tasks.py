@@ -1,4 +1,4 @@
-"""Every task from an exported model writes what it writes from the model that it was made of."""
+"""Tasks from an exported model give what they give from the model that it was made of."""
 
 from dataclasses import replace
 from pathlib import Path
