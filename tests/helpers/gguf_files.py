@@ -87,7 +87,10 @@ def write_tensors(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray], kind:
 
 
 def random_blocks(kind: str, num_outputs: int, num_inputs: int, seed: int) -> np.ndarray:
-    """Rows uint8 [outputs, bytes] of random codes and scales, the package having no writer of these types; values are of the order 0.1."""
+    """Rows uint8 [outputs, bytes] of random codes and scales, the package having no writer of these types; values are of the order 0.1.
+
+    As in llama.cpp's own files every seventh block is of zeros, and the factors of Q5_0 and Q6_K are of either sign.
+    """
     type = gguf.GGMLQuantizationType[kind]
     block, block_bytes = gguf.GGML_QUANT_SIZES[type]
     generator = np.random.default_rng(seed)
@@ -97,6 +100,9 @@ def random_blocks(kind: str, num_outputs: int, num_inputs: int, seed: int) -> np
     ]
     for place in places:
         halves = generator.uniform(largest / 4, largest, blocks.shape[:2]).astype(np.float16)
+        if len(places) == 1:
+            halves *= generator.choice([-1, 1], halves.shape).astype(np.float16)
+        halves.flat[6::7] = 0
         blocks[:, :, place : place + 2] = halves[:, :, None].view(np.uint8)
     return blocks.reshape(num_outputs, -1)
 

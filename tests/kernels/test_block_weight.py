@@ -42,6 +42,15 @@ def test_numbers_are_the_packages_to_the_bit(kind: str, monkeypatch: pytest.Monk
         assert weight.cut(slice(shape[0] // 2, shape[0])).unpack().dequantize().equal(expected[shape[0] // 2 :])
 
 
+@pytest.mark.parametrize(("kind", "bits"), [("Q5_0", 6), ("Q4_K", 4.75), ("Q5_K", 5.75), ("Q6_K", 6.625)])
+def test_bits_of_a_weight(kind: str, bits: float) -> None:
+    """At most a tenth more than in the file, because the blocks' factors are float32."""
+    raw, _ = blocks_of(kind, 16, 256)
+    size = pack_blocks(kind, raw).memory.numel()
+    assert 8 * size == bits * 16 * 256
+    assert raw.numel() < size < 1.1 * raw.numel()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("any_way", "poisoned")
 def test_products_are_those_of_the_numbers(kind: str) -> None:
