@@ -176,6 +176,12 @@ def test_other_rotary_factors(factors: list[float], scaling: str | None, tmp_pat
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
             {"type": "yarn", "factor": 4.0, "original_context_length": 32, "finetuned": True},
         ),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+            | {"beta_fast": 16.0, "beta_slow": 2.0},
+            {"type": "yarn", "factor": 4.0, "original_context_length": 32}
+            | {"yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0},
+        ),
     ],
 )
 def test_other_scalings(rope: dict[str, Any], metadata: dict[str, Any], tmp_path: Path) -> None:
@@ -196,6 +202,28 @@ def test_config_in_the_terms_of_config_json(tmp_path: Path, caplog: pytest.LogCa
     assert (config.raw("vocab_size"), config.raw("max_position_embeddings")) == (96, 128)
     engine_of(file)
     assert caplog.messages == [f"the config in {file} has keys that are not used: llama.new_key"]
+
+
+def test_a_file_that_became_shorter(tmp_path: Path) -> None:
+    """After its header was read."""
+    write_model(tmp_path, LlamaForCausalLM)
+    file = write_twin(tmp_path, tmp_path / "twin.gguf")
+    checkpoint = opened(file)
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(UserError, match=r"twin.gguf has \d+ bytes of a tensor at \d+, expected \d+: it was changed"):
+        weights(checkpoint)
+
+
+def test_rows_that_are_no_halves_of_heads(tmp_path: Path) -> None:
+    """A head of 15 channels has none that turn against each other."""
+    write_model(tmp_path, LlamaForCausalLM)
+    writer = gguf.GGUFWriter(tmp_path / "twin.gguf", "llama")
+    add_shape(writer, tmp_path)
+    tensors = llama_cpp_tensors(tmp_path)
+    tensors["blk.0.attn_q.weight"] = tensors["blk.0.attn_q.weight"][:-4]
+    write_tensors(writer, tensors, "F32")
+    with pytest.raises(UserError, match=r"q_proj.weight has 60 rows, expected a multiple of 8$"):
+        weights(opened(tmp_path / "twin.gguf"))
 
 
 def write_split(folder: Path, count: int, **first: Any) -> list[Path]:

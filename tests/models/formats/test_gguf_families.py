@@ -1,6 +1,8 @@
 """GGUF files of the newer families: logits of transformers' own model, and equal tokens; what their keys may not say."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,13 @@ from conf.errors import UserError
 from models.formats import open_checkpoint
 from models.formats.base import WeightFile
 from models.formats.gguf.reader import GGUFWeights
-from quantization.linear import IntMethod
+from models.formats.gguf.rotary import turning_share
+from models.layers.linear import Linear
+from quantization.linear import BlockMethod, IntMethod
 from tests.helpers.builders import all_logits, complete, engine_of
 from tests.helpers.deepseek import SMALL as DEEPSEEK
 from tests.helpers.deepseek import V2_GROUPS, V3_GROUPS, YARN
-from tests.helpers.gguf_families import add_family_shape, converted_tensors, write_family
+from tests.helpers.gguf_families import ARCHITECTURES, add_family_shape, converted_tensors, write_family
 from tests.helpers.gguf_files import random_blocks, write_tensors
 from tests.helpers.oracle import TOLERANCE, random_prompts, write_random
 from tests.models.families.test_phi3 import LONGROPE
@@ -242,6 +246,67 @@ def test_blocks_are_in_the_order_of_the_weight(
     assert unpacked.equal(weight.T if name == "gpt2" else weight)
 
 
+ROWS_OF_256: dict[str, dict[str, Any]] = {  # whole blocks of K-quants, and a router that chooses all experts
+    "qwen3": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
+    "qwen3_moe": {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    | {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 4},
+    "gemma2": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "query_pre_attn_scalar": 64},
+    "gemma3": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "query_pre_attn_scalar": 64}
+    | {"num_hidden_layers": 2, "layer_types": None},
+    "phi3": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
+    "glm4": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
+    "deepseek_v3": {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
+    | {"q_lora_rank": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 64}
+    | {"num_experts_per_tok": 8, **ONE_GROUP},
+    "gpt2": {"n_embd": 256},
+    "bloom": {"hidden_size": 256, "n_head": 4},
+}
+
+
+def write_random_blocks(folder: Path) -> tuple[Path, Path]:
+    """A model whose matrices are random blocks, all four types in turn, and the floats that the package makes of them."""
+    config = json.loads((folder / "config.json").read_text())
+    architecture = gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config["model_type"]]]
+    files = folder / "packed.gguf", folder / "floats.gguf"
+    packed, floats = (gguf.GGUFWriter(file, architecture) for file in files)
+    for writer in (packed, floats):
+        add_family_shape(writer, config, splits_latent=True)
+    for i, (name, array) in enumerate(converted_tensors(folder).items()):
+        if array.ndim == 1 or "ffn_gate_inp" in name:
+            packed.add_tensor(name, array)
+            floats.add_tensor(name, array)
+            continue
+        kind = ("Q4_K", "Q6_K", "Q5_K", "Q5_0")[i % 4] if array.shape[-1] % 256 == 0 else "Q5_0"
+        type = gguf.GGMLQuantizationType[kind]
+        raw = random_blocks(kind, int(np.prod(array.shape[:-1])), array.shape[-1], seed=i)
+        packed.add_tensor(name, raw.reshape(*array.shape[:-1], -1), raw_dtype=type)
+        floats.add_tensor(name, np.array(gguf.quants.dequantize(raw, type)).reshape(array.shape))
+    for writer in (packed, floats):
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return files
+
+
+@pytest.mark.parametrize("name", ROWS_OF_256)
+def test_blocks_of_every_architecture(name: str, tmp_path: Path) -> None:
+    """They stay packed, and logits are near those of the package's own dequantisation of the same file."""
+    build(tmp_path, name, **ROWS_OF_256[name])
+    packed, floats = write_random_blocks(tmp_path)
+    own, expected = engine_of(packed), engine_of(floats)
+    layers = [module for key, module in own.runner.model.named_modules() if ".1." in key and isinstance(module, Linear)]
+    in_blocks = [module for module in layers if isinstance(module.method, BlockMethod)]
+    assert len(in_blocks) >= len(layers) - 1 >= 3  # DeepSeek's kv_b_proj, which the file has in two, is of floats
+    for prompt in random_prompts(96):
+        logits = all_logits(expected, prompt)
+        differences = (all_logits(own, prompt) - logits).abs().amax(1)
+        # Kernels hold 16 or 32 inputs of a row in 16 bits: 2^-16 of the largest, times weights that are differences of larger numbers,
+        # at every layer. Where random attention is nearly undecided between two tokens, one row's error can be a hundred times the others'.
+        assert differences.median() <= 5e-4 * logits.abs().max()
+        assert differences.max() <= 2e-2 * logits.abs().max()
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "dtype"),
     [
@@ -287,6 +352,21 @@ def test_gemma2_without_its_keys(tmp_path: Path) -> None:
     config = open_checkpoint(tmp_path / "x.gguf", allow_pickle=False).config
     assert {key: config.raw(key) for key in keys} == own
     assert_equals_transformers(tmp_path / "x.gguf", reference)
+
+
+def test_the_pattern_of_gemma3s_windows(tmp_path: Path) -> None:
+    """Where the file names it. Every second layer of three sees everything."""
+    reference = build(tmp_path, "gemma3", num_hidden_layers=3, layer_types=[SLIDING, FULL, SLIDING])
+    file = write_family(tmp_path, tmp_path / "twin.gguf", gemma3__attention__sliding_window_pattern=2)
+    assert_equals_transformers(file, reference)
+
+
+def test_every_share_of_a_head_is_its_channels_again() -> None:
+    """Readers of config.json multiply and round down: of 44 channels the share of 30 would be 29."""
+    assert int(44 * (30 / 44)) == 29
+    for head_dim in range(2, 257, 2):
+        for channels in range(2, head_dim + 1, 2):
+            assert int(head_dim * turning_share(channels, head_dim)) == channels
 
 
 def test_frequencies_of_gemma3s_windows(tmp_path: Path) -> None:
@@ -348,14 +428,69 @@ def test_refused_metadata(name: str, metadata: dict[str, Any], message: str, tmp
         engine_of(write_family(tmp_path, tmp_path / "twin.gguf", **metadata))
 
 
-def test_halves_that_do_not_fit(tmp_path: Path) -> None:
+def write_deepseek(folder: Path, tensors: dict[str, np.ndarray], kind: str = "F32") -> Path:
+    writer = gguf.GGUFWriter(folder / "x.gguf", "deepseek2")
+    add_family_shape(writer, json.loads((folder / "config.json").read_text()), splits_latent=True)
+    write_tensors(writer, tensors, kind)
+    return folder / "x.gguf"
+
+
+@pytest.mark.parametrize(
+    ("changed", "shape"),
+    [
+        (lambda half: half[:, :, :-1], [4, 10, 23]),
+        (lambda half: half[:-1], [3, 10, 24]),
+        (lambda half: half.reshape(40, 24), [40, 24]),
+    ],
+)
+def test_halves_that_do_not_fit(changed: Callable[[np.ndarray], np.ndarray], shape: list[int], tmp_path: Path) -> None:
     build(tmp_path, "deepseek_v2")
-    config = json.loads((tmp_path / "config.json").read_text())
     tensors = converted_tensors(tmp_path)
-    tensors["blk.1.attn_v_b.weight"] = tensors["blk.1.attn_v_b.weight"][:, :, :-1]
+    tensors["blk.1.attn_v_b.weight"] = np.ascontiguousarray(changed(tensors["blk.1.attn_v_b.weight"]))
+    message = f"blk.1.attn_k_b has the shape [4, 24, 12] and attn_v_b {shape}: expected [heads, latent, key]"
+    with pytest.raises(UserError, match=re.escape(message)):
+        engine_of(write_deepseek(tmp_path, tensors))
+
+
+def test_halves_and_their_whole(tmp_path: Path) -> None:
+    """One of the two would be left unread."""
+    build(tmp_path, "deepseek_v2")
+    whole = converted_tensors(tmp_path, splits_latent=False)["blk.1.attn_kv_b.weight"]
+    file = write_deepseek(tmp_path, converted_tensors(tmp_path) | {"blk.1.attn_kv_b.weight": whole})
+    with pytest.raises(
+        UserError, match=r"layers.1.self_attn.kv_b_proj.weight twice: the second is in 'blk.1.attn_kv_b"
+    ):
+        engine_of(file)
+
+
+@pytest.mark.parametrize("missing", ["attn_k_b", "attn_v_b"])
+def test_a_half_alone(missing: str, tmp_path: Path) -> None:
+    build(tmp_path, "deepseek_v2")
+    tensors = converted_tensors(tmp_path)
+    del tensors[f"blk.1.{missing}.weight"]
+    with pytest.raises(UserError, match=r"missing: model.layers.1.self_attn.kv_b_proj.weight"):
+        engine_of(write_deepseek(tmp_path, tensors))
+
+
+def test_the_dtype_of_halves(tmp_path: Path) -> None:
+    """Theirs where they have the same, else that which holds both."""
+    build(tmp_path, "deepseek_v2")
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "deepseek2")
-    add_family_shape(writer, config, splits_latent=True)
-    write_tensors(writer, tensors, "F32")
-    message = r"blk.1.attn_k_b has the shape \[4, 24, 12\] and attn_v_b \[4, 10, 23\]: expected \[heads, latent, key\]"
-    with pytest.raises(UserError, match=message):
-        engine_of(tmp_path / "x.gguf")
+    add_family_shape(writer, json.loads((tmp_path / "config.json").read_text()), splits_latent=True)
+    kinds = {"blk.0.attn_k_b.weight": "F16", "blk.0.attn_v_b.weight": "F16", "blk.1.attn_k_b.weight": "BF16"}
+    for name, array in converted_tensors(tmp_path).items():
+        kind = gguf.GGMLQuantizationType[kinds.get(name, "F32")]
+        writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (weights,) = opened(tmp_path / "x.gguf")
+    expected = load_file(tmp_path / "model.safetensors")
+    for layer, dtype, keys in ((0, torch.float16, torch.float16), (1, torch.float32, torch.bfloat16)):
+        name = f"model.layers.{layer}.self_attn.kv_b_proj.weight"
+        ((_, found),) = weights.read([name])
+        assert (weights.dtypes[name], found.dtype) == (dtype, dtype)
+        found, whole = (each.view(4, 12 + 10, 24) for each in (found, expected[name]))
+        assert found[:, :12].equal(whole[:, :12].to(keys).to(dtype))
+        assert found[:, 12:].equal(whole[:, 12:].to(dtype))
