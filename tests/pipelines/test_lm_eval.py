@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 
 from conf.errors import UserError
 from pipelines.lm_eval import QuintetLM, decode_of
@@ -51,8 +53,8 @@ def test_log_likelihoods_are_transformers(models: tuple[QuintetLM, HFLM]) -> Non
     pairs = [*PAIRS, *([CHINESE] if models[0].tokenizer.source == TINY else [])]
     ours, theirs = (model.loglikelihood(instances("loglikelihood", pairs), disable_tqdm=True) for model in models)
     assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
-    # sums of float32 logarithms, each of magnitude 10 at most
-    assert [value for value, _ in ours] == pytest.approx([value for value, _ in theirs], rel=1e-6, abs=1e-4)
+    # float32 logits of magnitude 10 have steps of 1e-6, and sums in another order take some
+    assert [value for value, _ in ours] == pytest.approx([value for value, _ in theirs], rel=1e-6, abs=1e-5)
 
 
 def test_some_continuation_is_greedy(models: tuple[QuintetLM, HFLM]) -> None:
@@ -137,6 +139,48 @@ def write_task(folder: Path) -> None:
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
     }
     (folder / "pick.yaml").write_text(json.dumps(task))  # JSON is YAML
+
+
+def write_tasks(folder: Path) -> list[str]:
+    """Write a task of each kind of question, from the bundled model's stories and sums. Returns their names."""
+    write_task(folder)
+    settings = json.loads((folder / "pick.yaml").read_text())
+    stories = [{"text": text} for text in TEXTS[:1] + ["Once upon a time there was a little girl. " * 3]]
+    sums = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in ((3, 4), (2, 5), (1, 1))]
+    kinds: dict[str, tuple[list[dict[str, str]], dict[str, Any]]] = {
+        "stories": (
+            stories,
+            {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+            | {"metric_list": [{"metric": each} for each in ("word_perplexity", "byte_perplexity", "bits_per_byte")]},
+        ),
+        "sums": (
+            sums,
+            {"output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"}
+            | {"generation_kwargs": {"until": ["."], "max_gen_toks": 8}, "metric_list": [{"metric": "exact_match"}]},
+        ),
+    }
+    kept = ("dataset_path", "test_split")
+    for name, (rows, own) in kinds.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = {"task": name, "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}}}
+        (folder / f"{name}.yaml").write_text(json.dumps({key: settings[key] for key in kept} | data | own))
+    return ["pick", *kinds]
+
+
+def test_tasks_have_transformers_numbers(
+    models: tuple[QuintetLM, HFLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    names, tasks = write_tasks(tmp_path), TaskManager(include_path=str(tmp_path), include_defaults=False)
+    ours, theirs = (
+        simple_evaluate(model=model, tasks=names, task_manager=tasks, bootstrap_iters=0)["results"] for model in models
+    )
+    assert ours.keys() == {*names}
+    for name in names:
+        numbers = [key for key, value in theirs[name].items() if isinstance(value, float)]
+        assert numbers, name
+        assert [ours[name][key] for key in numbers] == pytest.approx([theirs[name][key] for key in numbers], rel=1e-6)
 
 
 @pytest.mark.long
