@@ -1,6 +1,7 @@
 """vLLM's offline face gives what our own faces give, and a script of vLLM runs with its import line changed."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,8 @@ def said_by(python: str | Path, script: Path) -> list[dict[str, Any]]:
     }  # fmt: skip
     if python == VLLM:
         del environment["PYTHONPATH"]
+    else:  # kernels are compiled already
+        environment |= {name: os.environ[name] for name in ("HOME", "XDG_CACHE_HOME") if name in os.environ}
     command = [python, script, TINY, json.dumps(PROMPTS)]
     done = subprocess.run(command, cwd=script.parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -76,6 +79,27 @@ def test_texts_are_those_of_the_pipeline(llm: LLM) -> None:
     expected = [each["text_generation_text"][0] for each in pipe(PROMPTS, max_new_tokens=12)]
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
     assert [f"{output.prompt}{output.outputs[0].text}" for output in outputs] == expected
+
+
+def test_prompts_of_token_ids(llm: LLM) -> None:
+    settings = SamplingParams(temperature=0, max_tokens=12)
+    texts = llm.generate(PROMPTS, settings)
+    of_ids = llm.generate([{"prompt_token_ids": each.prompt_token_ids} for each in texts], settings)
+    assert [each.prompt_token_ids for each in of_ids] == [each.prompt_token_ids for each in texts]
+    assert [each.outputs[0].token_ids for each in of_ids] == [each.outputs[0].token_ids for each in texts]
+    assert [each.prompt for each in of_ids] == [None] * len(PROMPTS)
+
+
+def test_a_script_of_vllm_runs(llm: LLM, tmp_path: Path) -> None:
+    """From a folder of its own; test_a_script_of_vllm_runs_with_its_import_changed has vLLM beside it."""
+    script = tmp_path / "ours.py"
+    script.write_text(SCRIPT.replace("from vllm import", "from pipelines import"))
+    said = said_by(sys.executable, script)
+    settings = SamplingParams(temperature=0, max_tokens=12, stop=["."])
+    expected = llm.generate([*PROMPTS, {"prompt_token_ids": [0, 43, 874]}], settings)
+    expected += llm.chat([{"role": "user", "content": "What is 3 + 4?"}], SamplingParams(temperature=0, max_tokens=8))
+    assert [each["text"] for each in said] == [each.outputs[0].text for each in expected]
+    assert [each["prompt_token_ids"] for each in said] == [each.prompt_token_ids for each in expected]
 
 
 def test_each_prompt_may_have_its_own_settings(llm: LLM) -> None:
