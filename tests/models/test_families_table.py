@@ -1,5 +1,7 @@
 """The table of families in models/README.md is the registry's and tested; `python -m tests.models.test_families_table` prints it."""
 
+import re
+
 from models.config import ConfigReader
 from models.registry import ARCHITECTURES, CHATGLM2, Architecture, find_architecture
 from tests.helpers.builders import REPOSITORY
@@ -23,7 +25,7 @@ def proof(architecture: Architecture) -> str:
     sources = [f"its original code ({', '.join(goldens)})"] if goldens else []
     file = TESTS / f"test_{architecture.read_config.__module__.rpartition('.')[2]}.py"
     text = file.read_text(encoding="utf-8")
-    if "transformers" in text:
+    if re.search(r"equals_transformers\(|^(import|from) transformers\b", text, re.MULTILINE):
         sources.append("transformers")
     if "its formulas in float64" in text:
         sources.append("its formulas in float64")
