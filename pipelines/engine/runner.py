@@ -85,7 +85,10 @@ class Runner:
 
     @property
     def stored(self) -> dict[str, tuple[Tensor, Heads]]:
-        """The cache's tensors [N, B, G, *] and their heads, by names with the whole model's number of a layer that does not only draft."""
+        """The cache's tensors [N, B, G, *] and the heads of each, by name.
+
+        Names number the layers of the whole model. A layer that only drafts has none.
+        """
         return {
             f"layers.{number}.{name}.{part}": (tensor, heads)
             for number, layer, heads in zip(
