@@ -213,7 +213,7 @@ def version() -> str:
 
 
 def with_home(arguments: list[str]) -> list[str]:
-    """Put the home folder in the place of `~/` where a value begins: no shell does behind KEY=, and Hydra's grammar has no `~` there."""
+    """Put the home folder in the place of `~/` where a value begins: no shell does after KEY=, and Hydra's grammar has no `~` there."""
     return [a if a.startswith(DATA) or set(a) & set("'\"") else HOME.sub(os.path.expanduser("~"), a) for a in arguments]
 
 

@@ -50,7 +50,7 @@ class SpeculationConfig:
     """Draft no more than pays, by the measured time of steps and the share of drafts that stayed."""
     acceptance: Acceptance = Acceptance.exact
     verify_window: int = 2
-    """top_p_window: a second-best draft stays if so many drafts behind it are the most likely tokens."""
+    """top_p_window: a second-best draft stays if so many drafts after it are the most likely tokens."""
     max_candidates: int = 5
     """top_p_window: the most candidates for a draft."""
     model_path: str | None = None

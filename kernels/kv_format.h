@@ -16,7 +16,7 @@ struct PagedVectors {
   int64_t stored_size, scales_size;  // elements of a vector; a code of int4 is half a byte, two of them an element
   KVFormat format;
   Dtype dtype;       // of the vectors when they are read
-  int32_t has_margin;  // whether a register's bytes may be read behind `stored`
+  int32_t has_margin;  // whether a register's bytes may be read past `stored`
 
   bool has_static_scales() const { return scales && scales_size == 0; }
   int64_t index(int64_t slot, int64_t head) const { return slot * num_heads + head; }  // of a vector
@@ -58,7 +58,7 @@ inline void read_int4(const PagedVectors &cache, const uint8_t *stored, const ui
   }
 }
 
-// The numbers of a vector of int8 or float8, 16 at a time: put(number of the first, numbers). Those behind the last channel mean nothing.
+// The numbers of a vector of int8 or float8, 16 at a time: put(number of the first, numbers). Those after the last channel mean nothing.
 template <class Put> void read_codes(const PagedVectors &cache, int64_t index, int64_t head, Put &&put) {
   const bool is_int8 = cache.format == KVFormat::int8, is_static = cache.has_static_scales();
   const auto *codes = reinterpret_cast<const int8_t *>(cache.stored) + index * cache.stored_size;

@@ -234,7 +234,7 @@ def allocate(
     format: KVFormat, size: tuple[int, int, int], channels: int, dtype: torch.dtype, device: torch.device
 ) -> PagedVectors:
     """A pool of `size` [N, B, G]. Not initialised: nothing is read before it is written, and on a CPU no page is taken before
-    (torch.zeros would take them all). There is memory behind it that C++ may read, which takes whole registers, and else copies
+    (torch.zeros would take them all). There is memory after it that C++ may read, which takes whole registers, and else copies
     vectors that do not fill them."""
     token = format.encode(torch.empty(size[2], channels, dtype=dtype, device="meta"))
     shapes = [(*size[:2], *part.shape) for part in token]

@@ -16,7 +16,7 @@ template <class Work> void for_dtype(Dtype dtype, Work &&work) {
 
 template <Dtype DTYPE> constexpr int64_t NUMBER_BYTES = DTYPE == Dtype::float32 ? 4 : 2;
 
-// The numbers `first` .. `first` + 15 of a row of `count`, zeros behind its end.
+// The numbers `first` .. `first` + 15 of a row of `count`, zeros after its end.
 template <Dtype DTYPE> Floats load_numbers(const void *row, int64_t first, int64_t count) {
   const char *at = static_cast<const char *>(row) + first * NUMBER_BYTES<DTYPE>;
   alignas(64) char part[LANES * NUMBER_BYTES<DTYPE>] = {};

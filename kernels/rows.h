@@ -36,7 +36,7 @@ inline void write_float16(uint16_t *halves, int64_t count, const float *x) {
   for (; i < count; ++i) halves[i] = _cvtss_sh(x[i], _MM_FROUND_TO_NEAREST_INT);
 }
 
-// `count` numbers that begin `first` numbers behind `rows`
+// `count` numbers that begin `first` numbers after `rows`
 inline void read_floats(const void *rows, Dtype dtype, int64_t first, int64_t count, float *x) {
   const auto *halves = static_cast<const uint16_t *>(rows) + first;
   if (dtype == Dtype::float32)

@@ -54,7 +54,7 @@ struct FlushDenormals {
 
 #ifdef __AMX_TILE__
 
-// Not the compiler's intrinsics: those of g++ 11 and 12 do not say that they read memory, so stores before them may be moved behind them.
+// Not the compiler's intrinsics: those of g++ 11 and 12 do not say that they read memory, so stores before them may be moved after them.
 inline void configure_tiles(const TileShapes &shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
 inline void release_tiles() { asm volatile("tilerelease"); }
 template <int T> void zero_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }

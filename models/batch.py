@@ -86,7 +86,7 @@ class Batch:
     block_tables = _Field()  # [S, M] padded with 0; context_lengths says how much counts
 
     def __init__(self, numbers: Tensor, shape: BatchShape, only_outputs_attend: bool = False) -> None:
-        """Take int64 numbers that hold all fields one behind the other, so that one copy moves a batch to a device."""
+        """Take int64 numbers that hold all fields one after the other, so that one copy moves a batch to a device."""
         self.numbers, self.shape, self._only_outputs_attend = numbers, shape, only_outputs_attend
         self._output_slots: Tensor | None = None
 

@@ -135,7 +135,7 @@ class CausalLM(Module, ABC):
 
     @property
     def final_norm(self) -> nn.Module:
-        """The norm of hidden states behind the last decoder layer."""
+        """The norm of hidden states after the last decoder layer."""
         return self._part(self.layout.final_norm)
 
     def _part(self, path: str) -> nn.Module:
@@ -216,7 +216,7 @@ class CausalLM(Module, ABC):
         return x
 
     def predict_ahead(self, hidden: Tensor, batch: Batch, cache: KVCache) -> Tensor:
-        """Return normed hidden states [R, E] of the batch's output rows, whose logits are of the tokens behind the batch's.
+        """Return normed hidden states [R, E] of the batch's output rows, whose logits are of the tokens after the batch's.
 
         `batch` has tokens at the positions of those before them, `hidden` [T, E] the normed hidden states of the latter: the model's,
         or what this returned. `cache` is the model's whole cache. Only for a model whose config has `predicts_ahead`.

@@ -101,7 +101,7 @@ def share_heads(num_queries: int, num_keys: int, tp: int, rank: int) -> HeadShar
 def share_outputs(
     units: tuple[Unit, ...], size: int, num_heads: tuple[int, int], tp: int, rank: int
 ) -> tuple[range, ...]:
-    """Return a rank's outputs, of `size`, of a layer whose sections, one behind the other, are made of these units.
+    """Return a rank's outputs, of `size`, of a layer whose sections, one after the other, are made of these units.
 
     `num_heads`: H and G of the layer's attention.
     """

@@ -34,7 +34,7 @@ class ModelLayout:
     layers: str = "model.layers"
     """The list of decoder layers, in the model."""
     final_norm: str = "model.norm"
-    """The norm behind the last decoder layer, in the model; a model without one ignores it."""
+    """The norm after the last decoder layer, in the model; a model without one ignores it."""
     head: str = "lm_head"
     """The layer that turns hidden states into logits, in the model."""
     attention: str = "self_attn"
@@ -58,5 +58,5 @@ class ModelLayout:
     replicated: tuple[str, ...] = ()
     """Last parts of the names of linear layers and embeddings that every rank of tensor parallelism has whole."""
     units: Mapping[str, tuple[Unit, ...]] = field(default_factory=lambda: HEADS)
-    """By the last part of a linear layer's name the sections of its outputs, one behind the other, each made of these units. A layer that
+    """By the last part of a linear layer's name the sections of its outputs, one after the other, each made of these units. A layer that
     is not named is made of channels."""

@@ -51,7 +51,7 @@ class Steps:
 
     @torch.inference_mode()
     def results(self, model: CausalLM, cache: KVCache) -> Results:
-        """Return what the steps give, one behind the other over an empty cache: first without adapters, and then with these.
+        """Return what the steps give, one after the other over an empty cache: first without adapters, and then with these.
 
         The model may be a rank's part.
         """

@@ -1,6 +1,6 @@
 """Files of task=prefix: the keys and values of prompts, which `device.kept_prefixes` puts into the KV cache of a later process.
 
-A safetensors file: `tokens` int64 [N] of all prompts one behind the other, and what the cache stores of them in each layer, [M, G, *], by
+A safetensors file: `tokens` int64 [N] of all prompts one after the other, and what the cache stores of them in each layer, [M, G, *], by
 places in the cache: M is N and the virtual tokens of soft prefixes. The metadata says what the numbers depend on, and where prompts begin.
 """
 
@@ -165,12 +165,12 @@ def _check_tensors(engine: Engine, file: KeptFile) -> None:
 
 
 def _check_parts(engine: Engine, file: KeptFile) -> None:
-    """Raise UserError for a row behind a soft prefix, or with an adapter, that the engine does not have."""
+    """Raise UserError for a row after a soft prefix, or with an adapter, that the engine does not have."""
     prefixes = {(prefix.digest, prefix.num_tokens) for prefix in engine.requests.prefixes.values()} | {("", 0)}
     adapters = {adapter.digest for adapter in engine.adapters.ids} | {""}
     for row in file.rows:
         if (row.prefix, row.num_prefix_tokens) not in prefixes:
-            what, setting = f"behind the soft prefix {row.prefix[:12]}...", "model.prefixes"
+            what, setting = f"after the soft prefix {row.prefix[:12]}...", "model.prefixes"
         elif row.adapter not in adapters:
             what, setting = f"with the adapter {row.adapter[:12]}...", "model.adapters"
         else:

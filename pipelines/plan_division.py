@@ -1,6 +1,6 @@
 """`parallel=auto`: every division of a model among the ranks of a topology, what it would do, and the one to take.
 
-Weights are not read. A decode step's time is the larger of what memory and arithmetic take, and what the links take behind it; prompts
+Weights are not read. A decode step's time is the larger of what memory and arithmetic take, and what the links take after it; prompts
 are not counted.
 """
 

@@ -147,7 +147,7 @@ class SequentialCalibrator:
         return stream.total() if isinstance(stream, ResidualStream) else stream
 
     def advance(self) -> tuple[Tensor, Tensor] | None:
-        """Go on to the layer behind the next one. If not `sequential`, `observe` must have been called for the next one.
+        """Go on to the layer after the next one. If not `sequential`, `observe` must have been called for the next one.
 
         Returns the largest magnitudes of its keys and of its values, of each head, [G] float32, or None without `with_cache`.
         """

@@ -109,7 +109,7 @@ class Step {
 class Graph {
  public:
   std::vector<Side> sides;
-  std::vector<Tensor> inputs;  // weights behind empty places for fields and cache
+  std::vector<Tensor> inputs;  // weights after empty places for fields and cache
 
   // Raises Refused for a graph that names functions that are not listed.
   Graph(const Json &graph, std::vector<Side> sides_, const std::vector<Tensor> &weights) : sides(std::move(sides_)) {

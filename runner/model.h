@@ -49,7 +49,7 @@ class Model {
       graph_->inputs[side.number] = empty(side.dtype, {num_blocks_, BLOCK_SIZE, side.num_heads, side.channels});
   }
 
-  // Returns the logits [1, V] behind the last of these tokens, which follow those of earlier steps.
+  // Returns the logits [1, V] after the last of these tokens, which follow those of earlier steps.
   Tensor step(const std::vector<int64_t> &token_ids) {
     const int64_t num_tokens = token_ids.size(), width = std::bit_ceil(static_cast<uint64_t>(num_blocks_));
     require(num_tokens > 0 && length_ + num_tokens <= num_blocks_ * BLOCK_SIZE, "more tokens than there is room for");

@@ -93,7 +93,7 @@ void flatten(Step &step) {
   step.give(0, x);
 }
 
-// Gives the parts of the axis `dim`, one behind the other, which together are all of it; lengths(size) are theirs.
+// Gives the parts of the axis `dim`, one after the other, which together are all of it; lengths(size) are theirs.
 template <class Lengths> void give_parts(Step &step, const Lengths &lengths, bool has_axis = true) {
   const Tensor &x = step.tensor("self");
   const int64_t axis = axis_of(x, step.integer("dim", 0));
@@ -273,7 +273,7 @@ void check_compressed(const uint8_t *memory, int64_t bytes, const Compressed &la
 }
 
 // A weight [N, K] as float_weight.py and int_weight.py lay it out, for rows x [M, K]. Raises Refused where a kernel would
-// read behind it. Its properties are the arguments PREFIX_num_outputs and so on, in lists with `number` of the weight.
+// read past it. Its properties are the arguments PREFIX_num_outputs and so on, in lists with `number` of the weight.
 Packed packed(Step &step, const Tensor &x, const std::string &prefix, std::optional<size_t> number = std::nullopt) {
   const auto argument = [&](const char *name) -> const Json & {
     const Json &found = step[prefix + name];

@@ -48,7 +48,7 @@ struct Tensor {
   template <class Number> Number *as() const { return reinterpret_cast<Number *>(data); }
 };
 
-// A tensor that is not initialised, with a register's bytes behind it, which kernels of the cache may read.
+// A tensor that is not initialised, with a register's bytes after it, which kernels of the cache may read.
 inline Tensor empty(Type type, const Sizes &shape) {
   constexpr std::align_val_t ALIGNMENT{64};
   void *memory = operator new(count_of(shape) * bytes_of(type) + 64, ALIGNMENT);

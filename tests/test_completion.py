@@ -1,4 +1,4 @@
-"""Tab in real shells, on a terminal of their own, behind `.venv/bin/python run.py`."""
+"""Tab in real shells, on a terminal of their own, after `.venv/bin/python run.py`."""
 
 import os
 import pty

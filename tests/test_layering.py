@@ -119,7 +119,7 @@ def test_no_cycles() -> None:
     done: set[str] = set()
     while ready := [name for name in graph if name not in done and graph[name] - {name} <= done]:
         done.update(ready)
-    assert done == graph.keys(), f"in or behind a cycle: {sorted(graph.keys() - done)}"
+    assert done == graph.keys(), f"in or after a cycle: {sorted(graph.keys() - done)}"
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.rpartition(".")[0] in SERVER])

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t CHUNK_CHANNELS = 1 << 12;  // worth another thread
 
-// The row minus its mean. Its numbers behind the channels are zeros, and stay so.
+// The row minus its mean. Its numbers after the channels are zeros, and stay so.
 void centre_row(float *row, int64_t channels) {
   Floats sums[NORM_VECTORS] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
   for (int64_t i = 0; i < room_for_norm(channels); i += NORM_VECTORS * LANES)

@@ -113,7 +113,7 @@ template <class All, class Panel> void take_row(const All &all, const Panel &pan
   }
 }
 
-// For one row of floats, zeros behind it.
+// For one row of floats, zeros after it.
 float *row_buffer(int64_t count) {
   thread_local std::vector<float> kept;
   const size_t padded = divide_up(count, LANES) * LANES;

@@ -16,7 +16,7 @@ constexpr int64_t HEADER_BYTES = 64;
 constexpr int NUM_UPPER = 16;
 
 struct Exception {  // a number with another upper byte
-  uint32_t place;   // in its tile; behind a tile's exceptions comes one that is nowhere
+  uint32_t place;   // in its tile; after a tile's exceptions comes one that is nowhere
   uint32_t number;
 
   int64_t pair() const { return place / (STEPS_OF_PAIR * NUMBERS_OF_STEP); }

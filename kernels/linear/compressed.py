@@ -2,14 +2,14 @@
 
 T tiles of S steps, each 16 outputs of 2 inputs; G groups of 4 steps in a tile; X exceptions, whose upper bytes are others.
 
-A compressed weight is uint8 [bytes], one part behind the other:
+A compressed weight is uint8 [bytes], one part after the other:
 
 - 16 upper bytes: a number's sign and all but the last bit of its exponent; and zeros up to 64 bytes
 - groups [T, G, 192]: the lower bytes of two steps, then of two others, 64 bytes each, then 64 with codes, which upper bytes they have:
   those of the first two steps in their lower, of the others in their upper halves. Of two steps 8 numbers of the one stand beside 8 of the
   other, in turn.
 - where each tile's exceptions begin: uint32 [T]
-- exceptions: uint32 [X, 2], the place among the numbers of the tile and the number itself; behind each tile's one that is nowhere
+- exceptions: uint32 [X, 2], the place among the numbers of the tile and the number itself; after each tile's one that is nowhere
 """
 
 import torch
@@ -94,7 +94,7 @@ def check_size(memory: Tensor, num_tiles: int, num_steps: int) -> None:
 
 
 def check_exceptions(memory: Tensor, num_tiles: int, num_steps: int) -> None:
-    """Raise ValueError where a kernel would read behind the last exception."""
+    """Raise ValueError where a kernel would read past the last exception."""
     _, starts, exceptions = _parts(memory, num_tiles, num_steps)
     if int(starts.min()) < 0 or int(starts.max()) >= len(exceptions) or int(exceptions[-1, 0]) != NOWHERE:
         raise ValueError("compressed weights whose exceptions have no end")

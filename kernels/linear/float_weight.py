@@ -55,7 +55,7 @@ class FloatWeight:
         return -(-self.num_outputs // TILE), -(-self.num_inputs // INPUTS_OF_STEP[self.dtype])
 
     def check(self) -> None:
-        """Raise ValueError where a kernel would read behind numbers that come from a file."""
+        """Raise ValueError where a kernel would read past numbers that come from a file."""
         if self.is_compressed:
             check_exceptions(self.memory, *self._num_tiles_and_steps)
 

@@ -160,7 +160,7 @@ template <int ROWS, int TILES>
     for (int t = 0; t < TILES; ++t) store(result + (row * TILES + t) * LANES, sums[row][t]);
 }
 
-// result [ROWS, tiles, 16] = what the tiles from `tile` on give, with the bias: `count` numbers of each row, and zeros behind them.
+// result [ROWS, tiles, 16] = what the tiles from `tile` on give, with the bias: `count` numbers of each row, and zeros after them.
 template <Dtype DTYPE, int ROWS, int TILES>
 void multiply(const Job &job, const Weight &weight, int64_t all_tiles, int64_t panel, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
   const auto *x = reinterpret_cast<const int32_t *>(job.panels) + job.first_row(panel) * job.num_steps();

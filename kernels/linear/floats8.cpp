@@ -75,9 +75,9 @@ template <bool IN_PAIRS> void fill_panel(const Job<IN_PAIRS> &job, int64_t panel
 
 // Where a kernel starts to read.
 struct Sources {
-  const uint8_t *codes;  // of the first tile; the next one is tile_bytes behind it. Or what they were expanded to
+  const uint8_t *codes;  // of the first tile; the next one is tile_bytes after it. Or what they were expanded to
   int64_t tile_bytes;
-  const float *scales;  // of the first tile and group; the next tile is tile_scales behind it, the next group LANES
+  const float *scales;  // of the first tile and group; the next tile is tile_scales after it, the next group LANES
   int64_t tile_scales;
   const int32_t *x;
   const float *x_scales;

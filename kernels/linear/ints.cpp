@@ -39,9 +39,9 @@ template <int LIMBS> struct Job {
 
 // Where a kernel starts to read.
 struct Sources {
-  const uint8_t *codes;  // of the first tile; the next one is tile_bytes behind it
+  const uint8_t *codes;  // of the first tile; the next one is tile_bytes after it
   int64_t tile_bytes;
-  const float *scales;   // of the first tile and group; the next tile is tile_scales behind it, the next segment group_scales
+  const float *scales;   // of the first tile and group; the next tile is tile_scales after it, the next segment group_scales
   const int8_t *zeros;
   int64_t tile_scales, group_scales;
   const int32_t *x_bytes;
@@ -122,7 +122,7 @@ template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
       store(out + (row * TILES + t) * LANES, LIMBS == 2 ? totals[row][t] : multiply(totals[row][t], splat(from.x_scales[row])));
 }
 
-// result [ROWS, tiles, 16] = what the tiles from `tile` on give: `count` numbers of each row, and zeros behind them. They are rounded before
+// result [ROWS, tiles, 16] = what the tiles from `tile` on give: `count` numbers of each row, and zeros after them. They are rounded before
 // the bias is added, as if they had been written.
 template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
 void multiply(const Job<LIMBS> &job, const Weight &weight, int64_t all_tiles, const Panel<LIMBS> &x, int64_t tile, int64_t num_tiles,

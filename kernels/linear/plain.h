@@ -12,7 +12,7 @@ struct Plain {
   int64_t output_stride, input_stride;  // in numbers; one of them is 1
 };
 
-// The first `bytes` of 64, and zeros behind them
+// The first `bytes` of 64, and zeros after them
 inline Ints load_part(const char *at, int64_t bytes) {
   if (bytes >= 64) [[likely]] return load(reinterpret_cast<const uint8_t *>(at));
   alignas(64) uint8_t part[64] = {};
@@ -20,7 +20,7 @@ inline Ints load_part(const char *at, int64_t bytes) {
   return load(part);
 }
 
-// The first `count` of 16 float16 or bfloat16, a lane each, and zeros behind them
+// The first `count` of 16 float16 or bfloat16, a lane each, and zeros after them
 inline Ints load_halves_part(const char *at, int64_t count) {
   if (count >= LANES) [[likely]] return load_halves(reinterpret_cast<const uint16_t *>(at));
   alignas(64) uint16_t part[LANES] = {};

@@ -20,7 +20,7 @@ constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level, as in
 
 // Where a kernel starts to read.
 struct Sources {
-  const uint8_t *block;  // of the first tile; the next one is tile_bytes behind it
+  const uint8_t *block;  // of the first tile; the next one is tile_bytes after it
   int64_t tile_bytes;
   const int32_t *x_bytes;
   const float *x_scales;

@@ -29,7 +29,7 @@ template <Dtype DTYPE> Floats load_floats(const Number<DTYPE> *at) {
     return load_float16(at);
 }
 
-// The first `count` lanes, zeros behind them.
+// The first `count` lanes, zeros after them.
 template <Dtype DTYPE> Floats load_floats(const Number<DTYPE> *at, int64_t count) {
   if (count >= LANES) return load_floats<DTYPE>(at);
   alignas(64) Number<DTYPE> some[LANES] = {};

@@ -160,7 +160,7 @@ def _route(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _sort(chosen, order, starts, pairs, SIZE: tl.constexpr):
-    """Pairs of one expert, in their order, behind those of all lower experts. The last program has no expert, but an end."""
+    """Pairs of one expert, in their order, after those of all lower experts. The last program has no expert, but an end."""
     expert = tl.program_id(0)
     each = tl.arange(0, SIZE)
     lower = tl.zeros([SIZE], tl.int32)

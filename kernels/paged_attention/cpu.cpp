@@ -90,7 +90,7 @@ struct Scratch {
 
 // --- what is multiplied ---
 
-// `count` float32 as words of the dtype of the products, and zeros behind them. x is padded to whole vectors.
+// `count` float32 as words of the dtype of the products, and zeros after them. x is padded to whole vectors.
 void write_words(Dtype dtype, float *x, int64_t count, int64_t num_words, uint8_t *words) {
   const int64_t per_word = dtype == Dtype::bfloat16 ? 2 : 1;
   std::fill(x + count, x + num_words * per_word, 0.0f);
@@ -113,7 +113,7 @@ const uint8_t *query_words(const Rows &rows, Scratch &scratch) {
   return query;
 }
 
-// Vector number `index` of the cache as words, and zeros behind them. x has room for them, and for all that read_vector writes.
+// Vector number `index` of the cache as words, and zeros after them. x has room for them, and for all that read_vector writes.
 void copy_words(const PagedVectors &cache, int64_t index, int64_t head, int64_t num_words, float *x, uint8_t *words) {
   const int64_t channels = cache.channels;
   const bool is_half = cache.dtype == Dtype::bfloat16, is_plain = cache.format == KVFormat::unquantised;
@@ -143,8 +143,8 @@ template <class Work> void for_each_vector(const Rows &rows, const PagedVectors 
   }
 }
 
-// scratch.at: where the vectors of the keys first .. first + 63 lie, in the cache itself where it holds words; what is read behind a vector
-// there is in no product. Those behind the sequence's end are zeros. Fetches those of the next tile (decode over 4,096 tokens of 128
+// scratch.at: where the vectors of the keys first .. first + 63 lie, in the cache itself where it holds words; what is read past a vector
+// there is in no product. Those after the sequence's end are zeros. Fetches those of the next tile (decode over 4,096 tokens of 128
 // channels: 1.15 to 1.28 times as fast).
 void find_vectors(const Rows &rows, const PagedVectors &cache, int64_t first, int64_t words, Scratch &scratch) {
   const int64_t last = std::min(first + TILE, rows.length()), bytes = words * WORD_BYTES, stored_bytes = cache.stored_bytes();
@@ -345,7 +345,7 @@ void run_unit(const Unit &unit, float *partials, Scratch &scratch) {
   write_out(rows, total, scratch);
 }
 
-// `unit` is the first split of its rows; the others follow it, each behind the same split of the other groups.
+// `unit` is the first split of its rows; the others follow it, each after the same split of the other groups.
 void join_splits(const Unit *unit, float *partials, Scratch &scratch) {
   const Rows &rows = unit->rows;
   const int64_t width = rows.call.value_width();

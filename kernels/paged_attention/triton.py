@@ -151,7 +151,7 @@ def _shapes(query: Tensor, key_cache: PagedVectors, value_cache: PagedVectors) -
 @triton.jit
 def find_segment(starts, count, block, BLOCK: tl.constexpr):
     """The segment that owns the `block`-th block, if every segment [starts[s], starts[s+1]) has one block for each BLOCK begun, and one to
-    spare: segment s owns blocks from starts[s] // BLOCK + s on. Returns its number; a block behind its end belongs to nobody."""
+    spare: segment s owns blocks from starts[s] // BLOCK + s on. Returns its number; a block after its end belongs to nobody."""
     low, high = 0, count  # the last s of [low, high) that begins at or before `block`
     while high - low > 1:
         middle = (low + high) // 2
@@ -214,7 +214,7 @@ def _read(
 
 @triton.jit
 def _tiles(first_position, seen_end, split, window: tl.constexpr, POSITIONS: tl.constexpr, SPLITS: tl.constexpr):
-    """The first tile of positions of one part, and the first behind it."""
+    """The first tile of positions of one part, and the first after it."""
     first, last = 0, tl.cdiv(seen_end, POSITIONS)
     if window is not None:
         first = tl.maximum(first_position - window + 1, 0) // POSITIONS

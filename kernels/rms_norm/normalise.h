@@ -8,7 +8,7 @@
 
 constexpr int64_t NORM_VECTORS = 4;
 
-// Of the floats that a row has room for; those behind its channels are zeros.
+// Of the floats that a row has room for; those after its channels are zeros.
 inline int64_t room_for_norm(int64_t channels) { return divide_up(channels, NORM_VECTORS * LANES) * NORM_VECTORS * LANES; }
 
 // 1 / sqrt(mean + eps) of the squares in `sums`

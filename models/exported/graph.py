@@ -40,7 +40,7 @@ class Call:
     """Which of the step's values are its results."""
     has_one_output: bool
     equal_sizes: list[tuple[Given, Given]]
-    """Sizes that are equal, or C++ would read behind what it is given."""
+    """Sizes that are equal, or C++ would read past what it is given."""
 
     def run(self, values: list[Any], cache: KVCache) -> None:
         for one, other in self.equal_sizes:

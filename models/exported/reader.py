@@ -358,7 +358,7 @@ def _lora_add(y: Tensor, x: Tensor, table: AdapterTable | None, slots: Tensor) -
 
 
 def _check_weights(made: Any) -> None:
-    """Raise ValueError where a kernel would read behind a packed weight."""
+    """Raise ValueError where a kernel would read past a packed weight."""
     for weight in made.weights if isinstance(made, WeightGroup) else made if isinstance(made, list) else [made]:
         if isinstance(weight, FloatWeight):
             weight.check()

@@ -1,4 +1,4 @@
-"""Command R7B and Command A (Cohere 2), from config.json: attention and feed-forward side by side, behind one LayerNorm.
+"""Command R7B and Command A (Cohere 2), from config.json: attention and feed-forward side by side, after one LayerNorm.
 
 Layers with a window turn queries and keys, in pairs of neighbours; those that see everything turn nothing.
 T tokens, E hidden channels.

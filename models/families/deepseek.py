@@ -297,7 +297,7 @@ class NextTokenLayer(DecoderLayer):
     """V3's first module of multi-token prediction (arXiv 2412.19437, section 2.2), with the model's own embedding and head.
 
     The order of the projected halves and the norms before both inputs are those of the checkpoints. Both hidden states that it reads,
-    the model's and its own, are behind a final norm, as in vLLM and SGLang.
+    the model's and its own, are after a final norm, as in vLLM and SGLang.
     """
 
     def __init__(self, c: DeepseekConfig, self_attn: nn.Module, mlp: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Ernie 3.5 SE, from the config of PaddleNLP's checkpoints (llm/ernie-3.5-se/modeling.py), whose fused matrices their reader takes apart.
 
-Layers have attention and feed-forward side by side, behind one LayerNorm. With `parallel_attn_hatf` the first has attention alone and
+Layers have attention and feed-forward side by side, after one LayerNorm. With `parallel_attn_hatf` the first has attention alone and
 the last a feed-forward alone. T tokens, E hidden channels, V vocabulary.
 """
 

@@ -1,4 +1,4 @@
-"""EXAONE 4 (arXiv 2507.11407), from config.json: norms behind each half of a layer, and on every head's query and key.
+"""EXAONE 4 (arXiv 2507.11407), from config.json: norms after each half of a layer, and on every head's query and key.
 
 Where some layers see a window, those that see everything turn neither queries nor keys.
 T tokens, H query heads, G key/value heads, D channels per head.

@@ -30,9 +30,9 @@ class FalconConfig(DecoderConfig):
 
     bias: bool
     is_grouped: bool
-    """Whether a fused projection holds each key/value head behind its query heads; else all queries come first."""
+    """Whether a fused projection holds each key/value head after its query heads; else all queries come first."""
     num_parallel_norms: int
-    """0: the feed-forward is behind the attention. 1: they share a norm. 2: each has its own."""
+    """0: the feed-forward is after the attention. 1: they share a norm. 2: each has its own."""
 
 
 def read_config(config: ConfigReader) -> FalconConfig:
@@ -104,7 +104,7 @@ class MLP(Module):
 
 
 class DecoderLayer(Module):
-    """The attention and the feed-forward, one behind the other, or side by side behind one norm or two."""
+    """The attention and the feed-forward, one after the other, or side by side after one norm or two."""
 
     def __init__(self, c: FalconConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv 2501.00656), from config.json. OLMo 3 and EXAONE 4 have its form: norms behind each half of a layer alone.
+"""OLMo 2 (arXiv 2501.00656), from config.json. OLMo 3 and EXAONE 4 have its form: norms after each half of a layer alone.
 
 T tokens, H query heads, G key/value heads, D channels per head, E hidden channels.
 """
@@ -24,7 +24,7 @@ from models.layers.norm import RMSNorm
 from models.layers.rotary import Angles, RotaryByLayer, RotaryEmbedding
 from models.layout import ModelLayout
 
-IN_FLOAT32 = 0.0  # norms round once, behind the weight, as `rms_norm` does with an offset
+IN_FLOAT32 = 0.0  # norms round once, after the weight, as `rms_norm` does with an offset
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Phi-1, Phi-1.5 and Phi-2 (arXiv 2309.05463), from config.json: attention and feed-forward side by side, behind one LayerNorm.
+"""Phi-1, Phi-1.5 and Phi-2 (arXiv 2309.05463), from config.json: attention and feed-forward side by side, after one LayerNorm.
 
 The first channels of a head are turned. T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Seed-OSS, from config.json: Llama with biases of its own on the projections to heads and on the one behind them."""
+"""Seed-OSS, from config.json: Llama with biases of its own on the projections to heads and on the one after them."""
 
 from dataclasses import dataclass
 

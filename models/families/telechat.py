@@ -52,7 +52,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
 def _read_rotary(config: ConfigReader, head_dim: int) -> RotaryConfig:
     """The base grows as if alpha contexts stood in a row: 1 up to base_seqlen, 3 up to twice that, 7 up to four times.
 
-    The original code takes the length of training for every text that is not longer. Behind it, it would turn all keys anew, so that length
+    The original code takes the length of training for every text that is not longer. After it, it would turn all keys anew, so that length
     is the context here.
     """
     training, base = config.count("training_seqlen", 8192), config.count("base_seqlen", BASE_SEQLEN)

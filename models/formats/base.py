@@ -21,7 +21,7 @@ class ExpectedTensor:
 
     shape: tuple[int, ...]
     cuts: tuple[int, ...] = ()
-    """The dimensions along which tensor parallelism may have cut it; none where its slices cannot be put together one behind the other."""
+    """The dimensions along which tensor parallelism may have cut it; none where its slices cannot be put together one after the other."""
 
 
 ExpectedTensors = Mapping[str, ExpectedTensor]

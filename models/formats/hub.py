@@ -22,7 +22,7 @@ CONNECT_S = 6.0  # for name and connection: a resolver asks its second server af
 def find_checkpoint(path: str, with_weights: bool, allow_pickle: bool) -> Path:
     """Return the folder or file, or the local cache of a hub id, downloaded where needed. Raises UserError where there is none.
 
-    A tag behind a hub id chooses one of its GGUF models by the end of the file's name, in either case of letters.
+    A tag after a hub id chooses one of its GGUF models by the end of the file's name, in either case of letters.
     """
     local = Path(path).expanduser()
     if local.exists():

@@ -21,7 +21,7 @@ from conf.errors import UserError
 DTYPES = {"Float32": torch.float32, "Float16": torch.float16, "BFloat16": torch.bfloat16}
 VALUE = b"\x0a"  # how every file begins: field 1, length-delimited
 VARINT, BYTES = 0, 2  # the wire types that are used
-CHECKSUM = b"crc_num"  # newer versions write it and 10 bytes behind the message (train/serialization.py)
+CHECKSUM = b"crc_num"  # newer versions write it and 10 bytes after the message (train/serialization.py)
 LONGEST_TEXT = 512  # bytes of a tag or a type
 MOST_DIMS = 8
 

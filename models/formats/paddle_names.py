@@ -2,7 +2,7 @@
 `_get_tensor_parallel_mappings`, `_get_fuse_or_split_param_mappings`).
 
 Every weight of a linear layer is stored as [inputs, outputs]. A rank of tensor parallelism has of each part of a fused matrix its own
-rows, one part behind the other, so that ranks are joined part by part.
+rows, one part after the other, so that ranks are joined part by part.
 
 H query heads, G key/value heads, D channels per head.
 """

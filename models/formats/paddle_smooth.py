@@ -20,7 +20,7 @@ MAKERS = {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"
 """By layer with factors the one whose outputs take them."""
 FACTORS = ".smooth_weight"
 INNER = ".layer."  # of the wrapped layer, whose parameters have two names
-ZEROS = (".shift_bias", ".bias")  # what is added before and behind a layer that was not shifted
+ZEROS = (".shift_bias", ".bias")  # what is added before and after a layer that was not shifted
 
 
 class SmoothedFile:
@@ -83,7 +83,7 @@ class SmoothedFile:
             )
         if is_attention and is_cached and not factors.eq(1).all():
             raise UserError(
-                f"{self.path}: {module}{FACTORS} comes behind the cache, whose scales are those of heads and not of "
+                f"{self.path}: {module}{FACTORS} comes after the cache, whose scales are those of heads and not of "
                 "channels: quantise without c8, or without smooth_all_linears"
             )
         if is_attention:

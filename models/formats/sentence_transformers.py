@@ -96,5 +96,5 @@ def _read_pooling(file: Path) -> str:
 
 
 def appends_eos(tokenizer: Path) -> bool:
-    """Return whether the tokenizer's settings ask for an eos behind each text. transformers 5 applies no such setting to tokenizer.json."""
+    """Return whether the tokenizer's settings ask for an eos after each text. transformers 5 applies no such setting to tokenizer.json."""
     return tokenizer.is_dir() and read_json(tokenizer / "tokenizer_config.json").get("add_eos_token") is True

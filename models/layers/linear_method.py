@@ -119,7 +119,7 @@ def share_input_scale(methods: Sequence[LinearMethod]) -> bool:
 
 
 def quantized_activations(codes: Tensor, scales: Tensor, dtype: torch.dtype, group_size: int | None) -> Tensor:
-    """Return quantised activations as what an architecture passes on: only the linear layers behind a norm or a gate look inside."""
+    """Return quantised activations as what an architecture passes on: only the linear layers after a norm or a gate look inside."""
     return cast(Tensor, QuantizedActivations(codes, scales, dtype, group_size))
 
 

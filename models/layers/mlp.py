@@ -30,7 +30,7 @@ class MLP(NamedParts):
 
 
 class FusedMLP(NamedParts):
-    """One whose checkpoints hold gate and up as one matrix, one behind the other."""
+    """One whose checkpoints hold gate and up as one matrix, one after the other."""
 
     names = ("gate_up_proj", "down_proj")
 

@@ -72,7 +72,7 @@ class RowSum:
 
 
 class OwnedExperts:
-    """A layer's experts of which every rank has some, one range behind the other."""
+    """A layer's experts of which every rank has some, one range after the other."""
 
     def __init__(self, group: Group, experts: tuple[range, ...]) -> None:
         """`experts` are those of each rank."""
@@ -87,7 +87,7 @@ class OwnedExperts:
 
 
 class OwnedWords:
-    """A vocabulary of which every rank has some words, one range behind the other."""
+    """A vocabulary of which every rank has some words, one range after the other."""
 
     def __init__(self, group: Group, words: tuple[range, ...]) -> None:
         """`words` are those of each rank."""

@@ -64,7 +64,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self, id: int) -> bytes | None:
-        """Return the bytes that a token adds to a text behind other tokens, which may be a part of a character.
+        """Return the bytes that a token adds to a text after other tokens, which may be a part of a character.
 
         None for a special token, for one that stands for what is unknown, and for an id that is no token. At the very beginning of a text
         `decode` may leave a space out. Raises UserError for a kind of tokenizer whose tokens have no bytes of their own.

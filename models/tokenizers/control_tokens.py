@@ -1,6 +1,6 @@
 """Keep texts of a conversation that spell a control token, such as <|im_end|>, from becoming that token.
 
-They are marked before a template writes them, and encoded as plain text behind it: the method of transformers' sanitize_control_tokens. The
+They are marked before a template writes them, and encoded as plain text after it: the method of transformers' sanitize_control_tokens. The
 marks are characters that the conversation has nowhere, so nothing else of it changes.
 """
 

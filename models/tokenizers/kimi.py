@@ -31,7 +31,7 @@ KIMI_PATTERN = "|".join(
     )
 )
 """How a text is split before pairs are merged."""
-NUM_SPECIALS = 256  # ids behind the ranks, whether tokenizer_config.json names them or not
+NUM_SPECIALS = 256  # ids after the ranks, whether tokenizer_config.json names them or not
 LONGEST_TEXT, LONGEST_RUN = 400_000, 25_000  # characters that are encoded at once; of a run with or without spaces
 
 

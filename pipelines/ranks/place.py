@@ -47,7 +47,7 @@ class Place:
 
 
 def create_memory(library: build.Library, tp: int, pp: int) -> int:
-    """Return the file descriptor of memory for all groups of a run: one of each stage, and one of each rank with that behind it.
+    """Return the file descriptor of memory for all groups of a run: one of each stage, and one of each rank with that after it.
 
     Raises ValueError for more ranks than it holds.
     """

@@ -1,4 +1,4 @@
-"""Tensors as messages carry them: a dtype and a shape for each in the JSON object, their numbers one behind the other."""
+"""Tensors as messages carry them: a dtype and a shape for each in the JSON object, their numbers one after the other."""
 
 import math
 from collections.abc import Iterable

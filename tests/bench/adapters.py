@@ -33,7 +33,7 @@ PROMPT_TOKENS, NUM_ADAPTERS = 64, 8
 
 
 def decode_speed(engine: Engine, names: list[str | None], decode: DecodeConfig) -> float:
-    """Return the decoded tokens per second behind the first token of every row, with a row for each name."""
+    """Return the decoded tokens per second after the first token of every row, with a row for each name."""
     chosen = random.Random(1)
     prompts = [[chosen.randrange(5, engine.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in names]
     requests = [
@@ -47,7 +47,7 @@ def decode_speed(engine: Engine, names: list[str | None], decode: DecodeConfig) 
 
 
 def token_s(engine: Engine, name: str) -> float:
-    """Return the seconds of a request for one token behind one."""
+    """Return the seconds of a request for one token after one."""
     start = time.perf_counter()
     list(engine.generate([engine.request(0, [5], DecodeConfig(max_new_tokens=1, prefix_cache=False), adapter=name)]))
     return time.perf_counter() - start

@@ -190,7 +190,7 @@ def bench(args: argparse.Namespace, peer: Peer, port: int, streams: int, folder:
         raise RuntimeError(f"the client failed: {done.stderr[-600:]}")
     found = json.loads((folder / "bench.json").read_text())
     if found["completed"] != num_prompts:
-        reason = next(filter(None, found.get("errors", ())), "")  # the first of them, without the traceback behind it
+        reason = next(filter(None, found.get("errors", ())), "")  # the first of them, without the traceback after it
         raise RuntimeError(f"{found['completed']} of {num_prompts} requests were answered: {reason.splitlines()[:1]}")
     return {
         "tokens_per_s": round(found["output_throughput"], 2),

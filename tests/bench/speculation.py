@@ -51,7 +51,7 @@ class Spoiled(Proposer):
 
 
 def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> tuple[list[Output], float]:
-    """Return the outputs in the order of the prompts, and the decoded tokens per second behind the first token of every row."""
+    """Return the outputs in the order of the prompts, and the decoded tokens per second after the first token of every row."""
     requests = [engine.request(i, prompt, decode) for i, prompt in enumerate(prompts)]
     outputs = sorted(engine.generate(requests), key=lambda output: output.request_id)
     first = max(output.first_token_s or 0.0 for output in outputs)

@@ -120,12 +120,12 @@ class NextTokenReference:
 
     @torch.no_grad()
     def hidden(self, token_ids: list[int]) -> Tensor:
-        """The model's hidden states [T, E] behind its final norm."""
+        """The model's hidden states [T, E] after its final norm."""
         return self._model.model(torch.tensor([token_ids])).last_hidden_state[0]
 
     @torch.no_grad()
     def ahead(self, hidden: Tensor, token_ids: list[int]) -> Tensor:
-        """The module's hidden states [T, E] behind its norm, of hidden states [T, E] and the tokens behind them, from position 0 on."""
+        """The module's hidden states [T, E] after its norm, of hidden states [T, E] and the tokens after them, from position 0 on."""
         embedded = self._model.model.embed_tokens(torch.tensor(token_ids))
         both = torch.cat((self._norm(embedded, "enorm"), self._norm(hidden, "hnorm")), dim=-1)
         x = (both @ self._own["eh_proj.weight"].T)[None]
@@ -137,7 +137,7 @@ class NextTokenReference:
 
     @torch.no_grad()
     def drafts(self, token_ids: list[int], count: int) -> list[int]:
-        """The most likely tokens behind a sequence, each of the module's own hidden states and the one before."""
+        """The most likely tokens after a sequence, each of the module's own hidden states and the one before."""
         hidden, behind = self.hidden(token_ids)[:-1], token_ids[1:]
         drafts: list[int] = []
         for _ in range(count):

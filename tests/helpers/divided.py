@@ -84,7 +84,7 @@ def divided_steps(run: RunConfig, tp: int, prompts: list[list[int]]) -> list[lis
 
 
 def stage_steps(run: RunConfig, tp: int, pp: int, prompts: list[list[int]]) -> list[list[Step]]:
-    """By rank of the last stage, with the layers of all stages behind each other."""
+    """By rank of the last stage, with the layers of all stages after each other."""
 
     def work(place: ThreadPlace) -> list[Step]:
         division = division_of(place.division.rank, tp, pp, run.parallel)

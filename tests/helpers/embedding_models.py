@@ -16,7 +16,7 @@ POOLING = {"mean": "mean_tokens", "last": "lasttoken", "cls": "cls_token"}
 
 
 def write_modules(folder: Path, pooling: str, *modules: str, **settings: Any) -> None:
-    """modules.json and the pooling's config; `modules` come behind Transformer and Pooling."""
+    """modules.json and the pooling's config; `modules` come after Transformer and Pooling."""
     names = ("Transformer", "Pooling", *modules)
     paths = ["", *(f"{i}_{name}" for i, name in enumerate(names[1:], 1))]
     listed = [
@@ -31,7 +31,7 @@ def write_modules(folder: Path, pooling: str, *modules: str, **settings: Any) ->
 
 
 def write_qwen3_embedding(folder: Path) -> Any:
-    """Qwen3-Embedding: no head and names without their first part, an eos behind each text, the last token, normalised."""
+    """Qwen3-Embedding: no head and names without their first part, an eos after each text, the last token, normalised."""
     tokenizer = byte_level()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[END])
     size = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 256}

@@ -1,4 +1,4 @@
-"""Soft prefixes in the layouts of PEFT and PaddleNLP, and models that compute behind them."""
+"""Soft prefixes in the layouts of PEFT and PaddleNLP, and models that compute after them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +56,7 @@ def write_paddle(path: Path, num_tokens: int, num_layers: int = 2, heads: int = 
 
 
 def paddle_logits(model: Any, values: Tensor, prompt: list[int]) -> Tensor:
-    """Return transformers' logits [T, V] in float64 behind keys and values [L, 2, G, P, D], with positions from 0."""
+    """Return transformers' logits [T, V] in float64 after keys and values [L, 2, G, P, D], with positions from 0."""
     model = model.double()
     past = DynamicCache(config=model.config)
     for number, (keys, own_values) in enumerate(values.double()):

@@ -43,7 +43,7 @@ def any_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Outputs are full of NaN (99 for integers) before they are written, and what lies behind them must stay so."""
+    """Outputs are full of NaN (99 for integers) before they are written, and what lies after them must stay so."""
     margins: list[tuple[Tensor, float]] = []
 
     unpoisoned = torch.empty

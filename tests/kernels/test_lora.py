@@ -30,7 +30,7 @@ def make_table(inputs: int, outputs: int, dtype: torch.dtype, ranks: list[int] =
 
 
 def added(y: Tensor, x: Tensor, table: AdapterTable, slots: list[int]) -> Tensor:
-    """Return y as it is behind the operator."""
+    """Return y as it is after the operator."""
     result = y.clone()
     lora_add(result, x, table, torch.tensor(slots))
     return result

@@ -13,7 +13,7 @@ BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: 
 
 
 def masks(rows: int, vocab_size: int) -> Tensor:
-    """Random words, of which some ban nothing and some everything; bits behind the vocabulary are random, too."""
+    """Random words, of which some ban nothing and some everything; bits after the vocabulary are random, too."""
     words = torch.randint(-(2**31), 2**31, (rows, -(-vocab_size // 32)), generator=torch.Generator().manual_seed(0))
     words[:, ::3], words[:, 1::3] = -1, 0
     return words.roll(1, 1).to(torch.int32)

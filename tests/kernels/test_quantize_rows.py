@@ -44,7 +44,7 @@ def test_equals_formula(codes: ActivationFormat, num_inputs: int) -> None:
         scale[scale == 0] = 1
         assert torch.equal(scales[:, group, None], scale)
         ratio = whole.double() / scale.double()
-        # float8 has 3 bits behind its first; where the ratio's float32 rounds to a tie, the code may be on its other side
+        # float8 has 3 bits after its first; where the ratio's float32 rounds to a tie, the code may be on its other side
         half_step = 0.5 if codes == INT8 else (ratio.abs() * 2**-4).clamp(min=2**-10)
         assert ((part.double() - ratio).abs() <= half_step + 1e-5 * ratio.abs()).all()
     assert not found[3].float().any()

@@ -85,7 +85,7 @@ CASES: list[tuple[str, str, list[Part]]] = [
         ],
     ),
     (
-        "kimi",  # cut by length behind the arguments; a name with what separates its parts
+        "kimi",  # cut by length after the arguments; a name with what separates its parts
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.a.b:c:2<|tool_call_argument_begin|>{}",
         [ToolCall("a.b:c", "{}", "functions.a.b:c:2")],
     ),

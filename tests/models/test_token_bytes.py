@@ -1,4 +1,4 @@
-"""Bytes of single tokens: joined they are the text, and each is what `decode` adds behind another token."""
+"""Bytes of single tokens: joined they are the text, and each is what `decode` adds after another token."""
 
 import json
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def check_texts(tokenizer: Tokenizer, texts: list[str]) -> None:
 
 
 def check_each_token(tokenizer: Tokenizer) -> None:
-    """Behind another token `decode` adds the same; tokens that are no whole characters by themselves are in the texts."""
+    """After another token `decode` adds the same; tokens that are no whole characters by themselves are in the texts."""
     anchor = tokenizer.encode("a", add_special_tokens=False)
     before = tokenizer.decode(anchor, skip_special_tokens=True)
     num_whole = 0

@@ -154,10 +154,10 @@ def test_salts_and_soft_prefixes_keep_rows_apart(folder: Path, tmp_path: Path) -
         behind = complete(engine, [*BEGINNING, 3], salted)  # whose places in the file come after a soft prefix's
         assert behind.num_cached_tokens == 32
         assert behind.completions == complete(plain, [*BEGINNING, 3], salted).completions
-        # The soft prefix's own blocks, the rest of 48 places behind it, and the 32 of the salted row.
+        # The soft prefix's own blocks, the rest of 48 places after it, and the 32 of the salted row.
         assert engine.scheduler.block_manager.num_pinned_blocks == {16: 1 + 3 + 2, 8: 2 + 5 + 4, 4: 3 + 10 + 8}[size]
     with pytest.raises(
-        UserError, match="holds a prompt behind the soft prefix .{12}..., which is not in model.prefixes"
+        UserError, match="holds a prompt after the soft prefix .{12}..., which is not in model.prefixes"
     ):
         with_kept(run, tmp_path / "kept")
 

@@ -248,7 +248,7 @@ def test_what_is_reckoned_is_what_a_loaded_model_has(tmp_path: Path) -> None:
 
 
 def test_seconds_of_a_step_by_hand(tmp_path: Path) -> None:
-    """Of a Llama of two layers on two devices: bytes over bandwidth, and what goes over the link behind them."""
+    """Of a Llama of two layers on two devices: bytes over bandwidth, and what goes over the link after them."""
     write_llama(tmp_path, tie_word_embeddings=False)
     file = tmp_path / "topology.yaml"
     file.write_text(

@@ -177,7 +177,7 @@ def test_whatever_is_wrong_with_a_row_is_its_error_and_stops_no_other(chatty: Pa
     ends_early = replace(run, predict=replace(run.predict, max_errors=1))
     with pytest.raises(UserError, match="more than predict.max_errors=1 rows failed; the first is row 0"):
         run_predict(ends_early, tmp_path / "out", dump)
-    run_predict(run, tmp_path / "out", dump)  # goes on behind rows that failed
+    run_predict(run, tmp_path / "out", dump)  # goes on after rows that failed
     done = rows(tmp_path / "out")
     for row, (_, message) in zip(done[::2], BAD_ROWS, strict=True):
         assert re.match(message, str(row["error"]))

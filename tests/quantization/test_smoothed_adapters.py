@@ -98,7 +98,7 @@ def engine_with(base: Path, adapter: Path | None, quant: QuantConfig | None = No
 
 
 def logprobs(engine: Engine, adapter: str | None = "fr") -> Tensor:
-    """Of the prompt's own tokens behind its first, [T - 1] float32."""
+    """Of the prompt's own tokens after its first, [T - 1] float32."""
     decode = DecodeConfig(max_new_tokens=1, prompt_logprobs=0, prefix_cache=False)
     (output,) = engine.generate([engine.request(0, PROMPT, decode, adapter=adapter)])
     assert output.error is None

@@ -144,7 +144,7 @@ def test_factors_behind_a_cache_with_scales(tmp_path: Path) -> None:
     arrays = quantise(tmp_path, 127.0, "a8w8c8")
     factors = factors_of(arrays)
     smooth(tmp_path, arrays, factors)
-    with pytest.raises(UserError, match=r"o_proj\.smooth_weight comes behind the cache, .*: quantise without c8, or"):
+    with pytest.raises(UserError, match=r"o_proj\.smooth_weight comes after the cache, .*: quantise without c8, or"):
         load(tmp_path)
     ones = {name: np.ones_like(values) if "o_proj" in name else values for name, values in factors.items()}
     quantise(tmp_path, 127.0, "a8w8c8")

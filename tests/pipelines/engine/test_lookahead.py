@@ -106,7 +106,7 @@ def test_the_same_outputs(folder: Path, decodes: list[DecodeConfig], device: dic
 
 @pytest.mark.parametrize("device", [{}, {"block_size": 1}], ids=str)
 def test_rows_that_stop_in_the_middle(folder: Path, device: dict[str, Any]) -> None:
-    """What was computed behind a stop is dropped, also where it would fill a block, and the others go on."""
+    """What was computed after a stop is dropped, also where it would fill a block, and the others go on."""
     free = [output.completions[0].token_ids for output in run(engine_of(folder), [DRAWN])]
     stops = [replace(DRAWN, stop_token_ids=[tokens[i % 7]]) for i, tokens in enumerate(free)]
     expected = run(engine_of(folder), stops)

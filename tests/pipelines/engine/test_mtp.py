@@ -62,7 +62,7 @@ def test_drafts_change_nothing(folder: Path, setting: str, device: str, preempte
 
 
 def watch_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
-    """Sequences and the drafts behind them, of all proposals from now on."""
+    """Sequences and the drafts after them, of all proposals from now on."""
     proposer = engine.speculator.proposers[Speculate.mtp]
     assert isinstance(proposer, MtpProposer)
     propose, seen = proposer.propose, list[tuple[list[int], list[int]]]()
@@ -122,7 +122,7 @@ def test_families_of_the_same_form_draft_as_it_does(
 def test_what_waited_for_a_draft_is_computed_before_it(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some rows draft in every eleventh step, others in between, behind steps whose drafts were wrong or that had none."""
+    """Some rows draft in every eleventh step, others in between, after steps whose drafts were wrong or that had none."""
     reference = NextTokenReference(tmp_path)
     engine = load_engine(mtp_run(tmp_path, **DEVICES[device]), 3)
     seen, steps = watch_drafts(engine, monkeypatch), itertools.count()

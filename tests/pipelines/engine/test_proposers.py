@@ -75,7 +75,7 @@ def test_places_are_those_of_a_search() -> None:
     [
         ([4], [5, 6, 7]),  # the output begins as the prediction does
         ([4, 5, 6], [7, 8]),
-        ([9, 5, 6], [7, 8]),  # a place behind the last tokens
+        ([9, 5, 6], [7, 8]),  # a place after the last tokens
         ([4, 5, 6, 7, 8], []),  # its end
         ([9, 9], [1, 9, 9]),  # else the row itself
     ],
@@ -93,7 +93,7 @@ def test_a_prediction_is_looked_at_first(said: list[int], expected: list[int]) -
         ([5, 6], [1, 2, 3, 1, 2], 3, 2, [3, 1]),  # then the output
         ([5, 6], [1, 2, 3, 1, 2], 3, 9, [3, 1]),  # as far as it goes without the last token
         ([5, 6], [7, 6], 3, 3, [7]),  # the prompt's last token is the output's first
-        ([5, 2], [2], 3, 3, []),  # behind it stands the last token alone
+        ([5, 2], [2], 3, 3, []),  # after it stands the last token alone
         ([5, 2], [2, 3, 2], 3, 3, [2, 3]),  # the first place
         ([2, 5, 1, 2, 9, 1], [2], 3, 2, [5, 1]),  # one token was generated, so one is looked for
         ([3, 6, 2, 3, 8, 1, 2, 3, 9, 1], [2, 3], 3, 2, [8, 1]),

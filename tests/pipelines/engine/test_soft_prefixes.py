@@ -257,7 +257,7 @@ def test_what_has_no_room_is_refused(base: tuple[Path, Any], tmp_path: Path) -> 
 
 @pytest.mark.parametrize("layout", ["pre_caches.npy", "prompt_tuning"])
 def test_numbers_that_the_dtype_does_not_reach_are_refused(base: tuple[Path, Any], tmp_path: Path, layout: str) -> None:
-    """As infinite keys they would fail every row behind the prefix."""
+    """As infinite keys they would fail every row after the prefix."""
     if layout == "pre_caches.npy":
         np.save(tmp_path / layout, np.full((2, 2, 2, 3, 16), 7e4, np.float32))
     else:

@@ -36,7 +36,7 @@ def test_candidates_reach_top_p_or_there_are_none() -> None:
         ([8, 4, 1], [1, 1, 1, 1], 2, 3),  # the second most likely, and a window of the most likely
         ([8, 5, 1], [1, 2, 1, 1], 2, 0),  # a candidate is not the most likely
         ([8, 4], [1, 1, 1], 2, 0),  # a window that the drafts do not fill
-        ([8, 4, 2], [1, 1, 2, 1], 1, 2),  # nothing behind the window stays
+        ([8, 4, 2], [1, 1, 2, 1], 1, 2),  # nothing after the window stays
         ([9, 4, 1], [1, 1, 1, 1], 2, 0),  # the third most likely
         ([7, 4, 1], [0, 1, 1, 1], 2, 0),  # where there are no candidates the most likely is none, either
         ([8, 4, 1], [0, 1, 1, 1], 2, 3),
@@ -89,7 +89,7 @@ def test_what_is_drafted_counts_for_the_tokens_behind_it() -> None:
 def test_only_the_last_part_of_a_text_is_verified() -> None:
     item = item_of((5,), temperature=1.0, seed=1)
     assert is_drafted_and_drawn(item)
-    item.sequence.token_ids.append(4)  # as behind a preemption, whose tokens are computed in parts
+    item.sequence.token_ids.append(4)  # as after a preemption, whose tokens are computed in parts
     assert not is_drafted_and_drawn(item)
     assert not is_drafted_and_drawn(item_of((5,), temperature=0.0))
 

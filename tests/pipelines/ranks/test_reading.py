@@ -106,7 +106,7 @@ def test_of_files_in_the_same_division_a_rank_reads_its_own(
         said, read = load(folder, tp, pp, rank)
         own = read.pop(f"rank_{rank // tp}_{rank % tp}.safetensors")
         assert 0.99 * said["weight_bytes"] < own < MORE * said["weight_bytes"]
-        assert [*read.values()] == [0]  # its header was written, and nothing is read behind it
+        assert [*read.values()] == [0]  # its header was written, and nothing is read past it
         assert said["peak_bytes"] < said["weight_bytes"] + LARGEST_BYTES + OVERHEAD_BYTES
 
 

@@ -90,7 +90,7 @@ def test_with_a_right_key(key: str) -> None:
 
 @pytest.mark.parametrize("given", ["secret-1", "secret-2", "wrong", ""])
 def test_a_key_is_compared_with_all_in_constant_time(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also behind one that is equal, by what takes as long wherever two keys differ."""
+    """Also after one that is equal, by what takes as long wherever two keys differ."""
     compared: list[tuple[bytes, bytes]] = []
     original = hmac.compare_digest
 
