@@ -86,6 +86,7 @@ def _fit(
     return (
         all(part is None or (part.dtype, part.ndim) == (torch.int64, rank) for part, rank in numbers)
         and (query.shape[2], query.dtype) == (key_cache.channels, key_cache.dtype)
+        and query.shape[1] % key_cache.tensors[0].shape[2] == 0
         and len(block_tables) == len(context_lengths) == len(query_starts) - 1
         and (prefix_lengths is None or len(prefix_lengths) == len(context_lengths))
         and (alibi_slopes is None or (len(alibi_slopes), alibi_slopes.dtype) == (query.shape[1], torch.float32))

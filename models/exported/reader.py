@@ -73,6 +73,8 @@ class Stored(NamedTuple):
 def read_graph(path: Path, sha256: str) -> dict[str, Any]:
     """Return the JSON of the graph of a PT2 archive. Raises DamagedGraphError where there is none, and for a file of another sha256."""
     try:
+        if not path.is_file():  # a pipe would make its reader wait
+            raise DamagedGraphError("it is no file")
         if path.stat().st_size > MAX_BYTES:
             raise DamagedGraphError(f"it has more than {MAX_BYTES:,} bytes")
         content = path.read_bytes()

@@ -55,6 +55,7 @@ def attended(**other: Tensor) -> Sequence[Tensor]:
 
 MISFITS: dict[str, Callable[[], Sequence[Tensor]]] = {
     "a weight for each head, and rows for one": lambda: [linear(waves(4, 2, 8), waves(2, 4, 8))],
+    "query heads that no key head has": lambda: attended(query=waves(3, 3, 16), alibi_slopes=waves(3)),
     "norm of fewer weights": lambda: [rms_norm(waves(2, FAR), waves(4), 1e-5)],
     "layer norm of fewer weights": lambda: [layer_norm(waves(2, FAR), waves(4), None, 1e-5)],
     "layer norm of one bias": lambda: [layer_norm(waves(2, FAR), None, waves(1), 1e-5)],

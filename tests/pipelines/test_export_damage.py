@@ -81,6 +81,12 @@ def test_a_file_cut_short(file: str, copy: Path) -> None:
         check_one_line(copy, "graph.pt2 is damaged .it is no archive .File is not a zip file")
 
 
+def test_a_pipe_in_the_place_of_a_graph(copy: Path) -> None:
+    (copy / GRAPH).unlink()
+    os.mkfifo(copy / GRAPH)
+    check_one_line(copy, "graph.pt2 is damaged .it is no file.: export the model")
+
+
 def test_a_changed_byte(copy: Path) -> None:
     content, chooser = (copy / GRAPH).read_bytes(), random.Random(0)
     for _ in range(50):
