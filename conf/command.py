@@ -6,7 +6,9 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run `run.py` with the arguments of this process."""
-    script = str(Path(__file__).resolve().parent.parent / "run.py")
-    sys.argv[0] = script
-    runpy.run_path(script, run_name="__main__")
+    """Run `run.py` with the arguments of this process. Exits with one line where it was not installed with it."""
+    script = Path(__file__).resolve().parent.parent / "run.py"
+    if not script.is_file():
+        sys.exit("error: quintet runs from its own folder: install it there with pip install --editable .")
+    sys.argv[0] = str(script)
+    runpy.run_path(sys.argv[0], run_name="__main__")

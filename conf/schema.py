@@ -142,11 +142,11 @@ class ParallelConfig:
     replicas: int = 1
     """Engines that share the rows of a job, each with a model of its own, with mode=ray."""
     tp: int | None = None
-    """Ranks that compute each layer together, every one a process, with mode=tp or tp_pp; null with tp: as many as torchrun or srun
-    has started. With mode=ray those of each engine; null: one."""
+    """Ranks that compute each layer together, every one a process, with mode=tp or tp_pp; null: 2, or with tp as many as torchrun or
+    srun has started. With mode=ray those of each engine; null: one."""
     pp: int | None = None
-    """Stages, each of which has some of the layers, with mode=pp or tp_pp; null with pp: as many as torchrun or srun has started. With
-    mode=ray those of each engine; null: one."""
+    """Stages, each of which has some of the layers, with mode=pp or tp_pp; null: 2, or with pp as many as torchrun or srun has
+    started. With mode=ray those of each engine; null: one."""
     backend: Backend = Backend.auto
     """How ranks exchange numbers. Those that share the layers of a stage and are on several machines do so only with backend=gloo."""
     sum: Sum = Sum.gather

@@ -74,11 +74,21 @@ class RequestOutput:
     num_cached_tokens: int
     finished: bool = True
     lora_request: str | None = None
+    metrics: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    kv_transfer_params: None = None
+    """As the three before it, of what this engine has not."""
 
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
     embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Return the number of the vector's values."""
+        return len(self.embedding)
 
 
 @dataclass(frozen=True)

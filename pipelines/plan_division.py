@@ -94,15 +94,12 @@ def _parallel(run: RunConfig, best: Candidate) -> ParallelConfig:
     """Return the settings of a division. Raises UserError for one that cannot be run from here."""
     if best.num_ranks == 1:
         return ParallelConfig(ParallelMode.single)
-    if best.replicas == 1:
-        tp, pp = (number if number > 1 else None for number in (best.tp, best.pp))
-        if tp is None:
-            return ParallelConfig(ParallelMode.pp, pp=pp)
-        mode, given = ParallelMode.tp_pp if pp else ParallelMode.tp, run.parallel
-        return ParallelConfig(mode, tp=tp, pp=pp, sum=given.sum, experts=given.experts)
-    if best.tp * best.pp == 1 and run.task is Task.predict:
-        return ParallelConfig(ParallelMode.ray, replicas=best.replicas)
-    raise UserError(f"parallel=auto chose {best}, which task={run.task.name} cannot run: give parallel=single")
+    if best.replicas > 1 and run.task is not Task.predict:
+        raise UserError(f"parallel=auto chose {best}, which task={run.task.name} cannot run: give parallel=single")
+    tp, pp = (number if number > 1 else None for number in (best.tp, best.pp))
+    mode = ParallelMode.tp_pp if tp and pp else ParallelMode.tp if tp else ParallelMode.pp
+    found = ParallelConfig(ParallelMode.ray if best.replicas > 1 else mode, best.replicas, tp, pp)
+    return replace(found, sum=run.parallel.sum, experts=run.parallel.experts) if tp else found
 
 
 def plan_division(run: RunConfig) -> tuple[list[Candidate], Topology, Workload]:

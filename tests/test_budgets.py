@@ -44,6 +44,11 @@ def test_a_function_has_at_most_50_lines_and_a_triton_kernel_120(file: Path) -> 
     assert too_long(file.read_text(encoding="utf-8")) == []
 
 
+def test_the_server_has_at_most_3000_lines() -> None:
+    files = [file for file in FILES if name(file).startswith("pipelines/serve/")]
+    assert 0 < sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= 3000
+
+
 def test_what_is_too_long_is_found() -> None:
     body = "    pass\n" * FUNCTION
     assert too_long("def f():\n" + body) == ["f: 51"]

@@ -1,9 +1,11 @@
 """The console command: run.py in any folder."""
 
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
-from tests.helpers.builders import said
+from tests.helpers.builders import REPOSITORY, said
 from tests.helpers.command import run, script
 
 
@@ -33,3 +35,15 @@ def test_its_errors_are_those_of_run_py(tmp_path: Path) -> None:
         one, other = run(*arguments, cwd=tmp_path), command(tmp_path, *arguments)
         assert (one.returncode, one.stdout, one.stderr) == (other.returncode, other.stdout, other.stderr)
     assert not (tmp_path / "outputs").exists()
+
+
+def test_without_its_folder_it_is_one_line(tmp_path: Path) -> None:
+    """A package that was not installed where it lies has no run.py beside it."""
+    (tmp_path / "conf").mkdir()
+    shutil.copy(REPOSITORY / "conf" / "command.py", tmp_path / "conf")
+    code = "from conf.command import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert said(done.stderr) == (
+        "error: quintet runs from its own folder: install it there with pip install --editable .\n"
+    )

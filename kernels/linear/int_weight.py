@@ -13,6 +13,7 @@ from kernels.linear.float_weight import TILE
 CODES = {  # `enum class Codes` in products.h
     name: number for number, name in enumerate("none int8 int4 float8 q5_0 q4_k q5_k q6_k".split())
 }
+GROUP_SIZES = (128, 64, 32)  # or all inputs
 MAX_INPUTS = 2**17 - 1  # more products of int8 do not fit into 32 bits
 
 
@@ -47,6 +48,11 @@ class IntWeight:
     is_compressed: ClassVar = False
 
     def __post_init__(self) -> None:
+        if self.group_size not in (self.num_inputs, *GROUP_SIZES) or not 0 < self.num_inputs <= MAX_INPUTS:
+            raise ValueError(
+                f"{self.num_inputs} inputs in groups of {self.group_size}: a kernel adds 1 to {MAX_INPUTS}, in groups of 32, 64, 128 or all"
+            )
+        _check_bits(self.bits, self.has_zero_points)
         if (
             self.memory.dtype != torch.uint8
             or self.memory.shape != (sum(self._part_sizes()),)
@@ -109,7 +115,7 @@ class IntWeight:
 
 def known_group_size(num_inputs: int, num_groups: int) -> int | None:
     """Return the number of inputs in a group: all, 128, 64 or 32; None if none of them gives `num_groups`."""
-    return next((size for size in (num_inputs, 128, 64, 32) if -(-num_inputs // size) == num_groups), None)
+    return next((size for size in (num_inputs, *GROUP_SIZES) if -(-num_inputs // size) == num_groups), None)
 
 
 def find_group_size(num_inputs: int, num_groups: int) -> int:
@@ -151,12 +157,16 @@ def _in_tiles(codes: Tensor) -> Tensor:
     return words.view(len(words) // TILE, TILE, -1).transpose(1, 2).reshape(-1).view(torch.uint8)
 
 
+def _check_bits(bits: int, has_zero_points: bool) -> None:
+    if bits not in (4, 8) or (bits == 8 and has_zero_points):
+        raise ValueError(
+            f"{bits} bits with{'' if has_zero_points else 'out'} zero points: only 4 and 8, and zero points with 4"
+        )
+
+
 def check_codes(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> None:
     """Raise ValueError for what no kernel takes."""
-    if bits not in (4, 8) or (bits == 8 and zero_points is not None):
-        raise ValueError(
-            f"{bits} bits with{'out' if zero_points is None else ''} zero points: only 4 and 8, and zero points with 4"
-        )
+    _check_bits(bits, zero_points is not None)
     if (
         codes.dtype != torch.int8
         or scales.dtype != torch.float32

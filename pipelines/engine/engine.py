@@ -45,6 +45,10 @@ from pipelines.engine.steps import StepOutputs
 from pipelines.engine.stopping import Piece, append_token, completion_of, take_piece
 from pipelines.engine.top_p_window import verify
 
+LANE_STEPS = (
+    4  # in which a lane computes the prompts of a step's budget: stages wait for its first part and after its last one
+)
+
 
 class Engine:
     """Runs requests over one model and one pool of KV blocks. Not for several threads at once.
@@ -259,6 +263,9 @@ class Engine:
         """Begin a step in every lane that is free, and return the one that was begun first. Drafts have one lane."""
         lanes, runner = self._lanes, self.runner
         num_lanes = 1 if self.speculator.is_wanted(self.scheduler.running) else runner.num_lanes
+        if num_lanes > 1:
+            share = self.scheduler.max_batched_tokens // (num_lanes * LANE_STEPS)
+            max_tokens = share if max_tokens is None else min(max_tokens, share)
         while len(lanes) < num_lanes:
             plan = self.scheduler.plan(max_tokens, [plan for plan, _ in lanes], num_lanes)
             runner.copy_blocks(plan.copies)

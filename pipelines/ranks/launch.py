@@ -16,6 +16,7 @@ from pipelines.ranks.messages import Channel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MOST_PORT = 65535
+FEWEST = 2  # ranks, or stages, where neither settings nor a launcher say how many
 COMMAND = (sys.executable, "-P", "-m", "pipelines.ranks.worker")
 SLURM_PORT, SLURM_PORTS = 20_000, 10_000  # below those that Linux gives to any process
 
@@ -108,11 +109,11 @@ def degrees(run: RunConfig, place: Joined | None) -> tuple[int, int]:
     tp, pp = 1, 1
     match parallel.mode:
         case ParallelMode.tp:
-            tp = _given("tp", parallel.tp or started)
+            tp = parallel.tp or started or FEWEST
         case ParallelMode.pp:
-            pp = _given("pp", parallel.pp or started)
+            pp = parallel.pp or started or FEWEST
         case ParallelMode.tp_pp:
-            tp, pp = _given("tp", parallel.tp), _given("pp", parallel.pp)
+            tp, pp = parallel.tp or FEWEST, parallel.pp or FEWEST
     if place is not None and place.size != tp * pp:
         numbers = [f"parallel.{name}={number}" for name, number in (("tp", tp), ("pp", pp)) if number > 1]
         fitting = "tp" if place.address is None else "pp"
@@ -124,12 +125,6 @@ def degrees(run: RunConfig, place: Joined | None) -> tuple[int, int]:
         what = f"the server loads its model again where a rank is lost, which {place.launcher} cannot start again"
         raise UserError(f"{what}: run it without {place.launcher}, and it starts its ranks itself")
     return tp, pp
-
-
-def _given(name: str, number: int | None) -> int:
-    if number is None:
-        raise UserError(f"parallel.{name} is missing: give a number, such as parallel.{name}=2")
-    return number
 
 
 @dataclass(frozen=True)

@@ -71,13 +71,17 @@ class Admission:
 
     @contextmanager
     def place(self, num_sequences: int, timeout_s: float) -> Iterator[None]:
-        """Hold places for the sequences of a request within the block. Raises ApiError (429; 400 for more than there are at all)."""
+        """Hold places for the sequences of a request within the block, before its texts become tokens.
+
+        Raises ApiError (429; 400 for more than there are at all).
+        """
         if num_sequences > self._max_sequences:
             limit = f"serve.batch_size and serve.max_waiting allow {self._max_sequences}"
             raise ApiError(400, f"the request has {num_sequences} sequences, but {limit}: send it in parts", param="n")
         self._note()
         if self._num_sequences + num_sequences > self._max_sequences:
             raise self._full("sequences", f"{self._num_sequences} sequences run or wait")
+        self.check(1)  # the least that a request has
         if (wait := self._wait_s()) is not None and wait > timeout_s:
             raise self._full(
                 "deadline", f"the wait is about {wait:.0f} s, longer than the {timeout_s:g} s that the request has"

@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from conf.compose import version
+from pipelines.api.answer_shapes import Model, Models, Status, Version
 from pipelines.api.batches import BatchRequest
 from pipelines.api.conversation import Chat
 from pipelines.api.errors import ApiError, failed, validation_error
@@ -94,20 +95,20 @@ def add_errors(app: FastAPI) -> None:
 
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health", responses=responses(200))
-    async def health() -> dict[str, str]:
+    async def health() -> Status:
         """Say that the process answers."""
-        return {"status": "ok"}
+        return Status(status="ok")
 
     @app.get("/ready", responses=responses(200, 503))
-    async def ready() -> dict[str, str]:
+    async def ready() -> Status:
         """Say whether requests can be answered: not while the model is loaded, and not when the server ends."""
         loaded(service.engine)
-        return {"status": "ready"}
+        return Status(status="ready")
 
     @app.get("/version", responses=responses(200))
-    async def server_version() -> dict[str, str]:
+    async def server_version() -> Version:
         """Return the version of Quintet."""
-        return {"version": version()}
+        return Version(version=version())
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -127,14 +128,14 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "max_model_len": loaded(service.engine).context_length,
         }
 
-    @app.get("/v1/models", responses=responses(200, 503))
+    @app.get("/v1/models", response_model=Models, responses=responses(200, 503))
     async def models() -> JSONResponse:
         """List the model and its adapters."""
         return JSONResponse(
             {"object": "list", "data": [described(name) for name in (service.model_name, *service.adapters)]}
         )
 
-    @app.get("/v1/models/{model:path}", responses=responses(200, 404, 503))
+    @app.get("/v1/models/{model:path}", response_model=Model, responses=responses(200, 404, 503))
     async def model(model: str) -> JSONResponse:
         """Describe one of them."""
         return JSONResponse(described(model))

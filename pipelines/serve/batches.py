@@ -15,6 +15,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.datastructures import FormData, UploadFile
 from starlette.types import Receive, Scope, Send
 
+from pipelines.api import answer_shapes
 from pipelines.api.batches import BatchPage, BatchRequest, FilePage, FileRequest, listed
 from pipelines.api.conversation import Chat
 from pipelines.api.errors import ApiError, bad_request, failed
@@ -46,7 +47,12 @@ def add_files(app: FastAPI, jobs: BatchJobs, send_timeout_s: float) -> None:
     """Add the routes of files. Nobody sees another key's."""
     body = {"required": True, "content": {"multipart/form-data": {"schema": UPLOAD}}}
 
-    @app.post("/v1/files", responses=responses(200, 413, 415), openapi_extra={"requestBody": body})
+    @app.post(
+        "/v1/files",
+        response_model=answer_shapes.File,
+        responses=responses(200, 413, 415),
+        openapi_extra={"requestBody": body},
+    )
     async def upload(request: Request) -> JSONResponse:
         """Store a file of a batch's lines."""
         async with request.form(max_files=1, max_fields=len(UPLOAD["properties"])) as form:
@@ -56,13 +62,13 @@ def add_files(app: FastAPI, jobs: BatchJobs, send_timeout_s: float) -> None:
             stored = await asyncio.to_thread(jobs.files.add, _owner(request), name, "batch", _chunks(file.file), kept_s)
         return JSONResponse(stored.described())
 
-    @app.get("/v1/files", responses=responses(200))
+    @app.get("/v1/files", response_model=answer_shapes.Files, responses=responses(200))
     async def files(request: Request, page: Annotated[FilePage, Query()]) -> JSONResponse:
         """List the files."""
         found = [file for file in jobs.files.of(_owner(request)) if page.purpose in (None, file.purpose)]
         return JSONResponse(listed(found if page.order == "asc" else found[::-1], page.after, page.limit))
 
-    @app.get("/v1/files/{file_id}", responses=responses(200, 404))
+    @app.get("/v1/files/{file_id}", response_model=answer_shapes.File, responses=responses(200, 404))
     async def file(request: Request, file_id: str) -> JSONResponse:
         """Describe a file."""
         return JSONResponse(jobs.files.get(_owner(request), file_id).described())
@@ -73,7 +79,7 @@ def add_files(app: FastAPI, jobs: BatchJobs, send_timeout_s: float) -> None:
         stored = jobs.files.get(_owner(request), file_id)
         return Download(jobs.files.path(stored.id), send_timeout_s)
 
-    @app.delete("/v1/files/{file_id}", responses=responses(200, 404))
+    @app.delete("/v1/files/{file_id}", response_model=answer_shapes.Deleted, responses=responses(200, 404))
     async def remove(request: Request, file_id: str) -> JSONResponse:
         """Delete a file that no batch reads."""
         await jobs.remove_file(_owner(request), file_id)
@@ -83,23 +89,23 @@ def add_files(app: FastAPI, jobs: BatchJobs, send_timeout_s: float) -> None:
 def add_batches(app: FastAPI, jobs: BatchJobs) -> None:
     """Add the routes of batches. Nobody sees another key's."""
 
-    @app.post("/v1/batches", **takes(BatchRequest))
+    @app.post("/v1/batches", **takes(BatchRequest, answer_shapes.Batch))
     async def create(request: Request) -> JSONResponse:
         """Begin to ask each line of a file."""
         body = parse_request(BatchRequest, await request.body())
         return JSONResponse((await jobs.create(_owner(request), body)).described())
 
-    @app.get("/v1/batches", responses=responses(200))
+    @app.get("/v1/batches", response_model=answer_shapes.Batches, responses=responses(200))
     async def batches(request: Request, page: Annotated[BatchPage, Query()]) -> JSONResponse:
         """List the batches, the newest first."""
         return JSONResponse(listed(jobs.of(_owner(request))[::-1], page.after, page.limit))
 
-    @app.get("/v1/batches/{batch_id}", responses=responses(200, 404))
+    @app.get("/v1/batches/{batch_id}", response_model=answer_shapes.Batch, responses=responses(200, 404))
     async def batch(request: Request, batch_id: str) -> JSONResponse:
         """Describe a batch."""
         return JSONResponse(jobs.get(_owner(request), batch_id).described())
 
-    @app.post("/v1/batches/{batch_id}/cancel", responses=responses(200, 404, 415))
+    @app.post("/v1/batches/{batch_id}/cancel", response_model=answer_shapes.Batch, responses=responses(200, 404, 415))
     async def cancel(request: Request, batch_id: str) -> JSONResponse:
         """End a batch before its lines have been asked."""
         return JSONResponse((await jobs.cancel(_owner(request), batch_id)).described())

@@ -7,6 +7,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from pipelines.api.answer_shapes import AnswerShape
 from pipelines.api.errors import ANTHROPIC
 from pipelines.api.requests import Shape
 
@@ -51,8 +52,11 @@ def responses(*statuses: int, media: str = "application/json") -> dict[int | str
     }
 
 
-def takes(kind: type[Shape], *further: int) -> dict[str, Any]:
-    """Return the arguments of a decorator for a route that reads a body of this kind, and may answer these statuses besides."""
+def takes(kind: type[Shape], shape: type[AnswerShape], *further: int) -> dict[str, Any]:
+    """Return the arguments of a decorator for a route that reads a body of this kind, and answers in this shape.
+
+    further: statuses that it may answer besides.
+    """
     body = {
         "required": True,
         "content": {"application/json": {"schema": {"$ref": SCHEMAS.format(model=kind.__name__)}}},
@@ -60,7 +64,7 @@ def takes(kind: type[Shape], *further: int) -> dict[str, Any]:
     answers = responses(200, *OF_BODIES, *further)
     if "stream" in kind.model_fields:
         answers[200]["content"]["text/event-stream"] = {}
-    return {"responses": answers, "openapi_extra": {"requestBody": body}}
+    return {"response_model": shape, "responses": answers, "openapi_extra": {"requestBody": body}}
 
 
 def describe(app: FastAPI, kinds: list[type[Shape]], has_keys: bool) -> dict[str, Any]:

@@ -12,6 +12,16 @@ from pydantic import Field
 
 from models.tokenizers import Tokenizer
 from pipelines.api import messages, responses
+from pipelines.api.answer_shapes import (
+    AnswerShape,
+    ChatAnswer,
+    CompletionAnswer,
+    Embeddings,
+    MessageAnswer,
+    ResponseAnswer,
+    Text,
+    Tokens,
+)
 from pipelines.api.answers import Said
 from pipelines.api.conversation import Chat
 from pipelines.api.embeddings import EmbeddingRequest, embedding_body, embedding_refusal, encode_input
@@ -138,6 +148,8 @@ class Route(NamedTuple):
 
     kind: type[Body]
     answer: Callable[[Any, Exchange, Chat], Coroutine[Any, Any, Result]]
+    shape: type[AnswerShape]
+    """Of the answer as a whole."""
     prefix: str = ""
     """Of the answer's id."""
     num_prompts: Callable[[Any], int] = lambda body: 1
@@ -158,13 +170,13 @@ class Route(NamedTuple):
 ROUTES = {
     route.kind.path: route
     for route in (
-        Route(ChatRequest, chat_completions, "chatcmpl-", has_samples=True, statuses=(412,)),
-        Route(CompletionRequest, completions, "cmpl-", lambda body: len(body.prompts), True, (412,)),
-        Route(ResponseRequest, respond, "resp_"),
-        Route(MessagesRequest, message, "msg_"),
-        Route(EmbeddingRequest, embeddings, "embd-", lambda body: len(body.inputs)),
-        Route(TokenizeRequest, tokenize),
-        Route(DetokenizeRequest, detokenize),
+        Route(ChatRequest, chat_completions, ChatAnswer, "chatcmpl-", has_samples=True, statuses=(412,)),
+        Route(CompletionRequest, completions, CompletionAnswer, "cmpl-", lambda body: len(body.prompts), True, (412,)),
+        Route(ResponseRequest, respond, ResponseAnswer, "resp_"),
+        Route(MessagesRequest, message, MessageAnswer, "msg_"),
+        Route(EmbeddingRequest, embeddings, Embeddings, "embd-", lambda body: len(body.inputs)),
+        Route(TokenizeRequest, tokenize, Tokens),
+        Route(DetokenizeRequest, detokenize, Text),
     )
 }
 
@@ -173,7 +185,10 @@ def add_routes(app: FastAPI, service: Service, chat: Chat) -> None:
     """Add the table's routes."""
     for path, route in ROUTES.items():
         app.post(
-            path, name=route.answer.__name__, description=route.answer.__doc__, **takes(route.kind, *route.statuses)
+            path,
+            name=route.answer.__name__,
+            description=route.answer.__doc__,
+            **takes(route.kind, route.shape, *route.statuses),
         )(_handler(route, service, chat))
 
 

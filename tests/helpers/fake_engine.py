@@ -72,7 +72,9 @@ class FakeEngine:
             answer.accept(0)
             answer.end(Done(submit.id, len(ids), 0, 0, 0.0, None, 0.01, vector=vector))
             return
-        num_samples, most = submit.decode.get("n", 1), submit.decode.get("max_new_tokens")
+        settings = (self.info.decode if self.info else {}) | submit.decode
+        num_samples = max(settings.get("n") or 1, settings.get("num_return_sequences") or 1)
+        most = settings.get("max_new_tokens")
         said = ids if most in (None, "auto") else (ids * (most // len(ids) + 1))[:most]
         answer.accept(submit.decode.get("seed", 7))
         wants = submit.decode.get("logprobs") is not None

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from conf.schema import ModelConfig, RunConfig, Task
 from conf.serving import ServeConfig
+from pipelines.api.answer_shapes import AnswerShape, ChatAnswer, CompletionAnswer, MessageAnswer, ResponseAnswer
 from pipelines.api.answers import DONE, Event
 from pipelines.api.generation import Generation, Head
 from pipelines.api.requests import Body, check_request
@@ -22,11 +23,18 @@ from pipelines.serve.app import add_errors
 from pipelines.serve.exchange import Exchange
 from pipelines.serve.guard import Guard
 from pipelines.serve.records import Record
-from pipelines.serve.routes import continued
+from pipelines.serve.routes import ROUTES, continued
 from pipelines.serve.service import EngineResponse, Result, Service, Stream, timeout_s
 from pipelines.serve.stream import written
 
 URL = "http://127.0.0.1:8000"
+SHAPES: dict[Any, type[AnswerShape]] = {
+    "chat.completion": ChatAnswer,
+    "text_completion": CompletionAnswer,
+    "response": ResponseAnswer,
+    "message": MessageAnswer,
+}
+"""Of whole answers, by their object or their type."""
 
 
 def service_of(engine: Engine, adapters: dict[str, str] | None = None, **config: Any) -> Service:
@@ -91,15 +99,24 @@ async def answer_of(exchange: Exchange, generation: Generation, writer: Writer, 
     try:
         result = await continued(exchange, generation, writer, is_stream)
         if isinstance(result, dict):
+            SHAPES[result.get("object", result.get("type"))].model_validate_json(json.dumps(result), strict=True)
             return result
         return parsed(b"".join([part async for part in result.events]).decode())
     finally:
         exchange.end()
 
 
+async def check_shape(response: httpx.Response) -> None:
+    """Raise where an answer is not as its route describes it."""
+    route = ROUTES.get(response.request.url.path)
+    if route and response.status_code == 200 and response.headers["content-type"] == "application/json":
+        route.shape.model_validate_json(await response.aread(), strict=True)
+
+
 @asynccontextmanager
 async def asking(app: Any, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the application, without a socket."""
+    """A client of the application, without a socket. Answers have the shapes that are described."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url=URL, **options) as client:
+    hooks = {"response": [check_shape]}
+    async with httpx.AsyncClient(transport=transport, base_url=URL, event_hooks=hooks, **options) as client:
         yield client

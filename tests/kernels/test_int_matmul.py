@@ -340,5 +340,10 @@ def test_what_cannot_be_packed_is_refused() -> None:
     packed = pack_codes(codes, scales, None, 8)
     with pytest.raises(ValueError, match="a packed weight of 1152 bytes cannot be"):
         IntWeight(packed.memory[:-1], 4, 64, 32, 8, False)
+    for size in (0, 1, 16, 256):  # a graph may say them
+        with pytest.raises(ValueError, match=f"64 inputs in groups of {size}: a kernel adds 1 to 131071, in groups of 32"):
+            IntWeight(packed.memory, 4, 64, size, 8, False)
+    with pytest.raises(ValueError, match="5 bits without zero points: only 4 and 8"):
+        IntWeight(packed.memory, 4, 64, 32, 5, False)
     with pytest.raises(ValueError, match=r"rows \[2, 63\] cannot be multiplied by a weight of 64 inputs"):
         matmul(torch.zeros(2, 63), packed)

@@ -71,7 +71,7 @@ def test_a_conversation_is_forgotten_and_told_something_else(
 class Interrupting:
     """Sends SIGINT with the second piece of the first answer."""
 
-    def __init__(self, speaker: LocalModel) -> None:
+    def __init__(self, speaker: LocalModel | Endpoint) -> None:
         self.speaker = speaker
         self.heard: list[list[Message]] = []
 
@@ -100,6 +100,19 @@ def test_ctrl_c_stops_the_answer_which_stays_as_far_as_it_came(
     assert speaker.heard[1][1] == {"role": "assistant", "content": printed}
     local._engine.scheduler.check_integrity()
     assert not local._engine.scheduler.running
+
+
+def test_ctrl_c_leaves_a_servers_answer(server: ChatServer, capsys: pytest.CaptureFixture[str]) -> None:
+    speaker = Interrupting(Endpoint(server.url, None, DecodeConfig()))
+    conversation = Conversation(speaker, system=None)
+    conversation.say("an endless story")
+    assert server.left.wait(60)
+    printed = capsys.readouterr().out.removesuffix("\n")
+    assert printed.startswith("更多 更多 ")
+    server.lines = [chunk(content="Yes"), "data: [DONE]"]
+    conversation.say("Go on")
+    assert capsys.readouterr().out == "Yes\n"
+    assert speaker.heard[1][1] == {"role": "assistant", "content": printed}
 
 
 def test_what_does_not_fit_is_one_line_and_the_conversation_goes_on(

@@ -147,10 +147,21 @@ def test_chat_answers_each_conversation(llm: LLM) -> None:
     ]
 
 
+def test_an_output_has_vllms_fields(llm: LLM) -> None:
+    (output,) = llm.generate("Once", SamplingParams(max_tokens=2))
+    names = {
+        "request_id", "prompt", "prompt_token_ids", "prompt_logprobs", "outputs", "finished", "metrics", "lora_request",
+        "encoder_prompt", "encoder_prompt_token_ids", "num_cached_tokens", "kv_transfer_params",
+    }  # fmt: skip
+    assert vars(output).keys() == names
+    assert (output.metrics, output.encoder_prompt, output.finished) == (None, None, True)
+
+
 def test_embed_gives_the_embedding_pipelines_vectors() -> None:
     llm = LLM("tiny", runner="pooling", overrides=["device=cpu"])
     expected = pipeline("embedding", model="tiny", device="cpu")(PROMPTS)
     assert [each.outputs.embedding for each in llm.embed(PROMPTS)] == expected.tolist()
+    assert llm.embed("x")[0].outputs.hidden_size == expected.shape[1]
     with pytest.raises(UserError, match="generate and chat need a model that was loaded for them"):
         llm.generate("x")
 

@@ -449,8 +449,8 @@ def test_what_is_chosen_is_what_runs() -> None:
     assert chosen(Task.predict, replicas=3) == ParallelConfig(ParallelMode.ray, replicas=3)
     with pytest.raises(UserError, match=r"chose replicas=3, which task=bench cannot run: give parallel=single"):
         chosen(Task.bench, replicas=3)
-    with pytest.raises(UserError, match=r"chose pp=2 replicas=2, which task=predict cannot run: give parallel=single"):
-        chosen(Task.predict, pp=2, replicas=2)
+    assert chosen(Task.predict, pp=2, replicas=3) == ParallelConfig(ParallelMode.ray, replicas=3, pp=2)
+    assert chosen(Task.predict, tp=8, replicas=2) == ParallelConfig(ParallelMode.ray, replicas=2, tp=8, **given)
 
 
 def test_a_pipeline_in_python_does_not_choose(chatty: Path) -> None:

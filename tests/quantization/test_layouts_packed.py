@@ -124,27 +124,32 @@ def test_a_zero_point_of_0_is_read_as_gptqmodel_wrote_it() -> None:
     assert read(config, tensors, (8, 32)).dequantize()[:, 0].tolist() == [-z for z in zeros[0]]
 
 
-@pytest.mark.parametrize("case", ["awq", "awq centred", "gptq", "gptq 8", "gptq asymmetric", "gptq v2", "desc_act"])
-def test_a_model_is_its_twin(case: str, tmp_path: Path) -> None:
-    changes: dict[str, dict[str, Any]] = {
-        "awq": AWQ,
-        "awq centred": AWQ | {"zero_point": False, "modules_to_not_convert": ["lm_head"]},
-        "gptq": GPTQ
-        | {"damp_percent": 0.01, "static_groups": False, "true_sequential": True, "model_name_or_path": None},
-        "gptq 8": GPTQ | {"bits": 8, "group_size": -1},
-        "gptq asymmetric": GPTQ | {"sym": False},
-        "gptq v2": GPTQ
-        | {"sym": False, "checkpoint_format": "gptq_v2", "lm_head": False, "meta": {"quantizer": ["x:1"]}},
-        "desc_act": GPTQ | {"desc_act": True},
-    }
-    config = changes[case]
+CASES: dict[str, dict[str, Any]] = {
+    "awq": AWQ,
+    "awq centred": AWQ | {"zero_point": False, "modules_to_not_convert": ["lm_head"]},
+    "gptq": GPTQ | {"damp_percent": 0.01, "static_groups": False, "true_sequential": True, "model_name_or_path": None},
+    "gptq 8": GPTQ | {"bits": 8, "group_size": -1},
+    "gptq asymmetric": GPTQ | {"sym": False},
+    "gptq v2": GPTQ | {"sym": False, "checkpoint_format": "gptq_v2", "lm_head": False, "meta": {"quantizer": ["x:1"]}},
+    "desc_act": GPTQ | {"desc_act": True},
+}
+
+
+def write_case(case: str, folder: Path) -> tuple[Path, Path]:
+    """A packed Llama and its twin in floats."""
+    config = CASES[case]
 
     def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         if config["quant_method"] == "awq":
             return awq_tensors(weight, 32, not config["zero_point"])
         return gptq_tensors(weight, config, shuffled=config["desc_act"])
 
-    assert_same_model(*write_twins(tmp_path, config, encode))
+    return write_twins(folder, config, encode)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_is_its_twin(case: str, tmp_path: Path) -> None:
+    assert_same_model(*write_case(case, tmp_path))
 
 
 def test_rules_change_layers_and_leave_some_out(tmp_path: Path) -> None:

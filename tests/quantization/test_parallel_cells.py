@@ -12,10 +12,12 @@ from conf.schema import DType, RunConfig
 from tests.helpers.adapters import ALL_LINEAR, write_adapter
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.divided import assert_same_bits, divided_steps, whole_steps
+from tests.helpers.goldens import FAMILIES
 from tests.helpers.oracle import random_prompts, write_model
 from tests.helpers.quantized_models import (
     CALIBRATED,
     FP8,
+    INT4,
     INT8,
     STATIC_CACHES,
     make,
@@ -23,11 +25,14 @@ from tests.helpers.quantized_models import (
     random_rows,
     write_rows,
 )
+from tests.models.test_model_parts import OTHERS
+from tests.models.test_parallel import DEEPSEEK, write_family
 from tests.quantization.test_cells import CACHES, SCHEMES
 
 EVERY = {
     **SCHEMES,
     "int8 auto": QuantConfig(INT8, activations=Activations.auto),
+    "int4, whole rows": QuantConfig(INT4, symmetric=False),
     "int4 gptq, act-order": replace(CALIBRATED["int4 gptq, groups on the way"], overrides={}),
     "fp8 per tensor": QuantConfig(FP8, activations=Activations.dynamic, per_tensor=True),
     "fp8 static per tensor": CALIBRATED["fp8 static per tensor"],
@@ -76,6 +81,22 @@ def cells() -> list[Any]:
 def test_ranks_have_the_bits_of_one_process(scheme: str, kv_cache: str, tp: int, models: Path) -> None:
     run = run_of(scheme, kv_cache, models)
     assert_same_bits(whole_steps(run, PROMPTS), divided_steps(run, tp, PROMPTS))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("scheme", "kv_cache"),
+    [("int8", "int8"), ("int4, whole rows", "int4"), ("a8w8 dynamic", "fp8"), ("fp8 dynamic", "int8")],
+)
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS, *DEEPSEEK])
+def test_families(name: str, scheme: str, kv_cache: str, tmp_path: Path) -> None:
+    """Whatever a family's layers are: joined, in pieces, of latents, of experts."""
+    prompts = write_family(name, tmp_path)
+    quant = replace(EVERY[scheme], **CACHES[kv_cache])
+    run = replace(run_config(tmp_path, allow_pickle=True), quant=quant)
+    whole = whole_steps(run, prompts)
+    for tp in (2,) if name == "chatglm_28layers" else (2, 3):
+        assert_same_bits(whole, divided_steps(run, tp, prompts))
 
 
 def test_an_adapter_of_a_smoothed_model(models: Path, tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
 """Files of other tools in a model whose ranks are threads: the bits of one process."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import Tensor
 
 from tests.helpers.builders import run_config
 from tests.helpers.divided import assert_same_bits, divided_steps, whole_steps
@@ -12,19 +10,16 @@ from tests.helpers.oracle import random_prompts
 from tests.helpers.packed_layouts import write_twins
 from tests.quantization.test_layouts_fp8 import SMALL_BLOCKS, encode
 from tests.quantization.test_layouts_gguf import write_blocks, write_pair
-from tests.quantization.test_layouts_packed import GPTQ, gptq_tensors
+from tests.quantization.test_layouts_packed import CASES, write_case
 
 PROMPTS = random_prompts(96, (5, 1, 40))
 
 
 @pytest.mark.parametrize("tp", [2, 3])
-def test_gptq_with_permuted_channels(tp: int, tmp_path: Path) -> None:
-    config: dict[str, Any] = {**GPTQ, "desc_act": True}
-
-    def shuffled(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        return gptq_tensors(weight, config, shuffled=True)
-
-    packed, _ = write_twins(tmp_path, config, shuffled)
+@pytest.mark.parametrize("case", CASES)
+def test_packed_integers(case: str, tp: int, tmp_path: Path) -> None:
+    """Also with permuted channels, zero points, and one group for all channels."""
+    packed, _ = write_case(case, tmp_path)
     assert_same_bits(whole_steps(run_config(packed), PROMPTS), divided_steps(run_config(packed), tp, PROMPTS))
 
 

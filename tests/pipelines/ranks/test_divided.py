@@ -16,9 +16,11 @@ from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, ParallelConfig, ParallelMode, RunConfig
 from conf.speculation import Speculate
 from kernels import build
+from pipelines import plan_division
 from pipelines.engine import Engine
 from pipelines.engine.request import SequenceGroup
 from pipelines.loading import load_engine
+from pipelines.opening import open_source
 from pipelines.ranks.leader import LeadingRunner
 from tests.helpers.builders import KEY_VALUE_BYTES, run_config, write_llama
 
@@ -153,6 +155,18 @@ def test_what_is_counted_is_of_all_ranks(engines: tuple[Engine, Engine]) -> None
     ):
         assert whole <= own < 1.3 * whole  # norms, and keys that two ranks have
         assert own == whole or place.tp > 1
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
+def test_ranks_have_the_bytes_that_were_planned(tp: int, pp: int, tmp_path: Path) -> None:
+    """Of parts of whole steps of 16 outputs, which need no padding."""
+    write_llama(tmp_path, num_hidden_layers=3, intermediate_size=96, head_dim=16)
+    run = parallel(run_config(tmp_path), tp, pp)
+    _, costs = plan_division._costs(run, open_source(run.model), 16)  # noqa: SLF001
+    planned = sum(costs.rank(layers, tp, rank).weight_bytes for layers in costs.stages(pp) for rank in range(tp))
+    divided = load_engine(run, 3)
+    assert divided.runner.weight_bytes == planned
+    close(divided)
 
 
 def test_the_cache_has_the_blocks_of_the_rank_with_fewest(tmp_path: Path) -> None:

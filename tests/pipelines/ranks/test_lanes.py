@@ -3,6 +3,7 @@
 import json
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,13 @@ import pytest
 from conf.decoding import DecodeConfig
 from conf.schema import ParallelConfig, ParallelMode
 from kernels import build
+from models.batch import Batch
+from pipelines.engine.steps import StepOutputs
 from pipelines.loading import load_engine
 from pipelines.ranks import launch
-from tests.helpers.builders import run_config, write_llama
+from tests.helpers.builders import engine_of, generate, run_config, write_llama
 from tests.helpers.meeting_worker import NUM_MEETINGS, TIMEOUT_S, Meetings, meet, record_nothing
+from tests.helpers.oracle import random_prompts
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
 
@@ -44,3 +48,24 @@ def test_both_stages_are_busy_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     first = meetings.intervals[1 : 1 + NUM_MEETINGS]
     assert len(first) == len(second) == NUM_MEETINGS
     assert all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(first, second, strict=True))
+
+
+def test_prompts_of_lanes_are_computed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a stage begins before another has computed all that a step may have."""
+    write_llama(tmp_path)
+    engine = engine_of(tmp_path, max_batched_tokens=64)
+    prompts = random_prompts(96, (40, 9, 21))
+    whole = generate(engine, prompts, DecodeConfig(max_new_tokens=6))
+    parts, execute = list[int](), engine.runner.execute
+
+    def begin(batch: Batch) -> Callable[[], StepOutputs]:
+        parts.append(batch.shape.num_tokens)
+        outputs = execute(batch)
+        kept = StepOutputs(*(each.clone() for each in outputs))
+        return lambda: kept
+
+    monkeypatch.setattr(engine.runner, "num_lanes", 2)
+    monkeypatch.setattr(engine.runner, "begin", begin)
+    outputs = generate(engine, prompts, DecodeConfig(max_new_tokens=6, prefix_cache=False))
+    assert [each.completions[0].token_ids for each in outputs] == [each.completions[0].token_ids for each in whole]
+    assert max(parts) == 8  # of 64 tokens, in four steps of each of two lanes

@@ -90,10 +90,9 @@ def test_numbers_of_ranks() -> None:
     assert degrees(run_of(None), place) == degrees(run_of(4), place) == (4, 1)
     assert degrees(run_of(None, ParallelMode.pp), place) == (1, 4)
     assert degrees(tp_pp, None) == (2, 3)
-    with pytest.raises(UserError, match="parallel.tp is missing"):
-        degrees(run_of(None), None)
-    with pytest.raises(UserError, match="parallel.pp is missing: give a number, such as parallel.pp=2"):
-        degrees(run_of(2, ParallelMode.tp_pp), place)
+    assert degrees(run_of(None), None) == (2, 1)
+    assert degrees(run_of(None, ParallelMode.pp), None) == (1, 2)
+    assert degrees(run_of(2, ParallelMode.tp_pp), place) == degrees(run_of(None, ParallelMode.tp_pp), None) == (2, 2)
     with pytest.raises(
         UserError, match=r"started 4 processes, but parallel.tp=2 parallel.pp=3 has 6: give .*, or start 6"
     ):

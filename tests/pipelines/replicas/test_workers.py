@@ -77,15 +77,14 @@ async def first_token(answer: Asked) -> None:
 
 
 def prompts_of(num_groups: int, num_prompts: int) -> list[list[int]]:
-    """Prompts of 112 tokens, of which each group shares 96, in any order."""
+    """Prompts of 112 tokens, of which each group shares 96. One of each group comes, in any order, and then the next ones."""
     draw = random.Random(3)
     beginnings = [[draw.randrange(300, 900) for _ in range(96)] for _ in range(num_groups)]
-    prompts = [
-        beginnings[i % num_groups] + [draw.randrange(300, 900) for _ in range(16)]
-        for i in range(num_groups * num_prompts)
+    return [
+        beginning + [draw.randrange(300, 900) for _ in range(16)]
+        for _ in range(num_prompts)
+        for beginning in draw.sample(beginnings, num_groups)
     ]
-    draw.shuffle(prompts)
-    return prompts
 
 
 async def answers_of(engine: EngineClient | Replicas, submits: list[Submit], num_at_once: int) -> list[Whole]:
@@ -103,7 +102,7 @@ async def answers_of(engine: EngineClient | Replicas, submits: list[Submit], num
 def test_two_answer_as_one_and_compute_hardly_more() -> None:
     submits = [
         Submit(0, prompt, GREEDY | ({"temperature": 0.8, "seed": i} if i % 3 else {}), streams=i % 2 > 0)
-        for i, prompt in enumerate(prompts_of(num_groups=6, num_prompts=12))
+        for i, prompt in enumerate(prompts_of(num_groups=6, num_prompts=40))
     ]
 
     async def test() -> None:
@@ -122,6 +121,7 @@ def test_two_answer_as_one_and_compute_hardly_more() -> None:
         assert [(each.token_ids, each.texts) for each in shared] == [(each.token_ids, each.texts) for each in alone]
         cached = [sum(each.done.num_cached_tokens for each in answers) for answers in (shared, alone)]
         assert cached[1] > 0.7 * 96 * len(submits)
+        # Of 240 all but 12 at least, if both replicas have each beginning, and 24 if two prompts with it come at once to each.
         assert cached[0] >= 0.9 * cached[1]
 
     run_async(test())

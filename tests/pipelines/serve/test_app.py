@@ -89,12 +89,15 @@ def app_of_any() -> ASGIApp:
 
 
 def test_there_are_no_other_routes() -> None:
-    assert {
+    assert set(routes()) == {
         ("GET", "/health"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/ready"), ("GET", "/v1/models"),
         ("GET", "/v1/models/{model:path}"), ("GET", "/version"), ("POST", "/detokenize"), ("POST", "/tokenize"),
         ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/embeddings"),
-        ("POST", "/v1/files"), ("GET", "/v1/files/{file_id}/content"), ("POST", "/v1/batches"),
-    } <= set(routes())  # fmt: skip
+        ("POST", "/v1/responses"), ("POST", "/v1/messages"), ("POST", "/v1/files"), ("GET", "/v1/files"),
+        ("GET", "/v1/files/{file_id}"), ("DELETE", "/v1/files/{file_id}"), ("GET", "/v1/files/{file_id}/content"),
+        ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}"),
+        ("POST", "/v1/batches/{batch_id}/cancel"),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "path"), routes())
@@ -167,6 +170,10 @@ def test_what_no_context_holds_is_not_encoded(
 )
 def test_what_finds_no_place_is_not_encoded(path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = encoded_texts(monkeypatch)
+    busy = service_of(FakeEngine(embeds="embed" in path), max_waiting_tokens=5)
+    busy.admission.wait(5)
+    assert ask("POST", path, busy, json=body | {"model": "tiny"}).status_code == 429
+    assert not encoded
     for is_full in (True, False):
         service = service_of(FakeEngine(embeds="embed" in path), batch_size=1, max_waiting=0)
         with service.admission.place(is_full, 60.0):
@@ -193,6 +200,24 @@ def test_state() -> None:
     ):
         answer = ask(method, path, service, json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/responses", {"input": "hello"}),
+        ("/v1/messages", CHAT),
+        ("/v1/embeddings", {"input": "hello"}),
+    ],
+)
+def test_a_models_name_is_that_of_its_adapter(path: str, body: dict[str, Any]) -> None:
+    for name, adapter in (("fr", "fr"), ("tiny", None)):
+        engine = FakeEngine(embeds="embed" in path)
+        answer = ask("POST", path, service_of(engine, {"fr": "/adapters/fr"}), json={**body, "model": name})
+        assert (answer.status_code, answer.json()["model"]) == (200, name)
+        assert engine.submitted[-1].adapter == adapter
 
 
 def test_adapters_are_models() -> None:
@@ -344,7 +369,7 @@ def test_the_description_names_every_route_and_body() -> None:
 async def fresh(scope: Any, receive: Any, send: Any) -> None:
     """An application for each request, because each comes in a loop of its own here."""
     if scope["type"] == "http":
-        await app_of(service_of(FakeEngine()))(scope, receive, send)
+        await app_of(service_of(FakeEngine(embeds="embed" in scope["path"])))(scope, receive, send)
 
 
 SCHEMA = schemathesis.openapi.from_dict(ask("GET", "/openapi.json").json())
@@ -355,6 +380,66 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 def validator_of(schema: dict[str, Any]) -> Any:
     """A validator of a schema of the description, whose references are the description's."""
     return jsonschema_rs.validator_for({**schema, "components": SCHEMA.raw_schema["components"]})
+
+
+def check_described(answer: httpx.Response, path: str) -> Any:
+    """Returns the answer's JSON, which is as the description says of this path."""
+    assert answer.status_code == 200, answer.text
+    operation = SCHEMA.raw_schema["paths"][path][answer.request.method.lower()]
+    validator_of(operation["responses"]["200"]["content"]["application/json"]["schema"]).validate(answer.json())
+    return answer.json()
+
+
+def test_every_answer_of_json_is_described() -> None:
+    described = {
+        (method, path): operation["responses"]["200"]["content"].get("application/json")
+        for path, operations in SCHEMA.raw_schema["paths"].items()
+        for method, operation in operations.items()
+    }
+    free = {place for place, content in described.items() if content and "$ref" not in content["schema"]}
+    assert free == {("get", "/openapi.json"), ("get", "/v1/files/{file_id}/content")}
+    with pytest.raises(jsonschema_rs.ValidationError):
+        validator_of(described["post", "/tokenize"]["schema"]).validate({"count": 1, "more": 1})
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "n": 2, "temperature": 1, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1},
+        ),
+        ("/v1/chat/completions", {**CHAT, "return_token_ids": True}),
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 0, "echo": True}),
+        ("/v1/completions", {"prompt": ["a", "b"], "echo": True, "logprobs": 1, "return_token_ids": True}),
+        ("/v1/responses", {"input": "hello", "metadata": {"a": "b"}}),
+        ("/v1/messages", CHAT),
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "base64"}),
+        ("/tokenize", {"prompt": "hello", "return_token_strs": True}),
+        ("/tokenize", {"messages": CHAT["messages"]}),
+        ("/detokenize", {"tokens": [5, 6]}),
+    ],
+)
+def test_answers_are_as_described(path: str, body: dict[str, Any]) -> None:
+    service = service_of(FakeEngine(embeds="embed" in path))
+    answer = check_described(ask("POST", path, service, json={**body, "model": "tiny"}), path)
+    if body.get("return_token_ids"):
+        assert all(choice["token_ids"] for choice in answer["choices"])
+
+
+def test_states_files_and_batches_are_as_described() -> None:
+    for path in ("/health", "/ready", "/version", "/v1/models"):
+        check_described(ask("GET", path), path)
+    check_described(ask("GET", "/v1/models/tiny"), "/v1/models/{model}")
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
+    upload = {"files": {"file": ("a.jsonl", json.dumps(line))}, "data": {"purpose": "batch"}}
+    file = check_described(ask("POST", "/v1/files", **upload), "/v1/files")["id"]
+    assert file in [each["id"] for each in check_described(ask("GET", "/v1/files"), "/v1/files")["data"]]
+    check_described(ask("GET", f"/v1/files/{file}"), "/v1/files/{file_id}")
+    check_described(ask("GET", "/v1/batches"), "/v1/batches")
+    assert check_described(ask("DELETE", f"/v1/files/{file}"), "/v1/files/{file_id}")["deleted"]
 
 
 @strategies.composite
@@ -375,7 +460,7 @@ def test_requests_by_the_description(operation: Any, mode: GenerationMode) -> No
     is_wrong_alone = mode is GenerationMode.NEGATIVE and not content
     checks = CHECKS + [negative_data_rejection] * is_wrong_alone
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
     @given(case=possible(operation.as_strategy(generation_mode=mode)))
     def answered(case: Any) -> None:
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict) and case.body.get("model"):
