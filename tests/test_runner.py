@@ -105,6 +105,39 @@ def test_formats_of_weights(dtype: DType, quant: QuantConfig, program: Path, tmp
     check_tokens(program, exported(run, tmp_path / "made"))
 
 
+def test_it_needs_no_python(artefact: Path, program: Path) -> None:
+    libraries = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+    assert "libquintet" in libraries or "kernels" in libraries
+    assert "python" not in libraries
+    assert "torch" not in libraries
+    ran = subprocess.run(
+        [program, artefact, "decode.max_new_tokens=3", "3", "4"], env={}, capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_ids_come_as_they_are_computed(artefact: Path, program: Path) -> None:
+    """A pipe of packets keeps each write apart. The next prompt may come after the answer to the one before it."""
+    output, end = os.pipe2(os.O_DIRECT | os.O_CLOEXEC)
+    words = ["decode.max_new_tokens=12", "decode.ignore_eos=true"]
+    with subprocess.Popen([program, artefact, *words], stdin=subprocess.PIPE, stdout=end) as running:
+        os.close(end)
+        assert running.stdin
+        for _ in range(2):
+            running.stdin.write(b"3 4 5\n")
+            running.stdin.flush()
+            packets = [os.read(output, 4096)]
+            while not packets[-1].endswith(b"\n"):
+                packets.append(os.read(output, 4096))
+            assert len(b"".join(packets).split()) == 12
+            assert len(packets) >= 12
+            assert running.poll() is None
+        running.stdin.close()
+        assert os.read(output, 4096) == b""
+    os.close(output)
+    assert running.returncode == 0
+
+
 def test_the_end_of_a_text(artefact: Path, program: Path, tmp_path: Path) -> None:
     words = ("decode.max_new_tokens=24", "3", "4", "5")
     tokens = call(program, artefact, *words).stdout.split()

@@ -341,7 +341,9 @@ def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(ValueError, match="a packed weight of 1152 bytes cannot be"):
         IntWeight(packed.memory[:-1], 4, 64, 32, 8, False)
     for size in (0, 1, 16, 256):  # a graph may say them
-        with pytest.raises(ValueError, match=f"64 inputs in groups of {size}: a kernel adds 1 to 131071, in groups of 32"):
+        with pytest.raises(
+            ValueError, match=f"64 inputs in groups of {size}: a kernel adds 1 to 131071, in groups of 32"
+        ):
             IntWeight(packed.memory, 4, 64, size, 8, False)
     with pytest.raises(ValueError, match="5 bits without zero points: only 4 and 8"):
         IntWeight(packed.memory, 4, 64, 32, 5, False)

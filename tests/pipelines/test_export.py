@@ -56,7 +56,7 @@ SCHEMES = [
 QUICK = ("gpt2", "llama3", "chatglm3", "qwen2_moe", "gemma3")
 EVERY_FAMILY = [
     pytest.param(family, marks=() if family in QUICK else pytest.mark.long)
-    for family in (*FAMILIES, *OTHERS, "deepseek")
+    for family in (*FAMILIES, *OTHERS, "deepseek", "deepseek_v2")
     if family not in WHOLE_PROMPTS
 ]
 
@@ -88,12 +88,13 @@ def check_alone(
     for name in [name for name in sys.modules if name.startswith("models.families.")]:
         monkeypatch.setitem(sys.modules, name, None)
     run = run_config(bare)
+    run = replace(run, model=replace(run.model, dtype=DType.auto))
     chunks = replace(run, device=replace(run.device, max_batched_tokens=8))
-    engine = load_engine(replace(run, model=replace(run.model, dtype=DType.auto)), 3)
+    engine = load_engine(run, 3)
     assert answers(engine) == expected
     assert engine.runner.weight_bytes == model.runner.weight_bytes + more_bytes
     if not engine.sees_later_tokens:
-        assert answers(load_engine(chunks if source.model.dtype is DType.float32 else run, 3)) == expected
+        assert answers(load_engine(chunks, 3)) == expected
 
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
@@ -102,6 +103,8 @@ def test_every_family_runs_without_its_code(family: str, tmp_path: Path, monkeyp
     checkpoint.mkdir()
     if family == "deepseek":
         build_deepseek(3, **V3_GROUPS).save_pretrained(checkpoint)
+    elif family == "deepseek_v2":
+        build_deepseek(2).save_pretrained(checkpoint)
     elif family in OTHERS:
         write_other(checkpoint, family)
     else:
@@ -113,6 +116,16 @@ def test_every_family_runs_without_its_code(family: str, tmp_path: Path, monkeyp
 def test_every_scheme_and_cache(quant: QuantConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_llama(tmp_path / "model", intermediate_size=96, attention_bias=True)
     check_alone(replace(run_config(tmp_path / "model"), quant=quant), tmp_path / "model", tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float16])
+@pytest.mark.parametrize("quant", [QuantConfig(), A8W8], ids=["floats", "a8w8"])
+def test_numbers_of_16_bits(dtype: DType, quant: QuantConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of weights that are large enough for 12 bits."""
+    write_llama(tmp_path / "model", hidden_size=256, intermediate_size=96, vocab_size=2048)
+    run = run_config(tmp_path / "model")
+    run = replace(run, model=replace(run.model, dtype=dtype), quant=quant)
+    check_alone(run, tmp_path / "model", tmp_path, monkeypatch)
 
 
 def test_blocks_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
+from conf.quantization import Activations, KVCacheFormat, QuantConfig, QuantScheme
 from conf.schema import Task
 from conf.tasks import ExportConfig, PredictConfig
 from kernels.lora import AdapterTable
@@ -37,13 +38,16 @@ from pipelines.loading import load_engine
 from tests.helpers.builders import generate, run_config, write_llama
 
 
-@pytest.fixture(scope="module")
-def artefact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("exported")
+def exported(folder: Path, quant: QuantConfig = QuantConfig()) -> Path:  # noqa: B008
     write_llama(folder / "model")
-    run = replace(run_config(folder / "model"), predict=PredictConfig(), task=Task.export)
+    run = replace(run_config(folder / "model"), predict=PredictConfig(), task=Task.export, quant=quant)
     run_export(replace(run, export=ExportConfig(str(folder / "made"))), folder / "run", lambda run, output_dir: "")
     return folder / "made"
+
+
+@pytest.fixture(scope="module")
+def artefact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exported(tmp_path_factory.mktemp("exported"))
 
 
 @pytest.fixture
@@ -228,6 +232,10 @@ class Step(NamedTuple):
 
 @pytest.fixture(scope="module")
 def step(artefact: Path) -> Step:
+    return step_of(artefact)
+
+
+def step_of(artefact: Path) -> Step:
     model = load_engine(run_config(artefact), 1).runner.model
     assert isinstance(model, ExportedLM)
     batch = export_steps._adapted(export_steps._batches(model.config.vocab_size)[0])
@@ -424,6 +432,23 @@ def test_damaged_files_give_a_line_or_tokens(
 @pytest.mark.parametrize("file", [GRAPH, ADAPTED_GRAPH])
 def test_a_thousand_damaged_graphs(file: str, artefact: Path, step: Step) -> None:
     """A graph with one other number or name, whose sha256 was made to fit, gives a line, logits, or wrong ones, but never a crash."""
+    found = results_of_damaged(file, artefact, step)
+    # 5 of 1,000 graphs: a number that another model could have, such as an epsilon; twice as many is a check that is gone
+    assert found["wrong"] <= 10
+    assert found["line"] > found["right"]
+
+
+@pytest.mark.parametrize("scheme", [QuantScheme.int8, QuantScheme.int4, QuantScheme.a8w8])
+def test_a_thousand_damaged_graphs_of_codes(scheme: QuantScheme, tmp_path: Path) -> None:
+    activations = Activations.dynamic if scheme is QuantScheme.a8w8 else Activations.none
+    artefact = exported(tmp_path, QuantConfig(scheme, activations=activations, kv_cache=KVCacheFormat.int8))
+    found = results_of_damaged(GRAPH, artefact, step_of(artefact))
+    assert found["wrong"] <= 10
+    assert found["line"] > found["right"]
+
+
+def results_of_damaged(file: str, artefact: Path, step: Step) -> Counter[str]:
+    """What a thousand damaged graphs gave."""
     expected, found = compute(graph_of(artefact, file), step, file), Counter[str]()
 
     @settings(max_examples=1000)
@@ -441,6 +466,4 @@ def test_a_thousand_damaged_graphs(file: str, artefact: Path, step: Step) -> Non
             found["line"] += 1
 
     damage()
-    # 5 of 1,000 graphs: a number that another model could have, such as an epsilon; twice as many is a check that is gone
-    assert found["wrong"] <= 10
-    assert found["line"] > found["right"]
+    return found

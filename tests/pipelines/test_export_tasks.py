@@ -1,5 +1,7 @@
 """Tasks from an exported model give what they give from the model that it was made of."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,20 @@ def test_serve(folders: dict[str, Path], tmp_path: Path) -> None:
     decode = DecodeConfig(max_new_tokens=12, temperature=0.7, seed=3)
     (expected,) = generate(engine, [engine.tokenizer.encode(TEXTS[0], True)], decode)
     assert answer["choices"][0]["text"] == expected.completions[0].text
+
+
+def test_generation_settings_are_the_checkpoints(chatty: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(chatty, tmp_path / "model"))
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 5, "eos_token_id": [1, 7]}
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    artefact = exported(run_config(model), tmp_path / "made")
+    shutil.rmtree(model)
+    requests = load_engine(run_config(artefact), 1).requests
+    assert {name: requests.decode_defaults[name] for name in ("temperature", "top_k")} == {
+        "temperature": 0.7,
+        "top_k": 5,
+    }
+    assert {1, 7} <= set(requests.eos_token_ids)
 
 
 def test_the_prefix_cache(folders: dict[str, Path]) -> None:
