@@ -22,8 +22,7 @@ from pipelines.engine import Engine
 from pipelines.engine.batch import whole_batch
 from pipelines.engine.kv_cache import allocate_kv_cache
 from tests.helpers.builders import run_config, unpacked_engine
-from tests.helpers.deepseek import V3_GROUPS
-from tests.helpers.deepseek import build as build_deepseek
+from tests.helpers.deepseek import CASES, build
 from tests.helpers.family_twins import InternLM2Twin, InternLM3Twin, TeleChatTwin
 from tests.helpers.goldens import FAMILIES, GOLDENS, link
 from tests.helpers.oracle import write_model
@@ -81,14 +80,20 @@ def write_other(folder: Path, family: str, **changes: Any) -> Any:
     return write_model(folder, model_class, **{"pad_token_id": 0, "eos_token_id": 1, **config, **changes})
 
 
-def float_engine(family: str, folder: Path) -> Engine:
-    """In float32, with layers as the architecture made them."""
-    if family == "deepseek":
-        build_deepseek(3, **V3_GROUPS).save_pretrained(folder)
+def write_family(folder: Path, family: str) -> None:
+    """Write a random model of a golden, of OTHERS or of DeepSeek's cases."""
+    if family in CASES:
+        version, config = CASES[family]
+        build(version, **config).save_pretrained(folder)
     elif family in OTHERS:
         write_other(folder, family)
     else:
         link(family, folder)
+
+
+def float_engine(family: str, folder: Path) -> Engine:
+    """In float32, with layers as the architecture made them."""
+    write_family(folder, family)
     return unpacked_engine(run_config(folder, allow_pickle=True), 3)
 
 
@@ -103,7 +108,7 @@ def batch_of(engine: Engine, family: str, num_outputs: tuple[int, int]) -> Batch
     return whole_batch(prompts, [*num_outputs], tables, features, blocks.block_size)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "deepseek"])
+@pytest.mark.parametrize("family", [*FAMILIES, "v3"])
 @torch.inference_mode()
 def test_parts_in_turn_are_the_model(family: str, tmp_path: Path) -> None:
     """To the bit, also where only the sum of a stream goes on; a part without the last layer drops no rows."""
@@ -121,7 +126,7 @@ def test_parts_in_turn_are_the_model(family: str, tmp_path: Path) -> None:
         assert model.finish(stream).equal(whole)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "deepseek", *OTHERS])
+@pytest.mark.parametrize("family", [*FAMILIES, "v3", *OTHERS])
 def test_a_layout_names_what_there_is(family: str, tmp_path: Path) -> None:
     model = float_engine(family, tmp_path).runner.model
     layout, names = model.layout, {name for name, _ in model.named_modules()}
@@ -129,7 +134,7 @@ def test_a_layout_names_what_there_is(family: str, tmp_path: Path) -> None:
     outside = {layout.embedding, layout.layers, layout.head}
     inside = {f"{layout.layers}.1.{own}" for own in (layout.attention, *layout.norms)}
     assert outside | inside <= names
-    absent = {"project_in", "project_out", "q_proj", "eh_proj"} if family in ("opt", "deepseek") else set()
+    absent = {"project_in", "project_out", "q_proj", "eh_proj"} if family in ("opt", "v3") else set()
     assert last_parts >= {*layout.row_parallel, *layout.replicated, *layout.units} - absent
     assert last_parts >= {*layout.producers, *layout.producers.values()}
     assert len(model.layers) == len(model.attention_heads) == model.config.num_hidden_layers
@@ -181,7 +186,7 @@ def row_parallel_layers(model: CausalLM, layer: nn.Module) -> dict[str, nn.Modul
 
 
 CUT = """
-baichuan-7b bloom chatglm chatglm2 gemma2 gpt2 llama3 mixtral opt qwen qwen2_moe qwen3 deepseek
+baichuan-7b bloom chatglm chatglm2 gemma2 gpt2 llama3 mixtral opt qwen qwen2_moe qwen3 v3
 ernie4_5 ernie4_5_moe gemma3 glm glm4 glm4_moe internlm2 ministral3 phi3 telechat
 """.split()
 

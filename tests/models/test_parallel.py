@@ -23,29 +23,19 @@ from pipelines.opening import open_source
 from pipelines.planning import divide_plan, plan_model
 from tests.helpers.adapters import ALL_LINEAR, change_adapter, write_adapter
 from tests.helpers.builders import run_config, write_llama
-from tests.helpers.deepseek import CASES, NextTokenReference, build
+from tests.helpers.deepseek import NextTokenReference
 from tests.helpers.divided import assert_same_bits, divided_steps, plan_of, rank_plan, stage_steps, whole_steps
-from tests.helpers.goldens import FAMILIES, GOLDENS, link
+from tests.helpers.goldens import FAMILIES, GOLDENS
 from tests.helpers.oracle import random_prompts
-from tests.models.test_model_parts import OTHERS, write_other
+from tests.models.test_model_parts import OTHERS, write_family
 
 PROMPTS = random_prompts(96, (5, 1, 40))
 DEEPSEEK = ["v2", "v2_no_q_lora", "v2_biases_tied", "v3", "v3_yarn"]
 
 
-def write_family(name: str, folder: Path) -> list[list[int]]:
-    """The checkpoint, and prompts for it."""
-    if name in CASES:
-        version, config = CASES[name]
-        build(version, **config).save_pretrained(folder)
-    elif name in OTHERS:
-        write_other(folder, name)
-    else:
-        link(name, folder)
-        golden = GOLDENS / name / "golden.safetensors"
-        if golden.is_file():
-            return [load_file(golden)["input_ids"][0].tolist()]
-    return [list(range(3, 12))]
+def prompts_for(family: str) -> list[list[int]]:
+    golden = GOLDENS / family / "golden.safetensors"
+    return [load_file(golden)["input_ids"][0].tolist() if golden.is_file() else list(range(3, 12))]
 
 
 def of_dtype(run: RunConfig, dtype: str) -> RunConfig:
@@ -124,7 +114,8 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "tp", "dtype"), cases())
 def test_families(name: str, tp: int, dtype: str, tmp_path: Path) -> None:
-    prompts = write_family(name, tmp_path)
+    write_family(tmp_path, name)
+    prompts = prompts_for(name)
     run = of_dtype(run_config(tmp_path, allow_pickle=True), dtype)
     assert_same_bits(whole_steps(run, prompts), divided_steps(run, tp, prompts))
 
@@ -137,7 +128,8 @@ def stage_cases() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "tp", "pp"), stage_cases())
 def test_stages_of_families(name: str, tp: int, pp: int, tmp_path: Path) -> None:
-    prompts = write_family(name, tmp_path)
+    write_family(tmp_path, name)
+    prompts = prompts_for(name)
     run = of_dtype(run_config(tmp_path, allow_pickle=True), "bfloat16")
     assert_same_bits(whole_steps(run, prompts), stage_steps(run, tp, pp, prompts))
 

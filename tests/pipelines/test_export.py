@@ -37,12 +37,10 @@ from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.export import run_export
 from pipelines.loading import load_engine
 from tests.helpers.builders import REPOSITORY, generate, run_config, write_llama
-from tests.helpers.deepseek import V3_GROUPS
-from tests.helpers.deepseek import build as build_deepseek
 from tests.helpers.gguf_files import write_random_llama, write_twin
 from tests.helpers.goldens import FAMILIES, WHOLE_PROMPTS, link
 from tests.helpers.quantized_models import CALIBRATED, make, quantize_run, random_rows, write_rows
-from tests.models.test_model_parts import OTHERS, write_other
+from tests.models.test_model_parts import OTHERS, write_family
 
 PROMPTS = [[3, 4, 5], [*range(20, 41)], [9]]
 A8W8 = QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic, kv_cache=KVCacheFormat.int8)
@@ -56,7 +54,7 @@ SCHEMES = [
 QUICK = ("gpt2", "llama3", "chatglm3", "qwen2_moe", "gemma3")
 EVERY_FAMILY = [
     pytest.param(family, marks=() if family in QUICK else pytest.mark.long)
-    for family in (*FAMILIES, *OTHERS, "deepseek", "deepseek_v2")
+    for family in (*FAMILIES, *OTHERS, "v2", "v3")
     if family not in WHOLE_PROMPTS
 ]
 
@@ -101,14 +99,7 @@ def check_alone(
 def test_every_family_runs_without_its_code(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = tmp_path / "model"
     checkpoint.mkdir()
-    if family == "deepseek":
-        build_deepseek(3, **V3_GROUPS).save_pretrained(checkpoint)
-    elif family == "deepseek_v2":
-        build_deepseek(2).save_pretrained(checkpoint)
-    elif family in OTHERS:
-        write_other(checkpoint, family)
-    else:
-        link(family, checkpoint)
+    write_family(checkpoint, family)
     check_alone(run_config(checkpoint), checkpoint, tmp_path, monkeypatch)
 
 

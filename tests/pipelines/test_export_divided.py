@@ -30,13 +30,10 @@ from pipelines.loading import load_engine
 from pipelines.planning import divide_plan
 from tests.helpers.adapters import outputs, write_adapter
 from tests.helpers.builders import complete, run_config, write_llama
-from tests.helpers.deepseek import V3_GROUPS
-from tests.helpers.deepseek import build as build_deepseek
 from tests.helpers.divided import assert_same_bits, plan_of, stage_steps, whole_steps
-from tests.helpers.goldens import link
 from tests.helpers.rank_threads import run_ranks
 from tests.helpers.soft_prefixes import write_paddle, write_peft
-from tests.models.test_model_parts import OTHERS, write_other
+from tests.models.test_model_parts import write_family
 from tests.pipelines.ranks.test_divided import close, parallel
 from tests.pipelines.test_export import A8W8, EVERY_FAMILY, answers, exported
 from tests.pipelines.test_export_rows import DECODE
@@ -111,12 +108,7 @@ def test_prefixes_of_ranks_without_stages(checkpoint: Path, tmp_path: Path) -> N
 def test_every_family(family: str, tmp_path: Path) -> None:
     """Two ranks of two stages, or one stage where it has one layer."""
     (tmp_path / "model").mkdir()
-    if family == "deepseek":
-        build_deepseek(3, **V3_GROUPS).save_pretrained(tmp_path / "model")
-    elif family in OTHERS:
-        write_other(tmp_path / "model", family)
-    else:
-        link(family, tmp_path / "model")
+    write_family(tmp_path / "model", family)
     check(run_config(tmp_path / "model"), tmp_path / "made", 2, 2)
 
 
