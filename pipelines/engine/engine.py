@@ -45,9 +45,7 @@ from pipelines.engine.steps import StepOutputs
 from pipelines.engine.stopping import Piece, append_token, completion_of, take_piece
 from pipelines.engine.top_p_window import verify
 
-LANE_STEPS = (
-    4  # in which a lane computes the prompts of a step's budget: stages wait for its first part and after its last one
-)
+LANE_STEPS = 4  # of a lane for the prompts of a step's budget: in the first and the last one other stages wait
 
 
 class Engine:

@@ -96,6 +96,26 @@ def test_stop_ends_the_request(browser: Any, address: str, server: ChatServer) -
     page.get_by_text("你好，").wait_for()
 
 
+def test_a_slider_is_a_setting_of_the_request(browser: Any, address: str, server: ChatServer) -> None:
+    page = tab(browser, address)
+    page.get_by_text("Model and sampling").click()
+    number = page.get_by_label(re.compile("number input for temperature"))
+    number.fill("0.3")
+    number.press("Tab")
+    say(page, "Hello")
+    page.get_by_text("你好，").wait_for()
+    assert server.asked[-1]["temperature"] == 0.3
+
+
+def test_an_answer_is_copied(browser: Any, address: str) -> None:
+    page = tab(browser, address)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    say(page, "Hello")
+    page.get_by_role("button", name=re.compile("retry|regenerate", re.IGNORECASE)).first.wait_for()  # it has ended
+    page.get_by_role("button", name=re.compile("copy message", re.IGNORECASE)).last.click()
+    page.wait_for_function("navigator.clipboard.readText().then(text => text == '你好，<b>world</b>')")
+
+
 def test_two_tabs_are_answered_at_once(browser: Any, address: str, server: ChatServer) -> None:
     first, second = tab(browser, address), tab(browser, address)
     say(first, "endless")
