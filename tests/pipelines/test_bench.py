@@ -107,6 +107,20 @@ def test_a_share_is_printed_where_memory_is_what_a_step_waits_for(
     assert re.search(said, capsys.readouterr().out)
 
 
+def test_a_share_is_of_the_steps_just_before_the_bandwidth_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_llama(tmp_path / "model")
+    rounds = iter([bench.Round(9, [1.0], [seconds] * 3, [seconds] * 3, 9.0) for seconds in (1.0, 1.0, 4.0)])
+    monkeypatch.setattr(bench, "measure", lambda *arguments: next(rounds))
+    monkeypatch.setattr(bench, "cache_bytes", lambda device: 0)
+    monkeypatch.setattr(bench, "memory_bandwidth", lambda device: 1e6)
+    bench.run_bench(job(tmp_path / "model", prompt_tokens=9, new_tokens=4, repeats=3, warmup=0), tmp_path / "out", dump)
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    read = metrics["weight_bytes"] + metrics["kv_bytes"]
+    assert metrics["decode_share_of_bandwidth"] == pytest.approx(read / 4.0 / 1e6, rel=0.2)  # less of the embedding
+
+
 def test_the_last_caches_of_all_processors_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two dies of two processors, each with a third-level cache of 32 MB; only three of the processors are ours."""
     for cpu, shared in enumerate(["0-1", "0-1", "2-3", "2-3"]):
