@@ -12,9 +12,17 @@ CPUS = Path("/sys/devices/system/cpu")
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
-def memory_bandwidth(device: torch.device) -> float:
-    """Return bytes per second, the best of five passes over half a GiB: a read by all threads of a CPU, a copy (half read) by a GPU."""
-    seconds = _copies(device) if device.type == "cuda" else _reads()
+def memory_bandwidth(device: torch.device, num_threads: int | None = None) -> float:
+    """Return bytes per second, the best of five passes over half a GiB: a read by a CPU, a copy (half read) by a GPU.
+
+    `num_threads`: of a CPU that read, if not all.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads or before)
+    try:
+        seconds = _copies(device) if device.type == "cuda" else _reads()
+    finally:
+        torch.set_num_threads(before)
     return BANDWIDTH_BYTES / min(seconds[1:])
 
 

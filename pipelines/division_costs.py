@@ -10,9 +10,11 @@ from dataclasses import astuple, dataclass, replace
 import torch
 from torch import nn
 
+from kernels.linear.compressed import GROUP, GROUP_BYTES, is_gain
 from models.causal_lm import CausalLM
 from models.cuts import count, share, share_heads, share_inputs, share_outputs, stages
 from models.layers.attention import Heads
+from models.layers.dense import PackedDenseMethod
 from models.layers.linear import Linear, tied_weight
 from models.layers.linear_method import LinearMethod
 from models.layers.moe import Experts
@@ -25,6 +27,8 @@ from models.weights import parameter_dtype
 class Cost:
     """Counts the bytes and operations of a rank for a part of the model. The sum of two costs is a cost."""
 
+    stored_bytes: int = 0
+    """Of the weights before they are compressed, by which stages are made."""
     weight_bytes: int = 0
     read_bytes: int = 0
     """Of the weights, in every step."""
@@ -85,6 +89,8 @@ class Part:
     num_rows: int = 1
     """Of a token: the experts that it chooses."""
     row: RowLayer | None = None
+    is_compressible: bool = False
+    """Whether the kernels hold it in 12 bits a number where that is a gain."""
 
 
 class DivisionCosts:
@@ -98,14 +104,16 @@ class DivisionCosts:
         block_bytes: Callable[[Heads], int],
         adds: bool = False,
         whole_experts: bool = False,
+        compresses: bool = False,
     ) -> None:
         """`kinds` are those of all layers: `model` has the first of each. `block_bytes`: of a layer's part of a block of the KV cache.
 
-        `adds` and `whole_experts` are those of a `Division`. Raises UserError for whole experts of a model without any.
+        `adds` and `whole_experts` are those of a `Division`. `compresses`: packed bfloat16 is held as by this machine, in 12 bits where
+        that is a gain. Raises UserError for whole experts of a model without any.
         """
         if whole_experts:
             check_experts(model, 1)
-        self._adds, self._whole_experts = adds, whole_experts
+        self._adds, self._whole_experts, self._compresses = adds, whole_experts, compresses
         self.num_layers = len(kinds)
         self.hidden_size = int(next(model.final_norm.parameters()).shape[0])
         self._model, self._kinds, self._dtype, self._block_bytes = model, kinds, dtype, block_bytes
@@ -144,8 +152,8 @@ class DivisionCosts:
     def stages(self, pp: int) -> list[range]:
         """Return the layers of each stage, as `models.parallel.stage_layers`. Raises UserError for more stages than layers."""
         heads = self._heads[self._kinds[0]]
-        first, last = (self._sum(parts, heads, 1, 0).weight_bytes for parts in (self._first, self._last + self._tied))
-        layers = [self._layer(kind, 1, 0).weight_bytes for kind in self._kinds]
+        first, last = (self._sum(parts, heads, 1, 0).stored_bytes for parts in (self._first, self._last + self._tied))
+        layers = [self._layer(kind, 1, 0).stored_bytes for kind in self._kinds]
         return stages(layers, first, last, pp)
 
     def _layer(self, kind: Hashable, tp: int, rank: int) -> Cost:
@@ -162,28 +170,33 @@ class DivisionCosts:
 
     def _cost(self, part: Part, heads: Heads, tp: int, rank: int) -> Cost:
         """Return what a rank has to do with a part; of an expert's part with those of all its experts."""
-        num_experts, num_rows = part.num_experts, part.num_rows
-        if num_experts and self._whole_experts:
-            num_experts = len(share(num_experts, tp, rank))
-            num_bytes, macs = num_experts * part.num_bytes, num_experts * part.outputs * part.inputs
+        number, num_rows = part.num_experts, part.num_rows
+        if number and self._whole_experts:
+            number = len(share(number, tp, rank))
+            num_bytes, macs = part.num_bytes, part.outputs * part.inputs
             # what experts give is exchanged, and nothing within them
-            gathers, gathered = (0, 0) if part.row is None else (1, num_rows * part.outputs)
-            return Cost(num_bytes, 0, num_bytes, 0, macs, 0, gathers, gathered)
+            gathers, gathered = (0, 0) if part.row is None else (1, part.outputs)
+        else:
+            num_bytes, macs, gathers, gathered = self._share(part, heads, tp, rank)
+        held = num_bytes
+        if part.is_compressible and self._compresses and is_gain(num_bytes):
+            held = num_bytes * GROUP_BYTES // (2 * GROUP)
+        if not part.num_experts:
+            return Cost(num_bytes, held, held if part.is_read else 0, 0, macs, 0, 0, gathers, gathered)
+        stored, held, macs = (number * each for each in (num_bytes, held, macs))
+        return Cost(stored, held, 0, held, 0, macs, 0, gathers, num_rows * gathered)
+
+    def _share(self, part: Part, heads: Heads, tp: int, rank: int) -> tuple[int, int, int, int]:
+        """Return of a rank's share of a part the bytes, the products, the exchanges and the numbers of these."""
         shared = part.row.share(part.inputs, heads, tp, rank) if part.row and self._adds and tp > 1 else None
         if shared is not None:
             num_bytes, inputs = shared
-            macs, gathers, gathered = part.outputs * inputs, 1, part.outputs * tp
-        else:
-            own = part.outputs
-            if part.units is not None:
-                num_heads = heads.num_attention_heads, heads.num_key_value_heads
-                own = count(share_outputs(part.units, part.outputs, num_heads, tp, rank))
-            num_bytes, macs = part.num_bytes * own // part.outputs, own * part.inputs
-            gathers, gathered = part.num_gathers, part.gathered
-        if not num_experts:
-            return Cost(num_bytes, num_bytes if part.is_read else 0, 0, macs, 0, 0, gathers, gathered)
-        num_bytes, macs = num_bytes * num_experts, macs * num_experts
-        return Cost(num_bytes, 0, num_bytes, 0, macs, 0, gathers, num_rows * gathered)
+            return num_bytes, part.outputs * inputs, 1, part.outputs * tp
+        own = part.outputs
+        if part.units is not None:
+            num_heads = heads.num_attention_heads, heads.num_key_value_heads
+            own = count(share_outputs(part.units, part.outputs, num_heads, tp, rank))
+        return part.num_bytes * own // part.outputs, own * part.inputs, part.num_gathers, part.gathered
 
     def _ends(self) -> tuple[Counter[Part], Counter[Part]]:
         """Return the parts before the layers, and those after them."""
@@ -223,12 +236,15 @@ class DivisionCosts:
         bias_bytes = 0 if module.bias is None else module.bias.numel() * self._dtype.itemsize
         num_bytes += bias_bytes
         units = None if leaf in layout.replicated else layout.units.get(leaf, (Unit.CHANNEL,))
+        is_compressible = isinstance(module.method, PackedDenseMethod) and dtype is torch.bfloat16
         if module is self._model.head:
-            return [Part(num_bytes, outputs, inputs, units, gathered=outputs, num_gathers=1)]
-        if leaf not in layout.row_parallel:
-            return [Part(num_bytes, outputs, inputs, units, num_experts=num_experts)]
-        row = RowLayer(module.method, dtype, bias_bytes, path.startswith(f"{layout.attention}."))
-        return [Part(num_bytes, outputs, inputs, (Unit.CHANNEL,), True, num_experts, inputs + outputs, 2, row=row)]
+            part = Part(num_bytes, outputs, inputs, units, gathered=outputs, num_gathers=1)
+        elif leaf not in layout.row_parallel:
+            part = Part(num_bytes, outputs, inputs, units, num_experts=num_experts)
+        else:
+            row = RowLayer(module.method, dtype, bias_bytes, path.startswith(f"{layout.attention}."))
+            part = Part(num_bytes, outputs, inputs, (Unit.CHANNEL,), True, num_experts, inputs + outputs, 2, row=row)
+        return [replace(part, is_compressible=is_compressible)]
 
     def _tensor(self, module: nn.Module, name: str, parameter: nn.Parameter, num_experts: int) -> Part:
         """Return the part that is a parameter of no linear layer."""

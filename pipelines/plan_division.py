@@ -15,6 +15,7 @@ import torch
 from conf.errors import UserError
 from conf.schema import DeviceConfig, ParallelConfig, ParallelMode, RunConfig, Task
 from conf.sizes import num_bytes
+from kernels import build
 from kernels.kv_format import FORMATS, STATIC_FORMATS
 from models.layers.attention import Heads
 from pipelines.device import prepare_device
@@ -28,6 +29,7 @@ from pipelines.report import print_columns
 from pipelines.topology import Topology, find_topology, read_topology
 
 ROW_TOKENS = 2048  # of a row, prompt and answer, where model.max_length does not say less
+NO_RANKS = "ranks need a CPU and the C++ kernels"
 EQUAL = 0.95  # of the most tokens a second: what is closer is no worse, and fewer ranks are simpler
 
 
@@ -85,7 +87,8 @@ def planned(run: RunConfig) -> RunConfig | None:
         print(f"choice: {best or 'none, because nothing fits'}")
         return None
     if best is None:
-        raise UserError(f"parallel=auto: no division of this model fits here: {candidates[-1].limit}: give quant=int4")
+        limit = [each.limit for each in candidates if each.limit != NO_RANKS][-1]
+        raise UserError(f"parallel=auto: no division of this model fits here: {limit}: give quant=int4")
     print(f"parallel=auto: {best}")
     return replace(run, parallel=_parallel(run, best))
 
@@ -107,17 +110,25 @@ def plan_division(run: RunConfig) -> tuple[list[Candidate], Topology, Workload]:
     source, path = open_source(run.model), run.parallel.topology
     device = prepare_device(run.device) if path is None else torch.device("cpu")
     topology = None if path is None else read_topology(Path(path).expanduser())
-    block_size = run.device.block_size or BLOCK_SIZE[topology.kind if topology else device.type]
-    plan, costs = _costs(run, source, block_size)
-    topology = topology or find_topology(device, plan.dtype)
+    kind = topology.kind if topology else device.type
+    block_size = run.device.block_size or BLOCK_SIZE[kind]
+    plan, costs = _costs(run, source, block_size, packed=kind == "cpu", compresses=path is None)
     rows = run.bench.batch_size if run.task is Task.bench else run.predict.batch_size
     rows *= max(run.decode.n or 1, run.decode.num_beams or 1)
+    topology = topology or find_topology(device, plan.dtype, rows)
     length = min(run.model.max_length or ROW_TOKENS, source.shape.context_length, ROW_TOKENS)
     num_tokens, vocab_size = run.device.max_batched_tokens, source.shape.vocab_size
     step = step_bytes(plan.max_layer_values, vocab_size, plan.dtype, num_tokens, rows)
     workload = Workload(rows, length, block_size, step, plan.dtype.itemsize)
     planner = _Planner(run.device, costs, topology, workload)
-    return [planner.candidate(*division) for division in divisions(topology, rows)], topology, workload
+    has_ranks = path is not None or (device.type == "cpu" and build.library() is not None)
+    candidates = [
+        planner.candidate(tp, pp, replicas)
+        if has_ranks or tp * pp == 1
+        else Candidate(tp, pp, replicas, limit=NO_RANKS)
+        for tp, pp, replicas in divisions(topology, rows)
+    ]
+    return candidates, topology, workload
 
 
 def divisions(topology: Topology, num_rows: int) -> list[tuple[int, int, int]]:
@@ -189,17 +200,19 @@ class _Planner:
         """
         num_lanes = min(len(costs), num_rows)
         lane_rows = -(-num_rows // num_lanes)
-        of_stages = [[self._rank(cost, lane_rows, tp, len(costs)) for cost in stage] for stage in costs]
+        of_stages = [[self._rank(cost, lane_rows, tp, len(costs), num_lanes) for cost in stage] for stage in costs]
         stages = [max(ranks, key=_seconds) for ranks in of_stages]
         slowest = max(stages, key=_seconds)
         seconds = max(sum(map(_seconds, stages)), num_lanes * _seconds(slowest))
         return seconds, max(slowest, key=slowest.__getitem__)
 
-    def _rank(self, cost: Cost, num_rows: int, tp: int, pp: int) -> dict[str, float]:
+    def _rank(self, cost: Cost, num_rows: int, tp: int, pp: int, num_lanes: int) -> dict[str, float]:
         """Return the seconds that a rank takes for each kind of work."""
         topology, work, sharing = self._topology, self._work, self._sharing(tp * pp)
         share = self._costs.active_share(num_rows)
-        bandwidth, flops = topology.bandwidth / sharing, topology.flops / sharing
+        bandwidth, flops = topology.bandwidth / min(sharing, tp * num_lanes), topology.flops / sharing
+        if sharing > 1:  # with half of the cores each
+            bandwidth = min(bandwidth, topology.half_bandwidth)
         link = self._hop(tp * pp, num_rows) if pp > 1 else 0.0
         if tp > 1:
             received = num_rows * cost.gathered * work.itemsize * (tp - 1) / tp
@@ -266,8 +279,13 @@ def _layer_kinds(run: RunConfig, source: ModelSource) -> tuple[Hashable, ...]:
     return tuple(zip(kinds, map(frozenset, held), strict=True))
 
 
-def _costs(run: RunConfig, source: ModelSource, block_size: int) -> tuple[ModelPlan, DivisionCosts]:
-    """Return the plan of the model's first layers, among which there is one of each kind, and the costs of the whole model."""
+def _costs(
+    run: RunConfig, source: ModelSource, block_size: int, packed: bool, compresses: bool = False
+) -> tuple[ModelPlan, DivisionCosts]:
+    """Return the plan of the model's first layers, among which there is one of each kind, and the costs of the whole model.
+
+    `packed`: as for `plan_model`. `compresses`: as for `DivisionCosts`.
+    """
     if run.quant.needs_calibration and not source.is_quantized:
         raise UserError(
             "parallel=auto plans no model that is going to be calibrated: quantise it by task=quantize first"
@@ -275,7 +293,7 @@ def _costs(run: RunConfig, source: ModelSource, block_size: int) -> tuple[ModelP
     kinds = _layer_kinds(run, source)
     num_layers = 1 + max(map(kinds.index, kinds))
     first = replace(source, shape=replace(source.shape, num_hidden_layers=num_layers))
-    plan = plan_model(run, first, torch.device("cpu"), packed=False)
+    plan = plan_model(run, first, torch.device("cpu"), packed)
 
     def block_bytes(heads: Heads) -> int:
         if plan.static_cache is None:
@@ -286,4 +304,4 @@ def _costs(run: RunConfig, source: ModelSource, block_size: int) -> tuple[ModelP
         return sum(tensor.nbytes for tensor in cache.tensors)
 
     own = division_of(0, 1, 1, run.parallel)
-    return plan, DivisionCosts(plan.model, kinds, plan.dtype, block_bytes, own.adds, own.whole_experts)
+    return plan, DivisionCosts(plan.model, kinds, plan.dtype, block_bytes, own.adds, own.whole_experts, compresses)

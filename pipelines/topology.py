@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,12 +10,16 @@ import yaml
 
 from conf.errors import UserError
 from conf.sizes import num_bytes
+from kernels.linear import matmul, pack
 from models.config import ConfigReader
 from pipelines.bandwidth import memory_bandwidth
 from pipelines.engine.kv_cache import free_memory
 
 NUMA_NODES = Path("/sys/devices/system/node")
-PRODUCT = 1024  # rows and columns of the product that a device's arithmetic is measured by
+PRODUCT = (
+    2048  # inputs and outputs of the product that a device's arithmetic is measured by: its weight stays in the cache
+)
+MAX_ROWS = 128  # of it: more have a CPU's peak, too
 SHARED_MEMORY_LATENCY_S = 2e-6  # of a barrier of two processes
 SHARED_MEMORY_COPIES = 3  # reads and writes of a number on its way from one process into another
 GPU_LATENCY_S, GPU_BANDWIDTH = 1e-5, 2.5e10  # assumed where no file says more: NCCL over PCIe 4
@@ -44,6 +49,8 @@ class Topology:
     """Bytes of a device that may be used."""
     bandwidth: float
     """Bytes a second of a device's memory."""
+    half_bandwidth: float
+    """Those that half of a device's cores read while the others do nothing."""
     flops: float
     """Multiplications and additions a second of a device, in the model's dtype."""
     link: Link
@@ -76,12 +83,14 @@ def read_topology(path: Path) -> Topology:
     network = _read_link(reader, "network")
     if (network is None) != (num_machines == 1):
         raise UserError(f"{path}: network is between machines: give it for several, and not for one")
+    bandwidth = _size(reader, "bandwidth", path)
     topology = Topology(
         reader.expect("kind", ("cpu", "cuda"), None),
         num_machines,
         reader.count("devices", bits=16),
         _size(reader, "memory", path),
-        _size(reader, "bandwidth", path),
+        bandwidth,
+        bandwidth,
         1e12 * reader.positive("tflops"),
         link,
         network,
@@ -111,22 +120,37 @@ def _refuse_unread(reader: ConfigReader, where: Path | str) -> None:
         raise UserError(f"{where}: {unread[0]} is not known here: the files in pipelines/topologies have all keys")
 
 
-def find_topology(device: torch.device, dtype: torch.dtype) -> Topology:
-    """Return this machine as it is now: what is free is counted, memory and arithmetic are measured in half a second."""
-    bandwidth, flops, free = memory_bandwidth(device), _measured_flops(device, dtype), free_memory(device, 1.0)
+def find_topology(device: torch.device, dtype: torch.dtype, num_rows: int) -> Topology:
+    """Return this machine as it is now: what is free is counted, memory and arithmetic are measured in less than a second.
+
+    `num_rows`: of the products of a step.
+    """
+    bandwidth, flops, free = (
+        memory_bandwidth(device),
+        _measured_flops(device, dtype, num_rows),
+        free_memory(device, 1.0),
+    )
     if device.type == "cuda":
         link, number = Link(GPU_LATENCY_S, GPU_BANDWIDTH), torch.cuda.device_count()
-        return Topology("cuda", 1, number, free, bandwidth, flops, link, None)
+        return Topology("cuda", 1, number, free, bandwidth, bandwidth, flops, link, None)
     number = max(1, len([*NUMA_NODES.glob("node[0-9]*")]))
+    of_half = min(bandwidth, memory_bandwidth(device, max(1, torch.get_num_threads() // 2)))
     link = Link(SHARED_MEMORY_LATENCY_S, bandwidth / number / SHARED_MEMORY_COPIES)
-    return Topology("cpu", 1, number, free // number, bandwidth / number, flops / number, link, None)
+    own = free // number, bandwidth / number, of_half / number, flops / number
+    return Topology("cpu", 1, number, *own, link, None)
 
 
-def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    a = torch.ones(PRODUCT, PRODUCT, dtype=dtype, device=device)
+def _measured_flops(device: torch.device, dtype: torch.dtype, num_rows: int) -> float:
+    """Return what a device reaches in a product of floats.
+
+    A CPU's kernels compute it with so many rows: in few of them a weight is unpacked for little arithmetic. A GPU has its peak.
+    """
+    weight = torch.randn(PRODUCT, PRODUCT).to(device, dtype)
+    rows = torch.randn(PRODUCT if device.type == "cuda" else min(num_rows, MAX_ROWS), PRODUCT).to(device, dtype)
+    product = partial(matmul, rows, pack(weight)) if device.type == "cpu" else partial(torch.matmul, rows, weight)
     seconds = []
-    for _ in range(4):
+    for _ in range(10):
         start = time.perf_counter()
-        (a @ a).flatten()[0].item()
+        product().flatten()[0].item()
         seconds.append(time.perf_counter() - start)
-    return 2 * PRODUCT**3 / min(seconds[1:])
+    return 2 * rows.numel() * PRODUCT / min(seconds[1:])

@@ -28,13 +28,17 @@ MIN_BYTES = 2**20  # smaller weights may come from a cache, and then 12 bits tak
 MAX_EXCEPTIONS = 1 / 256
 
 
+def is_gain(num_bytes: int) -> bool:
+    """Return whether bfloat16 of so many bytes is compressed on this machine, unless too many of its numbers are exceptions."""
+    return build.library() is not None and build.instruction_set() != "avx2" and num_bytes >= MIN_BYTES
+
+
 def compress(tiles: Tensor) -> Tensor:
     """Return tiles bfloat16 [T, S, 16, 2] compressed, or as they are where that is no gain.
 
     With AVX2 it would be none: what reading 12 bits takes is what the memory gives back.
     """
-    library = build.library()
-    if library is None or build.instruction_set() == "avx2" or tiles.nbytes < MIN_BYTES:
+    if not is_gain(tiles.nbytes):
         return tiles
     upper_bytes, num_exceptions = common_upper_bytes(tiles)
     if num_exceptions > MAX_EXCEPTIONS * tiles.numel():

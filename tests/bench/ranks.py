@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +35,7 @@ from kernels.collectives.shared_memory import SharedMemory, create_shared_memory
 from kernels.threads import use_cores
 from pipelines.plan_division import plan_division
 from pipelines.report import environment, write_atomically
+from pipelines.topology import Topology
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SIZES = [1 << power for power in range(13, 26)]  # bytes of a piece: 8 KB to 32 MB
@@ -103,29 +105,29 @@ def bench(model: str, overrides: list[str], num_rows: int, folder: Path) -> dict
     return {name: found[name] for name in ("prefill_tokens_per_s", "decode_tokens_per_s")}
 
 
-def planned(model: str, overrides: list[str], num_rows: int) -> dict[str, float]:
-    """Return the decode tokens/s that parallel=auto plans for each division of this machine, as `bench` measures them."""
+def planned(model: str, overrides: list[str], num_rows: int) -> tuple[dict[str, float], Topology]:
+    """Return the decode tokens/s that parallel=auto plans for each division of this machine, as `bench` measures them, and the machine."""
     run = compose_run_config(
         ["task=bench", f"model.path={model}", "device=cpu", "parallel=auto", "model.max_length=160"]
         + [f"bench.batch_size={num_rows}", *overrides]
     )
-    candidates, _, _ = plan_division(run)
+    candidates, topology, _ = plan_division(run)
     names = {(1, 1): "single", (2, 1): "tp2", (1, 2): "pp2"}
-    return {names[each.tp, each.pp]: each.tokens_per_s for each in candidates}
+    return {names[each.tp, each.pp]: each.tokens_per_s for each in candidates}, topology
 
 
 def divisions(model: str, overrides: list[str], rounds: int, folder: Path) -> dict[str, Any]:
     """Return the medians of each division and their ratios to one process in the same round, by the number of rows."""
     result: dict[str, Any] = {}
     for num_rows in (1, 16):
-        plan = planned(model, overrides, num_rows)
+        plan, topology = planned(model, overrides, num_rows)
         found: dict[str, list[dict[str, float]]] = {name: [] for name in DIVISIONS}
         for number in range(rounds):
             for name, parallel in DIVISIONS.items():
                 row = bench(model, [*parallel, *overrides], num_rows, folder / f"{name}-{num_rows}-{number}")
                 found[name].append(row)
                 print(name, num_rows, row, flush=True)
-        rows = {}
+        rows: dict[str, Any] = {"machine": asdict(topology)}
         for name, measured in found.items():
             ratios = {
                 key: statistics.median(a[key] / b[key] for a, b in zip(measured, found["single"], strict=True))

@@ -14,6 +14,7 @@ from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantMethod, QuantScheme
 from conf.schema import (
     DeviceConfig,
+    DType,
     ExpertDivision,
     ModelConfig,
     ParallelConfig,
@@ -26,6 +27,7 @@ from conf.schema import (
 from conf.tasks import PredictConfig
 from kernels.collectives import Threads
 from kernels.kv_format import FORMATS
+from kernels.linear.compressed import is_gain
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.layers.linear import Linear
@@ -33,7 +35,7 @@ from models.layers.moe import Experts
 from models.layers.pieces import RowPieces, RowSum
 from models.parallel import divide, stage_layers
 from models.registry import find_architecture
-from pipelines import pipeline, plan_division
+from pipelines import division_costs, pipeline, plan_division
 from pipelines.division_costs import DivisionCosts
 from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.loading import load_engine
@@ -52,6 +54,17 @@ TOPOLOGIES = REPOSITORY / "pipelines" / "topologies"
 GOLDENS = REPOSITORY / "tests" / "goldens"
 FAMILIES = sorted(folder.name for folder in GOLDENS.iterdir() if folder.is_dir())
 CONFIGS = {"llama": LLAMA_405B, "mixtral": MIXTRAL_8X22B, "deepseek": DEEPSEEK_V3}
+LLAMA_1B = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+RANKS_ROWS = {"single": (1, 1, 1), "tp2": (2, 1, 1), "pp2": (1, 2, 1)}  # of ranks.json
+BANDWIDTH = 27.8e9  # that its plans of that day had: their tokens/s of one row by the bytes that it reads
+HALF_BANDWIDTH = (
+    20e9  # of one core: two stages with one row, of which one computes at a time, had 0.72 of one process's speed
+)
+FLOPS = 2 * 2 * 118e9 * 0.85  # two cores; of their peak 16 rows reach 82 to 88 % (LOG.md)
 NONE, INT4 = QuantConfig(), QuantConfig(QuantScheme.int4)
 INT8, GROUPS = QuantConfig(QuantScheme.int8), QuantConfig(QuantScheme.int4, group_size=32)
 A8W8 = QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic)
@@ -151,6 +164,7 @@ def test_bytes_of_a_rank_of_deepseek_v3_by_hand(tmp_path: Path) -> None:
         dry_run(write_config(tmp_path / "deepseek", DEEPSEEK_V3), "8_gpus"),
         open_source(ModelConfig(path=str(tmp_path / "deepseek"), weights=Weights.random)),
         64,
+        packed=False,
     )[1]
     assert model.rank(range(61), 16, 0).weight_bytes == 2 * values + 58 * 4 * router
     assert model.rank(range(61), 16, 15).cache_bytes == 61 * 64 * (latent + rope) * 2
@@ -161,7 +175,7 @@ def test_undivided_every_family_has_the_bytes_of_its_model(name: str) -> None:
     config = RunConfig(model=ModelConfig(path=str(GOLDENS / name), weights=Weights.random))
     source = open_source(config.model)
     model = plan_model(config, source, torch.device("cpu"), packed=False).model
-    plan, costs = plan_division._costs(config, source, 16)  # noqa: SLF001
+    plan, costs = plan_division._costs(config, source, 16, packed=False)  # noqa: SLF001
     cost = costs.rank(range(model.config.num_hidden_layers), 1, 0)
     assert cost.weight_bytes == weight_bytes(model, plan.dtype)
     assert cost.read_bytes + cost.expert_bytes <= cost.weight_bytes
@@ -175,10 +189,14 @@ def test_undivided_every_family_has_the_bytes_of_its_model(name: str) -> None:
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("quant", [NONE, INT8], ids=["floats", "int8"])
+@pytest.mark.parametrize(
+    ("quant", "packed"), [(NONE, False), (NONE, True), (INT8, False)], ids=["floats", "packed floats", "int8"]
+)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_divided_model_has_the_bytes_that_are_reckoned(name: str, quant: QuantConfig, tp: int, pp: int) -> None:
-    check_ranks(GOLDENS / name, quant, tp, pp)
+def test_a_divided_model_has_the_bytes_that_are_reckoned(
+    name: str, quant: QuantConfig, packed: bool, tp: int, pp: int
+) -> None:
+    check_ranks(GOLDENS / name, quant, tp, pp, packed)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (2, 2)])
@@ -211,21 +229,23 @@ def test_whole_experts_have_the_bytes_that_are_reckoned(
     check_ranks(GOLDENS / name, quant, tp, pp, sum=sum, experts=ExpertDivision.whole)
 
 
-def check_ranks(folder: Path, quant: QuantConfig, tp: int, pp: int, **given: Any) -> list[CausalLM]:
+def check_ranks(
+    folder: Path, quant: QuantConfig, tp: int, pp: int, packed: bool = False, **given: Any
+) -> list[CausalLM]:
     """What is reckoned of each rank is what it has of the model that `divide` has divided. Returns the ranks' models."""
     parallel = ParallelConfig(ParallelMode.auto, **given)
     config = RunConfig(model=ModelConfig(path=str(folder), weights=Weights.random), quant=quant, parallel=parallel)
     source = open_source(config.model)
-    plan, costs = plan_division._costs(config, source, 16)  # noqa: SLF001
+    plan, costs = plan_division._costs(config, source, 16, packed)  # noqa: SLF001
     if tp > plan.model.attention_heads[0].num_attention_heads:
         with pytest.raises(UserError, match="query heads"):
             costs.rank(range(1), tp, 0)
         return []
-    whole = plan_model(config, source, torch.device("cpu"), packed=False).model
+    whole = plan_model(config, source, torch.device("cpu"), packed).model
     assert costs.stages(pp) == stage_layers(whole, pp, plan.dtype)
     models = []
     for stage, rank in product(range(pp), range(tp)):
-        own = plan_model(config, source, torch.device("cpu"), packed=False).model
+        own = plan_model(config, source, torch.device("cpu"), packed).model
         divide(own, division_of(tp * stage + rank, tp, pp, parallel), Threads.of(tp)[rank], plan.dtype)
         cost = costs.rank(costs.stages(pp)[stage], tp, rank)
         assert cost.weight_bytes == weight_bytes(own, plan.dtype)
@@ -236,8 +256,11 @@ def check_ranks(folder: Path, quant: QuantConfig, tp: int, pp: int, **given: Any
     return models
 
 
-def test_what_is_reckoned_is_what_a_loaded_model_has(tmp_path: Path) -> None:
-    write_llama(tmp_path, num_hidden_layers=3, intermediate_size=96)  # whole steps of 16, which need no padding
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_reckoned_is_what_a_loaded_model_has(tied: bool, tmp_path: Path) -> None:
+    """Of a tied embedding a CPU's kernels have a copy in their order, which is the head."""
+    sizes = {"num_hidden_layers": 3, "intermediate_size": 96}  # whole steps of 16, which need no padding
+    write_llama(tmp_path, tie_word_embeddings=tied, **sizes)
     config = run_config(tmp_path)
     config = replace(config, device=replace(config.device, kv_cache_memory="300000"))
     engine = load_engine(config, 3)
@@ -245,6 +268,55 @@ def test_what_is_reckoned_is_what_a_loaded_model_has(tmp_path: Path) -> None:
     found = candidates_of(auto)[1, 1, 1]
     assert found.weight_bytes == engine.runner.weight_bytes
     assert found.cache_tokens == engine.scheduler.block_manager.num_blocks * engine.block_size
+
+
+@pytest.mark.skipif(not is_gain(2**20), reason="weights are compressed for AVX-512 and AMX")
+def test_bfloat16_is_held_in_12_bits_from_1_mib_on(tmp_path: Path) -> None:
+    """Of a rank of two no weight is so large, and neither are machines of a file this one."""
+    write_llama(tmp_path, hidden_size=512, intermediate_size=1536, tie_word_embeddings=False)
+    config = run_config(tmp_path)
+    config = replace(config, model=replace(config.model, dtype=DType.bfloat16))
+    engine = load_engine(config, 3)
+    auto = replace(config, parallel=ParallelConfig(ParallelMode.auto))
+    found, large = candidates_of(auto), 2 * 2 * 3 * 512 * 1536
+    stored = candidates_of(dry_run(tmp_path, "one_socket"))[1, 1, 1].weight_bytes // 2  # of float32
+    assert found[1, 1, 1].weight_bytes == stored - large // 4
+    assert found[1, 1, 1].weight_bytes == pytest.approx(engine.runner.weight_bytes, rel=2e-3)  # exceptions
+    norms = 5 * 512 * 2
+    assert found[2, 1, 1].weight_bytes == (stored - norms) // 2 + norms
+
+
+def test_half_of_the_cores_have_more_than_half_of_the_bandwidth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage that computes while the other waits; two at once have half of it each."""
+    link = Link(1e-12, 1e18)
+    one_device = Topology("cpu", 1, 1, 10**9, 1e6, 0.75e6, 1e15, link, None)
+    monkeypatch.setattr(plan_division, "find_topology", lambda *_: one_device)
+    write_llama(tmp_path, intermediate_size=96, tie_word_embeddings=False)
+    one, two = (candidates_of(dry_run(tmp_path, None, rows)) for rows in (1, 2))
+    assert one[1, 2, 1].tokens_per_s == pytest.approx(0.75 * one[1, 1, 1].tokens_per_s)
+    assert one[2, 1, 1].tokens_per_s == pytest.approx(one[1, 1, 1].tokens_per_s, rel=0.02)
+    e, f, v, heads, keys, d = 64, 96, 96, 4, 2, 16
+    layer = e * heads * d + 2 * e * keys * d + heads * d * e + 3 * e * f + 2 * e
+    last = 4 * (layer + v * e + e) + 128 * 2 * keys * d * 4
+    assert two[1, 2, 1].tokens_per_s == pytest.approx(2 / (2 * last / 0.5e6))
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_measured_speeds_are_planned(num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a quarter, and in their order: bfloat16 of 1.1 B on two cores of a Zen 4 with AVX-512."""
+    link = Link(2e-6, BANDWIDTH / 3)
+    machine = Topology("cpu", 1, 1, 8 * 10**9, BANDWIDTH, HALF_BANDWIDTH, FLOPS, link, None)
+    monkeypatch.setattr(plan_division, "find_topology", lambda *_: machine)
+    monkeypatch.setattr(division_costs, "is_gain", lambda num_bytes: num_bytes >= 2**20)
+    run = dry_run(write_config(tmp_path / "llama", LLAMA_1B), None, num_rows)
+    found = candidates_of(replace(run, model=replace(run.model, max_length=160)))
+    measured = json.loads((REPOSITORY / "tests/bench/results/ranks.json").read_text())["divisions"][str(num_rows)]
+    rows = {division: measured[name]["decode_tokens_per_s"] for name, division in RANKS_ROWS.items()}
+    for division, tokens_per_s in rows.items():
+        assert 0.75 < found[division].tokens_per_s / tokens_per_s < 1.25, division
+    assert sorted(rows, key=lambda each: found[each].tokens_per_s) == sorted(rows, key=rows.__getitem__)
 
 
 def test_seconds_of_a_step_by_hand(tmp_path: Path) -> None:
@@ -335,7 +407,7 @@ def test_what_four_ranks_exchange_of_mixtral(
     """Of a token two experts' rows: the channels of each before its last product, what each gives, or both."""
     run = dry_run(write_config(tmp_path / "mixtral", MIXTRAL_8X22B), "8_gpus")
     run = replace(run, parallel=replace(run.parallel, sum=sum, experts=experts))
-    cost = plan_division._costs(run, open_source(run.model), 64)[1].rank(range(56), 4, 0)  # noqa: SLF001
+    cost = plan_division._costs(run, open_source(run.model), 64, packed=False)[1].rank(range(56), 4, 0)  # noqa: SLF001
     assert cost.gathered == 56 * of_layer + 6144 + 32768
     assert cost.num_gathers == 56 * num_gathers + 2
 
@@ -359,10 +431,24 @@ def test_whole_experts_that_are_too_few_forbid_a_division(tmp_path: Path) -> Non
 
 def test_divisions_leave_nothing_idle(tmp_path: Path) -> None:
     link = Link(1e-6, 1e9)
-    six = Topology("cuda", 2, 3, 10**9, 1e9, 1e12, link, link)
+    six = Topology("cuda", 2, 3, 10**9, 1e9, 1e9, 1e12, link, link)
     assert divisions(six, 16) == [(1, 1, 6), (1, 2, 3), (1, 3, 2), (1, 6, 1), (3, 1, 2), (3, 2, 1)]
     assert (1, 1, 4) in divisions(six, 4)  # replicas without rows would do nothing
     assert divisions(replace(six, num_machines=1, num_devices=1, network=None), 16) == [(1, 1, 1), (2, 1, 1), (1, 2, 1)]
+
+
+def test_ranks_of_gpus_that_are_here_are_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run would take them; each replica has a GPU of its own."""
+    link = Link(1e-5, 2.5e10)
+    gpus = Topology("cuda", 1, 2, 80 * 10**9, 3e12, 3e12, 1e15, link, None)
+    monkeypatch.setattr(plan_division, "find_topology", lambda *_: gpus)
+    monkeypatch.setattr(plan_division, "prepare_device", lambda _: torch.device("cuda"))
+    write_llama(tmp_path)
+    found = candidates_of(dry_run(tmp_path, None, 16))
+    assert str(choose([*found.values()])) == "replicas=2"
+    assert [found[division].limit for division in [(2, 1, 1), (1, 2, 1)]] == [
+        "ranks need a CPU and the C++ kernels"
+    ] * 2
 
 
 def test_what_is_hardly_faster_is_not_chosen() -> None:
@@ -411,10 +497,10 @@ def test_a_topology_that_says_something_else_is_refused(tmp_path: Path, text: st
 
 
 def test_this_machine_is_found() -> None:
-    found = find_topology(torch.device("cpu"), torch.float32)
+    found = find_topology(torch.device("cpu"), torch.float32, 16)
     assert (found.kind, found.num_machines, found.network) == ("cpu", 1, None)
     assert found.memory > 10**8
-    assert 10**8 < found.bandwidth < 10**13
+    assert 10**8 < found.half_bandwidth <= found.bandwidth < 10**13
     assert 10**8 < found.flops < 10**16
 
 

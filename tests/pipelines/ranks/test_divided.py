@@ -157,12 +157,14 @@ def test_what_is_counted_is_of_all_ranks(engines: tuple[Engine, Engine]) -> None
         assert own == whole or place.tp > 1
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
-def test_ranks_have_the_bytes_that_were_planned(tp: int, pp: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tp", "pp", "tied"), [(2, 1, False), (1, 2, False), (2, 2, False), (1, 2, True), (2, 1, True)]
+)
+def test_ranks_have_the_bytes_that_were_planned(tp: int, pp: int, tied: bool, tmp_path: Path) -> None:
     """Of parts of whole steps of 16 outputs, which need no padding."""
-    write_llama(tmp_path, num_hidden_layers=3, intermediate_size=96, head_dim=16)
+    write_llama(tmp_path, num_hidden_layers=3, intermediate_size=96, head_dim=16, tie_word_embeddings=tied)
     run = parallel(run_config(tmp_path), tp, pp)
-    _, costs = plan_division._costs(run, open_source(run.model), 16)  # noqa: SLF001
+    _, costs = plan_division._costs(run, open_source(run.model), 16, packed=True)  # noqa: SLF001
     planned = sum(costs.rank(layers, tp, rank).weight_bytes for layers in costs.stages(pp) for rank in range(tp))
     divided = load_engine(run, 3)
     assert divided.runner.weight_bytes == planned
