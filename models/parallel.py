@@ -86,6 +86,16 @@ def stage_layers(model: CausalLM, pp: int, dtype: torch.dtype) -> list[range]:
     return stages(layers, first, last + (sizes[model.layout.embedding] if _is_tied(model) else 0), pp)
 
 
+def check_division(model: CausalLM, division: Division, dtype: torch.dtype) -> None:
+    """Raise UserError for more ranks than heads or whole experts, and for more stages than layers, as `divide` does."""
+    if division.whole_experts:
+        check_experts(model, division.tp)
+    if division.pp > 1:
+        stage_layers(model, division.pp, dtype)
+    for heads in model.attention_heads:
+        share_heads(heads.num_attention_heads, heads.num_key_value_heads, division.tp, division.tp_rank)
+
+
 def check_experts(model: CausalLM, tp: int) -> None:
     """Raise UserError where there is not an expert of each mixture for each rank."""
     numbers = [len(module) for module in model.modules() if isinstance(module, Experts)]

@@ -74,9 +74,9 @@ def _load_with_ranks(
     """Return the engine of rank 0, whose other ranks end with it."""
     from pipelines.ranks.leader import lead  # here, because other runs have one process
 
-    leader = lead(run, source, device)
+    whole = plan_model(run, source, device, packed=True)
+    leader = lead(run, whole)
     try:
-        whole = plan_model(run, source, device, packed=True)
         draft = plan_draft(run, whole, settings)  # which rank 0 has alone, and whole
         plan = leader.part(whole)
         source.warn_of_unread_keys()

@@ -25,7 +25,7 @@ from models.formats.sliced import sliced_files
 from models.heads import Head
 from models.linear_layers import pack_layers
 from models.outline import open_model
-from models.parallel import divide
+from models.parallel import check_division, divide
 from models.weights import DTYPES, match_tensors, stored_dtype
 from pipelines.fingerprint import plain
 from pipelines.memory import max_layer_values
@@ -112,32 +112,34 @@ def divide_plan(plan: ModelPlan, division: Division, group: Group, neighbours: N
     """
     if division == Division():
         return plan
+    check_plan(plan, division)
     if isinstance(plan.model, ExportedLM):
-        return _part_of_exported(plan, plan.source.artefact, division, group, neighbours)
-    if not plan.files:
-        raise UserError(
-            "model.weights=random makes other weights in parts than whole: give a checkpoint, or parallel=single"
-        )
+        has_head = plan.source.architecture.head is not Head.none
+        folder = plan.source.checkpoint.path
+        own, part = read_description(folder, division.rank), part_folder(folder, division)
+        return replace(plan, model=ExportedLM(own, part, has_head, group, neighbours).eval(), division=division)
     matched = match_tensors(plan.model, plan.files, plan.ignored_tensors)
     cuts = divide(plan.model, division, group, plan.dtype, neighbours)
     files = sliced_files(plan.files, matched, plan.model, cuts, division)
     return replace(plan, files=files, division=division)
 
 
-def _part_of_exported(
-    plan: ModelPlan, artefact: Description | None, division: Division, group: Group, neighbours: Neighbours
-) -> ModelPlan:
-    """Return the plan of one rank's part. Raises UserError where the model was exported for another division."""
-    assert artefact is not None
+def check_plan(plan: ModelPlan, division: Division) -> None:
+    """Raise UserError where a whole model cannot be divided so, or was exported for another division: before ranks are started."""
+    artefact = plan.source.artefact
+    if artefact is None:
+        if not plan.files:
+            raise UserError(
+                "model.weights=random makes other weights in parts than whole: give a checkpoint, or parallel=single"
+            )
+        check_division(plan.model, division, plan.dtype)
+        return
     folder, made_for = plan.source.checkpoint.path, artefact.division
     if (division.tp, division.pp) != (made_for.tp, made_for.pp):
         raise UserError(f"tp={division.tp} and pp={division.pp} do not run {folder}, {_ranks_of(made_for)}")
     if division.adds or division.whole_experts:
         given = "parallel.sum=reduce" if division.adds else "parallel.experts=whole"
         raise UserError(f"{given} contradicts {folder}, which was exported for ranks that join pieces: leave it out")
-    own, has_head = read_description(folder, division.rank), plan.source.architecture.head is not Head.none
-    model = ExportedLM(own, part_folder(folder, division), has_head, group, neighbours).eval()
-    return replace(plan, model=model, division=division)
 
 
 def without_quantization(run: RunConfig) -> RunConfig:

@@ -27,8 +27,7 @@ from pipelines.engine.adapters import Adapters
 from pipelines.engine.runner import Runner
 from pipelines.engine.steps import StepOutputs
 from pipelines.fingerprint import common_fingerprint, plain
-from pipelines.opening import ModelSource
-from pipelines.planning import ModelPlan, divide_plan
+from pipelines.planning import ModelPlan, check_plan, divide_plan
 from pipelines.ranks.control import Worker, Workers
 from pipelines.ranks.launch import Rank, cores_of_ranks, degrees, joined, spawn, uses_gloo
 from pipelines.ranks.meeting import addresses, meet
@@ -81,15 +80,20 @@ def _end(workers: Workers, cpus: set[int]) -> None:
     use_cores(cpus)
 
 
-def lead(run: RunConfig, source: ModelSource, device: torch.device) -> Leader:
-    """Begin to load the model of `run` in its other ranks, each on cores of its own. Raises UserError where they cannot be had."""
-    library = build.library()
+def lead(run: RunConfig, whole: ModelPlan) -> Leader:
+    """Begin to load the model of `run` in its other ranks, each on cores of its own. Raises UserError where they cannot be had.
+
+    `whole`: the plan of the undivided model.
+    """
+    library, source, device = build.library(), whole.source, whole.device
     if device.type != "cpu" or library is None:
         missing = "the C++ kernels, which are off" if device.type == "cpu" else "device=cpu"
         raise UserError(f"parallel={run.parallel.mode.name} needs {missing}: give them, or parallel=single")
     place = joined(os.environ)
     (tp, pp), cpus = degrees(run, place), os.sched_getaffinity(0)
     over_tcp = uses_gloo(run, place, tp)
+    if place is None:
+        check_plan(whole, division_of(0, tp, pp, run.parallel))
     ranks = spawn(tp * pp) if place is None else meet(place)
     cores = cores_of_ranks(place.num_local if place else tp * pp, cpus)
     is_near = place is None or place.address is None  # then rank 0 has verified the files of all

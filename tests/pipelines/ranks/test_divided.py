@@ -21,6 +21,7 @@ from pipelines.engine import Engine
 from pipelines.engine.request import SequenceGroup
 from pipelines.loading import load_engine
 from pipelines.opening import open_source
+from pipelines.ranks import leader
 from pipelines.ranks.leader import LeadingRunner
 from tests.helpers.builders import KEY_VALUE_BYTES, run_config, write_llama
 
@@ -192,9 +193,13 @@ def test_the_memory_of_others_is_what_the_system_says(engines: tuple[Engine, Eng
     assert alone.peak_memory_of_others == 0
 
 
-def test_a_model_that_cannot_be_divided_is_one_line(model: RunConfig) -> None:
+def test_a_model_that_cannot_be_divided_is_one_line(model: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a rank is started: of too many a machine has not the memory."""
+    monkeypatch.setattr(leader, "spawn", lambda size: pytest.fail(f"{size} ranks"))
     with pytest.raises(UserError, match="tp=5 is more than the 4 query heads of this model: give at most 4"):
         load_engine(parallel(model, 5), 3)
+    with pytest.raises(UserError, match="pp=400 is more than the model's 3 layers: give at most 3"):
+        load_engine(parallel(model, 1, 400), 3)
 
 
 def test_the_ranks_end_with_the_engine(model: RunConfig) -> None:
