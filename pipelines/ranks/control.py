@@ -19,7 +19,8 @@ from pipelines.ranks.place import Place
 
 LOOK_S = 0.2  # between two looks at what may have failed
 GRACE_S = 3.0  # for the run to end by itself once a rank is lost
-END_S = 2.0  # for a rank to end once its socket is closed
+END_S = 2.0  # for a rank to end once its socket is closed, and for Python once its main thread has ended
+CLOSE_S = 10.0  # for the main thread to end once the ranks have
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Workers:
         self._workers = workers
         self._heartbeat_s = heartbeat_s
         self._lost: str | None = None
-        self._closed = threading.Event()
+        self._closed, self._all_ended = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
 
@@ -124,6 +125,7 @@ class Workers:
             self.place.abort()
             for worker in self._workers:
                 worker.end()
+            self._all_ended.set()
 
     def _watch(self) -> None:
         """Take messages until the first rank is lost; then let the run end, or end it."""
@@ -140,12 +142,26 @@ class Workers:
                     worker.heard_at = now
                 elif now - worker.heard_at > self._heartbeat_s:
                     self._lose(f"{worker.name} has been silent for {self._heartbeat_s:g} s")
-        if self._lost is not None and not self._closed.wait(GRACE_S):
+        if self._lost is not None:
+            self._see_to_the_end()
+
+    def _see_to_the_end(self) -> None:
+        """End this process where it does not end by itself."""
+        if not self._closed.wait(GRACE_S):
             print(visible(f"error: {self._lost}"), file=sys.stderr, flush=True)
             for worker in self._workers:
                 if worker.process is not None:
                     worker.process.kill()
             os._exit(1)
+        self._all_ended.wait()  # which may be in Python's end, where the main thread counts as ended
+        end = time.monotonic() + CLOSE_S
+        while threading.main_thread().is_alive():  # `join` would hold its lock, which Python's end wants
+            if time.monotonic() > end:  # it has other work
+                return
+            time.sleep(LOOK_S)
+        time.sleep(END_S)  # Python's end waits for a thread in which gloo waits for the lost rank
+        sys.stdout.flush()
+        os._exit(1)
 
     def _take(self, worker: Worker) -> None:
         try:
