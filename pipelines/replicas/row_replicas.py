@@ -28,6 +28,7 @@ NUM_CALLS = 2  # of a replica under way: when one returns, the next one is there
 MAX_STARTS = 4  # of a replica in a row, without a row that it has done
 WAIT_S = 0.2  # for an answer, before signals are looked at
 BEAT_S = 1.0
+BEGIN_S = 120.0  # for a worker that has its place to run for the first time
 BEATS = "beats"  # a worker's thread that answers while another computes
 
 
@@ -41,7 +42,8 @@ class Replica:
         self.is_ready = False
         self.num_starts = 0  # since the last row that was done
         self._begun: float | None = None  # when it asked for the place, until it is known whether it has it
-        self.heard_at: float | None = None  # when its worker last ran; None: it has not begun to
+        self.heard_at: float | None = None  # when its worker last ran, or else got its place; None: it has none
+        self._has_run = False
         self.counts: list[Counts] = []  # the last ones of each worker
         self._kind, self._load, self.place = kind, load, place
         bundle = {"CPU": place.num_cpus} | ({"GPU": place.num_gpus} if place.num_gpus else {})
@@ -52,7 +54,7 @@ class Replica:
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
         options = {"max_restarts": 0, "scheduling_strategy": where, "concurrency_groups": {BEATS: 1}}
         self._worker = ray.remote(**options, **asdict(self.place))(RowWorker).remote()
-        self.heard_at = None
+        self.heard_at, self._has_run = None, False
         self._ask_for_beat()
         self.calls = [self._worker.load.remote(self._kind, self._load)]
         self.is_ready, self._begun = False, monotonic()
@@ -66,14 +68,23 @@ class Replica:
     def waits(self) -> bool:
         """Return whether the cluster has not had the place yet; False where it was asked before about this worker."""
         is_unknown, self._begun = self._begun is not None, None
-        return is_unknown and bool(placement_group_table(self._group)["state"] != "CREATED")
+        return is_unknown and not self._has_place()
+
+    def _has_place(self) -> bool:
+        return bool(placement_group_table(self._group)["state"] == "CREATED")
 
     def listen(self) -> None:
-        """Take note of whether the worker has run since the last time."""
+        """Take note of whether the worker has run since the last time, or has got its place."""
         if ray.wait([self._beat], timeout=0)[0]:
-            self.heard_at = monotonic()
+            self.heard_at, self._has_run = monotonic(), True
             if self.heard_at - self._asked_at > BEAT_S:
                 self._ask_for_beat()
+        elif self.heard_at is None and self._has_place():
+            self.heard_at = monotonic()
+
+    def patience_s(self, heartbeat_s: float) -> float:
+        """Return how long the worker may be silent now; `heartbeat_s`: one that has run."""
+        return heartbeat_s if self._has_run else BEGIN_S
 
     def _ask_for_beat(self) -> None:
         self._asked_at = monotonic()
@@ -177,7 +188,7 @@ class RowReplicas:
             else:
                 records += self._take(replica, content)
         for replica in self._silent():
-            records += self._lost(replica, f"it has been silent for {self._heartbeat_s:g} s")
+            records += self._lost(replica, f"it has been silent for {replica.patience_s(self._heartbeat_s):g} s")
         return records
 
     def _silent(self) -> list[Replica]:
@@ -192,7 +203,7 @@ class RowReplicas:
                 continue
             if was_stopped:
                 each.heard_at = now
-            elif now - each.heard_at > self._heartbeat_s:
+            elif now - each.heard_at > each.patience_s(self._heartbeat_s):
                 silent.append(each)
         return silent
 

@@ -192,6 +192,18 @@ def test_replicas_that_only_end_end_the_job(caplog: pytest.LogCaptureFixture) ->
     assert all_end()
 
 
+def test_workers_that_stop_before_they_have_run_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipelines.replicas import row_replicas
+    from tests.helpers.stopped_worker import RowWorker
+
+    monkeypatch.setattr(row_replicas, "RowWorker", RowWorker)
+    monkeypatch.setattr(row_replicas, "BEGIN_S", 3.0)
+    message = "every replica was lost 4 times in a row, the last one by: it has been silent for 3 s"
+    with pytest.raises(UserError, match=message), rows_on_ray(PoisonRows, run_of(replicas=1)):
+        pass
+    assert all_end()
+
+
 def test_a_place_that_another_job_has_is_waited_for_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other job gives it back when the line has come: a silent wait would never end."""
     from ray.util.placement_group import placement_group, remove_placement_group
