@@ -13,6 +13,8 @@ from conf.schema import RunConfig
 
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 256 << 20
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Bounds of the tokens of a step by which steps are counted: those of vLLM's histogram."""
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -152,6 +154,10 @@ class Beat(msgspec.Struct, tag=True, frozen=True):
     num_preemptions: int
     step_s: float
     """Seconds of the last step."""
+    num_steps: list[int] = []
+    """Steps by the first of STEP_TOKENS that is no less than the tokens they computed, then those with more."""
+    num_step_tokens: int = 0
+    """Tokens that those steps computed."""
 
 
 ToEngine: TypeAlias = Start | Submit | SubmitPooled | Cancel

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from pipelines.engine.request import Completion, SequenceGroup, Sink, TokenLogpr
 from pipelines.engine.step_budget import StepBudget
 from pipelines.engine_process.channel import Channel
 from pipelines.engine_process.frames import (
+    STEP_TOKENS,
     Accepted,
     Beat,
     Began,
@@ -84,6 +86,8 @@ class EngineProcess:
         self._last = deque[Deltas | Done]()  # frames of requests that have ended, sent after their deltas in the gate
         self._num_preemptions = 0  # of requests that have ended
         self._step_s = 0.0
+        self._num_steps = [0] * (len(STEP_TOKENS) + 1)  # as in Beat
+        self._num_step_tokens = 0
         self._beat_s = 0.0
         self._is_told = False  # whether the last beat tells of the state
 
@@ -218,6 +222,8 @@ class EngineProcess:
         self._step_s = self._clock() - start
         num_computed, num_generated = engine.num_computed_tokens - before[0], engine.num_generated_tokens - before[1]
         self._budget.observe(max(0, num_computed - num_generated), 1000 * self._step_s)
+        self._num_steps[bisect_left(STEP_TOKENS, num_computed)] += 1
+        self._num_step_tokens += num_computed
         self._is_told = False
         for ongoing in list(self._ongoing.values()):
             self._report(ongoing, start)
@@ -309,6 +315,8 @@ class EngineProcess:
             num_generated_tokens=engine.num_generated_tokens,
             num_preemptions=self._num_preemptions + sum(group.num_preemptions for group in groups),
             step_s=self._step_s,
+            num_steps=list(self._num_steps),
+            num_step_tokens=self._num_step_tokens,
         )
 
 

@@ -145,4 +145,6 @@ def _sum(beats: list[Beat]) -> Beat:
         num_generated_tokens=sum(beat.num_generated_tokens for beat in beats),
         num_preemptions=sum(beat.num_preemptions for beat in beats),
         step_s=max(beat.step_s for beat in beats),
+        num_steps=[sum(counts) for counts in zip(*(beat.num_steps for beat in beats), strict=True)],
+        num_step_tokens=sum(beat.num_step_tokens for beat in beats),
     )

@@ -1,13 +1,14 @@
 """Prometheus metrics under vLLM's names, so that its dashboards show them (docs.vllm.ai, "Production Metrics"), and some of our own."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pipelines.engine_process.client import Engine
-from pipelines.engine_process.frames import Beat, Done
+from pipelines.engine_process.frames import STEP_TOKENS, Beat, Done
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SHORT_MS = (1, 2.5, 5, 10, 25, 50, 75, 100, 150, 200, 300, 500, 750, 1000, 2500, 5000, 10_000, 40_000, 80_000)
@@ -59,36 +60,38 @@ class Metrics:
         self._rejections.labels(self._model, reason).inc()
 
     def between_tokens(self, seconds: float) -> None:
-        self._between.labels(self._model).observe(seconds)
+        self._between.observe(seconds)
 
     def done(self, done: Done, finish: list[str], num_tokens: list[int], key: str | None) -> None:
         """Count a request of the engine that has ended. `finish` and `num_tokens` are of each sample."""
-        name = self._model
         for reason in finish:
-            self._success.labels(name, reason).inc()
-        self._num_prompt.labels(name).inc(done.num_prompt_tokens)
-        self._num_generated.labels(name).inc(done.num_generated_tokens)
-        self._queries.labels(name).inc(done.num_prompt_tokens)
-        self._hits.labels(name).inc(done.num_cached_tokens)
-        self._of_keys.labels(name, key or "").inc(done.num_prompt_tokens + done.num_generated_tokens)
-        self._prompt.labels(name).observe(done.num_prompt_tokens)
-        self._generated.labels(name).observe(done.num_generated_tokens)
-        self._most.labels(name).observe(max(num_tokens, default=0))
-        self._e2e.labels(name).observe(done.total_s)
-        self._queue.labels(name).observe(done.queue_s)
+            self._success.labels(self._model, reason).inc()
+        self._num_prompt.inc(done.num_prompt_tokens)
+        self._num_generated.inc(done.num_generated_tokens)
+        self._queries.inc(done.num_prompt_tokens)
+        self._hits.inc(done.num_cached_tokens)
+        self._of_keys.labels(self._model, key or "").inc(done.num_prompt_tokens + done.num_generated_tokens)
+        self._prompt.observe(done.num_prompt_tokens)
+        self._generated.observe(done.num_generated_tokens)
+        self._most.observe(max(num_tokens, default=0))
+        self._e2e.observe(done.total_s)
+        self._queue.observe(done.queue_s)
         if done.first_token_s is not None:
-            self._first.labels(name).observe(done.first_token_s)
-            self._prefill.labels(name).observe(max(done.first_token_s - done.queue_s, 0.0))
-            self._decode.labels(name).observe(max(done.total_s - done.first_token_s, 0.0))
+            self._first.observe(done.first_token_s)
+            self._prefill.observe(max(done.first_token_s - done.queue_s, 0.0))
+            self._decode.observe(max(done.total_s - done.first_token_s, 0.0))
 
     def ended_early(self, why: str) -> None:
         self._cancelled.labels(self._model, why).inc()
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
+        whole = Histogram(f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
+        return whole.labels(self._model)
 
     def _counter(self, name: str, text: str, *labels: str, prefix: str = "vllm") -> Counter:
-        return Counter(f"{prefix}:{name}", text, ["model_name", *labels], registry=self._registry)
+        """Return a counter; one with further `labels` has a child for each of their values."""
+        whole = Counter(f"{prefix}:{name}", text, ["model_name", *labels], registry=self._registry)
+        return whole if labels else whole.labels(self._model)
 
 
 class _Beats(Collector):
@@ -117,3 +120,14 @@ class _Beats(Collector):
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
+        yield self._steps(beat)
+
+    def _steps(self, beat: Beat) -> Metric:
+        """Return the histogram of the tokens of steps."""
+        limits = [*map(str, map(float, STEP_TOKENS)), "+Inf"]
+        counts = accumulate(beat.num_steps or [0] * len(limits))
+        steps = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens that a step computed.", labels=["model_name"]
+        )
+        steps.add_metric([self._model], list(zip(limits, counts, strict=True)), beat.num_step_tokens)
+        return steps

@@ -15,6 +15,7 @@ from conf.serving import ServeConfig
 from pipelines.engine import Engine
 from pipelines.engine.request import TokenLogprobs
 from pipelines.engine_process.frames import (
+    STEP_TOKENS,
     Accepted,
     Beat,
     Began,
@@ -126,6 +127,15 @@ def test_what_waits_is_cancelled_and_what_runs_too(served: Served, engine: Engin
     last: Beat = script.of(Beat)[-1]
     assert (last.num_running, last.num_waiting, last.cache_usage) == (0, 0, 0)
     assert last.num_generated_tokens == engine.num_generated_tokens
+
+
+def test_steps_are_counted_by_their_tokens(served: Served, engine: Engine) -> None:
+    prompt = long_prompt(engine, 20)
+    decode = {"max_new_tokens": 5, "temperature": 0.0, "ignore_eos": True, "prefix_cache": False}
+    last: Beat = serve(served, [Submit(1, prompt, decode)]).of(Beat)[-1]
+    by_limit = dict(zip(STEP_TOKENS, last.num_steps, strict=False))
+    assert {limit: number for limit, number in by_limit.items() if number} == {1: 4, 32: 1}
+    assert (len(last.num_steps), last.num_step_tokens) == (len(STEP_TOKENS) + 1, 24)
 
 
 def test_where_all_left_a_beat_says_so(served: Served, engine: Engine) -> None:

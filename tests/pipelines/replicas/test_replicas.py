@@ -179,6 +179,11 @@ def test_beats_are_added() -> None:
     clients[2].beat = Beat(1, 0, 0.1, 10, 4, 1, 0.05)
     assert replicas.beat is not beat
     assert replicas.num_restarts == 2
+    clients[0].beat = Beat(3, 1, 0.5, 100, 40, 2, 0.03, [1, 0, 2], 17)
+    clients[2].beat = Beat(1, 0, 0.1, 10, 4, 1, 0.05, [0, 5, 1], 30)
+    beat = replicas.beat
+    assert beat is not None
+    assert (beat.num_steps, beat.num_step_tokens) == ([1, 5, 3], 47)
 
 
 def test_ray_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

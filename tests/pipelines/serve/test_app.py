@@ -329,7 +329,8 @@ async def _names(client: openai.AsyncOpenAI) -> Any:
 
 
 def test_metrics_have_vllms_names() -> None:
-    service = service_of(FakeEngine())
+    engine = FakeEngine()
+    service = service_of(engine)
     assert ask("POST", "/v1/chat/completions", service, json=CHAT).status_code == 200
     text = ask("GET", "/metrics", service).text
     assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0' in text
@@ -342,6 +343,18 @@ def test_metrics_have_vllms_names() -> None:
         "prefix_cache_queries_total", "prefix_cache_hits_total",
     ):  # fmt: skip
         assert f"vllm:{name}{{" in text, name
+    assert 'vllm:iteration_tokens_total_bucket{le="16384.0",model_name="tiny"} 0.0' in text
+    engine.say(num_steps=[4, 0, 2, *[0] * 10, 1], num_step_tokens=20_030)
+    text = ask("GET", "/metrics", service).text
+    for name, value in (
+        *(
+            (f'bucket{{le="{le}",model_name="tiny"}}', n)
+            for le, n in (("1.0", 4), ("8.0", 4), ("16.0", 6), ("+Inf", 7))
+        ),
+        ('count{model_name="tiny"}', 7),
+        ('sum{model_name="tiny"}', 20_030),
+    ):
+        assert f"vllm:iteration_tokens_total_{name} {value}.0\n" in text, name
 
 
 def test_pages_from_elsewhere() -> None:
