@@ -95,7 +95,14 @@ def too_long(num_tokens: int | str, limit: int | None, param: str) -> ApiError:
 
 def not_allowed(param: str, value: object, remedy: str) -> ApiError:
     """Return the error of status 400 for a value that is not allowed."""
-    return bad_request(f"{param}={shortened(repr(value))} is not allowed: {remedy}", param)
+    return bad_request(f"{param}={_shown(value)} is not allowed: {remedy}", param)
+
+
+def _shown(value: object) -> str:
+    try:
+        return shortened(repr(value))
+    except RecursionError:
+        return "(JSON of too many levels)"
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], body: object, unsupported: Mapping[str, str]) -> ApiError:

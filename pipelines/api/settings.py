@@ -32,6 +32,16 @@ SAME = {
 """Fields of requests whose values are those of a setting."""
 
 SETTING = re.compile(r"decode\.(\w+)")
+UNNAMED = {
+    "stop token id": "stop_token_ids",
+    "allowed token id": "allowed_token_ids",
+    "logit_bias token id": "logit_bias",
+    "prompt and new tokens are": "max_new_tokens",
+    "the request has": "n",
+}
+"""How messages of the engine begin that do not name the setting to blame."""
+OF_PROMPT = ("prompt token id", "the prompt has no tokens")
+"""How those begin that blame the prompt."""
 
 
 def decode_settings(request: Sampling, server: Mapping[str, Any], key: str | None = None) -> dict[str, Any]:
@@ -55,6 +65,8 @@ def decode_settings(request: Sampling, server: Mapping[str, Any], key: str | Non
     if request.use_beam_search:
         num_beams = given.pop("n", 1)
         given |= {"num_beams": num_beams, "num_return_sequences": num_beams, "temperature": 0.0}
+    elif "n" in given and (server.get("num_beams") or 1) > 1:  # texts of the server's search
+        given["num_return_sequences"] = given.pop("n")
     if guide := guide_of(request):
         given["guide"] = guide
     if isinstance(request, ChatRequest):
@@ -109,8 +121,11 @@ def guide_of(request: Sampling) -> dict[str, Any] | None:
 def refusal(message: str, request: Sampling) -> ApiError:
     """Return the error of status 400 for what the engine refused, with its settings by the request's names. The first is to blame."""
     told = SETTING.sub(lambda found: field_of(found[1], request) or found[0], message)
+    if message.startswith(OF_PROMPT):
+        return bad_request(told, "messages" if isinstance(request, ChatRequest) else "prompt")
     found = SETTING.search(message)
-    return bad_request(told, field_of(found[1], request) if found else None)
+    setting = found[1] if found else next((UNNAMED[words] for words in UNNAMED if message.startswith(words)), None)
+    return bad_request(told, None if setting is None else field_of(setting, request))
 
 
 def field_of(setting: str, request: Sampling) -> str | None:

@@ -14,6 +14,7 @@ from pipelines.api.requests import (
     ChatRequest,
     CompletionRequest,
     Shape,
+    check_request,
     parse_request,
 )
 from pipelines.api.responses import ResponseRequest
@@ -175,6 +176,14 @@ def test_what_is_wrong_thousands_of_times_is_a_few_errors(kind: type[Shape], fie
         read(kind, **fields)
     assert isinstance(caught.value.__cause__, ValidationError)
     assert caught.value.__cause__.error_count() <= MAX_FIELDS
+
+
+def test_a_value_of_too_many_levels_to_be_shown_is_named() -> None:
+    value: list[Any] = []
+    for _ in range(10_000):
+        value = [value]
+    with pytest.raises(ApiError, match=r"top_p=\(JSON of too many levels\) is not allowed: give a valid number"):
+        check_request(ChatRequest, {"model": "tiny", "messages": [USER], "top_p": value})
 
 
 def test_depth_counts_the_levels() -> None:

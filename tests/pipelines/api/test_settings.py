@@ -96,6 +96,14 @@ def test_the_servers_length_holds_where_a_request_says_none() -> None:
         assert decode_settings(chat(max_tokens=3), server) == {"max_new_tokens": 3}
 
 
+def test_n_is_the_number_of_texts_also_of_the_servers_search() -> None:
+    server = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 9}
+    assert decode_settings(chat(n=1), server) == {"num_return_sequences": 1}
+    assert decode_settings(completion(n=3), server) == {"num_return_sequences": 3}
+    assert decode_settings(chat(), server) == {}
+    assert decode_settings(chat(n=3), {"num_beams": 1, "max_new_tokens": 9}) == {"n": 3}
+
+
 def test_no_request_names_the_salt_of_another_key() -> None:
     keys = [("alice", None), ("bob", None), ("bob", "alice"), ("alice", "bob"), ("bob", '["alice", null]')]
     assert len({decode_settings(completion(cache_salt=own), {}, key)["cache_salt"] for key, own in keys}) == len(keys)
@@ -127,3 +135,23 @@ def test_a_refusal_has_the_apis_name(request_: Any, setting: str | None, param: 
     error = refusal(f"decode.{setting}=5 is not allowed" if setting else "the prompt is empty", request_)
     assert (error.status, error.param) == (400, param)
     assert error.message.startswith(f"{param or f'decode.{setting}'}=5" if setting else "the prompt is empty")
+
+
+@pytest.mark.parametrize(
+    ("request_", "message", "param"),
+    [
+        (completion(), "prompt token id 9 is not in the vocabulary: give ids from 0 to 8", "prompt"),
+        (completion(), "the prompt has no tokens, and the tokenizer no BOS to begin with", "prompt"),
+        (chat(), "the prompt has no tokens, and the tokenizer no BOS to begin with", "messages"),
+        (chat(), "stop token id 9 is not in the vocabulary: give ids from 0 to 8", "stop_token_ids"),
+        (
+            chat(),
+            "prompt and new tokens are 900, but the KV cache holds 800: raise device.kv_cache_memory",
+            "max_tokens",
+        ),
+        (chat(), "the request has 8 sequences, but device.max_batched_tokens=4", "n"),
+    ],
+)
+def test_a_refusal_that_names_no_setting_has_a_field(request_: Any, message: str, param: str) -> None:
+    error = refusal(message, request_)
+    assert (error.status, error.param, error.message) == (400, param, message)

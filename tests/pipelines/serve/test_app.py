@@ -269,6 +269,17 @@ def test_routes_of_one_answer_have_one(path: str, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "body"), [("/v1/messages", CHAT), ("/v1/responses", {"model": "tiny", "input": "hi"})]
+)
+def test_routes_of_one_answer_have_the_best_of_the_servers_beams(path: str, body: dict[str, Any]) -> None:
+    engine = FakeEngine(decode={"num_beams": 4, "num_return_sequences": 2})
+    assert ask("POST", path, service_of(engine), json=body).status_code == 200
+    (submit,) = engine.submitted
+    assert isinstance(submit, Submit)
+    assert submit.decode["num_return_sequences"] == 1
+
+
+@pytest.mark.parametrize(
     ("decode", "asked", "num_places"),
     [
         ({"n": 3}, {}, 3),

@@ -247,7 +247,9 @@ def test_prompt_log_probabilities_have_vllms_shape(ask: Asker, engine: Engine, t
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"stop_token_ids": [10**6]}, None, "stop token id 1000000 is not in the vocabulary"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids", "stop token id 1000000 is not in the vocabulary"),
+        ({"allowed_token_ids": [10**6]}, "allowed_token_ids", "allowed token id 1000000 is not in the vocabulary"),
+        ({"logit_bias": {"1000000": 1}}, "logit_bias", "logit_bias token id 1000000 is not in the vocabulary"),
         ({"max_tokens": 3, "min_tokens": 4}, "min_tokens", "min_tokens=4 is not allowed: give at most max_tokens=3"),
         ({"max_tokens": 10**6}, "prompt", "together more than the model's"),
         ({"prompt": [5] * 100_000}, "prompt", "shorten it"),
