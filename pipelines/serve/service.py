@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import os
 import time
 import traceback
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -15,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from conf.errors import there_are
+from conf.errors import UserError, there_are
 from conf.schema import RunConfig
 from pipelines.api.answers import Event
 from pipelines.api.errors import ApiError, failed
@@ -50,10 +51,16 @@ class Service:
     """The server without its routes."""
 
     def __init__(self, run: RunConfig, engine: Engine, request_log: RequestLog | None = None) -> None:
+        """Raises UserError for an adapter that has the model's own name."""
         self.config = run.serve
         self.engine = engine
-        self.model_name = run.serve.model_name or Path(run.model.path).name
+        self.model_name = run.serve.model_name or Path(os.path.abspath(run.model.path)).name
         self.adapters = sorted(run.model.adapters or {})
+        if self.model_name in self.adapters:
+            name = self.model_name
+            raise UserError(
+                f"model.adapters={name} is not allowed: it is the model's own name, give serve.model_name=NAME"
+            )
         self.created = int(time.time())
         self.metrics = Metrics(engine, self.model_name)
         self.admission = Admission(engine, run.serve, self.metrics.rejected)

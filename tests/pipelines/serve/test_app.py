@@ -27,6 +27,8 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.types import ASGIApp
 
+from conf.errors import UserError
+from conf.schema import ModelConfig, RunConfig, Task
 from conf.serving import ServeConfig
 from models.tokenizers import Tokenizer, load_tokenizer
 from pipelines.api.conversation import Chat
@@ -220,12 +222,20 @@ def test_a_models_name_is_that_of_its_adapter(path: str, body: dict[str, Any]) -
         assert engine.submitted[-1].adapter == adapter
 
 
+def test_a_folder_is_named_however_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY / "models" / "tiny")
+    for path in (".", "../tiny/", str(REPOSITORY / "models" / "tiny")):
+        assert Service(RunConfig(Task.serve, ModelConfig(path=path)), FakeEngine()).model_name == "tiny"
+
+
 def test_adapters_are_models() -> None:
     service = service_of(FakeEngine(), {"fr": "/adapters/fr"})
     models = ask("GET", "/v1/models", service).json()
     assert [(model["id"], model["parent"]) for model in models["data"]] == [("tiny", None), ("fr", "tiny")]
     assert ask("GET", "/v1/models/fr", service).json() == models["data"][1]
     assert ask("GET", "/v1/models/de", service).json()["error"]["code"] == "model_not_found"
+    with pytest.raises(UserError, match="model.adapters=tiny is not allowed: it is the model's own name"):
+        service_of(FakeEngine(), {"tiny": "/adapters/fr"})
 
 
 def test_tokens() -> None:
