@@ -61,13 +61,13 @@ class Channel:
 
         Raises UserError for bytes that are no frame.
         """
-        if waits:
-            select.select((self._connection, self._woken), (self._connection,) if self._unsent else (), ())
-        with suppress(BlockingIOError):
+        unsent = (self._connection,) if self._unsent else ()
+        ready, _, _ = select.select((self._connection, self._woken), unsent, (), None if waits else 0)
+        if self._woken in ready:
             self._woken.recv(CHUNK)
         self._send()
         frames: list[ToEngine] = []
-        for _ in range(MAX_CHUNKS):
+        for _ in range(MAX_CHUNKS if self._connection in ready else 0):
             try:
                 received = self._connection.recv(CHUNK)
             except BlockingIOError:

@@ -161,6 +161,8 @@ class EngineClient:
         self._child: Child | None = None
         self._why: str | None = None  # the child was ended
         self._stall: asyncio.TimerHandle | None = None
+        self._heard_s = 0.0  # when the wait for the child began
+        self._is_late = False  # whether that wait is the second one
         self._was_ready = False
         self._is_settled = asyncio.Event()  # whether the model is loaded, or cannot be
         self._failure: UserError | None = None
@@ -262,7 +264,6 @@ class EngineClient:
             return self._why or how
         finally:
             self.info, self.beat, self._child = None, None, None
-            self._watch()
             await child.close()
 
     async def _receive(self, child: Child) -> None:
@@ -314,22 +315,28 @@ class EngineClient:
         self._failure = error
         self._is_settled.set()
 
-    def _watch(self, num_waits: int = 2) -> None:
-        """Wait for the child's next frame, no longer than it may take while there are requests.
+    def _watch(self) -> None:
+        """Begin anew to wait for the child's next frame, no longer than it may take while there are requests.
 
         That time is two waits: where the event loop itself was held up, what has arrived is read before the second one ends.
         """
-        if self._stall is not None:
-            self._stall.cancel()
-        self._stall = None
-        if self._answers and self._child is not None:
-            self._stall = asyncio.get_running_loop().call_later(self._config.stall_s / 2, self._waited, num_waits - 1)
+        loop = asyncio.get_running_loop()
+        self._heard_s, self._is_late = loop.time(), False
+        if self._stall is None:
+            self._stall = loop.call_later(self._config.stall_s / 2, self._waited)
 
-    def _waited(self, num_left: int) -> None:
-        if num_left:
-            self._watch(num_left)
-        else:
-            self._end_child(f"said nothing for serve.stall_s={self._config.stall_s} seconds")
+    def _waited(self) -> None:
+        """Look whether a wait is over. One timer does for all frames: to begin another with each takes longer than to read it."""
+        self._stall = None
+        if not self._answers or self._child is None:
+            return
+        loop, wait_s = asyncio.get_running_loop(), self._config.stall_s / 2
+        if (left_s := self._heard_s + wait_s - loop.time()) <= 0:
+            if self._is_late:
+                self._end_child(f"said nothing for serve.stall_s={self._config.stall_s} seconds")
+                return
+            self._heard_s, self._is_late, left_s = loop.time(), True, wait_s
+        self._stall = loop.call_later(left_s, self._waited)
 
     def _end_child(self, why: str) -> None:
         self._why = why

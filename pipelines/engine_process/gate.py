@@ -5,13 +5,14 @@ from collections.abc import Callable
 
 from pipelines.engine_process.frames import Delta, Logprob
 
-MAX_CHUNKS_PER_S = 2000  # of all streams together: each costs the HTTP process some 50 us
+MAX_CHUNKS_PER_S = 1000  # of all streams together: each takes the HTTP process some 100 us, and a client as much
+PAUSE_S = 0.0015  # between two chunks of a stream: nobody reads faster
 
 
 class Gate:
     """Holds deltas of streams, those of a sample merged into one.
 
-    It opens as often as each stream may have a chunk. A sample's first tokens and its end do not wait.
+    It opens as often as each stream may have a chunk, but not without a pause. A sample's first tokens and its end do not wait.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,7 +47,7 @@ class Gate:
     def take(self) -> list[Delta]:
         """Return the deltas that may be sent now, which are the caller's."""
         now = self._clock()
-        if now - self._opened_s >= len(self._begun) / MAX_CHUNKS_PER_S:
+        if now - self._opened_s >= max(PAUSE_S, len(self._begun) / MAX_CHUNKS_PER_S):
             self._opened_s = now
             taken, self._held = self._held, {}
         else:
@@ -60,4 +61,6 @@ class Gate:
         return list(taken.values())
 
     def _delta(self, id: int, sample: int) -> Delta:
-        return self._held.setdefault((id, sample), Delta(id, sample, "", [], []))
+        if (delta := self._held.get((id, sample))) is None:
+            delta = self._held[id, sample] = Delta(id, sample, "", [], [])
+        return delta

@@ -47,6 +47,8 @@ class Inbox:
 
     def take(self) -> Iterator[Submit | SubmitPooled]:
         """Yield the requests whose turn has come, one at least if there is one."""
+        if not self._frames:  # as in most steps
+            return
         wait(self._new, PATIENCE_S)
         self._new.clear()
         end_s = self._clock() + TURN_S

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.engine_process.frames import Delta, Logprob
-from pipelines.engine_process.gate import MAX_CHUNKS_PER_S, Gate
+from pipelines.engine_process.gate import MAX_CHUNKS_PER_S, PAUSE_S, Gate
 
 KEYS = [(1, 0), (1, 1), (2, 0)]
 EVENTS = st.lists(
@@ -81,6 +81,16 @@ def test_chunks_are_bounded_however_fast_steps_follow() -> None:
             gate.put(id, 0, [step], "x", [])
         num_chunks += len(gate.take())
     assert 0.9 * MAX_CHUNKS_PER_S <= num_chunks <= MAX_CHUNKS_PER_S + num_streams
+
+
+def test_one_stream_of_fast_steps_has_several_tokens_in_a_chunk() -> None:
+    clock, num_chunks = Clock(), 0
+    gate = Gate(clock)
+    for step in range(10_000):  # a second
+        clock.now_s = step / 10_000
+        gate.put(1, 0, [step], "x", [])
+        num_chunks += len(gate.take())
+    assert 0.9 / PAUSE_S <= num_chunks <= 1 / PAUSE_S + 1
 
 
 def test_one_stream_of_slow_steps_has_every_token() -> None:
