@@ -40,6 +40,8 @@ UNNAMED = {
     "the request has": "n",
 }
 """How messages of the engine begin that do not name the setting to blame."""
+GUIDES = {"json_schema": "json", "lark": "grammar"}
+"""Kinds of guides by the names that structured_outputs has for them, where these differ."""
 OF_PROMPT = ("prompt token id", "the prompt has no tokens")
 """How those begin that blame the prompt."""
 
@@ -121,6 +123,8 @@ def guide_of(request: Sampling) -> dict[str, Any] | None:
 def refusal(message: str, request: Sampling) -> ApiError:
     """Return the error of status 400 for what the engine refused, with its settings by the request's names. The first is to blame."""
     told = SETTING.sub(lambda found: field_of(found[1], request) or found[0], message)
+    for kind, name in GUIDES.items():
+        told = told.replace(f"structured_outputs.{kind}", f"structured_outputs.{name}")
     if message.startswith(OF_PROMPT):
         return bad_request(told, "messages" if isinstance(request, ChatRequest) else "prompt")
     found = SETTING.search(message)

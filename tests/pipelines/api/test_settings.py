@@ -155,3 +155,17 @@ def test_a_refusal_has_the_apis_name(request_: Any, setting: str | None, param: 
 def test_a_refusal_that_names_no_setting_has_a_field(request_: Any, message: str, param: str) -> None:
     error = refusal(message, request_)
     assert (error.status, error.param, error.message) == (400, param, message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "name"),
+    [
+        ({"structured_outputs": {"json": {}}}, "json_schema", "structured_outputs.json"),
+        ({"structured_outputs": {"grammar": "s: x"}}, "lark", "structured_outputs.grammar"),
+        ({"structured_outputs": {"regex": "x"}}, "regex", "structured_outputs.regex"),
+        ({"response_format": {"type": "json_object"}}, "json_schema", "response_format.json_schema"),
+    ],
+)
+def test_a_guide_that_is_refused_has_the_requests_name(fields: dict[str, Any], kind: str, name: str) -> None:
+    error = refusal(f"decode.guide.{kind} cannot be used", chat(**fields))
+    assert (error.param, error.message) == (next(iter(fields)), f"{name} cannot be used")
