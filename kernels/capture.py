@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from kernels import build
+from kernels.repeating import repeat_in_library
 
 T = TypeVar("T")
 aten = torch.ops.aten
@@ -31,6 +32,7 @@ REPEATABLE = {  # the shapes of their results do not depend on the numbers in th
     aten._to_copy.default: aten._to_copy.out,
     aten.add.Tensor: aten.add.out,
     aten.arange.default: aten.arange.out,
+    aten.arange.start_step: aten.arange.start_out,
     aten.bitwise_not.default: aten.bitwise_not.out,
     aten.bucketize.Tensor: aten.bucketize.Tensor_out,
     aten.cat.default: aten.cat.out,
@@ -41,14 +43,19 @@ REPEATABLE = {  # the shapes of their results do not depend on the numbers in th
     aten.div.Tensor: aten.div.out,
     aten.embedding.default: aten.embedding.out,
     aten.exp.default: aten.exp.out,
+    aten.floor_divide.default: aten.floor_divide.out,
     aten.gather.default: aten.gather.out,
+    aten.gt.Scalar: aten.gt.Scalar_out,
     aten.index.Tensor: aten.index.Tensor_out,
     aten.log.default: aten.log.out,
     aten.lt.Tensor: aten.lt.Tensor_out,
     aten.masked_fill.Scalar: aten.masked_fill.Scalar_out,
+    aten.maximum.default: aten.maximum.out,
     aten.mul.Tensor: aten.mul.out,
     aten.neg.default: aten.neg.out,
     aten.new_full.default: aten.new_full.out,
+    aten.pow.Tensor_Scalar: aten.pow.Tensor_Scalar_out,
+    aten.pow.Tensor_Tensor: aten.pow.Tensor_Tensor_out,
     aten.reciprocal.default: aten.reciprocal.out,
     aten.relu.default: aten.relu.out,
     aten.scatter.value: aten.scatter.value_out,
@@ -66,9 +73,9 @@ REPEATABLE = {  # the shapes of their results do not depend on the numbers in th
 class Graph:
     """The recorded calls of a computation, in order. A replay reads inputs and weights, and writes results, where they were."""
 
-    def __init__(self, steps: list[Callable[[], Any]], kept: list[Tensor]) -> None:
+    def __init__(self, steps: list[Callable[[], Any]], kept: list[Tensor], read: list[Any]) -> None:
         self._steps = steps
-        self._kept = kept  # memory that the calls point to
+        self._kept = kept, read  # memory that the calls point to
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
         self.num_bytes = sum(storages.values())
         """Bytes of the results, which the graph owns."""
@@ -94,7 +101,7 @@ def capture(compute: Callable[[], T]) -> tuple[Graph | None, T]:
             result = compute()
     finally:
         library.end_recording()
-    return (None if recorder.obstacle else Graph(recorder.steps, recorder.kept)), result
+    return (None if recorder.obstacle else Graph(recorder.steps, recorder.kept, recorder.read)), result
 
 
 def repeated(call: Callable[[], None]) -> None:
@@ -123,6 +130,7 @@ class _Recorder(TorchDispatchMode):
         self._library = library
         self.steps: list[Callable[[], Any]] = []
         self.kept: list[Tensor] = []
+        self.read: list[Any] = []  # arguments of torch's operators that the library repeats
         self.obstacle: Any = None  # what cannot be repeated
 
     def begin(self) -> None:
@@ -142,8 +150,11 @@ class _Recorder(TorchDispatchMode):
         if not func.is_view:  # a view is of an input, of a weight, or of what is kept
             self.kept += [each for each in results if isinstance(each, Tensor)]
         if func in REPEATABLE and not _chooses_by_mask(func, args):
-            self.steps.append(_again(func, args, kwargs, results))
-            self.begin()
+            if repeat_in_library(self._library, func, args, kwargs, result):
+                self.read.append(args)
+            else:
+                self.steps.append(_again(func, args, kwargs, results))
+                self.begin()
         elif not func.is_view and func not in NO_WORK:
             self.obstacle = func
         return result

@@ -9,7 +9,7 @@ from kernels.moe import reference
 from kernels.operator import Misfit, operator
 from kernels.quantize_rows import ActivationFormat
 
-__all__ = ["combine_rows", "group_rows", "mixture", "route"]
+__all__ = ["combine_rows", "group_rows", "mixture", "route", "route_corrected"]
 
 
 def _check_choice(logits: Tensor, num_chosen: int, renormalise: bool) -> None:
@@ -34,6 +34,59 @@ def route(cpp: Library, logits: Tensor, num_chosen: int, renormalise: bool) -> t
     return weights, chosen
 
 
+def _check_corrected(
+    logits: Tensor,
+    correction: Tensor,
+    num_chosen: int,
+    renormalise: bool,
+    is_softmax: bool = False,
+    num_groups: int = 1,
+    num_kept: int = 1,
+) -> None:
+    experts = logits.shape[-1]
+    if logits.ndim != 2 or correction.shape != (experts,) or not logits.dtype == correction.dtype == torch.float32:
+        given = " and ".join(f"{list(each.shape)} of {each.dtype}" for each in (logits, correction))
+        raise ValueError(f"{given} are no logits [T, N] and corrections [N] of float32")
+    if not 1 <= num_kept <= num_groups or experts % num_groups or (num_kept < num_groups and experts < 2 * num_groups):
+        raise ValueError(f"{num_kept} of {num_groups} groups of {experts} experts cannot be kept")
+    left = num_kept * experts // num_groups
+    if not 1 <= num_chosen <= left:
+        raise ValueError(f"{num_chosen} of {left} experts cannot be chosen: at least 1, at most all")
+
+
+def _empty_choice(logits: Tensor, correction: Tensor, num_chosen: int, *_: object) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[0], num_chosen
+    return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
+
+
+@operator(reference.route_corrected, fake=_empty_choice, check=_check_corrected)
+def route_corrected(
+    cpp: Library,
+    logits: Tensor,
+    correction: Tensor,
+    num_chosen: int,
+    renormalise: bool,
+    is_softmax: bool = False,
+    num_groups: int = 1,
+    num_kept: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Choose each token's experts, as `reference.route_corrected` does, the lower number of equals first.
+
+    Raises ValueError for other shapes and dtypes, and for more experts or groups than there are.
+    """
+    if not (logits.is_cpu and correction.is_cpu):
+        raise Misfit
+    logits, correction = logits.contiguous(), correction.contiguous()
+    num_tokens, num_experts = logits.shape
+    weights = torch.empty(num_tokens, num_chosen)
+    chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int64)
+    cpp.route_corrected(
+        *(logits.data_ptr(), correction.data_ptr(), weights.data_ptr(), chosen.data_ptr()),
+        *(num_tokens, num_chosen, num_experts, renormalise, is_softmax, num_groups, num_kept),
+    )
+    return weights, chosen
+
+
 def _empty_groups(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = x.new_empty(chosen.shape[0] * chosen.shape[1], x.shape[1])
     return rows, chosen.new_empty(num_experts + 1), torch.empty_like(chosen)
@@ -42,7 +95,7 @@ def _empty_groups(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, 
 @operator(reference.group_rows, fake=_empty_groups)
 def group_rows(cpp: Library, x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Put every token's row once for each of its experts, in the order of experts, as `reference.group_rows` does."""
-    if not x.is_cpu or chosen.dtype != torch.int64 or len(chosen) != len(x):
+    if not x.is_cpu or (x.ndim, chosen.ndim, chosen.dtype) != (2, 2, torch.int64) or len(chosen) != len(x):
         raise Misfit
     x, chosen = x.contiguous(), chosen.contiguous()
     num_tokens, num_chosen = chosen.shape
@@ -64,6 +117,7 @@ def combine_rows(cpp: Library, parts: Tensor, weights: Tensor, places: Tensor) -
     """Return each token's weighted sum [T, E] of its experts' results, as `reference.combine_rows` does."""
     dtype = DTYPES.get(parts.dtype)
     are_known = (weights.dtype, places.dtype) == (torch.float32, torch.int64) and weights.shape == places.shape
+    are_known = are_known and parts.ndim == places.ndim == 2
     if dtype is None or not parts.is_cpu or not are_known:
         raise Misfit
     parts, weights, places = parts.contiguous(), weights.contiguous(), places.contiguous()

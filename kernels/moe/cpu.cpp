@@ -3,6 +3,7 @@
 //
 // T tokens, E hidden channels, N experts, K experts of each token.
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <vector>
 
@@ -15,6 +16,8 @@ namespace {
 
 constexpr int64_t PIECE = 1024;              // channels, in float32 at once
 constexpr int64_t CHUNK_CHANNELS = 1 << 13;  // worth another thread
+constexpr int64_t TOKENS_OF_CHUNK = 16;
+constexpr float LEAST_SUM = 1e-20f;
 
 // The likeliest experts that were not chosen before, one after the other; the first of equals, and of NaN any.
 void choose(const std::vector<float> &logits, int64_t num_chosen, int64_t *chosen) {
@@ -24,6 +27,37 @@ void choose(const std::vector<float> &logits, int64_t num_chosen, int64_t *chose
       if ((best < 0 || logits[expert] > logits[best]) && std::find(chosen, chosen + rank, expert) == chosen + rank) best = expert;
     chosen[rank] = best;
   }
+}
+
+// scores of one token's logits
+void score(const float *logits, bool is_softmax, std::vector<float> &scores) {
+  std::copy_n(logits, scores.size(), scores.data());
+  const float highest = is_softmax && !scores.empty() ? *std::max_element(scores.begin(), scores.end()) : 0;
+  float total = 0;
+  for (float &each : scores) total += each = is_softmax ? exp_scalar(each - highest) : 1 / (1 + exp_scalar(-each));
+  if (is_softmax)
+    for (float &each : scores) each /= total;
+}
+
+// Experts of other groups than the `num_kept` whose two best have the highest sums become the least likely.
+void keep_groups(int64_t num_groups, int64_t num_kept, std::vector<float> &scores) {
+  const int64_t size = scores.size() / num_groups;
+  std::vector<float> sums(num_groups);
+  for (int64_t group = 0; group < num_groups; ++group) {
+    float best = -INFINITY, second = -INFINITY;
+    for (int64_t i = group * size; i < (group + 1) * size; ++i) {
+      if (scores[i] > best)
+        second = best, best = scores[i];
+      else
+        second = std::max(second, scores[i]);
+    }
+    sums[group] = best + second;
+  }
+  std::vector<int64_t> kept(num_kept);
+  choose(sums, num_kept, kept.data());
+  for (int64_t group = 0; group < num_groups; ++group)
+    if (std::find(kept.begin(), kept.end(), group) == kept.end())
+      std::fill_n(scores.begin() + group * size, size, -INFINITY);
 }
 
 }  // namespace
@@ -43,6 +77,26 @@ OPERATOR(route, (const void *logits, Dtype dtype, float *weights, int64_t *chose
       for (float &logit : row) total += logit = exp_scalar(logit - highest);
       for (int64_t rank = 0; rank < num_chosen; ++rank) total_chosen += weight[rank] = row[expert[rank]];
       for (int64_t rank = 0; rank < num_chosen; ++rank) weight[rank] /= renormalise ? total_chosen : total;
+    }
+  });
+}
+
+// logits [T, N], correction [N]; weights and chosen [T, K]
+OPERATOR(route_corrected, (const float *logits, const float *correction, float *weights, int64_t *chosen, int64_t num_tokens, int64_t num_chosen,
+                           int64_t num_experts, bool renormalise, bool is_softmax, int64_t num_groups, int64_t num_kept)) {
+  parallel_for(divide_up(num_tokens, TOKENS_OF_CHUNK), [&](int64_t chunk) {
+    std::vector<float> scores(num_experts), corrected(num_experts);
+    for (int64_t token = chunk * TOKENS_OF_CHUNK; token < std::min((chunk + 1) * TOKENS_OF_CHUNK, num_tokens); ++token) {
+      float *weight = weights + token * num_chosen;
+      const int64_t *expert = chosen + token * num_chosen;
+      score(logits + token * num_experts, is_softmax, scores);
+      for (int64_t i = 0; i < num_experts; ++i) corrected[i] = scores[i] + correction[i];
+      if (num_kept < num_groups) keep_groups(num_groups, num_kept, corrected);
+      choose(corrected, num_chosen, chosen + token * num_chosen);
+      float total = LEAST_SUM;
+      for (int64_t rank = 0; rank < num_chosen; ++rank) total += weight[rank] = scores[expert[rank]];
+      if (renormalise)
+        for (int64_t rank = 0; rank < num_chosen; ++rank) weight[rank] /= total;
     }
   });
 }

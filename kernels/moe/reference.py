@@ -44,6 +44,33 @@ def route(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, T
     return weights / weights.sum(-1, keepdim=True) if renormalise else weights, chosen
 
 
+def route_corrected(
+    logits: Tensor,
+    correction: Tensor,
+    num_chosen: int,
+    renormalise: bool,
+    is_softmax: bool = False,
+    num_groups: int = 1,
+    num_kept: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Return the K experts of each token whose corrected scores are the highest, and their own scores, as `route` does.
+
+    logits float32 [T, N]; correction float32 [N] balances experts without a loss (arXiv 2408.15664). Scores are sigmoids, or a softmax over
+    all experts. Experts are in groups of one size, of which those are left whose two best have the highest sums (arXiv 2412.19437, section
+    2.1.2). Renormalised, the K weights sum to 1.
+    """
+    scores = logits.softmax(-1) if is_softmax else 1 / (1 + (-logits).exp())
+    corrected = scores + correction
+    if num_kept < num_groups:
+        grouped = corrected.unflatten(-1, (num_groups, -1))  # [T, C, N / C]
+        sums = grouped.topk(2).values.sum(-1)  # [T, C]
+        kept = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, sums.topk(num_kept).indices, True)
+        corrected = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+    chosen = corrected.topk(num_chosen).indices
+    weights = scores.gather(-1, chosen)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) if renormalise else weights, chosen
+
+
 def group_rows(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return every token's row once for each of its experts, in the order of experts, those of one expert in the order of tokens.
 

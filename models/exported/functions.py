@@ -13,11 +13,12 @@ from kernels.layer_norm import layer_norm, layer_norm_quantize
 from kernels.linear.packed import grouped_matmul, matmul_per_head, matmul_swiglu, matmul_together
 from kernels.linear.plain import linear, linear_per_head
 from kernels.lora import lora_add
-from kernels.moe import combine_rows, group_rows, route
+from kernels.moe import combine_rows, group_rows, route, route_corrected
 from kernels.paged_attention import paged_attention
 from kernels.quantize_rows import quantize_rows
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from kernels.rope import rope, rope_angles
+from kernels.soft_cap import soft_cap
 from kernels.swiglu import swiglu, swiglu_quantize
 
 OPERATORS: dict[str, Callable[..., Any]] = {
@@ -35,8 +36,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
             matmul_together,
         ),
         paged_attention,
-        *(quantize_rows, rms_norm, rms_norm_quantize, rope, rope_and_store, rope_angles, route, swiglu),
-        swiglu_quantize,
+        *(quantize_rows, rms_norm, rms_norm_quantize, rope, rope_and_store, rope_angles, route, route_corrected),
+        *(soft_cap, swiglu, swiglu_quantize),
     )
 }
 """Our own, by the names of their nodes."""
@@ -68,7 +69,7 @@ PLACES = {
     ("paged_attention", "block_tables"): {"block_tables"},
     ("paged_attention", "query_starts"): {"query_starts", "output_starts"},
     ("paged_attention", "context_lengths"): {"context_lengths"},
-    ("group_rows", "chosen"): {"route.1", "topk.1"},
+    ("group_rows", "chosen"): {"route.1", "route_corrected.1", "topk.1"},
     ("grouped_matmul", "starts"): {"group_rows.1"},
     ("combine_rows", "places"): {"group_rows.2"},
     ("lora_add", "slots"): {"adapter_slots", "adapter_slots[output_rows].0"},

@@ -183,8 +183,8 @@ class _Builder:
             arguments = [_resolved(value) for value in given.values()]
         equal = [] if schema is None else self._equal_sizes(name, given)
         outputs, has_one_output = self._outputs(node["outputs"], maker)
-        if name in ("route", "topk"):
-            self._sizes[outputs[1]] = _size(given["logits" if name == "route" else "self"], -1)
+        if name in ("route", "route_corrected", "topk"):
+            self._sizes[outputs[1]] = _size(given["self" if name == "topk" else "logits"], -1)
         elif name == "group_rows":
             self._sizes |= dict.fromkeys(outputs[1:], _size(Value(outputs[0], ""), 0))
         return Call(node["name"] or target, function, arguments, keywords, outputs, has_one_output, equal)

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.kv_store import kv_store
-from kernels.moe import route
+from kernels.moe import route, route_corrected
 from kernels.rope import rope
 from models.batch import Batch, KVCache, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderLayer, PreNormLM, PreNormShape
-from models.layers.activation import sigmoid
 from models.layers.attention import Heads, attend_latent
 from models.layers.linear import Linear, MergedLinear
 from models.layers.mlp import MLP
@@ -253,21 +252,25 @@ class Gate(Router):
         """For hidden states [T, E]: as `route`."""
         r = self.routing
         logits = self.logits(x)  # [T, X]
-        if r.is_plain:
+        if r.has_correction_bias:
+            groups, correction = (r.n_group, r.topk_group), self.e_score_correction_bias
+            weights, chosen = route_corrected(
+                logits, correction, r.num_experts_per_tok, r.norm_topk_prob, False, *groups
+            )
+        elif r.is_plain:
             weights, chosen = route(logits, r.num_experts_per_tok, r.norm_topk_prob)
-            return weights * r.scaling_factor, chosen
-        scores = sigmoid(logits) if r.has_correction_bias else logits.softmax(-1)
-        corrected = scores + self.e_score_correction_bias if r.has_correction_bias else scores
-        grouped = corrected.unflatten(-1, (r.n_group, -1))  # [T, C, X/C]
-        group_scores = grouped.topk(2 if r.has_correction_bias else 1).values.sum(-1)  # [T, C]
-        kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter(
-            -1, group_scores.topk(r.topk_group).indices, True
-        )
-        chosen = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1).topk(r.num_experts_per_tok).indices
-        weights = scores.gather(-1, chosen)
-        if r.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        else:
+            weights, chosen = self._choose_in_groups(logits.softmax(-1))
         return weights * r.scaling_factor, chosen
+
+    def _choose_in_groups(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the K experts of the highest scores [T, X] in the groups whose best ones are the highest, and these scores."""
+        r = self.routing
+        grouped = scores.unflatten(-1, (r.n_group, -1))  # [T, C, X/C]
+        best = grouped.topk(1).values[..., 0]  # [T, C]
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(r.topk_group).indices, True)
+        chosen = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1).topk(r.num_experts_per_tok).indices
+        return scores.gather(-1, chosen), chosen
 
 
 class MoE(Module):

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
+from kernels.moe import route_corrected
 from models.batch import Batch
 from models.config import ConfigReader
 from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, NeighbourAttention
 from models.families.ernie4_5 import read_ernie_config
 from models.layers.mlp import MLP
 from models.layers.module import Module
-from models.layers.moe import Experts, Router, choose_corrected
+from models.layers.moe import Experts, Router
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class MoE(Module):
         self.shared_experts = MLP(c.hidden_size, c.moe_intermediate_size * shared) if shared else None
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
-        scores, correction = self.gate.logits(x).softmax(-1), self.moe_statics.e_score_correction_bias[0]  # [T, N], [N]
-        weights, chosen = choose_corrected(scores, correction, self.experts.num_experts_per_tok)
+        logits, correction = self.gate.logits(x), self.moe_statics.e_score_correction_bias[0]  # [T, N], [N]
+        weights, chosen = route_corrected(logits, correction, self.experts.num_experts_per_tok, False, True)
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=self.norm_min)
         routed: Tensor = self.experts(x, weights, chosen)
         return routed if self.shared_experts is None else routed + self.shared_experts(x, batch)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.gelu import gelu_tanh
+from kernels.soft_cap import soft_cap
 from models import decoder
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM
@@ -147,7 +148,7 @@ class CappedHead(Linear):
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         logits, cap = super().forward(x, batch), self.cap
-        return logits if cap is None else cap * (logits / cap).tanh()
+        return logits if cap is None else soft_cap(logits, cap)
 
 
 class Gemma(CausalLM):

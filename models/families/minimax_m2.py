@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
+from kernels.moe import route_corrected
 from models import decoder
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderConfig, DecoderLM, read_decoder_config
 from models.families.mixtral import Expert, MixtralLayer
-from models.layers.activation import sigmoid
 from models.layers.module import Module
-from models.layers.moe import Experts, Router, choose_corrected
+from models.layers.moe import Experts, Router
 from models.layers.norm import RMSNorm
 from models.layers.rotary import Angles, read_rotary_config
 from models.layout import ModelLayout
@@ -100,9 +100,10 @@ class MoE(Module):
         )
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
-        scores = sigmoid(self.gate.logits(x))  # [T, N]
-        weights, chosen = choose_corrected(scores, self.e_score_correction_bias, self.experts.num_experts_per_tok)
-        routed: Tensor = self.experts(x, weights / weights.sum(-1, keepdim=True), chosen)
+        weights, chosen = route_corrected(
+            self.gate.logits(x), self.e_score_correction_bias, self.experts.num_experts_per_tok, True
+        )
+        routed: Tensor = self.experts(x, weights, chosen)
         return routed
 
 

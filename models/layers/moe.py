@@ -186,15 +186,6 @@ class Router(Module):
         return logits
 
 
-def choose_corrected(scores: Tensor, correction: Tensor, num_chosen: int) -> tuple[Tensor, Tensor]:
-    """Return each token's K experts by the highest corrected scores, and their own scores: float32 and int64 [T, K].
-
-    scores [T, N], correction [N]: the balance of V3's experts without a loss (arXiv 2408.15664).
-    """
-    chosen = (scores + correction).topk(num_chosen).indices
-    return scores.gather(-1, chosen), chosen
-
-
 class SparseMoeBlock(Module):
     """A router and the experts that it chooses from."""
 

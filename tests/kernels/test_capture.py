@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import build
 from kernels.all_finite import all_finite
@@ -32,12 +33,13 @@ from kernels.linear import (
     pack_float8,
 )
 from kernels.lora import AdapterTable, lora_add
-from kernels.moe import combine_rows, group_rows, route
+from kernels.moe import combine_rows, group_rows, route, route_corrected
 from kernels.paged_attention import paged_attention
 from kernels.quantize_rows import QuantizedActivations, quantize_rows
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from kernels.rope import rope, rope_angles
 from kernels.sampling import most_likely
+from kernels.soft_cap import soft_cap
 from kernels.swiglu import swiglu, swiglu_quantize
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -144,6 +146,8 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "products of codes": lambda x: matmul_together(codes(x), [CODES], [NORM]),
     "gated product of codes": lambda x: matmul_swiglu(codes(x), CODES, CODES),
     "route": lambda x: route(x, 3, True),
+    "soft_cap": lambda x: soft_cap(x, 2.5),
+    "route_corrected": lambda x: route_corrected(x, NORM, 3, True, False, 4, 2),
     "group_rows": lambda x: group_rows(x, CHOSEN, 3),
     "combine_rows": lambda x: combine_rows(x, x[:, :1] + 1, group_rows(x, CHOSEN, 3)[2]),
     "linear": lambda x: linear(x, TABLE * x[0, 0], TABLE[:, 0] + 1),
@@ -188,6 +192,7 @@ GOVERNING = {
 }
 GOVERNING |= {"shared_bytes", "shared_slot_bytes", "shared_abort", "shared_aborted"}
 BETWEEN_RANKS = {"shared_gather", "shared_owned_rows"}  # which test_shared_memory.py replays, in several processes
+OF_TORCH = {"torch_add", "torch_convert", "torch_copy", "torch_scale"}  # which repeat torch's operators, below
 OUTSIDE_OF_STEPS = {"draw", "mask_logits", "count_upper_bytes", "compress", "decompress"}
 
 
@@ -213,14 +218,80 @@ def test_operators_are_all_that_are_declared_and_take_what_they_declare(
     monkeypatch.setattr(build, "library", lambda: SimpleNamespace(**{name: watched(name) for name in functions}))
     for compute in OPERATORS.values():
         compute(torch.randn(4, 64, generator=GENERATOR))
-    declared = {
-        name: len(functions[name].argtypes) for name in functions.keys() - GOVERNING - OUTSIDE_OF_STEPS - BETWEEN_RANKS
-    }
+    others = GOVERNING | OUTSIDE_OF_STEPS | BETWEEN_RANKS | OF_TORCH
+    declared = {name: len(functions[name].argtypes) for name in functions.keys() - others}
     assert given == declared, "arguments that Python gives beside those that C++ declares"
 
 
 def _parts(result: Tensor | tuple[Tensor, ...] | list[Tensor]) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result)
+
+
+class NoOperators(TorchDispatchMode):
+    """Refuses every operator of torch."""
+
+    def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        raise AssertionError(f"{func} is called by Python")
+
+
+IN_LIBRARY: dict[str, Callable[[Tensor], Tensor]] = {  # of x [6, 2 * 35 or more]
+    "sum": lambda x: x[:3] + x[3:],
+    "sum of rows without gaps": lambda x: x[0] + x[1],
+    "times a number": lambda x: x * 0.22,
+    "to float32 or back": lambda x: x.to(torch.bfloat16 if x.dtype == torch.float32 else torch.float32),
+    "to another of 16 bits": lambda x: x.to(torch.bfloat16 if x.dtype == torch.float16 else torch.float16),
+    "heads in another order": lambda x: x.unflatten(1, (2, -1)).transpose(0, 1).contiguous(),
+    "every other row": lambda x: x[::2].clone(),
+    "one row for all": lambda x: x[:1].expand(6, -1).contiguous(),
+    "joined channels": lambda x: torch.cat((x[:, 3:9], x[:, :0], x[:, 1:2], x[:, 5:]), dim=-1),
+    "joined rows": lambda x: torch.cat((x[4:], x[:3])),
+    "joined heads": lambda x: torch.cat([part.unflatten(1, (2, -1)) for part in (x, x[:, :8])], dim=2),
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", IN_LIBRARY)
+def test_simple_operators_of_torch_are_repeated_by_the_library(
+    compiled: Callable[[int], None], name: str, dtype: torch.dtype
+) -> None:
+    compiled(3)
+    for channels in (70, 20_002):
+        size = 2.0 ** torch.randint(-140, 100, (6, channels), generator=GENERATOR)
+        x, others = ((torch.randn(6, channels, generator=GENERATOR) * size).to(dtype) for _ in range(2))
+        for numbers in (x, others):
+            numbers[1, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+        graph, result = capture(lambda x=x: IN_LIBRARY[name](x))
+        assert graph is not None
+        x.copy_(others)
+        result.fill_(7)
+        with NoOperators():
+            graph.replay()
+        torch.testing.assert_close(result, IN_LIBRARY[name](x), rtol=0, atol=0, equal_nan=True)
+
+
+IN_PYTHON: dict[str, Callable[[Tensor], Tensor]] = {
+    "a sum of rows that lie apart": lambda x: x[::2] + x[1::2],
+    "a row for all": lambda x: x + x[0],
+    "a sum of dtypes": lambda x: x + x.double(),
+    "a number": lambda x: x + 3,
+    "a part of the other": lambda x: torch.add(x, x, alpha=0.5),
+    "columns": lambda x: x.T.contiguous(),
+    "integers": lambda x: x.long() * 3,
+    "a product of two": lambda x: x * x,
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", IN_PYTHON)
+def test_other_arguments_are_repeated_by_torch(compiled: Callable[[int], None], name: str) -> None:
+    compiled(2)
+    x, others = 9 * torch.randn(6, 70, generator=GENERATOR), 9 * torch.randn(6, 70, generator=GENERATOR)
+    graph, result = capture(lambda: IN_PYTHON[name](x))
+    assert graph is not None
+    x.copy_(others)
+    graph.replay()
+    assert result.equal(IN_PYTHON[name](others))
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import linear as products
-from kernels.moe import combine_rows, group_rows, reference, route
+from kernels.moe import combine_rows, group_rows, reference, route, route_corrected
 from kernels.quantize_rows import QuantizedActivations, quantize_rows
 
 SIZES = [(1, 1, 1, 8), (1, 8, 128, 33), (5, 2, 3, 1500), (63, 4, 60, 40), (1000, 8, 128, 5)]  # T, K, N, E
@@ -63,12 +63,66 @@ def test_refuses_to_choose_none_or_more_than_there_are(any_way: str, num_chosen:
         route(randn(5, 3), num_chosen, True)
 
 
+def chosen_by_hand(corrected: list[float], num_chosen: int, num_groups: int, num_kept: int) -> list[int]:
+    """Return a token's experts out of the groups whose two best have the highest sums."""
+    size = len(corrected) // num_groups
+    groups = [range(group * size, (group + 1) * size) for group in range(num_groups)]
+    best = sorted(groups, key=lambda group: -sum(sorted(corrected[i] for i in group)[-2:]))[:num_kept]
+    return sorted((i for group in best for i in group), key=lambda i: -corrected[i])[:num_chosen]
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("is_softmax", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "num_groups", "num_kept"),
+    [((1, 1, 1), 1, 1), ((70, 4, 24), 1, 1), ((70, 4, 24), 4, 2), ((33, 6, 12), 2, 1), ((33, 8, 256), 8, 8)],
+)
+@pytest.mark.usefixtures("any_way", "poisoned")
+def test_routes_by_corrected_scores(
+    sizes: tuple[int, int, int], num_groups: int, num_kept: int, is_softmax: bool, renormalise: bool
+) -> None:
+    num_tokens, num_chosen, num_experts = sizes
+    logits, correction = randn(num_tokens, num_experts), randn(num_experts) / num_experts
+    settings = num_chosen, renormalise, is_softmax, num_groups, num_kept
+    weights, chosen = route_corrected(logits, correction, *settings)
+    scores = logits.double().softmax(-1) if is_softmax else logits.double().sigmoid()
+    corrected = (scores + correction.double()).tolist()
+    assert chosen.tolist() == [chosen_by_hand(each, num_chosen, num_groups, num_kept) for each in corrected]
+    exact = scores.gather(-1, chosen)
+    exact = exact / exact.sum(-1, keepdim=True) if renormalise else exact
+    # a sum of 256 float32 is rounded 256 times by 2^-24, the exponential by 2 of 2^-23
+    torch.testing.assert_close(weights.double(), exact, rtol=2**-16, atol=0)
+    for rows in (slice(0, 1), slice(-7, None)):
+        part = route_corrected(logits[rows], correction, *settings)
+        assert all(torch.equal(a, b[rows]) for a, b in zip(part, (weights, chosen), strict=True))
+
+
+@pytest.mark.usefixtures("any_way")
+def test_refuses_corrections_groups_and_choices_that_cannot_be() -> None:
+    logits, correction = randn(5, 12), randn(12)
+    for others in (
+        (logits[0], correction),
+        (logits, correction[:1]),
+        (logits.half(), correction),
+        (logits, correction.double()),
+    ):
+        with pytest.raises(ValueError, match=r"are no logits \[T, N\] and corrections \[N\] of float32"):
+            route_corrected(*others, 2, True)
+    for groups, kept in ((5, 1), (3, 4), (3, 0), (12, 2)):
+        with pytest.raises(ValueError, match=f"{kept} of {groups} groups of 12 experts cannot be kept"):
+            route_corrected(logits, correction, 2, True, False, groups, kept)
+    for num_chosen in (0, 5):
+        with pytest.raises(ValueError, match=f"{num_chosen} of 4 experts cannot be chosen: at least 1, at most all"):
+            route_corrected(logits, correction, num_chosen, True, False, 3, 1)
+
+
 def test_damaged_logits_choose_experts_that_exist(any_way: str) -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
-        logits = torch.full((2, 5), bad)
+        logits = torch.full((2, 6), bad)
         logits[1, 2] = 1
-        chosen = route(logits, 3, True)[1]
-        assert all(len(set(row)) == 3 and set(row) <= set(range(5)) for row in chosen.tolist())
+        corrected = [route_corrected(logits, randn(6), 3, True, *others)[1] for others in ((True,), (False, 3, 2))]
+        for chosen in (route(logits, 3, True)[1], *corrected):
+            assert all(len(set(row)) == 3 and set(row) <= set(range(6)) for row in chosen.tolist())
 
 
 @pytest.mark.usefixtures("poisoned")

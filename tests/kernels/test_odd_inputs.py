@@ -15,12 +15,13 @@ from kernels.kv_format import FORMATS, PagedVectors, allocate
 from kernels.kv_store import kv_store, rope_and_store
 from kernels.layer_norm import layer_norm
 from kernels.mask_logits import mask_logits
-from kernels.moe import combine_rows, group_rows, route
+from kernels.moe import combine_rows, group_rows, route, route_corrected
 from kernels.paged_attention import paged_attention
 from kernels.quantize_rows import QuantizedActivations, quantize_rows
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope, rope_angles
 from kernels.sampling import draw
+from kernels.soft_cap import soft_cap
 from kernels.swiglu import swiglu
 
 Place = Callable[[Tensor], Tensor]
@@ -138,6 +139,7 @@ CASES: dict[str, Case] = {
     "layer_norm": lambda rows, channels, at: [
         layer_norm(at(waves(rows, channels)), at(waves(channels)), at(waves(channels) / 2), 1e-5)
     ],
+    "soft_cap": lambda rows, channels, at: [soft_cap(at(waves(rows, channels)), 0.5)],
     "swiglu": lambda rows, channels, at: [swiglu(at(waves(rows, channels)), at(waves(rows, channels) / 2))],
     "rope": lambda rows, channels, at: [
         rope(at(waves(rows, 3, channels)), at(waves(rows, channels // 2)), at(waves(rows, channels // 2)))
@@ -154,6 +156,9 @@ CASES: dict[str, Case] = {
     "draw": drawn,
     "mask_logits": masked,
     "route": lambda rows, channels, at: route(at(waves(rows, channels)), 2, True),
+    "route_corrected": lambda rows, channels, at: route_corrected(
+        at(waves(rows, channels)), at(waves(channels)), 2, True
+    ),
 }
 NEED_CHANNELS = {
     "paged_attention",
@@ -161,6 +166,7 @@ NEED_CHANNELS = {
     "matmul of codes",
     "draw",
     "route",
+    "route_corrected",
 }  # or there is no weight, token or expert
 EMPTY = [(name, *size) for name in CASES for size in ((0, 16), (3, 0), (0, 0)) if size[1] or name not in NEED_CHANNELS]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels.gelu  # noqa: F401 - its operators are asked for by name
+import kernels.soft_cap  # noqa: F401
 from kernels import linear as products
 from kernels.all_finite import all_finite
 from kernels.kv_format import PARTS, Int4, PagedVectors, allocate
@@ -63,6 +64,7 @@ def test_rows(num_rows: int, dtype: torch.dtype) -> None:
         opcheck(ops.layer_norm_quantize, rows, weight, weight, 1e-5, torch.int8, None)
         opcheck(ops.gelu, rows)
         opcheck(ops.gelu_tanh, rows, x)
+        opcheck(ops.soft_cap, rows, 2.0)
         opcheck(ops.add_rms_norm, rows, x, weight, 1e-5)
         opcheck(ops.quantize_rows, rows)
         opcheck(ops.quantize_rows, rows, torch.int8, 16, torch.ones(1))
@@ -111,6 +113,7 @@ def test_choices(dtype: torch.dtype) -> None:
         torch.tensor([[0, 2], [1, 2], [2, 0], [2, 1]]),
     )
     opcheck(ops.route, logits, 2, True)
+    opcheck(ops.route_corrected, randn(5, 12), randn(12), 3, True)
     opcheck(ops.group_rows, x, chosen, 3)
     opcheck(ops.combine_rows, randn(8, 6, dtype=dtype), randn(4, 2).abs(), group_rows(x, chosen, 3)[2])
     opcheck(ops.most_likely, logits)

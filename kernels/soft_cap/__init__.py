@@ -1,0 +1,25 @@
+"""Soft capping of numbers (arXiv 2408.00118).
+
+R rows, C numbers of a row.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.build import DTYPES, Library
+from kernels.operator import Misfit, operator
+from kernels.soft_cap import reference
+
+__all__ = ["soft_cap"]
+
+
+@operator(reference.soft_cap)
+def soft_cap(cpp: Library, x: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(x / cap), as `reference.soft_cap` does. Every number is computed alike, wherever it stands."""
+    dtype = DTYPES.get(x.dtype)
+    if dtype is None or not x.is_cpu:
+        raise Misfit
+    x = x.contiguous()
+    out = torch.empty(*x.shape, dtype=x.dtype)
+    cpp.soft_cap(x.data_ptr(), cap, out.data_ptr(), dtype, x.numel())
+    return out

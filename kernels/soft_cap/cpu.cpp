@@ -1,0 +1,25 @@
+// cap * tanh(x / cap); kernels/soft_cap/reference.py is the specification. Every number is computed alike, wherever it stands.
+#include <algorithm>
+
+#include "../exp.h"
+#include "../numbers.h"
+#include "../operator.h"
+#include "../threads.h"
+
+namespace {
+
+constexpr int64_t CHUNK = 1 << 13;  // numbers that are worth another thread
+
+}  // namespace
+
+// x and out [count] of one dtype
+OPERATOR(soft_cap, (const void *x, float cap, void *out, Dtype dtype, int64_t count)) {
+  const Floats limit = splat(cap);
+  parallel_for(divide_up(count, CHUNK), [&](int64_t chunk) {
+    const int64_t end = std::min((chunk + 1) * CHUNK, count);
+    for_dtype(dtype, [&]<Dtype DTYPE>() {
+      for (int64_t i = chunk * CHUNK; i < end; i += LANES)
+        store_numbers<DTYPE>(out, i, count, rounded<DTYPE>(multiply(limit, tanh(divide(load_numbers<DTYPE>(x, i, count), limit)))));
+    });
+  });
+}

@@ -1,0 +1,60 @@
+"""Every family's steps are recorded, and a replayed one has the bits of a computed one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Phi3ForCausalLM
+
+from conf.decoding import DecodeConfig
+from kernels import build
+from pipelines.engine import Engine, recorded_steps, runner
+from pipelines.engine.recorded_steps import RecordedSteps
+from tests.helpers.builders import engine_of, generate, write_llama
+from tests.helpers.deepseek import CASES
+from tests.helpers.goldens import FAMILIES
+from tests.helpers.oracle import write_model
+from tests.models.test_model_parts import OTHERS, write_family
+from tests.models.test_parallel import prompts_for
+
+pytestmark = pytest.mark.skipif(build.library() is None, reason="steps are recorded where the C++ kernels are")
+
+GREEDY = DecodeConfig(max_new_tokens=6, logprobs=2, ignore_eos=True, prefix_cache=False)
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0}
+SCALED: dict[str, dict[str, Any]] = {  # rotary embedding that asks how long a text is
+    "llama, dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    "phi3, longrope": {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS},
+}
+
+
+def write(name: str, folder: Path) -> list[int]:
+    """Write a model, and return a prompt for it."""
+    if name not in SCALED:
+        write_family(folder, name)
+        return prompts_for(name)[0]
+    if name.startswith("llama"):
+        write_llama(folder, rope_parameters=SCALED[name], max_position_embeddings=16)
+    else:
+        longer = {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
+        write_model(folder, Phi3ForCausalLM, pad_token_id=0, eos_token_id=1, rope_parameters=SCALED[name], **longer)
+    return list(range(3, 17))  # which grows past the original length
+
+
+def answers(engine: Engine, prompt: list[int]) -> list[Any]:
+    """Prompts of one shape come several times, so that their steps are replayed, too."""
+    turns = [generate(engine, [prompt, prompt[:1] + prompt[2:]], GREEDY) for _ in range(4)]
+    return [(o.completions[0].token_ids, o.completions[0].logprobs) for outputs in turns for o in outputs]
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS, *CASES, *SCALED])
+def test_steps_are_recorded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "PROMPTS_BEFORE_RECORDING", 1)
+    prompt = write(name, tmp_path)
+    engine = engine_of(tmp_path, allow_pickle=True)
+    found = answers(engine, prompt)
+    for steps in (engine.runner.decode_steps, engine.runner.prompt_steps):
+        assert isinstance(steps, RecordedSteps)
+        assert steps.can_record
+        assert steps.shapes
+    monkeypatch.setattr(recorded_steps, "capture", lambda compute: (None, compute()))
+    assert found == answers(engine_of(tmp_path, allow_pickle=True), prompt)
