@@ -186,6 +186,13 @@ class View(ctypes.Structure):
 
 # `enum class KVFormat` in kv_format.h
 NUMBERS = {Unquantised: 0, Int8: 1, Float8: 2, Int4: 3, StaticInt8: 1, StaticFloat8: 2}
+CODES = {
+    0: None,
+    1: torch.int8,
+    2: torch.float8_e4m3fn,
+    3: torch.uint8,
+}  # the dtypes of what is stored; None: the vectors' own
+MAX_GROUP = 128  # codes of int4 that share a scale
 
 
 @dataclass(frozen=True)
@@ -212,7 +219,7 @@ class PagedVectors:
     def view(self) -> View | None:
         """For the C++ kernels; None where they cannot read it."""
         stored, scales = self.tensors[0], self.scales
-        if self.dtype not in build.DTYPES or type(self.format) not in NUMBERS:
+        if self.dtype not in build.DTYPES or type(self.format) not in NUMBERS or not self._holds_channels():
             return None
         if any(part.device.type != "cpu" or not part.is_contiguous() for part in (stored, scales) if part is not None):
             return None
@@ -228,6 +235,21 @@ class PagedVectors:
             dtype=build.DTYPES[self.dtype],
             has_margin=_bytes_behind(stored) >= REGISTER_BYTES,
         )
+
+    def _holds_channels(self) -> bool:
+        """Return whether all channels of a vector are where the tensors' shapes and dtypes let C++ read and write them."""
+        stored, scales, is_int4 = self.tensors[0], self.scales, isinstance(self.format, Int4)
+        dtype = CODES[NUMBERS[type(self.format)]] or self.dtype
+        if stored.ndim != 4 or stored.dtype != dtype or self.channels > stored.shape[3] * (1 + is_int4):
+            return False
+        if scales is None:
+            return isinstance(self.format, Unquantised)
+        if is_int4:
+            width, groups = 2 * stored.shape[3], scales.shape[3] if scales.ndim == 5 else 0
+            is_divided = groups > 0 and width % (2 * groups) == 0 and width <= MAX_GROUP * groups
+            return is_divided and (scales.shape, scales.dtype) == ((*stored.shape[:3], groups, 2), torch.float16)
+        shape = stored.shape[2:3] if self.has_static_scales else stored.shape[:3]
+        return (scales.shape, scales.dtype) == (shape, torch.float32)
 
 
 def allocate(

@@ -14,7 +14,7 @@ __all__ = ["all_finite"]
 def all_finite(cpp: Library, x: Tensor) -> Tensor:
     """Return which rows of x [R, C] hold no NaN and no infinity, bool [R]."""
     dtype = DTYPES.get(x.dtype)
-    if dtype is None or not x.is_cpu:
+    if dtype is None or x.ndim != 2 or not x.is_cpu:
         raise Misfit
     x = x.contiguous()
     out = torch.empty(x.shape[0], dtype=torch.bool)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.build import Library
-from kernels.kv_format import PARTS, PagedVectors
+from kernels.kv_format import PARTS, Int4, PagedVectors
 from kernels.kv_store import reference
 from kernels.operator import Misfit, operator
 from kernels.rope import angles_fit
@@ -82,8 +82,13 @@ def rope_and_store(
 
 def _fit(vectors: Tensor, cache: PagedVectors, slots: Tensor) -> bool:
     """Whether C++ finds in `vectors` and `slots` what it reads of them."""
-    shape = len(slots), cache.tensors[0].shape[2], cache.channels
-    return (vectors.shape, vectors.dtype, slots.dtype) == (shape, cache.dtype, torch.int64)
+    heads, stored = cache.tensors[0].shape[2:]
+    is_whole = isinstance(cache.format, Int4) or stored == cache.channels
+    return is_whole and (vectors.shape, vectors.dtype, slots.dtype) == (
+        (len(slots), heads, cache.channels),
+        cache.dtype,
+        torch.int64,
+    )
 
 
 def _heads_together(vectors: Tensor) -> Tensor:

@@ -44,7 +44,11 @@ def layer_norm_quantize(
 def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
     """Raise Misfit for other shapes and dtypes than those that C++ reads."""
     given = [each for each in (weight, bias) if each is not None]
-    if x.dtype not in DTYPES or not x.is_cpu or any((y.shape, y.dtype) != (x.shape[-1:], x.dtype) for y in given):
+    if (
+        x.dtype not in DTYPES
+        or not x.is_cpu
+        or any((y.shape, y.dtype, y.is_cpu) != (x.shape[-1:], x.dtype, True) for y in given)
+    ):
         raise Misfit
 
 

@@ -128,7 +128,10 @@ def _check(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> None:
             device = x.codes.device if isinstance(x, QuantizedActivations) else x.device
             raise ValueError(f"rows on {device} and a weight on {weight.memory.device}")
         if bias is not None and (
-            bias.shape != (weight.num_outputs,) or bias.dtype != dtype or not bias.is_contiguous()
+            bias.shape != (weight.num_outputs,)
+            or bias.dtype != dtype
+            or not bias.is_contiguous()
+            or bias.is_cpu != x.is_cpu
         ):
             raise ValueError(
                 f"a bias {list(bias.shape)} of {bias.dtype} for {weight.num_outputs} outputs of {dtype}, side by side"
@@ -147,6 +150,8 @@ def _check_codes(x: QuantizedActivations, weight: PackedWeight) -> None:
         allowed.append((len(x), -(-weight.num_inputs // x.group_size)))
     if tuple(x.scales.shape) not in allowed:
         raise ValueError(f"scales {list(x.scales.shape)} for {len(x)} rows: one of each, or [1, 1] of all")
+    if x.scales.dtype != torch.float32 or x.scales.is_cpu != x.is_cpu:
+        raise ValueError(f"scales of {x.scales.dtype} on {x.scales.device}: they are float32, where the codes are")
 
 
 def _matmul_together(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> list[Tensor]:

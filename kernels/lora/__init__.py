@@ -27,8 +27,7 @@ def lora_add(cpp: Library, y: Tensor, x: Tensor, table: AdapterTable, slots: Ten
     A row's bits depend on the row and its own adapter alone: not on its mates, their ranks, or the slot.
     """
     dtype = DTYPES.get(y.dtype)
-    are_alike = y.dtype == x.dtype == table.a.dtype and y.is_cpu and x.is_cpu
-    if dtype is None or not are_alike or y.stride(1) != 1 or slots.dtype != torch.int64:
+    if dtype is None or not _fit(y, x, table, slots) or y.stride(1) != 1:
         raise Misfit
     x, slots = x if x.stride(1) == 1 else x.contiguous(), slots.contiguous()
     (num_rows, num_inputs), num_outputs = x.shape, y.shape[1]
@@ -36,5 +35,14 @@ def lora_add(cpp: Library, y: Tensor, x: Tensor, table: AdapterTable, slots: Ten
     cpp.lora_add(
         *(y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), dtype, table.a.data_ptr(), table.b.data_ptr()),
         *(table.ranks.data_ptr(), table.scales.data_ptr(), slots.data_ptr(), hidden.data_ptr()),
-        *(num_rows, num_inputs, num_outputs, table.max_rank),
+        *(num_rows, num_inputs, num_outputs, table.num_slots, table.max_rank),
     )
+
+
+def _fit(y: Tensor, x: Tensor, table: AdapterTable, slots: Tensor) -> bool:
+    """Return whether C++ finds in them what it reads and writes."""
+    if not table.is_whole or slots.ndim != 1 or slots.dtype != torch.int64:
+        return False
+    rows, (inputs, outputs) = len(slots), (table.a.shape[2], table.b.shape[2])
+    are_alike = y.dtype == x.dtype == table.a.dtype and y.is_cpu and x.is_cpu and table.a.is_cpu and slots.is_cpu
+    return are_alike and (y.shape, x.shape) == ((rows, outputs), (rows, inputs))

@@ -47,9 +47,13 @@ struct Arguments {
   const float *scales;
   const int64_t *slots;
   float *hidden;
-  int64_t num_rows, num_inputs, num_outputs, max_rank;
+  int64_t num_rows, num_inputs, num_outputs, num_slots, max_rank;
 
-  int64_t rank_of(int64_t row) const { return slots[row] < 0 ? 0 : ranks[slots[row]]; }
+  // Of the row's adapter; 0 where it has none.
+  int64_t rank_of(int64_t row) const {
+    const int64_t slot = slots[row];
+    return slot < 0 || slot >= num_slots ? 0 : std::clamp<int64_t>(ranks[slot], 0, max_rank);
+  }
 
   // Calls each(row, count) for the rows of a group: all at once if they have one adapter, else one by one.
   template <class Each> void by_adapter(int64_t group, Each &&each) const {
@@ -84,7 +88,7 @@ template <Dtype DTYPE, int64_t COUNT, int64_t MANY> void shrink(const Arguments 
 // y of COUNT rows, `count` outputs, no more than the vectors hold
 template <Dtype DTYPE, int64_t COUNT> void expand(const Arguments &with, int64_t row, int64_t output, int64_t count) {
   constexpr int VECTORS = vectors_of(COUNT);
-  const int64_t slot = with.slots[row], rank = with.ranks[slot];
+  const int64_t slot = with.slots[row], rank = with.rank_of(row);
   const auto *b = static_cast<const Number<DTYPE> *>(with.b) + slot * with.max_rank * with.num_outputs + output;
   const float *hidden = with.hidden + row * with.max_rank;
   Floats sums[COUNT][VECTORS];
@@ -134,9 +138,11 @@ template <Dtype DTYPE> void add(const Arguments &with) {
 // outputs] of the same dtype; ranks and scales [slots], slots [rows], hidden [rows, max_rank].
 OPERATOR(lora_add, (void *y, int64_t y_stride, const void *x, int64_t x_stride, Dtype dtype, const void *a, const void *b,
                     const int64_t *ranks, const float *scales, const int64_t *slots, float *hidden, int64_t num_rows,
-                    int64_t num_inputs, int64_t num_outputs, int64_t max_rank)) {
-  const Arguments with{y, y_stride, x, x_stride, a, b, ranks, scales, slots, hidden, num_rows, num_inputs, num_outputs, max_rank};
-  if (std::all_of(slots, slots + num_rows, [&](int64_t slot) { return slot < 0 || !ranks[slot]; })) return;
+                    int64_t num_inputs, int64_t num_outputs, int64_t num_slots, int64_t max_rank)) {
+  const Arguments with{y, y_stride, x, x_stride, a, b, ranks, scales, slots, hidden, num_rows, num_inputs, num_outputs, num_slots, max_rank};
+  bool any = false;
+  for (int64_t row = 0; row < num_rows; ++row) any |= with.rank_of(row) > 0;
+  if (!any) return;
   if (dtype == Dtype::float32)
     add<Dtype::float32>(with);
   else if (dtype == Dtype::bfloat16)

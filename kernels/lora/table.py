@@ -1,6 +1,7 @@
 """The adapters of one linear layer. N slots, R the largest rank, I inputs, O outputs."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,6 +39,19 @@ class AdapterTable:
     @property
     def max_rank(self) -> int:
         return self.a.shape[1]
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether the parts have the shapes and dtypes of one table, and lie in memory as they are said to."""
+        parts, size = (self.a, self.b, self.ranks, self.scales), self.a.shape[:1]
+        are_alike = (
+            self.a.ndim == 3 and self.b.shape[:2] == self.a.shape[:2] and self.ranks.shape == self.scales.shape == size
+        )
+        dtypes = (self.b.dtype, self.ranks.dtype, self.scales.dtype) == (self.a.dtype, torch.int64, torch.float32)
+        on_one_device = len({part.device for part in parts}) == 1
+        return (
+            are_alike and dtypes and self.b.ndim == 3 and on_one_device and all(part.is_contiguous() for part in parts)
+        )
 
     def put(self, slot: int, a: Tensor, b: Tensor, scale: float) -> None:
         """Fill a slot with factors A [r, I] and B [O, r], r no more than R."""

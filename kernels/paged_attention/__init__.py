@@ -44,7 +44,7 @@ def paged_attention(
 ) -> Tensor:
     """Return attention [T, H, E], as `reference.paged_attention` does, but in float32; products of bfloat16 are exact and added there."""
     keys, values = key_cache.view, value_cache.view
-    fit = _fit(query, key_cache, block_tables, query_starts, context_lengths, alibi_slopes, prefix_lengths)
+    fit = _fit(query, key_cache, value_cache, block_tables, query_starts, context_lengths, alibi_slopes, prefix_lengths)
     if keys is None or values is None or not fit:
         raise Misfit
     query, block_tables = query.contiguous(), block_tables.contiguous()
@@ -75,6 +75,7 @@ def paged_attention(
 def _fit(
     query: Tensor,
     key_cache: PagedVectors,
+    value_cache: PagedVectors,
     block_tables: Tensor,
     query_starts: Tensor,
     context_lengths: Tensor,
@@ -85,7 +86,9 @@ def _fit(
     numbers = [(block_tables, 2), (query_starts, 1), (context_lengths, 1), (prefix_lengths, 1)]
     return (
         all(part is None or (part.dtype, part.ndim) == (torch.int64, rank) for part, rank in numbers)
-        and (query.shape[2], query.dtype) == (key_cache.channels, key_cache.dtype)
+        and query.ndim == 3
+        and (query.shape[2], query.dtype, query.dtype) == (key_cache.channels, key_cache.dtype, value_cache.dtype)
+        and key_cache.tensors[0].shape[:3] == value_cache.tensors[0].shape[:3]
         and query.shape[1] % key_cache.tensors[0].shape[2] == 0
         and len(block_tables) == len(context_lengths) == len(query_starts) - 1
         and (prefix_lengths is None or len(prefix_lengths) == len(context_lengths))

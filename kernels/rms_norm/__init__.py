@@ -75,8 +75,8 @@ def add_rms_norm_quantize(
 
 def _fit(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> bool:
     """Return whether shapes and dtypes are those that C++ reads."""
-    fits = x.dtype in DTYPES and weight.dtype == x.dtype and x.is_cpu and weight.shape == x.shape[-1:]
-    return fits and (residual is None or (residual.dtype == x.dtype and residual.shape == x.shape))
+    fits = x.dtype in DTYPES and weight.dtype == x.dtype and x.is_cpu and weight.is_cpu and weight.shape == x.shape[-1:]
+    return fits and (residual is None or (residual.dtype, residual.shape, residual.is_cpu) == (x.dtype, x.shape, True))
 
 
 def _normalise(

@@ -45,7 +45,7 @@ def rope_angles(
     """Return cos and sin [T, R/2], as `reference.rope_angles` does; they may differ from it in the last bit of float32."""
     number = DTYPES.get(dtype)
     are_known = (positions.dtype, frequencies.dtype) == (torch.int64, torch.float32)
-    if number is None or not positions.is_cpu or not are_known or frequencies.ndim > 1:
+    if number is None or not positions.is_cpu or not are_known or positions.ndim != 1 or frequencies.ndim != 1:
         raise Misfit
     positions, frequencies = positions.contiguous(), frequencies.contiguous()
     num_tokens, half = positions.shape[0], frequencies.shape[0]

@@ -23,7 +23,7 @@ def most_likely(cpp: Library, logits: Tensor) -> Tensor:
     16 rows of 32,000 bfloat16: 119 us; torch takes 490 for the same.
     """
     dtype = DTYPES.get(logits.dtype)
-    if dtype is None or not logits.is_cpu:
+    if dtype is None or logits.ndim != 2 or not logits.is_cpu:
         raise Misfit
     logits = logits.contiguous()
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)

@@ -18,7 +18,7 @@ __all__ = ["swiglu", "swiglu_quantize"]
 def swiglu(cpp: Library, gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up, as `reference.swiglu` does. Rows may lie apart, as the halves of a fused matrix's outputs do."""
     dtype = DTYPES.get(gate.dtype)
-    alike = gate.ndim == 2 and gate.is_cpu and up.shape == gate.shape and up.dtype == gate.dtype
+    alike = gate.ndim == 2 and gate.is_cpu and up.is_cpu and up.shape == gate.shape and up.dtype == gate.dtype
     if dtype is None or not alike:
         raise Misfit
     gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from kernels.kv_format import (
 )
 from kernels.kv_store import kv_store
 from kernels.paged_attention import paged_attention
+from tests.helpers.cache_formats import NAMES, formats_of
 from tests.kernels.test_paged_attention import Options, written_out
 
 FORMATS: dict[str, KVFormat] = {
@@ -223,3 +225,26 @@ def test_attention_reads_what_was_stored(name: str, channels: int, value_channel
     )
     # float32 sums of at most 80 terms
     torch.testing.assert_close(result.double(), torch.cat(expected), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_that_hold_other_vectors_are_not_for_the_kernels(name: str) -> None:
+    cache = allocate(formats_of(name, GROUPS)[0], (BLOCKS, BLOCK_SIZE, GROUPS), 80, torch.float32, torch.device("cpu"))
+    assert cache.view is not None
+    assert replace(cache, channels=40).view is not None
+    stored, *scales = cache.tensors
+    others = [
+        replace(cache, channels=161),
+        replace(cache, tensors=(stored.view(-1), *scales)),
+        replace(cache, tensors=(stored.double(), *scales)),
+    ]
+    if scales:
+        others += [replace(cache, tensors=(stored, part)) for part in (scales[0][:1], scales[0].double())]
+    if name == "int4":
+        one = scales[0][:, :, :, :1]  # a group of 80 codes less its scale
+        others += [replace(cache, tensors=(stored, part)) for part in (one[..., :1], one[:, :, :, :0], one[0])]
+        wide = torch.zeros(BLOCKS, BLOCK_SIZE, GROUPS, 80, dtype=torch.uint8)
+        others.append(replace(cache, tensors=(wide, one.contiguous())))  # 160 codes of one group
+    if "static" in name:
+        others.append(replace(cache, format=type(cache.format)(torch.ones(1))))  # type: ignore[call-arg]
+    assert [other.view for other in others] == [None] * len(others)

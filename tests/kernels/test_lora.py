@@ -105,3 +105,14 @@ def test_a_slot_is_filled_again() -> None:
     assert_near(added(y, x, table, [2]), expected(y, x, table, [2]))
     table.clear(2)
     assert torch.equal(added(y, x, table, [2]), y)
+
+
+def test_slots_and_ranks_that_no_table_has(compiled: Callable[[int], None]) -> None:
+    """A row of such a slot stays as it is; a rank counts up to the table's own."""
+    compiled(2)
+    slots, y, x = [2, 4096, 0, -4096], noise(4, 40, seed=1), noise(4, 24, seed=2)
+    table, full = (make_table(24, 40, torch.float32, [4, 0, 17, 1], room=17) for _ in range(2))
+    table.ranks[2] = 4096
+    result = added(y, x, table, slots)
+    assert torch.equal(result[[0, 2]], added(y, x, full, slots)[[0, 2]])
+    assert torch.equal(result[[1, 3]], y[[1, 3]])

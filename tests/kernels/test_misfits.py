@@ -3,7 +3,10 @@
 Torch's operators say what becomes of them: an error, or what the reference makes of one number for all.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +14,20 @@ from torch import Tensor
 
 from kernels import build
 from kernels import linear as products
+from kernels.all_finite import all_finite
 from kernels.gelu import gelu_tanh
+from kernels.kv_format import PagedVectors
 from kernels.kv_store import kv_store, rope_and_store
 from kernels.layer_norm import layer_norm, layer_norm_quantize
 from kernels.linear import WeightGroup, grouped_matmul, linear, matmul, pack
+from kernels.lora import AdapterTable, lora_add
 from kernels.moe import combine_rows, group_rows
 from kernels.paged_attention import paged_attention
+from kernels.quantize_rows import QuantizedActivations
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_quantize
 from kernels.rope import rope, rope_angles
+from kernels.sampling import most_likely
+from kernels.swiglu import swiglu
 from tests.kernels.test_odd_inputs import caches, waves
 
 INT32, HALF, DOUBLE = torch.int32, torch.float16, torch.float64
@@ -26,9 +35,9 @@ FAR = 4096  # numbers: what is read this far beyond a tensor is not what is ther
 
 
 def stored(
-    key: Tensor, value: Tensor, slots: Tensor, angles: Tensor | None = None, norm: Tensor | None = None
+    key: Tensor, value: Tensor, slots: Tensor, angles: Tensor | None = None, norm: Tensor | None = None, **of_keys: int
 ) -> Sequence[Tensor]:
-    keys, values = caches(16)
+    keys, values = (replace(cache, **of_keys) if i == 0 else cache for i, cache in enumerate(caches(16)))
     if angles is None:
         kv_store(key, value, keys, values, slots)
         return keys.tensors + values.tensors
@@ -36,9 +45,10 @@ def stored(
     return query, *keys.tensors, *values.tensors
 
 
-def attended(**other: Tensor) -> Sequence[Tensor]:
+def attended(values: PagedVectors | None = None, **other: Tensor) -> Sequence[Tensor]:
     """Three sequences of one new token, of which one argument is another."""
-    keys, values = caches(16)
+    keys, own_values = caches(16)
+    values = values or own_values
     fitting = {
         "query": waves(3, 4, 16),
         "block_tables": torch.tensor([[2, 0]] * 3),
@@ -53,7 +63,34 @@ def attended(**other: Tensor) -> Sequence[Tensor]:
     return [paged_attention(query, keys, values, *given.values(), 0.3, *options)]
 
 
+def adapted(**other: Tensor) -> Sequence[Tensor]:
+    """Three rows of four inputs and six outputs, of which one argument is another."""
+    fitting = {
+        "y": waves(3, 6),
+        "x": waves(3, 4),
+        "slots": torch.tensor([1, 0, -1]),
+        "a": waves(2, 5, 4),
+        "b": waves(2, 5, 6),
+        "ranks": torch.tensor([5, 2]),
+        "scales": waves(2),
+    }
+    y, x, slots, *table = (fitting | other).values()
+    lora_add(y, x, AdapterTable(*table), slots)
+    return [y]
+
+
 MISFITS: dict[str, Callable[[], Sequence[Tensor]]] = {
+    "finite numbers of three axes": lambda: [all_finite(waves(2, 3, 4))],
+    "the most likely of three axes": lambda: [most_likely(waves(2, 3, 4))],
+    "adapted: fewer rows than slots": lambda: adapted(y=waves(2, 6), x=waves(2, 4)),
+    "adapted: fewer rows of inputs": lambda: adapted(x=waves(1, 4)),
+    "adapted: fewer outputs": lambda: adapted(y=waves(3, 1)),
+    "adapted: fewer inputs": lambda: adapted(x=waves(3, 1)),
+    "adapted: factors of fewer ranks": lambda: adapted(b=waves(2, 1, 6)),
+    "adapted: factors of fewer slots": lambda: adapted(b=waves(1, 5, 6)),
+    "adapted: fewer scales": lambda: adapted(scales=waves(1)),
+    "adapted: int32 ranks": lambda: adapted(ranks=torch.tensor([5, 2]).to(INT32)),
+    "adapted: factors that lie apart": lambda: adapted(a=waves(2, 4, 5).transpose(1, 2)),
     "a weight for each head, and rows for one": lambda: [linear(waves(4, 2, 8), waves(2, 4, 8))],
     "query heads that no key head has": lambda: attended(query=waves(3, 3, 16), alibi_slopes=waves(3)),
     "norm of fewer weights": lambda: [rms_norm(waves(2, FAR), waves(4), 1e-5)],
@@ -74,9 +111,15 @@ MISFITS: dict[str, Callable[[], Sequence[Tensor]]] = {
     "rope of sines of another dtype": lambda: [rope(waves(FAR, 2, 8), waves(FAR, 4), waves(FAR, 4).to(HALF))],
     "angles of int32 positions": lambda: rope_angles(torch.arange(9).to(INT32), waves(4), 1.0, torch.float32),
     "angles of float64 frequencies": lambda: rope_angles(torch.arange(9), waves(4).to(DOUBLE), 1.0, torch.float32),
+    "angles of positions in rows": lambda: rope_angles(torch.arange(8).view(2, 4), waves(4), 1.0, torch.float32),
     "more choices than rows": lambda: group_rows(waves(1, 4), torch.zeros(FAR, 2, dtype=torch.int64), 4),
+    "grouped rows of three axes": lambda: group_rows(waves(2, 3, 4), torch.zeros(2, 1, dtype=torch.int64), 4),
+    "combined rows of three axes": lambda: [combine_rows(waves(4, 2, 3), waves(2, 2), torch.arange(4).view(2, 2))],
     "int32 places": lambda: [combine_rows(waves(4, 4), waves(2, 2), torch.arange(4).view(2, 2).to(INT32))],
     "fewer weights than places": lambda: [combine_rows(waves(4, 4), waves(1, 1), torch.arange(4).view(2, 2))],
+    "stored: fewer channels than the cache has": lambda: stored(
+        waves(3, 2, 8), waves(3, 2, 16), torch.arange(3), channels=8
+    ),
     "stored: int32 slots": lambda: stored(waves(3, 2, 16), waves(3, 2, 16), torch.arange(3).to(INT32)),
     "stored: more slots than rows": lambda: stored(waves(2, 2, 16), waves(2, 2, 16), torch.arange(3)),
     "stored: values of another dtype": lambda: stored(waves(3, 2, 16), waves(3, 2, 16).to(HALF), torch.arange(3)),
@@ -86,6 +129,8 @@ MISFITS: dict[str, Callable[[], Sequence[Tensor]]] = {
     "turned and stored: one weight of a norm": lambda: stored(
         waves(3, 2, 16), waves(3, 2, 16), torch.arange(3), waves(3, 8), waves(1)
     ),
+    "attended: values of fewer blocks": lambda: attended(replace(caches(16)[1], tensors=(waves(1, 4, 2, 16),))),
+    "attended: values of another dtype": lambda: attended(replace(caches(16)[1], dtype=HALF)),
     "attended: other channels": lambda: attended(query=waves(3, 4, 8)),
     "attended: int32 lengths": lambda: attended(context_lengths=(torch.arange(3) + 4).to(INT32)),
     "attended: int32 tables": lambda: attended(block_tables=torch.tensor([[2, 0]] * 3).to(INT32)),
@@ -134,3 +179,37 @@ def test_a_weight_on_another_device_is_not_read(compiled: Callable[[int], None])
 def test_rows_on_another_device_are_refused(compiled: Callable[[int], None]) -> None:
     with pytest.raises(ValueError, match="rows on meta and a weight on cpu"):
         matmul(torch.ones(2, 8, device="meta"), pack(torch.ones(20, 8)))
+
+
+class Unused:
+    """A library of which nothing may be called."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} reads an address on another device")
+
+
+OTHERS: dict[str, Callable[[Tensor], object]] = {  # of a tensor [8] on another device
+    "weight of a norm": lambda other: rms_norm(waves(2, 8), other, 1e-5),
+    "residual of a norm": lambda other: add_rms_norm(waves(2, 8), other.expand(2, 8), waves(8), 1e-5),
+    "weight of a layer norm": lambda other: layer_norm(waves(2, 8), other, None, 1e-5),
+    "bias of a layer norm": lambda other: layer_norm(waves(2, 8), None, other, 1e-5),
+    "what a gate multiplies": lambda other: swiglu(waves(2, 8), other.expand(2, 8)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_lies_on_another_device_is_not_read(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(build, "library", lambda: Unused())
+    with contextlib.suppress(RuntimeError):  # what torch says of two devices
+        OTHERS[name](torch.empty(8, device="meta"))
+
+
+@pytest.mark.usefixtures("any_way")
+def test_scales_and_biases_of_other_dtypes_and_devices_are_refused() -> None:
+    codes, scales = torch.ones(3, 8, dtype=torch.int8), torch.ones(3, 1)
+    weight = products.pack_codes(torch.ones(20, 8, dtype=torch.int8), torch.ones(20, 1), None, 8)
+    for other in (scales.double(), scales.half(), scales.to("meta")):
+        with pytest.raises(ValueError, match=f"scales of {other.dtype} on {other.device}: they are float32, where"):
+            matmul(QuantizedActivations(codes, other, torch.float32), weight)
+    with pytest.raises(ValueError, match=r"a bias \[20\] of torch.float32"):
+        matmul(torch.ones(3, 8), pack(torch.ones(20, 8)), torch.ones(20, device="meta"))
