@@ -22,6 +22,7 @@ namespace {
 constexpr int64_t TILE = LANES * VECTORS;  // keys
 constexpr int64_t SPLIT = 4 * TILE;        // keys
 constexpr int64_t MAX_ROWS = 64;
+constexpr int64_t FEW_ROWS = 8;            // whose products take as long as packing what they read
 constexpr int64_t CHUNK_WORK = 1 << 15;    // multiplications that are worth another thread: a microsecond, five times a hand-over
 constexpr float LOWEST = std::numeric_limits<float>::lowest(), INFINITE = std::numeric_limits<float>::infinity();
 
@@ -308,16 +309,25 @@ struct Unit {
   }
 };
 
+// In how many parts rows are shared: in more than one where there would be fewer units than threads.
+int64_t parts_of_rows(const Call &call) {
+  int64_t units = 0;
+  for (int64_t s = 0; s < call.num_sequences; ++s) units += divide_up(call.num_new(s) * call.heads_per_group, MAX_ROWS) * call.keys.num_heads;
+  return divide_up(get_threads(), std::max<int64_t>(units, 1));
+}
+
 // Rows of few tokens over a long context are split, so that one sequence alone keeps all threads busy.
 int64_t list_units(const Call &call, std::vector<Unit> &units) {
+  const int64_t parts = parts_of_rows(call);
   int64_t floats = 0;
   units.clear();
   for (int64_t s = 0; s < call.num_sequences; ++s) {
     const int64_t num_rows = call.num_new(s) * call.heads_per_group;
     if (num_rows == 0) continue;
     const bool in_splits = num_rows <= MAX_ROWS && Rows{call, s, 0, 0, num_rows}.num_splits() > 1;
-    for (int64_t first = (num_rows - 1) / MAX_ROWS * MAX_ROWS; first >= 0; first -= MAX_ROWS) {  // the longest contexts first
-      const Rows rows{call, s, 0, first, std::min(num_rows - first, MAX_ROWS)};
+    const int64_t height = in_splits ? MAX_ROWS : std::max(divide_up(std::min(num_rows, MAX_ROWS), parts), FEW_ROWS);
+    for (int64_t first = (num_rows - 1) / height * height; first >= 0; first -= height) {  // the longest contexts first
+      const Rows rows{call, s, 0, first, std::min(num_rows - first, height)};
       for (int64_t split = rows.first_split(); split < (in_splits ? rows.end_split() : rows.first_split() + 1); ++split)
         for (int64_t group = 0; group < call.keys.num_heads; ++group) {  // innermost: their vectors share pages
           units.push_back({{call, s, group, first, rows.count}, in_splits ? split : -1, floats});

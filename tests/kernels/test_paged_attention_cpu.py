@@ -195,6 +195,19 @@ def test_a_token_is_the_same_to_the_bit_in_one_step_in_chunks_and_in_company(
             assert torch.equal(torch.cat(chunks[s]), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_that_share_a_key_are_the_same_to_the_bit_on_any_number_of_threads(
+    compiled: Threads, dtype: torch.dtype
+) -> None:
+    filled = fill([200, 70], (24, 1, 48, 32), dtype)
+    for steps in ([(0, 199, 200)], [(0, 199, 200), (1, 69, 70)], [(1, 60, 70)]):
+        compiled(1)
+        alone = attend(filled, steps, {})
+        for threads in range(2, 5):
+            compiled(threads)
+            assert all(torch.equal(*each) for each in zip(attend(filled, steps, {}), alone, strict=True))
+
+
 BEHIND_LIES_NOTHING = """
 import ctypes, mmap, torch
 from kernels.kv_format import PagedVectors, Unquantised
