@@ -194,6 +194,30 @@ EXPERTS = {
 }
 
 
+WEIGHTS = {  # [33, 95]
+    "bfloat16": lambda: pack(numbers("normal", 33, 95)),
+    "12 bits": lambda: compressed(pack(numbers("normal", 33, 95))),
+    "float8": lambda: pack_float8(random_float8(33, 95), torch.rand(33, 19)),
+    "int8": lambda: pack_codes(torch.randint(-128, 128, (33, 95), dtype=torch.int8), torch.rand(33, 1), None, 8),
+    "int4": lambda: pack_codes(torch.randint(-8, 8, (33, 95), dtype=torch.int8), torch.rand(33, 3), None, 4),
+}
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("codes", [False, True], ids=["bfloat16 rows", "codes"])
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_any_number_of_rows_gives_the_bits_of_all(kind: str, codes: bool) -> None:
+    if codes and kind in ("bfloat16", "12 bits"):
+        return
+    weight, rows = WEIGHTS[kind](), numbers("normal", 512, 95)
+    rows[[7, 69, 300]] = float("nan")
+    quantised = quantize_rows(rows, torch.float8_e4m3fn if kind == "float8" else torch.int8)
+    whole = matmul(QuantizedActivations(*quantised, rows.dtype) if codes else rows, weight)
+    for count in range(1, 71):
+        some = QuantizedActivations(*(part[:count] for part in quantised), rows.dtype) if codes else rows[:count]
+        assert_equal(matmul(some, weight), whole[:count])
+
+
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("codes", [False, True], ids=["bfloat16 rows", "codes"])
 @pytest.mark.parametrize("kind", EXPERTS)
