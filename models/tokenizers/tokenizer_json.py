@@ -70,10 +70,18 @@ CLASSES = {
 AS_IT_STANDS = ("", "PreTrainedTokenizer", "TokenizersBackend", "BloomTokenizer")
 """Classes for which transformers takes the file as it stands."""
 FAMILIES = {
-    **dict.fromkeys(("gpt2", "opt"), "GPT2Tokenizer"),
-    **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), "Qwen2Tokenizer"),
-    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
-    **dict.fromkeys(("mistral", "mixtral", "phi3", "glm", "glm4"), ""),
+    **dict.fromkeys("gpt2 opt phi starcoder2".split(), "GPT2Tokenizer"),
+    **dict.fromkeys(
+        "qwen2 qwen3 qwen2_moe qwen3_moe qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe".split(), "Qwen2Tokenizer"
+    ),
+    **dict.fromkeys("gemma2 gemma3 gemma3_text".split(), "GemmaTokenizer"),
+    **dict.fromkeys(
+        """
+        ernie4_5 ernie4_5_moe glm glm4 glm4_moe glm4_moe_lite granite internlm2 internlm3 minimax minimax_m2 ministral3 mistral mistral3
+        mixtral olmo2 olmo3 phi3
+        """.split(),
+        "",
+    ),
 }
 """Class of transformers by `model_type`; "" where it takes the file as it stands, whatever the settings say."""
 OWN_CLASS_WINS = ("qwen2", "phi3")  # over the settings, which are wrong on the hub

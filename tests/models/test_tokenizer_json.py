@@ -10,6 +10,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, GPT2Tokenizer
 
 from conf.errors import UserError
+from models.formats.wrapper import TEXT_MODELS
+from models.registry import ARCHITECTURES
 from models.tokenizers import Tokenizer, load_tokenizer
 from models.tokenizers.tiktoken import LLAMA3_PATTERN
 from tests.helpers.builders import SHARED
@@ -163,6 +165,30 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
     assert ours.size == max(theirs.get_vocab().values()) + 1
     assert dict(ours.special_tokens) == theirs.special_tokens_map
+
+
+OF_FAMILIES = [
+    (family, declared)
+    for family in sorted({*ARCHITECTURES, *TEXT_MODELS, "minimax"})
+    for declared in ("GPT2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast")
+    if (family, declared) != ("qwen2", "LlamaTokenizer")  # whose own class has no steps for a vocabulary of pieces
+]
+
+
+@pytest.mark.parametrize(("family", "declared"), OF_FAMILIES)
+def test_families_have_the_class_of_transformers(family: str, declared: str, tmp_path: Path) -> None:
+    """Hub files of OLMo, Granite, MiniMax-M2 and others declare a class that cuts texts otherwise than their tokenizer.json."""
+    backend = gemma_like() if declared == "LlamaTokenizer" else llama3_like()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": declared, **BOTH}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    ours = load_tokenizer(tmp_path)
+    assert ours is not None
+    known = "minimax_m2" if family == "minimax" else family  # the name in that model's first files
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": known}))
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    for text in SAMPLES:
+        assert ours.encode(text, add_special_tokens=True) == theirs(text)["input_ids"], text
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
