@@ -14,12 +14,13 @@ MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # products and quotients of a few such num
 HARMLESS = frozenset(
     """
     _attn_implementation_autoset _from_model_config _name_or_path activation_dropout apply_query_key_layer_scaling
-    architectures attention_dropout attention_softmax_in_fp32 attn_dropout_prob attn_implementation attn_pdrop
-    auto_map aux_loss_alpha bf16 bias_dropout_fusion bos_token_id cache_implementation dropout dtype emb_dropout_prob
-    embd_pdrop eos_token_id ep_size fp16 fp32 gradient_checkpointing hidden_dropout init_std initializer_range
-    is_llama_config layerdrop masked_softmax_fusion max_sequence_length model_max_length model_type n_ctx offset_alibi
-    onnx_safe output_router_logits pad_token_id prefix prefix_projection pretraining_tp reorder_and_upcast_attn
-    resid_pdrop router_aux_loss_coef router_jitter_noise seq_aux skip_bias_add skip_bias_add_qkv slow_but_exact
+    architectures attention_dropout attention_probs_dropout_prob attention_softmax_in_fp32 attn_dropout_prob
+    attn_implementation attn_pdrop auto_map aux_loss_alpha bf16 bias_dropout_fusion bos_token_id
+    cache_implementation dropout dtype emb_dropout_prob embd_pdrop eos_token_id ep_size fp16 fp32
+    gradient_checkpointing hidden_dropout hidden_dropout_prob init_std initializer_range is_llama_config layerdrop
+    masked_softmax_fusion max_sequence_length model_max_length model_type n_ctx offset_alibi onnx_safe
+    output_router_logits pad_token_id prefix prefix_projection pretraining_tp reorder_and_upcast_attn resid_pdrop
+    router_aux_loss_coef router_jitter_noise seq_aux skip_bias_add skip_bias_add_qkv slow_but_exact
     softmax_in_fp32 summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     task_specific_params tokenizer_class torch_dtype transformers_version unk_token_id unsloth_version use_cache
     use_cache_kernel use_flash_attn smoothed_by

@@ -146,6 +146,8 @@ def find_architecture(config: ConfigReader) -> Architecture:
         raise UserError(
             f"config.json: model_type={model_type!r} is a bidirectional encoder, which is not supported: {remedy}"
         )
+    if model_type == "minimax" and config.raw("architectures") == ["MiniMaxM2ForCausalLM"]:
+        model_type = "minimax_m2"  # the first files of MiniMax-M2 have the name of another model
     if model_type not in ARCHITECTURES:
         raise UserError(
             f"config.json: model_type={model_type!r} is not supported: only {', '.join(sorted(ARCHITECTURES))}"

@@ -46,6 +46,7 @@ def read_config(config: ConfigReader) -> Cohere2Config:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
     shape = read_decoder_config(config, rms_norm_eps=1e-5, max_position_embeddings=8192)
     config.expect("head_dim", (None, shape.hidden_size // shape.num_attention_heads), None)
+    config.raw("use_parallel_embedding")  # of training
     for key, value in FORM.items():
         config.expect(key, (None, value), None)
     return Cohere2Config(

@@ -22,6 +22,7 @@ def read_config(config: ConfigReader) -> Ernie45Config:
 
 def read_ernie_config(config: ConfigReader) -> DecoderConfig:
     """Read what both kinds of Ernie have, with transformers' defaults."""
+    config.expect("use_rmsnorm", (True, None), None)
     shape = read_decoder_config(config, 1e-5, 131072, partial(read_rotary_config, default_theta=5e5))
     return replace(shape, tie_word_embeddings=config.get("tie_word_embeddings", bool, True))
 

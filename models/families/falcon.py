@@ -38,6 +38,7 @@ class FalconConfig(DecoderConfig):
 def read_config(config: ConfigReader) -> FalconConfig:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
     config.expect("alibi", (False, None), False)
+    config.raw("ff_factor")  # which ffn_hidden_size says, too
     config.expect("activation", ("gelu",), "gelu")
     config.expect("apply_residual_connection_post_layernorm", (False, None), False)
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")

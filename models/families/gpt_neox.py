@@ -25,6 +25,7 @@ from models.layout import ModelLayout, Unit
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
+    "gelu_fast": gelu_tanh,
     "gelu_new": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
 }

@@ -42,7 +42,7 @@ def read_config(config: ConfigReader) -> Ministral3Config:
     return Ministral3Config(
         **vars(shape),
         sliding_window=read_window(config),
-        query_beta=scaling.positive("llama_4_scaling_beta"),
+        query_beta=scaling.require("llama_4_scaling_beta", float) and scaling.positive("llama_4_scaling_beta"),
         query_length=length,
     )
 

@@ -21,6 +21,12 @@ from models.layers.rotary import Angles, RotaryEmbedding
 from models.layers.sliding_window import read_window
 from models.layout import ModelLayout
 
+UNUSED = (
+    *("activation_function", "layer_norm_epsilon", "scale_attention_softmax_in_fp32", "scale_attn_weights"),
+    *("embedding_dropout", "residual_dropout"),
+)
+"""Keys of the hub's files that transformers does not read, the first two beside those that it does, and keys of training."""
+
 
 @dataclass(frozen=True)
 class Starcoder2Config(DecoderConfig):
@@ -36,7 +42,7 @@ class Starcoder2Config(DecoderConfig):
 
 def read_config(config: ConfigReader) -> Starcoder2Config:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
-    for key in ("residual_dropout", "embedding_dropout"):  # of training
+    for key in UNUSED:
         config.raw(key)
     config.expect("mlp_type", (None, "default"), None)
     config.expect("norm_type", (None, "layer_norm"), None)

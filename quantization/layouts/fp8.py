@@ -44,7 +44,7 @@ class Fp8:
 
 def read_fp8(config: ConfigReader) -> Fp8:
     """Read the quantization_config. Raises UserError for other number formats, and for static activations with blocks."""
-    config.expect("fmt", (None, "e4m3"), None)
+    config.expect("fmt", (None, "e4m3", "float8_e4m3fn"), None)
     config.expect("scale_fmt", (None, "float"), None)
     config.expect("expert_dtype", (None, "fp8"), None)
     for key in ("kv_cache_scheme", "kv_cache_quant_method"):

@@ -16,6 +16,7 @@ CASES: dict[str, dict[str, Any]] = {
     "parallel": {},
     "in_turn": {"use_parallel_residual": False, "tie_word_embeddings": True},
     "all_channels": {"rotary_pct": 1.0, "rotary_emb_base": 500, "attention_bias": False, "layer_norm_eps": 1e-3},
+    "of_20b": {"hidden_act": "gelu_fast"},
     "fast_gelu": {"hidden_act": "gelu_new", "rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": 0.5}},
 }
 
@@ -28,7 +29,10 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "relu"}, "hidden_act='relu' is not supported: only 'gelu', 'gelu_new', 'gelu_pytorch_tanh'"),
+        (
+            {"hidden_act": "relu"},
+            "hidden_act='relu' is not supported: only 'gelu', 'gelu_fast', 'gelu_new', 'gelu_pytorch",
+        ),
         ({"rotary_pct": 0.2}, r"partial_rotary_factor=0\.2 turns 3 of 16 channels, not an even number"),
         ({"rope_theta": 5, "rotary_emb_base": 6}, r"rope_theta=5 is not supported: only None, 6\.0"),
         ({"num_attention_heads": 5}, "hidden_size=64 is not a multiple of num_attention_heads=5"),

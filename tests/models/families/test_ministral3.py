@@ -26,6 +26,7 @@ ROPE: dict[str, Any] = {
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "other_mscale": {"rope_parameters": {**ROPE, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 2.0}},
+    "queries_that_do_not_grow": {"rope_parameters": {**ROPE, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.0}},
     "own_length": {"rope_parameters": {**ROPE, "max_position_embeddings": 128}},
     "window": {"sliding_window": 9, "tie_word_embeddings": True},
 }
