@@ -15,8 +15,8 @@ from conf.errors import UserError
 from models.config import ConfigReader, read_json
 from models.formats.base import Checkpoint, ExpectedTensor, ExpectedTensors, WeightFile
 from models.formats.huggingface import GENERATION_CONFIG, SafetensorsFile, weight_names
-from models.formats.paddle_config import config_file, paddle_type, read_paddle_config
-from models.formats.paddle_names import PREFIXES, Names, Part
+from models.formats.paddle_config import config_file, paddle_prefix, read_paddle_config
+from models.formats.paddle_names import Names, Part
 from models.formats.paddle_pickle import PdparamsFile
 from models.formats.paddle_scales import CodedFile, read_scales
 from models.formats.paddle_smooth import SmoothedFile
@@ -33,8 +33,8 @@ def is_paddle_layout(folder: Path) -> bool:
     paths = [path for rank in rank_files(folder) for path in rank]
     if not paths or paths[0].suffix == PICKLE:
         return bool(paths)
-    model_type = paddle_type(folder)
-    return model_type is not None and any(_holds(path, PREFIXES[model_type][0]) for path in paths)
+    prefix = paddle_prefix(folder)
+    return prefix is not None and any(_holds(path, prefix) for path in paths)
 
 
 def _holds(path: Path, prefix: str) -> bool:

@@ -1,5 +1,6 @@
 """Read PaddleNLP's config.json, or model_config.json of its older versions, as the keys of Hugging Face's config.json."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,16 @@ def config_file(folder: Path) -> Path:
     return next((folder / name for name in CONFIGS if (folder / name).is_file()), folder / CONFIGS[0])
 
 
-def paddle_type(folder: Path) -> str | None:
-    """Return PaddleNLP's `model_type` of a folder's config, if it is one that is read."""
-    model_type = _values(config_file(folder)).get("model_type")
-    return model_type if isinstance(model_type, str) and model_type in PREFIXES else None
+def paddle_prefix(folder: Path) -> str | None:
+    """Return how tensors would be called where PaddleNLP has written them; None where its config cannot be PaddleNLP's.
+
+    A `model_type` that is not read counts where PaddleNLP's version is beside it, so that it can be refused by name.
+    """
+    values = _values(config_file(folder))
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or (model_type not in PREFIXES and "paddlenlp_version" not in values):
+        return None
+    return PREFIXES[model_type][0] if model_type in PREFIXES else re.split(r"[\d_]", model_type)[0]
 
 
 def read_paddle_config(folder: Path) -> tuple[ConfigReader, Names]:
@@ -74,7 +81,8 @@ def read_paddle_config(folder: Path) -> tuple[ConfigReader, Names]:
     model_type = found.require("model_type", str)
     if model_type not in PREFIXES:
         raise UserError(
-            f"{file}: PaddleNLP's model_type={model_type!r} is not read: only {', '.join(sorted(PREFIXES))}"
+            f"{file}: PaddleNLP's model_type={model_type!r} is not read: only {', '.join(sorted(PREFIXES))}: "
+            "give the model's checkpoint in Hugging Face's layout"
         )
     known = KNOWN | KNOWN_OF.get(model_type, {})
     for key, value in known.items():

@@ -165,6 +165,24 @@ def test_settings_that_compute_something_else(changes: dict[str, object], messag
         open_paddle_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("chatglm", "chatglm.transformer.word_embeddings.weight"),
+        ("deepseek_v2", "deepseek_v2.layers.0.self_attn.q_proj.weight"),
+        ("ernie4_5_moe", "ernie.layers.0.self_attn.qkv_proj.weight"),
+        ("opt", "opt.decoder.layers.0.self_attn.q_proj.weight"),
+    ],
+)
+def test_safetensors_of_other_families_are_one_line(model_type: str, name: str, tmp_path: Path) -> None:
+    """Not a list of tensors that are missing in Hugging Face's layout."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "paddlenlp_version": "3.0.0"}))
+    save_safetensors(tmp_path / "model.safetensors", {name: np.zeros((2, 2), np.float32)})
+    line = f"PaddleNLP's model_type='{model_type}' is not read: only bloom, .*: give the model's checkpoint in Hugging Face"
+    with pytest.raises(UserError, match=line):
+        open_checkpoint(tmp_path, False)
+
+
 def test_a_config_is_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has PaddleNLP's weights, but no config\.json and no model_config\.json"):
         open_paddle_config(tmp_path)
