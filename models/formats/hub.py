@@ -33,6 +33,10 @@ def find_checkpoint(path: str, with_weights: bool, allow_pickle: bool) -> Path:
             f"there is no folder {path}: model.path must be a folder or a file that holds a model, or a hub id such as org/name "
             "or org/name:Q4_K_M"
         )
+    if with_weights and not id[2] and path.lower().endswith("gguf"):
+        raise UserError(
+            f"model.path={path} names no model among the repository's GGUF files: add the end of one's name, as in {path}:Q4_K_M"
+        )
     from huggingface_hub import constants, snapshot_download  # here, because a folder on disk need not wait for them
 
     offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)

@@ -82,6 +82,15 @@ def test_a_tag_of_no_one_file(tag: str, message: str, tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("path", ["org/name-GGUF", "org/name.gguf"])
+def test_a_repository_of_gguf_files_needs_a_tag(path: str) -> None:
+    """Not a download of its other files, and an error for weights that are missing in them."""
+    with pytest.raises(
+        UserError, match=f"model.path={path} names no model .*: add the end of one's name, as in {path}:Q4"
+    ):
+        find_checkpoint(path, with_weights=True, allow_pickle=False)
+
+
 @pytest.mark.usefixtures("direct")
 def test_a_tag_downloads_its_files_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     there = [
