@@ -121,7 +121,11 @@ ONLY = {
     "pipeline_parallel_size": 1,
     "quantization": None,
     "revision": None,
+    "tokenizer_mode": "auto",
+    "tokenizer_revision": None,
     "skip_tokenizer_init": False,
+    "cpu_offload_gb": 0,
+    "enable_chunked_prefill": True,
     "enable_prefix_caching": True,
 }
 """Arguments of which one value is what this engine does, by itself or by `overrides`."""

@@ -9,6 +9,8 @@ from conf.errors import UserError, there_are
 DEFAULT_MAX_TOKENS = 16
 GUIDES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark", "json_object": "json_object"}
 """vLLM's names of structured outputs, and ours."""
+ONLY = {"detokenize": True, "spaces_between_special_tokens": True}
+"""Fields of vLLM's of which one value is what this engine does."""
 
 
 @dataclass(init=False)
@@ -45,8 +47,11 @@ class SamplingParams:
         names = [each.name for each in fields(self)]
         for each in fields(self):
             setattr(self, each.name, settings.pop(each.name, each.default))
-        for name in settings:
-            raise UserError(f"SamplingParams has no {name} here: {there_are(names, name)}")
+        for name, value in settings.items():
+            if name not in ONLY:
+                raise UserError(f"SamplingParams has no {name} here: {there_are(names, name)}")
+            if value != ONLY[name]:
+                raise UserError(f"SamplingParams: {name}={value!r} is not taken: leave it out")
 
     def decode(self) -> DecodeConfig:
         """Return the same as our settings, none of which is left to the checkpoint. Raises UserError for values that are not allowed."""

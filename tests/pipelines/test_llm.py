@@ -186,6 +186,7 @@ def test_wrong_arguments_are_one_line(arguments: dict[str, Any], message: str) -
     ("prompts", "settings", "message"),
     [
         ("x", {"best_of": 3}, "SamplingParams has no best_of here: there are n, presence_penalty"),
+        ("x", {"detokenize": False}, "SamplingParams: detokenize=False is not taken: leave it out"),
         ("x", {"temperature": -1}, "decode.temperature=-1 is not allowed"),
         (
             "x",
@@ -201,6 +202,19 @@ def test_wrong_calls_are_one_line(llm: LLM, prompts: Any, settings: dict[str, An
     with pytest.raises(UserError, match=message) as error:
         llm.generate(prompts, SamplingParams(**settings))
     assert "\n" not in str(error.value)
+
+
+def test_vllms_own_values_may_be_said(llm: LLM) -> None:
+    """Of arguments and fields that have no other value here."""
+    said = {"tokenizer_mode": "auto", "enable_chunked_prefill": True, "cpu_offload_gb": 0, "trust_remote_code": False}
+    other = LLM("tiny", dtype="float32", max_model_len=128, overrides=["device=cpu"], **said)
+    settings = {"temperature": 0, "max_tokens": 5}
+    plain, full = (
+        SamplingParams(**settings),
+        SamplingParams(**settings, detokenize=True, spaces_between_special_tokens=True),
+    )
+    found, expected = (each.generate("Once", params) for each, params in ((other, full), (llm, plain)))
+    assert [each.outputs[0].text for each in found] == [each.outputs[0].text for each in expected]
 
 
 def test_sampling_params_need_one_for_each_prompt(llm: LLM) -> None:
