@@ -22,6 +22,7 @@ from models.tokenizers.tokenizer_json import read_tokenizer_json
 
 SETTINGS = ("tokenizer_config.json", "config.json", "tokenizer.json")  # without one of them it can only be GPT-2's
 PADDLE_GPT = "GPTTokenizer"  # what PaddleNLP calls GPT-2's
+PROCESSOR_TEMPLATE = "chat_template.json"  # of older multimodal checkpoints
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -173,11 +174,12 @@ def damage_refused(source: Path) -> Iterator[None]:
 
 
 def chat_templates(folder: Path) -> dict[str, str]:
-    """Return the folder's chat templates by their names: a file of its own, or a setting, which may have several."""
+    """Return the folder's chat templates by their names: a file of its own, a setting, which may have several, or that of a processor."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return {"default": file.read_text(encoding="utf-8")}
     templates = read_json(folder / "tokenizer_config.json").get("chat_template")
+    templates = templates or read_json(folder / PROCESSOR_TEMPLATE).get("chat_template")
     if isinstance(templates, list):
         templates = {one["name"]: one["template"] for one in templates}
     else:

@@ -356,6 +356,18 @@ def test_chatglm3_has_tools_as_its_repository_has() -> None:
         tokenizer.encode_messages(PLAIN, None, template_arguments={"enable_thinking": True})
 
 
+@pytest.mark.parametrize("own", [None, CHATML])
+def test_the_template_of_a_processor(own: str | None, tmp_path: Path) -> None:
+    """Older multimodal checkpoints have it in chat_template.json; that of the tokenizer's own settings wins."""
+    save(byte_level(), tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": own}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": MISTRAL}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.chat_template == (own or MISTRAL)
+
+
 def test_telechats_conversations(tmp_path: Path) -> None:
     """Its code joins ids: user_token_id, a text, bot_token_id, an answer, eos_token_id; roles besides these it leaves out."""
     backend = byte_level()
