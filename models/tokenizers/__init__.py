@@ -16,6 +16,7 @@ from models.tokenizers.sentencepiece import (
     ChatGLMTokenizer,
     SentencePieceTokenizer,
 )
+from models.tokenizers.tekken import TEKKEN, load_tekken
 from models.tokenizers.tiktoken import Llama3Tokenizer, QwenTokenizer
 
 __all__ = ["TOKENIZER_FILES", "Message", "Tokenizer", "load_tokenizer"]
@@ -28,6 +29,7 @@ TOKENIZER_FILES = (  # patterns of what a tokenizer is read from
     "chat_template.json",
     "vocab.json",
     "vocab.txt",
+    "tekken.json",
     "merges.txt",
     "*.jinja",
     "*.model",
@@ -73,6 +75,8 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         own = TELECHAT if kind == "telechat" else own
         tokenizer.chat_template = chat_templates(folder).get("default", own)
         return tokenizer
+    if (folder / TEKKEN).is_file():
+        return load_tekken(folder)
     return load_huggingface(folder) if (folder / "tokenizer_config.json").is_file() else None
 
 

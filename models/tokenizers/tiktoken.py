@@ -35,7 +35,7 @@ LLAMA3_SPECIALS = (
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A vocabulary of ranks, with special tokens after them."""
+    """A vocabulary of ranks, with special tokens after or before them."""
 
     def __init__(
         self,
@@ -44,12 +44,17 @@ class TiktokenTokenizer(Tokenizer):
         pattern: str,
         specials: tuple[str, ...],
         texts: frozenset[str] = frozenset(),
+        first_special: int | None = None,
     ) -> None:
-        """`ranks`: those of `file`. `texts`: those of `specials` that belong to an answer's text, such as <think>."""
+        """`ranks`: the ids of `file`'s tokens. `texts`: those of `specials` that belong to an answer's text, such as <think>.
+
+        `first_special`: the id of the first of `specials`; None: they come after the others.
+        """
         import tiktoken  # here, because other tokenizers do without it
 
         self.source = file.parent
-        self._specials = {name: len(ranks) + i for i, name in enumerate(specials)}
+        first = len(ranks) if first_special is None else first_special
+        self._specials = {name: first + i for i, name in enumerate(specials)}
         self._skipped = frozenset(id for name, id in self._specials.items() if name not in texts)
         self.size = len(ranks) + len(specials)
         self._encoding = tiktoken.Encoding(

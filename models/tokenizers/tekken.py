@@ -1,0 +1,42 @@
+"""Mistral's tekken.json: special tokens, byte pairs by rank after them, and how texts are cut. Mistral Small 3.2 has no other file."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from models.config import read_json
+from models.tokenizers.base import Tokenizer
+from models.tokenizers.huggingface import chat_templates, damage_refused
+from models.tokenizers.tiktoken import TiktokenTokenizer
+
+TEKKEN = "tekken.json"
+
+
+class TekkenTokenizer(TiktokenTokenizer):
+    def __init__(self, file: Path) -> None:
+        """Raises UserError for ids with gaps and a vocabulary without all bytes, for other damage whatever the reading of it raises."""
+        content = read_json(file)
+        count, size = (content["config"][f"default_{name}"] for name in ("num_special_tokens", "vocab_size"))
+        named = {each["rank"]: each["token_str"] for each in content["special_tokens"]}
+        names = tuple(named.get(id, f"<SPECIAL_{id}>") for id in range(count))
+        tokens: list[dict[str, Any]] = content["vocab"][: size - count]  # the others pad the list
+        if [each["rank"] for each in tokens] != [*range(size - count)] or len({*names}) < count or max(named) >= count:
+            raise UserError(f"its ranks are not {count} special tokens and {size - count} others, each once")
+        ranks = {base64.b64decode(each["token_bytes"]): count + each["rank"] for each in tokens}
+        if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+            raise UserError(f"the byte {missing[0]} is no token")
+        super().__init__(file, ranks, content["config"]["pattern"], names, first_special=0)
+        self.special_tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+        self.bos_token_id, self.eos_token_id = (self._specials[name] for name in self.special_tokens.values())
+        templates = chat_templates(file.parent)
+        self.chat_template, self.tool_template = templates.get("default"), templates.get("tool_use")
+
+
+def load_tekken(folder: Path) -> Tokenizer:
+    """Return the tokenizer in a folder. Raises UserError if it cannot be read."""
+    with damage_refused(folder):
+        try:
+            return TekkenTokenizer(folder / TEKKEN)
+        except UserError as error:
+            raise UserError(f"the tokenizer in {folder} cannot be read: {TEKKEN}: {error}") from error
