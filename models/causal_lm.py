@@ -4,6 +4,7 @@ T tokens, S sequences, E hidden channels, V vocabulary, R output rows.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from conf.errors import UserError, shortened
 from kernels.collectives import Link
 from models.batch import Batch, KVCache
 from models.layers.absent import Absent
@@ -96,8 +98,6 @@ class CausalLM(Module, ABC):
     """Ends of the names of parameters that stay float32 in a model of another dtype."""
     of_a_missing_layer = "which this model does not have: the adapter belongs to another one"
     """What is said of an adapter of a layer that is not there."""
-    num_prompt_features: int = 0
-    """The length of what `prompt_features` returns."""
     vocabulary: Pieces | None = None
     """The vocabulary, where each rank has the logits of some words."""
     before: Link | None = None
@@ -111,6 +111,22 @@ class CausalLM(Module, ABC):
         super().__init__()
         self.config = config
         self.own_layers = range(config.num_hidden_layers)
+
+    @property
+    def prompt_marks(self) -> Sequence[Sequence[int]]:
+        """The ids that `prompt_features` looks for: for each number several, the first of which that a prompt has is meant."""
+        return ()
+
+    @property
+    def of_a_missing_mark(self) -> str:
+        """What is said of a prompt that has none of the ids of one of `prompt_marks`."""
+        ids = ", and ".join(" or ".join(map(str, each)) for each in self.prompt_marks)
+        return f"the prompt lacks tokens that the model finds its parts by: give one with the ids {shortened(ids)}"
+
+    @property
+    def num_prompt_features(self) -> int:
+        """The length of what `prompt_features` returns."""
+        return len(self.prompt_marks)
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
@@ -163,11 +179,14 @@ class CausalLM(Module, ABC):
         return _num_bytes(self) - skipped
 
     def prompt_features(self, token_ids: list[int]) -> tuple[int, ...]:
-        """Return the numbers that the model needs of a prompt in every step; a batch has them as `prompt_features`.
+        """Return the first places of the prompt's marks, which the model needs in every step; a batch has them as `prompt_features`.
 
-        Raises UserError for a prompt that the model cannot take.
+        Raises UserError for a prompt that lacks one.
         """
-        return ()
+        found = [next((id for id in ids if id in token_ids), None) for ids in self.prompt_marks]
+        if None in found:
+            raise UserError(self.of_a_missing_mark)
+        return tuple(token_ids.index(id) for id in found if id is not None)
 
     def embed(self, batch: Batch) -> Stream:
         """Return what enters the first layer [T, E]."""

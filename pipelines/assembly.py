@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from conf.errors import UserError
 from conf.quantization import Activations
 from conf.schema import DeviceConfig, RunConfig
 from conf.speculation import BESIDE_AUTO, Speculate
@@ -32,6 +33,7 @@ from pipelines.planning import ModelPlan
 from pipelines.request_settings import RequestSettings
 from pipelines.soft_prefixes import place_prefixes, read_prefixes
 from quantization.kv_scales import static_kv_formats
+from quantization.plan import NO_FLOATS_BEFORE_INTEGERS
 from quantization.smoothing_record import read_folds, smoothed_by
 
 if TYPE_CHECKING:
@@ -146,6 +148,8 @@ def load_planned(
     read = partial(load_weights, model, plan.files, plan.ignored_tensors, dtype, device, on_bytes)
     if isinstance(model, ExportedLM):
         model.load()
+        if model.quantized is not None and not model.graph.num_quantized:
+            raise UserError(NO_FLOATS_BEFORE_INTEGERS)
         if run.model.adapters:
             _ = model.adapted_graph  # a damaged one ends the start and not a step
         return

@@ -75,8 +75,6 @@ def run_export(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     run, source = calibrated(run, source, report.NO_PROGRESS)
     settings = read_request_settings(run.model, source)
     plan = plan_model(run, source, device, packed=True)
-    if plan.model.num_prompt_features:
-        raise UserError(f"{NOT_TAKEN} (its steps need numbers of their prompts, as ChatGLM-6B's do): {AS_IT_IS}")
     steps = Steps.of(plan.model)
     parts = _parts(run, plan, steps)
     with complete_folder(target, run.export.overwrite, "export") as folder:
@@ -121,13 +119,16 @@ def _target(run: RunConfig) -> Path:
         "model.weights=random": run.model.weights is Weights.random,
         "model.keep_packed=true": run.model.keep_packed,
         "model.max_length": run.model.max_length is not None,
-        "quant.activations=auto": run.quant.activations is Activations.auto,
         f"parallel={run.parallel.mode.name}": run.parallel.mode is not ParallelMode.single,
         "device=cuda": run.device.type is DeviceType.cuda,
     }
     for given, is_given in refused.items():
         if is_given:
             raise UserError(f"{given} is not used by task=export: leave it out")
+    if run.quant.activations is Activations.auto:
+        raise UserError(
+            "quant.activations=auto is a choice of each run: leave it out, and give it where the exported model runs"
+        )
     target = Path(os.path.abspath(Path(run.export.output).expanduser()))
     refuse_existing(target, run.export.overwrite, "export")
     return target

@@ -47,7 +47,7 @@ class Steps:
                 )
                 for rank in ranks
             ]
-        return Steps(_batches(model.config.vocab_size), factors)
+        return Steps(_batches(model.config.vocab_size, model.num_prompt_features), factors)
 
     @torch.inference_mode()
     def results(self, model: CausalLM, cache: KVCache) -> Results:
@@ -76,15 +76,21 @@ class Steps:
         return table
 
 
-def _batches(vocab_size: int) -> list[Batch]:
-    """Return steps of odd shapes: a ragged prefill, one token, one prompt, a prompt in two parts, decoding of several."""
+def _batches(vocab_size: int, num_features: int = 0) -> list[Batch]:
+    """Return steps of odd shapes: a ragged prefill, one token, one prompt, a prompt in two parts, decoding of several.
+
+    Each prompt's features are the places of its last tokens.
+    """
     generator = torch.Generator().manual_seed(0)
     ids: list[int] = torch.randint(vocab_size, (64,), generator=generator).tolist()
+
+    def features(lengths: list[int]) -> list[tuple[int, ...]]:
+        return [tuple(max(0, length - 1 - number) for number in range(num_features)) for length in lengths]
 
     def prompts(lengths: list[int], num_outputs: list[int], tables: list[list[int]]) -> Batch:
         starts = [0, *itertools.accumulate(lengths)]
         texts = [ids[start : start + length] for start, length in zip(starts, lengths, strict=False)]
-        return whole_batch(texts, num_outputs, tables, [()] * len(lengths), BLOCK_SIZE)
+        return whole_batch(texts, num_outputs, tables, features(lengths), BLOCK_SIZE)
 
     def later(
         tokens: list[int], places: list[int], tables: list[list[int]], starts: list[int], outputs: list[int]
@@ -93,8 +99,8 @@ def _batches(vocab_size: int) -> list[Batch]:
         slots = [tables[s][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for s, p in zip(owners, places, strict=True)]
         lengths = [places[end - 1] + 1 for end in starts[1:]]
         own = [sum(row < end for row in outputs) for end in starts]
-        features: list[tuple[int, ...]] = [()] * len(tables)
-        return Batch.of(tokens, places, slots, tables, starts, lengths, [20] * len(tokens), features, outputs, own)
+        before = features([places[start] for start in starts[:-1]])
+        return Batch.of(tokens, places, slots, tables, starts, lengths, [20] * len(tokens), before, outputs, own)
 
     first = prompts([3, 1, 5], [1, 1, 3], [[0], [1], [2]])
     decode = later(ids[:3], [3, 1, 5], [[0], [1], [2]], [0, 1, 2, 3], [0, 1, 2])

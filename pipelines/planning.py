@@ -34,6 +34,7 @@ from quantization.kv_scales import ZERO_POINTS, place_kv_scales
 from quantization.layouts import read_quantization
 from quantization.layouts.base import StoredQuantization
 from quantization.layouts.kv_cache import read_kv_cache_scheme
+from quantization.linear import quantized_if_many
 from quantization.plan import make_activations_auto, place_stored_layers, plan, quantize_while_loading
 
 
@@ -91,9 +92,12 @@ def _plan_exported(run: RunConfig, source: ModelSource, artefact: Description, d
         raise UserError(f"parallel={mode.name} does not run {folder}, whose graph is of one process: leave it out")
     if artefact.part is not None and not mode.divides:
         raise UserError(f"parallel={mode.name} does not run {folder}, {_ranks_of(made_for)}")
-    if run.quant != QuantConfig() and plain(asdict(run.quant)) != artefact.quant:
+    given = replace(run.quant, activations=run.quant.activations.of_model)
+    if given != QuantConfig() and plain(asdict(given)) != artefact.quant:
         raise UserError(f"quant contradicts {folder}, which was exported with its own: leave quant out")
     model = ExportedLM(artefact, part_folder(folder, made_for), source.architecture.head is not Head.none).eval()
+    if run.quant.activations is Activations.auto:
+        model.quantized = quantized_if_many
     return ModelPlan(source, model, [], (), artefact.dtype, device, True, None, 0)
 
 
@@ -114,10 +118,11 @@ def divide_plan(plan: ModelPlan, division: Division, group: Group, neighbours: N
         return plan
     check_plan(plan, division)
     if isinstance(plan.model, ExportedLM):
-        has_head = plan.source.architecture.head is not Head.none
-        folder = plan.source.checkpoint.path
-        own, part = read_description(folder, division.rank), part_folder(folder, division)
-        return replace(plan, model=ExportedLM(own, part, has_head, group, neighbours).eval(), division=division)
+        whole, folder = plan.model, plan.source.checkpoint.path
+        own, has_head = read_description(folder, division.rank), plan.source.architecture.head is not Head.none
+        model = ExportedLM(own, part_folder(folder, division), has_head, group, neighbours).eval()
+        model.quantized = whole.quantized
+        return replace(plan, model=model, division=division)
     matched = match_tensors(plan.model, plan.files, plan.ignored_tensors)
     cuts = divide(plan.model, division, group, plan.dtype, neighbours)
     files = sliced_files(plan.files, matched, plan.model, cuts, division)

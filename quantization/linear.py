@@ -213,6 +213,11 @@ class BlockMethod(CodedMethod):
         return None
 
 
+def quantized_if_many(x: Tensor, num_weights: int) -> Rows:
+    """Return rows x [R, I], which `num_weights` weights of integers divide, as `activations=auto` gives them to the product."""
+    return QuantizedActivations(*quantize_rows(x), x.dtype) if len(x) >= MANY_ROWS * num_weights else x
+
+
 METHODS: dict[CodeKind, type[CodedMethod]] = {
     CodeKind.INT: IntMethod,
     CodeKind.FP8: Float8Method,

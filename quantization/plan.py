@@ -18,6 +18,10 @@ from quantization.linear import Dequantized, IntMethod, method_of
 from quantization.scheme import LinearScheme, override_of, scheme_of
 
 HEAD = "lm_head"  # the head's name in skip and overrides, whatever a family calls it
+NO_FLOATS_BEFORE_INTEGERS = (
+    "quant.activations=auto is for int8 and int4 weights with float activations, and this model has none: "
+    "leave it out, or give a float model with quant=int8 or quant=int4"
+)
 
 
 def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
@@ -129,9 +133,6 @@ def make_activations_auto(model: CausalLM) -> None:
     methods = [module.method for module in model.modules() if isinstance(module, Linear)]
     found = [m for m in methods if isinstance(m, IntMethod) and m.scheme.activations is Activations.none]
     if not found:
-        raise UserError(
-            "quant.activations=auto is for int8 and int4 weights with float activations, and this model has none: "
-            "leave it out, or give a float model with quant=int8 or quant=int4"
-        )
+        raise UserError(NO_FLOATS_BEFORE_INTEGERS)
     for method in found:
         method.scheme = replace(method.scheme, activations=Activations.auto)

@@ -115,6 +115,8 @@ class Description:
     """The name of the model's head."""
     sha256: dict[str, str]
     """Of the graphs' files, by name."""
+    prompt_marks: list[list[int]]
+    """As of CausalLM."""
     part: Part | None
     """Which part of a divided model it is; None: it is whole."""
 
@@ -195,6 +197,7 @@ def describe(
         "linears": {name: layer.whole_shape for name, layer in adaptable_layers(model).items()},
         "head": model.layout.head,
         "sha256": sha256,
+        "prompt_marks": [[*ids] for ids in model.prompt_marks],
     } | ({"part": describe_part(model, division)} if is_divided else {})
 
 
@@ -268,8 +271,9 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
         counts = [*(each.num_heads for each in sides), *(number for each in mixtures for number in vars(each).values())]
         sha256 = {file: reader.require("sha256", dict)[file] for file in (GRAPH, ADAPTED_GRAPH)}
         counts += [number for each in linears.values() for number in each]
-        if any(type(token) is not int for token in reader.raw("eos_token_ids")):
-            raise ValueError("eos_token_ids are no numbers")
+        marks = [[*ids] for ids in reader.raw("prompt_marks", [])]
+        if any(type(token) is not int for token in itertools.chain(reader.raw("eos_token_ids"), *marks)):
+            raise ValueError("eos_token_ids, or prompt_marks, are no numbers")
         if any(type(number) is not int or not 0 < number < 2**48 for number in counts):
             raise ValueError("a count is no number above 0")
         if any(type(each.channels) is not int or not 0 <= each.num_heads * each.channels < 2**24 for each in sides):
@@ -298,6 +302,7 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
         linears,
         reader.require("head", str),
         sha256,
+        marks,
         part,
     )
     if unread := reader.unread():

@@ -3,7 +3,7 @@
 T tokens, E hidden channels, V vocabulary, R output rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from kernels.collectives import NO_NEIGHBOURS, Group, Link, Neighbours
 from kernels.kv_format import KVFormat
+from kernels.quantize_rows import Rows
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
 from models.exported.description import ADAPTED_GRAPH, GRAPH, REMEDY, WEIGHTS, Description
@@ -49,6 +50,8 @@ class ExportedLM(CausalLM):
     )
     graph: Graph
     """That of steps without adapters."""
+    quantized: Callable[[Tensor, int], Rows] | None = None
+    """What weights of integers are multiplied by in the place of floats, as of `build_graph`. A graph is read with what is here then."""
 
     def __init__(
         self,
@@ -123,9 +126,13 @@ class ExportedLM(CausalLM):
         try:
             sides = self.description.vectors(self._weights)
             graph = read_graph(self.folder / file, self.description.sha256[file])
-            return build_graph(graph, fields, sides, weights, self._embedding, adapted, self._group)
+            return build_graph(graph, fields, sides, weights, self._embedding, adapted, self._group, self.quantized)
         except DamagedGraphError as error:
             raise UserError(f"{self.folder / file} is damaged ({error}): {REMEDY}") from error
+
+    @property
+    def prompt_marks(self) -> Sequence[Sequence[int]]:
+        return self.description.prompt_marks
 
     @property
     def attention_heads(self) -> list[Heads]:

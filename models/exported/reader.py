@@ -22,9 +22,11 @@ from conf.errors import shortened
 from kernels.collectives import Group
 from kernels.kv_format import PARTS, PagedVectors
 from kernels.linear.float_weight import FloatWeight
+from kernels.linear.int_weight import CODES
 from kernels.linear.packed import WeightGroup
 from kernels.lora import AdapterTable, lora_add
 from kernels.operator import Parts, Schema
+from kernels.quantize_rows import Rows
 from models.exported.functions import ONLY_CHECKS, PLACES, collectives_of, function_of
 from models.exported.graph import Call, DamagedGraphError, Given, Graph
 from models.layers.adaptable import Adaptable
@@ -45,6 +47,8 @@ DTYPES = {
 """Dtypes by their numbers in torch's schema."""
 NUM_FIELDS = len(fields(AdapterTable))
 PLAIN: dict[str, type | tuple[type, ...]] = {"as_int": int, "as_float": (int, float), "as_bool": bool, "as_string": str}
+PRODUCTS = {"matmul_together": "weights", "matmul_swiglu": "gate", "grouped_matmul": "weights"}
+"""Operators that multiply rows `x`, with the argument that has the weights."""
 WRONG = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, RuntimeError, RecursionError)
 """What a file of another form makes of its reading."""
 
@@ -116,16 +120,18 @@ def build_graph(
     embed: Callable[..., Tensor],
     adapted: Sequence[Adaptable] = (),
     group: Group | None = None,
+    quantized: Callable[[Tensor, int], Rows] | None = None,
 ) -> Graph:
     """Return the calls of a graph, with the weights in them.
 
     Its inputs are `fields` of a batch, the tensors of `sides`, which are the cache's keys and values of each layer in turn, `weights`, and
     the tables of the layers `adapted`. `embed(function, **arguments)` is called for the embedding of tokens. `group`: of the rank
-    whose graph it is; None: of a model that is not divided.
+    whose graph it is; None: of a model that is not divided. `quantized(x, count)` gives what `count` weights of integers are multiplied by
+    in the place of rows x of floats; None: these rows.
     Raises DamagedGraphError for what is not listed, and for weights beyond which a kernel would read.
     """
     try:
-        return _Builder(graph, fields, sides, weights, embed, adapted, group).build()
+        return _Builder(graph, fields, sides, weights, embed, adapted, group, quantized).build()
     except WRONG as error:
         raise DamagedGraphError(f"{type(error).__name__}: {shortened(' '.join(str(error).split()))}") from error
 
@@ -140,7 +146,9 @@ class _Builder:
         embed: Callable[..., Tensor],
         adapted: Sequence[Adaptable],
         group: Group | None,
+        quantized: Callable[[Tensor, int], Rows] | None,
     ) -> None:
+        self._quantized, self._num_quantized = quantized, 0
         self._collectives = {} if group is None else collectives_of(group)
         self._graph, self._fields, self._sides, self._embed, self._adapted = graph, fields, sides, embed, adapted
         self._stored = [[*range(start, start + len(side.tensors))] for start, side in _starts(sides)]
@@ -158,7 +166,8 @@ class _Builder:
         hidden, *others = (self._values[each["as_tensor"]["name"]].number for each in self._graph["outputs"])
         (logits,) = others or [hidden]
         end = 1 + max(number for number, call in enumerate(calls) if hidden in call.outputs)
-        return Graph(self._fields, calls[:end], calls[end:], self._num_values, hidden, logits)
+        parts = self._fields, calls[:end], calls[end:], self._num_values
+        return Graph(*parts, hidden, logits, self._num_quantized)
 
     def _call(self, node: Mapping[str, Any]) -> Call:
         target = node["target"]
@@ -171,6 +180,9 @@ class _Builder:
         arguments, keywords, maker = list[Given](), dict[str, Given](), name
         if schema is not None:
             arguments = self._own_arguments(schema, given)
+            if self._quantized is not None and (count := _num_integer_weights(name, given)):
+                arguments[0] = _quantized_rows(self._quantized, arguments[0], count)
+                self._num_quantized += 1
             function = _lora_add if name == "lora_add" else function
         elif name == "index" and [getattr(each, "maker", "") for each in given["indices"]] == ["output_rows"]:
             function, arguments = _output_rows, [_resolved(given["self"]), _resolved(given["indices"][0])]
@@ -341,6 +353,20 @@ def _resolved(value: Any) -> Given:
 
 def _computed(parts: Parts, own: list[Given]) -> Given:
     return lambda values, cache: parts.unflatten([each(values, cache) for each in own])
+
+
+def _num_integer_weights(name: str, given: Mapping[str, Any]) -> int:
+    """Return how many weights of integers share the rows of floats that an operator multiplies; 0 where it does something else."""
+    if name not in PRODUCTS or given["x_scales"] is not None:
+        return 0
+    codes = given[f"{PRODUCTS[name]}_codes"]
+    if (codes[0] if isinstance(codes, list) else codes) not in (CODES["int8"], CODES["int4"]):
+        return 0
+    return len(given["weights_memories"]) if name == "grouped_matmul" else 1
+
+
+def _quantized_rows(quantized: Callable[[Tensor, int], Rows], x: Given, num_weights: int) -> Given:
+    return lambda values, cache: quantized(x(values, cache), num_weights)
 
 
 def _size(value: Any, axis: int) -> Given:

@@ -6,6 +6,7 @@ so a prompt is computed in one step. Modules are named as the checkpoint's tenso
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -186,7 +187,6 @@ class ChatGLM(CausalLM):
         row_parallel=("dense", "dense_4h_to_h"),
         units={"query_key_value": (Unit.QKV_HEAD,)},
     )
-    num_prompt_features = 2
 
     def __init__(self, c: ChatGLMConfig) -> None:
         super().__init__(c)
@@ -194,16 +194,19 @@ class ChatGLM(CausalLM):
         self.lm_head = Linear(c.hidden_size, c.vocab_size, bias=False)
         self.rotary = RotaryEmbedding2D(c)
 
-    def prompt_features(self, token_ids: list[int]) -> tuple[int, ...]:
-        """Return where the text ends, which is at the first <sop>, and where its [gMASK] is, or its [MASK] if it has none."""
+    @property
+    def prompt_marks(self) -> Sequence[Sequence[int]]:
+        """Where the text ends, and its [gMASK], or its [MASK] if it has none."""
         c = self.config
-        mask = c.gmask_token_id if c.gmask_token_id in token_ids else c.mask_token_id
-        if c.sop_token_id not in token_ids or mask not in token_ids:
-            raise UserError(
-                f"the prompt lacks <sop> (id {c.sop_token_id}), or [gMASK] and [MASK] (ids {c.gmask_token_id} and {c.mask_token_id}): "
-                "ChatGLM-6B needs its prompts to be text, [gMASK], <sop>"
-            )
-        return token_ids.index(c.sop_token_id), token_ids.index(mask)
+        return (c.sop_token_id,), (c.gmask_token_id, c.mask_token_id)
+
+    @property
+    def of_a_missing_mark(self) -> str:
+        c = self.config
+        return (
+            f"the prompt lacks <sop> (id {c.sop_token_id}), or [gMASK] and [MASK] (ids {c.gmask_token_id} and {c.mask_token_id}): "
+            "ChatGLM-6B needs its prompts to be text, [gMASK], <sop>"
+        )
 
     def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Angles]:
         return (self.rotary.angles(batch, dtype),)

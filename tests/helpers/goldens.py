@@ -33,6 +33,7 @@ FAMILIES = [
     "qwen3",
 ]
 WHOLE_PROMPTS = ["chatglm", "chatglm_28layers", "chatglm_bin"]  # their prompts cannot be cut
+MARKS = {"chatglm": [281, 284], "chatglm_28layers": [301, 304], "chatglm_bin": [281, 284]}  # [gMASK] and <sop>
 TOLERANCE = 3e-5  # the sets' own: five times the noise seen between two correct float32 builds
 
 

@@ -8,6 +8,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import Activations, KVCacheFormat, QuantConfig, QuantScheme
-from conf.schema import DType, ModelConfig, RunConfig, Task, Weights
+from conf.schema import DType, ModelConfig, ParallelConfig, ParallelMode, RunConfig, Task, Weights
 from conf.tasks import ConvertConfig, ExportConfig, PredictConfig
 from models.batch import Batch, KVCache
 from models.exported import description, functions
@@ -36,11 +37,13 @@ from pipelines.engine import Engine
 from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.export import run_export
 from pipelines.loading import load_engine
+from pipelines.opening import open_source
+from pipelines.planning import plan_model
 from tests.helpers.builders import REPOSITORY, generate, run_config, write_llama
 from tests.helpers.gguf_files import write_random_llama, write_twin
-from tests.helpers.goldens import FAMILIES, WHOLE_PROMPTS, link
+from tests.helpers.goldens import MARKS, link
 from tests.helpers.quantized_models import CALIBRATED, make, quantize_run, random_rows, write_rows
-from tests.models.test_model_parts import OTHERS, write_family
+from tests.pipelines.engine.test_kv_families import FAMILIES as WITHOUT_MARKS
 
 PROMPTS = [[3, 4, 5], [*range(20, 41)], [9]]
 A8W8 = QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic, kv_cache=KVCacheFormat.int8)
@@ -51,12 +54,12 @@ SCHEMES = [
     QuantConfig(QuantScheme.int4, group_size=32),
     QuantConfig(QuantScheme.fp8, activations=Activations.dynamic),
 ]
-QUICK = ("gpt2", "llama3", "chatglm3", "qwen2_moe", "gemma3")
-EVERY_FAMILY = [
-    pytest.param(family, marks=() if family in QUICK else pytest.mark.long)
-    for family in (*FAMILIES, *OTHERS, "v2", "v3")
-    if family not in WHOLE_PROMPTS
-]
+INT8 = QuantConfig(QuantScheme.int8)
+AUTO = QuantConfig(activations=Activations.auto)
+QUICK = ("gpt2", "llama3", "chatglm", "chatglm3", "qwen2_moe", "gemma3")
+FAMILIES = WITHOUT_MARKS | {family: partial(link, family) for family in MARKS}
+"""What writes a model of each; every architecture is among them (test_kv_families)."""
+EVERY_FAMILY = [pytest.param(family, marks=() if family in QUICK else pytest.mark.long) for family in FAMILIES]
 
 
 def exported(source: RunConfig, folder: Path, **settings: Any) -> Path:
@@ -65,14 +68,23 @@ def exported(source: RunConfig, folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def answers(engine: Engine) -> list[Any]:
+def prompts_for(family: str) -> list[list[int]]:
+    return [[*prompt, *MARKS.get(family, ())] for prompt in PROMPTS]
+
+
+def answers(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[Any]:
     decode = DecodeConfig(max_new_tokens=6, ignore_eos=True, logprobs=2)
-    outputs = generate(engine, PROMPTS, decode) + generate(engine, PROMPTS, replace(decode, temperature=1.0, seed=3))
+    outputs = generate(engine, prompts, decode) + generate(engine, prompts, replace(decode, temperature=1.0, seed=3))
     return [(output.completions[0].token_ids, output.completions[0].logprobs) for output in outputs]
 
 
 def check_alone(
-    source: RunConfig, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more_bytes: int = 0
+    source: RunConfig,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    more_bytes: int = 0,
+    prompts: list[list[int]] = PROMPTS,
 ) -> None:
     """Export, compute by the model, and again by the artefact, elsewhere, without the checkpoint and without the families.
 
@@ -80,7 +92,7 @@ def check_alone(
     """
     made = exported(source, tmp_path / "made")
     model = load_engine(source, 3)
-    expected = answers(model)
+    expected = answers(model, prompts)
     bare = made.rename(tmp_path / "bare")
     shutil.rmtree(checkpoint)
     for name in [name for name in sys.modules if name.startswith("models.families.")]:
@@ -89,7 +101,7 @@ def check_alone(
     run = replace(run, model=replace(run.model, dtype=DType.auto))
     chunks = replace(run, device=replace(run.device, max_batched_tokens=8))
     engine = load_engine(run, 3)
-    assert answers(engine) == expected
+    assert answers(engine, prompts) == expected
     assert engine.runner.weight_bytes == model.runner.weight_bytes + more_bytes
     if not engine.sees_later_tokens:
         assert answers(load_engine(chunks, 3)) == expected
@@ -99,8 +111,55 @@ def check_alone(
 def test_every_family_runs_without_its_code(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = tmp_path / "model"
     checkpoint.mkdir()
-    write_family(checkpoint, family)
-    check_alone(run_config(checkpoint), checkpoint, tmp_path, monkeypatch)
+    FAMILIES[family](checkpoint)
+    run = run_config(checkpoint, allow_pickle=True)
+    check_alone(run, checkpoint, tmp_path, monkeypatch, prompts=prompts_for(family))
+
+
+def test_a_prompt_without_the_marks_that_its_model_looks_for(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    engine = load_engine(run_config(exported(run_config(link("chatglm", tmp_path / "model")), tmp_path / "made")), 1)
+    line = "the prompt lacks tokens that the model finds its parts by: give one with the ids 284, and 281 or 280$"
+    with pytest.raises(UserError, match=line):
+        engine.request(0, [3, 281], DecodeConfig())
+
+
+@pytest.mark.parametrize(
+    ("family", "quant"),
+    [
+        ("llama3", INT8),
+        ("gpt2", QuantConfig(QuantScheme.int4, group_size=32)),
+        ("qwen2_moe", replace(INT8, skip=["*down_proj"])),
+    ],
+)
+def test_activations_are_quantised_where_a_run_asks_for_it(family: str, quant: QuantConfig, tmp_path: Path) -> None:
+    """As the model's are: before products of many rows, by each weight of many experts, and never in the same run's short steps."""
+    (tmp_path / "model").mkdir()
+    run = replace(run_config(link(family, tmp_path / "model")), quant=quant)
+    made, prompts = exported(run, tmp_path / "made"), [[*range(5, 69)], [*range(70, 79)], [9]]
+    auto = replace(quant, activations=Activations.auto)
+    expected = answers(load_engine(replace(run, quant=auto), 3), prompts)
+    for given in (AUTO, auto):
+        assert answers(load_engine(replace(run_config(made), quant=given), 3), prompts) == expected
+    assert answers(load_engine(run_config(made), 3), prompts) != expected
+    with pytest.raises(UserError, match="quant contradicts .*, which was exported with its own: leave quant out"):
+        load_engine(replace(run_config(made), quant=replace(auto, kv_cache=KVCacheFormat.int8)), 1)
+
+
+def test_activations_of_floats_and_of_codes_stay_as_they_are(artefact: Path, tmp_path: Path) -> None:
+    write_llama(tmp_path / "model")
+    a8w8 = exported(replace(run_config(tmp_path / "model"), quant=A8W8), tmp_path / "made")
+    for folder in (artefact, a8w8):
+        with pytest.raises(
+            UserError, match="quant.activations=auto is for int8 and int4 weights .* this model has none"
+        ):
+            load_engine(replace(run_config(folder), quant=AUTO), 1)
+    with pytest.raises(
+        UserError, match="quant.activations=auto is a choice of each run: leave it out, and give it where"
+    ):
+        exported(
+            replace(run_config(tmp_path / "model"), quant=replace(INT8, activations=Activations.auto)), tmp_path / "a"
+        )
 
 
 @pytest.mark.parametrize("quant", SCHEMES, ids=lambda quant: f"{quant.scheme.name}-{quant.kv_cache.name}")
@@ -284,6 +343,15 @@ def test_settings_that_contradict_it(artefact: Path, change: Callable[[RunConfig
         load_engine(change(run_config(artefact)), 1)
 
 
+def test_ranks_and_a_gpu_do_not_run_it(artefact: Path) -> None:
+    run = run_config(artefact)
+    source, divided = open_source(run.model), replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=2))
+    with pytest.raises(UserError, match="parallel=tp does not run .*, whose graph is of one process: leave it out"):
+        plan_model(divided, source, torch.device("cpu"), packed=True)
+    with pytest.raises(UserError, match="device=cuda does not run .*, which is packed for a CPU: give device=cpu"):
+        plan_model(run, source, torch.device("cuda"), packed=True)
+
+
 def test_what_is_not_exported(tmp_path: Path, artefact: Path) -> None:
     with pytest.raises(UserError, match="is exported already: give the model that it was made of"):
         exported(run_config(artefact), tmp_path / "again")
@@ -295,9 +363,6 @@ def test_what_is_not_exported(tmp_path: Path, artefact: Path) -> None:
     run = run_config(artefact)
     with pytest.raises(UserError, match="model.keep_packed=true is not used by task=export: leave it out"):
         exported(replace(run, model=replace(run.model, keep_packed=True)), tmp_path / "again")
-    (tmp_path / "chatglm").mkdir()
-    with pytest.raises(UserError, match="does not take this model .its steps need numbers of their prompts"):
-        exported(run_config(link("chatglm", tmp_path / "chatglm")), tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 

@@ -33,9 +33,8 @@ from tests.helpers.builders import complete, run_config, write_llama
 from tests.helpers.divided import assert_same_bits, plan_of, stage_steps, whole_steps
 from tests.helpers.rank_threads import run_ranks
 from tests.helpers.soft_prefixes import write_paddle, write_peft
-from tests.models.test_model_parts import write_family
 from tests.pipelines.ranks.test_divided import close, parallel
-from tests.pipelines.test_export import A8W8, EVERY_FAMILY, answers, exported
+from tests.pipelines.test_export import A8W8, AUTO, EVERY_FAMILY, FAMILIES, INT8, answers, exported, prompts_for
 from tests.pipelines.test_export_rows import DECODE
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
@@ -108,8 +107,8 @@ def test_prefixes_of_ranks_without_stages(checkpoint: Path, tmp_path: Path) -> N
 def test_every_family(family: str, tmp_path: Path) -> None:
     """Two ranks of two stages, or one stage where it has one layer."""
     (tmp_path / "model").mkdir()
-    write_family(tmp_path / "model", family)
-    check(run_config(tmp_path / "model"), tmp_path / "made", 2, 2)
+    FAMILIES[family](tmp_path / "model")
+    check(run_config(tmp_path / "model", allow_pickle=True), tmp_path / "made", 2, 2, prompts_for(family))
 
 
 @pytest.mark.long
@@ -120,11 +119,18 @@ def test_every_scheme(quant: QuantConfig, tp: int, tmp_path: Path) -> None:
     check(replace(run_config(tmp_path / "model"), quant=quant), tmp_path / "made", tp, 1)
 
 
-def check(run: RunConfig, made: Path, tp: int, pp: int) -> None:
+def check(run: RunConfig, made: Path, tp: int, pp: int, prompts: list[list[int]] = PROMPTS) -> None:
     """Steps of ranks that are threads are those of one process."""
     folder = exported(run, made, tp=tp, pp=pp)
-    whole = whole_steps(run, PROMPTS)
-    assert_same_bits(whole, stage_steps(of(folder, run, tp, pp), tp, pp, PROMPTS))
+    whole = whole_steps(run, prompts)
+    assert_same_bits(whole, stage_steps(of(folder, run, tp, pp), tp, pp, prompts))
+
+
+def test_activations_are_quantised_where_a_run_asks_for_it(checkpoint: Path, tmp_path: Path) -> None:
+    run = replace(run_config(checkpoint), quant=INT8)
+    ranks = of(exported(run, tmp_path / "made", tp=2, pp=2), run, 2, 2)
+    whole = whole_steps(replace(run, quant=replace(INT8, activations=Activations.auto)), PROMPTS)
+    assert_same_bits(whole, stage_steps(replace(ranks, quant=AUTO), 2, 2, PROMPTS))
 
 
 def test_what_the_folder_holds(folder: Path) -> None:
