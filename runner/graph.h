@@ -52,9 +52,8 @@ class Step {
   // Null where the argument is missing.
   const Json *find(std::string_view name) {
     if (!call.is_checked) call.known.emplace_back(name);
-    for (const auto &[key, value] : call.arguments)
-      if (key == name) return value.is_null() ? nullptr : &value;
-    return nullptr;
+    const Json *found = Json::find(call.arguments, name);
+    return found && !found->is_null() ? found : nullptr;
   }
   const Json &operator[](std::string_view name) {
     const Json *found = find(name);
@@ -116,15 +115,13 @@ class Graph {
     inputs.resize(NUM_FIELDS + sides.size());
     inputs.insert(inputs.end(), weights.begin(), weights.end());
     for (const Json &each : graph["inputs"].list()) new_value(each["as_tensor"]);
-    require(num_values_ == inputs.size(), "its graph has other inputs");
-    std::vector<std::vector<size_t>> read;
+    require(last_.size() == inputs.size(), "its graph has other inputs");
     for (const Json &node : graph["nodes"].list()) {
       const std::string &target = node["target"].text();
       if (target == "torch.ops.aten._assert_tensor_metadata.default") continue;  // it says again what every trace says
       Call &call = calls_.emplace_back(Call{target, find_operator(target)});
       require(call.function, "the runner does not compute " + target);
-      read.emplace_back();
-      for (const Json &each : node["inputs"].list()) call.arguments.emplace_back(each["name"].text(), argument(each["arg"], read.back()));
+      for (const Json &each : node["inputs"].list()) call.arguments.emplace_back(each["name"].text(), argument(each["arg"]));
       for (const Json &each : node["outputs"].list()) {
         const auto &[kind, value] = kind_and_value(each);
         if (kind == "as_tensors")
@@ -135,24 +132,15 @@ class Graph {
     }
     const auto &outputs = graph["outputs"].list();
     require(outputs.size() == 2, "its graph has other outputs");
-    std::vector<size_t> results;
-    logits_ = argument(outputs[1], results).tensor();
-    std::vector<bool> is_kept(num_values_);
-    std::fill_n(is_kept.begin(), inputs.size(), true);
-    is_kept[logits_] = true;
-    for (size_t i = calls_.size(); i-- > 0;) {
-      read[i].insert(read[i].end(), calls_[i].outputs.begin(), calls_[i].outputs.end());
-      for (const size_t number : read[i]) {
-        if (!is_kept[number]) calls_[i].ended.push_back(number);
-        is_kept[number] = true;
-      }
-    }
+    logits_ = argument(outputs[1]).tensor();
+    for (size_t number = inputs.size(); number < last_.size(); ++number)
+      if (number != logits_) calls_[last_[number]].ended.push_back(number);
   }
 
   // Returns logits. Raises Refused where a call cannot be made.
   Tensor run() {
     std::vector<Tensor> values = inputs;
-    values.resize(num_values_);
+    values.resize(last_.size());
     for (Call &call : calls_) {
       try {
         Step step(sides, inputs.size(), values, call);
@@ -171,7 +159,8 @@ class Graph {
  private:
   std::vector<Call> calls_;
   std::map<std::string, size_t> numbers_;  // of values, by name
-  size_t num_values_ = 0, logits_ = 0;
+  std::vector<size_t> last_;               // by value the last call that computes or reads it
+  size_t logits_ = 0;
 
   static const std::pair<std::string, Json> &kind_and_value(const Json &json) {
     require(json.object().size() == 1, "an argument has several kinds");
@@ -179,24 +168,25 @@ class Graph {
   }
 
   size_t new_value(const Json &value) {
-    require(numbers_.emplace(value["name"].text(), num_values_).second, "a value is computed twice");
-    return num_values_++;
+    require(numbers_.emplace(value["name"].text(), last_.size()).second, "a value is computed twice");
+    last_.push_back(calls_.size() - 1);
+    return last_.size() - 1;
   }
 
-  // An argument with the numbers of values, which are `read`, in the places of their names.
-  Json argument(const Json &json, std::vector<size_t> &read) const {
+  // An argument of the last call with the numbers of values in the places of their names.
+  Json argument(const Json &json) {
     const auto &[kind, value] = kind_and_value(json);
     if (kind == "as_none") return {nullptr};
-    if (kind == "as_optional_tensor") return argument(value, read);
+    if (kind == "as_optional_tensor") return argument(value);
     if (kind == "as_tensor") {
       const auto found = numbers_.find(value["name"].text());
       require(found != numbers_.end(), "a value is read before it is computed");
-      read.push_back(found->second);
+      last_[found->second] = calls_.size() - 1;
       return {found->second};
     }
     if (kind == "as_tensors" || kind == "as_optional_tensors") {
       Json::List list;
-      for (const Json &each : value.list()) list.push_back(argument(kind == "as_tensors" ? Json{Json::Object{{"as_tensor", each}}} : each, read));
+      for (const Json &each : value.list()) list.push_back(argument(kind == "as_tensors" ? Json{Json::Object{{"as_tensor", each}}} : each));
       return {list};
     }
     for (const char *plain : {"as_int", "as_ints", "as_float", "as_bool", "as_bools", "as_string", "as_scalar_type"})

@@ -1,6 +1,7 @@
 // JSON (RFC 8259) as values. A file is not trusted: what is no JSON, or another kind of value than is asked for, raises Refused.
 #pragma once
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <string_view>
@@ -24,13 +25,13 @@ struct Json {
   const Object &object() const { return as<Object>("an object"); }
   size_t tensor() const { return as<size_t>("a tensor"); }
 
-  bool has(std::string_view name) const {
-    return std::ranges::any_of(object(), [&](const auto &each) { return each.first == name; });
+  // Null where there is no such name.
+  static const Json *find(const Object &object, std::string_view name) {
+    const auto found = std::ranges::find(object, name, &Object::value_type::first);
+    return found == object.end() ? nullptr : &found->second;
   }
-
   const Json &operator[](std::string_view name) const {
-    for (const auto &[key, found] : object())
-      if (key == name) return found;
+    if (const Json *found = find(object(), name)) return *found;
     throw Refused("there is no '" + std::string(name) + "'");
   }
 

@@ -14,7 +14,8 @@ class Model {
   // Maps the folder's files. Raises Refused for those that are missing, damaged, or made for other instructions.
   explicit Model(const std::string &folder) {
     const Json description = parse_json(map_file(folder + "/export.json"));
-    require(!description.has("tp") && !description.has("part"), "it is divided among ranks, which run.py alone runs");
+    const bool is_divided = Json::find(description.object(), "tp") || Json::find(description.object(), "part");
+    require(!is_divided, "it is divided among ranks, which run.py alone runs");
     const std::string &made_for = description["instruction_set"].text(), &name = description["dtype"].text();
     require(made_for == INSTRUCTION_SET, "it was exported for " + made_for + ", and this runner computes with " INSTRUCTION_SET);
     require(name == "float32" || name == "bfloat16" || name == "float16", "its dtype is " + name);

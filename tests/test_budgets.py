@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TOPS = ("conf", "kernels", "models", "quantization", "pipelines", "tests")
+TOPS = ("conf", "kernels", "models", "quantization", "pipelines", "runner", "tests")
 FILES = [REPOSITORY / "run.py", *(file for top in TOPS for file in sorted((REPOSITORY / top).rglob("*.py")))]
-SOURCES = sorted(file for kind in ("*.cpp", "*.h") for file in (REPOSITORY / "kernels").rglob(kind))
+SOURCES = sorted(
+    file for top in ("kernels", "runner") for kind in ("*.cpp", "*.h") for file in (REPOSITORY / top).rglob(kind)
+)
 FILE, TEST_FILE, FUNCTION, TRITON_KERNEL = 400, 600, 50, 120  # lines
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -47,6 +49,13 @@ def test_a_function_has_at_most_50_lines_and_a_triton_kernel_120(file: Path) -> 
 def test_the_server_has_at_most_3000_lines() -> None:
     files = [file for file in FILES if name(file).startswith("pipelines/serve/")]
     assert 0 < sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= 3000
+
+
+def test_the_runner_has_at_most_1000_lines() -> None:
+    """Without those that are empty, and those of comments alone."""
+    files = [file for file in SOURCES if name(file).startswith("runner/")]
+    lines = (line.strip() for file in files for line in file.read_text(encoding="utf-8").splitlines())
+    assert 0 < sum(bool(line) and not line.startswith("//") for line in lines) <= 1000
 
 
 def test_what_is_too_long_is_found() -> None:
