@@ -108,6 +108,10 @@ def _parallel(run: RunConfig, best: Candidate) -> ParallelConfig:
 def plan_division(run: RunConfig) -> tuple[list[Candidate], Topology, Workload]:
     """Return all divisions of the run's model, and what they were reckoned for. Raises UserError as an engine's loading does."""
     source, path = open_source(run.model), run.parallel.topology
+    if source.artefact is not None:
+        raise UserError(
+            f"parallel=auto does not plan for {run.model.path}, which is exported: give the model that it was made of"
+        )
     device = prepare_device(run.device) if path is None else torch.device("cpu")
     topology = None if path is None else read_topology(Path(path).expanduser())
     kind = topology.kind if topology else device.type

@@ -38,6 +38,7 @@ from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.export import run_export
 from pipelines.loading import load_engine
 from pipelines.opening import open_source
+from pipelines.plan_division import plan_division
 from pipelines.planning import plan_model
 from tests.helpers.builders import REPOSITORY, generate, run_config, write_llama
 from tests.helpers.gguf_files import write_random_llama, write_twin
@@ -348,6 +349,10 @@ def test_ranks_and_a_gpu_do_not_run_it(artefact: Path) -> None:
     source, divided = open_source(run.model), replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=2))
     with pytest.raises(UserError, match="parallel=tp does not run .*, whose graph is of one process: leave it out"):
         plan_model(divided, source, torch.device("cpu"), packed=True)
+    with pytest.raises(
+        UserError, match="parallel=auto does not plan for .*, which is exported: give the model that it was"
+    ):
+        plan_division(replace(run, parallel=ParallelConfig(ParallelMode.auto)))
     with pytest.raises(UserError, match="device=cuda does not run .*, which is packed for a CPU: give device=cpu"):
         plan_model(run, source, torch.device("cuda"), packed=True)
 
