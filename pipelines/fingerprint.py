@@ -16,11 +16,11 @@ from conf.decoding import DecodeConfig
 from conf.schema import RunConfig, Sum
 from conf.speculation import Acceptance
 from kernels import build
-from pipelines.calibration_data import calibration_file
 from pipelines.data_files import expanded
 from pipelines.engine import Engine
 from pipelines.journal import Fingerprint, dumps
 from pipelines.opening import ModelSource
+from pipelines.quantize.calibration_data import calibration_file
 from pipelines.ranks.launch import degrees, joined
 from pipelines.report import REPOSITORY
 

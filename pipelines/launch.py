@@ -78,7 +78,7 @@ def _function_of(task: Task) -> Run:
 
             return run_convert
         case Task.quantize:
-            from pipelines.quantize import run_quantize
+            from pipelines.quantize.quantize import run_quantize
 
             return run_quantize
         case Task.export:

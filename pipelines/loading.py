@@ -99,7 +99,7 @@ def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> t
                 "give a scheme without it, such as quant=int8, or quantise the model with that head by task=quantize"
             )
             raise UserError(f"{what}: {remedy}")
-        from pipelines.quantize import find_or_make  # here, because other runs have nothing to calibrate
+        from pipelines.quantize.quantize import find_or_make  # here, because other runs have nothing to calibrate
 
         folder = find_or_make(run, source, progress)
         log.warning("what runs is the calibrated model in %s", folder)

@@ -27,7 +27,7 @@ from pipelines.prompts import PromptEncoder, PromptRow, Prompts
 from pipelines.rows import Asked, EngineRows, Loaded, Record, Row
 
 if TYPE_CHECKING:
-    from pipelines.batch_answers import BatchAnswers
+    from pipelines.batches.answers import BatchAnswers
 
 
 def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
@@ -83,7 +83,7 @@ class PredictRows(EngineRows):
         loaded = Loaded(run.decode, fingerprint(run, source, engine), engine.runner.weight_bytes)
 
         def open_batch(seed: int | None) -> "BatchAnswers":
-            from pipelines.batch_answers import BatchAnswers  # here, because other rows need no pydantic
+            from pipelines.batches.answers import BatchAnswers  # here, because other rows need no pydantic
 
             return BatchAnswers(replace(run, decode=replace(run.decode, seed=seed)), source, engine, encoder)
 
@@ -114,7 +114,7 @@ class PredictRows(EngineRows):
         prediction = _error_prediction(row, error)
         if row.batch is None:
             return {"row": prediction}
-        from pipelines.batch_answers import refusal  # here, because other rows need no pydantic
+        from pipelines.batches.answers import refusal  # here, because other rows need no pydantic
 
         return {"row": prediction, ANSWER: refusal(row, error)}
 

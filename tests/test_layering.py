@@ -70,7 +70,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "httpx": ("pipelines.endpoint",),
     "lm_eval": ("pipelines.lm_eval",),
     "gradio": ("pipelines.chat_page",),
-    "matplotlib": ("pipelines.quantize_report", "pipelines.sweep"),
+    "matplotlib": ("pipelines.quantize.report", "pipelines.sweep"),
 }
 
 
@@ -186,7 +186,7 @@ def test_a_run_imports_no_more_than_it_uses(tmp_path: Path) -> None:
         f"sys.argv[1:] = ['predict.data=Once', 'decode.max_new_tokens=3', 'hydra.run.dir={tmp_path / 'run'}']\n"
         "runpy.run_path('run.py', run_name='__main__')\n"
         "unused = 'torch._dynamo sympy triton transformers huggingface_hub jinja2 rich matplotlib gguf sentencepiece tiktoken '\n"
-        "unused += 'pipelines.bench pipelines.evaluate pipelines.convert pipelines.quantize'\n"
+        "unused += 'pipelines.bench pipelines.evaluate pipelines.convert pipelines.quantize.quantize'\n"
         "others = {name for name in sys.modules if name.startswith('models.families.')} - {'models.families.llama'}\n"
         "sys.exit(', '.join(set(unused.split()) & sys.modules.keys() | others) or 0)"
     )

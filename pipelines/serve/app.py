@@ -19,7 +19,7 @@ from pipelines.api.batches import BatchRequest
 from pipelines.api.conversation import Chat
 from pipelines.api.errors import ApiError, failed, validation_error
 from pipelines.api.requests import Shape
-from pipelines.batch_jobs import BatchJobs
+from pipelines.batches.jobs import BatchJobs
 from pipelines.serve.batches import LineSender, add_batches, add_files
 from pipelines.serve.exchange import loaded
 from pipelines.serve.guard import Guard, error_response

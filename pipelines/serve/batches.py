@@ -20,7 +20,7 @@ from pipelines.api.batches import BatchPage, BatchRequest, FilePage, FileRequest
 from pipelines.api.conversation import Chat
 from pipelines.api.errors import ApiError, bad_request, failed
 from pipelines.api.requests import check_request, parse_request
-from pipelines.batch_jobs import Batch, BatchJobs, Reply
+from pipelines.batches.jobs import Batch, BatchJobs, Reply
 from pipelines.serve.openapi import responses, takes
 from pipelines.serve.records import Record
 from pipelines.serve.routes import ROUTES

@@ -22,7 +22,7 @@ from conf.serving import ServeConfig
 from conf.sizes import num_bytes
 from pipelines.api.conversation import Chat
 from pipelines.api.errors import ApiError
-from pipelines.batch_jobs import BatchJobs
+from pipelines.batches.jobs import BatchJobs
 from pipelines.engine_process.client import EngineClient
 from pipelines.replicas.cluster import replicas_of
 from pipelines.report import Dump, write_atomically

@@ -16,7 +16,7 @@ from models.decoder import DecoderLayer
 from models.layers.linear import Linear
 from pipelines.loading import load_engine
 from pipelines.opening import open_source
-from pipelines.quantize_preflight import print_preflight
+from pipelines.quantize.preflight import print_preflight
 from tests.helpers.builders import engine_of, run_config
 from tests.helpers.conversion import convert
 from tests.helpers.oracle import write_model

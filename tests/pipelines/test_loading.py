@@ -14,9 +14,9 @@ from conf.errors import UserError
 from conf.schema import DeviceConfig, DeviceType, DType
 from kernels import build
 from kernels.threads import set_threads
-from pipelines import quantize
 from pipelines.engine.kv_cache import free_memory
 from pipelines.loading import load_engine
+from pipelines.quantize import quantize
 from pipelines.report import peak_memory_bytes
 from tests.helpers.builders import all_logits, complete, engine_of, run_config, write_llama
 from tests.helpers.quantized_models import CALIBRATED

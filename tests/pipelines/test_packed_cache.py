@@ -54,7 +54,7 @@ STORED = (
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "kept"
     monkeypatch.setattr("pipelines.packed_cache.FOLDER", folder)
-    monkeypatch.setattr("pipelines.quantize_job.MADE", tmp_path / "made")
+    monkeypatch.setattr("pipelines.quantize.job.MADE", tmp_path / "made")
     return folder
 
 

@@ -12,7 +12,7 @@ from kernels import build
 from models.batch import KVCache
 from models.linear_layers import linear_layer
 from pipelines.engine import Engine
-from pipelines.quantize_layers import calibration_batches
+from pipelines.quantize.layers import calibration_batches
 from quantization.calibration import SequentialCalibrator
 from quantization.plan import float_weight, plan
 from quantization.smoothing import Smoother

@@ -21,7 +21,7 @@ from models.formats import open_checkpoint
 from models.formats.gguf.reader import GGUFWeights
 from models.layers.linear import Linear
 from pipelines.loading import load_engine
-from pipelines.quantize import run_quantize
+from pipelines.quantize.quantize import run_quantize
 from quantization.layouts.gguf import GGUFBlocks, GGUFWeight, read_gguf_quantization
 from quantization.layouts.shared import SharedLayout
 from quantization.linear import BlockMethod, IntMethod

@@ -29,7 +29,7 @@ from conf.quantization import QuantConfig, QuantizedFormat, SmoothConfig
 from models.linear_layers import linear_layer
 from pipelines import pipeline
 from pipelines.engine import Engine
-from pipelines.quantize_layers import calibrator_of
+from pipelines.quantize.layers import calibrator_of
 from quantization.plan import float_weight, plan
 from quantization.quantizer import parts_of
 from quantization.smoothing import Smoother
@@ -169,7 +169,7 @@ def test_quantised_as_the_merged_twin(scheme: str, llama: Path, tmp_path: Path) 
 
 def test_a_calibrating_run_simply_works(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model that a run keeps by itself has the vectors, also when a later run finds it."""
-    monkeypatch.setattr("pipelines.quantize_job.MADE", tmp_path / "quantized")
+    monkeypatch.setattr("pipelines.quantize.job.MADE", tmp_path / "quantized")
     settings = {"quant": "a8w8", "calibrate.data": llama / "rows.jsonl", "model.adapters": f"{{fr:{llama / 'fr'}}}"}
     settings |= {"predict.adapter": "fr", "model.dtype": "float32"}
     overrides = [f"{name}={value}" for name, value in settings.items()]

@@ -32,7 +32,7 @@ from conf.schema import ModelConfig, RunConfig, Task
 from conf.serving import ServeConfig
 from models.tokenizers import Tokenizer, load_tokenizer
 from pipelines.api.conversation import Chat
-from pipelines.batch_jobs import BatchJobs
+from pipelines.batches.jobs import BatchJobs
 from pipelines.engine_process.frames import Submit
 from pipelines.serve.app import create_app
 from pipelines.serve.service import Service

@@ -14,10 +14,11 @@ import httpx
 import openai
 import pytest
 
-from pipelines import batch_files, batch_jobs
 from pipelines.api.batches import BatchRequest
 from pipelines.api.conversation import Chat
-from pipelines.batch_jobs import BatchJobs
+from pipelines.batches import files as batch_files
+from pipelines.batches import jobs as batch_jobs
+from pipelines.batches.jobs import BatchJobs
 from pipelines.engine_process.client import EngineRefused
 from pipelines.engine_process.frames import Submit
 from pipelines.serve.app import create_app
@@ -356,7 +357,7 @@ def test_time_that_is_over(tmp_path: Path) -> None:
 
 
 def test_lines_wait_for_an_engine_that_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.batch_jobs.PAUSE_S", 0.002)
+    monkeypatch.setattr("pipelines.batches.jobs.PAUSE_S", 0.002)
 
     async def test() -> None:
         engine = FakeEngine()

@@ -28,7 +28,7 @@ from conf.schema import ModelConfig, RunConfig, Task
 from conf.tasks import PredictConfig
 from models.formats.manifest import verify_manifest
 from pipelines.loading import load_engine
-from pipelines.quantize import run_quantize
+from pipelines.quantize.quantize import run_quantize
 from quantization.layouts.base import StoredWeight
 from quantization.part_files import PartFiles
 from tests.helpers.builders import all_logits, engine_of, run_config
@@ -241,7 +241,7 @@ def test_overwriting_and_dry_runs(data: Path, tmp_path: Path, capsys: pytest.Cap
 @pytest.fixture
 def made_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where models without a name go."""
-    monkeypatch.setattr("pipelines.quantize_job.MADE", tmp_path / "made")
+    monkeypatch.setattr("pipelines.quantize.job.MADE", tmp_path / "made")
     return tmp_path / "made"
 
 
@@ -256,7 +256,7 @@ def test_a_made_model_is_found_again(
     first = load_engine(predict_run(LLAMA, STATIC_A8W8, data), 3)
     (folder,) = made_folder.iterdir()
     assert folder.name.startswith("llama3-a8w8-rtn-")
-    monkeypatch.setattr("pipelines.quantize_layers.Quantizer", None)  # nothing may be calibrated again
+    monkeypatch.setattr("pipelines.quantize.layers.Quantizer", None)  # nothing may be calibrated again
     again = load_engine(predict_run(LLAMA, STATIC_A8W8, data), 3)
     with_cache = replace(STATIC_A8W8, kv_cache=KVCacheFormat.int8)
     cached = load_engine(predict_run(LLAMA, with_cache, data), 3)

@@ -12,12 +12,12 @@ from torch import nn
 
 from conf.schema import DType, RunConfig, Task
 from pipelines.assembly import assemble
-from pipelines.calibration_data import CalibrationData
 from pipelines.engine import Engine
 from pipelines.fingerprint import sha256_of
 from pipelines.planning import ModelPlan, plan_model, without_quantization
-from pipelines.quantize_layers import calibrator_of
-from pipelines.quantize_report import measured_texts
+from pipelines.quantize.calibration_data import CalibrationData
+from pipelines.quantize.layers import calibrator_of
+from pipelines.quantize.report import measured_texts
 from pipelines.request_settings import RequestSettings
 from quantization.calibration import NUM_SAMPLES
 from quantization.file_layout import FileLayout

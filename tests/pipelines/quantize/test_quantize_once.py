@@ -23,11 +23,14 @@ from conf.quantization import Activations, CalibrateConfig, QuantConfig, QuantMe
 from conf.schema import Task
 from models.decoder import DecoderLayer
 from models.formats.manifest import MANIFEST
-from pipelines import quantize, quantize_estimate, quantize_job, report
+from pipelines import report
 from pipelines.opening import open_source
 from pipelines.output_folder import only_maker
-from pipelines.quantize import find_or_make
-from pipelines.quantize_preflight import preflight
+from pipelines.quantize import estimate as quantize_estimate
+from pipelines.quantize import job as quantize_job
+from pipelines.quantize import quantize
+from pipelines.quantize.preflight import preflight
+from pipelines.quantize.quantize import find_or_make
 from pipelines.request_settings import read_request_settings
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.goldens import GOLDENS
@@ -40,7 +43,8 @@ NUM_TOKENS = 6 * 16  # of quantize_run's samples, which are all in one step
 DRIVER = """
 import json, logging, os, signal, sys
 from pathlib import Path
-from pipelines import quantize, quantize_job
+from pipelines.quantize import quantize
+from pipelines.quantize import job as quantize_job
 from pipelines.opening import open_source
 from tests.helpers.quantized_models import CALIBRATED, quantize_run
 
@@ -105,7 +109,7 @@ def test_several_processes_make_a_model_once_also_when_the_first_is_killed(data:
 def test_what_is_made_is_said_at_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pipelines.quantize_job.MADE", tmp_path / "quantized")
+    monkeypatch.setattr("pipelines.quantize.job.MADE", tmp_path / "quantized")
     with caplog.at_level(logging.WARNING):
         run = quantize_run(LLAMA, CALIBRATED["a8w8 static"], None, data)
         folder = find_or_make(run, open_source(run.model), report.NO_PROGRESS)
@@ -221,7 +225,7 @@ def test_the_estimate_counts_the_tokens_that_a_layer_sees(
     run, clock = quantize_run(LLAMA, CALIBRATED[scheme], None, data), Clock()
     monkeypatch.setattr(quantize_estimate, "START_S", 0.0)
     monkeypatch.setattr(quantize_estimate, "REPORT_S", 0.0)
-    monkeypatch.setattr("pipelines.quantize_estimate.time.perf_counter", clock)
+    monkeypatch.setattr("pipelines.quantize.estimate.time.perf_counter", clock)
     monkeypatch.setattr("quantization.calibration.perf_counter", clock)
     forward = DecoderLayer.forward
 

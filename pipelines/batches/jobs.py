@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 from conf.errors import UserError
 from pipelines.api.batches import BatchRequest, answer_line, error_line
 from pipelines.api.errors import bad_request
-from pipelines.batch_files import DAY_S, KEPT_S, FileStore, missing, new_id
-from pipelines.batch_input import InputLine, check_lines, input_lines
+from pipelines.batches.files import DAY_S, KEPT_S, FileStore, missing, new_id
+from pipelines.batches.input import InputLine, check_lines, input_lines
 from pipelines.journal import Journal, dumps, open_journal
 from pipelines.report import write_atomically
 

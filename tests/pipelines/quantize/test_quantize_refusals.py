@@ -15,7 +15,7 @@ from conf.compose import dump
 from conf.errors import UserError
 from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig, SmoothConfig
 from conf.schema import DType, RunConfig, Weights
-from pipelines.quantize import run_quantize
+from pipelines.quantize.quantize import run_quantize
 from tests.helpers.builders import engine_of
 from tests.helpers.goldens import GOLDENS
 from tests.helpers.quantized_models import CALIBRATED, INT4, SHIFT, make, quantize_run, random_rows, write_rows

@@ -14,7 +14,7 @@ import pytest
 from conf.compose import dump
 from conf.errors import UserError
 from conf.schema import RunConfig
-from pipelines.quantize import run_quantize
+from pipelines.quantize.quantize import run_quantize
 from quantization.quantizer import Quantizer
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.goldens import GOLDENS
@@ -27,8 +27,8 @@ DRIVER = """
 import json, os, signal, sys
 from pathlib import Path
 from conf.compose import dump
-from pipelines import quantize_preflight
-from pipelines.quantize import run_quantize
+from pipelines.quantize import preflight as quantize_preflight
+from pipelines.quantize.quantize import run_quantize
 from quantization.quantizer import Quantizer
 from tests.helpers.kill import before
 from tests.helpers.quantized_models import CALIBRATED, make, quantize_run
@@ -75,7 +75,7 @@ MOMENTS = [
 @pytest.fixture(autouse=True)
 def _no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     """It quantises parts, too, which would be counted."""
-    monkeypatch.setattr("pipelines.quantize_preflight.expected_seconds", lambda *arguments: 0.0)
+    monkeypatch.setattr("pipelines.quantize.preflight.expected_seconds", lambda *arguments: 0.0)
 
 
 def files_in(folder: Path) -> dict[str, bytes]:

@@ -13,10 +13,10 @@ from pipelines.engine import Engine
 from pipelines.opening import ModelSource
 from pipelines.output_folder import complete_folder
 from pipelines.planning import without_quantization
-from pipelines.quantize_job import job_of
-from pipelines.quantize_layers import quantize_cache, quantize_layers
-from pipelines.quantize_preflight import Preflight, preflight
-from pipelines.quantize_report import Predictions, write_report
+from pipelines.quantize.job import job_of
+from pipelines.quantize.layers import quantize_cache, quantize_layers
+from pipelines.quantize.preflight import Preflight, preflight
+from pipelines.quantize.report import Predictions, write_report
 from pipelines.request_settings import read_request_settings
 from quantization.part_files import PartFiles
 from quantization.quantizer import parts_of

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from conf.schema import RunConfig
 from models.linear_layers import linear_specs
-from pipelines.calibration_data import CalibrationData, read_calibration_data
 from pipelines.device import prepare_device
 from pipelines.opening import ModelSource
 from pipelines.planning import ModelPlan, plan_model, without_quantization
-from pipelines.quantize_estimate import expected_seconds
+from pipelines.quantize.calibration_data import CalibrationData, read_calibration_data
+from pipelines.quantize.estimate import expected_seconds
 from pipelines.report import print_table
 from pipelines.request_settings import RequestSettings, read_request_settings
 from quantization.file_layout import FileLayout, file_layout

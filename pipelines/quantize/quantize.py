@@ -18,10 +18,10 @@ from models.formats.manifest import MANIFEST
 from pipelines import report
 from pipelines.opening import ModelSource, open_source
 from pipelines.output_folder import only_maker, refuse_existing
-from pipelines.quantize_job import MADE, default_target
-from pipelines.quantize_model import make_model
-from pipelines.quantize_preflight import print_preflight
-from pipelines.quantize_report import perplexity
+from pipelines.quantize.job import MADE, default_target
+from pipelines.quantize.model import make_model
+from pipelines.quantize.preflight import print_preflight
+from pipelines.quantize.report import perplexity
 
 
 def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:

@@ -31,7 +31,7 @@ from tests.helpers.quantized_models import (
     write_rows,
 )
 
-LLAMA = Path(__file__).resolve().parents[1] / "goldens" / "llama3"
+LLAMA = Path(__file__).resolve().parents[2] / "goldens" / "llama3"
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
 # What groups of 32 do not divide, and the head, which AWQ's files do not quantise.
 LAYERS: dict[str, Any] = {"group_size": 32, "skip": ["lm_head", "*.down_proj"]}

@@ -1,0 +1,1 @@
+"""OpenAI's batches: their files and jobs behind /v1/batches, and their lines in `task=predict`."""
