@@ -281,9 +281,8 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
         part = reader.raw("part")
         part = None if part is None else read_part(part, shape.num_hidden_layers, linears)
         num_layers = shape.num_hidden_layers if part is None else len(part.own_layers)
-        if len(sides) != 2 * num_layers or any(
-            type(name) is not str for name in (*weights, *constants, *adapted, *sha256.values())
-        ):
+        names = *weights, *constants, *adapted, *sha256.values()
+        if len(sides) != 2 * num_layers or any(type(name) is not str for name in names):
             raise ValueError("it has not keys and values of each layer, or weights without names")
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder / EXPORT} is damaged ({error}): {REMEDY}") from error
