@@ -186,12 +186,7 @@ class View(ctypes.Structure):
 
 # `enum class KVFormat` in kv_format.h
 NUMBERS = {Unquantised: 0, Int8: 1, Float8: 2, Int4: 3, StaticInt8: 1, StaticFloat8: 2}
-CODES = {
-    0: None,
-    1: torch.int8,
-    2: torch.float8_e4m3fn,
-    3: torch.uint8,
-}  # the dtypes of what is stored; None: the vectors' own
+CODES = {0: None, 1: torch.int8, 2: torch.float8_e4m3fn, 3: torch.uint8}  # what is stored; None: the vectors' own dtype
 MAX_GROUP = 128  # codes of int4 that share a scale
 
 

@@ -16,9 +16,7 @@ from pipelines.bandwidth import memory_bandwidth
 from pipelines.engine.kv_cache import free_memory
 
 NUMA_NODES = Path("/sys/devices/system/node")
-PRODUCT = (
-    2048  # inputs and outputs of the product that a device's arithmetic is measured by: its weight stays in the cache
-)
+PRODUCT = 2048  # inputs and outputs of the product that measures a device's arithmetic: a cache holds its weight
 MAX_ROWS = 128  # of it: more have a CPU's peak, too
 SHARED_MEMORY_LATENCY_S = 2e-6  # of a barrier of two processes
 SHARED_MEMORY_COPIES = 3  # reads and writes of a number on its way from one process into another
@@ -125,11 +123,8 @@ def find_topology(device: torch.device, dtype: torch.dtype, num_rows: int) -> To
 
     `num_rows`: of the products of a step.
     """
-    bandwidth, flops, free = (
-        memory_bandwidth(device),
-        _measured_flops(device, dtype, num_rows),
-        free_memory(device, 1.0),
-    )
+    bandwidth, free = memory_bandwidth(device), free_memory(device, 1.0)
+    flops = _measured_flops(device, dtype, num_rows)
     if device.type == "cuda":
         link, number = Link(GPU_LATENCY_S, GPU_BANDWIDTH), torch.cuda.device_count()
         return Topology("cuda", 1, number, free, bandwidth, bandwidth, flops, link, None)
