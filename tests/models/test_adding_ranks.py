@@ -26,8 +26,8 @@ from tests.helpers.goldens import FAMILIES
 from tests.helpers.oracle import random_prompts
 from tests.helpers.quantized_models import INT4, INT8, make, quantize_run, random_rows, write_rows
 from tests.helpers.rank_threads import run_ranks
-from tests.models.test_model_parts import OTHERS
-from tests.models.test_parallel import write_family
+from tests.models.test_model_parts import OTHERS, write_family
+from tests.models.test_parallel import prompts_for
 from tests.quantization.test_parallel_cells import EVERY
 
 PROMPTS = random_prompts(96, (5, 1, 40))
@@ -93,7 +93,8 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "tp"), cases())
 def test_families(name: str, tp: int, tmp_path: Path) -> None:
-    prompts = write_family(name, tmp_path)
+    write_family(tmp_path, name)
+    prompts = prompts_for(name)
     run = run_config(tmp_path, allow_pickle=True)
     ranks = divided_steps(adding(run, tp), tp, prompts)
     assert_same_tokens(whole_steps(run, prompts), ranks)

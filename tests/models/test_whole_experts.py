@@ -16,7 +16,7 @@ from models.layers.moe import Experts
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.divided import assert_same_bits, divided_steps, rank_plan, stage_steps, whole_steps
 from tests.models.test_adding_ranks import assert_same_tokens
-from tests.models.test_parallel import write_family
+from tests.models.test_model_parts import write_family
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "v2", "v3", "ernie4_5_moe", "glm4_moe", "minimax_m2")
 PROMPTS = [[*range(3, 40)], [5], [7, 3]]  # of one token, which leaves ranks without a row
@@ -33,7 +33,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "tp", "dtype"), cases())
 def test_families(name: str, tp: int, dtype: str, tmp_path: Path) -> None:
-    write_family(name, tmp_path)
+    write_family(tmp_path, name)
     run = run_config(tmp_path)
     run = replace(run, model=replace(run.model, dtype=DType[dtype]))
     ranks = divided_steps(of_whole_experts(run, tp), tp, PROMPTS)
@@ -62,26 +62,26 @@ QUANTS = {
 @pytest.mark.parametrize("quant", QUANTS)
 def test_schemes(quant: str, tmp_path: Path) -> None:
     """Those of two schemes are computed one after the other on a rank that has both."""
-    write_family("mixtral", tmp_path)
+    write_family(tmp_path, "mixtral")
     run = replace(run_config(tmp_path), quant=QUANTS[quant])
     assert_same_bits(whole_steps(run, PROMPTS), divided_steps(of_whole_experts(run, 3), 3, PROMPTS))
 
 
 def test_stages(tmp_path: Path) -> None:
-    write_family("v3", tmp_path)  # whose first layer is no mixture
+    write_family(tmp_path, "v3")  # whose first layer is no mixture
     run = run_config(tmp_path)
     assert_same_bits(whole_steps(run, PROMPTS), stage_steps(of_whole_experts(run, 2), 2, 2, PROMPTS))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "v3"])
 def test_beside_products_that_are_added(name: str, tmp_path: Path) -> None:
-    write_family(name, tmp_path)
+    write_family(tmp_path, name)
     run = run_config(tmp_path)
     assert_same_tokens(whole_steps(run, PROMPTS), divided_steps(of_whole_experts(run, 3, Sum.reduce), 3, PROMPTS))
 
 
 def test_a_rank_reads_its_experts_alone(tmp_path: Path) -> None:
-    write_family("mixtral", tmp_path)
+    write_family(tmp_path, "mixtral")
     run = run_config(tmp_path)
     found = []
     for rank, group in enumerate(Threads.of(3)):
@@ -95,7 +95,7 @@ def test_a_rank_reads_its_experts_alone(tmp_path: Path) -> None:
 def test_what_has_too_few_experts_is_refused(tmp_path: Path) -> None:
     write_llama(tmp_path / "dense")
     (tmp_path / "mixture").mkdir()
-    write_family("mixtral", tmp_path / "mixture")
+    write_family(tmp_path / "mixture", "mixtral")
     group = Threads.of(1)[0]
     with pytest.raises(UserError) as dense:
         rank_plan(run_config(tmp_path / "dense"), Division(2, whole_experts=True), group)

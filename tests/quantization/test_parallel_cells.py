@@ -25,8 +25,8 @@ from tests.helpers.quantized_models import (
     random_rows,
     write_rows,
 )
-from tests.models.test_model_parts import OTHERS
-from tests.models.test_parallel import DEEPSEEK, write_family
+from tests.models.test_model_parts import OTHERS, write_family
+from tests.models.test_parallel import DEEPSEEK, prompts_for
 from tests.quantization.test_cells import CACHES, SCHEMES
 
 EVERY = {
@@ -91,7 +91,8 @@ def test_ranks_have_the_bits_of_one_process(scheme: str, kv_cache: str, tp: int,
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS, *DEEPSEEK])
 def test_families(name: str, scheme: str, kv_cache: str, tmp_path: Path) -> None:
     """Whatever a family's layers are: joined, in pieces, of latents, of experts."""
-    prompts = write_family(name, tmp_path)
+    write_family(tmp_path, name)
+    prompts = prompts_for(name)
     quant = replace(EVERY[scheme], **CACHES[kv_cache])
     run = replace(run_config(tmp_path, allow_pickle=True), quant=quant)
     whole = whole_steps(run, prompts)

@@ -14,7 +14,7 @@ from pipelines.loading import load_engine
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.command import run as run_command
 from tests.helpers.rank_runs import COMMAND, done, same_files, start, wait_for_rows, write_prompts
-from tests.models.test_parallel import write_family
+from tests.models.test_model_parts import write_family
 from tests.pipelines.ranks.test_divided import answers, close
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
@@ -50,7 +50,7 @@ def token_ids(found: list[Any]) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("sum", [Sum.gather, pytest.param(Sum.reduce, marks=pytest.mark.long)])
 def test_whole_experts(sum: Sum, tmp_path: Path) -> None:
-    write_family("mixtral", tmp_path)
+    write_family(tmp_path, "mixtral")
     run = run_config(tmp_path)
     alone = answers_of(run)
     whole = answers_of(run, mode=ParallelMode.tp, tp=2, experts=ExpertDivision.whole, sum=sum)
