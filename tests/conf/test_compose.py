@@ -99,7 +99,8 @@ def test_a_config_that_is_not_there_is_answered_with_those_that_are(tmp_path: Pa
         ("quant.group_size=3", "group_size"),
         ("quant.kv_cache=int5", "int5.*none, int8, fp8, int4"),
         ("hydra.run.dri=/x", "hydra.run.dri"),
-        ("decode.max_new_tokens=2.5", "2.5.*is incompatible with type hint.*int, str.*: give a value of one of these"),
+        # typing keeps the order of a union that some module named first
+        ("decode.max_new_tokens=2.5", "2.5.*is incompatible .*(int, str|str, int).*: give a value of one of these"),
         (
             "decode.max_new_tokens=many",
             "decode.max_new_tokens='many' is not allowed: give .* above 0, or null, or auto",
