@@ -119,7 +119,7 @@ class CausalLM(Module, ABC):
 
     @property
     def of_a_missing_mark(self) -> str:
-        """What is said of a prompt that has none of the ids of one of `prompt_marks`."""
+        """The error for a prompt that lacks one of `prompt_marks`."""
         ids = ", and ".join(" or ".join(map(str, each)) for each in self.prompt_marks)
         return f"the prompt lacks tokens that the model finds its parts by: give one with the ids {shortened(ids)}"
 

@@ -196,7 +196,7 @@ class ChatGLM(CausalLM):
 
     @property
     def prompt_marks(self) -> Sequence[Sequence[int]]:
-        """Where the text ends, and its [gMASK], or its [MASK] if it has none."""
+        """The end of the text, which is <sop>. Then its [gMASK], or else its [MASK]."""
         c = self.config
         return (c.sop_token_id,), (c.gmask_token_id, c.mask_token_id)
 
