@@ -201,9 +201,7 @@ def _memory(engine: Engine, bench: BenchConfig, rounds: list[Round]) -> dict[str
     """Return the bytes of weights, keys and values, and the share of the bandwidth at which a step reads them, or why it is unknown."""
     prompt_tokens = sum(r.num_prompt_tokens for r in rounds) // len(rounds)
     kv_bytes = engine.runner.kv_bytes_per_token * (prompt_tokens + bench.batch_size * (bench.new_tokens // 2))
-    steps = rounds[
-        -1
-    ].step_s  # just before the bandwidth is measured, which others on the machine change within seconds
+    steps = rounds[-1].step_s  # just before the bandwidth is measured: others on the machine change it within seconds
     bandwidth = memory_bandwidth(engine.device)
     share, unknown = None, "there was no step in which every row got a token"
     if steps:

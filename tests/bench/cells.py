@@ -4,11 +4,13 @@
 Without one the rows are of families in bfloat16 (family_configs.py), some 30 s each with `--rows 1 --new 16 --repeats 1`.
 Every cell is a process of its own. `--formats` takes beginnings of names, `int4,artefact`: so one run becomes several. `--artefacts FOLDER`
 adds what `task=quantize`, `task=convert` or other tools have written, one in each subfolder: the only cells with static activations,
-act-order, AWQ's order and GGUF's Q8_0 and Q4_0; K-quants have files of random blocks. At the end stands the slowest cell of a row, by its
+act-order and AWQ's order; GGUF's types have files of random blocks. At the end stands the slowest cell of a row, by its
 share of the bandwidth.
 
-Decode tokens/s times the bytes that a step reads is its share of the bandwidth, which each process measures just after. Operations of a
-prefill are those of its products, two for each weight and token.
+Decode tokens/s times the bytes that a step reads is its share of the bandwidth, which each process measures just after. Where memory has
+two speeds by the second, as on machines that others share, a cell of one row is measured until two shares agree within 5 %, four times at
+most, and their means are its row; `shares` has all. A family's prefill is compared with Llama's just before, by the operations of both
+(operations_per_token in family_configs.py).
 """
 
 import argparse
@@ -42,12 +44,15 @@ SCHEMES = {
     "fp8 dynamic": ["quant=fp8"],
     "fp8 per tensor": ["quant=fp8", "quant.per_tensor=true"],
 }
+INTEGERS = ("Q8_0", "Q4_0")  # of ggml's types those that become codes of int8 and int4; the others stay in blocks
 DTYPES = ("float32", "bfloat16", "float16")
 CACHES = ("none", "int8", "fp8", "int4")
+SHARE = "decode_share_of_bandwidth"
+AGREEING, MAX_RUNS = 0.05, 4
 METRICS = (
     "prefill_tokens_per_s",
     "decode_tokens_per_s",
-    "decode_share_of_bandwidth",
+    SHARE,
     "decode_share_unknown",
     "memory_bandwidth_bytes_per_s",
     "weight_bytes",
@@ -82,10 +87,12 @@ def main() -> None:
                 continue
             settings = [*overrides, *sizes, prompts(Path(folder), name, args.prompt)]
             for rows in args.rows:
-                row = {"cell": name, "rows": rows, **measure([*settings, f"bench.batch_size={rows}"])}
-                if name.startswith("family ") and "error" not in row:
-                    family = Path(folder) / name.removeprefix("family ")
-                    row["prefill_operations_per_s"] = row["prefill_tokens_per_s"] * operations_per_token(family)
+                row = {"cell": name, "rows": rows}
+                if name.startswith("family "):
+                    families = Path(folder), name.removeprefix("family ")
+                    row["prefill / llama"] = prefill_beside_llama(*families, args.prompt, args.repeats)
+                settings_of_rows = [*settings, f"bench.batch_size={rows}"]
+                row |= settled(settings_of_rows) if rows == 1 else measure(settings_of_rows)
                 print(json.dumps(row), flush=True)
                 report["rows"].append(row)
                 report["slowest"] = slowest(report["rows"])
@@ -117,12 +124,12 @@ def cells(model: Path) -> dict[str, list[str]]:
 
 
 def block_cells(model: Path, folder: Path) -> dict[str, list[str]]:
-    """Return the cell of each of ggml's types that stay in blocks: files of random ones, of a Llama whose widths are whole blocks."""
+    """Return the cell of each of ggml's types: files of random blocks, of a Llama whose widths are whole blocks."""
     config = json.loads((model / "config.json").read_text())
     if config["hidden_size"] % 256 or config["intermediate_size"] % 256:
         return {}
     found = {}
-    for kind in KINDS:
+    for kind in (*INTEGERS, *KINDS):
         file = folder / f"{kind}.gguf"
         found[f"gguf {kind}, bfloat16, cache none"] = [
             f"model.path={file}",
@@ -159,6 +166,33 @@ def measure(overrides: list[str]) -> dict[str, Any]:
             return {"error": done.stderr.strip().splitlines()[-1:]}
         metrics = json.loads(files[0].read_text())
     return {name: metrics[name] for name in METRICS}
+
+
+def settled(overrides: list[str]) -> dict[str, Any]:
+    """Return the means of two benches whose shares of the bandwidth agree; the last bench where no two do, or a share says nothing."""
+    runs: list[dict[str, Any]] = []
+    while len(runs) < MAX_RUNS:
+        runs.append(measure(overrides))
+        last, shares = runs[-1], [run.get(SHARE) for run in runs]
+        if "error" in last or "fit the cache" in (last["decode_share_unknown"] or ""):
+            return last
+        for run in runs[:-1]:
+            if last[SHARE] and run[SHARE] and abs(last[SHARE] - run[SHARE]) <= AGREEING * last[SHARE]:
+                means = {name: (run[name] + last[name]) / 2 for name in METRICS if type(last[name]) in (int, float)}
+                return last | means | {"shares": shares}
+    return runs[-1] | {"shares": shares}
+
+
+def prefill_beside_llama(folder: Path, family: str, num_tokens: int, repeats: int) -> float | None:
+    """Return the operations a second of a family's prompt over those of Llama's, measured in turns; None where it failed."""
+    speeds = []
+    for name in ("llama", family):
+        sizes = [prompts(folder, f"family {name}", num_tokens), "bench.new_tokens=1", f"bench.repeats={repeats}"]
+        found = measure([*random(folder / name, "bfloat16"), *sizes, "bench.batch_size=1"])
+        if "error" in found:
+            return None
+        speeds.append(found["prefill_tokens_per_s"] * operations_per_token(folder / name, num_tokens))
+    return float(speeds[1] / speeds[0])
 
 
 def processor() -> str:

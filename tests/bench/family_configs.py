@@ -259,15 +259,22 @@ def chatglm_prompt(num_tokens: int) -> list[int]:
     return [*text, CHATGLM_IDS["gmask_token_id"], CHATGLM_IDS["bos_token_id"]]
 
 
-def operations_per_token(folder: Path) -> float:
-    """Return the operations of a prompt's token in the products of all layers, of a mixture's experts those that are chosen."""
+def operations_per_token(folder: Path, num_tokens: int) -> float:
+    """Return the operations of each token of such a prompt: in the products of all layers, of a mixture's experts those that are chosen,
+    in attention to the tokens before it and itself, on average, and its share of the head's product, which the last token alone has.
+    """
     reader = ConfigReader.from_folder(folder)
     architecture = find_architecture(reader)
     with torch.device("meta"):
         model = architecture.build(architecture.read_config(reader))
-    layers = model.get_submodule(model.layout.layers)
+    layers, vocabulary = model.get_submodule(model.layout.layers), model.get_submodule(model.layout.head)
     mixtures = [module for module in layers.modules() if isinstance(module, Experts)]
-    return 2 * (_num_weights(layers) - sum(_num_weights(each) * (1 - each.active_share(1)) for each in mixtures))
+    products = _num_weights(layers) - sum(_num_weights(each) * (1 - each.active_share(1)) for each in mixtures)
+    channels = sum(
+        each.num_attention_heads * (each.head_dim + (each.value_head_dim or each.head_dim))  # latents are both
+        for each in model.attention_heads
+    )
+    return 2 * (products + channels * (num_tokens + 1) / 2 + _num_weights(vocabulary) / num_tokens)
 
 
 def _num_weights(module: nn.Module) -> int:

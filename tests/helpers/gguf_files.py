@@ -86,18 +86,27 @@ def write_tensors(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray], kind:
     writer.close()
 
 
+FACTORS = {
+    "Q4_0": ((0,), 0.02),
+    "Q5_0": ((0,), 0.01),
+    "Q8_0": ((0,), 1e-3),
+    "Q4_K": ((0, 2), 3e-4),
+    "Q5_K": ((0, 2), 2e-4),
+    "Q6_K": ((208,), 5e-5),
+}
+"""Of each type where its factors stand in a block, and the largest."""
+
+
 def random_blocks(kind: str, num_outputs: int, num_inputs: int, seed: int) -> np.ndarray:
     """Rows uint8 [outputs, bytes] of random codes and scales, the package having no writer of these types; values are of the order 0.1.
 
-    As in llama.cpp's own files every seventh block is of zeros, and the factors of Q5_0 and Q6_K are of either sign.
+    As in llama.cpp's own files every seventh block is of zeros, and factors without a second one are of either sign.
     """
     type = gguf.GGMLQuantizationType[kind]
     block, block_bytes = gguf.GGML_QUANT_SIZES[type]
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (num_outputs, num_inputs // block, block_bytes), np.uint8)
-    places, largest = {"Q5_0": ((0,), 0.01), "Q4_K": ((0, 2), 3e-4), "Q5_K": ((0, 2), 2e-4), "Q6_K": ((208,), 5e-5)}[
-        kind
-    ]
+    places, largest = FACTORS[kind]
     for place in places:
         halves = generator.uniform(largest / 4, largest, blocks.shape[:2]).astype(np.float16)
         if len(places) == 1:
