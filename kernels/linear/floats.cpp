@@ -18,6 +18,7 @@ constexpr int64_t vector_bytes(Dtype dtype) { return LANES * (dtype == Dtype::fl
 constexpr int64_t ROWS_OF_CHUNK = 8 * ACCUMULATORS;
 constexpr int64_t ROWS_PER_PACKING = 256;  // of a weight that is not packed: to pack a tile takes as long as to multiply some ten rows by it
 constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level; 2048 into the first are up to 1.15 times slower at 8 and 16 rows
+constexpr int MAX_UNFETCHED = 2;  // rows by which 12 bits are read as fast as memory gives them; fetching would take 1.17 of one core's time
 // Rows of a panel: up to MAX_ROWS are one, which reads the weight once. More are panels for two tiles, which load less for each product: a
 // core that starts two products a cycle has no more than two loads for them.
 constexpr int MAX_ROWS = ACCUMULATORS, TILES_OF_MANY = 2, MAX_ROWS_OF_MANY = ACCUMULATORS / TILES_OF_MANY;
@@ -135,7 +136,7 @@ template <int ROWS, int TILES>
     if (group == ahead.jump_at) fetched += ahead.jump;
     UNROLL
     for (int t = 0; t < TILES; ++t)
-      for (int64_t line = 0; line < GROUP_BYTES; line += 64) _mm_prefetch(fetched + t * tile_bytes + line, _MM_HINT_T1);
+      for (int64_t line = 0; line < GROUP_BYTES && ROWS > MAX_UNFETCHED; line += 64) _mm_prefetch(fetched + t * tile_bytes + line, _MM_HINT_T1);
     UNROLL
     for (int64_t half = 0; half < 2; ++half) {  // both steps of all tiles at once, so that they share what is loaded of the rows
       Ints steps[TILES][STEPS_OF_PAIR];
