@@ -16,8 +16,6 @@
 
 namespace {
 
-constexpr int64_t GROUPS_OF_STEP = TILE_ROWS / STEPS_OF_GROUP;
-
 struct Job {
   Product product;
   char *panels = nullptr;  // the rows: [tiles of 16 rows, steps, 16 rows, 64 bytes]; fewer rows lie without gaps

@@ -23,7 +23,6 @@ ANIMALS = (
 )
 PLACES = "park garden forest beach farm lake river hill market school library kitchen field bridge village".split()
 FOODS = "apples bread soup cake rice honey cheese berries carrots noodles pears cookies".split()
-MOODS = "happy sad tired hungry scared proud brave shy curious calm".split()
 WEATHER = "sunny rainy windy cold warm snowy cloudy bright".split()
 CITIES = "Beijing Paris London Shanghai Rome Cairo Tokyo Lima Berlin Oslo Madrid Delhi".split()
 OPPOSITES = (

@@ -39,7 +39,6 @@ from pipelines.engine_process.loading import Served
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.1  # between two beats, while steps follow each other
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 @dataclass(eq=False)
