@@ -1,7 +1,7 @@
 """Owners of the blocks of the KV cache, and the cached blocks that a later prompt may begin with.
 
-A block is in one of three states: free (holds nothing), cached (full, without an owner, found by its hash) or used (owned by one or more
-sequences). Invariant: free + cached + used == all.
+A block is in one of three states: empty (holds nothing), cached (full, without an owner, found by its hash) or used (owned by one or more
+sequences). Invariant: empty + cached + used == all. The free blocks are those without an owner: the empty and the cached ones.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest and the last freed go first
+        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest and the last freed go first
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -56,21 +56,21 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Return how many blocks `allocate` can give: the free ones, and the cached ones, which it evicts."""
-        return len(self._free) + len(self._cached)
+        """Blocks that `allocate` can give: the empty ones, and the cached ones, which it evicts."""
+        return len(self._empty) + len(self._cached)
 
     @property
     def num_empty_blocks(self) -> int:
-        """Number of blocks that hold nothing: `allocate` gives them without evicting a cached one."""
-        return len(self._free)
+        """Blocks that hold nothing: `allocate` gives them without evicting a cached one."""
+        return len(self._empty)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Return blocks that the caller alone owns. The caller has checked num_free_blocks."""
+        """Return blocks that the caller alone owns. The caller has checked `num_free_blocks`."""
         assert num_blocks <= self.num_free_blocks
-        blocks = [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
+        blocks = [self._empty.pop() if self._empty else self._evict() for _ in range(num_blocks)]
         for block in blocks:
             self._references[block] = 1
         return blocks
@@ -111,7 +111,7 @@ class BlockManager:
                 if block in self._hash_of:
                     self._cached[block] = None
                 else:
-                    self._free.append(block)
+                    self._empty.append(block)
 
     def _evict(self) -> int:
         block = next(iter(self._cached))
@@ -120,12 +120,12 @@ class BlockManager:
         return block
 
     def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
-        """Raises RuntimeError unless reference counts match the tables, and each block is free, cached or used exactly once."""
+        """Raise RuntimeError unless reference counts match the tables, and each block is empty, cached or used exactly once."""
         owned = Counter(block for table in [*block_tables, self._pinned] for block in table)
         if any(self._references[block] != owned[block] for block in range(self.num_blocks)):
             raise RuntimeError("reference counts differ from what the sequences own")
-        if sorted([*self._free, *self._cached, *owned]) != list(range(self.num_blocks)):
-            counts = f"{len(self._free)} free, {len(self._cached)} cached, {len(owned)} used, {self.num_blocks} in all"
+        if sorted([*self._empty, *self._cached, *owned]) != list(range(self.num_blocks)):
+            counts = f"{len(self._empty)} empty, {len(self._cached)} cached, {len(owned)} used, {self.num_blocks} in all"
             raise RuntimeError(f"blocks do not add up: {counts}")
         if {block: value for value, block in self._block_of.items()} != self._hash_of:
             raise RuntimeError("hashes and blocks do not match")

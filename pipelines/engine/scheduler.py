@@ -115,7 +115,7 @@ class Scheduler:
         Returns None where another plan may be wanted by then: somebody waits, ends or is computed again, or there are too few blocks.
         """
         sequences = [item.sequence for item in plan.scheduled]
-        missing = {s: self._num_missing(s, 1) for s in sequences}
+        missing = {s: self._num_missing_of(s, 1) for s in sequences}
         if (
             self.waiting
             or any(self._is_past_border(len(s.token_ids) + 1) and not s.is_past_border for s in sequences)
@@ -145,7 +145,7 @@ class Scheduler:
             if self._key_border is not None and not sequence.is_past_border:
                 most = min(most, self._key_border - num_tokens)
             most = max(0, most)
-            if (missing := self._num_missing(sequence, most)) > 0:
+            if (missing := self._num_missing_of(sequence, most)) > 0:
                 sequence.block_table += blocks.allocate(missing)
                 self._reserved.append(sequence)
             budget -= most
@@ -215,7 +215,7 @@ class Scheduler:
         group.finished_s = time.monotonic()
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless every block is free, cached, or owned by just the sequences that are counted."""
+        """Raise RuntimeError unless every block is empty, cached, or owned by just the sequences that are counted."""
         self.block_manager.check_integrity(
             sequence.block_table for group in [*self.running, *self.waiting] for sequence in group.sequences
         )
@@ -252,7 +252,7 @@ class Scheduler:
         """
         enough = True
         for group in list(idle):
-            while group in idle and self._num_missing_blocks(group) > self.block_manager.num_free_blocks:
+            while group in idle and self._num_missing_of_group(group) > self.block_manager.num_free_blocks:
                 last, enough = idle.pop(), False
                 if last is not group or not others_run:
                     self._preempt(last)
@@ -290,7 +290,7 @@ class Scheduler:
         sequence = group.sequences[0]
         self._place_at_border(sequence)
         self._share_computed(sequence)
-        if self._num_missing_blocks(group) > self.block_manager.num_free_blocks or not self._take_adapter(group):
+        if self._num_missing_of_group(group) > self.block_manager.num_free_blocks or not self._take_adapter(group):
             self._release(sequence)
             return False
         if group.num_cached_tokens is None:  # what is found after a preemption, it had computed itself
@@ -337,22 +337,23 @@ class Scheduler:
             self._adapters.release(group.request.adapter)
             group.adapter_slot = -1
 
-    def _num_missing_blocks(self, group: SequenceGroup) -> int:
-        """Count blocks for the tokens that have none, and copies of blocks that several of the group are about to write into."""
-        missing = sum(map(self._num_missing, group.sequences))
+    def _num_missing_of_group(self, group: SequenceGroup) -> int:
+        """Count the blocks that the group lacks for its tokens, and those for copies of blocks that several of it are about to write into."""
+        missing = sum(map(self._num_missing_of, group.sequences))
         if len(group.sequences) == 1 and not group.request.prefix.blocks:
             return missing
         written = Counter(block for s in group.sequences if (block := self._written_block(s)) is not None)
         # The last of a block's owners writes into it; a prefix, which owns it too, never does.
         return missing + sum(n - (self.block_manager.num_owners(block) == n) for block, n in written.items())
 
-    def _num_missing(self, sequence: Sequence, num_more_tokens: int = 0) -> int:
+    def _num_missing_of(self, sequence: Sequence, num_more_tokens: int = 0) -> int:
+        """Count the blocks that the sequence lacks for its tokens and so many more; below 0 where it has more than that."""
         num_tokens = sequence.prefix.num_tokens + len(sequence.token_ids) + num_more_tokens
         return self.block_manager.num_blocks_for(num_tokens) - len(sequence.block_table)
 
     def _drop_reserved(self, sequence: Sequence) -> None:
         """Take back the blocks after the sequence's tokens, which drafts were written into."""
-        if (surplus := -self._num_missing(sequence)) > 0:
+        if (surplus := -self._num_missing_of(sequence)) > 0:
             self.block_manager.free(sequence.block_table[-surplus:])
             del sequence.block_table[-surplus:]
 
@@ -370,7 +371,7 @@ class Scheduler:
             blocks.free([shared])
             sequence.block_table[sequence.block_table.index(shared)] = own
             copies.append((shared, own))
-        if missing := self._num_missing(sequence):
+        if missing := self._num_missing_of(sequence):
             sequence.block_table += blocks.allocate(missing)
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:

@@ -549,8 +549,8 @@ def test_integrity_check_sees_lost_doubled_and_miscounted_blocks() -> None:
     for wrong in ([], [mine, mine], [mine[:1]]):
         with pytest.raises(RuntimeError, match="reference counts differ"):
             blocks.check_integrity(wrong)
-    blocks._free.pop()
-    with pytest.raises(RuntimeError, match="do not add up: 1 free, 0 cached, 2 used, 4 in all"):
+    blocks._empty.pop()
+    with pytest.raises(RuntimeError, match="do not add up: 1 empty, 0 cached, 2 used, 4 in all"):
         blocks.check_integrity([mine])
 
 
