@@ -39,7 +39,7 @@ class KeptRow:
     adapter: str
     """Digest of the adapter that it was computed with; empty where there was none."""
     root: str
-    """What the hash of its first block begins with, in hexadecimal digits: it differs by salt, prefix and adapter."""
+    """The `root_hash` of its blocks, in hexadecimal digits."""
 
     @property
     def num_slots(self) -> int:

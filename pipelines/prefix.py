@@ -17,7 +17,7 @@ from conf.terminal import visible_line
 from pipelines import report
 from pipelines.device import prepare_device
 from pipelines.engine import Engine, Request
-from pipelines.engine.scheduler import root_hash
+from pipelines.engine.scheduler import root_hash_of
 from pipelines.kept_prefixes import UNSHARED, KeptRow, identity, save_kept
 from pipelines.loading import calibrated, load_engine_on
 from pipelines.opening import open_source
@@ -125,7 +125,7 @@ class _Kept:
         self._known.update(hashes)
         self._token_ids += sequence.token_ids[:num_tokens]
         adapter = "" if request.adapter is None else request.adapter.digest
-        self.rows.append(KeptRow(num_tokens, prefix.num_tokens, prefix.digest, adapter, root_hash(sequence).hex()))
+        self.rows.append(KeptRow(num_tokens, prefix.num_tokens, prefix.digest, adapter, root_hash_of(sequence).hex()))
 
     def save(self, path: Path, parts: dict[str, Any]) -> None:
         stored = {name: torch.cat(parts) for name, parts in self._stored.items()}

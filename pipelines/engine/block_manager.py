@@ -11,24 +11,25 @@ from collections.abc import Iterable
 
 
 def extend_hashes(
-    hashes: list[bytes], token_ids: list[int], num_blocks: int, block_size: int, salt: bytes, num_prefix_tokens: int = 0
+    hashes: list[bytes], token_ids: list[int], num_blocks: int, block_size: int, root: bytes, num_prefix_tokens: int = 0
 ) -> None:
     """Append to `hashes` until they are those of the first `num_blocks` blocks, which are full.
 
-    A block's hash is the sha256 of the hash before it, or of the salt, and of the block's tokens.
-    Two hashes are equal only where the salt and everything up to the end of the block are equal. `num_prefix_tokens`: virtual tokens
-    before the first one, of which the salt tells.
+    A block's hash is the sha256 of the hash before it, or of the root (`root_hash`), and of the block's tokens. Two hashes are equal only
+    where the root and everything up to the end of the block are. `num_prefix_tokens`: virtual tokens before the first one, which the root
+    stands for.
     """
     for i in range(len(hashes), num_blocks):
         first, end = (max(0, j * block_size - num_prefix_tokens) for j in (i, i + 1))
         block = array("q", token_ids[first:end]).tobytes()
-        hashes.append(hashlib.sha256((hashes[-1] if hashes else salt) + block).digest())
+        hashes.append(hashlib.sha256((hashes[-1] if hashes else root) + block).digest())
 
 
-def salt_bytes(salt: str | None, is_past_border: bool, prefix: str = "", adapter: str = "") -> bytes:
-    """Return the beginning of the first block's hash: it differs by salt and by the side of the model's `key_border`.
+def root_hash(salt: str | None, is_past_border: bool, prefix: str = "", adapter: str = "") -> bytes:
+    """Return what the first hash of a sequence's blocks begins with. Sequences that differ in one of these arguments share no blocks.
 
-    It differs by the digests of a prefix and of an adapter too: another one under the same name does not find the blocks of the last."""
+    `prefix` and `adapter` are digests: another one under the same name does not find the blocks of the last.
+    """
     # The words in front are no token ids, so that no salt can pass for a block of tokens.
     parts = [b"past border:"] if is_past_border else []
     parts += [b"prefix:" + prefix.encode()] if prefix else []

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pipelines.engine.adapter_slots import AdapterId, AdapterSlots
-from pipelines.engine.block_manager import BlockManager, extend_hashes, salt_bytes
+from pipelines.engine.block_manager import BlockManager, extend_hashes, root_hash
 from pipelines.engine.request import Continuation, Sequence, SequenceGroup
 
 
@@ -376,7 +376,7 @@ class Scheduler:
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         size, num_prefix_tokens = self.block_manager.block_size, sequence.prefix.num_tokens
-        root = root_hash(sequence)
+        root = root_hash_of(sequence)
         extend_hashes(sequence.block_hashes, sequence.token_ids, num_blocks, size, root, num_prefix_tokens)
 
     def _release(self, sequence: Sequence) -> None:
@@ -386,11 +386,11 @@ class Scheduler:
         sequence.drafting = None
 
 
-def root_hash(sequence: Sequence) -> bytes:
-    """Return what the hash of the sequence's first block begins with."""
+def root_hash_of(sequence: Sequence) -> bytes:
+    """Return the `root_hash` of a sequence's blocks."""
     params, adapter = sequence.params, sequence.request.adapter
     digest = "" if adapter is None else adapter.digest
-    return salt_bytes(params.cache_salt, sequence.is_past_border, sequence.prefix.digest, digest)
+    return root_hash(params.cache_salt, sequence.is_past_border, sequence.prefix.digest, digest)
 
 
 def _num_outputs(sequence: Sequence, num_new_tokens: int) -> int:
