@@ -16,7 +16,7 @@ WINDOW_S = 30.0  # of which the measured speed tells, about
 
 
 @dataclass(eq=False)
-class Prompt:
+class WaitingPrompt:
     """A prompt that was handed to the engine and has no token yet."""
 
     num_tokens: int
@@ -66,7 +66,7 @@ class Admission:
         self._refused = refused
         self._now = now
         self._num_sequences = 0
-        self._prompts: dict[Prompt, None] = {}  # in the order in which they came
+        self._prompts: dict[WaitingPrompt, None] = {}  # in the order in which they came
         self._speed = Speed()
 
     @contextmanager
@@ -98,14 +98,14 @@ class Admission:
         if waiting and waiting + num_tokens > self._max_tokens:
             raise self._full("tokens", f"prompts of {waiting} tokens wait")
 
-    def wait(self, num_tokens: int) -> Prompt:
+    def wait(self, num_tokens: int) -> WaitingPrompt:
         """Count a prompt that is handed to the engine, until `begun`."""
-        prompt = Prompt(num_tokens, self._engine.beat)
+        prompt = WaitingPrompt(num_tokens, self._engine.beat)
         self._prompts[prompt] = None
         self._note()
         return prompt
 
-    def begun(self, prompt: Prompt) -> None:
+    def begun(self, prompt: WaitingPrompt) -> None:
         """Forget a prompt that waits no longer, or that is counted no longer already."""
         if self._prompts.pop(prompt, 0) is None:
             self._note()

@@ -10,7 +10,7 @@ from pipelines.api.errors import SERVER_ERROR, ApiError, engine_gone, loading
 from pipelines.api.generation import Head
 from pipelines.engine_process.client import Answer, Engine, EngineGone
 from pipelines.engine_process.frames import Delta, Done, Ready, Submit, SubmitPooled
-from pipelines.serve.admission import Admission, Prompt
+from pipelines.serve.admission import Admission, WaitingPrompt
 from pipelines.serve.metrics import Metrics
 from pipelines.serve.records import Record
 
@@ -20,7 +20,7 @@ class _Course:
     """A prompt in the engine."""
 
     answer: Answer
-    waiting: Prompt | None
+    waiting: WaitingPrompt | None
     """None for one of the background."""
     last_s: dict[int, float] = field(default_factory=dict)
     """When each sample has said something, in seconds of the event loop."""
@@ -126,7 +126,7 @@ class Exchange:
             self.record.finish.append(why)
             self._metrics.ended_early(why)
 
-    def _begun(self, waiting: Prompt | None) -> None:
+    def _begun(self, waiting: WaitingPrompt | None) -> None:
         if waiting is not None:
             self._admission.begun(waiting)
 
