@@ -47,8 +47,8 @@ class EngineRefused(Exception):
         self.message = message
 
 
-class Engine(Protocol):
-    """The part of `EngineClient` that the server uses."""
+class RemoteEngine(Protocol):
+    """The engine in another process, as the server uses it: an `EngineClient`, or the replicas that share one address."""
 
     @property
     def info(self) -> Ready | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from conf.serving import ServeConfig
 from pipelines.api.errors import ApiError
-from pipelines.engine_process.client import Engine
+from pipelines.engine_process.client import RemoteEngine
 from pipelines.engine_process.frames import Beat
 
 MAX_RETRY_S = 60
@@ -54,7 +54,7 @@ class Admission:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: RemoteEngine,
         config: ServeConfig,
         refused: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,

@@ -8,7 +8,7 @@ import msgspec
 
 from pipelines.api.errors import SERVER_ERROR, ApiError, engine_gone, loading
 from pipelines.api.generation import Head
-from pipelines.engine_process.client import Answer, Engine, EngineGone
+from pipelines.engine_process.client import Answer, EngineGone, RemoteEngine
 from pipelines.engine_process.frames import Delta, Done, Ready, Submit, SubmitPooled
 from pipelines.serve.admission import Admission, WaitingPrompt
 from pipelines.serve.metrics import Metrics
@@ -34,7 +34,7 @@ class Exchange:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: RemoteEngine,
         admission: Admission,
         metrics: Metrics,
         record: Record,
@@ -150,7 +150,7 @@ class Exchange:
         self._metrics.done(done, finish, list(course.num_tokens.values()), record.key)
 
 
-def loaded(engine: Engine) -> Ready:
+def loaded(engine: RemoteEngine) -> Ready:
     """Return what the engine says of its model. Raises ApiError (503) while there is none."""
     if engine.info is None:
         raise loading()

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pipelines.engine_process.client import Engine
+from pipelines.engine_process.client import RemoteEngine
 from pipelines.engine_process.frames import STEP_TOKENS, Beat, Done
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -20,7 +20,7 @@ TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 class Metrics:
     """Measurements since the server began."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: RemoteEngine, model_name: str) -> None:
         self._registry = CollectorRegistry()
         self._model = model_name
         self._registry.register(_Beats(engine, model_name))
@@ -97,7 +97,7 @@ class Metrics:
 class _Beats(Collector):
     """The engine's state by its last beat."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: RemoteEngine, model_name: str) -> None:
         self._engine = engine
         self._model = model_name
 

@@ -22,7 +22,7 @@ from pipelines.api.answers import Event
 from pipelines.api.errors import ApiError, failed
 from pipelines.api.generation import Head
 from pipelines.api.requests import Body
-from pipelines.engine_process.client import Engine
+from pipelines.engine_process.client import RemoteEngine
 from pipelines.serve.admission import Admission
 from pipelines.serve.exchange import Exchange, loaded
 from pipelines.serve.metrics import Metrics
@@ -50,7 +50,7 @@ Result: TypeAlias = dict[str, Any] | Stream
 class Service:
     """The server without its routes."""
 
-    def __init__(self, run: RunConfig, engine: Engine, request_log: RequestLog | None = None) -> None:
+    def __init__(self, run: RunConfig, engine: RemoteEngine, request_log: RequestLog | None = None) -> None:
         """Raises UserError for an adapter that has the model's own name."""
         self.config = run.serve
         self.engine = engine

@@ -17,7 +17,7 @@ from pipelines.api.answers import DONE, Event
 from pipelines.api.generation import Generation, Head
 from pipelines.api.requests import Body, check_request
 from pipelines.api.writers import Writer
-from pipelines.engine_process.client import Engine
+from pipelines.engine_process.client import RemoteEngine
 from pipelines.engine_process.frames import Submit
 from pipelines.serve.app import add_errors
 from pipelines.serve.exchange import Exchange
@@ -37,7 +37,7 @@ SHAPES: dict[Any, type[AnswerShape]] = {
 """Of whole answers, by their object or their type."""
 
 
-def service_of(engine: Engine, adapters: dict[str, str] | None = None, **config: Any) -> Service:
+def service_of(engine: RemoteEngine, adapters: dict[str, str] | None = None, **config: Any) -> Service:
     """`config`: fields of ServeConfig."""
     run = RunConfig(Task.serve, ModelConfig(path="models/tiny", adapters=adapters), serve=ServeConfig(**config))
     run.serve.model_name = run.serve.model_name or "tiny"
@@ -79,7 +79,7 @@ def echoing(service: Service, keys: dict[str, bytes] | None = None) -> Guard:
     return Guard(app, service, keys or {})
 
 
-def exchange_of(engine: Engine, last_event_id: str | None = None) -> Exchange:
+def exchange_of(engine: RemoteEngine, last_event_id: str | None = None) -> Exchange:
     """The dealings of a request with nobody's key."""
     service, head = service_of(engine), Head("cmpl-1", "tiny", None, last_event_id)
     return Exchange(engine, service.admission, service.metrics, Record("1", "POST", "/"), head)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig, Task
 from conf.serving import ServeConfig
-from pipelines.engine_process.client import Engine, EngineClient
+from pipelines.engine_process.client import EngineClient, RemoteEngine
 from pipelines.engine_process.frames import Beat, Delta, Done, Logprob, Submit, SubmitPooled
 from tests.helpers.builders import REPOSITORY
 
@@ -53,7 +53,7 @@ class Whole:
 class Asked:
     """A request that was submitted, and what comes of it."""
 
-    def __init__(self, client: Engine, submit: Submit | SubmitPooled) -> None:
+    def __init__(self, client: RemoteEngine, submit: Submit | SubmitPooled) -> None:
         self._news = asyncio.Event()
         self.answer = client.submit(submit, self._news)
         self.accepted, self.cancel = self.answer.accepted, self.answer.cancel
