@@ -75,7 +75,7 @@ def identity(run: RunConfig, source: ModelSource, dtype: torch.dtype) -> Fingerp
 def save_kept(
     path: Path, identity: Fingerprint, rows: list[KeptRow], token_ids: list[int], stored: dict[str, Tensor]
 ) -> None:
-    """Write a file, which appears when it is complete. `stored`: tensors [M, G, *] by the names of `Runner.stored`."""
+    """Write a file, which appears when it is complete. `stored`: tensors [M, G, *] by the names of `Runner.cache_tensors`."""
     metadata = {"identity": json.dumps(identity), "rows": json.dumps([asdict(row) for row in rows])}
     save_tensors(path, {TOKENS: torch.tensor(token_ids, dtype=torch.int64), **stored}, metadata)
 
@@ -151,7 +151,7 @@ def _missing_blocks(engine: Engine, file: KeptFile, token_ids: list[int]) -> dic
 
 def _check_tensors(engine: Engine, file: KeptFile) -> None:
     num_slots = sum(row.num_slots for row in file.rows)
-    stored, model = engine.runner.stored, engine.runner.model
+    stored, model = engine.runner.cache_tensors, engine.runner.model
     own = {name: f"{t.dtype}{[num_slots, heads.whole_keys, *t.shape[3:]]}" for name, (t, heads) in stored.items()}
     # Layers of other stages are checked by the form of the first.
     first, others = f"layers.{model.own_layers.start}.", range(model.own_layers.stop, model.config.num_hidden_layers)

@@ -89,7 +89,7 @@ class _Kept:
         self._engine = engine
         self.rows: list[KeptRow] = []
         self._token_ids: list[int] = []
-        self._stored: dict[str, list[Tensor]] = {name: [] for name in engine.runner.stored}
+        self._stored: dict[str, list[Tensor]] = {name: [] for name in engine.runner.cache_tensors}
         self._known: set[bytes] = set()  # hashes of the blocks that are kept
         self._num_prompts = self._num_prompt_tokens = 0
 
@@ -120,7 +120,7 @@ class _Kept:
             return
         blocks = [*prefix.blocks[:num_full], *engine.scheduler.block_manager.find_prefix(hashes[num_full:])]
         assert len(blocks) == num_blocks
-        for name, (tensor, _) in engine.runner.stored.items():
+        for name, (tensor, _) in engine.runner.cache_tensors.items():
             self._stored[name].append(tensor[blocks].flatten(0, 1).cpu())
         self._known.update(hashes)
         self._token_ids += sequence.token_ids[:num_tokens]

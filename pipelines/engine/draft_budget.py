@@ -16,9 +16,7 @@ from pipelines.engine.request import Sequence
 
 LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15)  # drafts of a row: few, so that few shapes of steps are recorded
 FIRST_TIMES = 3  # steps of a size before its time counts: the first is computed by calls, the second recorded
-ONE_READING = (
-    16  # tokens for which a CPU reads each weight once, so that more of them may cost nothing: so many are tried
-)
+ONE_READING = 16  # tokens for which a CPU reads each weight once: so many are tried, because they may cost nothing
 TRIED = 1.5  # times the largest known size is tried, if that is more
 NUM_TIMES = 8  # of which the least counts: a step that was interrupted took longer than the next one will
 PROBE_EVERY = 32  # steps without a draft

@@ -45,7 +45,7 @@ from pipelines.engine.steps import StepOutputs
 from pipelines.engine.stopping import Piece, append_token, completion_of, take_piece
 from pipelines.engine.top_p_window import verify
 
-LANE_STEPS = 4  # of a lane for the prompts of a step's budget: in the first and the last one other stages wait
+LANE_STEPS = 4  # among which a lane divides a budget of prompts: other stages wait in its first and its last one
 
 
 class Engine:
@@ -106,12 +106,12 @@ class Engine:
         self.run_over(model, cache, num_graph_sequences)
 
     def run_over(self, model: CausalLM, cache: KVCache, num_graph_sequences: int = 0) -> None:
-        """Compute with this model, or this cache, of the same number of blocks, from now on: captured steps know the old ones."""
+        """From now on compute with this model and this cache, of as many blocks as the last one. Steps that were captured are dropped."""
         width = min(self.num_blocks, self.scheduler.block_manager.num_blocks_for(self.context.num_tokens))
         self.runner = self._make_runner(model, cache, num_graph_sequences, width, self._decode_threads)
         self._num_graph_sequences = num_graph_sequences
-        self._launched: LaunchedStep | None = None  # ahead of the tokens that it takes
-        self._lanes: deque[tuple[StepPlan, Callable[[], StepOutputs]]] = deque()  # other groups each, first begun first
+        self._launched: LaunchedStep | None = None  # the next step, which runs before its input tokens are known here
+        self._lanes: deque[tuple[StepPlan, Callable[[], StepOutputs]]] = deque()  # steps under way, of other groups each
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Let rows name the LoRA adapter of a folder, in the place of one of the same name. Raises UserError as `Adapters.load` does."""
@@ -141,7 +141,7 @@ class Engine:
         prefix: str | None = None,
         adapter: str | None = None,
     ) -> Request:
-        """Return a checked request. Raises UserError where `RequestFactory.make` and `Adapters.give` do, and for an unread prompt."""
+        """Return a checked request. Raises UserError as `RequestFactory.make` and `Adapters.give` do, and for a prompt the model refuses."""
         request = self.requests.make(id, prompt_token_ids, decode, sink, prediction_token_ids, prefix)
         return self._with_adapter(request, adapter)
 
@@ -154,7 +154,7 @@ class Engine:
         prefix: str | None = None,
         adapter: str | None = None,
     ) -> Request:
-        """Return a checked request for the prompt's vector. Raises UserError where `RequestFactory.make_pooled` does, and as `request`."""
+        """Return a checked request for the prompt's vector. Raises UserError as `RequestFactory.make_pooled` and `request` do."""
         return self._with_adapter(self.requests.make_pooled(id, prompt_token_ids, pooling, decode, prefix), adapter)
 
     def _with_adapter(self, request: Request, adapter: str | None) -> Request:
@@ -164,7 +164,7 @@ class Engine:
         return request
 
     def pin(self, blocks: list[int]) -> None:
-        """Keep blocks that were allocated for good: requests have the others."""
+        """Keep allocated blocks for good: requests have the others."""
         self.scheduler.block_manager.pin(blocks)
         num_blocks = self.num_blocks - self.scheduler.block_manager.num_pinned_blocks
         self.requests = replace(self.requests, num_blocks=num_blocks)

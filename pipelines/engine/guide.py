@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 # Work that a user's grammar may make: llguidance counts it, so that the same grammar is refused on every machine. Its own limits of a mask,
 # about 15 ms, hold beside these.
-MAX_GRAMMAR_SIZE = (
-    10_000  # symbols; time is their square: an object of 3,000 optional properties takes 6 s, of 500 0.2 s
-)
+MAX_GRAMMAR_SIZE = 10_000  # symbols; time is their square: 3,000 optional properties of an object take 6 s, 500 0.2 s
 MAX_LEXER_FUEL = 500_000  # of building the lexer, 50,000 in a millisecond
 MAX_LEXER_STATES = 50_000  # of 1 to 2 kB each
 # Between the parts of a JSON text: a space, or a line break and an indent. Without a bound small models write spaces without end.

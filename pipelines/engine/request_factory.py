@@ -44,7 +44,7 @@ class RequestFactory:
     needs_whole_prompt: bool = False
     """Whether a prompt must be computed in one step."""
     key_border: int | None = None
-    """Length past which every key of a text is another one."""
+    """Number of tokens past which all keys of a text are computed otherwise."""
     prefixes: Mapping[str, PlacedPrefix] = field(default_factory=dict)
     """By the names that requests give."""
     undrafted: Mapping[Speculate, str] = field(default_factory=dict)
@@ -91,11 +91,8 @@ class RequestFactory:
         self.check(decode)
         if not self.shares_prefixes:
             decode = replace(decode, prefix_cache=False)
-        num_prompt, bad_words, placed = (
-            len(prompt_token_ids),
-            self._bad_words(tuple(decode.bad_words)),
-            self.prefix(prefix),
-        )
+        bad_words, placed = self._bad_words(tuple(decode.bad_words)), self.prefix(prefix)
+        num_prompt = len(prompt_token_ids)
         context = replace(self.context, num_prefix_tokens=placed.num_tokens)
         params = resolve_sampling_params(decode, num_prompt, context, self.eos_token_ids, bad_words)
         if sink is not None and params.num_beams > 1:

@@ -84,10 +84,10 @@ class Runner:
         return sum(tensor[0, 0].nbytes for tensor in self.cache.tensors)
 
     @property
-    def stored(self) -> dict[str, tuple[Tensor, Heads]]:
+    def cache_tensors(self) -> dict[str, tuple[Tensor, Heads]]:
         """The cache's tensors [N, B, G, *] and the heads of each, by name.
 
-        Names number the layers of the whole model. A layer that only drafts has none.
+        Names have the layer's number in the whole model. A layer that only drafts has no name.
         """
         return {
             f"layers.{number}.{name}.{part}": (tensor, heads)
@@ -123,7 +123,7 @@ class Runner:
         return self._execute(batch, token_ids)
 
     def begin(self, batch: Batch) -> Callable[[], StepOutputs]:
-        """Begin what `execute` does. Returns what waits for the outputs, which later steps leave as they are where there are lanes."""
+        """Begin what `execute` does, and return a function that waits for the outputs. With several lanes no later step overwrites them."""
         outputs = self.execute(batch)
         return lambda: outputs
 
@@ -192,8 +192,8 @@ class Runner:
 
     def write_blocks(self, name: str, content: Tensor, blocks: list[int]) -> None:
         """Put content [n, B, G, *], of all key heads of the model, into blocks of the cache's tensor of this name, if this stage has it."""
-        if name in self.stored:
-            tensor, heads = self.stored[name]
+        if name in self.cache_tensors:
+            tensor, heads = self.cache_tensors[name]
             tensor[blocks] = heads.own_keys(content, axis=2).to(self._device)
 
     def logits(self, hidden: Tensor) -> Tensor:

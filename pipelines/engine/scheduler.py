@@ -338,7 +338,7 @@ class Scheduler:
             group.adapter_slot = -1
 
     def _num_missing_of_group(self, group: SequenceGroup) -> int:
-        """Count the blocks that the group lacks for its tokens, and those for copies of blocks that several of it are about to write into."""
+        """Count the blocks that the group lacks for its tokens, and for copies of those that several of it are about to write into."""
         missing = sum(map(self._num_missing_of, group.sequences))
         if len(group.sequences) == 1 and not group.request.prefix.blocks:
             return missing

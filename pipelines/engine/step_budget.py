@@ -1,9 +1,7 @@
 """How many tokens a step may have, so that the prompts in it do not make those who generate wait."""
 
 LEAST_PROMPT_TOKENS = 16  # of a step: prompts go on, however slow the machine is
-WEIGHT = (
-    0.3  # of the newest measurement, unless a token takes longer than it did, as it does the more tokens are before it
-)
+WEIGHT = 0.3  # of the newest measurement in the mean
 
 
 class StepBudget:
@@ -15,7 +13,7 @@ class StepBudget:
         self._token_ms: float | None = None  # None: no prompt was computed yet
 
     def max_tokens(self, num_generating: int) -> int:
-        """Return the budget of a step that has prompts beside `num_generating` sequences which get a token each."""
+        """Return the budget of a step that has prompts beside `num_generating` sequences, each of which gets a token."""
         if self._token_ms is None:
             return num_generating + LEAST_PROMPT_TOKENS
         fitting = int((self._max_step_ms - self._base_ms) / self._token_ms)
@@ -28,4 +26,5 @@ class StepBudget:
         elif num_prompt_tokens >= LEAST_PROMPT_TOKENS:  # the time of fewer is mostly the step's own
             token_ms = max(step_ms - self._base_ms, 1e-3) / num_prompt_tokens
             known = token_ms if self._token_ms is None else self._token_ms
+            # A longer time counts at once: tokens take longer the more of their prompt is before them.
             self._token_ms = max(token_ms, known + WEIGHT * (token_ms - known))
