@@ -1,4 +1,4 @@
-"""Compose YAML files and overrides into a `RunConfig`. Only this file and `run.py` know Hydra."""
+"""Compose YAML files and overrides into a `RunConfig`. Beside this file only `run.py` and `callbacks.py` know Hydra."""
 
 import os
 import re
@@ -35,7 +35,7 @@ HYDRAS_OWN = re.compile(  # quoted values and sweep functions
     re.DOTALL,
 )
 HOME = re.compile(r"(?<=[=,])~(?=/)")
-# Hydra's errors do not help from here on.
+# What follows one of these in an error of Hydra's does not help.
 NOISE = re.compile("full_key:|Config search path:|To append to your config|See https://hydra.cc")
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 REMEDIES = {  # for errors that only say what is wrong
@@ -47,7 +47,7 @@ REMEDIES = {  # for errors that only say what is wrong
     "is not a subclass of": "a group's options need a config that has the group in its defaults; give KEY.NAME=VALUE",
 }
 QUOTE = """close what is open, or give the value in quotes of its own: 'KEY="VALUE"'"""
-SAVED_DEFAULTS = [
+SAVED_DEFAULTS = [  # of the config.yaml that a run leaves
     "schema/run",
     "_self_",
     {"override hydra/job_logging": "none"},

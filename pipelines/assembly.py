@@ -1,7 +1,7 @@
-"""Stages 3 to 5 of an engine: load the planned model's weights, prepare what is computed together, and build the engine.
+"""Stages 3 to 5 of an engine: load the planned model's weights, bring together layers that are computed in one call, build the engine.
 
-`pipelines/opening.py` and `pipelines/planning.py` are the stages before. Of the weights nothing is read before a GPU's memory is known to
-hold them.
+`pipelines/opening.py` and `pipelines/planning.py` are the stages before. No weight is read before a GPU's memory is known to hold all of
+them.
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def assemble(
 def _place_proposers(
     engine: Engine, plan: ModelPlan, draft: PlannedRun | None, caches: list[KVCache], num_graph_sequences: int
 ) -> None:
-    """Let the model that drafts do so, and the model's own layer that predicts ahead."""
+    """Give the speculator its proposers with weights: the model that drafts, and the model's own layer that predicts ahead."""
     limits = engine.block_size, engine.scheduler.max_batched_tokens
     if draft:
         runner = engine.runner.beside(draft[1].model, caches[1], num_graph_sequences)
@@ -143,7 +143,7 @@ def _reserve_memory(config: DeviceConfig, plans: list[ModelPlan], num_sequences:
 def load_planned(
     run: RunConfig, plan: ModelPlan, on_bytes: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
-    """Give the planned model its weights, random ones, those that are kept packed, or the files', and bring together what is packed."""
+    """Load the planned model's weights - random, kept packed, or the files' - and bring together its packed layers."""
     model, dtype, device = plan.model, plan.dtype, plan.device
     read = partial(load_weights, model, plan.files, plan.ignored_tensors, dtype, device, on_bytes)
     if isinstance(model, ExportedLM):
@@ -164,7 +164,10 @@ def load_planned(
 
 
 def most_blocks(run: RunConfig, plan: ModelPlan, num_ranks: int, num_local: int) -> int:
-    """Return how many blocks of the KV cache one of `num_ranks`, `num_local` of them on this machine, has memory for. Raises UserError."""
+    """Return for how many blocks of the KV cache this rank has memory. `num_ranks` share the cache, `num_local` this machine's memory.
+
+    Raises UserError as `choose_num_blocks` does.
+    """
     config, heads = run.device, plan.model.attention_heads
     size, free = config.block_size or BLOCK_SIZE[plan.device.type], free_memory(plan.device, config.memory_fraction)
     formats = cache_formats(run, plan)
@@ -178,7 +181,7 @@ def _make_caches(
 ) -> list[KVCache]:
     """Allocate the KV cache of each model, all of as many blocks, beside `reserved` bytes for a step.
 
-    They hold at most so many tokens each where their size is automatic.
+    `num_tokens`: of each sequence and prefix that a cache of automatic size has room for, if there is memory.
     """
     device, dtype = plans[0][1].device, plans[0][1].dtype
     block_size = config.block_size or BLOCK_SIZE[device.type]

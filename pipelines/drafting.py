@@ -22,9 +22,8 @@ REMEDY = "give a smaller model of the same family"
 def plan_draft(run: RunConfig, target: ModelPlan, settings: RequestSettings) -> PlannedRun | None:
     """Plan the model that drafts for `target`, in its dtype and with its format of the cache; None where the run asks for none.
 
-    The run beside it is that of the model alone.
-
-    Raises UserError for a model with other tokens, or that cannot take the run's prompts.
+    The run that is returned with the plan is of that model alone. Raises UserError for a model with other tokens, and for one that cannot
+    take the run's prompts.
     """
     if run.decode.speculate is not Speculate.model:
         return None

@@ -143,7 +143,7 @@ class Job(ABC):
         return time.perf_counter() - start
 
     def _undone(self, rows: Iterator[PromptRow]) -> Iterator[PromptRow]:
-        """Yield rows that the journal does not have. Those before its last one wait until that one has shown the input to be the same."""
+        """Yield the rows that the journal lacks. Those before its last row wait until that row has shown that the input is the same."""
         waiting: list[PromptRow] = []  # no more than ran at once when the job ended
         num_read = 0
         for row in rows:

@@ -24,9 +24,9 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # no text of a row may end a run while it is printed
     log_warnings()
     place = joined(os.environ)
-    degrees(run, place)
+    degrees(run, place)  # raises for a wrong number of ranks before anything is loaded
     if place is not None:
-        listen(place)  # the other ranks may wait for as long as the model takes to come
+        listen(place)  # the other ranks connect now, and may wait for as long as the model takes to come
     with reader_may_leave():
         if run.task is Task.serve:  # its model is in another process: this one imports no torch
             from pipelines.serve.serve import run_serve

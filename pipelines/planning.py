@@ -56,9 +56,9 @@ class ModelPlan:
     static_cache: KVCacheFormat | None
     """The format of a KV cache whose scales are among the files' tensors."""
     max_layer_values: int
-    """The most values of a token at once around a linear layer."""
+    """Values of one token, as `memory.max_layer_values` counts them."""
     division: Division = Division()
-    """Which part of a divided model it is."""
+    """The part of the model that it is; by default the whole."""
 
 
 def plan_model(run: RunConfig, source: ModelSource, device: torch.device, packed: bool) -> ModelPlan:
@@ -102,7 +102,7 @@ def _plan_exported(run: RunConfig, source: ModelSource, artefact: Description, d
 
 
 def _ranks_of(division: Division) -> str:
-    """Return for which ranks a model was exported, and what runs it."""
+    """Return the end of an error: for which ranks a model was exported, and what runs it."""
     tp, pp = division.tp, division.pp
     mode = "tp" if pp == 1 else "pp" if tp == 1 else "tp_pp"
     given = " ".join(f"parallel.{name}={number}" for name, number in (("tp", tp), ("pp", pp)) if number > 1)

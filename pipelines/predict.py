@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Predict every row and write the files.
 
-    Raises UserError before anything is written, with all finished rows kept where the job cannot go on, and after all files are there if
-    not a single row could be predicted.
+    Raises UserError before anything is written for wrong settings or input; with all finished rows kept where the job cannot go on; and
+    with all files written where not one row could be predicted.
     """
     prompts = open_prompts(run.predict)
     start = time.perf_counter()

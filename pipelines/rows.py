@@ -27,7 +27,7 @@ class Loaded:
     decode: DecodeConfig
     """The settings of rows that say nothing: the run's, completed by the checkpoint's."""
     fingerprint: Fingerprint
-    """Names all that decides a row's results beside its input and its seed."""
+    """All that decides a row's results beside its input and its seed."""
     weight_bytes: int
     num_values: int = 0
     """How many numbers a row gives; 0 where it gives texts."""
@@ -35,7 +35,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts what the engine has done since the model was loaded."""
+    """What the engine has done since the model was loaded."""
 
     num_generated_tokens: int
     drafts: DraftCounts
@@ -44,7 +44,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Asked:
-    """Holds the request that a row makes to the engine."""
+    """The request that a row makes to the engine."""
 
     request: Request
     """Its id is the row's index."""
@@ -66,9 +66,9 @@ class RowRunner(Protocol):
     def counts(self) -> Counts: ...
 
     def steps(self, next_row: Callable[[], PromptRow | None], seed: int | None) -> Generator[list[Record], None, None]:
-        """Yield the records of rows as they finish, none where none has for a moment, until there is no row.
+        """Yield the records of rows as they finish, an empty list where none has for a moment, until there is no row.
 
-        `next_row` is called when a place is free; None: there is none now. `seed`: of the rows that name none.
+        `next_row` is called when a place is free, and returns None where there is no row now. `seed`: of the rows that name none.
         """
 
 
@@ -107,7 +107,7 @@ class EngineRows(ABC):
         return self.engine.num_generated_tokens
 
     def counts(self) -> Counts:
-        """Return the counts of this process, and the memory of its ranks, too."""
+        """Return the counts of this process, with the memory of its ranks."""
         engine = self.engine
         peak = report.peak_memory_of(engine)
         return Counts(engine.num_generated_tokens, engine.speculator.counts, peak)
@@ -140,5 +140,5 @@ class EngineRows(ABC):
 
 
 def failed_record(row: PromptRow, failed: Record) -> Record:
-    """Return the record of a row of which a task keeps this."""
+    """Return the journal's record of a row that failed. `failed`: what the task keeps of it."""
     return {"digest": row.digest, "num_cached_tokens": 0, **failed}

@@ -141,7 +141,7 @@ class Engine:
         prefix: str | None = None,
         adapter: str | None = None,
     ) -> Request:
-        """Return a checked request. Raises UserError as `RequestFactory.make` and `Adapters.give` do, and for a prompt the model refuses."""
+        """Return a checked request. Raises UserError as `RequestFactory.make` and `Adapters.give` do, and for a prompt it cannot take."""
         request = self.requests.make(id, prompt_token_ids, decode, sink, prediction_token_ids, prefix)
         return self._with_adapter(request, adapter)
 

@@ -25,7 +25,7 @@ CLOSE_S = 10.0  # for the main thread to end once the ranks have
 
 @dataclass
 class Worker:
-    """Another rank's process."""
+    """Another rank's process as rank 0 watches it: its channel, its answers, and when it was last heard."""
 
     rank: int
     name: str
@@ -115,7 +115,7 @@ class Workers:
             raise RankLost(self._lost)
 
     def abort(self) -> None:
-        """End the step that the others are in."""
+        """End the step that the other ranks are in: what they compute does not count."""
         self.place.abort()
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class Workers:
             self._all_ended.set()
 
     def _watch(self) -> None:
-        """Take messages until the first rank is lost; then let the run end, or end it."""
+        """Take messages until the first rank is lost. Then see to it that the run ends."""
         looked_at = time.monotonic()
         while self._lost is None and not self._closed.is_set():
             ready, _, _ = select.select([worker.channel for worker in self._workers], [], [], LOOK_S)
@@ -146,7 +146,7 @@ class Workers:
             self._see_to_the_end()
 
     def _see_to_the_end(self) -> None:
-        """End this process where it does not end by itself."""
+        """End this process by force where it does not end by itself."""
         if not self._closed.wait(GRACE_S):
             print(visible(f"error: {self._lost}"), file=sys.stderr, flush=True)
             for worker in self._workers:

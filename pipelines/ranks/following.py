@@ -41,7 +41,7 @@ def run_follower(channel: Channel, start: Header) -> None:
 
 
 class Follower:
-    """A rank: the model as rank 0 has planned it, and its runner."""
+    """A rank other than 0: its part of the model, and what rank 0 may ask of it."""
 
     def __init__(self, channel: Channel, start: Header) -> None:
         """Load the rank's part. `start`: the first message, before a file descriptor where ranks share memory.
@@ -107,7 +107,7 @@ class Follower:
             self._channel.send({"tensors": described(results)}, numbers_of(results))
 
     def _operation(self, name: str) -> Callable[[Header, bytearray], list[Tensor] | None]:
-        """Return what computes the tensors that rank 0 wants of the last stage; None: it wants none."""
+        """Return the method for an operation of rank 0's. It returns the tensors that rank 0 wants of the last stage, or None for none."""
         return {
             "begin": self._begin,
             "execute": self._execute,
@@ -127,7 +127,7 @@ class Follower:
         }[name]
 
     def _begin(self, header: Header, content: bytearray) -> None:
-        """Make the runner, again where steps that were recorded count no more. The cache stays."""
+        """Make a runner. It is made anew, over the same cache, where recorded steps count no more."""
         plan, config = self._plan, self._run.device
         if self._cache is None:
             sizes = header["num_blocks"], config.block_size or BLOCK_SIZE[plan.device.type]

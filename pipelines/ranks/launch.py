@@ -1,4 +1,4 @@
-"""Where the other ranks come from: rank 0 starts them, or torchrun or srun has. How many they are, and which cores they have."""
+"""Where the other ranks come from: rank 0 starts them, or torchrun or srun has. How many there are, and which cores each has."""
 
 import os
 import re
@@ -83,8 +83,9 @@ def first_host(nodes: str) -> str:
 
 
 def uses_gloo(run: RunConfig, place: Joined | None, tp: int) -> bool:
-    """Return whether ranks exchange numbers over TCP. Raises UserError where shared memory does not reach them, and for layers that are
-    divided among machines without being asked to.
+    """Return whether ranks exchange numbers over TCP.
+
+    Raises UserError for shared memory among several machines, and where ranks of several machines share layers unless backend=gloo.
     """
     backend, far = run.parallel.backend, place is not None and place.address is not None
     if not far or backend is Backend.gloo:
@@ -102,8 +103,9 @@ def uses_gloo(run: RunConfig, place: Joined | None, tp: int) -> bool:
 
 
 def degrees(run: RunConfig, place: Joined | None) -> tuple[int, int]:
-    """Return tp and pp of the run. Raises UserError where a launcher has started another number of processes than both need,
-    or a server.
+    """Return tp and pp of the run.
+
+    Raises UserError where a launcher has started another number of processes than tp * pp, and where it has started a server.
     """
     parallel, started = run.parallel, place.size if place else None
     tp, pp = 1, 1
@@ -129,15 +131,15 @@ def degrees(run: RunConfig, place: Joined | None) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Rank:
-    """Another rank's process, as it has come."""
+    """Another rank's process, started or met."""
 
     rank: int
     pid: int
     channel: Channel
     process: "subprocess.Popen[bytes] | None" = None
-    """Where it is a child."""
+    """None where a launcher has started it."""
     host: str | None = None
-    """Its machine, where ranks are on several."""
+    """Its machine; None where all ranks are on one."""
 
     @property
     def name(self) -> str:

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Begun:
-    """A step whose outputs the last stage has, or will have."""
+    """A step under way. Its outputs come from the last stage."""
 
     outputs: StepOutputs | None = None
 
@@ -71,7 +71,7 @@ class Leader:
         return LeadingRunner(self, model, cache, num_graph_sequences, table_width, decode_threads)
 
     def adapters(self, *arguments: Any) -> Adapters:
-        """Return the adapters of rank 0's part, which the other ranks load, too. It takes what Adapters does."""
+        """Return the adapters of rank 0's part, which the other ranks load, too. Takes the arguments of `Adapters`."""
         return LeadingAdapters(self.workers, *arguments)
 
 
@@ -192,7 +192,7 @@ class LeadingRunner(Runner):
         self.leader, self._workers = leader, leader.workers
         tp, pp = leader.place.division.tp, leader.place.division.pp
         self._answering = tp * (pp - 1) if pp > 1 else None
-        """The rank whose results those of a step are; None where rank 0 has them."""
+        """The rank that has a step's results; None: rank 0."""
         self.num_lanes = pp
         self._begun = leader.begun
         sizes = {"num_blocks": len(cache.tensors[0]), "table_width": table_width}
@@ -269,9 +269,9 @@ class LeadingRunner(Runner):
         return own if self._answering is None else self._answer()[0]
 
     def _led(self, header: Header, batches: list[Batch], compute: Callable[[], T], tensor: Tensor | None = None) -> T:
-        """Return what rank 0 computes while the others do what the message says. Raises RankLost where it does not count.
+        """Send the other ranks a message, and return what rank 0 computes meanwhile. Raises RankLost where that does not count.
 
-        The message has the numbers of the batches, and then those of the tensor.
+        The message holds the numbers of the batches, and then those of the tensor.
         """
         own = [] if tensor is None else [tensor]
         header |= {"shapes": [batch.shape for batch in batches], "tensors": described(own)}

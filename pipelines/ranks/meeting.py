@@ -43,7 +43,7 @@ def meet(place: Joined) -> list[Rank]:
 
 @functools.cache
 def listen(place: Joined) -> socket.socket:
-    """Return the socket at which rank 0 is met, the same each time, until `meet` closes it. Raises UserError."""
+    """Return the socket at which rank 0 waits for the others, the same at each call, until `meet` closes it. Raises UserError."""
     if place.address is not None:
         try:
             return socket.create_server(("", place.address[1]), backlog=place.size)
@@ -64,7 +64,7 @@ def listen(place: Joined) -> socket.socket:
 
 
 def _welcome(place: Joined, stream: socket.socket) -> Rank | None:
-    """Return the rank that has come; None where it is none of this job."""
+    """Return the rank that has connected; None for a stranger."""
     if place.address is None and _user(stream) != os.getuid():
         return None
     channel = Channel(stream)

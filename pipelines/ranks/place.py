@@ -18,7 +18,7 @@ def division_of(rank: int, tp: int, pp: int, parallel: ParallelConfig) -> Divisi
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's division, and its groups."""
+    """A rank's part of the model, and the groups of ranks with which it exchanges numbers."""
 
     division: Division
     group: SharedMemory | Gloo | Alone
