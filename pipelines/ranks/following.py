@@ -109,7 +109,7 @@ class Follower:
     def _operation(self, name: str) -> Callable[[Header, bytearray], list[Tensor] | None]:
         """Return the method for an operation of rank 0's. It returns the tensors that rank 0 wants of the last stage, or None for none."""
         return {
-            "begin": self._begin,
+            "make_runner": self._make_runner,
             "execute": self._execute,
             "execute_whole": self._execute_whole,
             "hidden": self._hidden,
@@ -126,8 +126,8 @@ class Follower:
             "count": self._count,
         }[name]
 
-    def _begin(self, header: Header, content: bytearray) -> None:
-        """Make a runner. It is made anew, over the same cache, where recorded steps count no more."""
+    def _make_runner(self, header: Header, content: bytearray) -> None:
+        """Make the runner, or a new one over the same cache where recorded steps count no more."""
         plan, config = self._plan, self._run.device
         if self._cache is None:
             sizes = header["num_blocks"], config.block_size or BLOCK_SIZE[plan.device.type]

@@ -196,7 +196,7 @@ class LeadingRunner(Runner):
         self.num_lanes = pp
         self._begun = leader.begun
         sizes = {"num_blocks": len(cache.tensors[0]), "table_width": table_width}
-        self._workers.tell({"op": "begin", **sizes})
+        self._workers.tell({"op": "make_runner", **sizes})
 
     @property
     def weight_bytes(self) -> int:
