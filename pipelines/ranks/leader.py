@@ -89,14 +89,14 @@ def lead(run: RunConfig, whole: ModelPlan) -> Leader:
     if device.type != "cpu" or library is None:
         missing = "the C++ kernels, which are off" if device.type == "cpu" else "device=cpu"
         raise UserError(f"parallel={run.parallel.mode.name} needs {missing}: give them, or parallel=single")
-    place = joined(os.environ)
-    (tp, pp), cpus = degrees(run, place), os.sched_getaffinity(0)
-    over_tcp = uses_gloo(run, place, tp)
-    if place is None:
+    launched = joined(os.environ)
+    (tp, pp), cpus = degrees(run, launched), os.sched_getaffinity(0)
+    over_tcp = uses_gloo(run, launched, tp)
+    if launched is None:
         check_plan(whole, division_of(0, tp, pp, run.parallel))
-    ranks = spawn(tp * pp) if place is None else meet(place)
-    cores = cores_of_ranks(place.num_local if place else tp * pp, cpus)
-    is_near = place is None or place.address is None  # then rank 0 has verified the files of all
+    ranks = spawn(tp * pp) if launched is None else meet(launched)
+    cores = cores_of_ranks(launched.num_local if launched else tp * pp, cpus)
+    is_near = launched is None or launched.address is None  # then rank 0 has verified the files of all
     model = replace(run.model, verify=run.model.verify and not is_near)
     start = {
         "tp": tp,
@@ -106,7 +106,7 @@ def lead(run: RunConfig, whole: ModelPlan) -> Leader:
         "run": plain(asdict(replace(run, model=model, sweep=SweepConfig()))),
     }
     starts = [
-        start | {"rank": rank.rank, "name": rank.name, "cores": sorted(cores[rank.rank]) if place is None else None}
+        start | {"rank": rank.rank, "name": rank.name, "cores": sorted(cores[rank.rank]) if launched is None else None}
         for rank in ranks
     ]
     if over_tcp:
@@ -114,7 +114,7 @@ def lead(run: RunConfig, whole: ModelPlan) -> Leader:
         own = _begin_over_tcp(run, ranks, [start | {"common": common} for start in starts])
     else:
         own = _begin_in_memory(run, library, ranks, starts, spins=len(set().union(*cores)) >= tp * pp)
-    use_cores(cores[place.local_rank if place else 0])
+    use_cores(cores[launched.local_rank if launched else 0])
     torch.set_num_threads(run.device.threads or library.get_threads())
     set_threads(run.device.threads)
     workers = [Worker(rank.rank, rank.name, rank.channel, rank.process) for rank in ranks]
